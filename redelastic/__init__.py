@@ -1,0 +1,48 @@
+"""redelastic: a Redis-backed elastic runtime for PyTorch. See README.md, then PROTOCOL.md."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .backend import RedisRendezvousBackend, create_backend
+    from .handler import RedisRendezvousHandler, create_handler, handler_from_url
+    from .init_method import register_init_method
+    from .server import RedisServer
+    from .store import RedisStore, RoundBrokenError
+
+__all__ = [
+    # a rendezvous
+    "RedisRendezvousBackend",
+    "RedisRendezvousHandler",
+    "create_backend",
+    "create_handler",
+    "handler_from_url",
+    # the store of a round, and init_process_group(init_method="redis://…")
+    "RedisStore",
+    "RoundBrokenError",
+    "register_init_method",
+    # a server for tests and single hosts
+    "RedisServer",
+]
+__version__ = "0.1.0"
+
+_HOMES = {
+    "RedisRendezvousBackend": "backend",
+    "create_backend": "backend",
+    "RedisRendezvousHandler": "handler",
+    "create_handler": "handler",
+    "handler_from_url": "handler",
+    "register_init_method": "init_method",
+    "RedisServer": "server",
+    "RedisStore": "store",
+    "RoundBrokenError": "store",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # torch is imported when it is needed: torchrun loads the plug-in in the middle of importing torch's elastic package.
+    if name in _HOMES:
+        return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

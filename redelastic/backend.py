@@ -1,0 +1,126 @@
+"""RedisRendezvousBackend: the state of torch's own rendezvous in Redis, behind a compare-and-set on a fencing token."""
+
+from __future__ import annotations
+
+import uuid
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.elastic.rendezvous.api import RendezvousParameters, RendezvousStateError
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
+
+from . import scripts
+from .connection import Connection, require_keys_of_types
+from .keys import DEFAULT_PREFIX, RunKeys
+from .settings import DEFAULT_TTL, Settings
+from .store import RedisStore
+
+if TYPE_CHECKING:
+    from .endpoint import Client
+
+Token = int
+
+
+class RedisRendezvousBackend(RendezvousBackend):
+    """Holds a run's rendezvous in Redis; contract: ``torch…dynamic_rendezvous.RendezvousBackend``.
+
+    It names the server and the run for :func:`redelastic.create_handler`, and serves torch's own
+    ``DynamicRendezvousHandler`` with ``get_state`` and ``set_state``.
+
+    Args:
+        client: a redis-py client of bytes, or a :class:`Connection`.
+        run_id: id of the run.
+        key_prefix: what the names of all keys begin with.
+        ttl: how long the state outlives its last change, in seconds.
+
+    Raises:
+        ValueError: a run id or prefix that cannot be part of a key; a client that decodes replies.
+    """
+
+    def __init__(
+        self,
+        client: Client | Connection,
+        run_id: str,
+        key_prefix: str = DEFAULT_PREFIX,
+        ttl: float = DEFAULT_TTL,
+    ) -> None:
+        self.keys = RunKeys(run_id, key_prefix)
+        self.connection = client if isinstance(client, Connection) else Connection(client)
+        self.ttl = ttl
+
+    @property
+    def name(self) -> str:
+        """The backend's name, ``redis``."""
+        return "redis"
+
+    def get_state(self) -> tuple[bytes, Token] | None:
+        """Read the state.
+
+        Returns:
+            The state and its fencing token; None if there is no state.
+
+        Raises:
+            RendezvousConnectionError: Redis cannot be reached.
+            RendezvousStateError: the key holds something that is not ours.
+        """
+        key = self.keys.state
+        try:
+            state, token = self.connection.call(lambda client: client.hmget(key, "state", "token"))  # type: ignore[misc]
+        except RendezvousStateError as e:
+            require_keys_of_types(self.connection, {key: "hash"}, e)
+        if state is None and token is None:
+            return None
+        if state is None or not (token or b"").isdigit():
+            raise RendezvousStateError(
+                f"The key {key!r} in Redis at {self.connection.name} is corrupt: its token is {token!r}"
+                f"{' and it has no state' if state is None else ''}. Remove that key."
+            )
+        return state, int(token)
+
+    def set_state(self, state: bytes, token: Token | Any | None = None) -> tuple[bytes, Token, bool] | None:
+        """Replace the state, if ``token`` is still its fencing token (I4, I8).
+
+        Args:
+            state: the new state.
+            token: that of the state it is based on; None if there must be none yet.
+
+        Returns:
+            The state that is there afterwards, its token, and whether it is ours; None if there is none, and ``token``
+            says that there was one.
+
+        Raises:
+            RendezvousConnectionError: Redis cannot be reached.
+            RendezvousStateError: the key holds something that is not ours.
+        """
+        ours = token is None or (isinstance(token, int) and not isinstance(token, bool))
+        if not ours:  # no token of this backend: it matches nothing
+            existing = self.get_state()
+            return existing and (*existing, False)
+        key = self.keys.state
+        args = [state, "" if token is None else str(token), uuid.uuid4().hex, round(1000 * self.ttl)]
+        try:
+            reply = scripts.SET_STATE(self.connection, [key], args)
+        except RendezvousStateError as e:
+            require_keys_of_types(self.connection, {key: "hash"}, e)
+        return reply and (reply[0], int(reply[1]), reply[2] == 1)
+
+
+def create_backend(params: RendezvousParameters) -> tuple[RedisRendezvousBackend, RedisStore]:
+    """Connect to the endpoint of ``params``; contract: torch's ``c10d_rendezvous_backend.create_backend``.
+
+    Args:
+        params: endpoint, run id and the settings of :class:`redelastic.Settings`.
+
+    Returns:
+        The backend, and a store of the whole run.
+
+    Raises:
+        RendezvousConnectionError: no Redis answers at the endpoint, or it refuses us.
+        ValueError: a parameter is unknown or wrong.
+    """
+    settings = Settings.from_parameters(params)
+    connection = Connection.open(settings.endpoint(params.endpoint), settings.heartbeat_timeout, settings.read_timeout)
+    backend = RedisRendezvousBackend(connection, settings.run_id, settings.key_prefix, settings.ttl)
+    store = RedisStore(
+        connection, settings.run_id, key_prefix=settings.key_prefix, timeout=settings.read_timeout, ttl=settings.ttl
+    )
+    return backend, store

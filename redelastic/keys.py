@@ -1,0 +1,132 @@
+"""The names of all keys that a run has in Redis, and the only place where such a name is built.
+
+All keys of one run carry its id as their hash tag, ``<prefix>:{<run_id>}:…``: one run is one Cluster slot, and one
+ACL pattern (``~<prefix>:{<run_id>}:*``).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final
+
+DEFAULT_PREFIX: Final = "redelastic"
+MAX_KEY_PART: Final = 200
+
+# Braces would move the hash tag, glob characters would widen an ACL pattern, white space breaks tools that split on it.
+_FORBIDDEN: Final = re.compile(r"[\s{}*?\[\]\\^\x00-\x1f\x7f]")
+
+
+def check_key_part(what: str, value: object) -> str:
+    """Return ``value`` if it can stand in a key's name.
+
+    Args:
+        what: what the value is, for the message.
+        value: a run id, key prefix, store name or topology label.
+
+    Raises:
+        ValueError: it is empty, longer than 200 bytes in UTF-8, or holds white space, control characters or one of
+            ``{ } * ? [ ] \\ ^``.
+        TypeError: it is not a string.
+    """
+    if not isinstance(value, str):
+        raise TypeError(f"The {what} must be a string, not {type(value).__name__}.")
+    if not value:
+        raise ValueError(f"The {what} is empty; give it a name of 1 to {MAX_KEY_PART} bytes.")
+    try:
+        size = len(value.encode())
+    except UnicodeEncodeError as e:
+        raise ValueError(f"The {what} {value[:40]!r} is not valid Unicode text.") from e
+    if size > MAX_KEY_PART:
+        raise ValueError(f"The {what} {value[:40]!r}… has {size} bytes; at most {MAX_KEY_PART} are allowed.")
+    if found := _FORBIDDEN.search(value):
+        raise ValueError(
+            f"The {what} {value!r} holds {found.group()!r}; "
+            "it may hold neither white space nor control characters nor any of { } * ? [ ] \\ ^."
+        )
+    return value
+
+
+@dataclass(frozen=True)
+class StoreKeys:
+    """Keys of one store; ``lua/store.lua`` tells what each holds."""
+
+    base: str
+
+    @cached_property
+    def data(self) -> str:
+        return self.base
+
+    @cached_property
+    def waits(self) -> str:
+        return f"{self.base}:waits"
+
+    @cached_property
+    def once(self) -> str:
+        return f"{self.base}:once"
+
+    def stream(self, key: bytes) -> bytes:
+        """Name of the stream that wakes those who wait for ``key``."""
+        return f"{self.base}:wake:".encode() + key
+
+    def queue(self, key: bytes) -> bytes:
+        """Name of the list that holds the queue ``key``."""
+        return f"{self.base}:queue:".encode() + key
+
+
+@dataclass(frozen=True)
+class RunKeys:
+    """Keys of one run; ``lua/run.lua`` tells what each holds."""
+
+    run_id: str
+    prefix: str = DEFAULT_PREFIX
+
+    def __post_init__(self) -> None:
+        check_key_part("run id", self.run_id)
+        check_key_part("key prefix", self.prefix)
+
+    def _key(self, name: str) -> str:
+        return f"{self.prefix}:{{{self.run_id}}}:{name}"
+
+    @cached_property
+    def run(self) -> str:
+        return self._key("run")
+
+    @cached_property
+    def members(self) -> str:
+        return self._key("members")
+
+    @cached_property
+    def wake(self) -> str:
+        return self._key("wake")
+
+    @cached_property
+    def state(self) -> str:
+        """State of a backend under torch's own handler: ``lua/set_state.lua``."""
+        return self._key("state")
+
+    @cached_property
+    def types(self) -> dict[str, str]:
+        """Redis type of each key, in the order in which ``lua/run.lua`` takes them."""
+        return {
+            self.run: "hash",
+            self._key("ranks"): "zset",
+            self.members: "set",
+            self._key("candidates"): "zset",
+            self._key("leases"): "zset",
+            self._key("endpoints"): "hash",
+            self._key("labels"): "hash",
+            self.wake: "stream",
+        }
+
+    def status(self, node: str) -> str:
+        """Name of the string that holds the status of ``node``."""
+        return self._key(f"node:{node}")
+
+    def store(self, name: str | int) -> StoreKeys:
+        """Keys of a store: that of the round with an epoch, or one that has a name."""
+        text = check_key_part("store name", str(name))
+        if ":" in text:
+            raise ValueError(f"The store name {text!r} holds ':', which separates the parts of a key; use another sign.")
+        return StoreKeys(self._key(f"store:{text}"))

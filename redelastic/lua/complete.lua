@@ -1,0 +1,84 @@
+-- complete: the part of every verb that may end a rendezvous (I1, I2, I3, I4, I6), and the reaping before it (I7, I9).
+
+-- Members and candidates whose lease has run out are out. When no node at all was heard for longer than a heartbeat
+-- interval allows, or the clock went back, it was the server that was away: nobody is judged, every lease starts anew.
+local function reap()
+  local silence = run.beat_at and now - run.beat_at or 0
+  if silence > 1.5 * (run.interval or 0) or silence < 0 then
+    for _, node in ipairs(redis.call('ZRANGE', LEASES, 0, -1)) do
+      redis.call('ZADD', LEASES, now + run.lease, node)
+    end
+  else
+    for _, node in ipairs(redis.call('ZRANGEBYSCORE', LEASES, '-inf', now)) do
+      if remove(node) then
+        break_round(node .. ' lost its lease', true)
+      end
+    end
+  end
+end
+
+-- Former members keep their rank if it is below n; the holes are filled by label, then by place among the candidates.
+local function assign(chosen)
+  local n, node_at, homeless = #chosen / 2, {}, {}
+  for i = 1, n do
+    local node, rank = chosen[2 * i - 1], chosen[2 * i] - FORMER
+    if rank < n then
+      node_at[rank] = node
+    else
+      homeless[#homeless + 1] = { node = node, place = i, label = redis.call('HGET', LABELS, node) or '' }
+    end
+  end
+  table.sort(homeless, function(a, b)
+    if a.label ~= b.label then return a.label < b.label end
+    return a.place < b.place
+  end)
+  local next_homeless = 1
+  for rank = 0, n - 1 do
+    if not node_at[rank] then
+      node_at[rank] = homeless[next_homeless].node
+      next_homeless = next_homeless + 1
+    end
+  end
+  return node_at, n
+end
+
+local function complete(reason)
+  local node_at, n = assign(redis.call('ZRANGE', CANDIDATES, 0, run.max - 1, 'WITHSCORES'))
+  redis.call('DEL', RANKS, MEMBERS)
+  for rank = 0, n - 1 do
+    redis.call('ZADD', RANKS, rank, node_at[rank])
+    redis.call('SADD', MEMBERS, node_at[rank])
+    redis.call('ZREM', CANDIDATES, node_at[rank])
+  end
+  set('epoch', run.epoch + 1)
+  set('size', n)
+  set('master', redis.call('HGET', ENDPOINTS, node_at[0]) or '')
+  set('completed_at', now)
+  set('broken', nil)
+  set('deadline', nil)
+  wake('complete', reason)
+  touch()
+end
+
+-- Completes the rendezvous if it can be; else leaves in `deadline` when it could, without anybody else.
+local function try_complete()
+  local n = redis.call('ZCARD', CANDIDATES)
+  if run.closed or not run.min or n < run.min then
+    return set('deadline', nil)
+  end
+  if redis.call('SCARD', MEMBERS) > 0 then
+    return -- I1: a member of the last round may still be training
+  end
+  local first = redis.call('ZRANGE', CANDIDATES, 0, 0, 'WITHSCORES')
+  local continues = tonumber(first[2]) < 0 -- somebody of the last round is here: then everybody known to be alive is
+  if n >= run.max then
+    return complete('max_nodes joined')
+  elseif continues and (n >= run.size or run.replacement == 0) then
+    return complete('every live node joined')
+  elseif not run.deadline then
+    set('deadline', now + (continues and run.replacement or run.last_call))
+  end
+  if now >= run.deadline then
+    complete(continues and 'replacement_timeout passed' or 'last_call_timeout passed')
+  end
+end

@@ -1,0 +1,64 @@
+-- join: asks for a place in a round later than `after`; asked again, it answers the same (I8). A blocked node asks
+-- again whenever it is woken, and when `wait` has passed.
+--
+-- KEYS 1-9 of run.lua, 10 data, 11 waits, 12 once: the store of round `after`, which ends now
+-- ARGV 1 node, 2 after: last epoch that the node held, 0 if none, 3 endpoint, 4 label, 5 status (JSON), 6 min, 7 max,
+--      8 last_call, 9 replacement, 10 lease, 11 interval, 12 ttl (all in ms)
+-- Reply {'complete', epoch, rank, size, master}
+--       {'waiting', epoch, last wake id, wait: ms until the rendezvous may complete by itself or -1, spare: 1 or 0}
+--       {'closed', by whom, spare: 1 or 0} | {'mismatch', min, max} | {'left'}
+-- I1 I2 I3 I4 I5 I6 I8
+local node, after, endpoint, label, status = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4], ARGV[5]
+local min, max = tonumber(ARGV[6]), tonumber(ARGV[7])
+
+reap()
+local is_member = redis.call('SISMEMBER', MEMBERS, node) == 1
+local is_candidate = redis.call('ZSCORE', CANDIDATES, node)
+local full = run.size == run.max and redis.call('SCARD', MEMBERS) == run.size
+if run.closed then
+  return { 'closed', run.closed, (is_candidate and full) and 1 or 0 }
+elseif redis.call('GET', STATUS) == 'left' then
+  return { 'left' } -- a late copy of a request that this node had taken back
+end
+
+local empty = redis.call('ZCARD', LEASES) == 0
+if empty or not run.min then
+  for i, field in ipairs({ 'min', 'max', 'last_call', 'replacement', 'lease', 'interval', 'ttl' }) do
+    set(field, tonumber(ARGV[5 + i]))
+  end
+elseif min ~= run.min or max ~= run.max then
+  return { 'mismatch', run.min, run.max }
+end
+if after > (run.epoch or -1) then
+  set('epoch', after) -- the server lost its data: no epoch is given twice (I4)
+end
+
+if is_member and run.epoch <= after then
+  redis.call('SREM', MEMBERS, node)
+  redis.call('ZADD', CANDIDATES, FORMER + redis.call('ZSCORE', RANKS, node), node)
+  break_round(node .. ' regroups', true)
+  for i = 10, 12 do
+    redis.call('PEXPIRE', KEYS[i], 60000) -- the last waiters on the old round's store still read that it is over
+  end
+elseif not is_member and not is_candidate then
+  redis.call('ZADD', CANDIDATES, redis.call('HINCRBY', RUN, 'arrivals', 1), node)
+  if redis.call('SCARD', MEMBERS) > 0 and run.size < run.max then
+    break_round(node .. ' waits to join', false)
+  end
+end
+redis.call('HSET', ENDPOINTS, node, endpoint)
+if label ~= '' then
+  redis.call('HSET', LABELS, node, label)
+end
+redis.call('ZADD', LEASES, now + ARGV[10], node)
+redis.call('SET', STATUS, status, 'PX', ARGV[10])
+set('beat_at', now)
+try_complete()
+touch()
+
+if run.epoch > after and redis.call('SISMEMBER', MEMBERS, node) == 1 then
+  return { 'complete', run.epoch, tonumber(redis.call('ZSCORE', RANKS, node)), run.size, redis.call('HGET', RUN, 'master') }
+end
+local last = redis.call('XREVRANGE', WAKE, '+', '-', 'COUNT', 1)
+full = run.size == run.max and redis.call('SCARD', MEMBERS) == run.size
+return { 'waiting', run.epoch, last[1] and last[1][1] or '0-0', run.deadline and math.max(0, run.deadline - now) or -1, full and 1 or 0 }

@@ -1,0 +1,311 @@
+"""A node's membership of a run: its lease, what it knows of the run, and the loop that keeps both fresh."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import threading
+import time
+import uuid
+import weakref
+from dataclasses import dataclass
+from typing import Any, Final
+
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousGracefulExitError,
+    RendezvousStateError,
+    RendezvousTimeoutError,
+)
+
+from . import scripts
+from .connection import Connection, Entries, require_keys_of_types, text
+from .keys import RunKeys
+from .settings import Settings
+
+log = logging.getLogger(__name__)
+
+RETRY_PAUSE: Final = 0.2  # between attempts of the loop while Redis is away, in seconds
+SPREAD: Final = 0.05  # nodes that wait for the same lease to run out look at it within this time, in seconds
+
+
+@dataclass(frozen=True)
+class Round:
+    """A completed round, as one of its members sees it.
+
+    Attributes:
+        epoch: fencing token of the round.
+        rank: of this node.
+        size: number of nodes.
+        host, port: where rank 0 would serve the round's bootstrap store.
+    """
+
+    epoch: int
+    rank: int
+    size: int
+    host: str
+    port: int
+
+
+class Membership:
+    """One node of one run.
+
+    The node's identity ends when it leaves or is fenced: it comes back as a new node, so that nothing of the old one
+    that is still under way can count for it (I4).
+
+    Args:
+        connection: to Redis.
+        keys: of the run.
+        settings: of the run.
+        host: address of this node for its peers.
+    """
+
+    def __init__(self, connection: Connection, keys: RunKeys, settings: Settings, host: str) -> None:
+        self._connection = connection
+        self._keys = keys
+        self._settings = settings
+        self._host = host
+        self._wake_key = keys.wake.encode()
+        self._lock = threading.Lock()  # guards what follows; never held while Redis is asked
+        self._seen = "0-0"  # id of the last wake-up that was taken in
+        self._round: Round | None = None
+        self._broken = ""  # why the round is broken; "" while it is not
+        self._waiting = 0  # nodes that wait for the next round, as far as known
+        self._closed = ""  # by whom; "" while it is not
+        self._next_beat = 0.0
+        self._keeper: threading.Thread | None = None
+        self._stopped = threading.Event()
+        self._renew_identity()
+
+    def _renew_identity(self) -> None:
+        self.node = f"{self._host}-{os.getpid()}-{uuid.uuid4().hex[:12]}"
+        self._epoch_held = self._round.epoch if self._round else 0
+        self._run_keys = [*self._keys.types, self._keys.status(self.node)]
+
+    # -- what the agent asks, several times a second: answered from memory
+
+    @property
+    def nodes_waiting(self) -> int:
+        """How many nodes wait for this one to regroup; 0 while its round stands."""
+        with self._lock:
+            return max(1, self._waiting) if self._round and self._broken else 0
+
+    @property
+    def closed(self) -> str:
+        """By whom the run was closed, as far as is known; empty while it is open."""
+        return self._closed
+
+    # -- transitions
+
+    def join(self, port: int, deadline: float) -> Round:
+        """Join the next round, and block until it is complete.
+
+        Args:
+            port: on which this node would serve the bootstrap store.
+            deadline: on the monotonic clock, in seconds; nodes that wait as spares have none.
+
+        Raises:
+            RendezvousClosedError, RendezvousGracefulExitError: the run is closed; the latter for a spare.
+            RendezvousTimeoutError: the round was not complete in time.
+            RendezvousConnectionError: Redis was not to be reached up to the deadline, or it refuses us.
+            RendezvousStateError: the run's keys in Redis are not as they should be.
+            RendezvousError: other nodes of the run have another ``min_nodes`` or ``max_nodes``.
+        """
+        if self._broken and "fenced" in self._broken:
+            self._renew_identity()
+        mismatch_until = None
+        while True:
+            reply = self._ask_to_join(port, max(0.0, deadline - time.monotonic()))
+            outcome = text(reply[0])
+            now = time.monotonic()
+            if outcome == "complete":
+                return self._enter(reply)
+            if outcome == "closed":
+                self._closed = text(reply[1])
+                self._refuse_closed(spare=reply[2] == 1)
+            if outcome == "left":
+                self._renew_identity()
+                continue
+            if outcome == "mismatch":
+                # The others may be dead, and only their leases alive: those of a whole job that died with its nodes.
+                mismatch_until = mismatch_until or now + self._settings.lease + 1
+                if now >= min(mismatch_until, deadline):
+                    raise RendezvousError(
+                        f"Node {self.node} wants {self._settings.min_nodes} to {self._settings.max_nodes} nodes, but run "
+                        f"{self._keys.run_id!r} has {reply[1]} to {reply[2]}. Start all its nodes with the same --nnodes."
+                    )
+                self._pump(min(mismatch_until, deadline) - now, beat=False)
+                continue
+            _, epoch, wake_id, completes_in, spare = reply
+            if not spare and now >= deadline:
+                self.leave("gave up waiting")
+                raise RendezvousTimeoutError(
+                    f"Run {self._keys.run_id!r} had no new round after epoch {epoch} within the join_timeout of "
+                    f"{self._settings.join_timeout:g} s: fewer than {self._settings.min_nodes} nodes joined, or a member of "
+                    "the last round neither came back nor left."
+                )
+            with self._lock:
+                self._seen = text(wake_id)
+            self._wait_for_change(now + completes_in / 1000 if completes_in >= 0 else None, None if spare else deadline)
+
+    def _ask_to_join(self, port: int, timeout: float) -> Any:
+        s = self._settings
+        times = (s.last_call_timeout, s.replacement_timeout, s.lease, s.keep_alive_interval, s.ttl)
+        args = [self.node, self._epoch_held, f"{self._host} {port}", s.topology, self._status("waiting")]
+        args += [s.min_nodes, s.max_nodes, *(round(1000 * t) for t in times)]
+        store = self._keys.store(self._epoch_held)
+        keys = [*self._run_keys, store.data, store.waits, store.once]
+        reply = self._run(scripts.JOIN, keys, args, min(timeout, s.read_timeout) if timeout else 0)
+        self._beat_is_due_in(s.keep_alive_interval)
+        return reply
+
+    def _wait_for_change(self, completes_at: float | None, deadline: float | None) -> None:
+        """Keep the lease, and return once it is worth asking to join again."""
+        ends = [t for t in (completes_at, deadline) if t is not None]
+        until = min(ends) if ends else float("inf")
+        while (left := until - time.monotonic()) > 0:
+            if self._pump(left):
+                return
+
+    def _enter(self, reply: Any) -> Round:
+        _, epoch, rank, size, master = reply
+        host, _, port = text(master).rpartition(" ")
+        if not host or not port.isdigit():
+            raise RendezvousStateError(
+                f"The key {self._keys.run!r} in Redis at {self._connection.name} is corrupt: master is {text(master)!r}."
+            )
+        entered = Round(epoch, rank, size, host, int(port))
+        with self._lock:
+            self._round, self._broken, self._waiting = entered, "", 0
+            self._epoch_held = epoch
+        if self._keeper is None:
+            self._keeper = threading.Thread(target=_keep, args=(weakref.ref(self), self._stopped), daemon=True)
+            self._keeper.name = f"redelastic-keepalive-{self.node}"
+            self._keeper.start()
+        return entered
+
+    def _refuse_closed(self, *, spare: bool) -> None:
+        self.leave("the run is closed")
+        message = f"Run {self._keys.run_id!r} is closed (by {self._closed}); use another run id for a new run."
+        raise RendezvousGracefulExitError(message) if spare else RendezvousClosedError(message)
+
+    def leave(self, reason: str, *, finished: bool = False, timeout: float | None = None) -> None:
+        """Leave the run for good; a member that has finished closes it (I5). The identity ends with it."""
+        try:
+            self._run(scripts.LEAVE, self._run_keys, [self.node, reason, int(finished)], timeout)
+        finally:
+            with self._lock:
+                self._round = None
+            self._renew_identity()
+
+    def close(self, timeout: float) -> None:
+        """Close the run: no round is completed any more (I5)."""
+        by = self._run(scripts.CLOSE, self._run_keys, [self.node, round(1000 * self._settings.ttl)], timeout)
+        self._closed = text(by)
+
+    def ask_whether_closed(self) -> bool:
+        """Ask Redis whether the run is closed."""
+        by = self._connection.call(lambda client: client.hget(self._keys.run, "closed"))
+        self._closed = text(by) if by else self._closed  # type: ignore[arg-type]
+        return bool(self._closed)
+
+    def stop(self) -> None:
+        """End the loop; does not tell anybody."""
+        self._stopped.set()
+
+    # -- the loop
+
+    def _pump(self, longest: float, *, beat: bool = True) -> bool:
+        """Beat if that is due, then block for a wake-up; returns whether one came.
+
+        Called by whoever waits for a round, and by the keeper's thread: both at once do no harm.
+        """
+        try:
+            if beat and time.monotonic() >= self._next_beat:
+                self._beat()
+            until_beat = max(0.001, self._next_beat - time.monotonic()) if beat else longest
+            woken = self._connection.read({self._wake_key: self._seen}, min(longest, until_beat))
+        except RendezvousConnectionError as e:
+            if e.__cause__ and "could not be reached" not in str(e):
+                raise
+            log.warning("Node %s keeps its round while Redis is away: %s", self.node, e)
+            self._stopped.wait(min(longest, random.uniform(0.5, 1) * RETRY_PAUSE))
+            return False
+        self._take_in(woken.get(self._wake_key, []))
+        return bool(woken)
+
+    def _take_in(self, entries: Entries) -> None:
+        with self._lock:
+            for entry_id, change in entries:
+                if _id(entry_id) <= _id(self._seen):
+                    continue
+                self._seen = entry_id
+                event, reason = change.get("event"), change.get("reason", "")
+                if event == "closed":
+                    self._closed = reason
+                elif event == "broken" and self._round and change.get("epoch") == str(self._round.epoch):
+                    self._broken, self._waiting = reason, int(change.get("waiting", 0))
+                    log.info("Round %s of run %r is broken: %s.", self._round.epoch, self._keys.run_id, reason)
+
+    def _beat(self) -> None:
+        s = self._settings
+        asked_in, node = self._round, self.node
+        self._beat_is_due_in(s.keep_alive_interval)  # also when it fails: the loop pauses, and must not beat twice
+        store = self._keys.store(asked_in.epoch if asked_in else 0)
+        keys = [*self._run_keys, store.data, store.waits, store.once]
+        args = [node, round(1000 * s.lease), self._status("running" if asked_in else "waiting")]
+        standing, epoch, broken, candidates, closed, expires_in = self._run(scripts.BEAT, keys, args, 0)
+        with self._lock:
+            self._closed = text(closed) or self._closed
+            if asked_in and self._round is asked_in and node == self.node:
+                self._judge(text(standing), epoch, text(broken), candidates)
+        if expires_in >= 0:  # look again when the lease of a silent node has run out; somebody who renews is never late
+            self._beat_is_due_in(min(s.keep_alive_interval, expires_in / 1000 + random.uniform(0.002, SPREAD)))
+
+    def _judge(self, standing: str, epoch: int, broken: str, candidates: int) -> None:
+        mine = self._round
+        assert mine is not None  # noqa: S101
+        if standing == "fenced" and not self._broken:
+            self._broken = f"fenced: this node lost its lease, and the run is at epoch {epoch}"
+            log.warning("Node %s of run %r is out of round %s: %s.", self.node, self._keys.run_id, mine.epoch, self._broken)
+        elif standing == "member" and epoch == mine.epoch and broken:
+            self._broken, self._waiting = broken, candidates
+
+    def _beat_is_due_in(self, seconds: float) -> None:
+        self._next_beat = time.monotonic() + seconds
+
+    def _status(self, state: str) -> str:
+        mine = self._round
+        place = {"epoch": mine.epoch, "rank": mine.rank} if mine else {}
+        return json.dumps({"host": self._host, "pid": os.getpid(), "state": state, **place})
+
+    def _run(self, script: scripts.Script, keys: list[str], args: list[Any], timeout: float | None) -> Any:
+        try:
+            return script(self._connection, keys, args, timeout)
+        except RendezvousStateError as e:
+            if "wrong type" in str(e):
+                require_keys_of_types(self._connection, self._keys.types, e)
+            raise
+
+
+def _id(stream_id: str) -> tuple[int, int]:
+    milliseconds, _, sequence = stream_id.partition("-")
+    return int(milliseconds), int(sequence or 0)
+
+
+def _keep(reference: weakref.ref[Membership], stopped: threading.Event) -> None:
+    """The keeper's thread: lives until its membership is stopped or forgotten."""
+    while not stopped.is_set():
+        membership = reference()
+        if membership is None:
+            return
+        try:
+            membership._pump(membership._settings.keep_alive_interval)  # noqa: SLF001
+        except RendezvousError:
+            log.exception("The keep-alive of node %s failed; it goes on trying.", membership.node)
+            stopped.wait(membership._settings.keep_alive_interval)  # noqa: SLF001
+        del membership

@@ -1,0 +1,63 @@
+"""The Lua scripts: loaded once from ``lua/``, sent by their digest."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from importlib.resources import files
+from typing import Any, Final
+
+from redis.exceptions import NoScriptError
+
+from .connection import Connection
+from .endpoint import Client
+
+Argument = str | bytes | int | float
+
+
+class Script:
+    """One transition that Redis runs atomically.
+
+    Args:
+        parts: names of the files in ``lua/`` whose texts make up the script.
+    """
+
+    def __init__(self, *parts: str) -> None:
+        self.name = parts[-1]
+        folder = files(__package__) / "lua"
+        self.text = "".join((folder / f"{part}.lua").read_text() for part in parts)
+        self._digest = hashlib.sha1(self.text.encode(), usedforsecurity=False).hexdigest()
+
+    def __call__(
+        self,
+        connection: Connection,
+        keys: Sequence[str | bytes],
+        args: Sequence[Argument],
+        timeout: float | None = None,
+    ) -> Any:
+        """Run the script; see :meth:`Connection.call` for ``timeout`` and errors."""
+
+        def run(client: Client) -> Any:
+            try:
+                return client.execute_command("EVALSHA", self._digest, len(keys), *keys, *args)
+            except NoScriptError:  # a new server, or one whose scripts were flushed
+                return client.execute_command("EVAL", self.text, len(keys), *keys, *args)
+
+        return connection.call(run, timeout)
+
+
+JOIN: Final = Script("run", "complete", "join")
+BEAT: Final = Script("run", "complete", "beat")
+LEAVE: Final = Script("run", "complete", "leave")
+CLOSE: Final = Script("run", "close")
+
+SET_STATE: Final = Script("set_state")
+
+STORE_SET: Final = Script("store", "store_set")
+STORE_ADD: Final = Script("store", "store_add")
+STORE_APPEND: Final = Script("store", "store_append")
+STORE_COMPARE_SET: Final = Script("store", "store_compare_set")
+STORE_DELETE: Final = Script("store", "store_delete")
+STORE_WAIT: Final = Script("store", "store_wait")
+QUEUE_PUSH: Final = Script("store", "queue_push")
+QUEUE_POP: Final = Script("store", "queue_pop")

