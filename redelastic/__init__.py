@@ -42,7 +42,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    # torch is imported when it is needed: torchrun loads the plug-in in the middle of importing torch's elastic package.
+    # torch is imported late: torchrun loads the plug-in in the middle of importing torch's elastic package.
     if name in _HOMES:
         return getattr(import_module(f".{_HOMES[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,7 +9,7 @@ import socket
 import time
 import weakref
 from datetime import timedelta
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch.distributed as dist
 from torch.distributed.elastic.events import NodeState, construct_and_record_rdzv_event
@@ -29,9 +29,6 @@ from .connection import UnreachableError
 from .membership import Membership, Round
 from .settings import Settings, parameters_from_url
 from .store import RedisStore
-
-if TYPE_CHECKING:
-    from types import TracebackType
 
 log = logging.getLogger(__name__)
 
@@ -59,12 +56,6 @@ class RedisRendezvousHandler(RendezvousHandler):
         self._bootstrap: dist.TCPStore | None = None
         self._shut_down = False
         _handlers.add(self)
-
-    def __enter__(self) -> RedisRendezvousHandler:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.shutdown()
 
     def get_backend(self) -> str:
         """The backend's name, ``redis``."""
@@ -134,7 +125,7 @@ class RedisRendezvousHandler(RendezvousHandler):
         return RendezvousInfo(store, entered.rank, entered.size, RendezvousStoreInfo(entered.host, entered.port))
 
     def _listen(self) -> int:
-        """Take a free port for the bootstrap store: its address is known when the round completes, whoever is rank 0."""
+        """Take a free port for the bootstrap store, so that its address is known when the round completes."""
         if self._listener is None:
             family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
             self._listener = socket.socket(family)
@@ -230,8 +221,8 @@ def create_handler(backend: RedisRendezvousBackend, params: RendezvousParameters
     settings = Settings.from_parameters(params)
     if (settings.run_id, settings.key_prefix) != (backend.keys.run_id, backend.keys.prefix):
         raise ValueError(
-            f"The parameters are for run {settings.run_id!r} with key_prefix={settings.key_prefix!r}, but the backend is "
-            f"for run {backend.keys.run_id!r} with {backend.keys.prefix!r}; give both the same."
+            f"The parameters are for run {settings.run_id!r} with key_prefix={settings.key_prefix!r}, but the backend "
+            f"is for run {backend.keys.run_id!r} with {backend.keys.prefix!r}; give both the same."
         )
     if settings.protocol == "native":
         return RedisRendezvousHandler(backend, settings)
@@ -243,7 +234,7 @@ def create_handler(backend: RedisRendezvousBackend, params: RendezvousParameters
         ttl=settings.ttl,
     )
     seconds = ("join_timeout", "last_call_timeout", "close_timeout", "heartbeat_timeout")
-    return dynamic_rendezvous.DynamicRendezvousHandler.from_backend(
+    handler: RendezvousHandler = dynamic_rendezvous.DynamicRendezvousHandler.from_backend(
         settings.run_id,
         store,
         backend,
@@ -254,6 +245,7 @@ def create_handler(backend: RedisRendezvousBackend, params: RendezvousParameters
         keep_alive_interval=settings.keep_alive_interval,  # type: ignore[arg-type]
         keep_alive_max_attempt=settings.keep_alive_max_attempt,
     )
+    return handler
 
 
 def handler_from_parameters(params: RendezvousParameters) -> RendezvousHandler:

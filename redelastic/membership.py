@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -11,7 +12,7 @@ import time
 import uuid
 import weakref
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
@@ -23,7 +24,7 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from . import scripts
 from .connection import Connection, Entries, UnreachableError, require_keys_of_types, text
-from .keys import RunKeys
+from .keys import RunKeys, check_key_part
 from .settings import Settings
 
 log = logging.getLogger(__name__)
@@ -67,12 +68,14 @@ class Membership:
         self._connection = connection
         self._keys = keys
         self._settings = settings
-        self._host = host
+        self._host = check_key_part("address of this node", host)
         self._wake_key = keys.wake.encode()
         self._lock = threading.Lock()  # guards what follows; never held while Redis is asked
-        self._seen = "0-0"  # id of the last wake-up that was taken in
+        self._heard = "0-0"  # id of the last wake-up when this node last asked to join
         self._round: Round | None = None
         self._broken = ""  # why the round is broken; "" while it is not
+        self._fenced = False  # whether this node lost its lease
+        self._standing = ""  # what Redis last said of this node: "candidate", "member", "fenced" or "unknown"
         self._waiting = 0  # nodes that wait for the next round, as far as known
         self._closed = ""  # by whom; "" while it is not
         self._next_beat = 0.0
@@ -106,7 +109,7 @@ class Membership:
 
         Args:
             port: on which this node would serve the bootstrap store.
-            deadline: on the monotonic clock, in seconds; nodes that wait as spares have none.
+            deadline: on the monotonic clock, in seconds; put off while the node waits as a spare.
 
         Raises:
             RendezvousClosedError, RendezvousGracefulExitError: the run is closed; the latter for a spare.
@@ -115,7 +118,7 @@ class Membership:
             RendezvousStateError: the run's keys in Redis are not as they should be.
             RendezvousError: other nodes of the run have another ``min_nodes`` or ``max_nodes``.
         """
-        if self._broken and "fenced" in self._broken:
+        if self._fenced:
             self._renew_identity()
         mismatch_until = None
         while True:
@@ -135,22 +138,23 @@ class Membership:
                 mismatch_until = mismatch_until or now + self._settings.lease + 1
                 if now >= min(mismatch_until, deadline):
                     raise RendezvousError(
-                        f"Node {self.node} wants {self._settings.min_nodes} to {self._settings.max_nodes} nodes, but run "
-                        f"{self._keys.run_id!r} has {reply[1]} to {reply[2]}. Start all its nodes with the same --nnodes."
+                        f"Node {self.node} wants {self._settings.min_nodes} to {self._settings.max_nodes} nodes, but "
+                        f"run {self._keys.run_id!r} has {reply[1]} to {reply[2]}; start all with the same --nnodes."
                     )
-                self._pump(min(mismatch_until, deadline) - now, beat=False)
+                self._stopped.wait(min(self._settings.lease / 4, max(0.0, deadline - now)))
                 continue
             _, epoch, wake_id, completes_in, spare = reply
-            if not spare and now >= deadline:
-                self.leave("gave up waiting")
+            if spare:
+                deadline = now + self._settings.join_timeout  # a spare has all the time in the world
+            elif now >= deadline:
+                self._try_to_leave("gave up waiting")
                 raise RendezvousTimeoutError(
                     f"Run {self._keys.run_id!r} had no new round after epoch {epoch} within the join_timeout of "
-                    f"{self._settings.join_timeout:g} s: fewer than {self._settings.min_nodes} nodes joined, or a member of "
-                    "the last round neither came back nor left."
+                    f"{self._settings.join_timeout:g} s: fewer than {self._settings.min_nodes} nodes joined, or a "
+                    "member of the last round neither came back nor left."
                 )
-            with self._lock:
-                self._seen = text(wake_id)
-            self._wait_for_change(now + completes_in / 1000 if completes_in >= 0 else None, None if spare else deadline)
+            self._heard, self._standing = text(wake_id), "candidate"
+            self._wait_for_change(min(deadline, now + completes_in / 1000) if completes_in >= 0 else deadline)
 
     def _ask_to_join(self, port: int, timeout: float) -> Any:
         s = self._settings
@@ -163,12 +167,10 @@ class Membership:
         self._beat_is_due_in(s.keep_alive_interval)
         return reply
 
-    def _wait_for_change(self, completes_at: float | None, deadline: float | None) -> None:
-        """Keep the lease, and return once it is worth asking to join again."""
-        ends = [t for t in (completes_at, deadline) if t is not None]
-        until = min(ends) if ends else float("inf")
+    def _wait_for_change(self, until: float) -> None:
+        """Keep the lease, and return once it is worth asking to join again, or at ``until``."""
         while (left := until - time.monotonic()) > 0:
-            if self._pump(left):
+            if self.pump(self._heard, left) != self._heard or self._standing != "candidate":
                 return
 
     def _enter(self, reply: Any) -> Round:
@@ -176,20 +178,27 @@ class Membership:
         host, _, port = text(master).rpartition(" ")
         if not host or not port.isdigit():
             raise RendezvousStateError(
-                f"The key {self._keys.run!r} in Redis at {self._connection.name} is corrupt: master is {text(master)!r}."
+                f"The key {self._keys.run!r} in Redis at {self._connection.name} is corrupt: its field master is "
+                f"{text(master)!r}, not a host and a port. Remove that key."
             )
         entered = Round(epoch, rank, size, host, int(port))
         with self._lock:
-            self._round, self._broken, self._waiting = entered, "", 0
+            self._round, self._broken, self._fenced, self._waiting = entered, "", False, 0
             self._epoch_held = epoch
         if self._keeper is None:
-            self._keeper = threading.Thread(target=_keep, args=(weakref.ref(self), self._stopped), daemon=True)
+            args = (weakref.ref(self), self._stopped, self._heard, self._settings.keep_alive_interval)
+            self._keeper = threading.Thread(target=_keep, args=args, daemon=True)
             self._keeper.name = f"redelastic-keepalive-{self.node}"
             self._keeper.start()
         return entered
 
-    def _refuse_closed(self, *, spare: bool) -> None:
-        self.leave("the run is closed")
+    def _try_to_leave(self, reason: str) -> None:
+        """Leave before an error is raised; if that fails too, the lease runs out."""
+        with contextlib.suppress(RendezvousError):
+            self.leave(reason)
+
+    def _refuse_closed(self, *, spare: bool) -> NoReturn:
+        self._try_to_leave("the run is closed")
         message = f"Run {self._keys.run_id!r} is closed (by {self._closed}); use another run id for a new run."
         raise RendezvousGracefulExitError(message) if spare else RendezvousClosedError(message)
 
@@ -216,7 +225,7 @@ class Membership:
     def ask_whether_closed(self) -> bool:
         """Ask Redis whether the run is closed."""
         by = self._connection.call(lambda client: client.hget(self._keys.run, "closed"))
-        self._closed = text(by) if by else self._closed  # type: ignore[arg-type]
+        self._closed = text(by) if by else self._closed
         return bool(self._closed)
 
     def stop(self) -> None:
@@ -225,16 +234,23 @@ class Membership:
 
     # -- the loop
 
-    def _pump(self, longest: float, *, beat: bool = True) -> bool:
-        """Beat if that is due, then block for a wake-up; returns whether one came.
+    def pump(self, since: str, longest: float) -> str:
+        """Beat if that is due, then block until something that matters has happened.
 
-        Called by whoever waits for a round, and by the keeper's thread: both at once do no harm.
+        Called by whoever waits for a round and by the keeper's thread, each with its own place in the stream.
+
+        Args:
+            since: id of the last wake-up that the caller has seen.
+            longest: how long to block, in seconds.
+
+        Returns:
+            The id of the last wake-up; ``since`` if there was none.
         """
         try:
-            if beat and time.monotonic() >= self._next_beat:
+            if time.monotonic() >= self._next_beat:
                 self._beat()
-            until_beat = max(0.001, self._next_beat - time.monotonic()) if beat else longest
-            woken = self._connection.read({self._wake_key: self._seen}, min(longest, until_beat))
+            until_beat = max(0.001, self._next_beat - time.monotonic())
+            woken = self._connection.read({self._wake_key: since}, min(longest, until_beat))
         except UnreachableError as e:
             if not self._away and not self._stopped.is_set():
                 log.warning(
@@ -242,19 +258,17 @@ class Membership:
                 )
             self._away = True
             self._stopped.wait(min(longest, random.uniform(0.5, 1) * RETRY_PAUSE))
-            return False
+            return since
         if self._away:
             self._away = False
             log.warning("Redis is back for node %s of run %r.", self.node, self._keys.run_id)
-        self._take_in(woken.get(self._wake_key, []))
-        return bool(woken)
+        entries = woken.get(self._wake_key, [])
+        self._take_in(entries)
+        return entries[-1][0] if entries else since
 
     def _take_in(self, entries: Entries) -> None:
         with self._lock:
-            for entry_id, change in entries:
-                if _id(entry_id) <= _id(self._seen):
-                    continue
-                self._seen = entry_id
+            for _, change in entries:
                 event, reason = change.get("event"), change.get("reason", "")
                 if event == "closed":
                     self._closed = reason
@@ -272,20 +286,23 @@ class Membership:
         standing, epoch, broken, candidates, closed, expires_in = self._run(scripts.BEAT, keys, args, 0)
         with self._lock:
             self._closed = text(closed) or self._closed
-            if asked_in and self._round is asked_in and node == self.node:
-                self._judge(text(standing), epoch, text(broken), candidates)
+            if node == self.node:
+                self._standing = text(standing)
+                if asked_in and self._round is asked_in:
+                    self._judge(epoch, text(broken), candidates)
         if expires_in >= 0:  # look again when the lease of a silent node has run out; somebody who renews is never late
             self._beat_is_due_in(min(s.keep_alive_interval, expires_in / 1000 + random.uniform(0.002, SPREAD)))
 
-    def _judge(self, standing: str, epoch: int, broken: str, candidates: int) -> None:
+    def _judge(self, epoch: int, broken: str, candidates: int) -> None:
         mine = self._round
         assert mine is not None  # noqa: S101
-        if standing == "fenced" and not self._broken:
-            self._broken = f"fenced: this node lost its lease, and the run is at epoch {epoch}"
+        if self._standing == "fenced" and not self._fenced:
+            self._fenced = True
+            self._broken = f"this node lost its lease, and the run is at epoch {epoch}"
             log.warning(
                 "Node %s of run %r is out of round %s: %s.", self.node, self._keys.run_id, mine.epoch, self._broken
             )
-        elif standing == "member" and epoch == mine.epoch and broken:
+        elif self._standing == "member" and epoch == mine.epoch and broken:
             self._broken, self._waiting = broken, candidates
 
     def _beat_is_due_in(self, seconds: float) -> None:
@@ -303,20 +320,16 @@ class Membership:
             require_keys_of_types(self._connection, self._keys.types, e)
 
 
-def _id(stream_id: str) -> tuple[int, int]:
-    milliseconds, _, sequence = stream_id.partition("-")
-    return int(milliseconds), int(sequence or 0)
-
-
-def _keep(reference: weakref.ref[Membership], stopped: threading.Event) -> None:
-    """The keeper's thread: lives until its membership is stopped or forgotten."""
+def _keep(reference: weakref.ref[Membership], stopped: threading.Event, since: str, interval: float) -> None:
+    """The keeper's thread: it lives until its membership is stopped or forgotten."""
     while not stopped.is_set():
         membership = reference()
         if membership is None:
             return
         try:
-            membership._pump(membership._settings.keep_alive_interval)  # noqa: SLF001
+            since = membership.pump(since, interval)
         except RendezvousError:
-            log.exception("The keep-alive of node %s failed; it goes on trying.", membership.node)
-            stopped.wait(membership._settings.keep_alive_interval)  # noqa: SLF001
+            if not stopped.is_set():
+                log.exception("The keep-alive of node %s failed; it goes on trying.", membership.node)
+            stopped.wait(interval)
         del membership

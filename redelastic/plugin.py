@@ -25,20 +25,20 @@ def handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
 
 def create(params: RendezvousParameters) -> RendezvousHandler:
     """Make the handler that torchrun asks for; see :func:`redelastic.handler.handler_from_parameters`."""
-    from torch.distributed.elastic.agent.server.api import SimpleElasticAgent  # noqa: PLC0415
+    from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 
-    from .handler import handler_from_parameters  # noqa: PLC0415
+    from .handler import handler_from_parameters
 
-    regroup_when_broken(SimpleElasticAgent)
+    regroup_when_broken(SimpleElasticAgent)  # type: ignore[type-abstract]
     return handler_from_parameters(params)
 
 
 def regroup_when_broken(agent: type[SimpleElasticAgent]) -> None:
     """Let torch's agent join the next round when this one breaks while it exchanges roles through the round's store.
 
-    torch's agent has no answer to an error there: it would end, and take a node out of the job for the death of another.
+    torch's agent has no answer to an error there: it would end, one node more lost for the death of another.
     """
-    from .store import RoundBrokenError  # noqa: PLC0415
+    from .store import RoundBrokenError
 
     original = agent._rendezvous  # noqa: SLF001
     if hasattr(original, "__redelastic__"):
@@ -48,9 +48,11 @@ def regroup_when_broken(agent: type[SimpleElasticAgent]) -> None:
     def _rendezvous(self: SimpleElasticAgent, worker_group: WorkerGroup) -> None:
         while True:
             try:
-                return original(self, worker_group)
-            except RoundBrokenError as e:
+                original(self, worker_group)
+            except RoundBrokenError as e:  # noqa: PERF203
                 log.warning("%s", e)
+            else:
+                return
 
     _rendezvous.__redelastic__ = True  # type: ignore[attr-defined]
     agent._rendezvous = _rendezvous  # type: ignore[method-assign]  # noqa: SLF001
