@@ -64,7 +64,7 @@ end
 local function try_complete()
   local n = redis.call('ZCARD', CANDIDATES)
   if run.closed or not run.min or n < run.min then
-    return set('deadline', nil)
+    return run.deadline and set('deadline', nil)
   end
   if redis.call('SCARD', MEMBERS) > 0 then
     return -- I1: a member of the last round may still be training

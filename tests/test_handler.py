@@ -1,0 +1,384 @@
+"""The native handler: real nodes (handlers, mostly in threads of this process) on a real server."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import psutil
+import pytest
+import redis
+import torch.distributed as dist
+from conftest import NodeFactory
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousGracefulExitError,
+    RendezvousInfo,
+    RendezvousTimeoutError,
+)
+
+from redelastic.handler import EPOCH_VARIABLE, RedisRendezvousHandler
+from redelastic.keys import RunKeys
+from redelastic.server import RedisServer
+from redelastic.store import RoundBrokenError
+
+Node = RedisRendezvousHandler
+
+
+@pytest.fixture
+def pool() -> Any:
+    with ThreadPoolExecutor(16) as executor:
+        yield executor
+
+
+def join_all(pool: ThreadPoolExecutor, *nodes: Node) -> list[RendezvousInfo]:
+    joining = [pool.submit(node.next_rendezvous) for node in nodes]
+    return [future.result(30) for future in joining]
+
+
+def until(condition: Callable[[], Any], what: str, seconds: float = 10) -> None:
+    """Wait for something that another process or thread brings about."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        time.sleep(0.005)
+
+
+def until_joined(client: redis.Redis, keys: RunKeys, n: int) -> None:
+    candidates = list(keys.types)[3]
+    until(lambda: client.zcard(candidates) == n, f"{n} candidates")
+
+
+def ranks(infos: list[RendezvousInfo]) -> list[int]:
+    return [info.rank for info in infos]
+
+
+class TestForming:
+    def test_all_members_agree(self, new_node: NodeFactory, pool: ThreadPoolExecutor) -> None:
+        infos = join_all(pool, *(new_node(5, 5) for _ in range(5)))
+        assert sorted(ranks(infos)) == [0, 1, 2, 3, 4]  # I2
+        assert {info.world_size for info in infos} == {5}
+        assert len({(i.bootstrap_store_info.master_addr, i.bootstrap_store_info.master_port) for i in infos}) == 1  # type: ignore[union-attr]
+
+    def test_max_nodes_complete_at_once(self, new_node: NodeFactory, pool: ThreadPoolExecutor) -> None:
+        started = time.monotonic()
+        join_all(pool, *(new_node(1, 3, last_call_timeout=60) for _ in range(3)))
+        assert time.monotonic() - started < 30  # I6: the last call is for those who are missing
+
+    def test_last_call_completes_with_fewer(self, new_node: NodeFactory, pool: ThreadPoolExecutor) -> None:
+        infos = join_all(pool, *(new_node(2, 4, last_call_timeout=0.3) for _ in range(3)))
+        assert sorted(ranks(infos)) == [0, 1, 2]  # I3, I6
+
+    def test_below_min_times_out_and_harms_nobody(
+        self, new_node: NodeFactory, pool: ThreadPoolExecutor, client: redis.Redis, keys: RunKeys
+    ) -> None:
+        with pytest.raises(RendezvousTimeoutError, match="fewer than 2 nodes joined"):
+            new_node(2, 2, join_timeout=0.3).next_rendezvous()
+        assert client.zcard(list(keys.types)[3]) == 0
+        assert not new_node(2, 2).is_closed()
+        join_all(pool, new_node(2, 2), new_node(2, 2))
+
+    def test_topology_orders_new_nodes(self, new_node: NodeFactory, pool: ThreadPoolExecutor) -> None:
+        labels = ["rack2", "rack1", "rack2", "rack1"]
+        nodes = [new_node(4, 4, topology=label) for label in labels]
+        infos = join_all(pool, *nodes)
+        assert [labels[i] for i in sorted(range(4), key=lambda i: infos[i].rank)] == [
+            "rack1",
+            "rack1",
+            "rack2",
+            "rack2",
+        ]
+
+    def test_the_environment_carries_the_epoch(self, new_node: NodeFactory) -> None:
+        node = new_node(1, 1)
+        node.next_rendezvous()
+        assert os.environ[EPOCH_VARIABLE] == "1"
+        node.next_rendezvous()
+        assert os.environ[EPOCH_VARIABLE] == "2"  # I4
+
+    def test_two_runs_do_not_meet(self, new_node: NodeFactory, pool: ThreadPoolExecutor, run_id: str) -> None:
+        a = [new_node(2, 2) for _ in range(2)]
+        b = [new_node(2, 2, run_id=run_id + "-b") for _ in range(2)]
+        infos = join_all(pool, *a, *b)
+        assert sorted(ranks(infos[:2])) == sorted(ranks(infos[2:])) == [0, 1]
+        infos[0].store.set("key", "of a")
+        assert not infos[2].store.check(["key"])
+
+
+class TestRegrouping:
+    def test_a_late_node_is_taken_in_and_ranks_stick(self, new_node: NodeFactory, pool: ThreadPoolExecutor) -> None:
+        nodes = [new_node(2, 3) for _ in range(2)]
+        before = join_all(pool, *nodes)
+        assert [n.num_nodes_waiting() for n in nodes] == [0, 0]
+        late = new_node(2, 3)
+        joining = pool.submit(late.next_rendezvous)
+        until(lambda: all(n.num_nodes_waiting() for n in nodes), "the members know of the late node")
+        assert not joining.done()  # I1: it waits for the members
+        after = join_all(pool, *nodes)
+        assert ranks(after) == ranks(before)
+        assert joining.result(10).rank == 2
+        assert [n.num_nodes_waiting() for n in (*nodes, late)] == [0, 0, 0]
+
+    def test_exclusivity_waits_for_every_member(
+        self, new_node: NodeFactory, pool: ThreadPoolExecutor, client: redis.Redis, keys: RunKeys
+    ) -> None:
+        nodes = [new_node(1, 3) for _ in range(3)]
+        join_all(pool, *nodes)
+        first = pool.submit(nodes[0].next_rendezvous)
+        until(nodes[2].num_nodes_waiting, "the others know")
+        second = pool.submit(nodes[1].next_rendezvous)
+        until_joined(client, keys, 2)
+        assert [first.done(), second.done()] == [False, False]  # I1, though two are enough
+        assert sorted(ranks([nodes[2].next_rendezvous(), first.result(10), second.result(10)])) == [0, 1, 2]
+
+    def test_a_spare_is_promoted_when_a_member_leaves(
+        self, new_node: NodeFactory, pool: ThreadPoolExecutor, client: redis.Redis, keys: RunKeys
+    ) -> None:
+        nodes = [new_node(2, 2) for _ in range(2)]
+        before = join_all(pool, *nodes)
+        spare = new_node(2, 2, join_timeout=0.5)
+        joining = pool.submit(spare.next_rendezvous)
+        until_joined(client, keys, 1)
+        assert [n.num_nodes_waiting() for n in nodes] == [0, 0]  # nobody restarts for a spare
+        with pytest.raises(TimeoutError):
+            joining.result(1)  # a spare has no join time-out
+        nodes[0]._end("drained", finished=False, timeout=5)
+        until(nodes[1].num_nodes_waiting, "the survivor knows")
+        assert nodes[1].next_rendezvous().rank == before[1].rank
+        assert joining.result(10).rank == before[0].rank  # it takes the place that is free
+
+    def test_a_silent_member_is_out_within_its_lease(self, new_node: NodeFactory, pool: ThreadPoolExecutor) -> None:
+        nodes = [new_node(1, 3, keep_alive_interval=0.2) for _ in range(3)]
+        before = join_all(pool, *nodes)
+        nodes[0]._membership.stop()  # no heartbeat any more: it died
+        died = time.monotonic()
+        until(lambda: nodes[1].num_nodes_waiting() and nodes[2].num_nodes_waiting(), "both survivors know")  # I7
+        assert time.monotonic() - died < 5
+        after = join_all(pool, *nodes[1:])
+        assert {info.world_size for info in after} == {2}
+        assert all(a.rank == b.rank for a, b in zip(after, before[1:], strict=True) if b.rank < 2)
+
+    def test_a_fenced_node_knows_and_comes_back_as_another(
+        self, new_node: NodeFactory, pool: ThreadPoolExecutor, client: redis.Redis, keys: RunKeys
+    ) -> None:
+        nodes = [new_node(1, 2, keep_alive_interval=0.2) for _ in range(2)]
+        infos = join_all(pool, *nodes)
+        name = nodes[0]._membership.node
+        client.zadd(list(keys.types)[4], {name: 1})  # as if it had been frozen for longer than its lease
+        until(lambda: nodes[0].num_nodes_waiting() and nodes[1].num_nodes_waiting(), "both know")
+        alone = pool.submit(nodes[1].next_rendezvous).result(10)
+        assert alone.world_size == 1
+        with pytest.raises(dist.DistStoreError):
+            infos[0].store.set("late", "write")  # I4
+        back = pool.submit(nodes[0].next_rendezvous)
+        until(nodes[1].num_nodes_waiting, "it waits to join")
+        nodes[1].next_rendezvous()
+        assert back.result(10).world_size == 2
+        assert nodes[0]._membership.node != name
+
+    def test_replacement_timeout_waits_for_a_new_node(
+        self, new_node: NodeFactory, pool: ThreadPoolExecutor, client: redis.Redis, keys: RunKeys
+    ) -> None:
+        nodes = [new_node(1, 2, replacement_timeout=20) for _ in range(2)]
+        join_all(pool, *nodes)
+        nodes[1]._end("drained", finished=False, timeout=5)
+        survivor = pool.submit(nodes[0].next_rendezvous)
+        until_joined(client, keys, 1)
+        with pytest.raises(TimeoutError):
+            survivor.result(0.5)
+        join_all(pool, new_node(1, 2, replacement_timeout=20))
+        assert survivor.result(10).world_size == 2
+
+    def test_replacement_timeout_ends(self, new_node: NodeFactory, pool: ThreadPoolExecutor) -> None:
+        nodes = [new_node(1, 2, replacement_timeout=0.3) for _ in range(2)]
+        join_all(pool, *nodes)
+        nodes[1]._end("drained", finished=False, timeout=5)
+        assert pool.submit(nodes[0].next_rendezvous).result(10).world_size == 1
+
+    def test_a_broken_round_ends_the_waits_on_its_store(self, new_node: NodeFactory, pool: ThreadPoolExecutor) -> None:
+        nodes = [new_node(1, 3, keep_alive_interval=0.2) for _ in range(2)]
+        infos = join_all(pool, *nodes)
+        infos[0].store.set("there", "yes")
+        blocked: Future[bytes] = pool.submit(infos[0].store.get, "never set")
+        nodes[1]._membership.stop()
+        with pytest.raises(RoundBrokenError, match="lost its lease"):
+            blocked.result(10)
+        assert infos[0].store.get("there") == b"yes"
+
+    def test_a_late_node_does_not_end_the_waits(self, new_node: NodeFactory, pool: ThreadPoolExecutor) -> None:
+        nodes = [new_node(1, 3) for _ in range(2)]
+        infos = join_all(pool, *nodes)
+        blocked: Future[bytes] = pool.submit(infos[0].store.get, "key")
+        late = pool.submit(new_node(1, 3).next_rendezvous)
+        until(nodes[0].num_nodes_waiting, "the members know")
+        infos[1].store.set("key", "value")
+        assert blocked.result(10) == b"value"
+        join_all(pool, *nodes)
+        late.result(10)
+
+
+class TestBootstrapStore:
+    def test_each_round_has_a_fresh_one(self, new_node: NodeFactory, pool: ThreadPoolExecutor) -> None:
+        nodes = [new_node(2, 2) for _ in range(2)]
+        for round_number in range(3):
+            infos = join_all(pool, *nodes)
+            where = infos[0].bootstrap_store_info
+            assert where is not None
+            store = dist.TCPStore("localhost", where.master_port, is_master=False, timeout=timedelta(seconds=5))
+            assert store.num_keys() == 0, f"round {round_number} sees older keys"
+            store.set("key", "value")
+
+    def test_a_new_rank_0_serves_it(self, new_node: NodeFactory, pool: ThreadPoolExecutor) -> None:
+        nodes = [new_node(1, 2) for _ in range(2)]
+        infos = join_all(pool, *nodes)
+        leader = nodes[ranks(infos).index(0)]
+        leader._end("drained", finished=False, timeout=5)
+        survivor = nodes[1 - nodes.index(leader)]
+        where = pool.submit(survivor.next_rendezvous).result(10).bootstrap_store_info
+        assert where is not None
+        dist.TCPStore("localhost", where.master_port, is_master=False, timeout=timedelta(seconds=5)).set("a", "b")
+
+    def test_torchs_switch_leaves_the_port_to_the_workers(
+        self, new_node: NodeFactory, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+        node = new_node(1, 1)
+        where = node.next_rendezvous().bootstrap_store_info
+        assert where is not None
+        assert not node.use_agent_store
+        dist.TCPStore("localhost", where.master_port, is_master=True, wait_for_workers=False)
+
+
+class TestClosing:
+    def test_it_reaches_members_and_waiting_nodes(
+        self, new_node: NodeFactory, pool: ThreadPoolExecutor, client: redis.Redis, keys: RunKeys
+    ) -> None:
+        nodes = [new_node(2, 2) for _ in range(2)]
+        join_all(pool, *nodes)
+        spare = pool.submit(new_node(2, 2).next_rendezvous)
+        until_joined(client, keys, 1)
+        nodes[0].set_closed()
+        nodes[0].set_closed()  # I8
+        with pytest.raises(RendezvousGracefulExitError, match="is closed"):
+            spare.result(10)
+        until(nodes[1].is_closed, "the other member knows")
+        assert new_node(2, 2).is_closed()
+        with pytest.raises(RendezvousClosedError, match="use another run id"):
+            nodes[1].next_rendezvous()  # I5
+
+    def test_it_ends_a_forming_group(
+        self, new_node: NodeFactory, pool: ThreadPoolExecutor, client: redis.Redis, keys: RunKeys
+    ) -> None:
+        joining = pool.submit(new_node(2, 2).next_rendezvous)
+        until_joined(client, keys, 1)
+        new_node(2, 2).set_closed()
+        with pytest.raises(RendezvousClosedError):
+            joining.result(10)
+
+    def test_a_finished_member_closes_and_the_others_finish_in_peace(
+        self, new_node: NodeFactory, pool: ThreadPoolExecutor
+    ) -> None:
+        nodes = [new_node(1, 2) for _ in range(2)]
+        infos = join_all(pool, *nodes)
+        assert [nodes[0].shutdown(), nodes[0].shutdown()] == [True, True]
+        until(nodes[1].is_closed, "the other knows")
+        assert nodes[1].num_nodes_waiting() == 0
+        infos[1].store.set("last", "words")
+        with pytest.raises(RendezvousClosedError, match="was shut down"):
+            nodes[0].next_rendezvous()
+
+    def test_a_node_that_is_no_member_closes_nothing(self, new_node: NodeFactory, pool: ThreadPoolExecutor) -> None:
+        nodes = [new_node(2, 2) for _ in range(2)]
+        join_all(pool, *nodes)
+        stranger = new_node(2, 2)
+        assert stranger.shutdown()
+        assert not nodes[0].is_closed()
+        assert nodes[1].num_nodes_waiting() == 0
+
+    def test_shutdown_without_redis_says_false(self, own_server: RedisServer, new_node: NodeFactory) -> None:
+        node = new_node(1, 1, url=own_server.url, close_timeout=0.2, read_timeout=0.5)
+        node.next_rendezvous()
+        own_server.kill()
+        assert node.num_nodes_waiting() == 0  # from memory
+        with pytest.raises(RendezvousTimeoutError, match="could not be closed in time"):
+            node.set_closed()
+        with pytest.raises(RendezvousConnectionError):
+            node.is_closed()
+        assert not node.shutdown()
+
+
+class TestProcesses:
+    SCRIPT = textwrap.dedent(
+        """
+        import sys, time
+        from redelastic import handler_from_url
+        handler = handler_from_url(sys.argv[1])
+        print(handler.next_rendezvous().rank, flush=True)
+        sys.stdin.read()
+        """
+    )
+
+    def start(self, url: str, run_id: str, **parameters: Any) -> subprocess.Popen[str]:
+        query = "&".join(f"{k}={v}" for k, v in parameters.items())
+        url = f"{url}?run_id={run_id}&min_nodes=1&max_nodes=2&last_call_timeout=20&{query}"
+        return subprocess.Popen(
+            [sys.executable, "-c", self.SCRIPT, url], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    @pytest.mark.parametrize("how", ["exit", "SIGTERM", "SIGKILL", "SIGSTOP"])
+    def test_a_process_that_goes_is_missed(
+        self, how: str, server: RedisServer, run_id: str, new_node: NodeFactory
+    ) -> None:
+        process = self.start(server.url, run_id, keep_alive_interval=0.3)
+        try:
+            node = new_node(1, 2, last_call_timeout=20)
+            assert node.next_rendezvous().world_size == 2
+            assert process.stdout is not None
+            process.stdout.readline()
+            if how == "exit":
+                process.communicate("", timeout=10)
+            else:
+                process.send_signal(getattr(signal, how))
+            until(node.num_nodes_waiting, f"the other knows of the {how}")
+            assert node.next_rendezvous().world_size == 1
+        finally:
+            process.kill()
+            process.communicate()
+
+    def test_a_quiet_job_costs_less_than_two_commands_a_second_and_node(
+        self, own_server: RedisServer, new_node: NodeFactory, pool: ThreadPoolExecutor
+    ) -> None:
+        nodes = [new_node(4, 4, url=own_server.url, keep_alive_interval=0.2) for _ in range(4)]
+        join_all(pool, *nodes)
+        with own_server.get_client() as client:
+
+            def calls(command: str) -> int:
+                return int(client.info("commandstats").get(f"cmdstat_{command}", {"calls": 0})["calls"])
+
+            client.config_resetstat()
+            until(lambda: calls("evalsha") >= 40, "10 heartbeats of each node")
+            assert calls("xread") <= calls("evalsha") + 8  # one read for each beat: two commands in two seconds
+        assert [n.num_nodes_waiting() for n in nodes] == [0] * 4
+
+    def test_threads_and_connections_end_with_their_handlers(
+        self, own_server: RedisServer, new_node: NodeFactory
+    ) -> None:
+        process = psutil.Process()
+        threads, files = threading.active_count(), process.num_fds()
+        for _ in range(20):
+            node = new_node(1, 1, url=own_server.url, run_id=f"leak-{time.monotonic_ns()}")
+            node.next_rendezvous()
+            assert node.shutdown()
+            del node
+        until(lambda: threading.active_count() <= threads, "the threads end")
+        until(lambda: process.num_fds() <= files + 2, "the files are closed")
