@@ -11,7 +11,6 @@ import weakref
 from datetime import timedelta
 from typing import Final
 
-import torch.distributed as dist
 from torch.distributed.elastic.events import NodeState, construct_and_record_rdzv_event
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.elastic.rendezvous.api import (
@@ -25,6 +24,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from .backend import RedisRendezvousBackend, create_backend
+from .bootstrap import BootstrapPort
 from .connection import UnreachableError
 from .membership import Membership, Round
 from .settings import Settings, parameters_from_url
@@ -52,8 +52,7 @@ class RedisRendezvousHandler(RendezvousHandler):
         self._host = settings.local_addr or _reachable_host(backend.connection.local_address())
         self._membership = Membership(backend.connection, backend.keys, settings, self._host)
         self._stores: list[RedisStore] = []
-        self._listener: socket.socket | None = None
-        self._bootstrap: dist.TCPStore | None = None
+        self._bootstrap: BootstrapPort | None = None
         self._shut_down = False
         _handlers.add(self)
 
@@ -86,9 +85,10 @@ class RedisRendezvousHandler(RendezvousHandler):
         started = time.monotonic()
         if self._shut_down:
             raise RendezvousClosedError(f"This handler of run {self._settings.run_id!r} was shut down; make a new one.")
-        self._bootstrap = None  # a round never sees the keys of the one before
+        self._close_bootstrap()  # a round never sees the keys of the one before
+        self._bootstrap = BootstrapPort()
         try:
-            entered = self._membership.join(self._listen(), started + self._settings.join_timeout)
+            entered = self._membership.join(self._bootstrap.port, started + self._settings.join_timeout)
             info = self._open_round(entered)
         except Exception as e:
             self._record(f"{type(e).__name__}: {e}", NodeState.FAILED)
@@ -116,23 +116,16 @@ class RedisRendezvousHandler(RendezvousHandler):
         while len(self._stores) > 2:  # the last round's may still be in the hands of somebody who finds it broken
             self._stores.pop(0).close()
         os.environ[EPOCH_VARIABLE] = str(entered.epoch)
-        listener, self._listener = self._listener, None
-        if listener is not None:
-            if entered.rank == 0 and self.use_agent_store:
-                self._bootstrap = _serve(listener, entered, s.read_timeout)
-            else:
-                listener.close()
+        if entered.rank == 0 and self.use_agent_store and self._bootstrap is not None:
+            self._bootstrap.serve(s.read_timeout)
+        else:
+            self._close_bootstrap()
         return RendezvousInfo(store, entered.rank, entered.size, RendezvousStoreInfo(entered.host, entered.port))
 
-    def _listen(self) -> int:
-        """Take a free port for the bootstrap store, so that its address is known when the round completes."""
-        if self._listener is None:
-            family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
-            self._listener = socket.socket(family)
-            if family == socket.AF_INET6:
-                self._listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-            self._listener.bind(("", 0))
-        return int(self._listener.getsockname()[1])
+    def _close_bootstrap(self) -> None:
+        bootstrap, self._bootstrap = self._bootstrap, None
+        if bootstrap is not None:
+            bootstrap.close()
 
     def num_nodes_waiting(self) -> int:
         """How many nodes wait for this one to regroup; from memory, and never an error.
@@ -183,10 +176,7 @@ class RedisRendezvousHandler(RendezvousHandler):
             log.warning("Run %r could not be told that this node leaves: %s", self._settings.run_id, e)
             return False
         finally:
-            self._bootstrap = None
-            if self._listener is not None:
-                self._listener.close()
-                self._listener = None
+            self._close_bootstrap()
             for store in self._stores:
                 store.close()
             self._backend.connection.close()
@@ -274,22 +264,11 @@ def handler_from_url(url: str) -> RendezvousHandler:
     return handler_from_parameters(parameters_from_url(url))
 
 
-def _serve(listener: socket.socket, entered: Round, timeout: float) -> dist.TCPStore:
-    return dist.TCPStore(
-        "localhost",  # where this process connects to itself
-        entered.port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=timeout),
-        master_listen_fd=listener.detach(),  # the store closes it
-    )
-
-
 def _reachable_host(towards_redis: str | None) -> str:
     """The address that peers are given: that of the way to Redis, which they take too; else a name that resolves."""
     if towards_redis:
         return towards_redis
-    name = socket.getfqdn()
+    name = socket.gethostname()  # not getfqdn, which asks a name server for names that nobody gave
     try:
         socket.getaddrinfo(name, None)
     except OSError:

@@ -1,0 +1,72 @@
+"""The bootstrap store of a round: a port that a node takes before it joins, and serves if it becomes rank 0."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+from datetime import timedelta
+from typing import Final
+
+import torch.distributed as dist
+
+log = logging.getLogger(__name__)
+
+RETRY_PAUSE: Final = 0.5  # in seconds
+
+
+class BootstrapPort:
+    """A free port of this host.
+
+    It is taken before the rendezvous, so that every member knows rank 0's as soon as the round completes.
+    Workers may connect as soon as :meth:`serve` was called: the kernel queues them until the store answers.
+    """
+
+    def __init__(self) -> None:
+        dual = socket.has_dualstack_ipv6()
+        self._listener = socket.socket(socket.AF_INET6 if dual else socket.AF_INET)
+        if dual:
+            self._listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        self._listener.bind(("", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self._closed = threading.Event()
+        self._store: dist.TCPStore | None = None
+
+    def serve(self, timeout: float) -> None:
+        """Serve a fresh TCPStore.
+
+        That happens in the background: torch's constructor looks up names, and a name server that is slow must not hold
+        the round.
+
+        Args:
+            timeout: of the store, in seconds.
+        """
+        self._listener.listen(2048)
+        threading.Thread(target=self._serve, args=(timeout,), name="redelastic-bootstrap", daemon=True).start()
+
+    def _serve(self, timeout: float) -> None:
+        while not self._closed.is_set():
+            try:
+                store = dist.TCPStore(
+                    "localhost",  # where this process connects to itself
+                    self.port,
+                    is_master=True,
+                    wait_for_workers=False,
+                    timeout=timedelta(seconds=timeout),
+                    master_listen_fd=os.dup(self._listener.fileno()),  # the store closes it
+                )
+            except (RuntimeError, OSError) as e:  # noqa: PERF203
+                if not self._closed.is_set():
+                    log.warning("The bootstrap store on port %s did not start, trying again: %s", self.port, e)
+                self._closed.wait(RETRY_PAUSE)
+            else:
+                if not self._closed.is_set():
+                    self._store = store
+                return
+
+    def close(self) -> None:
+        """Stop serving, and free the port."""
+        self._closed.set()
+        self._store = None
+        self._listener.close()
