@@ -98,9 +98,24 @@ class RunKeys:
         return self._key("run")
 
     @cached_property
+    def ranks(self) -> str:
+        """Sorted set of the last round's nodes, by rank."""
+        return self._key("ranks")
+
+    @cached_property
     def members(self) -> str:
         """Set of the nodes that hold the last round."""
         return self._key("members")
+
+    @cached_property
+    def candidates(self) -> str:
+        """Sorted set of the nodes that wait for a round."""
+        return self._key("candidates")
+
+    @cached_property
+    def leases(self) -> str:
+        """Sorted set of nodes by the time at which their leases run out."""
+        return self._key("leases")
 
     @cached_property
     def wake(self) -> str:
@@ -117,10 +132,10 @@ class RunKeys:
         """Redis type of each key, in the order in which ``lua/run.lua`` takes them."""
         return {
             self.run: "hash",
-            self._key("ranks"): "zset",
+            self.ranks: "zset",
             self.members: "set",
-            self._key("candidates"): "zset",
-            self._key("leases"): "zset",
+            self.candidates: "zset",
+            self.leases: "zset",
             self._key("endpoints"): "hash",
             self._key("labels"): "hash",
             self.wake: "stream",

@@ -55,8 +55,7 @@ def until(condition: Callable[[], Any], what: str, seconds: float = 10) -> None:
 
 
 def until_joined(client: redis.Redis, keys: RunKeys, n: int) -> None:
-    candidates = list(keys.types)[3]
-    until(lambda: client.zcard(candidates) == n, f"{n} candidates")
+    until(lambda: client.zcard(keys.candidates) == n, f"{n} candidates")
 
 
 def ranks(infos: list[RendezvousInfo]) -> list[int]:
@@ -84,7 +83,7 @@ class TestForming:
     ) -> None:
         with pytest.raises(RendezvousTimeoutError, match="fewer than 2 nodes joined"):
             new_node(2, 2, join_timeout=0.3).next_rendezvous()
-        assert client.zcard(list(keys.types)[3]) == 0
+        assert client.zcard(keys.candidates) == 0
         assert not new_node(2, 2).is_closed()
         join_all(pool, new_node(2, 2), new_node(2, 2))
 
@@ -174,7 +173,7 @@ class TestRegrouping:
         nodes = [new_node(1, 2, keep_alive_interval=0.2) for _ in range(2)]
         infos = join_all(pool, *nodes)
         name = nodes[0]._membership.node
-        client.zadd(list(keys.types)[4], {name: 1})  # as if it had been frozen for longer than its lease
+        client.zadd(keys.leases, {name: 1})  # as if it had been frozen for longer than its lease
         until(lambda: nodes[0].num_nodes_waiting() and nodes[1].num_nodes_waiting(), "both know")
         alone = pool.submit(nodes[1].next_rendezvous).result(10)
         assert alone.world_size == 1

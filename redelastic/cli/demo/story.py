@@ -1,0 +1,252 @@
+"""What happens in the demo, and whether it was what the demo promises."""
+
+from __future__ import annotations
+
+import queue
+import random
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+from .nodes import KEEP_ALIVE, Changed, Event, Events, Exited, Interrupted, Nodes, Reported
+from .view import Round, View
+
+STEPS: Final = 500
+SAVE_EVERY: Final = 10
+PACE: Final = 0.03  # seconds a step takes at least: a training that is over in a second has no middle to be killed in
+BATCH: Final = 128
+ACCURACY: Final = 0.95  # that is promised
+TIME_LIMIT: Final = 240.0  # for everything, in seconds
+TOO_LATE: Final = "the training was over before the replacement joined; this machine is very busy, try again"
+
+
+class DemoError(Exception):
+    """The demo did not go as promised."""
+
+
+class InterruptedDemoError(Exception):
+    """A signal asked to end."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        super().__init__(signal.Signals(number).name)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is asked for; see the command's options."""
+
+    nodes: int
+    kill: bool
+    seed: int
+
+    @property
+    def nnodes(self) -> tuple[int, int]:
+        """Fewest and most nodes of a round."""
+        return (self.nodes - 1 if self.kill else self.nodes), self.nodes
+
+    @property
+    def kill_at(self) -> int:
+        """After which step the node of rank 0 is killed: somewhere between two checkpoints, early in the training."""
+        return STEPS // 5 + random.Random(self.seed).randrange(1, SAVE_EVERY)
+
+
+class Story:
+    """Takes the events in and acts on them: kills, replaces, and keeps the record.
+
+    Args:
+        plan: what is asked for.
+        nodes: of the run.
+        view: shows what happens.
+        events: from the nodes.
+    """
+
+    def __init__(self, plan: Plan, nodes: Nodes, view: View, events: Events) -> None:
+        self._plan, self._nodes, self._view, self._events = plan, nodes, view, events
+        self._states: dict[str, str] = {}
+        self._rounds: list[Round] = []
+        self._broken_at: float | None = None  # None while the last round stands
+        self._victim: str | None = None
+        self._killed_at = 0.0
+        self._replacement: str | None = None
+        self._last_step = 0  # that any round has done
+        self._redone = 0
+        self._result: dict[str, Any] | None = None
+        self._launched = time.monotonic()
+
+    def introduce(self, endpoint: str) -> None:
+        """Say what is going to happen; ``endpoint`` is that of Redis, without its password."""
+        beat, attempts = KEEP_ALIVE
+        kill = "Rank 0's node is killed in mid-training; later a replacement joins."
+        self._view.introduce(
+            "redelastic demo",
+            [
+                f"{self._plan.nodes} nodes, each a torchrun of its own, learn handwritten digits (DDP, CPU).",
+                f"They meet in Redis: run {self._nodes.run_id} on a private server, {endpoint}.",
+                kill if self._plan.kill else "Nobody is killed.",
+                f"Who is silent for {beat * attempts:g} s is out (the lease; outside of demos {3 * 2} s).",
+            ],
+        )
+
+    def run(self) -> None:
+        """Play it to the end.
+
+        Raises:
+            DemoError: it does not go as promised.
+            InterruptedDemoError: a signal asked to end.
+        """
+        for _ in range(self._plan.nodes):
+            self._set(self._nodes.start(), "starting")
+        deadline = self._launched + TIME_LIMIT
+        while any(state not in ("killed", "done") for state in self._states.values()):
+            try:
+                event = self._events.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                raise DemoError(f"the run was not over within {TIME_LIMIT:g} s") from None
+            self._take_in(event)
+
+    def _set(self, name: str, state: str) -> None:
+        self._states[name] = state
+        self._view.show_nodes(self._states)
+
+    def _take_in(self, event: Event) -> None:
+        if isinstance(event, Interrupted):
+            raise InterruptedDemoError(event.signal)
+        if isinstance(event, Exited):
+            self._on_exit(event)
+        elif isinstance(event, Changed):
+            if event.event == "broken" and self._broken_at is None:
+                self._on_break(event, time.monotonic())
+            elif event.event == "complete":
+                self._on_round(event, time.monotonic())
+        elif self._rounds and event.fields.get("epoch") == self._rounds[-1].epoch:
+            self._on_report(event)
+
+    def _on_exit(self, event: Exited) -> None:
+        if event.node == self._victim:
+            return
+        if self._result is not None and event.node not in self._rounds[-1].members:
+            raise DemoError(TOO_LATE)
+        if self._result is None or event.code != 0:
+            self._view.quote(self._nodes.log_tail(event.node))
+            when = "in mid-run" if self._result is None else "after the training"
+            raise DemoError(f"node {event.node}'s agent ended {when} with exit code {event.code}; its log is above")
+        self._set(event.node, "done")
+
+    # -- rounds
+
+    def _awaits_survivors(self) -> bool:
+        return self._victim is not None and self._victim in self._rounds[-1].members
+
+    def _on_break(self, event: Changed, now: float) -> None:
+        self._broken_at = now
+        text = f"round {event.epoch} is broken: {event.reason}"
+        if self._awaits_survivors():
+            text += f", {now - self._killed_at:.2f} s after the kill"
+            if "lease" not in event.reason:
+                text += f"; {self._victim}'s lease has to run out"
+        self._view.note(text, "yellow")
+        self._view.show_activity("regrouping")
+
+    def _on_round(self, event: Changed, now: float) -> None:
+        before = self._rounds[-1].members if self._rounds else ()
+        joined = [name for name in event.members if name not in before]
+        gone = [name for name in before if name not in event.members]
+        since = self._broken_at or now
+        if not before:
+            cause, since = f"{len(joined)} nodes started", self._launched
+        elif gone == [self._victim] and not joined:
+            cause, since = f"{self._victim} was killed", self._killed_at
+        else:
+            cause = ", ".join([f"{name} joined" for name in joined] + [f"{name} was lost" for name in gone])
+        self._broken_at = None
+        cause = cause or "a worker failed"
+        self._rounds.append(Round(event.epoch, event.members, cause, since, now))
+        for rank, name in enumerate(event.members):
+            self._set(name, f"rank {rank}")
+        ranks = " ".join(event.members)
+        self._view.note(
+            f"round {event.epoch} is formed, {now - since:.2f} s after {cause}; by rank: {ranks}", "bold cyan"
+        )
+        self._view.show_activity("starting workers")
+
+    # -- the training
+
+    def _on_report(self, event: Reported) -> None:
+        fields, current = event.fields, self._rounds[-1]
+        if fields["event"] == "start":
+            current.resumed_at = current.last_step = fields["step"]
+            if len(self._rounds) > 1:
+                redone = self._last_step - fields["step"]
+                self._redone += redone
+                self._view.note(f"resumed from the checkpoint of step {fields['step']}: {redone} steps to redo")
+        elif fields["event"] == "step":
+            self._on_step(current, fields["step"], fields["loss"])
+        elif fields["event"] == "done":
+            self._result = fields
+            self._view.note(f"all {fields['step']} steps done, accuracy {fields['accuracy']:.1%}", "bold")
+            self._view.show_activity("ending")
+
+    def _on_step(self, current: Round, step: int, loss: float) -> None:
+        current.last_step = self._last_step = step
+        self._view.show_step(step, loss)
+        if current.first_step is None:
+            current.first_step = time.monotonic()
+            self._view.note(f"step {step} is done, {current.first_step - current.since:.1f} s after {current.cause}")
+            if self._victim is not None and self._replacement is None and not self._awaits_survivors():
+                self._replacement = self._nodes.start()
+                self._set(self._replacement, "starting")
+                self._view.note(f"a replacement is started, node {self._replacement}", "green")
+        if self._plan.kill and self._victim is None and step >= self._plan.kill_at:
+            self._kill(current.members[0], step)
+
+    def _kill(self, name: str, step: int) -> None:
+        self._victim, self._killed_at = name, time.monotonic()
+        count = self._nodes.kill(name)
+        if count < 2:
+            raise DemoError(f"node {name} was to be killed with its worker, but {count} of its processes were found")
+        self._set(name, "killed")
+        self._view.note(f"SIGKILL to node {name}, rank 0, at step {step}: agent and worker are dead", "bold red")
+        self._view.show_activity("rank 0 is dead")
+
+    # -- the end
+
+    def conclude(self) -> None:
+        """Show what came of it.
+
+        Raises:
+            DemoError: it is not what was promised.
+        """
+        result = self._result
+        if result is None:
+            raise DemoError("the nodes ended, but rank 0 has not reported a result")
+        self._view.tabulate(self._rounds)
+        self._view.list_facts(
+            {
+                "accuracy": f"{result['accuracy']:.1%} of {result['test_samples']} held-out digits "
+                f"(promised: {ACCURACY:.0%})",
+                "steps": f"{result['step']} of {BATCH} samples, each counted once; {self._redone} were redone",
+                "time": f"{time.monotonic() - self._launched:.0f} s",
+            }
+        )
+        for problem in self._problems(result):
+            raise DemoError(problem)
+        ending = "the node of rank 0 died, the training did not." if self._plan.kill else "nobody was killed."
+        self._view.conclude(f"As promised: {ending}", "bold green")
+
+    def _problems(self, result: dict[str, Any]) -> Iterator[str]:
+        if result["accuracy"] < ACCURACY:
+            yield f"the accuracy is {result['accuracy']:.1%}, less than {ACCURACY:.0%}"
+        if (result["step"], result["samples"]) != (STEPS, STEPS * BATCH):
+            yield f"{result['samples']} samples in {result['step']} steps were counted, not {STEPS * BATCH} in {STEPS}"
+        if not self._plan.kill:
+            return
+        trained = [one.members for one in self._rounds if one.last_step > one.resumed_at]
+        if self._victim is None:
+            yield "the training was over before a node could be killed"
+        elif all(self._victim in members for members in trained):
+            yield "the survivors have not trained without the node that was killed"
+        elif all(self._replacement not in members for members in trained):
+            yield TOO_LATE

@@ -1,0 +1,174 @@
+"""The demo's training: plain DDP that goes on from its checkpoint, with as many nodes as there are.
+
+Nothing in it is redelastic's, but for one environment variable: the round's epoch, by which a checkpoint refuses the
+writer of a round that is over. Run it under any torchrun: ``torchrun … -m redelastic.cli.demo.train --checkpoint F``.
+
+Which samples a step takes depends on the seed and the step alone, and the loss is a mean over the global batch: the
+result does not depend on how many nodes there were at which step. Rank 0 reports on stdout, one JSON object a line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+TEST_SAMPLES = 360  # of 1,797, held out
+
+State = dict[str, Any]
+
+
+def main() -> None:
+    """Train from the checkpoint, or from the beginning, to the last step; then rank 0 measures the accuracy."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--checkpoint", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--batch", type=int, default=128, help="samples of a step, of all nodes together")
+    parser.add_argument("--save-every", type=int, default=10, help="steps between two checkpoints")
+    parser.add_argument("--pace", type=float, default=0.0, help="least time of a step in seconds: a larger model's")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+
+    epoch = int(os.environ.get("REDELASTIC_EPOCH", "0"))
+    dist.init_process_group("gloo")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    train, test = load_data()
+
+    torch.manual_seed(options.seed)
+    model = make_network()
+    optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
+    step, samples = resume(options.checkpoint, model, optimizer)
+    parallel = DistributedDataParallel(model)
+
+    def save() -> None:
+        progress = {"step": step, "samples": samples}
+        save_checkpoint(options.checkpoint, epoch, progress, model, optimizer)
+
+    if rank == 0:
+        save()  # the checkpoint is this round's from now on: an older round's rank 0 cannot write it any more
+        report("start", epoch=epoch, step=step, world_size=world_size)
+    while step < options.steps:
+        started = time.monotonic()
+        mine = global_batch(step, options.batch, options.seed, len(train[0]))[rank::world_size]
+        images, labels = (part[mine] for part in train)
+        loss = cross_entropy(parallel(images), labels, reduction="sum")
+        optimizer.zero_grad()
+        (
+            loss * world_size / options.batch
+        ).backward()  # DDP divides by world_size: the gradient is the global batch's mean
+        optimizer.step()
+
+        totals = torch.stack([loss.detach(), torch.tensor(float(len(labels)))])
+        dist.all_reduce(totals)
+        step, samples = step + 1, samples + int(totals[1])
+        if rank == 0:
+            if step % options.save_every == 0 or step == options.steps:
+                save()
+            report("step", epoch=epoch, step=step, loss=totals[0].item() / options.batch)
+        time.sleep(max(0.0, options.pace - (time.monotonic() - started)))
+
+    if rank == 0:
+        report(
+            "done", epoch=epoch, step=step, samples=samples, accuracy=measure(model, test), test_samples=TEST_SAMPLES
+        )
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def global_batch(step: int, batch: int, seed: int, size: int) -> Tensor:
+    """Indices of the samples of a step: each pass over the data has an order of its own."""
+    data_pass, position = divmod(step, size // batch)
+    order = np.random.default_rng((seed, data_pass)).permutation(size)
+    return torch.from_numpy(order[position * batch :][:batch])
+
+
+def load_data() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Scikit-learn's handwritten digits: images and labels to train with, and those that are held out."""
+    digits = load_digits()
+    images = torch.tensor(digits.images / 16, dtype=torch.float32).unsqueeze(1)
+    labels = torch.tensor(digits.target)
+    order = torch.from_numpy(np.random.default_rng(0).permutation(len(labels)))
+    test, train = order[:TEST_SAMPLES], order[TEST_SAMPLES:]
+    return (images[train], labels[train]), (images[test], labels[test])
+
+
+def make_network() -> nn.Module:
+    """A small convolutional network for images of 8 by 8."""
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(32 * 4 * 4, 64),
+        nn.ReLU(),
+        nn.Linear(64, 10),
+    )
+
+
+def measure(model: nn.Module, test: tuple[Tensor, Tensor]) -> float:
+    """Share of the held-out images that are recognised."""
+    images, labels = test
+    with torch.no_grad():
+        right = int((model(images).argmax(1) == labels).sum())
+    return right / len(labels)
+
+
+def resume(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, int]:
+    """Take over the checkpoint, if there is one: rank 0 reads it, so that all have the same; returns steps, samples."""
+    box: list[State | None] = [load_checkpoint(path) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(box)
+    if (state := box[0]) is None:
+        return 0, 0
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    return state["step"], state["samples"]
+
+
+def load_checkpoint(path: Path) -> State | None:
+    """Read the checkpoint; None if there is none yet."""
+    if not path.exists():
+        return None
+    state: State = torch.load(path, weights_only=True)
+    return state
+
+
+def save_checkpoint(
+    path: Path, epoch: int, progress: dict[str, int], model: nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
+    """Replace the checkpoint as a whole: who reads it finds the old one or the new one.
+
+    Raises:
+        RuntimeError: it is a later round's: this process was left behind, and must not undo what that round has done.
+    """
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # nobody comes between the look at the epoch and the replacement
+        newest = load_checkpoint(path)
+        if newest is not None and newest["epoch"] > epoch:
+            raise RuntimeError(f"The checkpoint {path} is of round {newest['epoch']}: round {epoch} is over.")
+        state = {"epoch": epoch, **progress, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        new = path.with_suffix(".new")
+        torch.save(state, new)
+        os.replace(new, path)  # noqa: PTH105  # the atomic one, by its well-known name
+
+
+def report(event: str, **fields: float) -> None:
+    """Tell who watches stdout."""
+    print(json.dumps({"event": event, **fields}), flush=True)  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()

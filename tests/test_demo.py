@@ -1,0 +1,232 @@
+"""``redelastic demo`` as a user runs it: one real run with its kill, one that is interrupted, and what is refused."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from redelastic.cli import main
+
+pytest.importorskip("rich")
+pytest.importorskip("sklearn")
+
+ENTRY_POINT = "import sys; from redelastic.cli import main; sys.exit(main())"
+TRAINING = "redelastic.cli.demo.train"
+MARK = "REDELASTIC_DEMO_TEST"  # an environment variable that every process of a demo inherits
+
+
+class Demo:
+    """Starts demos whose processes and files can be told from all others."""
+
+    def __init__(self, folder: Path) -> None:
+        self.mark = uuid.uuid4().hex
+        self.temporary = folder / "tmp"
+        self.temporary.mkdir()
+        self.elsewhere = folder / "elsewhere"
+        self.elsewhere.mkdir()
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        environment = {**os.environ, MARK: self.mark, "TMPDIR": str(self.temporary), "COLUMNS": "80"}
+        for forced in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+            environment.pop(forced, None)
+        return subprocess.Popen(
+            [sys.executable, "-c", ENTRY_POINT, "demo", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+            cwd=self.elsewhere,
+            start_new_session=True,
+        )
+
+    def processes(self) -> list[psutil.Process]:
+        """Those that live."""
+        return [process for process in psutil.process_iter() if self._is_ours(process)]
+
+    def workers(self) -> list[psutil.Process]:
+        """Those that torchrun started for the training."""
+        return [process for process in self.processes() if _is_worker(_command(process))]
+
+    def _is_ours(self, process: psutil.Process) -> bool:
+        try:
+            return process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == self.mark
+        except psutil.Error:
+            return False
+
+    def assert_nothing_is_left(self) -> None:
+        assert self.processes() == []
+        assert list(self.temporary.iterdir()) == []
+        assert list(self.elsewhere.iterdir()) == []
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+def _is_worker(command: list[str]) -> bool:
+    return TRAINING in command and "torch.distributed.run" not in command
+
+
+@pytest.fixture
+def demo(tmp_path: Path) -> Iterator[Demo]:
+    made = Demo(tmp_path)
+    yield made
+    for process in made.processes():
+        process.kill()
+
+
+@pytest.mark.timeout(200)  # 45 s on two idle cores
+def test_the_node_of_rank_0_dies_and_the_training_does_not(demo: Demo) -> None:
+    process = demo.start()
+    output, _ = process.communicate(timeout=190)
+    assert process.returncode == 0, output
+
+    accuracy = re.search(r"accuracy +([\d.]+)% of 360 held-out digits", output)
+    assert accuracy, output
+    assert float(accuracy[1]) >= 95
+
+    rounds = re.findall(r"^ +(\d) +([A-Z](?: [A-Z])*)  +(.+?)  +[\d.]+ s +[\d.]+ s +(\d+)-(\d+)", output, re.MULTILINE)
+    assert [one[0] for one in rounds] == ["1", "2", "3"], output
+    first, second, third = (set(one[1].split()) for one in rounds)
+    victim = rounds[0][1][0]
+    assert first == {"A", "B", "C"}
+    assert second == first - {victim}
+    assert third == second | {"D"}
+    assert [one[2] for one in rounds] == ["3 nodes started", f"{victim} was killed", "D joined"]
+    # Each round goes on from a checkpoint, every 10 steps, that is not behind by more than one.
+    for before, after in itertools.pairwise(rounds):
+        assert int(after[3]) % 10 == 1
+        assert 0 <= int(before[4]) - (int(after[3]) - 1) <= 10
+    assert rounds[-1][4] == "500"
+    assert f"SIGKILL to node {victim}, rank 0" in output
+    assert "500 of 128 samples, each counted once" in output
+
+    assert "\x1b" not in output
+    assert "\r" not in output
+    assert "redis://" not in output  # the URL, with its password
+    demo.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_demo_leaves_nothing(demo: Demo, number: signal.Signals) -> None:
+    process = demo.start("--nodes=2")
+    assert process.stdout is not None
+    while "round 1 is formed" not in (line := process.stdout.readline()):
+        assert line, "the demo ended early"
+    while not demo.workers():
+        time.sleep(0.02)
+    os.kill(process.pid, number)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 128 + number, output
+    assert f"Ended by {number.name}" in output
+    demo.assert_nothing_is_left()
+
+
+def test_a_demo_whose_node_dies_by_itself_fails_and_says_why(demo: Demo) -> None:
+    process = demo.start("--nodes=2", "--no-kill")
+    assert process.stdout is not None
+    while "private server" not in (line := process.stdout.readline()):
+        assert line, "the demo ended early"
+    agents: list[psutil.Process] = []
+    while not agents:
+        agents = [one for one in demo.processes() if "--rdzv-backend=redis" in _command(one)]
+    agents[0].kill()
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 1, output
+    assert re.search(r"FAILED: node [AB]'s agent ended in mid-run with exit code -9", output)
+    demo.assert_nothing_is_left()
+
+
+def test_help_says_what_happens(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["demo", "--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    for expected in ("SIGKILL", "replacement", "accuracy", "--nodes", "--no-kill", "--seed"):
+        assert expected in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--nodes", "1"], "from 2 to 8, not '1'"),
+        (["--nodes", "9"], "from 2 to 8, not '9'"),
+        (["--nodes", "many"], "from 2 to 8, not 'many'"),
+        (["--seed", "-1"], "not '-1'"),
+        (["--faster"], "--faster"),
+    ],
+)
+def test_wrong_arguments_are_one_line(arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["demo", *arguments])
+    assert ended.value.code == 2
+    text = capsys.readouterr().err
+    assert complaint in text
+    assert text.count("\n") == 1
+
+
+def test_a_missing_extra_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in ("rich", "sklearn") else real(name))
+    assert main(["demo"]) == 1
+    text = capsys.readouterr().err
+    assert "rich and sklearn" in text
+    assert "pip install 'redelastic[demo]'" in text
+    assert text.count("\n") == 1
+
+
+def test_help_needs_neither_the_extra_nor_torch() -> None:
+    blocked = "import sys; sys.modules.update(dict.fromkeys(['rich', 'sklearn', 'numpy', 'torch', 'redis'])); "
+    for arguments in ("--help", "demo --help"):
+        done = subprocess.run(
+            [sys.executable, "-c", blocked + ENTRY_POINT, *arguments.split()],
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        assert "usage: " in done.stdout
+
+
+def test_a_checkpoint_refuses_the_writer_of_an_older_round(tmp_path: Path) -> None:
+    import torch
+
+    from redelastic.cli.demo.train import load_checkpoint, make_network, save_checkpoint
+
+    path = tmp_path / "checkpoint.pt"
+    assert load_checkpoint(path) is None
+    network = make_network()
+    optimizer = torch.optim.Adam(network.parameters())
+    for epoch, step in ((1, 10), (2, 10), (2, 20)):
+        save_checkpoint(path, epoch, {"step": step, "samples": 0}, network, optimizer)
+    with pytest.raises(RuntimeError, match="is of round 2: round 1 is over"):
+        save_checkpoint(path, 1, {"step": 30, "samples": 0}, network, optimizer)
+    state = load_checkpoint(path)
+    assert state is not None
+    assert (state["epoch"], state["step"]) == (2, 20)
+
+
+def test_each_pass_over_the_data_takes_a_sample_at_most_once() -> None:
+    from redelastic.cli.demo.train import global_batch
+
+    one_pass = [index for step in range(11) for index in global_batch(step, 128, 0, 1437).tolist()]
+    assert len(one_pass) == len(set(one_pass)) == 11 * 128
+    assert set(one_pass) <= set(range(1437))
+    assert global_batch(11, 128, 0, 1437).tolist() != global_batch(0, 128, 0, 1437).tolist()
+    assert global_batch(3, 128, 0, 1437).tolist() == global_batch(3, 128, 0, 1437).tolist()
