@@ -64,9 +64,10 @@ class RedisRendezvousBackend(RendezvousBackend):
         """
         key = self.keys.state
         try:
-            state, token = self.connection.call(lambda client: client.hmget(key, "state", "token"))  # type: ignore[misc]
+            reply: Any = self.connection.call(lambda client: client.hmget(key, "state", "token"))
         except RendezvousStateError as e:
             require_keys_of_types(self.connection, {key: "hash"}, e)
+        state, token = reply
         if state is None and token is None:
             return None
         if state is None or not (token or b"").isdigit():
@@ -91,12 +92,19 @@ class RedisRendezvousBackend(RendezvousBackend):
             RendezvousConnectionError: Redis cannot be reached.
             RendezvousStateError: the key holds something that is not ours.
         """
+        if not isinstance(state, bytes):
+            raise TypeError(f"The state must be bytes, not {type(state).__name__}.")
         ours = token is None or (isinstance(token, int) and not isinstance(token, bool))
         if not ours:  # no token of this backend: it matches nothing
             existing = self.get_state()
             return existing and (*existing, False)
         key = self.keys.state
-        args = [state, "" if token is None else str(token), uuid.uuid4().hex, round(1000 * self.ttl)]
+        args: list[str | bytes | int] = [
+            state,
+            "" if token is None else str(token),
+            uuid.uuid4().hex,
+            round(1000 * self.ttl),
+        ]
         try:
             reply = scripts.SET_STATE(self.connection, [key], args)
         except RendezvousStateError as e:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 import socket
+import ssl
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NoReturn, TypeVar
 
 import redis.exceptions as rx
 from redis.cluster import RedisCluster
-from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_exponential_jitter
+from redis.sentinel import MasterNotFoundError, SentinelConnectionPool
+from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_random_exponential
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousConnectionError,
     RendezvousError,
@@ -25,6 +27,8 @@ Entries = list[tuple[str, dict[str, str]]]
 ATTEMPT_TIMEOUT: Final = 5.0
 READ_TIMEOUT: Final = 60.0
 CONNECT_TIMEOUT: Final = 10.0
+# What the user of one run, or of one prefix with ~<key_prefix>:*, has to be allowed.
+ACL_RULES: Final = "~<key_prefix>:{<run_id>}:* +@read +@write +@connection +eval +evalsha +time -@dangerous"
 
 
 class UnreachableError(RendezvousConnectionError):
@@ -49,7 +53,7 @@ class Connection:
         read_timeout: how long a call may take with all its retries, in seconds.
 
     Raises:
-        ValueError: the client decodes replies (``decode_responses=True``).
+        ValueError: the client decodes replies (``decode_responses=True``), or waits for them without a time-out.
     """
 
     def __init__(
@@ -58,6 +62,10 @@ class Connection:
         options = client.get_connection_kwargs()
         if options.get("decode_responses"):
             raise ValueError("The Redis client has decode_responses=True; make it without: stored values are bytes.")
+        if "socket_timeout" in options and not options["socket_timeout"]:
+            raise ValueError(
+                "The Redis client has no socket_timeout; make it with one: a server that freezes stays mute."
+            )
         self.client = client
         self._owned = owned
         self.name = name or _describe(client, options)
@@ -67,23 +75,33 @@ class Connection:
 
     @classmethod
     def open(
-        cls, endpoint: Endpoint | str, attempt_timeout: float = ATTEMPT_TIMEOUT, read_timeout: float = READ_TIMEOUT
+        cls,
+        endpoint: Endpoint | str,
+        attempt_timeout: float = ATTEMPT_TIMEOUT,
+        read_timeout: float = READ_TIMEOUT,
+        connect_timeout: float = CONNECT_TIMEOUT,
     ) -> Connection:
         """Connect to an endpoint.
 
+        Args:
+            endpoint: where Redis is.
+            attempt_timeout: how long one attempt at a call may take, in seconds.
+            read_timeout: how long a call may take with all its retries, in seconds.
+            connect_timeout: how long connecting is tried, in seconds; the last attempt may end that much later.
+
         Raises:
-            RendezvousConnectionError: no Redis answers there within 10 seconds, or it refuses us.
+            RendezvousConnectionError: no Redis answers there within ``connect_timeout``, or it refuses us.
         """
         endpoint = parse_endpoint(endpoint) if isinstance(endpoint, str) else endpoint
         opened: list[Client] = []
 
         def connect() -> Client:
-            client = endpoint.open(attempt_timeout)
+            client = endpoint.open(min(attempt_timeout, connect_timeout))
             client.ping()
             opened.append(client)
             return client
 
-        retried(connect, str(endpoint), CONNECT_TIMEOUT)
+        retried(connect, str(endpoint), connect_timeout)
         return cls(opened[-1], str(endpoint), owned=True, read_timeout=read_timeout)
 
     def __repr__(self) -> str:
@@ -136,6 +154,8 @@ class Connection:
         if isinstance(self.client, RedisCluster):
             node = self.client.get_primaries()[0]
             options = {"host": node.host, "port": node.port}
+        elif isinstance(self.client.connection_pool, SentinelConnectionPool):
+            options = self.client.connection_pool.sentinel_manager.sentinels[0].get_connection_kwargs()
         try:
             target = socket.getaddrinfo(options["host"], options.get("port", 0), type=socket.SOCK_DGRAM)[0]
             with socket.socket(target[0], socket.SOCK_DGRAM) as probe:
@@ -154,35 +174,63 @@ class Connection:
 def _describe(client: Client, options: Mapping[str, Any]) -> str:
     if isinstance(client, RedisCluster):
         return "redis+cluster://" + ",".join(node.name for node in client.get_primaries())
+    if isinstance(client.connection_pool, SentinelConnectionPool):
+        return f"the master {client.connection_pool.service_name!r} of its sentinels"
     if path := options.get("path"):
         return f"unix://{path}"
     return f"redis://{options.get('host', '?')}:{options.get('port', '?')}/{options.get('db') or 0}"
 
 
 def text(value: bytes | str) -> str:
+    """A reply of Redis as text."""
     return value.decode(errors="replace") if isinstance(value, bytes) else value
 
 
 _PASSING_REPLY: Final = re.compile(
-    r"^(BUSY|LOADING|MASTERDOWN|CLUSTERDOWN|TRYAGAIN|NOREPLICAS|MOVED|ASK)\b|[Ss]cript killed by user|max number of clients"
+    r"^(BUSY|LOADING|MASTERDOWN|CLUSTERDOWN|TRYAGAIN|NOREPLICAS)\b|[Ss]cript killed by user|max number of clients"
+)
+_PASSING: Final = (
+    rx.ConnectionError,
+    rx.TimeoutError,
+    rx.ClusterDownError,
+    rx.TryAgainError,
+    rx.ClusterError,
+    rx.RedisClusterException,
 )
 _FINAL: Final = (rx.AuthenticationError, rx.AuthorizationError, rx.MaxConnectionsError)
+# What a connection that broke raises, and not one that was refused.
+_BROKEN_TLS: Final = (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError)
+_SCRIPT_SUFFIX: Final = re.compile(r" script: [0-9a-f]{40}, on .*$")  # that Redis 7 adds to a script's error
+_SENTINEL_REPR: Final = re.compile(r"<redis\.client\.Redis\(.*?host=(.*?),port=(\d+).*?\)>\)>\)>")
+_NO_CLUSTER: Final = "Cluster mode is not enabled"
+
+
+def _cause(error: BaseException) -> BaseException:
+    """What redis-py's Cluster client met: it wraps it into an exception that says less."""
+    if isinstance(error, rx.RedisClusterException) and isinstance(error.__cause__, Exception):
+        return error.__cause__
+    return error
+
+
+def _tls_refusal(error: BaseException) -> ssl.SSLError | None:
+    """Why TLS could not be agreed on; redis-py hides it below a ConnectionError."""
+    below: BaseException | None = error
+    while below is not None:
+        if isinstance(below, ssl.SSLError) and not isinstance(below, _BROKEN_TLS):
+            return below
+        below = below.__cause__ or below.__context__
+    return None
 
 
 def _is_passing(error: BaseException) -> bool:
     """Whether trying again may help."""
+    error = _cause(error)
     if isinstance(error, _FINAL):
         return "max number of clients" in str(error)
-    if isinstance(
-        error,
-        rx.ConnectionError
-        | rx.TimeoutError
-        | rx.ClusterDownError
-        | rx.TryAgainError
-        | rx.ClusterError
-        | rx.RedisClusterException,
-    ):
-        return True
+    if isinstance(error, MasterNotFoundError) and "AuthenticationError" in str(error):
+        return False
+    if isinstance(error, _PASSING):
+        return not _tls_refusal(error) and _NO_CLUSTER not in str(error)
     return isinstance(error, rx.ResponseError) and bool(_PASSING_REPLY.search(str(error)))
 
 
@@ -197,7 +245,7 @@ def retried(operation: Callable[[], T], name: str, timeout: float) -> T:
     try:
         return Retrying(
             retry=retry_if_exception(_is_passing),
-            wait=wait_exponential_jitter(initial=0.02, max=1.0, jitter=0.05),
+            wait=wait_random_exponential(multiplier=0.05, max=1.0),
             stop=stop_after_delay(max(0.0, timeout - (time.monotonic() - started))),
             reraise=True,
         )(operation)
@@ -206,52 +254,95 @@ def retried(operation: Callable[[], T], name: str, timeout: float) -> T:
 
 
 def _raise(error: Exception, name: str, waited: float) -> NoReturn:
-    """The one map from redis-py's errors to torch's."""
-    reply = str(error)
-    failed: type[RendezvousError] = RendezvousConnectionError
-    if "FENCED " in reply:
-        failed = FencedError
-        message = reply.partition("FENCED ")[2]
-    elif isinstance(error, rx.AuthenticationError | rx.AuthorizationError) or reply.startswith(("NOAUTH", "WRONGPASS")):
-        message = (
-            f"Redis at {name} refused the login: {reply}. Put the right user and password into REDELASTIC_REDIS_URL "
-            "or into the endpoint's URL."
-        )
-    elif (
-        isinstance(error, rx.NoPermissionError) or "NOPERM" in reply or "can't access at least one of the keys" in reply
-    ):
-        message = (
-            f"Redis at {name} denies this user a key or command: {reply}. The user needs the rule "
-            "'~<key_prefix>:{<run_id>}:* +@all -@dangerous' (see Security in the README)."
-        )
-    elif isinstance(error, rx.ReadOnlyError) or "READONLY" in reply:
-        message = f"Redis at {name} is a read-only replica. Name its master, or use redis+sentinel:// to follow it."
-    elif isinstance(error, rx.OutOfMemoryError) or reply.startswith("OOM"):
-        message = f"Redis at {name} is out of memory: {reply}. Raise its maxmemory, or remove what fills it."
-    elif "CORRUPT " in reply:
-        failed = RendezvousStateError
-        message = (
-            f"Redis at {name} holds something that is not ours: {reply.partition('CORRUPT ')[2]}. Remove that key."
-        )
-    elif reply.startswith("WRONGTYPE") or "WRONGTYPE" in reply:
-        failed = RendezvousStateError
-        message = f"Redis at {name} holds a key of a wrong type: {reply}."
-    elif isinstance(error, rx.InvalidResponse):
-        message = f"What answers at {name} is not a Redis server: {reply}. Check host and port."
-    elif isinstance(error, rx.ResponseError) and not _is_passing(error):
-        failed = RendezvousError
-        message = f"Redis at {name} answered with an error: {reply}."
-    else:
-        failed = UnreachableError
-        message = (
-            f"Redis at {name} could not be reached within {waited:.1f} s: {reply or type(error).__name__}. "
-            "Check that it runs, and that this host may connect to it."
-        )
+    failed, message = _translate(error, name, waited)
     raise failed(message) from error
 
 
+def _translate(  # noqa: C901, PLR0911, PLR0912  (a list, to be read from the top)
+    error: Exception, name: str, waited: float
+) -> tuple[type[RendezvousError], str]:
+    """The one map from redis-py's errors to torch's."""
+    cause = _cause(error)
+    reply = _SCRIPT_SUFFIX.sub("", _SENTINEL_REPR.sub(r"\1:\2", str(cause))).rstrip(". ")
+    if "FENCED " in reply:
+        return FencedError, reply.partition("FENCED ")[2]
+    if "CORRUPT " in reply:
+        return RendezvousStateError, (
+            f"Redis at {name} holds something that is not ours: {reply.partition('CORRUPT ')[2]}. Remove that key."
+        )
+    if "WRONGTYPE" in reply:
+        return RendezvousStateError, (
+            f"Redis at {name} holds a key of a wrong type: {reply}. Remove it, or choose another key_prefix."
+        )
+    if isinstance(cause, MasterNotFoundError) and "AuthenticationError" in reply:
+        return RendezvousConnectionError, (
+            f"The sentinels of {name} refused the login: {reply}. Put ?sentinel_password=…, and &sentinel_username=… "
+            "if they have users, at the end of the endpoint's URL."
+        )
+    if isinstance(cause, rx.AuthenticationError | rx.AuthorizationError):
+        return RendezvousConnectionError, (
+            f"Redis at {name} refused the login: {reply}. Put the right user and password into its URL, or "
+            "into REDELASTIC_REDIS_URL and give the endpoint as host:port."
+        )
+    if isinstance(cause, rx.NoPermissionError) or "NOPERM" in reply or "The user executing the script can't" in reply:
+        return RendezvousConnectionError, (
+            f"Redis at {name} denies this user a key or command: {reply}. Check that the run id and the key_prefix are "
+            f"those that the user is for; it needs the rules '{ACL_RULES}' (see Security in the README)."
+        )
+    if isinstance(cause, rx.ReadOnlyError) or "READONLY" in reply:
+        return RendezvousConnectionError, (
+            f"Redis at {name} is a read-only replica. Name its master, or use redis+sentinel:// to follow it."
+        )
+    if isinstance(cause, rx.OutOfMemoryError) or reply.startswith("OOM"):
+        return RendezvousConnectionError, (
+            f"Redis at {name} is out of memory: {reply}. Raise its maxmemory, or remove what fills it."
+        )
+    if isinstance(cause, rx.MovedError | rx.AskError):
+        return RendezvousConnectionError, (
+            f"Redis at {name} is a node of a Cluster, and keeps this run elsewhere. Use redis+cluster://."
+        )
+    if _NO_CLUSTER in reply:
+        return RendezvousConnectionError, f"Redis at {name} is no Cluster. Use redis://, or rediss:// with TLS."
+    if "DB index" in reply or "SELECT is not allowed" in reply:
+        return RendezvousConnectionError, (
+            f"Redis at {name} does not have that database: {reply}. Leave the number out, or raise its 'databases'."
+        )
+    if refusal := _tls_refusal(cause):
+        reason = getattr(refusal, "verify_message", "") or refusal.reason or str(refusal)
+        return RendezvousConnectionError, (
+            f"TLS with Redis at {name} failed: {reason}. Check that it serves TLS on that port, that ca_cert is the "
+            "file of its CA, that its certificate is for that host, and that ssl_cert and ssl_cert_key suit it."
+        )
+    if isinstance(cause, rx.InvalidResponse):
+        return RendezvousConnectionError, (
+            f"What answers at {name} is not a Redis server: {reply}. Check host and port; for TLS use rediss://."
+        )
+    if isinstance(cause, rx.ResponseError) and not _is_passing(cause):
+        if "user_script" in reply:
+            return RendezvousStateError, f"Redis at {name} holds something that our script cannot read: {reply}."
+        if reply.startswith("unknown command 'SENTINEL'"):
+            return RendezvousConnectionError, f"What answers at {name} is no sentinel. Use redis://, or its own port."
+        if reply.startswith("unknown command"):
+            return RendezvousConnectionError, (
+                f"What answers at {name} does not know our commands: {reply}. It has to be Redis 6.2 or later, or "
+                "Valkey; if it is a sentinel, use redis+sentinel://host:port/master-name."
+            )
+        return RendezvousError, f"Redis at {name} answered with an error: {reply}."
+    if isinstance(cause, MasterNotFoundError):
+        return UnreachableError, (
+            f"The sentinels of {name} named no master within {waited:.1f} s: {reply}. Check that they run there and "
+            "watch a master of that name, and that it is up."
+        )
+    if isinstance(error, OSError) or _is_passing(error):
+        return UnreachableError, (
+            f"Redis at {name} could not be reached within {waited:.1f} s: {reply or type(cause).__name__}. "
+            "Check that it runs there, that this host may connect to it, and that both or none use TLS (rediss://)."
+        )
+    return RendezvousError, f"redis-py refused a call to Redis at {name}: {reply or type(cause).__name__}."
+
+
 def require_keys_of_types(connection: Connection, types: Mapping[str, str], error: RendezvousStateError) -> NoReturn:
-    """Re-raise an error about a key's type so that it names the key, what it should hold and what it holds."""
+    """Re-raise an error about what a key holds so that it names the key, what it should hold and what it holds."""
     for key, expected in types.items():
         actual = text(connection.call(lambda client, key=key: client.type(key)))  # type: ignore[misc]
         if actual not in (expected, "none"):
@@ -259,4 +350,8 @@ def require_keys_of_types(connection: Connection, types: Mapping[str, str], erro
                 f"The key {key!r} in Redis at {connection.name} holds a {actual}, not the {expected} that a run keeps "
                 "there. Something else writes to it: remove that key, or choose another key_prefix."
             ) from error
-    raise error
+    if any(key in str(error) for key in types):
+        raise error
+    raise RendezvousStateError(
+        f"{error} It is one of the keys {', '.join(types)}: remove them once no node of the run is alive."
+    ) from error

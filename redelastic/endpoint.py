@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Final, TypeAlias
-from urllib.parse import parse_qsl, quote, unquote, urlsplit
+from urllib.parse import parse_qsl, quote, unquote
 
 import redis
 from redis.backoff import NoBackoff
@@ -95,6 +97,7 @@ class Endpoint:
                 "ssl_ca_certs": self.ca_cert,
                 "ssl_certfile": self.ssl_cert,
                 "ssl_keyfile": self.ssl_cert_key,
+                "ssl_password": "",  # an encrypted key is an error; OpenSSL would ask for its password on the terminal
             }
         if self.scheme.endswith("+cluster"):
             nodes = [ClusterNode(host, port) for host, port in self.hosts]
@@ -102,8 +105,8 @@ class Endpoint:
         options |= {"db": self.db, "max_connections": 2**31}  # every blocked thread holds a connection
         if self.scheme.endswith("+sentinel"):
             login = {"username": self.sentinel_username, "password": self.sentinel_password}
-            sentinel = Sentinel(self.hosts, sentinel_kwargs={**options, **login, "db": 0}, **options)  # type: ignore[no-untyped-call]
-            master: redis.Redis = sentinel.master_for(self.service)  # type: ignore[no-untyped-call]
+            sentinel = Sentinel(self.hosts, sentinel_kwargs={**options, **login, "db": 0}, **options)
+            master: redis.Redis = sentinel.master_for(self.service)
             return master
         if self.scheme == "unix":
             options.pop("socket_keepalive")
@@ -123,49 +126,102 @@ def parse_endpoint(
     Args:
         text: one of ``host[:port]``, ``redis://``, ``rediss://``, ``unix://``, ``redis+sentinel://``, ``redis+cluster://``
             and the two TLS forms of the last ones.
-        ca_cert, ssl_cert, ssl_cert_key: files for TLS, as in torch's etcd backend; they need a ``rediss`` scheme.
+        ca_cert: file of the CAs to trust instead of the system's; needs a ``rediss`` scheme, as the next two.
+        ssl_cert: file of the client's certificate.
+        ssl_cert_key: file of its key, where it is not in ``ssl_cert``.
 
     Raises:
         ValueError: the text is none of these; the message never holds the password.
     """
     text = text.strip()
-    default = os.environ.get(URL_VARIABLE, "").strip()
     if "://" in text:
         endpoint = _parse_url(text)
     elif not text:
-        endpoint = _parse_url(default) if default else Endpoint("redis", (("localhost", DEFAULT_PORT),))
+        endpoint = _environment_endpoint() or Endpoint("redis", (("localhost", DEFAULT_PORT),))
     else:
-        base = _parse_url(default) if default else Endpoint("redis")
+        base = _environment_endpoint() or Endpoint("redis")
         if base.scheme not in ("redis", "rediss"):
-            base = Endpoint("redis", username=base.username, password=base.password)
+            base = Endpoint("rediss" if base.tls else "redis", username=base.username, password=base.password)
+        if "@" in text:
+            raise ValueError("The endpoint has a login but no scheme; use redis://user:password@host[:port].")
         endpoint = replace(base, hosts=(_parse_host(text, text),))
     if (ca_cert or ssl_cert or ssl_cert_key) and not endpoint.tls:
         raise ValueError(f"ca_cert, ssl_cert and ssl_cert_key need TLS, but the endpoint is {endpoint}; use rediss://.")
     for name, path in (("ca_cert", ca_cert), ("ssl_cert", ssl_cert), ("ssl_cert_key", ssl_cert_key)):
-        if path and not os.access(path, os.R_OK):
+        if path and not (Path(path).is_file() and os.access(path, os.R_OK)):
             raise ValueError(f"{name}={path!r} is not a file that can be read; give the path of a PEM file.")
+    if ssl_cert_key and not ssl_cert:
+        raise ValueError(f"ssl_cert_key={ssl_cert_key!r} needs the certificate that it belongs to; give ssl_cert too.")
     return replace(endpoint, ca_cert=ca_cert, ssl_cert=ssl_cert, ssl_cert_key=ssl_cert_key)
 
 
-def _parse_url(url: str) -> Endpoint:
-    scheme, _, rest = url.partition("://")
+@dataclass(frozen=True)
+class UrlParts:
+    """A URL taken apart. As text it is what may be shown of it: neither login nor query."""
+
+    scheme: str
+    login: str = field(repr=False)
+    hosts: str
+    path: str
+    query: str = field(repr=False)
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{self.hosts}{self.path}"
+
+
+def split_url(url: str) -> UrlParts:
+    """Take a URL apart, so that an error about one of its parts can leave out the others.
+
+    Not with ``urlsplit``: its own errors may quote the password, and it takes a ``/``, ``?`` or ``#`` in one for
+    the end of the host.
+
+    Raises:
+        ValueError: its scheme is unknown, or the user or password in it is not percent-encoded.
+    """
+    scheme, separator, rest = url.partition("://")
+    if not separator or not re.fullmatch(r"[A-Za-z][A-Za-z0-9+.-]{0,39}", scheme):
+        raise ValueError(f"The endpoint has no scheme; use one of: {_FORMS}.")
     if scheme not in SCHEMES:
-        raise ValueError(f"The endpoint's scheme {scheme[:40]!r} is unknown; use one of: {_FORMS}.")
-    parts = urlsplit(f"//{rest}")
-    login, _, netloc = parts.netloc.rpartition("@")
-    username, _, password = login.partition(":")
-    shown = f"{scheme}://{netloc}{parts.path}"
-    query = dict(parse_qsl(parts.query, keep_blank_values=True))
+        raise ValueError(f"The endpoint's scheme {scheme!r} is unknown; use one of: {_FORMS}.")
+    authority, path, query = re.match(r"([^/?#]*)([^?#]*)\??([^#]*)", rest).groups()  # type: ignore[union-attr]
+    login, _, hosts = authority.rpartition("@")
+    behind = rest[len(authority) :]
+    if "#" in behind or ("@" in behind and (scheme != "unix" or hosts)):
+        raise ValueError(
+            f"The {scheme}:// endpoint has a '#', or an '@' after a '/' or '?'; percent-encode such signs in its user "
+            "and password: %23 for '#', %2F for '/', %3F for '?', %40 for '@'."
+        )
+    return UrlParts(scheme, login, hosts, path, query)
+
+
+def _environment_endpoint() -> Endpoint | None:
+    text = os.environ.get(URL_VARIABLE, "").strip()
+    try:
+        return _parse_url(text) if text else None
+    except ValueError as e:
+        raise ValueError(f"The environment's {URL_VARIABLE} is wrong. {e}") from None
+
+
+def _parse_url(url: str) -> Endpoint:
+    parts = split_url(url)
+    scheme, shown = parts.scheme, str(parts)
+    username, _, password = parts.login.partition(":")
+    pairs = parse_query(parts.query, shown)
+    query = dict(pairs)
     allowed = {"db", "sentinel_username", "sentinel_password"} if scheme.endswith("+sentinel") else {"db"}
     if unknown := sorted(query.keys() - allowed):
         raise ValueError(f"The endpoint {shown} has unknown options {unknown}; allowed are {sorted(allowed)}.")
-    endpoint = Endpoint(scheme, username=unquote(username) or None, password=unquote(password) or None)
+    if len(query) < len(pairs):
+        raise ValueError(f"The endpoint {shown} gives one of the options {sorted(query)} twice; give it once.")
+    endpoint = Endpoint(
+        scheme, username=_decode(username, "user", shown) or None, password=_decode(password, "password", shown) or None
+    )
     if scheme == "unix":
-        if netloc or not parts.path:
-            raise ValueError(f"The endpoint {shown} names no socket; use unix:///path/to/redis.sock.")
-        return replace(endpoint, path=unquote(parts.path), db=_parse_db(query.get("db"), shown))
-    hosts = tuple(_parse_host(host, shown) for host in netloc.split(","))
-    segments = [unquote(s) for s in parts.path.strip("/").split("/") if s]
+        if parts.hosts or not parts.path:
+            raise ValueError("The unix:// endpoint names no socket; use unix://[user:password@]/path/to/redis.sock.")
+        return replace(endpoint, path=_decode(parts.path, "path", shown), db=_parse_db(query.get("db"), shown))
+    hosts = tuple(_parse_host(host, shown) for host in parts.hosts.split(","))
+    segments = [_decode(s, "path", shown) for s in parts.path.strip("/").split("/") if s]
     if len(hosts) > 1 and scheme in ("redis", "rediss"):
         raise ValueError(f"The endpoint {shown} has several hosts; use {scheme}+sentinel:// or {scheme}+cluster://.")
     if scheme.endswith("+sentinel"):
@@ -177,27 +233,60 @@ def _parse_url(url: str) -> Endpoint:
             sentinel_username=query.get("sentinel_username"),
             sentinel_password=query.get("sentinel_password"),
         )
+    if segments and "db" in query:
+        raise ValueError(f"The endpoint {shown} gives the database twice, in its path and as db; give it once.")
     db = _parse_db(query.get("db", segments.pop(0) if segments else None), shown)
     if segments or (db and scheme.endswith("+cluster")):
-        raise ValueError(f"The endpoint {shown} has a path that means nothing here; use one of: {_FORMS}.")
+        raise ValueError(f"The endpoint {shown} has a path or database that means nothing here; use one of: {_FORMS}.")
     return replace(endpoint, hosts=hosts, db=db)
+
+
+def _decode(text: str, what: str, shown: str) -> str:
+    try:
+        decoded = unquote(text, errors="strict")
+        decoded.encode()
+    except UnicodeError:
+        raise ValueError(f"The {what} of the endpoint {shown!r} is not UTF-8 when percent-decoded.") from None
+    return decoded
+
+
+def parse_query(text: str, shown: str) -> list[tuple[str, str]]:
+    """Names and values of a URL's query; ``shown`` is what may be shown of the URL.
+
+    Raises:
+        ValueError: they are no text.
+    """
+    try:
+        pairs = parse_qsl(text, keep_blank_values=True, errors="strict")
+        "".join(part for pair in pairs for part in pair).encode()
+    except UnicodeError:
+        raise ValueError(f"An option of {shown} is not UTF-8 when percent-decoded.") from None
+    return pairs
 
 
 def _parse_db(text: str | None, shown: str) -> int:
     if text is None:
         return 0
-    if not text.isascii() or not text.isdecimal():
+    if not re.fullmatch("[0-9]{1,9}", text):
         raise ValueError(f"The database {text!r} of the endpoint {shown} is not a number from 0.")
     return int(text)
 
 
 def _parse_host(text: str, shown: str) -> tuple[str, int]:
-    match = re.fullmatch(r"(?:\[(?P<v6>[0-9A-Fa-f:.%]+)\]|(?P<name>[\w.-]+))(?::(?P<port>\d{1,5}))?", text.strip())
-    if not match or not 0 < int(match["port"] or DEFAULT_PORT) < 2**16:
+    match = re.fullmatch(r"(?:\[(?P<v6>[^]]+)\]|(?P<name>[\w.-]+))(?::(?P<port>[0-9]{1,5}))?", text.strip())
+    host, port = (match["v6"] or match["name"], int(match["port"] or DEFAULT_PORT)) if match else ("", 0)
+    try:
+        if match and match["v6"]:
+            ipaddress.IPv6Address(host)
+        else:
+            host.encode("idna")  # what a look-up does, with an error of its own
+    except ValueError:
+        port = 0
+    if not 0 < port < 2**16:
         raise ValueError(
-            f"The endpoint {shown} has no valid host and port (1 to 65535, IPv6 in brackets); use one of: {_FORMS}."
+            f"The endpoint {shown!r} has no valid host and port (1 to 65535, IPv6 in brackets); use one of: {_FORMS}."
         )
-    return match["v6"] or match["name"], int(match["port"] or DEFAULT_PORT)
+    return host, port
 
 
 def with_password(url: str, username: str, password: str) -> str:

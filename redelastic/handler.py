@@ -33,6 +33,7 @@ from .store import RedisStore
 log = logging.getLogger(__name__)
 
 EPOCH_VARIABLE: Final = "REDELASTIC_EPOCH"
+DETECTION: Final = 0.2  # a lost lease is known everywhere within this time, and some for a busy machine, in seconds
 EXIT_TIMEOUT: Final = 2.0  # how long a process that exits tries to say so, in seconds
 
 
@@ -99,7 +100,7 @@ class RedisRendezvousHandler(RendezvousHandler):
             f"{self._settings.run_id!r}, after {seconds:.3f} s."
         )
         self._record(message, NodeState.RUNNING, entered.rank)
-        log.info(message)
+        log.log(logging.WARNING if entered.again else logging.INFO, message)
         return info
 
     def _open_round(self, entered: Round) -> RendezvousInfo:
@@ -134,6 +135,15 @@ class RedisRendezvousHandler(RendezvousHandler):
         its workers in a new round.
         """
         return 0 if self._shut_down else self._membership.nodes_waiting
+
+    @property
+    def nodes_lost(self) -> int:
+        """How many nodes of the round before did not come back for this one."""
+        return self._membership.nodes_lost
+
+    def wait_until_broken(self) -> bool:
+        """Wait for as long as it can take until the loss of a member is known; returns whether the round is broken."""
+        return self._membership.wait_until_broken(self._settings.lease + DETECTION)
 
     def is_closed(self) -> bool:
         """Whether the run is closed.

@@ -1,4 +1,4 @@
-"""``init_process_group(init_method="redis://…")``: a process group whose store is in Redis, with no rank 0 to serve it."""
+"""``init_process_group(init_method="redis://…")``: a process group whose store is in Redis, not with rank 0."""
 
 from __future__ import annotations
 
@@ -10,17 +10,20 @@ from urllib.parse import parse_qsl, urlencode
 
 from torch.distributed import Store
 from torch.distributed.constants import default_pg_timeout
+from torch.distributed.elastic.rendezvous import RendezvousInfo
 from torch.distributed.rendezvous import _rendezvous_handlers, register_rendezvous_handler
 
 from .backend import RedisRendezvousBackend
 from .connection import Connection
 from .endpoint import SCHEMES
-from .handler import EPOCH_VARIABLE, RedisRendezvousHandler
+from .handler import EPOCH_VARIABLE, EXIT_TIMEOUT, RedisRendezvousHandler
 from .settings import Settings, parameters_from_url
 from .store import RedisStore
 
-# A process group's node stays a member of its run until the process ends.
-_handlers: Final[list[RedisRendezvousHandler]] = []
+RUN_VARIABLE: Final = "TORCHELASTIC_RUN_ID"
+
+# A process stays a member of its run until it ends, or makes its next group there: by process, server, prefix and run.
+_handlers: Final[dict[tuple[int, str, str, str], RedisRendezvousHandler]] = {}
 
 
 def register_init_method() -> None:
@@ -37,12 +40,12 @@ def register_init_method() -> None:
             register_rendezvous_handler(scheme, _rendezvous)
 
 
-def _rendezvous(url: str, timeout: timedelta = default_pg_timeout, **_: Any) -> Iterator[tuple[Store, int, int]]:
+def _rendezvous(url: str, timeout: timedelta = default_pg_timeout, **_unused: Any) -> Iterator[tuple[Store, int, int]]:
     base, _, query = url.partition("?")
     options = dict(parse_qsl(query, keep_blank_values=True))
     rank = _number("rank", options.pop("rank", os.environ.get("RANK")))
     size = _number("world_size", options.pop("world_size", os.environ.get("WORLD_SIZE")))
-    options.setdefault("run_id", os.environ.get("TORCHELASTIC_RUN_ID", ""))
+    options.setdefault("run_id", os.environ.get(RUN_VARIABLE, ""))
     epoch = _number(EPOCH_VARIABLE, os.environ.get(EPOCH_VARIABLE))
     if size is not None and not options.keys() & {"min_nodes", "max_nodes", "min_workers", "max_workers"}:
         options |= {"min_nodes": str(size), "max_nodes": str(size)}
@@ -54,25 +57,41 @@ def _rendezvous(url: str, timeout: timedelta = default_pg_timeout, **_: Any) -> 
 
     settings = Settings.from_parameters(params)
     connection = Connection.open(settings.endpoint(params.endpoint), settings.heartbeat_timeout, settings.read_timeout)
-    if epoch is not None and rank is not None and size is not None:  # a worker of our own agents' round
+    of_agents_round = epoch is not None and settings.run_id == os.environ.get(RUN_VARIABLE)
+    if of_agents_round and rank is not None and size is not None:
         store = RedisStore(
             connection, settings.run_id, epoch=epoch, key_prefix=settings.key_prefix, timeout=timeout, ttl=settings.ttl
         )
         yield store.prefixed("worker"), rank, size
     else:
-        backend = RedisRendezvousBackend(connection, settings.run_id, settings.key_prefix, settings.ttl)
-        handler = RedisRendezvousHandler(backend, settings)
-        _handlers.append(handler)
+        yield _join(connection, settings, rank, timeout)
+    raise RuntimeError("A process group cannot regroup by itself; start the workers anew in the next round.")
+
+
+def _join(connection: Connection, settings: Settings, rank: int | None, timeout: timedelta) -> tuple[Store, int, int]:
+    """Find the other processes by a rendezvous of their own; whoever fails in it leaves, so that they all fail."""
+    place = (os.getpid(), connection.name, settings.key_prefix, settings.run_id)
+    if former := _handlers.pop(place, None):
+        former._end("makes another process group", finished=False, timeout=settings.close_timeout)  # noqa: SLF001
+    backend = RedisRendezvousBackend(connection, settings.run_id, settings.key_prefix, settings.ttl)
+    handler = RedisRendezvousHandler(backend, settings)
+    try:
         info = handler.next_rendezvous()
         info.store.set_timeout(timeout)
         rank = info.rank if rank is None else rank
-        if rank >= info.world_size or info.store.add(f"redelastic/rank/{rank}", 1) != 1:
-            raise ValueError(
-                f"rank={rank} is taken twice in run {settings.run_id!r}, or not below its world size of "
-                f"{info.world_size}; give each process a rank of its own, or none."
-            )
-        yield info.store, rank, info.world_size
-    raise RuntimeError("A process group cannot regroup by itself; start the workers anew in the next round.")
+        _take(rank, info, settings.run_id)
+    except BaseException as e:
+        handler._end(f"gave up: {e}", finished=False, timeout=EXIT_TIMEOUT)  # noqa: SLF001
+        raise
+    _handlers[place] = handler
+    return info.store, rank, info.world_size
+
+
+def _take(rank: int, info: RendezvousInfo, run_id: str) -> None:
+    if rank >= info.world_size:
+        raise ValueError(f"rank={rank} is not below the world size of {info.world_size} of run {run_id!r}.")
+    if info.store.add(f"redelastic/rank/{rank}", 1) != 1:
+        raise ValueError(f"rank={rank} is taken twice in run {run_id!r}; give each process a rank of its own, or none.")
 
 
 def _number(name: str, value: str | None) -> int | None:

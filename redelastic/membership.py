@@ -30,6 +30,7 @@ from .settings import Settings
 log = logging.getLogger(__name__)
 
 RETRY_PAUSE: Final = 0.2  # between attempts of the loop while Redis is away, in seconds
+COMPLAINT_INTERVAL: Final = 60.0  # between two warnings about the same outage, in seconds
 SPREAD: Final = 0.05  # nodes that wait for the same lease to run out look at it within this time, in seconds
 
 
@@ -42,6 +43,8 @@ class Round:
         rank: of this node.
         size: number of nodes.
         host, port: where rank 0 would serve the round's bootstrap store.
+        lost: how many nodes of the round before did not come back.
+        again: whether this node was in a round before.
     """
 
     epoch: int
@@ -49,6 +52,8 @@ class Round:
     size: int
     host: str
     port: int
+    lost: int
+    again: bool
 
 
 class Membership:
@@ -70,23 +75,26 @@ class Membership:
         self._settings = settings
         self._host = check_key_part("address of this node", host)
         self._wake_key = keys.wake.encode()
-        self._lock = threading.Lock()  # guards what follows; never held while Redis is asked
+        self._lock = threading.Condition()  # guards what follows; never held while Redis is asked
         self._heard = "0-0"  # id of the last wake-up when this node last asked to join
         self._round: Round | None = None
         self._broken = ""  # why the round is broken; "" while it is not
+        self._last_break = (0, "", 0)  # epoch, reason, waiting: it may be heard of before this node enters that round
+        self._joining = False
         self._fenced = False  # whether this node lost its lease
         self._standing = ""  # what Redis last said of this node: "candidate", "member", "fenced" or "unknown"
         self._waiting = 0  # nodes that wait for the next round, as far as known
         self._closed = ""  # by whom; "" while it is not
         self._next_beat = 0.0
-        self._away = False  # whether Redis did not answer the last time
+        self._away_since: float | None = None  # since when Redis does not answer; None while it does
+        self._next_complaint = 0.0
         self._keeper: threading.Thread | None = None
         self._stopped = threading.Event()
+        self._epoch_held = 0  # that of the last round this node was in
         self._renew_identity()
 
     def _renew_identity(self) -> None:
         self.node = f"{self._host}-{os.getpid()}-{uuid.uuid4().hex[:12]}"
-        self._epoch_held = self._round.epoch if self._round else 0
         self._run_keys = [*self._keys.types, self._keys.status(self.node)]
 
     # -- what the agent asks, several times a second: answered from memory
@@ -96,6 +104,19 @@ class Membership:
         """How many nodes wait for this one to regroup; 0 while its round stands."""
         with self._lock:
             return max(1, self._waiting) if self._round and self._broken else 0
+
+    @property
+    def nodes_lost(self) -> int:
+        """How many nodes of the round before did not come back for this one."""
+        entered = self._round
+        return entered.lost if entered else 0
+
+    def wait_until_broken(self, timeout: float) -> bool:
+        """Wait until this node's round is broken, for ``timeout`` seconds; returns whether it is."""
+        with self._lock:
+            return self._lock.wait_for(lambda: bool(self._broken) or self._round is None, timeout) and bool(
+                self._broken
+            )
 
     @property
     def closed(self) -> str:
@@ -118,43 +139,56 @@ class Membership:
             RendezvousStateError: the run's keys in Redis are not as they should be.
             RendezvousError: other nodes of the run have another ``min_nodes`` or ``max_nodes``.
         """
-        if self._fenced:
+        if self._joining:  # an error ended the last attempt: what of it is still under way must not count for this one
+            self._try_to_leave("starts anew")
+        elif self._fenced:
             self._renew_identity()
-        mismatch_until = None
+        self._joining = True
+        # Leases of nodes that died with their whole job may be alive for so long; until then another size is refused.
+        others_may_be_dead_until = time.monotonic() + self._settings.lease + 1
         while True:
-            reply = self._ask_to_join(port, max(self._settings.read_timeout, deadline - time.monotonic()))
-            outcome = text(reply[0])
-            now = time.monotonic()
-            if outcome == "complete":
-                return self._enter(reply)
-            if outcome == "closed":
-                self._closed = text(reply[1])
-                self._refuse_closed(spare=reply[2] == 1)
-            if outcome == "left":
-                self._renew_identity()
-                continue
-            if outcome == "mismatch":
-                # The others may be dead, and only their leases alive: those of a whole job that died with its nodes.
-                mismatch_until = mismatch_until or now + self._settings.lease + 1
-                if now >= min(mismatch_until, deadline):
-                    raise RendezvousError(
-                        f"Node {self.node} wants {self._settings.min_nodes} to {self._settings.max_nodes} nodes, but "
-                        f"run {self._keys.run_id!r} has {reply[1]} to {reply[2]}; start all with the same --nnodes."
-                    )
-                self._stopped.wait(min(self._settings.lease / 4, max(0.0, deadline - now)))
-                continue
-            _, epoch, wake_id, completes_in, spare = reply
-            if spare:
-                deadline = now + self._settings.join_timeout  # a spare has all the time in the world
-            elif now >= deadline:
-                self._try_to_leave("gave up waiting")
-                raise RendezvousTimeoutError(
-                    f"Run {self._keys.run_id!r} had no new round after epoch {epoch} within the join_timeout of "
-                    f"{self._settings.join_timeout:g} s: fewer than {self._settings.min_nodes} nodes joined, or a "
-                    "member of the last round neither came back nor left."
-                )
-            self._heard, self._standing = text(wake_id), "candidate"
-            self._wait_for_change(min(deadline, now + completes_in / 1000) if completes_in >= 0 else deadline)
+            outcome, *told = self._ask_to_join(port, max(self._settings.read_timeout, deadline - time.monotonic()))
+            match text(outcome):
+                case "complete":
+                    return self._enter(*told)
+                case "closed":
+                    self._refuse_closed(*told)
+                case "left":
+                    self._renew_identity()
+                case "mismatch":
+                    self._wait_while_refused(*told, until=min(others_may_be_dead_until, deadline))
+                case _:
+                    deadline = self._wait_as_candidate(*told, deadline=deadline)
+
+    def _wait_while_refused(self, min_nodes: int, max_nodes: int, *, until: float) -> None:
+        left = until - time.monotonic()
+        if left <= 0:
+            raise RendezvousError(
+                f"Node {self.node} wants {self._settings.min_nodes} to {self._settings.max_nodes} nodes, but run "
+                f"{self._keys.run_id!r} has {min_nodes} to {max_nodes}; start all with the same --nnodes."
+            )
+        self._stopped.wait(min(self._settings.keep_alive_interval, left))
+
+    def _wait_as_candidate(
+        self, epoch: int, wake_id: bytes, completes_in: int, spare: int, *, deadline: float
+    ) -> float:
+        """Block until it is worth asking to join again; returns until when this node goes on asking."""
+        now = time.monotonic()
+        if spare:
+            deadline = now + self._settings.join_timeout  # a spare has all the time in the world
+        elif now >= deadline:
+            self._try_to_leave("gave up waiting")
+            raise RendezvousTimeoutError(
+                f"Run {self._keys.run_id!r} had no new round after epoch {epoch} within the join_timeout of "
+                f"{self._settings.join_timeout:g} s: fewer than {self._settings.min_nodes} nodes joined, or a member "
+                "of the last round neither came back nor left."
+            )
+        self._heard, self._standing = text(wake_id), "candidate"
+        until = min(deadline, now + completes_in / 1000) if completes_in >= 0 else deadline
+        while (left := until - time.monotonic()) > 0:
+            if self.pump(self._heard, left) != self._heard or self._standing != "candidate":
+                break
+        return deadline
 
     def _ask_to_join(self, port: int, timeout: float) -> Any:
         s = self._settings
@@ -167,24 +201,19 @@ class Membership:
         self._beat_is_due_in(s.keep_alive_interval)
         return reply
 
-    def _wait_for_change(self, until: float) -> None:
-        """Keep the lease, and return once it is worth asking to join again, or at ``until``."""
-        while (left := until - time.monotonic()) > 0:
-            if self.pump(self._heard, left) != self._heard or self._standing != "candidate":
-                return
-
-    def _enter(self, reply: Any) -> Round:
-        _, epoch, rank, size, master = reply
+    def _enter(self, epoch: int, rank: int, size: int, master: bytes, lost: int) -> Round:
         host, _, port = text(master).rpartition(" ")
         if not host or not port.isdigit():
             raise RendezvousStateError(
                 f"The key {self._keys.run!r} in Redis at {self._connection.name} is corrupt: its field master is "
                 f"{text(master)!r}, not a host and a port. Remove that key."
             )
-        entered = Round(epoch, rank, size, host, int(port))
+        entered = Round(epoch, rank, size, host, int(port), lost, again=self._epoch_held > 0)
         with self._lock:
-            self._round, self._broken, self._fenced, self._waiting = entered, "", False, 0
-            self._epoch_held = epoch
+            self._round, self._epoch_held = entered, epoch
+            self._broken, self._fenced, self._waiting, self._joining = "", False, 0, False
+            if self._last_break[0] == epoch:
+                self._break(*self._last_break[1:])
         if self._keeper is None:
             args = (weakref.ref(self), self._stopped, self._heard, self._settings.keep_alive_interval)
             self._keeper = threading.Thread(target=_keep, args=args, daemon=True)
@@ -197,7 +226,8 @@ class Membership:
         with contextlib.suppress(RendezvousError):
             self.leave(reason)
 
-    def _refuse_closed(self, *, spare: bool) -> NoReturn:
+    def _refuse_closed(self, by: bytes, spare: int) -> NoReturn:
+        self._closed = text(by)
         self._try_to_leave("the run is closed")
         message = f"Run {self._keys.run_id!r} is closed (by {self._closed}); use another run id for a new run."
         raise RendezvousGracefulExitError(message) if spare else RendezvousClosedError(message)
@@ -214,7 +244,7 @@ class Membership:
             self._run(scripts.LEAVE, self._run_keys, [self.node, reason, int(finished)], timeout)
         finally:
             with self._lock:
-                self._round = None
+                self._round, self._joining = None, False
             self._renew_identity()
 
     def close(self, timeout: float) -> None:
@@ -224,7 +254,10 @@ class Membership:
 
     def ask_whether_closed(self) -> bool:
         """Ask Redis whether the run is closed."""
-        by = self._connection.call(lambda client: client.hget(self._keys.run, "closed"))
+        try:
+            by = self._connection.call(lambda client: client.hget(self._keys.run, "closed"))
+        except RendezvousStateError as e:
+            require_keys_of_types(self._connection, self._keys.types, e)
         self._closed = text(by) if by else self._closed
         return bool(self._closed)
 
@@ -252,19 +285,28 @@ class Membership:
             until_beat = max(0.001, self._next_beat - time.monotonic())
             woken = self._connection.read({self._wake_key: since}, min(longest, until_beat))
         except UnreachableError as e:
-            if not self._away and not self._stopped.is_set():
-                log.warning(
-                    "Node %s keeps its place in run %r while Redis is away: %s", self.node, self._keys.run_id, e
-                )
-            self._away = True
+            self._remember_outage(e)
             self._stopped.wait(min(longest, random.uniform(0.5, 1) * RETRY_PAUSE))
             return since
-        if self._away:
-            self._away = False
-            log.warning("Redis is back for node %s of run %r.", self.node, self._keys.run_id)
+        if self._away_since is not None:
+            away = time.monotonic() - self._away_since
+            self._away_since = None
+            log.warning("Redis is back for node %s of run %r, after %.1f s.", self.node, self._keys.run_id, away)
         entries = woken.get(self._wake_key, [])
         self._take_in(entries)
         return entries[-1][0] if entries else since
+
+    def _remember_outage(self, error: UnreachableError) -> None:
+        now = time.monotonic()
+        if self._away_since is None:
+            self._away_since, self._next_complaint = now, now
+        if now >= self._next_complaint and not self._stopped.is_set():
+            self._next_complaint = now + COMPLAINT_INTERVAL
+            away = now - self._away_since
+            log.warning(
+                "Node %s keeps its place in run %r; Redis is away, for %.0f s by now: %s",
+                *(self.node, self._keys.run_id, away, error),
+            )
 
     def _take_in(self, entries: Entries) -> None:
         with self._lock:
@@ -272,9 +314,20 @@ class Membership:
                 event, reason = change.get("event"), change.get("reason", "")
                 if event == "closed":
                     self._closed = reason
-                elif event == "broken" and self._round and change.get("epoch") == str(self._round.epoch):
-                    self._broken, self._waiting = reason, int(change.get("waiting", 0))
-                    log.info("Round %s of run %r is broken: %s.", self._round.epoch, self._keys.run_id, reason)
+                elif event == "broken":
+                    self._last_break = (
+                        _number(change.get("epoch")),
+                        reason or "nobody says why",
+                        _number(change.get("waiting")),
+                    )
+                    if self._round and self._round.epoch == self._last_break[0]:
+                        self._break(*self._last_break[1:])
+
+    def _break(self, reason: str, waiting: int) -> None:
+        if not self._broken and self._round:
+            log.warning("Round %s of run %r is broken: %s.", self._round.epoch, self._keys.run_id, reason)
+        self._broken, self._waiting = reason, waiting
+        self._lock.notify_all()
 
     def _beat(self) -> None:
         s = self._settings
@@ -288,22 +341,18 @@ class Membership:
             self._closed = text(closed) or self._closed
             if node == self.node:
                 self._standing = text(standing)
-                if asked_in and self._round is asked_in:
-                    self._judge(epoch, text(broken), candidates)
+                if asked_in and self._round is asked_in and not self._joining:
+                    self._judge(asked_in, epoch, text(broken), candidates)
         if expires_in >= 0:  # look again when the lease of a silent node has run out; somebody who renews is never late
             self._beat_is_due_in(min(s.keep_alive_interval, expires_in / 1000 + random.uniform(0.002, SPREAD)))
 
-    def _judge(self, epoch: int, broken: str, candidates: int) -> None:
-        mine = self._round
-        assert mine is not None  # noqa: S101
-        if self._standing == "fenced" and not self._fenced:
+    def _judge(self, mine: Round, epoch: int, broken: str, candidates: int) -> None:
+        if self._standing == "member" and epoch == mine.epoch:
+            if broken:
+                self._break(broken, candidates)
+        elif self._standing != "unknown" and not self._fenced:  # "unknown": the server lost its data, and judges nobody
             self._fenced = True
-            self._broken = f"this node lost its lease, and the run is at epoch {epoch}"
-            log.warning(
-                "Node %s of run %r is out of round %s: %s.", self.node, self._keys.run_id, mine.epoch, self._broken
-            )
-        elif self._standing == "member" and epoch == mine.epoch and broken:
-            self._broken, self._waiting = broken, candidates
+            self._break(f"{self.node}, which is this node, lost its lease", candidates)
 
     def _beat_is_due_in(self, seconds: float) -> None:
         self._next_beat = time.monotonic() + seconds
@@ -317,7 +366,12 @@ class Membership:
         try:
             return script(self._connection, keys, args, timeout)
         except RendezvousStateError as e:
-            require_keys_of_types(self._connection, self._keys.types, e)
+            types = {**self._keys.types, self._keys.status(self.node): "string"}
+            require_keys_of_types(self._connection, types, e)
+
+
+def _number(field: str | None) -> int:
+    return int(field) if field and field.isascii() and field.isdecimal() else 0
 
 
 def _keep(reference: weakref.ref[Membership], stopped: threading.Event, since: str, interval: float) -> None:

@@ -6,25 +6,28 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Final
-from urllib.parse import parse_qsl, urlencode, urlsplit
+from urllib.parse import urlencode
 
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
-from .endpoint import Endpoint, parse_endpoint
+from .endpoint import Endpoint, parse_endpoint, parse_query, split_url
 from .keys import DEFAULT_PREFIX, check_key_part
 
 PROTOCOLS: Final = ("native", "dynamic")
 DEFAULT_TTL: Final = 7200.0
+MIN_SECONDS: Final = 0.001  # Redis counts in whole ms
+MAX_SECONDS: Final = 1e9
+MAX_COUNT: Final = 1_000_000
 
 
 def _seconds(name: str, value: object, *, zero: bool = False) -> float:
     try:
         seconds = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         seconds = math.nan
-    if isinstance(value, bool) or not (0 <= seconds < math.inf) or (seconds == 0 and not zero):
-        at_least = "from 0" if zero else "above 0"
-        raise ValueError(f"The rendezvous parameter {name}={value!r} must be a number of seconds {at_least}.")
+    if isinstance(value, bool) or not (MIN_SECONDS <= seconds <= MAX_SECONDS or (zero and seconds == 0)):
+        allowed = f"{MIN_SECONDS:g} to {MAX_SECONDS:.0f}" + (", or 0" if zero else "")
+        raise ValueError(f"The rendezvous parameter {name}={_shown(value)} must be a number of seconds: {allowed}.")
     return seconds
 
 
@@ -37,20 +40,35 @@ def _count(name: str, value: object) -> int:
         count = int(value) if not isinstance(value, bool | float) else -1  # type: ignore[call-overload]
     except (TypeError, ValueError):
         count = -1
-    if count < 1:
-        raise ValueError(f"The rendezvous parameter {name}={value!r} must be a whole number from 1.")
+    if not 1 <= count <= MAX_COUNT:
+        raise ValueError(f"The rendezvous parameter {name}={_shown(value)} must be a whole number: 1 to {MAX_COUNT}.")
     return int(count)
 
 
 def _protocol(name: str, value: object) -> str:
     if value not in PROTOCOLS:
-        raise ValueError(f"The rendezvous parameter {name}={value!r} must be one of {', '.join(PROTOCOLS)}.")
+        raise ValueError(f"The rendezvous parameter {name}={_shown(value)} must be one of {', '.join(PROTOCOLS)}.")
     return str(value)
 
 
 def _path(name: str, value: object) -> str:
     if not isinstance(value, str) or not value:
-        raise ValueError(f"The rendezvous parameter {name}={value!r} must be the path of a PEM file.")
+        raise ValueError(f"The rendezvous parameter {name}={_shown(value)} must be the path of a PEM file.")
+    return value
+
+
+def _shown(value: object) -> str:
+    try:
+        shown = repr(value)
+    except ValueError:  # a number of more digits than Python prints
+        shown = f"a {type(value).__name__}"
+    return shown if len(shown) <= 80 else f"{shown[:80]}…"
+
+
+def _unquoted(value: object) -> object:
+    """Undo that torchrun leaves the quotes of ``--rdzv-conf 'topology="rack 1"'`` in place."""
+    if isinstance(value, str) and len(value) > 1 and value[0] == value[-1] and value[0] in "\"'":
+        return value[1:-1]
     return value
 
 
@@ -141,24 +159,26 @@ class Settings:
         Raises:
             ValueError: a parameter is unknown or wrong; the text names it, its value and what is allowed.
         """
-        config = {name: value for name, value in params.config.items() if name not in _IGNORED}
-        if unknown := sorted(config.keys() - _CHECKS.keys()):
-            raise ValueError(
-                f"Unknown rendezvous parameter {unknown[0]}={config[unknown[0]]!r}; allowed are {', '.join(sorted(_CHECKS))}."
-            )
-        # torch itself has checked that 1 <= min_nodes <= max_nodes
+        config = {name: _unquoted(value) for name, value in params.config.items() if name not in _IGNORED}
+        if unknown := sorted(config.keys() - _CHECKS.keys()):  # its value may be a secret
+            raise ValueError(f"Unknown rendezvous parameter {unknown[0]!r}; allowed are {', '.join(sorted(_CHECKS))}.")
         checked = {name: _CHECKS[name](name, value) for name, value in config.items() if value is not None}
         settings = cls(
             run_id=check_key_part("run id", params.run_id),
             min_nodes=_count("min_nodes", params.min_nodes),
             max_nodes=_count("max_nodes", params.max_nodes),
-            local_addr=params.local_addr,
+            local_addr=None if params.local_addr is None else check_key_part("local_addr", params.local_addr),
             **checked,
         )
+        if settings.min_nodes > settings.max_nodes:  # torch checks it too, when the parameters are made
+            raise ValueError(
+                f"min_nodes={settings.min_nodes} is above max_nodes={settings.max_nodes}; give --nnodes=MIN:MAX with "
+                "MIN at most MAX."
+            )
         if settings.ttl < 2 * settings.lease:
             raise ValueError(
-                f"The rendezvous parameter ttl={settings.ttl:g} must be at least twice the lease of {settings.lease:g} s "
-                "(keep_alive_interval times keep_alive_max_attempt)."
+                f"The rendezvous parameter ttl={settings.ttl:g} must be at least twice the lease of {settings.lease:g} "
+                "s (keep_alive_interval times keep_alive_max_attempt)."
             )
         return settings
 
@@ -183,26 +203,25 @@ def parameters_from_url(url: str) -> RendezvousParameters:
     Raises:
         ValueError: one of them is missing, unknown, wrong, or given twice.
     """
-    base, _, query = url.partition("?")
-    parts = urlsplit(base)
-    shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+    parts = split_url(url)  # names the URL without its login and its query, where passwords may be
     given: dict[str, str] = {}
     endpoint_options: dict[str, str] = {}
     own = {f.name for f in fields(Settings)}
-    for name, value in parse_qsl(query, keep_blank_values=True):
+    for name, value in parse_query(parts.query, str(parts)):
         target = _URL_ALIASES.get(name, name)
         into = given if target in own else endpoint_options
         if target in into:
-            raise ValueError(f"The URL {shown} gives {target} twice (as {name}={value!r}); give it once.")
+            raise ValueError(f"The URL {parts} gives {target} twice (as {name}); give it once.")
         into[target] = value
     try:
         run_id, low, high = (given.pop(name) for name in ("run_id", "min_nodes", "max_nodes"))
     except KeyError as e:
         raise ValueError(
-            f"The URL {shown} lacks {e.args[0]}; it needs ?run_id=…&min_nodes=…&max_nodes=… in its query."
+            f"The URL {parts} lacks {e.args[0]}; it needs ?run_id=…&min_nodes=…&max_nodes=… in its query."
         ) from None
-    endpoint = base + ("?" + urlencode(endpoint_options) if endpoint_options else "")
+    endpoint = url.partition("?")[0] + ("?" + urlencode(endpoint_options) if endpoint_options else "")
     local_addr = given.pop("local_addr", None)
-    return RendezvousParameters(
-        "redis", endpoint, run_id, _count("min_nodes", low), _count("max_nodes", high), local_addr, **given
-    )
+    min_nodes, max_nodes = _count("min_nodes", low), _count("max_nodes", high)
+    if min_nodes > max_nodes:
+        raise ValueError(f"The URL {parts} has min_nodes={low} above max_nodes={high}; give at most as many.")
+    return RendezvousParameters("redis", endpoint, run_id, min_nodes, max_nodes, local_addr, **given)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous.api import (
@@ -18,17 +18,18 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from . import scripts
-from .connection import Connection, FencedError
+from .connection import Connection, FencedError, require_keys_of_types
 from .keys import DEFAULT_PREFIX, RunKeys
 from .settings import DEFAULT_TTL
 
 if TYPE_CHECKING:
     from .endpoint import Client
 
+T = TypeVar("T")
 Text = str | bytes
 
-# torch's C++ keeps only its own half of a store: once Python's half is gone, every call dies in an assertion. So a store
-# lives until it is closed; see `RedisStore.close`.
+# torch's C++ keeps only its own half of a store: once Python's half is gone, every call dies in an assertion. So a
+# store lives until it is closed; see `RedisStore.close`.
 _alive: Final[set[RedisStore]] = set()
 
 
@@ -39,9 +40,9 @@ class RoundBrokenError(dist.DistStoreError):
 class RedisStore(dist.Store):
     """A ``torch.distributed.Store`` in Redis.
 
-    Contract: ``torch.distributed.Store`` and ``TCPStore`` of torch 2.13. ``add``, ``append``, ``compare_set``,
-    ``delete_key`` and the queues take effect once, even when a reply is lost and the request is sent again (I8).
-    A blocked ``get``, ``wait`` or ``queue_pop`` is woken by the ``set`` that satisfies it.
+    Contract: ``torch.distributed.Store`` and ``TCPStore`` of torch 2.13. All that writes takes effect once, even when a
+    reply is lost and the request is sent again, or a copy of it arrives late (I8). A blocked ``get``, ``wait`` or
+    ``queue_pop`` is woken by the ``set`` that satisfies it.
 
     A store stays usable until :meth:`close`, even if only torch's C++ still knows it. All objects for one store are the
     same store; each is safe to use from several threads and after a fork.
@@ -60,6 +61,8 @@ class RedisStore(dist.Store):
         RendezvousConnectionError: no Redis answers at the endpoint, or it refuses us.
         ValueError: an endpoint, run id, name or prefix that is not valid.
     """
+
+    timeout: timedelta  # torch's own, which its type stubs lack
 
     def __init__(
         self,
@@ -85,7 +88,7 @@ class RedisStore(dist.Store):
         self._prefix = b""
         self._fixed_keys = [self._keys.data, self._keys.waits, self._keys.once, run.run, run.members]
         self._fixed_args = ["" if epoch is None else str(epoch), str(self._ttl_ms)]
-        self._requests = threading.local()
+        self._senders: deque[_Sender] = deque()
         self.set_timeout(timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout))
         _alive.add(self)
 
@@ -129,10 +132,10 @@ class RedisStore(dist.Store):
         """Write several values at once."""
         if len(keys) != len(values):
             raise ValueError(f"multi_set got {len(keys)} keys and {len(values)} values; give one value for each key.")
-        full = [self._key(key) for key in keys]
+        full = self._all(keys)
         pairs = [part for key, value in zip(full, values, strict=True) for part in (key, _bytes("value", value))]
         if pairs:
-            self._script(scripts.STORE_SET, [self._keys.stream(key) for key in full], pairs)
+            self._once(scripts.STORE_SET, [self._keys.stream(key) for key in full], pairs)
 
     def get(self, key: Text) -> bytes:
         """Read a value; blocks until it is there.
@@ -141,19 +144,21 @@ class RedisStore(dist.Store):
             DistStoreError: it was not there within ``timeout``.
             RoundBrokenError: it cannot come any more, since the store's round is broken.
         """
-        return self.multi_get([key])[0]
+        full = self._key(key)
+        value: bytes | None = self._call(lambda client: client.hget(self._keys.data, full))
+        return self.multi_get([key])[0] if value is None else value
 
     def multi_get(self, keys: Sequence[Text]) -> list[bytes]:
         """Read several values; blocks until all are there. Raises as :meth:`get`."""
-        full = [self._key(key) for key in keys]
+        full = self._all(keys)
         deadline = time.monotonic() + self.timeout.total_seconds()
-        found: dict[bytes, bytes] = {}
-        while missing := [key for key in full if key not in found]:
-            values = self._call(lambda client, missing=missing: client.hmget(self._keys.data, missing))
-            found.update((key, value) for key, value in zip(missing, values, strict=True) if value is not None)
-            if None in values:
-                self._await([key for key in missing if key not in found], "get", deadline)
-        return [found[key] for key in full]
+        values = self._read(full)
+        while missing := [i for i, value in enumerate(values) if value is None]:
+            absent = [full[i] for i in missing]
+            self._await(absent, "get", deadline)
+            for i, value in zip(missing, self._read(absent), strict=True):
+                values[i] = value
+        return values
 
     def add(self, key: Text, amount: int) -> int:
         """Add to the number in a key, 0 at first; returns the new number.
@@ -165,7 +170,7 @@ class RedisStore(dist.Store):
             raise TypeError(f"add takes a whole number of 64 bits, not {amount!r}.")
         full = self._key(key)
         try:
-            return int(self._once(scripts.STORE_ADD, [self._keys.stream(full)], full, [amount]))
+            return int(self._once(scripts.STORE_ADD, [self._keys.stream(full)], [full, amount]))
         except dist.DistStoreError as e:
             if "not an integer" in str(e) or "overflow" in str(e):
                 raise ValueError(f"Cannot add {amount} to the key {full!r}: {e}") from e
@@ -174,7 +179,7 @@ class RedisStore(dist.Store):
     def append(self, key: Text, value: Text) -> None:
         """Add bytes to the end of a value, empty at first."""
         full = self._key(key)
-        self._once(scripts.STORE_APPEND, [self._keys.stream(full)], full, [_bytes("value", value)])
+        self._once(scripts.STORE_APPEND, [self._keys.stream(full)], [full, _bytes("value", value)])
 
     def compare_set(self, key: Text, expected: Text, desired: Text) -> bytes:
         """Write ``desired`` if the value is ``expected``, or if there is none and ``expected`` is empty.
@@ -183,33 +188,21 @@ class RedisStore(dist.Store):
             The value afterwards; ``expected`` if there is none.
         """
         full = self._key(key)
-        values = [_bytes("value", expected), _bytes("value", desired)]
-        return bytes(self._once(scripts.STORE_COMPARE_SET, [self._keys.stream(full)], full, values))
+        args = [full, _bytes("value", expected), _bytes("value", desired)]
+        return bytes(self._once(scripts.STORE_COMPARE_SET, [self._keys.stream(full)], args))
 
     def delete_key(self, key: Text) -> bool:
         """Remove a key; returns whether there was one."""
-        return bool(self._once(scripts.STORE_DELETE, [], self._key(key), []) == b"1")
+        return bool(self._once(scripts.STORE_DELETE, [], [self._key(key)]) == b"1")
 
     def check(self, keys: Sequence[Text]) -> bool:
         """Whether all keys are there now; a queue with items counts, as in TCPStore."""
-        full = [self._key(key) for key in keys]
-
-        def exists(client: Client) -> list[Any]:
-            pipe = client.pipeline(transaction=False)
-            for key in full:
-                pipe.hexists(self._keys.data, key)  # type: ignore[arg-type]
-            for key in full:
-                pipe.exists(self._keys.queue(key))
-            return pipe.execute()
-
-        n = len(full)
-        replies = self._call(exists) if full else []
-        return all(value or queue for value, queue in zip(replies[:n], replies[n:], strict=True))
+        return bool(self._look(self._all(keys), "check", self.timeout.total_seconds())[0] == 0)
 
     def wait(self, keys: Sequence[Text], timeout: timedelta | None = None) -> None:
         """Block until all keys are there; raises as :meth:`get`."""
         seconds = (self.timeout if timeout is None else timeout).total_seconds()
-        self._await([self._key(key) for key in keys], "wait", time.monotonic() + seconds)
+        self._await(self._all(keys), "wait", time.monotonic() + seconds)
 
     def num_keys(self) -> int:
         """How many keys the store has."""
@@ -229,7 +222,7 @@ class RedisStore(dist.Store):
         """Put an item at the end of a queue."""
         full = self._key(key)
         streams = [self._keys.stream(full), self._keys.queue(full)]
-        self._once(scripts.QUEUE_PUSH, streams, full, [_bytes("value", value)])
+        self._once(scripts.QUEUE_PUSH, streams, [full, _bytes("value", value)])
 
     def queue_pop(self, key: Text, block: bool = True) -> bytes:
         """Take the item at the front of a queue.
@@ -241,17 +234,17 @@ class RedisStore(dist.Store):
         full = self._key(key)
         deadline = time.monotonic() + self.timeout.total_seconds()
         while True:
-            item = self._once(scripts.QUEUE_POP, [self._keys.queue(full)], full, [])
+            item = self._once(scripts.QUEUE_POP, [self._keys.queue(full)], [])
             if item is not None:
                 return bytes(item)
             if not block:
                 raise dist.QueueEmptyError(f"The queue {full!r} is empty.")
-            self._await([full], "wait", deadline)
+            self._await([full], "pop", deadline)
 
     def queue_len(self, key: Text) -> int:
         """How many items a queue has."""
         queue = self._keys.queue(self._key(key))
-        return int(self._call(lambda client: client.llen(queue)))  # type: ignore[arg-type]
+        return int(self._call(lambda client: client.llen(queue), [queue]))
 
     # -- what torch's C++ calls by other names
 
@@ -267,11 +260,22 @@ class RedisStore(dist.Store):
     def _key(self, key: Text) -> bytes:
         return self._prefix + _bytes("key", key)
 
-    def _await(self, keys: list[bytes], kind: str, deadline: float) -> None:
-        started = time.monotonic()
+    def _read(self, keys: list[bytes]) -> list[Any]:
+        return self._call(lambda client: client.hmget(self._keys.data, keys)) if keys else []
+
+    def _all(self, keys: Sequence[Text]) -> list[bytes]:
+        if isinstance(keys, str | bytes):
+            raise TypeError(f"Give a list of keys, not the single key {keys!r}.")
+        return [self._key(key) for key in keys]
+
+    def _look(self, keys: list[bytes], asked: Literal["get", "pop", "wait", "check"], timeout: float) -> Any:
         both = [name for key in keys for name in (self._keys.stream(key), self._keys.queue(key))]
+        return self._script(scripts.STORE_WAIT, [self._run.wake, *both], [asked, *keys], timeout)
+
+    def _await(self, keys: list[bytes], asked: Literal["get", "pop", "wait"], deadline: float) -> None:
+        started = time.monotonic()
         while keys:
-            reply = self._script(scripts.STORE_WAIT, [self._run.wake, *both], [kind, *keys])
+            reply = self._look(keys, asked, deadline - time.monotonic())
             if reply[0] == 0:
                 return
             if reply[0] < 0:
@@ -287,44 +291,76 @@ class RedisStore(dist.Store):
             streams = {stream: _text(reply[1])}
             if self._epoch is not None:
                 streams[self._run.wake.encode()] = _text(reply[2])
-            woken = self._guarded(lambda s=streams, r=remaining: self._connection.read(s, r, timeout=r))
+            woken = self._guarded(
+                lambda s=streams, r=remaining: self._connection.read(s, r, timeout=r),  # type: ignore[misc]
+                [stream],
+            )
             if stream in woken and len(keys) == 1:
                 return
 
-    def _once(self, script: scripts.Script, keys: list[bytes], key: bytes, args: list[bytes | int]) -> Any:
-        mine = self._requests
-        if getattr(mine, "pid", None) != os.getpid():  # a new thread, or a forked child
-            mine.pid, mine.client, mine.request = os.getpid(), uuid.uuid4().bytes, 0
-        mine.request += 1
-        return self._script(script, keys, [mine.client, mine.request, key, *args])
+    def _once(self, script: scripts.Script, keys: Sequence[Text], args: Sequence[bytes | int]) -> Any:
+        try:
+            sender = self._senders.pop()
+        except IndexError:
+            sender = _Sender()
+        if sender.pid != os.getpid():  # a forked child's requests are not its parent's
+            sender = _Sender()
+        sender.request += 1
+        try:
+            numbered = [sender.name, sender.request, *args]
+            return self._script(script, keys, numbered, self.timeout.total_seconds())
+        finally:
+            self._senders.append(sender)
 
-    def _script(self, script: scripts.Script, keys: Sequence[Text], args: Sequence[bytes | str | int]) -> Any:
+    def _script(
+        self, script: scripts.Script, keys: Sequence[Text], args: Sequence[bytes | str | int], timeout: float
+    ) -> Any:
         every_key, every_arg = [*self._fixed_keys, *keys], [*self._fixed_args, *args]
-        timeout = self.timeout.total_seconds()
-        return self._guarded(lambda: script(self._connection, every_key, every_arg, timeout))
+        return self._guarded(lambda: script(self._connection, every_key, every_arg, timeout), keys)
 
-    def _call(self, operation: Any) -> Any:
-        return self._guarded(lambda: self._connection.call(operation, self.timeout.total_seconds()))
+    def _call(self, operation: Callable[[Any], Any], keys: Sequence[Text] = ()) -> Any:
+        return self._guarded(lambda: self._connection.call(operation, self.timeout.total_seconds()), keys)
 
-    def _guarded(self, operation: Any) -> Any:
+    def _guarded(self, operation: Callable[[], T], keys: Sequence[Text]) -> T:
         """Torch's callers catch the errors of its own stores, and none of the rendezvous."""
         try:
             return operation()
         except RendezvousConnectionError as e:
             raise dist.DistNetworkError(str(e)) from e
         except RendezvousStateError as e:
-            raise dist.DistStoreError(f"{self!r}: {e}") from e
+            raise dist.DistStoreError(f"{self!r}: {self._naming_the_key(e, keys)}") from e
         except FencedError as e:
             raise RoundBrokenError(f"{self!r}: {e}") from e
         except RendezvousError as e:
             raise dist.DistStoreError(f"{self!r}: {e}") from e
 
+    def _naming_the_key(self, error: RendezvousStateError, keys: Sequence[Text]) -> RendezvousStateError:
+        fixed = dict(zip(self._fixed_keys, ("hash", "hash", "hash", "hash", "set"), strict=True))
+        queues = self._keys.queue(b"")
+        own = {_text(key): "list" if _bytes("key", key).startswith(queues) else "stream" for key in keys}
+        try:
+            require_keys_of_types(self._connection, fixed | own, error)
+        except RendezvousStateError as named:
+            return named
+
+
+class _Sender:
+    """Who sends requests one after the other, and numbers them, so that Redis knows one that comes again.
+
+    A thread of torch's own is new to Python at each call: senders are lent for one call, not bound to threads.
+    """
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self.name = uuid.uuid4().bytes
+        self.request = 0
+
 
 def _bytes(what: str, value: Text) -> bytes:
-    if isinstance(value, bytes):
-        return value
     if isinstance(value, str):
         return value.encode("utf-8", "surrogateescape")
+    if isinstance(value, bytes | bytearray):
+        return bytes(value)
     raise TypeError(f"A {what} of a store is str or bytes, not {type(value).__name__}.")
 
 

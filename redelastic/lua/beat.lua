@@ -10,18 +10,17 @@ if not run.epoch then
   return { 'unknown', 0, '', 0, run.closed or '', -1 } -- the server lost its data: no verdict on anybody
 end
 reap()
-set('beat_at', now)
+if redis.call('ZSCORE', LEASES, node) then
+  redis.call('ZADD', LEASES, now + lease, node)
+  redis.call('SET', STATUS, status, 'PX', lease)
+end
+try_complete()
 local standing = 'fenced'
 if redis.call('SISMEMBER', MEMBERS, node) == 1 then
   standing = 'member'
 elseif redis.call('ZSCORE', CANDIDATES, node) then
   standing = 'candidate'
 end
-if standing ~= 'fenced' then
-  redis.call('ZADD', LEASES, now + lease, node)
-  redis.call('SET', STATUS, status, 'PX', lease)
-end
-try_complete()
 if redis.call('PTTL', RUN) < run.ttl / 2 then
   touch()
   for i = 10, 12 do

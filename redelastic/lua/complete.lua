@@ -8,6 +8,9 @@ local function reap()
     for _, node in ipairs(redis.call('ZRANGE', LEASES, 0, -1)) do
       redis.call('ZADD', LEASES, now + run.lease, node)
     end
+    if silence < 0 then
+      set('deadline', nil) -- it was set by another clock
+    end
   else
     for _, node in ipairs(redis.call('ZRANGEBYSCORE', LEASES, '-inf', now)) do
       if remove(node) then
@@ -15,6 +18,10 @@ local function reap()
       end
     end
   end
+  if run.deadline and redis.call('ZCARD', CANDIDATES) < run.min then
+    set('deadline', nil) -- whoever comes next begins a new last call
+  end
+  set('beat_at', now)
 end
 
 -- Former members keep their rank if it is below n; the holes are filled by label, then by place among the candidates.
@@ -43,8 +50,9 @@ local function assign(chosen)
 end
 
 local function complete(reason)
+  set('lost', (run.size or 0) - redis.call('ZCOUNT', CANDIDATES, '-inf', '(0'))
   local node_at, n = assign(redis.call('ZRANGE', CANDIDATES, 0, run.max - 1, 'WITHSCORES'))
-  redis.call('DEL', RANKS, MEMBERS)
+  redis.call('ZREMRANGEBYRANK', RANKS, 0, -1) -- `members` is empty already (I1)
   for rank = 0, n - 1 do
     redis.call('ZADD', RANKS, rank, node_at[rank])
     redis.call('SADD', MEMBERS, node_at[rank])
@@ -77,6 +85,9 @@ local function try_complete()
     return complete('every live node joined')
   elseif not run.deadline then
     set('deadline', now + (continues and run.replacement or run.last_call))
+    if run.size then
+      wake('deadline', '') -- for those who asked before; in a run's first rendezvous they are too few to use it
+    end
   end
   if now >= run.deadline then
     complete(continues and 'replacement_timeout passed' or 'last_call_timeout passed')

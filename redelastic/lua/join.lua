@@ -4,21 +4,22 @@
 -- KEYS 1-9 of run.lua, 10 data, 11 waits, 12 once: the store of round `after`, which ends now
 -- ARGV 1 node, 2 after: last epoch that the node held, 0 if none, 3 endpoint, 4 label, 5 status (JSON), 6 min, 7 max,
 --      8 last_call, 9 replacement, 10 lease, 11 interval, 12 ttl (all in ms)
--- Reply {'complete', epoch, rank, size, master}
+-- Reply {'complete', epoch, rank, size, master, lost: how many nodes of the round before did not come back}
 --       {'waiting', epoch, last wake id, wait: ms until the rendezvous may complete by itself or -1, spare: 1 or 0}
 --       {'closed', by whom, spare: 1 or 0} | {'mismatch', min, max} | {'left'}
 -- I1 I2 I3 I4 I5 I6 I8
 local node, after, endpoint, label, status = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4], ARGV[5]
 local min, max = tonumber(ARGV[6]), tonumber(ARGV[7])
 
+if redis.call('GET', STATUS) == 'left' then
+  return { 'left' } -- a late copy of a request that this node had taken back
+end
 reap()
 local is_member = redis.call('SISMEMBER', MEMBERS, node) == 1
 local is_candidate = redis.call('ZSCORE', CANDIDATES, node)
-local full = run.size == run.max and redis.call('SCARD', MEMBERS) == run.size
 if run.closed then
-  return { 'closed', run.closed, (is_candidate and full) and 1 or 0 }
-elseif redis.call('GET', STATUS) == 'left' then
-  return { 'left' } -- a late copy of a request that this node had taken back
+  local spare = is_candidate and tonumber(is_candidate) > 0 and run.size == run.max
+  return { 'closed', run.closed, spare and 1 or 0 }
 end
 
 local empty = redis.call('ZCARD', LEASES) == 0
@@ -27,13 +28,15 @@ if empty or not run.min then
     set(field, tonumber(ARGV[5 + i]))
   end
 elseif min ~= run.min or max ~= run.max then
+  try_complete() -- some may just have been reaped
   return { 'mismatch', run.min, run.max }
 end
 if after > (run.epoch or -1) then
   set('epoch', after) -- the server lost its data: no epoch is given twice (I4)
 end
 
-if is_member and run.epoch <= after then
+local regroups = is_member and run.epoch <= after
+if regroups then
   redis.call('SREM', MEMBERS, node)
   redis.call('ZADD', CANDIDATES, FORMER + redis.call('ZSCORE', RANKS, node), node)
   break_round(node .. ' regroups', true)
@@ -46,19 +49,21 @@ elseif not is_member and not is_candidate then
     break_round(node .. ' waits to join', false)
   end
 end
-redis.call('HSET', ENDPOINTS, node, endpoint)
-if label ~= '' then
-  redis.call('HSET', LABELS, node, label)
+if regroups or not (is_member or is_candidate) then -- not for a late copy of a join, whose port is closed by now
+  redis.call('HSET', ENDPOINTS, node, endpoint)
+  if label ~= '' then
+    redis.call('HSET', LABELS, node, label)
+  end
 end
 redis.call('ZADD', LEASES, now + ARGV[10], node)
 redis.call('SET', STATUS, status, 'PX', ARGV[10])
-set('beat_at', now)
 try_complete()
 touch()
 
 if run.epoch > after and redis.call('SISMEMBER', MEMBERS, node) == 1 then
-  return { 'complete', run.epoch, tonumber(redis.call('ZSCORE', RANKS, node)), run.size, redis.call('HGET', RUN, 'master') }
+  local master, lost = unpack(redis.call('HMGET', RUN, 'master', 'lost'))
+  return { 'complete', run.epoch, tonumber(redis.call('ZSCORE', RANKS, node)), run.size, master, tonumber(lost) }
 end
 local last = redis.call('XREVRANGE', WAKE, '+', '-', 'COUNT', 1)
-full = run.size == run.max and redis.call('SCARD', MEMBERS) == run.size
+local full = run.size == run.max and redis.call('SCARD', MEMBERS) == run.size
 return { 'waiting', run.epoch, last[1] and last[1][1] or '0-0', run.deadline and math.max(0, run.deadline - now) or -1, full and 1 or 0 }

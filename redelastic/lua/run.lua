@@ -7,7 +7,8 @@
 --      5 leases (zset)       node -> expiry, in ms of the server's clock, of every member and candidate
 --      6 endpoints (hash)    node -> "host port" on which it would serve the round's bootstrap store
 --      7 labels (hash)       node -> topology label, where it has one
---      8 wake (stream)       what blocked nodes wait for; each entry is a change that matters to them
+--      8 wake (stream)       what blocked nodes wait for; each entry is a change that matters to them: broken, complete,
+--                            closed, deadline
 --      9 status (string)     of the calling node: JSON for people and tools, or "left" once it has gone for good
 local RUN, RANKS, MEMBERS, CANDIDATES, LEASES, ENDPOINTS, LABELS, WAKE, STATUS = unpack(KEYS, 1, 9)
 local FORMER = -2147483648 -- a former member's place among the candidates is FORMER + rank
@@ -18,10 +19,11 @@ local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
 local NUMBERS = { 'epoch', 'size', 'min', 'max', 'last_call', 'replacement', 'lease', 'interval', 'ttl', 'deadline', 'beat_at' }
 local run = {}
 for i, text in ipairs(redis.call('HMGET', RUN, unpack(NUMBERS))) do
-  run[NUMBERS[i]] = text and tonumber(text)
-  if text and not run[NUMBERS[i]] then
+  local number = text and tonumber(text)
+  if text and not (number and number >= 0 and number < 2 ^ 53 and number % 1 == 0) then -- nor nan, which is not >= 0
     error('CORRUPT ' .. RUN .. ': field ' .. NUMBERS[i] .. ' is not a number')
   end
+  run[NUMBERS[i]] = number
 end
 run.closed, run.broken = unpack(redis.call('HMGET', RUN, 'closed', 'broken'))
 

@@ -2,7 +2,7 @@
 --
 -- KEYS 1 data (hash)     key -> value
 --      2 waits (hash)    key -> 1 while somebody may be blocked on it
---      3 once (hash)     client -> "request reply": the last effect of each client, for a request sent again (I8)
+--      3 once (hash)     sender -> "request reply": the last effect of each sender, for a request sent again (I8)
 --      4 run (hash), 5 members (set) of the run whose round the store belongs to; unused where it belongs to none
 -- ARGV 1 epoch of that round, '' where there is none, 2 ttl (ms)
 local DATA, WAITS, ONCE, RUN, MEMBERS = unpack(KEYS, 1, 5)
@@ -39,13 +39,19 @@ local function touch(...)
   end
 end
 
--- The reply to this very request, if its effect is already there.
-local function done(client, request)
-  local last = redis.call('HGET', ONCE, client)
-  local at = last and string.find(last, ' ', 1, true)
-  return at and string.sub(last, 1, at - 1) == request and string.sub(last, at + 1)
+-- Whether the effect of this very request is already there, and the reply to it. Senders number their requests: a late
+-- copy of one before the last, which somebody has long had an answer to, is refused.
+local function done(sender, request)
+  local last = redis.call('HGET', ONCE, sender) or '0'
+  local at = string.find(last, ' ', 1, true) or #last + 1
+  local number = tonumber(string.sub(last, 1, at - 1)) or 0
+  if number > tonumber(request) then
+    error('a late copy of request ' .. request .. ', after request ' .. number)
+  end
+  return number == tonumber(request), at <= #last and string.sub(last, at + 1)
 end
 
-local function remember(client, request, reply)
-  redis.call('HSET', ONCE, client, request .. ' ' .. reply)
+-- `reply` may be nil: nothing.
+local function remember(sender, request, reply)
+  redis.call('HSET', ONCE, sender, request .. (reply and ' ' .. reply or ''))
 end

@@ -1,13 +1,13 @@
 -- append: adds bytes at the end of a key's value. Added once however often it is sent (I8).
 --
 -- KEYS 1-5 of store.lua, 6 the key's wake-up stream
--- ARGV 1-2 of store.lua, 3 client, 4 request, 5 key, 6 bytes
+-- ARGV 1-2 of store.lua, 3 sender, 4 request, 5 key, 6 bytes
 -- I4 I8
-local client, request, key = ARGV[3], ARGV[4], ARGV[5]
-if not done(client, request) then
+local sender, request, key = ARGV[3], ARGV[4], ARGV[5]
+if not done(sender, request) then
   fence()
   redis.call('HSET', DATA, key, (redis.call('HGET', DATA, key) or '') .. ARGV[6])
-  remember(client, request, '')
+  remember(sender, request, '')
   fire(key, KEYS[6])
   touch()
 end

@@ -1,0 +1,365 @@
+"""RedisRendezvousBackend against the contract of torch's RendezvousBackend, and torch's own handler on it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import redis
+import servers
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousStateError,
+)
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousBackend
+
+from redelastic import RedisRendezvousBackend, create_backend, create_handler
+from redelastic.connection import Connection, UnreachableError
+from redelastic.keys import RunKeys
+from redelastic.server import RedisServer
+
+
+@pytest.fixture
+def backend(connection: Connection, run_id: str) -> RedisRendezvousBackend:
+    return RedisRendezvousBackend(connection, run_id)
+
+
+def test_it_is_torchs_backend_named_redis(backend: RedisRendezvousBackend) -> None:
+    assert isinstance(backend, RendezvousBackend)
+    assert backend.name == "redis"
+
+
+def test_there_is_no_state_at_first(backend: RedisRendezvousBackend) -> None:
+    assert backend.get_state() is None
+
+
+@pytest.mark.parametrize("state", [b"x", b"", b"\x00\xff" * 3, b"x" * 1_000_000])
+def test_the_state_is_any_bytes(backend: RedisRendezvousBackend, state: bytes) -> None:
+    result = backend.set_state(state)
+    assert result is not None
+    assert result == (state, result[1], True)
+    assert backend.get_state() == (state, result[1])
+    assert type(result[0]) is bytes
+
+
+@pytest.mark.parametrize("state", ["x", None, 5, bytearray(b"x")])
+def test_a_state_that_is_not_bytes_is_refused(backend: RedisRendezvousBackend, state: Any) -> None:
+    with pytest.raises(TypeError, match=rf"must be bytes, not {type(state).__name__}"):
+        backend.set_state(state)
+    assert backend.get_state() is None
+
+
+def first(backend: RedisRendezvousBackend) -> int:
+    result = backend.set_state(b"first")
+    assert result is not None
+    return result[1]
+
+
+def test_a_matching_token_replaces_the_state(backend: RedisRendezvousBackend) -> None:
+    token = first(backend)
+    result = backend.set_state(b"second", token)
+    assert result is not None
+    assert (result[0], result[2]) == (b"second", True)
+    assert result[1] > token
+    assert backend.get_state() == (b"second", result[1])
+
+
+def test_an_old_token_changes_nothing_and_is_told_the_state(backend: RedisRendezvousBackend) -> None:
+    old = first(backend)
+    second = backend.set_state(b"second", old)
+    assert second is not None
+    assert backend.set_state(b"third", old) == (b"second", second[1], False)
+    assert backend.get_state() == (b"second", second[1])
+
+
+def test_without_a_token_only_the_first_state_is_set(backend: RedisRendezvousBackend) -> None:
+    token = first(backend)
+    assert backend.set_state(b"second", None) == (b"first", token, False)
+    assert backend.get_state() == (b"first", token)
+
+
+@pytest.mark.parametrize("token", ["invalid", b"1", "1", 1.0, True, object(), (), -1, 0, 10**30])
+def test_a_token_of_another_kind_matches_nothing(backend: RedisRendezvousBackend, token: Any) -> None:
+    assert backend.set_state(b"other", token) is None  # there is no state, and the token says that there was one
+    assert backend.get_state() is None
+    ours = first(backend)
+    for wrong in (token, str(ours), float(ours), ours + 1, str(ours).encode()):
+        assert backend.set_state(b"other", wrong) == (b"first", ours, False)
+
+
+def test_tokens_only_grow_even_over_the_states_expiry(connection: Connection, client: redis.Redis, run_id: str) -> None:
+    backend = RedisRendezvousBackend(connection, run_id, ttl=1)
+    token, tokens = first(backend), []
+    for i in range(50):
+        result = backend.set_state(b"%d" % i, token)
+        assert result is not None
+        token = result[1]
+        tokens.append(token)
+    assert tokens == sorted(set(tokens))
+    assert 0 < client.pttl(backend.keys.state) <= 1000
+    servers.wait_until(lambda: client.pttl(backend.keys.state) == -2, "the state expires")
+    assert backend.get_state() is None
+    assert backend.set_state(b"late", token) is None
+    anew = backend.set_state(b"anew")
+    assert anew is not None
+    assert anew[1] > token
+    assert backend.set_state(b"late", token) == (b"anew", anew[1], False)
+
+
+def test_tokens_grow_though_the_clock_stands_behind_them(backend: RedisRendezvousBackend, client: redis.Redis) -> None:
+    first(backend)
+    ahead = 8_000_000_000_000_000  # microseconds: the year 2223
+    client.hset(backend.keys.state, "token", ahead)
+    result = backend.set_state(b"second", ahead)
+    assert result == (b"second", ahead + 1, True)
+
+
+def test_each_change_renews_the_time_to_live(connection: Connection, client: redis.Redis, run_id: str) -> None:
+    backend = RedisRendezvousBackend(connection, run_id, ttl=100)
+    token = first(backend)
+    client.pexpire(backend.keys.state, 50_000)
+    backend.set_state(b"not mine", token - 1)
+    assert client.pttl(backend.keys.state) <= 50_000
+    backend.set_state(b"mine", token)
+    assert client.pttl(backend.keys.state) > 90_000
+
+
+def test_of_those_who_have_one_token_one_wins(server: RedisServer, run_id: str) -> None:
+    connections = [Connection.open(server.url) for _ in range(8)]
+    backends = [RedisRendezvousBackend(connection, run_id) for connection in connections]
+    token: int | None = None
+    with ThreadPoolExecutor(8) as pool:
+        for round_number in range(25):
+            held = token
+
+            def attempt(
+                i: int, held: int | None = held, round_number: int = round_number
+            ) -> tuple[bytes, int, bool] | None:
+                return backends[i].set_state(b"%d/%d" % (round_number, i), held)
+
+            results = list(pool.map(attempt, range(8)))
+            winners = [i for i, result in enumerate(results) if result and result[2]]
+            assert len(winners) == 1
+            winning = results[winners[0]]
+            assert winning is not None
+            assert winning[0] == b"%d/%d" % (round_number, winners[0])
+            assert all(result is not None and result[:2] == winning[:2] for result in results)
+            token = winning[1]
+    for connection in connections:
+        connection.close()
+
+
+def test_two_backends_of_one_run_share_its_state_and_other_runs_do_not(connection: Connection, run_id: str) -> None:
+    one, same, other, prefixed = (
+        RedisRendezvousBackend(connection, run_id),
+        RedisRendezvousBackend(connection, run_id),
+        RedisRendezvousBackend(connection, f"{run_id}-other"),
+        RedisRendezvousBackend(connection, run_id, "other"),
+    )
+    token = first(one)
+    assert same.get_state() == (b"first", token)
+    assert other.get_state() is None
+    assert prefixed.get_state() is None
+
+
+@pytest.mark.parametrize("losses", [1, 3])
+def test_a_request_whose_reply_is_lost_still_says_that_it_won(server: RedisServer, run_id: str, losses: int) -> None:
+    """I8: sent again, the request finds its own effect and not that of somebody else."""
+    with servers.lossy_proxy(server) as (url, control):
+        connection = Connection.open(url)
+        backend = RedisRendezvousBackend(connection, run_id)
+        token = first(backend)
+        control.losses = losses
+        result = backend.set_state(b"second", token)
+        assert control.losses == 0
+        assert result is not None
+        assert (result[0], result[2]) == (b"second", True)
+        assert backend.get_state() == result[:2]
+        control.losses = losses
+        assert backend.set_state(b"third", token) == (*result[:2], False)
+        assert control.losses == 0
+        connection.close()
+
+
+def test_a_lost_first_request_still_says_that_it_won(server: RedisServer, run_id: str) -> None:
+    with servers.lossy_proxy(server) as (url, control):
+        connection = Connection.open(url)
+        control.losses = 1
+        result = RedisRendezvousBackend(connection, run_id).set_state(b"first")
+        assert control.losses == 0
+        assert result is not None
+        assert result[2] is True
+        connection.close()
+
+
+def test_a_server_that_is_away_is_a_connection_error(own_server: RedisServer, run_id: str) -> None:
+    connection = Connection.open(own_server.url, 0.5, 0.5)
+    backend = RedisRendezvousBackend(connection, run_id)
+    token = first(backend)
+    own_server.kill()
+    calls: list[Callable[[], object]] = [
+        backend.get_state,
+        lambda: backend.set_state(b"x"),
+        lambda: backend.set_state(b"x", token),
+        lambda: backend.set_state(b"x", "no token"),
+    ]
+    for call in calls:
+        with pytest.raises(UnreachableError, match="could not be reached within"):
+            call()
+    own_server.start()
+    assert backend.get_state() is None
+    connection.close()
+
+
+@pytest.mark.parametrize(
+    "fields", [{"state": "x"}, {"token": "5"}, {"state": "x", "token": "five"}, {"state": "x", "token": ""}]
+)
+def test_corrupt_state_names_its_key(
+    backend: RedisRendezvousBackend, client: redis.Redis, fields: dict[str, str]
+) -> None:
+    key = backend.keys.state
+    for name, value in fields.items():
+        client.hset(key, name, value)
+    with pytest.raises(RendezvousStateError, match=r"corrupt.*Remove that key") as raised:
+        backend.get_state()
+    assert key in str(raised.value)
+    if "token" in fields:
+        with pytest.raises(RendezvousStateError, match="Remove that key") as raised:
+            backend.set_state(b"y")
+        assert key in str(raised.value)
+    assert client.hgetall(key) == {name.encode(): value.encode() for name, value in fields.items()}  # nothing is lost
+
+
+def test_a_key_of_another_type_names_itself(backend: RedisRendezvousBackend, client: redis.Redis) -> None:
+    key = backend.keys.state
+    client.rpush(key, "theirs")
+    for call in (backend.get_state, lambda: backend.set_state(b"x"), lambda: backend.set_state(b"x", 5)):
+        with pytest.raises(RendezvousStateError, match="holds a list, not the hash") as raised:
+            call()
+        assert key in str(raised.value)
+        assert "another key_prefix" in str(raised.value)
+    assert client.lrange(key, 0, -1) == [b"theirs"]
+
+
+@pytest.mark.parametrize(
+    "make", [lambda c: RedisRendezvousBackend(c, "{x}"), lambda c: RedisRendezvousBackend(c, "x", "a b")]
+)
+def test_what_cannot_be_a_key_is_refused(client: redis.Redis, make: Callable[[redis.Redis], object]) -> None:
+    with pytest.raises(ValueError, match="it may hold neither white space"):
+        make(client)
+
+
+def test_a_plain_client_serves_too(client: redis.Redis, run_id: str) -> None:
+    backend = RedisRendezvousBackend(client, run_id)
+    token = first(backend)
+    assert backend.get_state() == (b"first", token)
+    assert backend.connection.name.startswith("redis://127.0.0.1:")
+
+
+def test_a_client_that_decodes_is_refused(server: RedisServer, run_id: str) -> None:
+    with pytest.raises(ValueError, match="decode_responses=True; make it without"):
+        RedisRendezvousBackend(server.get_client(decode_responses=True), run_id)
+
+
+# -- create_backend and create_handler
+
+
+def parameters(server: RedisServer, run_id: str, low: int = 1, high: int = 1, **config: Any) -> RendezvousParameters:
+    return RendezvousParameters("redis", server.url, run_id, low, high, **config)
+
+
+def test_create_backend_gives_a_backend_and_a_store_of_the_run(
+    server: RedisServer, client: redis.Redis, run_id: str
+) -> None:
+    backend, store = create_backend(parameters(server, run_id, ttl=100, read_timeout=7, key_prefix="p"))
+    assert (backend.keys, backend.ttl, store.timeout.total_seconds()) == (RunKeys(run_id, "p"), 100, 7)
+    store.set("k", "v")
+    assert client.hget(f"p:{{{run_id}}}:store:default", "k") == b"v"
+    assert not client.keys(f"redelastic:*{run_id}*")
+    store.close()
+    backend.connection.close()
+
+
+def test_create_backend_without_a_server(run_id: str) -> None:
+    with servers.peer(servers.speak_http) as http:
+        params = RendezvousParameters("redis", f"127.0.0.1:{http.port}", run_id, 1, 1)
+        with pytest.raises(RendezvousConnectionError, match="is not a Redis server"):
+            create_backend(params)
+
+
+def test_parameters_for_another_run_are_refused(server: RedisServer, backend: RedisRendezvousBackend) -> None:
+    other = parameters(server, "another")
+    with pytest.raises(ValueError, match=rf"for run 'another' .*backend is for run '{backend.keys.run_id}'.*the same"):
+        create_handler(backend, other)
+    prefixed = parameters(server, backend.keys.run_id, key_prefix="p")
+    with pytest.raises(ValueError, match="key_prefix='p', but the backend"):
+        create_handler(backend, prefixed)
+
+
+# -- torch's own state machine on it
+
+
+def dynamic_node(server: RedisServer, run_id: str, low: int, high: int, **config: Any) -> RendezvousHandler:
+    params = parameters(server, run_id, low, high, protocol="dynamic", join_timeout=30, **config)
+    backend, store = create_backend(params)
+    store.close()
+    handler = create_handler(backend, params)
+    assert isinstance(handler, DynamicRendezvousHandler)
+    return handler
+
+
+def test_torchs_handler_forms_a_round_and_closes(server: RedisServer, run_id: str) -> None:
+    nodes = [dynamic_node(server, run_id, 3, 3) for _ in range(3)]
+    assert {(node.get_backend(), node.get_run_id()) for node in nodes} == {("redis", run_id)}
+    with ThreadPoolExecutor(3) as pool:
+        infos = list(pool.map(lambda node: node.next_rendezvous(), nodes))
+        assert sorted(info.rank for info in infos) == [0, 1, 2]
+        assert {info.world_size for info in infos} == {3}
+        assert [node.num_nodes_waiting() for node in nodes] == [0, 0, 0]
+        infos[0].store.set("k", b"v")
+        assert [info.store.get("k") for info in infos] == [b"v"] * 3
+        nodes[1].set_closed()
+        servers.wait_until(lambda: all(node.is_closed() for node in nodes), "every node knows that the run is closed")
+        with pytest.raises(RendezvousClosedError):
+            nodes[2].next_rendezvous()
+        assert all(pool.map(lambda node: node.shutdown(), nodes))
+
+
+def test_torchs_handler_admits_a_node_that_comes_late(
+    server: RedisServer, run_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # with a shared store torch keeps the first round's address for ever, and never tells it to a node that comes late
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    early, late = (dynamic_node(server, run_id, 1, 2, last_call_timeout=3) for _ in range(2))
+    with ThreadPoolExecutor(2) as pool:
+        assert early.next_rendezvous().world_size == 1
+        waiting = pool.submit(late.next_rendezvous)
+        servers.wait_until(lambda: early.num_nodes_waiting() == 1, "the late node waits")
+        # torch looks at the state once a second: the last call has to be longer, or the early node goes on alone
+        again = early.next_rendezvous()
+        assert {again.rank, waiting.result(30).rank} == {0, 1}
+        assert again.world_size == 2
+        assert early.shutdown()
+        servers.wait_until(late.is_closed, "the other node knows it")
+        assert late.shutdown()
+
+
+def test_torchs_handler_gets_torchs_errors(own_server: RedisServer, run_id: str) -> None:
+    node = dynamic_node(own_server, run_id, 1, 1, heartbeat_timeout=0.3, read_timeout=0.3)
+    with own_server.get_client() as admin:
+        admin.set(RunKeys(run_id).state, "theirs")
+    with pytest.raises(RendezvousStateError, match=rf"{run_id}.*holds a string, not the hash"):
+        node.next_rendezvous()
+    own_server.kill()
+    started = time.monotonic()
+    with pytest.raises(RendezvousConnectionError, match="could not be reached"):
+        node.next_rendezvous()
+    with pytest.raises(RendezvousError):
+        node.set_closed()
+    assert time.monotonic() - started < 20

@@ -1,0 +1,368 @@
+"""A job of real torchrun processes, each a node: start, kill, freeze them, and read what their workers did."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import psutil
+import pytest
+from workers.train import reference
+
+from redelastic.server import RedisServer
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+T = TypeVar("T")
+
+TRAIN: Final = Path(__file__).parent / "workers" / "train.py"
+TOKEN: Final = "TEST_JOB"  # environment variable by which every process of a job is known, orphans too
+LIMIT: Final = 60.0  # for anything to happen, in seconds: far above what it takes, this is no test of speed
+POLL: Final = 0.05
+CONF: Final[Mapping[str, float]] = {
+    "keep_alive_interval": 0.4,
+    "keep_alive_max_attempt": 3,
+    "last_call_timeout": 60,  # a first group is complete when max_nodes have joined, unless a test says otherwise
+    "join_timeout": 60,
+}
+
+# Kills all processes of a job once this pipe is closed: at the end of a test, and when pytest itself is killed.
+_REAPER: Final = """
+import os, psutil, sys, time
+sys.stdin.read()
+name, token = sys.argv[1:]
+while True:
+    found = []
+    for p in psutil.process_iter():
+        try:
+            if p.pid != os.getpid() and p.environ().get(name) == token and p.status() != psutil.STATUS_ZOMBIE:
+                p.kill()
+                found.append(p)
+        except psutil.Error:
+            pass
+    if not found:
+        break
+    time.sleep(0.02)
+"""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of the workers' record; see `workers/train.py`."""
+
+    event: str
+    time: float
+    node: str
+    pid: int
+    epoch: int
+    rank: int
+    world: int
+    group_rank: int
+    restart: int
+    step: int = -1
+
+
+class Node:
+    """One torchrun: the agent's process, and its workers in sessions of their own."""
+
+    def __init__(self, name: str, command: list[str], env: dict[str, str], directory: Path) -> None:
+        self.name = name
+        self.may_end = False  # whether the test expects it to end, or has killed it
+        self._err, self._out = directory / f"{name}.err", directory / f"{name}.out"
+        with self._err.open("wb") as err, self._out.open("wb") as out:
+            self.process = subprocess.Popen(command, env=env, stdout=out, stderr=err, start_new_session=True)
+
+    @property
+    def stderr(self) -> str:
+        return self._err.read_text(errors="replace")
+
+    def log_tail(self, lines: int = 25) -> str:
+        text = [*self._out.read_text(errors="replace").splitlines()[-5:], *self.stderr.splitlines()[-lines:]]
+        return "\n".join(f"    {line}" for line in text)
+
+    def tree(self) -> list[psutil.Process]:
+        """The agent first, then its workers."""
+        agent = psutil.Process(self.process.pid)
+        return [agent, *agent.children(recursive=True)]
+
+    def _signal_tree(self, number: signal.Signals) -> None:
+        for process in self.tree():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+
+    def kill(self) -> None:
+        """As when the machine dies: the agent and all its workers are gone at once."""
+        self.may_end = True
+        self._signal_tree(signal.SIGKILL)
+
+    def kill_agent_alone(self) -> list[psutil.Process]:
+        """The workers, which live on, are returned."""
+        self.may_end = True
+        agent, *workers = self.tree()
+        agent.kill()
+        return workers
+
+    def terminate(self) -> None:
+        """As a scheduler does it: SIGTERM to the agent."""
+        self.may_end = True
+        self.process.terminate()
+
+    def freeze(self) -> None:
+        self._signal_tree(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        self._signal_tree(signal.SIGCONT)
+
+
+class Job:
+    """Nodes with one run id on one server.
+
+    Args:
+        server: on which Redis.
+        directory: for logs, records and checkpoints.
+        nnodes: as torchrun takes it, "min:max".
+        nproc: workers of each node.
+        conf: what differs from `CONF`.
+    """
+
+    def __init__(
+        self,
+        server: RedisServer,
+        directory: Path,
+        nnodes: str,
+        *,
+        nproc: int = 1,
+        conf: Mapping[str, float] | None = None,
+    ) -> None:
+        self.server, self.directory, self.nnodes, self.nproc = server, directory, nnodes, nproc
+        self.min_nodes, self.max_nodes = (int(n) for n in nnodes.split(":"))
+        self.run_id = f"job-{uuid.uuid4().hex[:12]}"
+        self.conf = {**CONF, **(conf or {})}
+        self.nodes: dict[str, Node] = {}
+        self._token = uuid.uuid4().hex
+        directory.mkdir(parents=True, exist_ok=True)
+        self._client = server.get_client(decode_responses=True)
+        self._reaper = subprocess.Popen(
+            [sys.executable, "-c", _REAPER, TOKEN, self._token], stdin=subprocess.PIPE, start_new_session=True
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._client.close()
+        self._reaper.communicate(timeout=LIMIT)
+        assert self._reaper.returncode == 0, "the job's processes may still be there"
+        for node in self.nodes.values():
+            node.process.wait(LIMIT)
+
+    # -- acting
+
+    def start(
+        self,
+        *names: str,
+        nnodes: str | None = None,
+        max_restarts: int = 20,
+        env: Mapping[str, str] | None = None,
+        options: Iterable[str] = (),
+        conf: Mapping[str, float] | None = None,
+        may_end: bool = False,
+    ) -> None:
+        """Start nodes; the options are torchrun's, `conf` is what differs from the job's own."""
+        settings = ",".join(f"{name}={value}" for name, value in {**self.conf, **(conf or {})}.items())
+        for name in names:
+            command = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=redis"]
+            command += [f"--rdzv-id={self.run_id}", f"--rdzv-conf={settings}", f"--nnodes={nnodes or self.nnodes}"]
+            command += [f"--nproc-per-node={self.nproc}", f"--max-restarts={max_restarts}", *options]
+            command += [str(TRAIN), str(self.directory)]
+            own = {"REDELASTIC_REDIS_URL": self.server.url, "OMP_NUM_THREADS": "1", "TEST_NODE": name}
+            environment = {**os.environ, **own, TOKEN: self._token, **(env or {})}
+            self.nodes[name] = Node(name, command, environment, self.directory)
+            self.nodes[name].may_end = may_end
+
+    def note(self, text: str) -> float:
+        """Print what happens (`pytest -s` shows it), and return the time."""
+        sys.stdout.write(f"{text}\n")
+        return time.time()
+
+    def tell(self, name: str) -> None:
+        """Make one of the files that steer the workers."""
+        (self.directory / name).touch()
+
+    # -- seeing
+
+    def lines(self, event: str | None = None) -> list[Line]:
+        """What the workers have recorded so far."""
+        path = self.directory / "record.jsonl"
+        text = path.read_text() if path.exists() else ""
+        found = [Line(**json.loads(line)) for line in text.splitlines() if line.endswith("}")]
+        return [line for line in found if event in (None, line.event)]
+
+    @property
+    def epoch(self) -> int:
+        """The newest epoch in which a step was made."""
+        return max((line.epoch for line in self.lines("step")), default=0)
+
+    def ranks(self, epoch: int) -> dict[str, int]:
+        """Each node's rank in a round."""
+        return {line.node: line.group_rank for line in self.lines("start") if line.epoch == epoch}
+
+    def by_rank(self, epoch: int) -> list[Node]:
+        """The nodes of a round in the order of their ranks."""
+        ranks = self.ranks(epoch)
+        return [self.nodes[name] for name in sorted(ranks, key=ranks.__getitem__)]
+
+    def redis(self, name: str) -> Any:
+        """One of the run's keys, as `keys.py` names them."""
+        key = f"redelastic:{{{self.run_id}}}:{name}"
+        readers: dict[str, Callable[[str], Any]] = {
+            "hash": self._client.hgetall,
+            "zset": lambda k: self._client.zrange(k, 0, -1, withscores=True),
+            "set": self._client.smembers,
+            "stream": self._client.xrange,
+        }
+        kind = str(self._client.type(key))
+        return readers[kind](key) if kind in readers else None
+
+    def wait(self, what: str, condition: Callable[[], T], limit: float = LIMIT) -> T:
+        """Wait until a condition holds, and return what it gave; fail at once when a node ends that should not."""
+        deadline = time.monotonic() + limit
+        while True:
+            if value := condition():
+                return value
+            dead = [n for n in self.nodes.values() if not n.may_end and n.process.poll() not in (None, 0)]
+            if dead:
+                pytest.fail(
+                    f"While waiting until {what}, node {dead[0].name} ended with {dead[0].process.returncode}."
+                    + self.report()
+                )
+            if time.monotonic() > deadline:
+                pytest.fail(f"Not within {limit:g} s: {what}." + self.report())
+            time.sleep(POLL)
+
+    def wait_round(self, nodes: Iterable[str], after: int | None = None, *, fault: float | None = None) -> int:
+        """Wait until these nodes, and no others, have made two steps in a round of theirs; returns its epoch.
+
+        Args:
+            nodes: their names.
+            after: the round's epoch is later than this one; the newest one with steps when None.
+            fault: time of what made the round necessary, to print how long it took.
+        """
+        names = set(nodes)
+        earlier = self.epoch if after is None else after
+
+        def done() -> int:
+            steps: defaultdict[int, Counter[str]] = defaultdict(Counter)
+            for line in self.lines("step"):
+                if line.epoch > earlier and line.world == len(names) * self.nproc:
+                    steps[line.epoch][line.node] += 1
+            return max((e for e, by in steps.items() if set(by) == names and min(by.values()) >= 2), default=0)
+
+        epoch = self.wait(f"{sorted(names)} train together in a round after epoch {earlier}", done)
+        if fault is not None:
+            first = min(line.time for line in self.lines("step") if line.epoch == epoch)
+            started = min(line.time for line in self.lines("start") if line.epoch == epoch)
+            completed = self._completed_at(epoch)
+            self.note(
+                f"  {self.nnodes}: {len(names)} nodes in round {epoch}: round complete {completed - fault:5.2f} s, "
+                f"first worker {started - fault:5.2f} s, first step {first - fault:5.2f} s after the fault"
+            )
+        return epoch
+
+    def _completed_at(self, epoch: int) -> float:
+        entries = self.redis("wake") or []
+        times = [
+            int(i.split("-")[0]) / 1000
+            for i, change in entries
+            if change["event"] == "complete" and int(change["epoch"]) == epoch
+        ]
+        return times[-1] if times else float("nan")
+
+    def wait_end(self, name: str, limit: float = LIMIT) -> int:
+        """Wait until a node has ended; returns its exit status."""
+        node = self.nodes[name]
+        node.may_end = True
+        self.wait(f"node {name} has ended", lambda: node.process.poll() is not None, limit)
+        return int(node.process.returncode)
+
+    def report(self) -> str:
+        """All that helps to see what went wrong."""
+        with contextlib.suppress(Exception):
+            keys = {name: self.redis(name) for name in ("run", "ranks", "members", "candidates", "leases", "wake")}
+            redis = "\n".join(f"    {name}: {value}" for name, value in keys.items())
+            lines = "\n".join(f"    {line}" for line in self.lines()[-8:])
+            logs = "\n".join(
+                f"  node {n.name}, exit status {n.process.poll()}:\n{n.log_tail()}" for n in self.nodes.values()
+            )
+            return f"\n  Redis:\n{redis}\n  the workers' last records:\n{lines}\n{logs}"
+        return "\n  (no report could be made)"
+
+    # -- judging
+
+    def checkpoint(self) -> dict[str, Any]:
+        """The newest one."""
+        newest = max(self.directory.glob("checkpoint-*.json"))
+        return dict(json.loads(newest.read_text()))
+
+    def finish(self, *names: str) -> None:
+        """Let the workers finish, and judge the whole job; these nodes have to end with status 0."""
+        self.tell("finish")
+        for name in names:
+            status = self.wait_end(name)
+            assert status == 0, f"Node {name} ended with {status}." + self.report()
+        ended = {line.node for line in self.lines("end")}
+        assert ended == set(names), f"{sorted(ended)} have finished, not {sorted(names)}." + self.report()
+        self.check()
+
+    def check(self) -> None:
+        """No step was lost or done twice, the weights are the known ones, and the rounds were as I2 to I4 promise."""
+        checkpoint = self.checkpoint()
+        lineage = checkpoint["lineage"]
+        assert [step for step, _, _ in lineage] == list(range(len(lineage))), "steps lost or done twice: " + str(
+            lineage
+        )
+        assert {line.step for line in self.lines("end")} <= {len(lineage)}, "the last checkpoint is not the last step's"
+        epochs = [epoch for _, epoch, _ in lineage]
+        assert epochs == sorted(epochs), f"an older epoch came after a newer one: {lineage}"
+        assert checkpoint["weights"] == pytest.approx(reference(len(lineage)), abs=1e-9)
+        self._check_rounds()
+
+    def _check_rounds(self) -> None:
+        first_step: dict[int, float] = {}
+        of_epoch: defaultdict[int, list[Line]] = defaultdict(list)
+        of_node: defaultdict[str, list[int]] = defaultdict(list)
+        for line in self.lines():
+            if line.event == "start":
+                of_epoch[line.epoch].append(line)
+                of_node[line.node].append(line.epoch)
+            elif line.event == "step":
+                first_step.setdefault(line.epoch, line.time)
+        for epoch, lines in of_epoch.items():
+            worlds = {line.world for line in lines}
+            assert len(worlds) == 1, f"epoch {epoch} has several world sizes: {lines}"
+            [world] = worlds
+            assert self.min_nodes <= world / self.nproc <= self.max_nodes, f"world size {world} of epoch {epoch}"
+            ranks = sorted(line.rank for line in lines)
+            # a worker that was killed while its group was being made has left no record
+            assert len(set(ranks)) == len(ranks), f"ranks {ranks} of epoch {epoch}"
+            assert set(ranks) <= set(range(world)), f"ranks {ranks} of epoch {epoch}"
+            if epoch in first_step:
+                assert ranks == list(range(world)), f"ranks {ranks} of epoch {epoch}, which has made steps"
+        for node, epochs in of_node.items():
+            per_round = epochs[:: self.nproc]
+            assert epochs == sorted(per_round * self.nproc), f"epochs {epochs} of node {node}"
+            assert len(set(per_round)) == len(per_round), f"node {node} was twice in one round: {epochs}"
+        began = sorted(first_step, key=first_step.__getitem__)
+        assert began == sorted(began), f"the epochs' first steps came in the order {began}"

@@ -1,0 +1,142 @@
+"""A training script for torchrun, with nothing of redelastic in it but the epoch: DDP on gloo, checkpoint, resume.
+
+Step k trains on samples k*BATCH … k*BATCH+BATCH-1, dealt out by rank, whatever the world size: the weights after n
+steps are known (`reference`). Each checkpoint holds its lineage, the steps that made it with the epoch of each.
+
+Usage: train.py DIRECTORY. Everything happens in that directory; which files there steer it:
+  finish       all ranks stop together after the step at which rank 0 saw it
+  fail-NODE    the worker of that node fails at its next step, and takes the file away
+  linger-NODE  the worker of that node goes on after the last step until `release` is there
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+BATCH: Final = 12
+WIDTH: Final = 4
+RATE: Final = 0.05
+PACE: Final = 0.04  # what a step costs, beside its communication, in seconds
+
+
+def samples(step: int, rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Which samples of the step this rank has, their inputs and their targets."""
+    indices = torch.arange(step * BATCH + rank, (step + 1) * BATCH, world)
+    inputs = torch.sin(indices[:, None].double() * torch.tensor([0.7, 1.1, 1.3, 1.9], dtype=torch.float64))
+    return indices, inputs, inputs @ torch.tensor([[1.0], [-2.0], [3.0], [0.5]], dtype=torch.float64)
+
+
+def new_model() -> torch.nn.Linear:
+    model = torch.nn.Linear(WIDTH, 1, bias=False, dtype=torch.float64)
+    torch.nn.init.zeros_(model.weight)
+    return model
+
+
+def reference(steps: int) -> list[float]:
+    """The weights after that many steps in one process."""
+    model = new_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    for step in range(steps):
+        _, inputs, targets = samples(step, 0, 1)
+        optimizer.zero_grad()
+        ((model(inputs) - targets) ** 2).mean().backward()
+        optimizer.step()
+    return [float(w) for w in model.weight.detach().flatten()]
+
+
+class Recorder:
+    """Appends what this worker does to the job's record: one write for each line, so that lines stay whole."""
+
+    def __init__(self, directory: Path) -> None:
+        self._file = os.open(directory / "record.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        self._who = {
+            "node": os.environ["TEST_NODE"],
+            "pid": os.getpid(),
+            "epoch": int(os.environ["REDELASTIC_EPOCH"]),
+            "rank": int(os.environ["RANK"]),
+            "world": int(os.environ["WORLD_SIZE"]),
+            "group_rank": int(os.environ["GROUP_RANK"]),
+            "restart": int(os.environ["TORCHELASTIC_RESTART_COUNT"]),
+        }
+
+    def __call__(self, event: str, **more: Any) -> None:
+        line = {"event": event, "time": time.time(), **self._who, **more}
+        os.write(self._file, (json.dumps(line) + "\n").encode())
+
+
+class Checkpoints:
+    """One file for each epoch: a worker of an older epoch cannot touch what a newer one has written."""
+
+    def __init__(self, directory: Path, epoch: int) -> None:
+        self._directory, self._epoch = directory, epoch
+
+    def newest(self) -> dict[str, Any]:
+        found = sorted(self._directory.glob("checkpoint-*.json"))
+        empty = {"lineage": [], "weights": [0.0] * WIDTH}
+        return dict(json.loads(found[-1].read_text())) if found else empty
+
+    def write(self, state: dict[str, Any]) -> None:
+        path = self._directory / f"checkpoint-{self._epoch:06}.json"
+        new = path.with_suffix(".new")
+        new.write_text(json.dumps(state))
+        new.replace(path)
+
+
+def main(directory: Path) -> None:
+    dist.init_process_group("gloo")
+    record, rank, world = Recorder(directory), dist.get_rank(), dist.get_world_size()
+    epoch, node = int(os.environ["REDELASTIC_EPOCH"]), os.environ["TEST_NODE"]
+    checkpoints = Checkpoints(directory, epoch)
+    broadcast = [checkpoints.newest() if rank == 0 else None]
+    dist.broadcast_object_list(broadcast)
+    state = broadcast[0]
+    assert state is not None
+    if rank == 0:
+        checkpoints.write(state)
+    plain = new_model()
+    with torch.no_grad():
+        plain.weight.copy_(torch.tensor([state["weights"]], dtype=torch.float64))
+    model = DistributedDataParallel(plain)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    lineage: list[list[int]] = state["lineage"]
+    record("start", step=len(lineage))
+    finishing = False
+    while not finishing:
+        step = len(lineage)
+        failure = directory / f"fail-{node}"
+        if failure.exists():
+            failure.unlink()
+            raise RuntimeError(f"the worker of node {node} was told to fail at step {step}")
+        indices, inputs, targets = samples(step, rank, world)
+        optimizer.zero_grad()
+        (((model(inputs) - targets) ** 2).sum() * world / BATCH).backward()
+        optimizer.step()
+        votes = torch.zeros(BATCH + 1)  # how often each sample of the step was used, and who wants to finish
+        votes[indices - step * BATCH] += 1
+        votes[BATCH] = rank == 0 and (directory / "finish").exists()
+        dist.all_reduce(votes)
+        assert votes[:BATCH].eq(1).all(), f"step {step} used its samples {votes.tolist()} times"
+        finishing = bool(votes[BATCH])
+        lineage.append([step, epoch, world])
+        if rank == 0:
+            checkpoints.write({"lineage": lineage, "weights": plain.weight.detach().flatten().tolist()})
+        record("step", step=step)
+        time.sleep(PACE)
+    dist.destroy_process_group()
+    while (directory / f"linger-{node}").exists() and not (directory / "release").exists():
+        record("linger")
+        time.sleep(PACE)
+    record("end", step=len(lineage))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
