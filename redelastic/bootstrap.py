@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import socket
@@ -14,6 +15,7 @@ import torch.distributed as dist
 log = logging.getLogger(__name__)
 
 RETRY_PAUSE: Final = 0.5  # in seconds
+_dual_stack = functools.cache(socket.has_dualstack_ipv6)  # it opens a socket to find out
 
 
 class BootstrapPort:
@@ -24,7 +26,7 @@ class BootstrapPort:
     """
 
     def __init__(self) -> None:
-        dual = socket.has_dualstack_ipv6()
+        dual = _dual_stack()
         self._listener = socket.socket(socket.AF_INET6 if dual else socket.AF_INET)
         if dual:
             self._listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)

@@ -16,6 +16,8 @@ from redis.cluster import ClusterNode, RedisCluster
 from redis.retry import Retry
 from redis.sentinel import Sentinel
 
+from .client import DirectClient
+
 Client: TypeAlias = "redis.Redis | RedisCluster"
 
 URL_VARIABLE: Final = "REDELASTIC_REDIS_URL"
@@ -106,13 +108,13 @@ class Endpoint:
         if self.scheme.endswith("+sentinel"):
             login = {"username": self.sentinel_username, "password": self.sentinel_password}
             sentinel = Sentinel(self.hosts, sentinel_kwargs={**options, **login, "db": 0}, **options)
-            master: redis.Redis = sentinel.master_for(self.service)
+            master: redis.Redis = sentinel.master_for(self.service, redis_class=DirectClient)
             return master
         if self.scheme == "unix":
             options.pop("socket_keepalive")
-            return redis.Redis(unix_socket_path=self.path, **options)
+            return DirectClient(unix_socket_path=self.path, **options)
         [(host, port)] = self.hosts
-        return redis.Redis(host=host, port=port, **options)
+        return DirectClient(host=host, port=port, **options)
 
 
 def parse_endpoint(

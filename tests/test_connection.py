@@ -12,7 +12,9 @@ import pytest
 import redis
 import servers
 from conftest import NodeFactory
+from redis.backoff import NoBackoff
 from redis.cluster import RedisCluster
+from redis.retry import Retry
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousConnectionError,
     RendezvousError,
@@ -195,7 +197,7 @@ def test_a_server_that_still_loads_its_data_is_waited_for(tmp_path: object) -> N
             pipe.execute()
         connection = opened(server.url, connect=20)
         server.kill()
-        server._config["key-load-delay"] = "300"  # in microseconds, for each key
+        server._config["key-load-delay"] = "1000"  # in microseconds, for each key
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(connection.call, lambda c: (c.get("k4095"), c.info("persistence")["loading"]), 30)
             server._await_answer = lambda *_: None  # type: ignore[method-assign]
@@ -203,7 +205,7 @@ def test_a_server_that_still_loads_its_data_is_waited_for(tmp_path: object) -> N
             seen: list[str] = []
 
             def loading() -> bool:
-                with server.get_client(socket_timeout=5) as probe:
+                with server.get_client(socket_timeout=5, retry=Retry(NoBackoff(), 0)) as probe:
                     try:
                         probe.get("k0")
                     except redis.BusyLoadingError as e:

