@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 
 RETRY_PAUSE: Final = 0.2  # between attempts of the loop while Redis is away, in seconds
 COMPLAINT_INTERVAL: Final = 60.0  # between two warnings about the same outage, in seconds
+COARSE: Final = 0.11  # Redis ends a blocking read up to 100 ms late: it looks at its clients ten times a second
 SPREAD: Final = 0.05  # nodes that wait for the same lease to run out look at it within this time, in seconds
 
 
@@ -85,7 +86,7 @@ class Membership:
         self._standing = ""  # what Redis last said of this node: "candidate", "member", "fenced" or "unknown"
         self._waiting = 0  # nodes that wait for the next round, as far as known
         self._closed = ""  # by whom; "" while it is not
-        self._next_beat = 0.0
+        self._next_beat, self._beat_is_urgent = 0.0, False
         self._away_since: float | None = None  # since when Redis does not answer; None while it does
         self._next_complaint = 0.0
         self._keeper: threading.Thread | None = None
@@ -283,6 +284,11 @@ class Membership:
             if time.monotonic() >= self._next_beat:
                 self._beat()
             until_beat = max(0.001, self._next_beat - time.monotonic())
+            if self._beat_is_urgent and until_beat <= COARSE:
+                self._stopped.wait(until_beat)
+                return since
+            if self._beat_is_urgent:
+                until_beat -= COARSE
             woken = self._connection.read({self._wake_key: since}, min(longest, until_beat))
         except UnreachableError as e:
             self._remember_outage(e)
@@ -343,8 +349,10 @@ class Membership:
                 self._standing = text(standing)
                 if asked_in and self._round is asked_in and not self._joining:
                     self._judge(asked_in, epoch, text(broken), candidates)
-        if expires_in >= 0:  # look again when the lease of a silent node has run out; somebody who renews is never late
-            self._beat_is_due_in(min(s.keep_alive_interval, expires_in / 1000 + random.uniform(0.002, SPREAD)))
+        # Look again when the lease of a silent node has run out; the lease of a node that renews it lasts for longer.
+        lapses_in = expires_in / 1000 + random.uniform(0.002, SPREAD)
+        if expires_in >= 0 and lapses_in < s.keep_alive_interval:
+            self._beat_is_due_in(lapses_in, urgent=True)
 
     def _judge(self, mine: Round, epoch: int, broken: str, candidates: int) -> None:
         if self._standing == "member" and epoch == mine.epoch:
@@ -354,8 +362,8 @@ class Membership:
             self._fenced = True
             self._break(f"{self.node}, which is this node, lost its lease", candidates)
 
-    def _beat_is_due_in(self, seconds: float) -> None:
-        self._next_beat = time.monotonic() + seconds
+    def _beat_is_due_in(self, seconds: float, *, urgent: bool = False) -> None:
+        self._next_beat, self._beat_is_urgent = time.monotonic() + seconds, urgent
 
     def _status(self, state: str) -> str:
         mine = self._round
