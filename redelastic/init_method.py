@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, Final
@@ -24,6 +25,9 @@ RUN_VARIABLE: Final = "TORCHELASTIC_RUN_ID"
 
 # A process stays a member of its run until it ends, or makes its next group there: by process, server, prefix and run.
 _handlers: Final[dict[tuple[int, str, str, str], RedisRendezvousHandler]] = {}
+# How many groups a process has made in its agents' round. All workers make the same ones, and torch names the keys of
+# each alike: a group must not find those of the one before.
+_groups: Final[Counter[tuple[int, str, int]]] = Counter()
 
 
 def register_init_method() -> None:
@@ -57,12 +61,14 @@ def _rendezvous(url: str, timeout: timedelta = default_pg_timeout, **_unused: An
 
     settings = Settings.from_parameters(params)
     connection = Connection.open(settings.endpoint(params.endpoint), settings.heartbeat_timeout, settings.read_timeout)
-    of_agents_round = epoch is not None and settings.run_id == os.environ.get(RUN_VARIABLE)
-    if of_agents_round and rank is not None and size is not None:
+    of_agents_round = settings.run_id == os.environ.get(RUN_VARIABLE)
+    if of_agents_round and epoch is not None and rank is not None and size is not None:
         store = RedisStore(
             connection, settings.run_id, epoch=epoch, key_prefix=settings.key_prefix, timeout=timeout, ttl=settings.ttl
         )
-        yield store.prefixed("worker"), rank, size
+        place = (os.getpid(), settings.run_id, epoch)
+        _groups[place] += 1
+        yield store.prefixed(f"worker/{_groups[place]}"), rank, size
     else:
         yield _join(connection, settings, rank, timeout)
     raise RuntimeError("A process group cannot regroup by itself; start the workers anew in the next round.")

@@ -281,14 +281,13 @@ class Membership:
             The id of the last wake-up; ``since`` if there was none.
         """
         try:
-            if time.monotonic() >= self._next_beat:
+            early = min(COARSE, self._settings.keep_alive_interval / 2)
+            if time.monotonic() >= self._next_beat - (0 if self._beat_is_urgent else early):
                 self._beat()
-            until_beat = max(0.001, self._next_beat - time.monotonic())
-            if self._beat_is_urgent and until_beat <= COARSE:
-                self._stopped.wait(until_beat)
+            until_beat = self._next_beat - early - time.monotonic()
+            if until_beat <= 0:  # urgent, and too soon for a blocking read
+                self._stopped.wait(max(0.0, until_beat + early))
                 return since
-            if self._beat_is_urgent:
-                until_beat -= COARSE
             woken = self._connection.read({self._wake_key: since}, min(longest, until_beat))
         except UnreachableError as e:
             self._remember_outage(e)
