@@ -112,11 +112,18 @@ class RedisRendezvousBackend(RendezvousBackend):
         return reply and (reply[0], int(reply[1]), reply[2] == 1)
 
 
+def open_backend(params: RendezvousParameters) -> RedisRendezvousBackend:
+    """Connect to the endpoint of ``params``; raises as :func:`create_backend`."""
+    settings = Settings.from_parameters(params)
+    connection = Connection.open(settings.endpoint(params.endpoint), settings.attempt_timeout, settings.read_timeout)
+    return RedisRendezvousBackend(connection, settings.run_id, settings.key_prefix, settings.ttl)
+
+
 def create_backend(params: RendezvousParameters) -> tuple[RedisRendezvousBackend, RedisStore]:
     """Connect to the endpoint of ``params``; contract: torch's ``c10d_rendezvous_backend.create_backend``.
 
     Args:
-        params: endpoint, run id and the settings of :class:`redelastic.Settings`.
+        params: endpoint, run id and the settings of :class:`redelastic.settings.Settings`.
 
     Returns:
         The backend, and a store of the whole run.
@@ -125,10 +132,11 @@ def create_backend(params: RendezvousParameters) -> tuple[RedisRendezvousBackend
         RendezvousConnectionError: no Redis answers at the endpoint, or it refuses us.
         ValueError: a parameter is unknown or wrong.
     """
-    settings = Settings.from_parameters(params)
-    connection = Connection.open(settings.endpoint(params.endpoint), settings.heartbeat_timeout, settings.read_timeout)
-    backend = RedisRendezvousBackend(connection, settings.run_id, settings.key_prefix, settings.ttl)
-    store = RedisStore(
-        connection, settings.run_id, key_prefix=settings.key_prefix, timeout=settings.read_timeout, ttl=settings.ttl
+    backend, settings = open_backend(params), Settings.from_parameters(params)
+    return backend, RedisStore(
+        backend.connection,
+        settings.run_id,
+        key_prefix=settings.key_prefix,
+        timeout=settings.read_timeout,
+        ttl=settings.ttl,
     )
-    return backend, store

@@ -34,8 +34,11 @@ class DirectClient(redis.Redis):
         try:
             connection.send_command(*args, check_health=False)
             reply = self.parse_response(connection, args[0], **options)
-        except redis.ResponseError:
-            self._idle.append(connection)
+        except redis.ResponseError as e:
+            if "READONLY" in str(e):  # a master that became a replica: where its name leads now is for a new connection
+                self._discard(connection)
+            else:
+                self._idle.append(connection)
             raise
         except BaseException:
             self._discard(connection)

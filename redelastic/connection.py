@@ -187,7 +187,8 @@ def text(value: bytes | str) -> str:
 
 
 _PASSING_REPLY: Final = re.compile(
-    r"^(BUSY|LOADING|MASTERDOWN|CLUSTERDOWN|TRYAGAIN|NOREPLICAS)\b|[Ss]cript killed by user|max number of clients"
+    r"^(BUSY|LOADING|MASTERDOWN|CLUSTERDOWN|TRYAGAIN|NOREPLICAS|UNBLOCKED)\b"
+    r"|[Ss]cript killed by user|max number of clients"
 )
 _PASSING: Final = (
     rx.ConnectionError,

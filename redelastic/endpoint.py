@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, TypeAlias
-from urllib.parse import parse_qsl, quote, unquote
+from urllib.parse import parse_qsl, unquote
 
 import redis
 from redis.backoff import NoBackoff
@@ -289,9 +289,3 @@ def _parse_host(text: str, shown: str) -> tuple[str, int]:
             f"The endpoint {shown!r} has no valid host and port (1 to 65535, IPv6 in brackets); use one of: {_FORMS}."
         )
     return host, port
-
-
-def with_password(url: str, username: str, password: str) -> str:
-    """Put a login into a URL that has none."""
-    scheme, _, rest = url.partition("://")
-    return f"{scheme}://{quote(username, safe='')}:{quote(password, safe='')}@{rest}"

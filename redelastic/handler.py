@@ -23,7 +23,7 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
-from .backend import RedisRendezvousBackend, create_backend
+from .backend import RedisRendezvousBackend, open_backend
 from .bootstrap import BootstrapPort
 from .connection import UnreachableError
 from .membership import Membership, Round
@@ -33,6 +33,7 @@ from .store import RedisStore
 log = logging.getLogger(__name__)
 
 EPOCH_VARIABLE: Final = "REDELASTIC_EPOCH"
+PREFIX_VARIABLE: Final = "REDELASTIC_KEY_PREFIX"
 DETECTION: Final = 0.2  # a lost lease is known everywhere within this time, and some for a busy machine, in seconds
 EXIT_TIMEOUT: Final = 2.0  # how long a process that exits tries to say so, in seconds
 
@@ -73,7 +74,8 @@ class RedisRendezvousHandler(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """Join the run's next round and block until it is complete.
 
-        Sets ``REDELASTIC_EPOCH`` in this process' environment, which torch's agents hand on to their workers.
+        Sets ``REDELASTIC_EPOCH`` and ``REDELASTIC_KEY_PREFIX`` in this process' environment, which torch's agents hand
+        on to their workers.
 
         Raises:
             RendezvousClosedError: the run is closed.
@@ -116,7 +118,7 @@ class RedisRendezvousHandler(RendezvousHandler):
         self._stores.append(store)
         while len(self._stores) > 2:  # the last round's may still be in the hands of somebody who finds it broken
             self._stores.pop(0).close()
-        os.environ[EPOCH_VARIABLE] = str(entered.epoch)
+        os.environ[EPOCH_VARIABLE], os.environ[PREFIX_VARIABLE] = str(entered.epoch), s.key_prefix
         if entered.rank == 0 and self.use_agent_store and self._bootstrap is not None:
             self._bootstrap.serve(s.read_timeout)
         else:
@@ -141,9 +143,9 @@ class RedisRendezvousHandler(RendezvousHandler):
         """How many nodes of the round before did not come back for this one."""
         return self._membership.nodes_lost
 
-    def wait_until_broken(self) -> bool:
-        """Wait for as long as it can take until the loss of a member is known; returns whether the round is broken."""
-        return self._membership.wait_until_broken(self._settings.lease + DETECTION)
+    def wait_for_loss(self) -> bool:
+        """Wait for as long as it can take until the loss of a member is known; returns whether one is lost."""
+        return self._membership.wait_for_loss(self._settings.lease + DETECTION)
 
     def is_closed(self) -> bool:
         """Whether the run is closed.
@@ -255,9 +257,7 @@ def handler_from_parameters(params: RendezvousParameters) -> RendezvousHandler:
         RendezvousConnectionError: no Redis answers at the endpoint, or it refuses us.
         ValueError: a parameter is unknown or wrong.
     """
-    backend, store = create_backend(params)
-    store.close()
-    return create_handler(backend, params)
+    return create_handler(open_backend(params), params)
 
 
 def handler_from_url(url: str) -> RendezvousHandler:

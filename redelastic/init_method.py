@@ -17,7 +17,7 @@ from torch.distributed.rendezvous import _rendezvous_handlers, register_rendezvo
 from .backend import RedisRendezvousBackend
 from .connection import Connection
 from .endpoint import SCHEMES
-from .handler import EPOCH_VARIABLE, EXIT_TIMEOUT, RedisRendezvousHandler
+from .handler import EPOCH_VARIABLE, EXIT_TIMEOUT, PREFIX_VARIABLE, RedisRendezvousHandler
 from .settings import Settings, parameters_from_url
 from .store import RedisStore
 
@@ -50,17 +50,19 @@ def _rendezvous(url: str, timeout: timedelta = default_pg_timeout, **_unused: An
     rank = _number("rank", options.pop("rank", os.environ.get("RANK")))
     size = _number("world_size", options.pop("world_size", os.environ.get("WORLD_SIZE")))
     options.setdefault("run_id", os.environ.get(RUN_VARIABLE, ""))
+    if options.keys().isdisjoint({"key_prefix", "prefix"}) and PREFIX_VARIABLE in os.environ:
+        options["key_prefix"] = os.environ[PREFIX_VARIABLE]
     epoch = _number(EPOCH_VARIABLE, os.environ.get(EPOCH_VARIABLE))
     if size is not None and not options.keys() & {"min_nodes", "max_nodes", "min_workers", "max_workers"}:
         options |= {"min_nodes": str(size), "max_nodes": str(size)}
     options.setdefault("last_call_timeout", "0")
     options.setdefault("join_timeout", options.pop("timeout", str(timeout.total_seconds())))
     params = parameters_from_url(f"{base}?{urlencode(options)}")
-    if base.endswith("://"):
+    if params.endpoint == "redis://":  # nothing but the scheme: what the environment says
         params.endpoint = ""
 
     settings = Settings.from_parameters(params)
-    connection = Connection.open(settings.endpoint(params.endpoint), settings.heartbeat_timeout, settings.read_timeout)
+    connection = Connection.open(settings.endpoint(params.endpoint), settings.attempt_timeout, settings.read_timeout)
     of_agents_round = settings.run_id == os.environ.get(RUN_VARIABLE)
     if of_agents_round and epoch is not None and rank is not None and size is not None:
         store = RedisStore(

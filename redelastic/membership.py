@@ -16,6 +16,7 @@ from typing import Any, Final, NoReturn
 
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
+    RendezvousConnectionError,
     RendezvousError,
     RendezvousGracefulExitError,
     RendezvousStateError,
@@ -80,8 +81,9 @@ class Membership:
         self._heard = "0-0"  # id of the last wake-up when this node last asked to join
         self._round: Round | None = None
         self._broken = ""  # why the round is broken; "" while it is not
-        self._last_break = (0, "", 0)  # epoch, reason, waiting: it may be heard of before this node enters that round
+        self._last_break = (0, "", 0, False)  # epoch, and what `_break` takes: it may be heard of before that round
         self._joining = False
+        self._member_lost = False  # whether it is broken because a member died or left
         self._fenced = False  # whether this node lost its lease
         self._standing = ""  # what Redis last said of this node: "candidate", "member", "fenced" or "unknown"
         self._waiting = 0  # nodes that wait for the next round, as far as known
@@ -112,12 +114,10 @@ class Membership:
         entered = self._round
         return entered.lost if entered else 0
 
-    def wait_until_broken(self, timeout: float) -> bool:
-        """Wait until this node's round is broken, for ``timeout`` seconds; returns whether it is."""
+    def wait_for_loss(self, timeout: float) -> bool:
+        """Wait until a member of this node's round is lost, for ``timeout`` seconds; returns whether one is."""
         with self._lock:
-            return self._lock.wait_for(lambda: bool(self._broken) or self._round is None, timeout) and bool(
-                self._broken
-            )
+            return self._lock.wait_for(lambda: self._member_lost, timeout)
 
     @property
     def closed(self) -> str:
@@ -148,6 +148,10 @@ class Membership:
         # Leases of nodes that died with their whole job may be alive for so long; until then another size is refused.
         others_may_be_dead_until = time.monotonic() + self._settings.lease + 1
         while True:
+            if self._stopped.is_set():
+                raise RendezvousClosedError(
+                    f"Node {self.node} of run {self._keys.run_id!r} was shut down; make a new one."
+                )
             outcome, *told = self._ask_to_join(port, max(self._settings.read_timeout, deadline - time.monotonic()))
             match text(outcome):
                 case "complete":
@@ -176,7 +180,7 @@ class Membership:
         """Block until it is worth asking to join again; returns until when this node goes on asking."""
         now = time.monotonic()
         if spare:
-            deadline = now + self._settings.join_timeout  # a spare has all the time in the world
+            deadline = now + self._settings.join_timeout  # it has all the time in the world, until it is needed
         elif now >= deadline:
             self._try_to_leave("gave up waiting")
             raise RendezvousTimeoutError(
@@ -189,7 +193,7 @@ class Membership:
         while (left := until - time.monotonic()) > 0:
             if self.pump(self._heard, left) != self._heard or self._standing != "candidate":
                 break
-        return deadline
+        return time.monotonic() + self._settings.join_timeout if spare else deadline
 
     def _ask_to_join(self, port: int, timeout: float) -> Any:
         s = self._settings
@@ -212,7 +216,7 @@ class Membership:
         entered = Round(epoch, rank, size, host, int(port), lost, again=self._epoch_held > 0)
         with self._lock:
             self._round, self._epoch_held = entered, epoch
-            self._broken, self._fenced, self._waiting, self._joining = "", False, 0, False
+            self._broken, self._member_lost, self._fenced, self._waiting, self._joining = "", False, False, 0, False
             if self._last_break[0] == epoch:
                 self._break(*self._last_break[1:])
         if self._keeper is None:
@@ -246,7 +250,8 @@ class Membership:
         finally:
             with self._lock:
                 self._round, self._joining = None, False
-            self._renew_identity()
+            if not self._stopped.is_set():  # who is shut down stays the one that has left
+                self._renew_identity()
 
     def close(self, timeout: float) -> None:
         """Close the run: no round is completed any more (I5)."""
@@ -289,25 +294,28 @@ class Membership:
                 self._stopped.wait(max(0.0, until_beat + early))
                 return since
             woken = self._connection.read({self._wake_key: since}, min(longest, until_beat))
-        except UnreachableError as e:
+        except RendezvousConnectionError as e:
+            if self._round is None and not isinstance(e, UnreachableError):
+                raise  # who is in no round yet can be told that it is refused, and why
             self._remember_outage(e)
             self._stopped.wait(min(longest, random.uniform(0.5, 1) * RETRY_PAUSE))
             return since
-        if self._away_since is not None:
-            away = time.monotonic() - self._away_since
-            self._away_since = None
+        away_since, self._away_since = self._away_since, None
+        if away_since is not None:
+            away = time.monotonic() - away_since
             log.warning("Redis is back for node %s of run %r, after %.1f s.", self.node, self._keys.run_id, away)
         entries = woken.get(self._wake_key, [])
         self._take_in(entries)
         return entries[-1][0] if entries else since
 
-    def _remember_outage(self, error: UnreachableError) -> None:
+    def _remember_outage(self, error: RendezvousConnectionError) -> None:
         now = time.monotonic()
+        away_since = self._away_since or now
         if self._away_since is None:
             self._away_since, self._next_complaint = now, now
         if now >= self._next_complaint and not self._stopped.is_set():
             self._next_complaint = now + COMPLAINT_INTERVAL
-            away = now - self._away_since
+            away = now - away_since
             log.warning(
                 "Node %s keeps its place in run %r; Redis is away, for %.0f s by now: %s",
                 *(self.node, self._keys.run_id, away, error),
@@ -320,18 +328,15 @@ class Membership:
                 if event == "closed":
                     self._closed = reason
                 elif event == "broken":
-                    self._last_break = (
-                        _number(change.get("epoch")),
-                        reason or "nobody says why",
-                        _number(change.get("waiting")),
-                    )
-                    if self._round and self._round.epoch == self._last_break[0]:
+                    epoch, waiting = _number(change.get("epoch")), _number(change.get("waiting"))
+                    self._last_break = (epoch, reason or "nobody says why", waiting, change.get("lost") == "1")
+                    if self._round and self._round.epoch == epoch:
                         self._break(*self._last_break[1:])
 
-    def _break(self, reason: str, waiting: int) -> None:
+    def _break(self, reason: str, waiting: int, member_lost: bool) -> None:
         if not self._broken and self._round:
             log.warning("Round %s of run %r is broken: %s.", self._round.epoch, self._keys.run_id, reason)
-        self._broken, self._waiting = reason, waiting
+        self._broken, self._waiting, self._member_lost = reason, waiting, self._member_lost or member_lost
         self._lock.notify_all()
 
     def _beat(self) -> None:
@@ -340,7 +345,7 @@ class Membership:
         self._beat_is_due_in(s.keep_alive_interval)  # also when it fails: the loop pauses, and must not beat twice
         store = self._keys.store(asked_in.epoch if asked_in else 0)
         keys = [*self._run_keys, store.data, store.waits, store.once]
-        args = [node, round(1000 * s.lease), self._status("running" if asked_in else "waiting")]
+        args = [node, round(1000 * s.lease), self._status("running" if asked_in and not self._joining else "waiting")]
         standing, epoch, broken, candidates, closed, expires_in = self._run(scripts.BEAT, keys, args, 0)
         with self._lock:
             self._closed = text(closed) or self._closed
@@ -356,10 +361,10 @@ class Membership:
     def _judge(self, mine: Round, epoch: int, broken: str, candidates: int) -> None:
         if self._standing == "member" and epoch == mine.epoch:
             if broken:
-                self._break(broken, candidates)
+                self._break(broken, candidates, member_lost=False)
         elif self._standing != "unknown" and not self._fenced:  # "unknown": the server lost its data, and judges nobody
             self._fenced = True
-            self._break(f"{self.node}, which is this node, lost its lease", candidates)
+            self._break(f"{self.node}, which is this node, lost its lease", candidates, member_lost=True)
 
     def _beat_is_due_in(self, seconds: float, *, urgent: bool = False) -> None:
         self._next_beat, self._beat_is_urgent = time.monotonic() + seconds, urgent
@@ -389,7 +394,7 @@ def _keep(reference: weakref.ref[Membership], stopped: threading.Event, since: s
             return
         try:
             since = membership.pump(since, interval)
-        except RendezvousError:
+        except Exception:  # without its keeper the node would be lost
             if not stopped.is_set():
                 log.exception("The keep-alive of node %s failed; it goes on trying.", membership.node)
             stopped.wait(interval)

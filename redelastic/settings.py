@@ -45,6 +45,13 @@ def _count(name: str, value: object) -> int:
     return int(count)
 
 
+def _attempts(name: str, value: object) -> int:
+    attempts = _count(name, value)
+    if attempts < 2:
+        raise ValueError(f"The rendezvous parameter {name}={value!r} must be 2 or more: a lease outlasts a heartbeat.")
+    return attempts
+
+
 def _protocol(name: str, value: object) -> str:
     if value not in PROTOCOLS:
         raise ValueError(f"The rendezvous parameter {name}={_shown(value)} must be one of {', '.join(PROTOCOLS)}.")
@@ -84,7 +91,7 @@ _CHECKS: Final[Mapping[str, Callable[[str, object], Any]]] = {
     "read_timeout": _seconds,
     "replacement_timeout": _or_zero,
     "keep_alive_interval": _seconds,
-    "keep_alive_max_attempt": _count,
+    "keep_alive_max_attempt": _attempts,
     "ttl": _seconds,
     "key_prefix": check_key_part,
     "protocol": _protocol,
@@ -147,6 +154,11 @@ class Settings:
     def lease(self) -> float:
         """How long a node that is not heard of stays in its round, in seconds."""
         return self.keep_alive_interval * self.keep_alive_max_attempt
+
+    @property
+    def attempt_timeout(self) -> float:
+        """How long one attempt at a call may take, in seconds: a lost one must leave time for another in the lease."""
+        return min(self.heartbeat_timeout, max(1.0, self.lease / 2))
 
     def endpoint(self, text: str) -> Endpoint:
         """The endpoint of a text, with these settings' files for TLS."""

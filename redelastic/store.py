@@ -18,7 +18,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from . import scripts
-from .connection import Connection, FencedError, require_keys_of_types
+from .connection import Connection, FencedError, require_keys_of_types, text
 from .keys import DEFAULT_PREFIX, RunKeys
 from .settings import DEFAULT_TTL
 
@@ -55,7 +55,8 @@ class RedisStore(dist.Store):
             ends at once when the round is broken, and nothing is written to it once a later round is complete (I4).
         key_prefix: what the names of all keys in Redis begin with.
         timeout: of blocking calls, in seconds.
-        ttl: how long the store outlives its last change, in seconds; a round's store is kept by the round's members.
+        ttl: how long the store outlives its last change, in seconds; a round's members keep its store, but for queues
+            that nobody uses.
 
     Raises:
         RendezvousConnectionError: no Redis answers at the endpoint, or it refuses us.
@@ -77,7 +78,7 @@ class RedisStore(dist.Store):
     ) -> None:
         super().__init__()
         run = RunKeys(run_id, key_prefix)
-        self._run = run
+        self._run, self._name = run, name
         self._keys = run.store(name if epoch is None else epoch)
         self._epoch = epoch
         self._ttl_ms = round(1000 * ttl)
@@ -86,6 +87,7 @@ class RedisStore(dist.Store):
             client = Connection.open(client)
         self._connection = client if isinstance(client, Connection) else Connection(client)
         self._prefix = b""
+        self._views: list[RedisStore] = []  # torch's C++ may hold a clone: it lives as long as this does
         self._fixed_keys = [self._keys.data, self._keys.waits, self._keys.once, run.run, run.members]
         self._fixed_args = ["" if epoch is None else str(epoch), str(self._ttl_ms)]
         self._senders: deque[_Sender] = deque()
@@ -96,8 +98,13 @@ class RedisStore(dist.Store):
         return f"RedisStore({self._keys.base!r} at {self._connection.name})"
 
     def close(self) -> None:
-        """Give up this object: it may be collected once nothing in Python holds it. What is stored stays."""
+        """Give up this object and its views: they may be collected once nothing in Python holds them.
+
+        What is stored stays.
+        """
         _alive.discard(self)
+        while self._views:
+            self._views.pop().close()
         if self._opened:
             self._connection.close()
 
@@ -113,13 +120,14 @@ class RedisStore(dist.Store):
         view = RedisStore(
             self._connection,
             self._run.run_id,
-            self._keys.base.rpartition(":")[2],
+            self._name,
+            epoch=self._epoch,
             key_prefix=self._run.prefix,
             timeout=self.timeout,
             ttl=self._ttl_ms / 1000,
         )
-        view._epoch, view._fixed_args = self._epoch, self._fixed_args
         view._prefix = self._prefix + _bytes("prefix", prefix) + (b"/" if prefix else b"")
+        self._views.append(view)
         return view
 
     # -- reading and writing
@@ -280,7 +288,7 @@ class RedisStore(dist.Store):
                 return
             if reply[0] < 0:
                 raise RoundBrokenError(
-                    f"Round {self._epoch} of run {self._run.run_id!r} is broken ({_text(reply[1])}); "
+                    f"Round {self._epoch} of run {self._run.run_id!r} is broken ({text(reply[1])}); "
                     f"the keys {_listed(keys)} cannot come any more. Join the next round."
                 )
             remaining = deadline - time.monotonic()
@@ -288,9 +296,9 @@ class RedisStore(dist.Store):
                 waited = round(1000 * (time.monotonic() - started))
                 raise dist.DistStoreError(f"wait timeout after {waited}ms, keys: {_listed(keys)} of {self!r}")
             stream = self._keys.stream(keys[reply[0] - 1])
-            streams = {stream: _text(reply[1])}
+            streams = {stream: text(reply[1])}
             if self._epoch is not None:
-                streams[self._run.wake.encode()] = _text(reply[2])
+                streams[self._run.wake.encode()] = text(reply[2])
             woken = self._guarded(
                 lambda s=streams, r=remaining: self._connection.read(s, r, timeout=r),  # type: ignore[misc]
                 [stream],
@@ -334,13 +342,13 @@ class RedisStore(dist.Store):
         except RendezvousError as e:
             raise dist.DistStoreError(f"{self!r}: {e}") from e
 
-    def _naming_the_key(self, error: RendezvousStateError, keys: Sequence[Text]) -> RendezvousStateError:
+    def _naming_the_key(self, error: RendezvousStateError, keys: Sequence[Text]) -> RendezvousError:
         fixed = dict(zip(self._fixed_keys, ("hash", "hash", "hash", "hash", "set"), strict=True))
         queues = self._keys.queue(b"")
-        own = {_text(key): "list" if _bytes("key", key).startswith(queues) else "stream" for key in keys}
+        own = {text(key): "list" if _bytes("key", key).startswith(queues) else "stream" for key in keys}
         try:
             require_keys_of_types(self._connection, fixed | own, error)
-        except RendezvousStateError as named:
+        except RendezvousError as named:
             return named
 
 
@@ -364,10 +372,6 @@ def _bytes(what: str, value: Text) -> bytes:
     raise TypeError(f"A {what} of a store is str or bytes, not {type(value).__name__}.")
 
 
-def _text(value: Text) -> str:
-    return value.decode(errors="replace") if isinstance(value, bytes) else value
-
-
 def _listed(keys: list[bytes]) -> str:
-    shown = ", ".join(_text(key) for key in keys[:8])
+    shown = ", ".join(text(key) for key in keys[:8])
     return shown + (f", … ({len(keys)} in all)" if len(keys) > 8 else "")

@@ -41,13 +41,18 @@ def _rendezvous(name: str) -> Method:
 
     def wrapped(self: Any, worker_group: WorkerGroup) -> None:
         handler = worker_group.spec.rdzv_handler
-        while True:
+        if not isinstance(handler, RedisRendezvousHandler):
+            original(self, worker_group)
+            return
+        lost, done = False, False
+        while not done:
             try:
                 original(self, worker_group)
-                break
+                done = True
             except RoundBrokenError as e:
                 log.warning("%s", e)
-        if self._redelastic_charged and isinstance(handler, RedisRendezvousHandler) and handler.nodes_lost:
+            lost = lost or handler.nodes_lost > 0
+        if self._redelastic_charged and lost:
             self._remaining_restarts += 1
         self._redelastic_charged = False
 
@@ -69,7 +74,7 @@ def _monitor_workers(name: str) -> Method:
             return result
         if self._remaining_restarts > 0:
             self._redelastic_charged = True
-        elif isinstance(handler, RedisRendezvousHandler) and handler.wait_until_broken():
+        elif isinstance(handler, RedisRendezvousHandler) and handler.wait_for_loss():
             return RunResult(state=WorkerState.HEALTHY)  # num_nodes_waiting() is above 0: the agent regroups
         return result
 
@@ -80,7 +85,9 @@ def run(name: str) -> Method:
     """Let a spare end in peace when its run is closed: torch's agent returns nothing then, and its launcher fails."""
     original: Method = getattr(LocalElasticAgent, name)
 
-    def wrapped(self: Any, *args: Any, **kwargs: Any) -> RunResult:
-        return original(self, *args, **kwargs) or RunResult(state=WorkerState.SUCCEEDED)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> RunResult | None:
+        result: RunResult | None = original(self, *args, **kwargs)
+        ours = isinstance(self.get_worker_group().spec.rdzv_handler, RedisRendezvousHandler)
+        return RunResult(state=WorkerState.SUCCEEDED) if result is None and ours else result
 
     return wrapped

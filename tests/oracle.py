@@ -34,6 +34,7 @@ class Wake(NamedTuple):
     epoch: int
     reason: str
     waiting: int
+    lost: int  # whether a member of the round was lost
 
 
 @dataclass
@@ -49,6 +50,7 @@ class State:
     completed_at: int | None = None
     closed: str | None = None
     broken: str | None = None
+    member_lost: int | None = None
     deadline: int | None = None
     beat_at: int | None = None
     arrivals: int = 0
@@ -152,14 +154,14 @@ def _enter(s: State, node: str, request: Join) -> None:
     if node in s.members and s.epoch <= request.after:  # it gives its round up
         s.members.remove(node)
         s.candidates[node] = FORMER + s.ranks[node]
-        _break_round(s, f"{node} regroups", member_gone=True)
+        _break_round(s, f"{node} regroups", "regroups")
     elif node in s.members or node in s.candidates:
         return  # asked again, or a late copy, whose endpoint is gone by now
     else:
         s.arrivals += 1
         s.candidates[node] = s.arrivals
         if s.members and _size(s) < s.settings.max:
-            _break_round(s, f"{node} waits to join", member_gone=False)
+            _break_round(s, f"{node} waits to join", "waits")
     s.endpoints[node] = request.endpoint
     if request.label:
         s.labels[node] = request.label
@@ -195,7 +197,7 @@ def leave(state: State, now: int, request: Leave) -> tuple[State, Reply]:
             s.closed = node
             _wake(s, "closed", f"{node} finished")
         else:
-            _break_round(s, f"{node} {request.reason}", member_gone=True)
+            _break_round(s, f"{node} {request.reason}", "lost")
     _try_complete(s, now)
     return s, ()
 
@@ -219,13 +221,15 @@ def _size(s: State) -> int:
 
 
 def _wake(s: State, event: str, reason: str) -> None:
-    s.wake = (*s.wake, Wake(event, s.epoch or 0, reason, len(s.candidates)))
+    s.wake = (*s.wake, Wake(event, s.epoch or 0, reason, len(s.candidates), s.member_lost or 0))
 
 
-def _break_round(s: State, reason: str, *, member_gone: bool) -> None:
-    """Tell the members to regroup: once per round, and once more when the first of them is gone."""
-    first_gone = member_gone and len(s.members) == _size(s) - 1
-    if s.broken is None or first_gone:
+def _break_round(s: State, reason: str, because: str) -> None:
+    """Tell the members to regroup: once per round, once more when the first is gone, and when the first is lost."""
+    first_gone = because != "waits" and len(s.members) == _size(s) - 1
+    first_lost = because == "lost" and s.member_lost is None
+    s.member_lost = 1 if first_lost else s.member_lost
+    if s.broken is None or first_gone or first_lost:
         s.broken = s.broken or reason
         _wake(s, "broken", reason)
 
@@ -250,7 +254,7 @@ def _reap(s: State, now: int) -> None:
     s.beat_at = now
     for node in sorted((node for node, at in s.leases.items() if at <= now), key=lambda node: (s.leases[node], node)):
         if _remove(s, node):
-            _break_round(s, f"{node} lost its lease", member_gone=True)
+            _break_round(s, f"{node} lost its lease", "lost")
     if s.settings and len(s.candidates) < s.settings.min:
         s.deadline = None  # whoever comes next begins a new last call
 
@@ -289,7 +293,7 @@ def _complete(s: State, now: int, reason: str) -> None:
     s.epoch += 1  # I4
     s.size = len(chosen)
     s.master = next(s.endpoints[node] for node, rank in s.ranks.items() if rank == 0)
-    s.completed_at, s.broken, s.deadline = now, None, None
+    s.completed_at, s.broken, s.member_lost, s.deadline = now, None, None, None
     _wake(s, "complete", reason)
 
 

@@ -14,7 +14,7 @@ import servers
 from redis.cluster import RedisCluster
 
 from redelastic.connection import Connection
-from redelastic.endpoint import SCHEMES, URL_VARIABLE, Endpoint, parse_endpoint, with_password
+from redelastic.endpoint import SCHEMES, URL_VARIABLE, Endpoint, parse_endpoint
 from redelastic.settings import Settings, parameters_from_url
 
 SECRET = "hünter2/?#@:% x"  # every sign that means something in a URL
@@ -276,11 +276,6 @@ def test_a_client_gets_every_part() -> None:
     assert {name: options[name] for name in expected} == expected
     socket_file = parse_endpoint("unix://:p@/run/s?db=2").open(1).get_connection_kwargs()
     assert (socket_file["path"], socket_file["password"], socket_file["db"]) == ("/run/s", "p", 2)
-
-
-def test_with_password_is_read_back() -> None:
-    endpoint = parse_endpoint(with_password("redis://h:1/2", SECRET, SECRET))
-    assert endpoint == Endpoint("redis", (("h", 1),), db=2, username=SECRET, password=SECRET)
 
 
 def test_no_refused_login_shows_the_password(caplog: pytest.LogCaptureFixture) -> None:

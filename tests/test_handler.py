@@ -156,6 +156,22 @@ class TestRegrouping:
         assert nodes[1].next_rendezvous().rank == before[1].rank
         assert joining.result(10).rank == before[0].rank  # it takes the place that is free
 
+    def test_a_spare_that_is_needed_has_its_whole_join_timeout(
+        self, new_node: NodeFactory, pool: ThreadPoolExecutor, client: redis.Redis, keys: RunKeys
+    ) -> None:
+        nodes = [new_node(2, 2) for _ in range(2)]
+        join_all(pool, *nodes)
+        spare = new_node(2, 2, join_timeout=2)
+        joining = pool.submit(spare.next_rendezvous)
+        until_joined(client, keys, 1)
+        with pytest.raises(TimeoutError):
+            joining.result(1.8)  # most of the time that passes between two of its requests
+        nodes[0]._end("drained", finished=False, timeout=5)
+        with pytest.raises(TimeoutError):
+            joining.result(1)  # the survivor takes its time to stop its workers
+        assert nodes[1].next_rendezvous().world_size == 2
+        assert joining.result(10).world_size == 2
+
     def test_a_silent_member_is_out_within_its_lease(self, new_node: NodeFactory, pool: ThreadPoolExecutor) -> None:
         nodes = [new_node(1, 3, keep_alive_interval=0.2) for _ in range(3)]
         before = join_all(pool, *nodes)
@@ -211,6 +227,18 @@ class TestRegrouping:
         with pytest.raises(RoundBrokenError, match="lost its lease"):
             blocked.result(10)
         assert infos[0].store.get("there") == b"yes"
+
+    def test_a_lost_node_is_told_from_one_that_regroups(self, new_node: NodeFactory, pool: ThreadPoolExecutor) -> None:
+        nodes = [new_node(1, 3, keep_alive_interval=0.2) for _ in range(3)]
+        join_all(pool, *nodes)
+        regrouping = pool.submit(nodes[0].next_rendezvous)
+        until(nodes[1].num_nodes_waiting, "the others know")
+        assert not nodes[1].wait_for_loss()
+        nodes[2]._membership.stop()
+        assert nodes[1].wait_for_loss()
+        assert nodes[1].next_rendezvous().world_size == 2
+        assert regrouping.result(10).world_size == 2
+        assert [nodes[0].nodes_lost, nodes[1].nodes_lost] == [1, 1]
 
     def test_a_late_node_does_not_end_the_waits(self, new_node: NodeFactory, pool: ThreadPoolExecutor) -> None:
         nodes = [new_node(1, 3) for _ in range(2)]
@@ -301,6 +329,17 @@ class TestClosing:
         assert stranger.shutdown()
         assert not nodes[0].is_closed()
         assert nodes[1].num_nodes_waiting() == 0
+
+    def test_shutdown_ends_a_join_of_another_thread(
+        self, new_node: NodeFactory, pool: ThreadPoolExecutor, client: redis.Redis, keys: RunKeys
+    ) -> None:
+        node = new_node(2, 2)
+        joining = pool.submit(node.next_rendezvous)
+        until_joined(client, keys, 1)
+        assert node.shutdown()
+        with pytest.raises(RendezvousClosedError, match="was shut down"):
+            joining.result(10)
+        assert client.zcard(keys.candidates) == 0  # and nothing of it comes back
 
     def test_shutdown_without_redis_says_false(self, own_server: RedisServer, new_node: NodeFactory) -> None:
         node = new_node(1, 1, url=own_server.url, close_timeout=0.2, read_timeout=0.5)

@@ -125,7 +125,19 @@ def on_injected_clock(text: str) -> str:
 
 def stored(state: State) -> dict[str, Any]:
     """How the oracle's state has to look in Redis."""
-    names = ("epoch", "size", "master", "lost", "completed_at", "closed", "broken", "deadline", "beat_at", "ttl")
+    names = (
+        "epoch",
+        "size",
+        "master",
+        "lost",
+        "completed_at",
+        "closed",
+        "broken",
+        "member_lost",
+        "deadline",
+        "beat_at",
+        "ttl",
+    )
     run = {name: getattr(state, name) for name in names} | {"arrivals": state.arrivals or None}
     run |= state.settings._asdict() if state.settings else {}
     run["ttl"] = state.ttl

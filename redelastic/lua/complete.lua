@@ -14,7 +14,7 @@ local function reap()
   else
     for _, node in ipairs(redis.call('ZRANGEBYSCORE', LEASES, '-inf', now)) do
       if remove(node) then
-        break_round(node .. ' lost its lease', true)
+        break_round(node .. ' lost its lease', 'lost')
       end
     end
   end
@@ -63,6 +63,7 @@ local function complete(reason)
   set('master', redis.call('HGET', ENDPOINTS, node_at[0]) or '')
   set('completed_at', now)
   set('broken', nil)
+  set('member_lost', nil)
   set('deadline', nil)
   wake('complete', reason)
   touch()

@@ -36,18 +36,9 @@ if after > (run.epoch or -1) then
 end
 
 local regroups = is_member and run.epoch <= after
-if regroups then
-  redis.call('SREM', MEMBERS, node)
-  redis.call('ZADD', CANDIDATES, FORMER + redis.call('ZSCORE', RANKS, node), node)
-  break_round(node .. ' regroups', true)
-  for i = 10, 12 do
-    redis.call('PEXPIRE', KEYS[i], 60000) -- the last waiters on the old round's store still read that it is over
-  end
-elseif not is_member and not is_candidate then
-  redis.call('ZADD', CANDIDATES, redis.call('HINCRBY', RUN, 'arrivals', 1), node)
-  if redis.call('SCARD', MEMBERS) > 0 and run.size < run.max then
-    break_round(node .. ' waits to join', false)
-  end
+local rank = is_member and redis.call('ZSCORE', RANKS, node)
+if is_member and not rank then
+  error('CORRUPT ' .. KEYS[2] .. ': the member ' .. node .. ' has no rank')
 end
 if regroups or not (is_member or is_candidate) then -- not for a late copy of a join, whose port is closed by now
   redis.call('HSET', ENDPOINTS, node, endpoint)
@@ -55,8 +46,21 @@ if regroups or not (is_member or is_candidate) then -- not for a late copy of a 
     redis.call('HSET', LABELS, node, label)
   end
 end
-redis.call('ZADD', LEASES, now + ARGV[10], node)
 redis.call('SET', STATUS, status, 'PX', ARGV[10])
+redis.call('ZADD', LEASES, now + ARGV[10], node) -- before it is a candidate: whatever fails then, it can be reaped
+if regroups then
+  redis.call('SREM', MEMBERS, node)
+  redis.call('ZADD', CANDIDATES, FORMER + rank, node)
+  break_round(node .. ' regroups', 'regroups')
+  for i = 10, 12 do
+    redis.call('PEXPIRE', KEYS[i], 60000) -- the last waiters on the old round's store still read that it is over
+  end
+elseif not is_member and not is_candidate then
+  redis.call('ZADD', CANDIDATES, redis.call('HINCRBY', RUN, 'arrivals', 1), node)
+  if redis.call('SCARD', MEMBERS) > 0 and run.size < run.max then
+    break_round(node .. ' waits to join', 'waits')
+  end
+end
 try_complete()
 touch()
 

@@ -19,7 +19,7 @@ if was_member and finished and not run.broken and not run.closed then
   set('closed', node)
   wake('closed', node .. ' finished')
 elseif was_member and not run.closed then
-  break_round(node .. ' ' .. reason, true)
+  break_round(node .. ' ' .. reason, 'lost')
 end
 try_complete()
 touch()

@@ -25,7 +25,7 @@ for i, text in ipairs(redis.call('HMGET', RUN, unpack(NUMBERS))) do
   end
   run[NUMBERS[i]] = number
 end
-run.closed, run.broken = unpack(redis.call('HMGET', RUN, 'closed', 'broken'))
+run.closed, run.broken, run.member_lost = unpack(redis.call('HMGET', RUN, 'closed', 'broken', 'member_lost'))
 
 local function set(field, value)
   run[field] = value
@@ -45,14 +45,20 @@ end
 
 local function wake(event, reason)
   local waiting = redis.call('ZCARD', CANDIDATES)
-  redis.call('XADD', WAKE, 'MAXLEN', '~', 64, '*', 'event', event, 'epoch', run.epoch or 0, 'reason', reason, 'waiting', waiting)
+  redis.call('XADD', WAKE, 'MAXLEN', '~', 64, '*', 'event', event, 'epoch', run.epoch or 0, 'reason', reason,
+    'waiting', waiting, 'lost', run.member_lost and 1 or 0)
 end
 
--- The members have to regroup. They are told once per round, and once more when the first of them is gone: from then
--- on nobody can wait for that member's keys in the round's store.
-local function break_round(reason, member_gone)
-  local first_gone = member_gone and redis.call('SCARD', MEMBERS) == run.size - 1
-  if not run.broken or first_gone then
+-- The members have to regroup, because of a node that `waits`, `regroups` or is `lost`. They are told once per round;
+-- once more when the first of them is gone, since then nobody can wait for its keys in the round's store; and once more
+-- when the first is lost, since then the failures of its peers' workers are not their own.
+local function break_round(reason, because)
+  local first_gone = because ~= 'waits' and redis.call('SCARD', MEMBERS) == run.size - 1
+  local first_lost = because == 'lost' and not run.member_lost
+  if first_lost then
+    set('member_lost', 1)
+  end
+  if not run.broken or first_gone or first_lost then
     set('broken', run.broken or reason)
     wake('broken', reason)
   end
@@ -60,9 +66,10 @@ end
 
 -- Takes a node out of the run, whatever it was in it.
 local function remove(node)
-  redis.call('ZREM', LEASES, node)
   redis.call('HDEL', ENDPOINTS, node)
   redis.call('HDEL', LABELS, node)
   redis.call('ZREM', CANDIDATES, node)
-  return redis.call('SREM', MEMBERS, node) == 1
+  local was_member = redis.call('SREM', MEMBERS, node) == 1
+  redis.call('ZREM', LEASES, node) -- last: should a corrupt key end the script, the node is still to be reaped
+  return was_member
 end
