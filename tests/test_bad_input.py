@@ -206,10 +206,10 @@ def test_a_member_without_a_rank(client: redis.Redis, new_node: NodeFactory, key
     node = new_node(1, 1)
     node.next_rendezvous()
     client.delete(key_named(keys, "ranks"))
-    with pytest.raises(RendezvousStateError, match=r"our script cannot read") as raised:
+    with pytest.raises(RendezvousStateError, match=r"has no rank") as raised:
         node.next_rendezvous()
     assert key_named(keys, "ranks") in str(raised.value)
-    assert "remove them once no node of the run is alive" in str(raised.value)
+    assert "Remove that key once no node of the run is alive" in str(raised.value)
 
 
 GARBAGE_ENTRIES: list[dict[str, str]] = [
