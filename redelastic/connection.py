@@ -269,7 +269,8 @@ def _translate(  # noqa: C901, PLR0911, PLR0912  (a list, to be read from the to
         return FencedError, reply.partition("FENCED ")[2]
     if "CORRUPT " in reply:
         return RendezvousStateError, (
-            f"Redis at {name} holds something that is not ours: {reply.partition('CORRUPT ')[2]}. Remove that key once no node of the run is alive."
+            f"Redis at {name} holds something that is not ours: {reply.partition('CORRUPT ')[2]}. "
+            "Remove that key once no node of the run is alive."
         )
     if "WRONGTYPE" in reply:
         return RendezvousStateError, (

@@ -192,14 +192,14 @@ def test_a_server_that_still_loads_its_data_is_waited_for(tmp_path: object) -> N
     with RedisServer(data_dir=str(tmp_path)) as server:
         with server.get_client() as client:
             pipe = client.pipeline(transaction=False)
-            for i in range(4096):  # it looks at its clients after each 1,024 commands that it loads
+            for i in range(16384):  # it looks at its clients after each 1,024 commands that it loads
                 pipe.set(f"k{i}", "x")
             pipe.execute()
         connection = opened(server.url, connect=20)
         server.kill()
-        server._config["key-load-delay"] = "1000"  # in microseconds, for each key
+        server._config["key-load-delay"] = "300"  # in microseconds, for each key
         with ThreadPoolExecutor(1) as pool:
-            waiting = pool.submit(connection.call, lambda c: (c.get("k4095"), c.info("persistence")["loading"]), 30)
+            waiting = pool.submit(connection.call, lambda c: (c.get("k16383"), c.info("persistence")["loading"]), 30)
             server._await_answer = lambda *_: None  # type: ignore[method-assign]
             server.start()
             seen: list[str] = []
