@@ -45,10 +45,11 @@ class BootstrapPort:
             timeout: of the store, in seconds.
         """
         self._listener.listen(2048)
-        threading.Thread(target=self._serve, args=(timeout,), name="redelastic-bootstrap", daemon=True).start()
+        # No daemon: a process that ends while torch's constructor runs in another thread is aborted by C++, so it waits.
+        threading.Thread(target=self._serve, args=(timeout,), name="redelastic-bootstrap", daemon=False).start()
 
     def _serve(self, timeout: float) -> None:
-        while not self._closed.is_set():
+        while not self._closed.is_set() and threading.main_thread().is_alive():
             try:
                 store = dist.TCPStore(
                     "localhost",  # where this process connects to itself

@@ -406,6 +406,15 @@ class TestProcesses:
             assert calls("xread") <= calls("evalsha") + 8  # one read for each beat: two commands in two seconds
         assert [n.num_nodes_waiting() for n in nodes] == [0] * 4
 
+    @pytest.mark.parametrize("seconds", [0, 0.001, 0.01])
+    def test_a_process_may_end_while_its_bootstrap_store_starts(self, seconds: float) -> None:
+        script = (
+            "import time; from redelastic.bootstrap import BootstrapPort\n"
+            f"port = BootstrapPort(); port.serve(5); time.sleep({seconds})"
+        )
+        ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+        assert ended.returncode == 0, ended.stderr
+
     def test_threads_and_connections_end_with_their_handlers(
         self, own_server: RedisServer, new_node: NodeFactory
     ) -> None:
