@@ -45,7 +45,7 @@ class BootstrapPort:
             timeout: of the store, in seconds.
         """
         self._listener.listen(2048)
-        # No daemon: a process that ends while torch's constructor runs in another thread is aborted by C++, so it waits.
+        # No daemon: C++ aborts a process that ends while torch's constructor runs in another thread, so it waits.
         threading.Thread(target=self._serve, args=(timeout,), name="redelastic-bootstrap", daemon=False).start()
 
     def _serve(self, timeout: float) -> None:
