@@ -1,4 +1,4 @@
-"""redis-py's client on a shorter way to its connections: half the CPU time of a command."""
+"""redis-py's client on a shorter way to its connections: a quarter less CPU time for a command (`PING`, measured)."""
 
 from __future__ import annotations
 
