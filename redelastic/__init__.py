@@ -6,11 +6,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .agent import AgentOptions, RedisElasticAgent
     from .backend import RedisRendezvousBackend, create_backend
     from .handler import RedisRendezvousHandler, create_handler, handler_from_url
     from .init_method import register_init_method
     from .server import RedisServer
     from .store import RedisStore, RoundBrokenError
+    from .worker import progress, should_checkpoint
 
 __all__ = [
     # a rendezvous
@@ -23,12 +25,19 @@ __all__ = [
     "RedisStore",
     "RoundBrokenError",
     "register_init_method",
+    # an agent, and what a training script says to it
+    "RedisElasticAgent",
+    "AgentOptions",
+    "progress",
+    "should_checkpoint",
     # a server for tests and single hosts
     "RedisServer",
 ]
 __version__ = "0.1.0"
 
 _HOMES = {
+    "AgentOptions": "agent.options",
+    "RedisElasticAgent": "agent.agent",
     "RedisRendezvousBackend": "backend",
     "create_backend": "backend",
     "RedisRendezvousHandler": "handler",
@@ -38,11 +47,14 @@ _HOMES = {
     "RedisServer": "server",
     "RedisStore": "store",
     "RoundBrokenError": "store",
+    "progress": "worker",
+    "should_checkpoint": "worker",
 }
 
 
 def __getattr__(name: str) -> Any:
     # torch is imported late: torchrun loads the plug-in in the middle of importing torch's elastic package.
     if name in _HOMES:
-        return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+        globals()[name] = found = getattr(import_module(f".{_HOMES[name]}", __name__), name)
+        return found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .endpoint import Client
 
 Token = int
+MAX_TOKEN = 19  # digits; ours are microseconds since 1970
 
 
 class RedisRendezvousBackend(RendezvousBackend):
@@ -68,14 +69,7 @@ class RedisRendezvousBackend(RendezvousBackend):
         except RendezvousStateError as e:
             require_keys_of_types(self.connection, {key: "hash"}, e)
         state, token = reply
-        if state is None and token is None:
-            return None
-        if state is None or not (token or b"").isdigit():
-            raise RendezvousStateError(
-                f"The key {key!r} in Redis at {self.connection.name} is corrupt: its token is {token!r}"
-                f"{' and it has no state' if state is None else ''}. Remove that key."
-            )
-        return state, int(token)
+        return None if state is None and token is None else self._checked(state, token)
 
     def set_state(self, state: bytes, token: Token | Any | None = None) -> tuple[bytes, Token, bool] | None:
         """Replace the state, if ``token`` is still its fencing token (I4, I8).
@@ -109,7 +103,15 @@ class RedisRendezvousBackend(RendezvousBackend):
             reply = scripts.SET_STATE(self.connection, [key], args)
         except RendezvousStateError as e:
             require_keys_of_types(self.connection, {key: "hash"}, e)
-        return reply and (reply[0], int(reply[1]), reply[2] == 1)
+        return reply and (*self._checked(*reply[:2]), reply[2] == 1)
+
+    def _checked(self, state: bytes | None, token: bytes | None) -> tuple[bytes, Token]:
+        if state is None or not token or not token.isdigit() or len(token) > MAX_TOKEN:
+            raise RendezvousStateError(
+                f"The key {self.keys.state!r} in Redis at {self.connection.name} is corrupt: its token is "
+                f"{token and token[:80]!r}{' and it has no state' if state is None else ''}. Remove that key."
+            )
+        return state, int(token)
 
 
 def open_backend(params: RendezvousParameters) -> RedisRendezvousBackend:

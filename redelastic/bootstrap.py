@@ -46,27 +46,29 @@ class BootstrapPort:
         """
         self._listener.listen(2048)
         # No daemon: C++ aborts a process that ends while torch's constructor runs in another thread, so it waits.
-        threading.Thread(target=self._serve, args=(timeout,), name="redelastic-bootstrap", daemon=False).start()
+        args = (self._listener.dup(), timeout)
+        threading.Thread(target=self._serve, args=args, name="redelastic-bootstrap", daemon=False).start()
 
-    def _serve(self, timeout: float) -> None:
-        while not self._closed.is_set() and threading.main_thread().is_alive():
-            try:
-                store = dist.TCPStore(
-                    "localhost",  # where this process connects to itself
-                    self.port,
-                    is_master=True,
-                    wait_for_workers=False,
-                    timeout=timedelta(seconds=timeout),
-                    master_listen_fd=os.dup(self._listener.fileno()),  # the store closes it
-                )
-            except (RuntimeError, OSError) as e:  # noqa: PERF203
-                if not self._closed.is_set():
-                    log.warning("The bootstrap store on port %s did not start, trying again: %s", self.port, e)
-                self._closed.wait(RETRY_PAUSE)
-            else:
-                if not self._closed.is_set():
-                    self._store = store
-                return
+    def _serve(self, listener: socket.socket, timeout: float) -> None:
+        with listener:  # of this thread's own: close() frees the number of the other one, which the next port may get
+            while not self._closed.is_set() and threading.main_thread().is_alive():
+                try:
+                    store = dist.TCPStore(
+                        "localhost",  # where this process connects to itself
+                        self.port,
+                        is_master=True,
+                        wait_for_workers=False,
+                        timeout=timedelta(seconds=timeout),
+                        master_listen_fd=os.dup(listener.fileno()),  # the store closes it
+                    )
+                except (RuntimeError, OSError) as e:  # noqa: PERF203
+                    if not self._closed.is_set():
+                        log.warning("The bootstrap store on port %s did not start, trying again: %s", self.port, e)
+                    self._closed.wait(RETRY_PAUSE)
+                else:
+                    if not self._closed.is_set():
+                        self._store = store
+                    return
 
     def close(self) -> None:
         """Stop serving, and free the port."""

@@ -7,8 +7,14 @@ import os
 from collections import deque
 from typing import Any
 
+import hiredis
 import redis
 from redis.connection import Connection
+
+
+def is_of_replica(error: BaseException) -> bool:
+    """Whether a server says that it is a read-only replica, be it from within a script."""
+    return isinstance(error, redis.ReadOnlyError) or "READONLY" in str(error)
 
 
 class DirectClient(redis.Redis):
@@ -32,10 +38,11 @@ class DirectClient(redis.Redis):
         except IndexError:
             connection = self.connection_pool.get_connection()
         try:
-            connection.send_command(*args, check_health=False)
+            connection.send_packed_command(_packed(connection, args), check_health=False)
             reply = self.parse_response(connection, args[0], **options)
         except redis.ResponseError as e:
-            if "READONLY" in str(e):  # a master that became a replica: where its name leads now is for a new connection
+            # A master that became a replica, or lost its own: where its name leads now is for a new connection.
+            if is_of_replica(e) or "NOREPLICAS" in str(e):
                 self._discard(connection)
             else:
                 self._idle.append(connection)
@@ -52,3 +59,14 @@ class DirectClient(redis.Redis):
     def _discard(self, connection: Connection) -> None:
         connection.disconnect()
         self.connection_pool.release(connection)
+
+
+def _packed(connection: Connection, args: tuple[Any, ...]) -> list[bytes]:
+    """As redis-py packs a command, which first looks at each argument, and splits a command's words."""
+    try:
+        if " " not in args[0]:
+            return [hiredis.pack_command(args)]
+    except TypeError:  # a type that hiredis does not know: redis-py says so, or turns it into bytes
+        pass
+    packed: list[bytes] = connection.pack_command(*args)
+    return packed

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import socket
 import ssl
 import time
 from collections.abc import Callable, Mapping
@@ -19,6 +18,8 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousStateError,
 )
 
+from .addresses import is_loopback, source_address
+from .client import is_of_replica
 from .endpoint import Client, Endpoint, parse_endpoint
 
 T = TypeVar("T")
@@ -28,11 +29,21 @@ ATTEMPT_TIMEOUT: Final = 5.0
 READ_TIMEOUT: Final = 60.0
 CONNECT_TIMEOUT: Final = 10.0
 # What the user of one run, or of one prefix with ~<key_prefix>:*, has to be allowed.
-ACL_RULES: Final = "~<key_prefix>:{<run_id>}:* +@read +@write +@connection +eval +evalsha +time -@dangerous"
+ACL_RULES: Final = (
+    "~<key_prefix>:{<run_id>}:* "
+    "+ping +time +type +del +exists +get +mget +set +pexpire +pttl +eval +evalsha +hget +hmget +hgetall "
+    "+hset +hsetnx +hdel +hexists +hincrby +hkeys +hlen +sadd +srem +scard +sismember +smembers +zadd "
+    "+zrem +zremrangebyrank +zcard +zcount +zrange +zrangebyscore +zscore +xadd +xread +xrevrange +rpush "
+    "+lpop +llen"
+)
 
 
 class UnreachableError(RendezvousConnectionError):
     """Redis does not answer now; trying again may help."""
+
+
+class RefusesWritesError(RendezvousConnectionError):
+    """Redis takes no writes: a replica, a full memory or disk. Where it did take some, that may pass."""
 
 
 class FencedError(RendezvousError):
@@ -70,6 +81,7 @@ class Connection:
         self._owned = owned
         self.name = name or _describe(client, options)
         self.read_timeout = read_timeout
+        self.served = False  # whether a script has run there: then a server that takes no writes may do so again
         # A blocking read has to end before the socket's own time-out does, which is how a silent server is noticed.
         self.max_block = (options.get("socket_timeout") or 2 * ATTEMPT_TIMEOUT) / 2
 
@@ -119,9 +131,17 @@ class Connection:
             RendezvousConnectionError: it refuses us; the text says what to do.
             RendezvousStateError: a key holds something that is not ours.
         """
-        return retried(lambda: operation(self.client), self.name, self.read_timeout if timeout is None else timeout)
+        seconds = self.read_timeout if timeout is None else timeout
+        return retried(lambda: operation(self.client), self.name, seconds, fail_over=self.served)
 
     def read(self, streams: Mapping[bytes, str], block: float, timeout: float = 0) -> dict[bytes, Entries]:
+        """As :meth:`read_bytes`, with ids and fields as text."""
+        return {
+            name: [(text(i), {text(k): text(v) for k, v in (fields or {}).items()}) for i, fields in entries]
+            for name, entries in self.read_bytes(streams, block, timeout).items()
+        }
+
+    def read_bytes(self, streams: Mapping[bytes, str], block: float, timeout: float = 0) -> dict[bytes, list[Any]]:
         """Block until one of several streams has an entry after the given id.
 
         Args:
@@ -142,33 +162,71 @@ class Connection:
             return client.execute_command(*command)
 
         reply = self.call(xread, timeout) or {}
-        found = reply.items() if isinstance(reply, dict) else reply
-        return {
-            name: [(text(i), {text(k): text(v) for k, v in (fields or {}).items()}) for i, fields in entries]
-            for name, entries in found
-        }
+        return reply if isinstance(reply, dict) else dict(reply)
+
+    def replicas_with(self, key: str, field: str, value: int, *, wanted: int, block: float, ttl: float) -> int:
+        """Wait until as many replicas as wanted have a number in a hash.
+
+        Args:
+            key: of the hash; it is given the time to live ``ttl``, in seconds, since ``WAIT`` counts from the last
+                write of its own connection.
+            field: of the hash.
+            value: what they have to have there.
+            wanted: how many replicas are waited for.
+            block: for how long, in seconds; ``max_block`` at most.
+            ttl: see ``key``.
+
+        Returns:
+            How many replicas do; 0 where the server itself does not: it may have taken another's place just now.
+        """
+        block_ms = max(1, round(1000 * min(block, self.max_block)))
+
+        def wait(client: Client) -> int:
+            cluster = client if isinstance(client, RedisCluster) else None
+            node = cluster.get_redis_connection(cluster.get_node_from_key(key)) if cluster else client
+            with node.pipeline(transaction=False) as on_one_connection:
+                on_one_connection.hget(key, field)
+                on_one_connection.pexpire(key, round(1000 * ttl))
+                on_one_connection.wait(wanted, block_ms)
+                try:
+                    found, _, count = on_one_connection.execute()
+                except rx.MovedError:
+                    if not cluster:
+                        raise
+                    cluster.nodes_manager.initialize()  # nobody follows it for a connection to one node
+                    return 0
+            return int(count) if found == b"%d" % value else 0
+
+        return self.call(wait, 0)
 
     def local_address(self) -> str | None:
-        """The address of this host on its way to Redis; None if that is a loopback, a socket file or unknown."""
-        options = self.client.get_connection_kwargs()
-        if isinstance(self.client, RedisCluster):
-            node = self.client.get_primaries()[0]
-            options = {"host": node.host, "port": node.port}
-        elif isinstance(self.client.connection_pool, SentinelConnectionPool):
-            options = self.client.connection_pool.sentinel_manager.sentinels[0].get_connection_kwargs()
-        try:
-            target = socket.getaddrinfo(options["host"], options.get("port", 0), type=socket.SOCK_DGRAM)[0]
-            with socket.socket(target[0], socket.SOCK_DGRAM) as probe:
-                probe.connect(target[4])  # sends nothing; only looks up the route
-                address: str = probe.getsockname()[0]
-        except (KeyError, OSError):
-            return None
-        return None if address == "::1" or address.startswith("127.") else address
+        """The address of this host on its way to Redis; None if that is a loopback, a socket file or unknown.
+
+        Raises:
+            RendezvousConnectionError: Redis could not be reached.
+        """
+        peer = self.call(_peer)
+        address = source_address(peer) if isinstance(peer, str) else ""
+        return None if not address or is_loopback(address) else address
 
     def close(self) -> None:
         """Close the client's connections, if it is ours; a later call opens new ones."""
         if self._owned:
             self.client.close()
+
+
+def _peer(client: Client) -> Any:
+    """Whom the client is connected to: of all that the server's name may mean, the one that took the call."""
+    if isinstance(client, RedisCluster):
+        client = client.get_redis_connection(client.get_primaries()[0])
+    pool = client.connection_pool
+    connection = pool.get_connection()
+    try:
+        return None if "path" in client.get_connection_kwargs() else connection.getpeername()
+    except AttributeError:  # a stand-in for Redis in this process, such as fakeredis
+        return None
+    finally:
+        pool.release(connection)
 
 
 def _describe(client: Client, options: Mapping[str, Any]) -> str:
@@ -184,6 +242,11 @@ def _describe(client: Client, options: Mapping[str, Any]) -> str:
 def text(value: bytes | str) -> str:
     """A reply of Redis as text."""
     return value.decode(errors="replace") if isinstance(value, bytes) else value
+
+
+def words(value: bytes | str) -> str:
+    """What somebody wrote into Redis for people, as it may stand in a log: one line that no terminal obeys."""
+    return "".join(sign if sign.isprintable() else " " for sign in text(value)[:1000])
 
 
 _PASSING_REPLY: Final = re.compile(
@@ -235,28 +298,35 @@ def _is_passing(error: BaseException) -> bool:
     return isinstance(error, rx.ResponseError) and bool(_PASSING_REPLY.search(str(error)))
 
 
-def retried(operation: Callable[[], T], name: str, timeout: float) -> T:
-    """Run an operation until it succeeds, fails for good, or the time is up; see :meth:`Connection.call`."""
+def retried(operation: Callable[[], T], name: str, timeout: float, *, fail_over: bool = False) -> T:
+    """Run an operation until it succeeds, fails for good, or the time is up; see :meth:`Connection.call`.
+
+    With ``fail_over``, a server that has become a read-only replica is taken for a master that will be replaced.
+    """
+
+    def may_pass(error: BaseException) -> bool:
+        return _is_passing(error) or (fail_over and is_of_replica(_cause(error)))
+
     started = time.monotonic()
     try:
         return operation()
     except (rx.RedisError, rx.RedisClusterException, OSError) as error:
-        if timeout <= 0 or not _is_passing(error):
-            _raise(error, name, time.monotonic() - started)
+        if timeout <= 0 or not may_pass(error):
+            _raise(error, name, time.monotonic() - started, may_pass(error))
     try:
         return Retrying(
-            retry=retry_if_exception(_is_passing),
+            retry=retry_if_exception(may_pass),
             wait=wait_random_exponential(multiplier=0.05, max=1.0),
             stop=stop_after_delay(max(0.0, timeout - (time.monotonic() - started))),
             reraise=True,
         )(operation)
     except (rx.RedisError, rx.RedisClusterException, OSError) as error:
-        _raise(error, name, time.monotonic() - started)
+        _raise(error, name, time.monotonic() - started, may_pass(error))
 
 
-def _raise(error: Exception, name: str, waited: float) -> NoReturn:
+def _raise(error: Exception, name: str, waited: float, passing: bool) -> NoReturn:
     failed, message = _translate(error, name, waited)
-    raise failed(message) from error
+    raise (UnreachableError if passing else failed)(message) from error
 
 
 def _translate(  # noqa: C901, PLR0911, PLR0912  (a list, to be read from the top)
@@ -291,13 +361,18 @@ def _translate(  # noqa: C901, PLR0911, PLR0912  (a list, to be read from the to
             f"Redis at {name} denies this user a key or command: {reply}. Check that the run id and the key_prefix are "
             f"those that the user is for; it needs the rules '{ACL_RULES}' (see Security in the README)."
         )
-    if isinstance(cause, rx.ReadOnlyError) or "READONLY" in reply:
-        return RendezvousConnectionError, (
+    if is_of_replica(cause):
+        return RefusesWritesError, (
             f"Redis at {name} is a read-only replica. Name its master, or use redis+sentinel:// to follow it."
         )
-    if isinstance(cause, rx.OutOfMemoryError) or reply.startswith("OOM"):
-        return RendezvousConnectionError, (
+    if isinstance(cause, rx.OutOfMemoryError) or "OOM command not allowed" in reply:
+        return RefusesWritesError, (
             f"Redis at {name} is out of memory: {reply}. Raise its maxmemory, or remove what fills it."
+        )
+    if reply.startswith("MISCONF"):
+        return RefusesWritesError, (
+            f"Redis at {name} cannot save its data, and takes no writes: {reply}. See its log and its disk, or turn "
+            "stop-writes-on-bgsave-error off."
         )
     if isinstance(cause, rx.MovedError | rx.AskError):
         return RendezvousConnectionError, (
@@ -334,6 +409,11 @@ def _translate(  # noqa: C901, PLR0911, PLR0912  (a list, to be read from the to
         return UnreachableError, (
             f"The sentinels of {name} named no master within {waited:.1f} s: {reply}. Check that they run there and "
             "watch a master of that name, and that it is up."
+        )
+    if "NOREPLICAS" in reply:
+        return UnreachableError, (
+            f"Redis at {name} takes no writes: {reply}. See why its replicas do not follow, or lower its "
+            "min-replicas-to-write."
         )
     if isinstance(error, OSError) or _is_passing(error):
         return UnreachableError, (

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
-import socket
+import threading
 import time
 import weakref
 from datetime import timedelta
@@ -23,18 +24,23 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
+from .addresses import find_address, why_unreached
 from .backend import RedisRendezvousBackend, open_backend
 from .bootstrap import BootstrapPort
 from .connection import UnreachableError
-from .membership import Membership, Round
+from .control import RunControl
+from .membership import Membership, RunThen
 from .settings import Settings, parameters_from_url
 from .store import RedisStore
+from .view import Round
 
 log = logging.getLogger(__name__)
 
 EPOCH_VARIABLE: Final = "REDELASTIC_EPOCH"
 PREFIX_VARIABLE: Final = "REDELASTIC_KEY_PREFIX"
 DETECTION: Final = 0.2  # a lost lease is known everywhere within this time, and some for a busy machine, in seconds
+REACH_THREAD: Final = "redelastic-reach"
+REACH_TIMEOUT: Final = 10.0  # within which a node has to get through to rank 0, in seconds
 EXIT_TIMEOUT: Final = 2.0  # how long a process that exits tries to say so, in seconds
 
 
@@ -51,10 +57,13 @@ class RedisRendezvousHandler(RendezvousHandler):
     def __init__(self, backend: RedisRendezvousBackend, settings: Settings) -> None:
         self._backend = backend
         self._settings = settings
-        self._host = settings.local_addr or _reachable_host(backend.connection.local_address())
-        self._membership = Membership(backend.connection, backend.keys, settings, self._host)
+        self._address = find_address(settings.local_addr, backend.connection.local_address())
+        self.membership = Membership(backend.connection, backend.keys, settings, self._address.host)
+        log.info("Peers of node %s are told the address %s.", self.membership.node, self._address)
         self._stores: list[RedisStore] = []
         self._bootstrap: BootstrapPort | None = None
+        self._entered: Round | None = None
+        self._not_yet_reached = False  # whether rank 0 of that round is to be tried
         self._shut_down = False
         _handlers.add(self)
 
@@ -75,7 +84,8 @@ class RedisRendezvousHandler(RendezvousHandler):
         """Join the run's next round and block until it is complete.
 
         Sets ``REDELASTIC_EPOCH`` and ``REDELASTIC_KEY_PREFIX`` in this process' environment, which torch's agents hand
-        on to their workers.
+        on to their workers; and ``GLOO_SOCKET_IFNAME``, where it is not set and gloo would listen on a loopback or on
+        another interface than the ``local_addr`` that was given.
 
         Raises:
             RendezvousClosedError: the run is closed.
@@ -91,14 +101,14 @@ class RedisRendezvousHandler(RendezvousHandler):
         self._close_bootstrap()  # a round never sees the keys of the one before
         self._bootstrap = BootstrapPort()
         try:
-            entered = self._membership.join(self._bootstrap.port, started + self._settings.join_timeout)
+            entered = self.membership.join(self._bootstrap.port, started + self._settings.join_timeout)
             info = self._open_round(entered)
         except Exception as e:
             self._record(f"{type(e).__name__}: {e}", NodeState.FAILED)
             raise
         seconds = time.monotonic() - started
         message = (
-            f"Node {self._membership.node} is rank {entered.rank} of {entered.size} in round {entered.epoch} of run "
+            f"Node {self.membership.node} is rank {entered.rank} of {entered.size} in round {entered.epoch} of run "
             f"{self._settings.run_id!r}, after {seconds:.3f} s."
         )
         self._record(message, NodeState.RUNNING, entered.rank)
@@ -119,6 +129,8 @@ class RedisRendezvousHandler(RendezvousHandler):
         while len(self._stores) > 2:  # the last round's may still be in the hands of somebody who finds it broken
             self._stores.pop(0).close()
         os.environ[EPOCH_VARIABLE], os.environ[PREFIX_VARIABLE] = str(entered.epoch), s.key_prefix
+        self._address.tell_workers()
+        self._entered, self._not_yet_reached = entered, entered.rank > 0 and self.use_agent_store
         if entered.rank == 0 and self.use_agent_store and self._bootstrap is not None:
             self._bootstrap.serve(s.read_timeout)
         else:
@@ -135,17 +147,57 @@ class RedisRendezvousHandler(RendezvousHandler):
 
         It is above 0 as well when a member of this node's round died, left or regroups: torch's agent then restarts
         its workers in a new round.
+
+        The first time in a round, when the agent has started its workers, a thread begins to try whether they get
+        through to rank 0: torch's own error comes after half an hour, and does not say what to do.
         """
-        return 0 if self._shut_down else self._membership.nodes_waiting
+        if self._shut_down:
+            return 0
+        if self._not_yet_reached and self._entered:
+            self._not_yet_reached = False
+            threading.Thread(target=self._try_to_reach, args=(self._entered,), name=REACH_THREAD, daemon=True).start()
+        return self.membership.nodes_waiting
+
+    def _try_to_reach(self, entered: Round) -> None:
+        def is_over() -> bool:
+            return self._shut_down or self._entered is not entered or self.membership.nodes_waiting > 0
+
+        host, port = entered.host, entered.port
+        if not (why := why_unreached(host, port, REACH_TIMEOUT, is_over)):
+            return
+        control = RunControl(self._backend.connection, self._backend.keys)
+        try:
+            rank_0 = control.state().members[0].id
+        except (RendezvousError, LookupError):  # it can be read in the run's events
+            rank_0 = "?"
+        message = (
+            f"Rank 0, node {rank_0}, told its peers to meet at {host} port {port}, but from {self._address.host} "
+            f"nobody gets there within {REACH_TIMEOUT:g} s: {why}. If that is not its address for this host, give it "
+            "the right one or its interface (--local-addr); else see which firewall keeps hosts off each other's ports."
+        )
+        if not is_over():
+            log.error("Round %s of run %r: %s", entered.epoch, self._settings.run_id, message)
+            with contextlib.suppress(RendezvousError):
+                control.note("unreached", self.membership.node, message)
 
     @property
     def nodes_lost(self) -> int:
         """How many nodes of the round before did not come back for this one."""
-        return self._membership.nodes_lost
+        return self.membership.nodes_lost
+
+    @property
+    def settings(self) -> Settings:
+        """Those of the run."""
+        return self._settings
+
+    @property
+    def backend(self) -> RedisRendezvousBackend:
+        """What names the server and the run."""
+        return self._backend
 
     def wait_for_loss(self) -> bool:
         """Wait for as long as it can take until the loss of a member is known; returns whether one is lost."""
-        return self._membership.wait_for_loss(self._settings.lease + DETECTION)
+        return self.membership.wait_for_loss(self._settings.lease + DETECTION)
 
     def is_closed(self) -> bool:
         """Whether the run is closed.
@@ -153,7 +205,7 @@ class RedisRendezvousHandler(RendezvousHandler):
         Raises:
             RendezvousConnectionError: Redis could not be reached.
         """
-        return bool(self._membership.closed) or self._membership.ask_whether_closed()
+        return bool(self.membership.closed) or self.membership.ask_whether_closed()
 
     def set_closed(self) -> None:
         """Close the run, for ever and for every node (I5).
@@ -163,7 +215,7 @@ class RedisRendezvousHandler(RendezvousHandler):
             RendezvousConnectionError: Redis refuses us.
         """
         try:
-            self._membership.close(self._settings.close_timeout)
+            self.membership.close(self._settings.close_timeout)
         except UnreachableError as e:
             raise RendezvousTimeoutError(f"Run {self._settings.run_id!r} could not be closed in time: {e}") from e
 
@@ -175,15 +227,23 @@ class RedisRendezvousHandler(RendezvousHandler):
         Returns:
             Whether Redis could be told.
         """
-        return self._end("finished", finished=True, timeout=self._settings.close_timeout)
+        return self.end("finished", "closes")
 
-    def _end(self, reason: str, *, finished: bool, timeout: float) -> bool:
+    def end(self, reason: str, run_then: RunThen, timeout: float | None = None) -> bool:
+        """As :meth:`shutdown`, for another reason or with another outcome for the run.
+
+        Args:
+            reason: for people and the other nodes.
+            run_then: ``goes on`` without this node, ``closes``, or ``stops``: the other nodes end their workers.
+            timeout: in seconds; None for ``close_timeout``.
+        """
+        timeout = self._settings.close_timeout if timeout is None else timeout
         if self._shut_down:
             return True
         self._shut_down = True
-        self._membership.stop()
+        self.membership.stop()
         try:
-            self._membership.leave(reason, finished=finished, timeout=timeout)
+            self.membership.leave(reason, run_then=run_then, timeout=timeout)
         except RendezvousError as e:
             log.warning("Run %r could not be told that this node leaves: %s", self._settings.run_id, e)
             return False
@@ -201,7 +261,7 @@ class RedisRendezvousHandler(RendezvousHandler):
             message=message,
             node_state=state,
             name="RedisRendezvousHandler.next_rendezvous",
-            hostname=self._host,
+            hostname=self._address.host,
             pid=os.getpid(),
             rank=rank,
         )
@@ -218,7 +278,8 @@ def create_handler(backend: RedisRendezvousBackend, params: RendezvousParameters
         The native handler; with ``protocol=dynamic`` torch's own ``DynamicRendezvousHandler`` on ``backend``.
 
     Raises:
-        ValueError: a parameter is unknown or wrong, or is another run's than the backend.
+        ValueError: a parameter is unknown or wrong, or is another run's than the backend; ``local_addr`` is not of
+            this host.
     """
     settings = Settings.from_parameters(params)
     if (settings.run_id, settings.key_prefix) != (backend.keys.run_id, backend.keys.prefix):
@@ -242,7 +303,7 @@ def create_handler(backend: RedisRendezvousBackend, params: RendezvousParameters
         backend,
         settings.min_nodes,
         settings.max_nodes,
-        settings.local_addr,
+        find_address(settings.local_addr, backend.connection.local_address()).host,
         dynamic_rendezvous.RendezvousTimeout(*(timedelta(seconds=getattr(settings, name)) for name in seconds)),
         keep_alive_interval=settings.keep_alive_interval,  # type: ignore[arg-type]
         keep_alive_max_attempt=settings.keep_alive_max_attempt,
@@ -274,18 +335,6 @@ def handler_from_url(url: str) -> RendezvousHandler:
     return handler_from_parameters(parameters_from_url(url))
 
 
-def _reachable_host(towards_redis: str | None) -> str:
-    """The address that peers are given: that of the way to Redis, which they take too; else a name that resolves."""
-    if towards_redis:
-        return towards_redis
-    name = socket.gethostname()  # not getfqdn, which asks a name server for names that nobody gave
-    try:
-        socket.getaddrinfo(name, None)
-    except OSError:
-        return "127.0.0.1"
-    return name
-
-
 # torchrun does not shut a handler down when a signal ends it: leaving would close the run. But it is gone, and says so.
 _handlers: weakref.WeakSet[RedisRendezvousHandler] = weakref.WeakSet()
 _pid = os.getpid()
@@ -294,7 +343,7 @@ _pid = os.getpid()
 def _leave_at_exit() -> None:
     if os.getpid() == _pid:
         for handler in list(_handlers):
-            handler._end("exited", finished=False, timeout=EXIT_TIMEOUT)  # noqa: SLF001
+            handler.end("exited", "goes on", EXIT_TIMEOUT)
 
 
 atexit.register(_leave_at_exit)

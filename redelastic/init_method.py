@@ -80,7 +80,7 @@ def _join(connection: Connection, settings: Settings, rank: int | None, timeout:
     """Find the other processes by a rendezvous of their own; whoever fails in it leaves, so that they all fail."""
     place = (os.getpid(), connection.name, settings.key_prefix, settings.run_id)
     if former := _handlers.pop(place, None):
-        former._end("makes another process group", finished=False, timeout=settings.close_timeout)  # noqa: SLF001
+        former.end("makes another process group", "goes on")
     backend = RedisRendezvousBackend(connection, settings.run_id, settings.key_prefix, settings.ttl)
     handler = RedisRendezvousHandler(backend, settings)
     try:
@@ -89,7 +89,7 @@ def _join(connection: Connection, settings: Settings, rank: int | None, timeout:
         rank = info.rank if rank is None else rank
         _take(rank, info, settings.run_id)
     except BaseException as e:
-        handler._end(f"gave up: {e}", finished=False, timeout=EXIT_TIMEOUT)  # noqa: SLF001
+        handler.end(f"gave up: {e}", "goes on", EXIT_TIMEOUT)
         raise
     _handlers[place] = handler
     return info.store, rank, info.world_size

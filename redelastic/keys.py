@@ -123,6 +123,16 @@ class RunKeys:
         return self._key("wake")
 
     @cached_property
+    def events(self) -> str:
+        """Stream of what happened in the run, for people and tools."""
+        return self._key("events")
+
+    @cached_property
+    def failures(self) -> str:
+        """Hash of the hosts whose workers failed in their last rounds."""
+        return self._key("failures")
+
+    @cached_property
     def state(self) -> str:
         """State of a backend under torch's own handler: ``lua/set_state.lua``."""
         return self._key("state")
@@ -139,6 +149,8 @@ class RunKeys:
             self._key("endpoints"): "hash",
             self._key("labels"): "hash",
             self.wake: "stream",
+            self.events: "stream",
+            self.failures: "hash",
         }
 
     def status(self, node: str) -> str:

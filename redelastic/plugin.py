@@ -20,8 +20,8 @@ def handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
 
 def create(params: RendezvousParameters) -> RendezvousHandler:
     """Make the handler that torchrun asks for; see :func:`redelastic.handler.handler_from_parameters`."""
-    from . import torch_agent
+    from .agent.regrouping import teach_torchrun
     from .handler import handler_from_parameters
 
-    torch_agent.teach()
+    teach_torchrun()
     return handler_from_parameters(params)

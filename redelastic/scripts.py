@@ -43,13 +43,20 @@ class Script:
             except NoScriptError:  # a new server, or one whose scripts were flushed
                 return client.execute_command("EVAL", self.text, len(keys), *keys, *args)
 
-        return connection.call(run, timeout)
+        reply = connection.call(run, timeout)
+        connection.served = True
+        return reply
 
 
-JOIN: Final = Script("run", "complete", "join")
-BEAT: Final = Script("run", "complete", "beat")
-LEAVE: Final = Script("run", "complete", "leave")
+JOIN: Final = Script("run", "complete", "restore", "join")
+BEAT: Final = Script("run", "complete", "restore", "beat")
+LEAVE: Final = Script("run", "complete", "restore", "leave")
 CLOSE: Final = Script("run", "close")
+DRAIN: Final = Script("run", "drain")
+CHARGE: Final = Script("run", "charge")
+INSPECT: Final = Script("run", "inspect")
+NOTE: Final = Script("run", "note")
+READMIT: Final = Script("run", "readmit")
 
 SET_STATE: Final = Script("set_state")
 

@@ -245,6 +245,7 @@ class RedisServer:
         defaults = {
             "save": '""',
             "maxmemory-policy": "noeviction",
+            "lazyfree-lazy-expire": "yes",  # a store of a million keys that expires must not hold all others up
             "maxclients": str(_MAX_CLIENTS if unlimited else min(_MAX_CLIENTS, hard_limit - _SPARE_FILES)),
             "tcp-backlog": "4096",
             "loglevel": "notice",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
+import socket
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Final
 from urllib.parse import urlencode
 
@@ -45,6 +47,10 @@ def _count(name: str, value: object) -> int:
     return int(count)
 
 
+def _count_or_zero(name: str, value: object) -> int:
+    return 0 if value in (0, "0") and not isinstance(value, bool | float) else _count(name, value)
+
+
 def _attempts(name: str, value: object) -> int:
     attempts = _count(name, value)
     if attempts < 2:
@@ -83,6 +89,11 @@ def _label(name: str, value: object) -> str:
     return check_key_part(name, value) if value != "" else ""
 
 
+def _hostname() -> str:
+    """The name of this host as part of a key: whatever cannot stand there becomes a hyphen."""
+    return re.sub(r"[^\w.-]", "-", socket.gethostname())[:100] or "host"
+
+
 _CHECKS: Final[Mapping[str, Callable[[str, object], Any]]] = {
     "join_timeout": _seconds,
     "last_call_timeout": _or_zero,
@@ -90,11 +101,13 @@ _CHECKS: Final[Mapping[str, Callable[[str, object], Any]]] = {
     "heartbeat_timeout": _seconds,
     "read_timeout": _seconds,
     "replacement_timeout": _or_zero,
+    "min_replicas": _count_or_zero,
     "keep_alive_interval": _seconds,
     "keep_alive_max_attempt": _attempts,
     "ttl": _seconds,
     "key_prefix": check_key_part,
     "protocol": _protocol,
+    "node_name": check_key_part,
     "topology": _label,
     "ca_cert": _path,
     "ssl_cert": _path,
@@ -114,7 +127,7 @@ class Settings:
     Attributes:
         run_id: id of the run.
         min_nodes, max_nodes: how many nodes a round may have.
-        local_addr: address of this node for its peers; None finds it.
+        local_addr: address of this node for its peers, a name of that, or the interface that has it; None finds it.
         join_timeout: within which a rendezvous has to complete.
         last_call_timeout: how long a new group waits for more nodes once ``min_nodes`` have joined.
         close_timeout: within which closing has to succeed.
@@ -122,10 +135,12 @@ class Settings:
         keep_alive_interval: time between two heartbeats of a node.
         keep_alive_max_attempt: how many of them may be missed before the node's lease is lost.
         replacement_timeout: how long the survivors of a round wait for replacements before they go on with fewer.
+        min_replicas: how many replicas of Redis have to hold a completed round before a node enters it (WAIT).
         read_timeout: within which an operation on a store has to succeed; also the time-out of the round's store.
         ttl: how long what a run has in Redis outlives its last live node.
         key_prefix: what the names of all keys begin with.
         protocol: ``native``, or ``dynamic`` for torch's own state machine on Redis.
+        node_name: what people call this host; its hostname by default.
         topology: label of the node's place; new nodes get ranks in the order of their labels.
         ca_cert, ssl_cert, ssl_cert_key: files for TLS.
     """
@@ -141,10 +156,12 @@ class Settings:
     keep_alive_interval: float = 2.0
     keep_alive_max_attempt: int = 3
     replacement_timeout: float = 0.0
+    min_replicas: int = 0
     read_timeout: float = 60.0
     ttl: float = DEFAULT_TTL
     key_prefix: str = DEFAULT_PREFIX
     protocol: str = "native"
+    node_name: str = field(default_factory=_hostname)
     topology: str = ""
     ca_cert: str | None = None
     ssl_cert: str | None = None

@@ -134,7 +134,8 @@ class RedisStore(dist.Store):
 
     def set(self, key: Text, value: Text) -> None:
         """Write a value."""
-        self.multi_set([key], [value])
+        full = self._key(key)
+        self._once(scripts.STORE_SET, [self._keys.stream(full)], [full, _bytes("value", value)])
 
     def multi_set(self, keys: Sequence[Text], values: Sequence[Text]) -> None:
         """Write several values at once."""
@@ -153,8 +154,14 @@ class RedisStore(dist.Store):
             RoundBrokenError: it cannot come any more, since the store's round is broken.
         """
         full = self._key(key)
-        value: bytes | None = self._call(lambda client: client.hget(self._keys.data, full))
-        return self.multi_get([key])[0] if value is None else value
+        deadline = time.monotonic() + self.timeout.total_seconds()
+        while True:
+            value: bytes | None = self._call(lambda client: client.hget(self._keys.data, full))
+            if value is not None:
+                return value
+            value = self._await([full], "get", deadline)
+            if value is not None:
+                return value
 
     def multi_get(self, keys: Sequence[Text]) -> list[bytes]:
         """Read several values; blocks until all are there. Raises as :meth:`get`."""
@@ -280,12 +287,13 @@ class RedisStore(dist.Store):
         both = [name for key in keys for name in (self._keys.stream(key), self._keys.queue(key))]
         return self._script(scripts.STORE_WAIT, [self._run.wake, *both], [asked, *keys], timeout)
 
-    def _await(self, keys: list[bytes], asked: Literal["get", "pop", "wait"], deadline: float) -> None:
+    def _await(self, keys: list[bytes], asked: Literal["get", "pop", "wait"], deadline: float) -> bytes | None:
+        """Block until all keys are there; returns the value that a single one was set to, where its setter told it."""
         started = time.monotonic()
         while keys:
             reply = self._look(keys, asked, deadline - time.monotonic())
             if reply[0] == 0:
-                return
+                break
             if reply[0] < 0:
                 raise RoundBrokenError(
                     f"Round {self._epoch} of run {self._run.run_id!r} is broken ({text(reply[1])}); "
@@ -300,11 +308,13 @@ class RedisStore(dist.Store):
             if self._epoch is not None:
                 streams[self._run.wake.encode()] = text(reply[2])
             woken = self._guarded(
-                lambda s=streams, r=remaining: self._connection.read(s, r, timeout=r),  # type: ignore[misc]
+                lambda s=streams, r=remaining: self._connection.read_bytes(s, r, timeout=r),  # type: ignore[misc]
                 [stream],
             )
             if stream in woken and len(keys) == 1:
-                return
+                told: dict[bytes, bytes] = woken[stream][-1][1] or {}
+                return told.get(b"value")
+        return None
 
     def _once(self, script: scripts.Script, keys: Sequence[Text], args: Sequence[bytes | int]) -> Any:
         try:

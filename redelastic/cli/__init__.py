@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import os
+import sys
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from redelastic import __version__
 
-from . import demo
+from . import close, common, demo, doctor, drain, events, output, readmit, run, runs, server, status, timeline
 
-COMMANDS = (demo,)  # each has NAME, SUMMARY, DESCRIPTION, add_arguments(parser) and run(arguments) -> exit code
+# Each has NAME, SUMMARY, DESCRIPTION, add_arguments(parser) and run(arguments) -> exit code.
+COMMANDS = (status, events, timeline, runs, drain, close, readmit, doctor, server, demo)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -29,9 +32,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code; 2 and 0 come as ``SystemExit`` from argparse for wrong arguments and for ``--help``.
     """
+    argv = sys.argv[1:] if argv is None else list(argv)
+    if argv[:1] == [run.NAME]:  # its parser is torchrun's
+        return _ended(run.NAME, lambda: run.main(argv[1:]))
     parser = _Parser("redelastic", description="A Redis-backed elastic runtime for PyTorch.")
     parser.add_argument("--version", action="version", version=f"redelastic {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    commands.add_parser(run.NAME, help=run.SUMMARY)
     for command in COMMANDS:
         subparser = commands.add_parser(
             command.NAME,
@@ -40,10 +47,37 @@ def main(argv: Sequence[str] | None = None) -> int:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         command.add_arguments(subparser)
-        subparser.set_defaults(run=command.run)
+        subparser.set_defaults(command=command)
     arguments = parser.parse_args(argv)
+    return _ended(arguments.command.NAME, lambda: arguments.command.run(arguments))
+
+
+def _ended(name: str, call: Callable[[], int]) -> int:
+    """Run a command to its exit code."""
     try:
-        code: int = arguments.run(arguments)
+        code = call()
+        sys.stdout.flush()
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # whoever read our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except Exception as e:
+        code = exit_code(e)
+        if not code:
+            raise
+        sys.stderr.write(f"redelastic {name}: {output.clean(str(e))}\n")  # it may quote what Redis holds
     return code
+
+
+def exit_code(error: Exception) -> int:
+    """What the command ends with because of an error; 0 if that error is a fault of ours."""
+    from torch.distributed.elastic.rendezvous.api import RendezvousError
+
+    from redelastic.control import UnknownNodeError, UnknownRunError
+
+    if isinstance(error, UnknownNodeError | UnknownRunError):
+        return common.UNKNOWN
+    if isinstance(error, RendezvousError):
+        return common.UNREACHABLE
+    return common.USAGE if isinstance(error, ValueError) else 0

@@ -1,18 +1,19 @@
 -- beat: renews a node's lease, and tells it how its run stands.
 --
--- KEYS 1-9 of run.lua, 10 data, 11 waits, 12 once: the store of the node's round
--- ARGV 1 node, 2 lease (ms), 3 status (JSON)
+-- KEYS 1-11 of run.lua, 12 data, 13 waits, 14 once: the store of the node's round
+-- ARGV 1-16 of restore.lua
 -- Reply {standing: 'member' | 'candidate' | 'fenced' | 'unknown', epoch, why the round is broken or '', candidates,
---        closed by whom or '', ms until the lease of another node runs out or -1}
+--        why it is closed or '', ms until the lease of another node runs out or -1, stop: 1 or 0,
+--        'timeout (ms) reason' if it was asked to drain or ''}
 -- I6 I7 I8 I9
-local node, lease, status = ARGV[1], tonumber(ARGV[2]), ARGV[3]
-if not run.epoch then
-  return { 'unknown', 0, '', 0, run.closed or '', -1 } -- the server lost its data: no verdict on anybody
+restore()
+if not run.epoch then -- the server has forgotten the run, and this node knows of no round: no verdict on it
+  return { 'unknown', 0, '', 0, run.closed or '', -1, run.stop and 1 or 0, '' }
 end
 reap()
 if redis.call('ZSCORE', LEASES, node) then
-  redis.call('ZADD', LEASES, now + lease, node)
-  redis.call('SET', STATUS, status, 'PX', lease)
+  redis.call('ZADD', LEASES, now + ARGV[7], node)
+  redis.call('SET', STATUS, status, 'PX', ARGV[7])
 end
 try_complete()
 local standing = 'fenced'
@@ -23,7 +24,7 @@ elseif redis.call('ZSCORE', CANDIDATES, node) then
 end
 if redis.call('PTTL', RUN) < run.ttl / 2 then
   touch()
-  for i = 10, 12 do
+  for i = 12, 14 do
     redis.call('PEXPIRE', KEYS[i], run.ttl)
   end
 end
@@ -36,4 +37,5 @@ for i = 1, #soonest, 2 do
     break
   end
 end
-return { standing, run.epoch, run.broken or '', redis.call('ZCARD', CANDIDATES), run.closed or '', expires_in }
+return { standing, run.epoch, run.broken or '', redis.call('ZCARD', CANDIDATES), run.closed or '', expires_in,
+  run.stop and 1 or 0, redis.call('HGET', RUN, 'draining ' .. node) or '' }

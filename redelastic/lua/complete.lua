@@ -1,22 +1,42 @@
 -- complete: the part of every verb that may end a rendezvous (I1, I2, I3, I4, I6), and the reaping before it (I7, I9).
 
+local function lose(node, reason)
+  local was_member, failed = remove(node)
+  record('lost', node, reason)
+  if was_member then
+    break_round(node .. ' ' .. reason, 'lost', failed)
+  end
+end
+
 -- Members and candidates whose lease has run out are out. When no node at all was heard for longer than a heartbeat
 -- interval allows, or the clock went back, it was the server that was away: nobody is judged, every lease starts anew.
 local function reap()
   local silence = run.beat_at and now - run.beat_at or 0
-  if silence > 1.5 * (run.interval or 0) or silence < 0 then
-    for _, node in ipairs(redis.call('ZRANGE', LEASES, 0, -1)) do
+  if run.interval and (silence > 1.5 * run.interval or silence < 0) then
+    local nodes = redis.call('ZRANGE', LEASES, 0, -1)
+    for _, node in ipairs(nodes) do
       redis.call('ZADD', LEASES, now + run.lease, node)
+    end
+    if nodes[1] then
+      local what = silence < 0 and "the server's clock went back by" or 'no heartbeat for'
+      record('outage', '', string.format('%s %.1f s: every lease starts anew', what, math.abs(silence) / 1000))
     end
     if silence < 0 then
       set('deadline', nil) -- it was set by another clock
     end
-  else
-    for _, node in ipairs(redis.call('ZRANGEBYSCORE', LEASES, '-inf', now)) do
-      if remove(node) then
-        break_round(node .. ' lost its lease', 'lost')
-      end
+    if run.restoring then
+      set('restoring', now + run.lease)
     end
+  else
+    local expired = redis.call('ZRANGEBYSCORE', LEASES, '-inf', now, 'WITHSCORES')
+    for i = 1, #expired, 2 do
+      lose(expired[i], string.format('lost its lease after %.1f s', (now - expired[i + 1] + (run.lease or 0)) / 1000))
+    end
+  end
+  if run.restoring and now >= run.restoring then
+    local missing = run.size - redis.call('ZCARD', RANKS)
+    set('restoring', nil)
+    break_round(missing .. ' of its nodes did not come back after the server forgot it', 'lost')
   end
   if run.deadline and redis.call('ZCARD', CANDIDATES) < run.min then
     set('deadline', nil) -- whoever comes next begins a new last call
@@ -26,13 +46,13 @@ end
 
 -- Former members keep their rank if it is below n; the holes are filled by label, then by place among the candidates.
 local function assign(chosen)
-  local n, node_at, homeless = #chosen / 2, {}, {}
+  local n, node_at, homeless, labelled = #chosen / 2, {}, {}, redis.call('EXISTS', LABELS) == 1
   for i = 1, n do
     local node, rank = chosen[2 * i - 1], chosen[2 * i] - FORMER
     if rank < n then
       node_at[rank] = node
     else
-      homeless[#homeless + 1] = { node = node, place = i, label = redis.call('HGET', LABELS, node) or '' }
+      homeless[#homeless + 1] = { node = node, place = i, label = labelled and redis.call('HGET', LABELS, node) or '' }
     end
   end
   table.sort(homeless, function(a, b)
@@ -49,15 +69,24 @@ local function assign(chosen)
   return node_at, n
 end
 
+-- Lua hands over no more than some thousand arguments at once.
+local function in_portions(command, key, args)
+  for i = 1, #args, 1000 do
+    redis.call(command, key, unpack(args, i, math.min(i + 999, #args)))
+  end
+end
+
 local function complete(reason)
   set('lost', (run.size or 0) - redis.call('ZCOUNT', CANDIDATES, '-inf', '(0'))
   local node_at, n = assign(redis.call('ZRANGE', CANDIDATES, 0, run.max - 1, 'WITHSCORES'))
-  redis.call('ZREMRANGEBYRANK', RANKS, 0, -1) -- `members` is empty already (I1)
+  local nodes, ranks = {}, {}
   for rank = 0, n - 1 do
-    redis.call('ZADD', RANKS, rank, node_at[rank])
-    redis.call('SADD', MEMBERS, node_at[rank])
-    redis.call('ZREM', CANDIDATES, node_at[rank])
+    nodes[rank + 1], ranks[2 * rank + 1], ranks[2 * rank + 2] = node_at[rank], rank, node_at[rank]
   end
+  redis.call('ZREMRANGEBYRANK', RANKS, 0, -1)
+  in_portions('ZADD', RANKS, ranks)
+  in_portions('SADD', MEMBERS, nodes) -- it is empty already (I1)
+  redis.call('ZREMRANGEBYRANK', CANDIDATES, 0, n - 1)
   set('epoch', run.epoch + 1)
   set('size', n)
   set('master', redis.call('HGET', ENDPOINTS, node_at[0]) or '')
@@ -65,6 +94,7 @@ local function complete(reason)
   set('broken', nil)
   set('member_lost', nil)
   set('deadline', nil)
+  record('completed', node_at[0], reason)
   wake('complete', reason)
   touch()
 end
@@ -75,7 +105,7 @@ local function try_complete()
   if run.closed or not run.min or n < run.min then
     return run.deadline and set('deadline', nil)
   end
-  if redis.call('SCARD', MEMBERS) > 0 then
+  if redis.call('SCARD', MEMBERS) > 0 or run.restoring then
     return -- I1: a member of the last round may still be training
   end
   local first = redis.call('ZRANGE', CANDIDATES, 0, 0, 'WITHSCORES')

@@ -1,38 +1,40 @@
 -- join: asks for a place in a round later than `after`; asked again, it answers the same (I8). A blocked node asks
 -- again whenever it is woken, and when `wait` has passed.
 --
--- KEYS 1-9 of run.lua, 10 data, 11 waits, 12 once: the store of round `after`, which ends now
--- ARGV 1 node, 2 after: last epoch that the node held, 0 if none, 3 endpoint, 4 label, 5 status (JSON), 6 min, 7 max,
---      8 last_call, 9 replacement, 10 lease, 11 interval, 12 ttl (all in ms)
--- Reply {'complete', epoch, rank, size, master, lost: how many nodes of the round before did not come back}
+-- KEYS 1-11 of run.lua, 12 data, 13 waits, 14 once: the store of round `after`, which ends now
+-- ARGV 1-16 of restore.lua, 17 after: last epoch that the node held, 0 if none, 18 endpoint, 19 label
+-- Reply {'complete', epoch, rank, size, master, completed_at, lost: how many nodes of the round before did not come back}
 --       {'waiting', epoch, last wake id, wait: ms until the rendezvous may complete by itself or -1, spare: 1 or 0}
---       {'closed', by whom, spare: 1 or 0} | {'mismatch', min, max} | {'left'}
+--       {'closed', why, spare: 1 or 0, stop: 1 or 0} | {'mismatch', min, max} | {'left'}
 -- I1 I2 I3 I4 I5 I6 I8
-local node, after, endpoint, label, status = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4], ARGV[5]
-local min, max = tonumber(ARGV[6]), tonumber(ARGV[7])
+local min, max, after, endpoint, label = tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[17]), ARGV[18], ARGV[19]
 
 if redis.call('GET', STATUS) == 'left' then
   return { 'left' } -- a late copy of a request that this node had taken back
 end
+restore()
 reap()
 local is_member = redis.call('SISMEMBER', MEMBERS, node) == 1
 local is_candidate = redis.call('ZSCORE', CANDIDATES, node)
 if run.closed then
   local spare = is_candidate and tonumber(is_candidate) > 0 and run.size == run.max
-  return { 'closed', run.closed, spare and 1 or 0 }
+  return { 'closed', run.closed, spare and 1 or 0, run.stop and 1 or 0 }
+end
+
+if tonumber(ARGV[10]) > 0 and not is_member and not is_candidate then
+  try_complete() -- some may just have been reaped
+  return { 'left' } -- it held a round and has lost its lease: it comes back as a new node, or this is a late copy (I4)
 end
 
 local empty = redis.call('ZCARD', LEASES) == 0
 if empty or not run.min then
-  for i, field in ipairs({ 'min', 'max', 'last_call', 'replacement', 'lease', 'interval', 'ttl' }) do
-    set(field, tonumber(ARGV[5 + i]))
-  end
+  set_up()
 elseif min ~= run.min or max ~= run.max then
   try_complete() -- some may just have been reaped
   return { 'mismatch', run.min, run.max }
 end
 if after > (run.epoch or -1) then
-  set('epoch', after) -- the server lost its data: no epoch is given twice (I4)
+  set('epoch', after) -- the server has forgotten it: no epoch is given twice (I4)
 end
 
 local regroups = is_member and run.epoch <= after
@@ -46,17 +48,19 @@ if regroups or not (is_member or is_candidate) then -- not for a late copy of a 
     redis.call('HSET', LABELS, node, label)
   end
 end
-redis.call('SET', STATUS, status, 'PX', ARGV[10])
-redis.call('ZADD', LEASES, now + ARGV[10], node) -- before it is a candidate: whatever fails then, it can be reaped
+redis.call('SET', STATUS, status, 'PX', ARGV[7])
+redis.call('ZADD', LEASES, now + ARGV[7], node) -- before it is a candidate: whatever fails then, it can be reaped
 if regroups then
   redis.call('SREM', MEMBERS, node)
   redis.call('ZADD', CANDIDATES, FORMER + rank, node)
+  record('joined', node, 'regroups')
   break_round(node .. ' regroups', 'regroups')
-  for i = 10, 12 do
-    redis.call('PEXPIRE', KEYS[i], 60000) -- the last waiters on the old round's store still read that it is over
+  for i = 12, 14 do
+    redis.call('PEXPIRE', KEYS[i], math.min(60000, run.ttl)) -- the last waiters on the old round's store still read that it is over
   end
 elseif not is_member and not is_candidate then
   redis.call('ZADD', CANDIDATES, redis.call('HINCRBY', RUN, 'arrivals', 1), node)
+  record('joined', node, 'is new')
   if redis.call('SCARD', MEMBERS) > 0 and run.size < run.max then
     break_round(node .. ' waits to join', 'waits')
   end
@@ -65,8 +69,9 @@ try_complete()
 touch()
 
 if run.epoch > after and redis.call('SISMEMBER', MEMBERS, node) == 1 then
-  local master, lost = unpack(redis.call('HMGET', RUN, 'master', 'lost'))
-  return { 'complete', run.epoch, tonumber(redis.call('ZSCORE', RANKS, node)), run.size, master, tonumber(lost) }
+  local master, completed_at, lost = unpack(redis.call('HMGET', RUN, 'master', 'completed_at', 'lost'))
+  return { 'complete', run.epoch, tonumber(redis.call('ZSCORE', RANKS, node)), run.size, master or '',
+    tonumber(completed_at) or 0, tonumber(lost) or 0 }
 end
 local last = redis.call('XREVRANGE', WAKE, '+', '-', 'COUNT', 1)
 local full = run.size == run.max and redis.call('SCARD', MEMBERS) == run.size

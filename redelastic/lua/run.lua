@@ -1,6 +1,6 @@
--- run: what every verb of a run begins with: its keys, the server's clock, and the five transitions they share.
+-- run: what every verb of a run begins with: its keys, the server's clock, and what they share.
 --
--- KEYS 1 run (hash)          epoch, size, master and settings of the run; closed, broken, deadline, beat_at
+-- KEYS 1 run (hash)          epoch, size, master and settings of the run; closed, broken, deadline, beat_at, restoring
 --      2 ranks (zset)        node -> rank, as the last round was completed: never changed until the next one is
 --      3 members (set)       those of `ranks` that still hold the round: they have not rejoined, left or lost their lease
 --      4 candidates (zset)   nodes blocked in a join; former members by rank (below zero), then the others by arrival
@@ -8,15 +8,18 @@
 --      6 endpoints (hash)    node -> "host port" on which it would serve the round's bootstrap store
 --      7 labels (hash)       node -> topology label, where it has one
 --      8 wake (stream)       what blocked nodes wait for; each entry is a change that matters to them: broken, complete,
---                            closed, deadline
---      9 status (string)     of the calling node: JSON for people and tools, or "left" once it has gone for good
-local RUN, RANKS, MEMBERS, CANDIDATES, LEASES, ENDPOINTS, LABELS, WAKE, STATUS = unpack(KEYS, 1, 9)
+--                            closed, stopped, deadline, drain, readmit
+--      9 events (stream)     what happened, for people and tools; no verb reads it
+--      10 failures (hash)    name of a host -> in how many rounds in a row its workers failed first; 0 is not kept
+--      11 status (string)    of the calling node: JSON for people and tools, or "left" once it has gone for good
+local RUN, RANKS, MEMBERS, CANDIDATES, LEASES, ENDPOINTS, LABELS, WAKE, EVENTS, FAILURES, STATUS = unpack(KEYS, 1, 11)
 local FORMER = -2147483648 -- a former member's place among the candidates is FORMER + rank
 
 local clock = redis.call('TIME')
 local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
 
-local NUMBERS = { 'epoch', 'size', 'min', 'max', 'last_call', 'replacement', 'lease', 'interval', 'ttl', 'deadline', 'beat_at' }
+local NUMBERS = { 'epoch', 'size', 'min', 'max', 'last_call', 'replacement', 'lease', 'interval', 'ttl', 'deadline', 'beat_at',
+  'charged', 'restarts', 'idle', 'progress', 'failed_at', 'restoring' }
 local run = {}
 for i, text in ipairs(redis.call('HMGET', RUN, unpack(NUMBERS))) do
   local number = text and tonumber(text)
@@ -25,7 +28,8 @@ for i, text in ipairs(redis.call('HMGET', RUN, unpack(NUMBERS))) do
   end
   run[NUMBERS[i]] = number
 end
-run.closed, run.broken, run.member_lost = unpack(redis.call('HMGET', RUN, 'closed', 'broken', 'member_lost'))
+run.closed, run.stop, run.broken, run.member_lost, run.blamed = unpack(redis.call('HMGET', RUN, 'closed', 'stop', 'broken',
+  'member_lost', 'blamed'))
 
 local function set(field, value)
   run[field] = value
@@ -38,21 +42,45 @@ end
 
 -- Every key of the run gets its time to live anew, so that nothing outlives the run's last live node by more than that.
 local function touch()
-  for i = 1, 8 do
+  for i = 1, 10 do
     redis.call('PEXPIRE', KEYS[i], run.ttl)
   end
+end
+
+local function record(event, node, reason)
+  redis.call('XADD', EVENTS, 'MAXLEN', '~', 10000, '*', 'event', event, 'epoch', run.epoch or 0, 'size', run.size or 0,
+    'node', node, 'reason', reason)
+  redis.call('PEXPIRE', EVENTS, run.ttl)
 end
 
 local function wake(event, reason)
   local waiting = redis.call('ZCARD', CANDIDATES)
   redis.call('XADD', WAKE, 'MAXLEN', '~', 64, '*', 'event', event, 'epoch', run.epoch or 0, 'reason', reason,
     'waiting', waiting, 'lost', run.member_lost and 1 or 0)
+  redis.call('PEXPIRE', WAKE, run.ttl) -- it may be new: on a server that had forgotten the run
+end
+
+local function unblame()
+  if redis.call('HINCRBY', FAILURES, run.blamed, -1) <= 0 then
+    redis.call('HDEL', FAILURES, run.blamed)
+  end
+end
+
+-- What charge.lua counted for this round is taken back: it has lost a member. Not in a run that is closed: what it was
+-- stopped for stays on record.
+local function refund()
+  if run.charged == run.epoch and not run.closed then
+    unblame()
+    set('charged', nil)
+    set('restarts', run.restarts - 1)
+    set('idle', math.max(0, run.idle - 1))
+  end
 end
 
 -- The members have to regroup, because of a node that `waits`, `regroups` or is `lost`. They are told once per round;
 -- once more when the first of them is gone, since then nobody can wait for its keys in the round's store; and once more
--- when the first is lost, since then the failures of its peers' workers are not their own.
-local function break_round(reason, because)
+-- when the first is lost, since then the failures of its peers' workers are not their own, unless it had `failed` before.
+local function break_round(reason, because, failed)
   local first_gone = because ~= 'waits' and redis.call('SCARD', MEMBERS) == run.size - 1
   local first_lost = because == 'lost' and not run.member_lost
   if first_lost then
@@ -62,14 +90,28 @@ local function break_round(reason, because)
     set('broken', run.broken or reason)
     wake('broken', reason)
   end
+  if first_lost and not failed then
+    refund()
+  end
 end
 
--- Takes a node out of the run, whatever it was in it.
+-- Ends the run for good (I5). With `stop` the nodes end their workers too; else those may finish.
+local function close(reason, node, stop)
+  set('closed', reason)
+  set('stop', stop and 1 or nil)
+  set('deadline', nil)
+  record(stop and 'stopped' or 'closed', node, reason)
+  wake(stop and 'stopped' or 'closed', reason)
+end
+
+-- Takes a node out of the run, whatever it was in it. Tells whether it held the round, and whether it had failed in it.
 local function remove(node)
+  local failed = tonumber(redis.call('HGET', RUN, 'failed ' .. node) or -1) == run.epoch
   redis.call('HDEL', ENDPOINTS, node)
   redis.call('HDEL', LABELS, node)
+  redis.call('HDEL', RUN, 'draining ' .. node, 'failed ' .. node)
   redis.call('ZREM', CANDIDATES, node)
   local was_member = redis.call('SREM', MEMBERS, node) == 1
   redis.call('ZREM', LEASES, node) -- last: should a corrupt key end the script, the node is still to be reaped
-  return was_member
+  return was_member, failed
 end

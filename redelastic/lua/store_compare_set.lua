@@ -5,17 +5,18 @@
 -- Reply the value afterwards; `expected` where there is none
 -- I4 I8
 local sender, request, key, expected, desired = unpack(ARGV, 3, 7)
-local seen, reply = done(sender, request)
+local seen, written = done(sender, request)
 if not seen then
   fence()
-  local value = redis.call('HGET', DATA, key)
-  if (value or '') == expected then
+  written = (redis.call('HGET', DATA, key) or '') == expected and 'yes' or 'no'
+  if written == 'yes' then
     redis.call('HSET', DATA, key, desired)
     fire(key, KEYS[6])
-    value = desired
   end
-  reply = value or expected
-  remember(sender, request, reply)
+  remember(sender, request, written)
   touch()
 end
-return reply
+if written == 'yes' then
+  return desired
+end
+return redis.call('HGET', DATA, key) or expected

@@ -57,8 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return 1
-    from .play import play  # noqa: PLC0415  # needs what was just looked for
-    from .story import Plan  # noqa: PLC0415
+    from .play import play
+    from .story import Plan
 
     return play(Plan(nodes=arguments.nodes, kill=not arguments.no_kill, seed=arguments.seed))
 

@@ -25,6 +25,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
+import redelastic
+
 TEST_SAMPLES = 360  # of 1,797, held out
 
 State = dict[str, Any]
@@ -70,13 +72,15 @@ def main() -> None:
         ).backward()  # DDP divides by world_size: the gradient is the global batch's mean
         optimizer.step()
 
-        totals = torch.stack([loss.detach(), torch.tensor(float(len(labels)))])
+        asked = redelastic.should_checkpoint()  # by an agent of `redelastic run`, before its node leaves
+        totals = torch.stack([loss.detach(), torch.tensor(float(len(labels))), torch.tensor(float(asked))])
         dist.all_reduce(totals)
         step, samples = step + 1, samples + int(totals[1])
         if rank == 0:
-            if step % options.save_every == 0 or step == options.steps:
+            if step % options.save_every == 0 or step == options.steps or totals[2] > 0:
                 save()
             report("step", epoch=epoch, step=step, loss=totals[0].item() / options.batch)
+        redelastic.progress(step)
         time.sleep(max(0.0, options.pace - (time.monotonic() - started)))
 
     if rank == 0:

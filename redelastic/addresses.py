@@ -1,0 +1,214 @@
+"""Addresses between nodes: the one that a node tells its peers, and whether the one that rank 0 told is reached."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import psutil
+
+# By which torch's gloo and its RPC are told where to listen. Without them they take what the hostname means: on Debian
+# that is a loopback, on a host without a name service as well, and then no peer gets through.
+INTERFACE_VARIABLES: Final = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+LOOPBACK: Final = "127.0.0.1"
+LOOKUP_TIMEOUT: Final = 2.0  # in seconds
+RETRY_PAUSE: Final = 0.5  # in seconds
+MAX_LISTED: Final = 16
+
+_FAR_AWAY: Final = ("192.0.2.1", "2001:db8::1")  # addresses for documentation, which nobody has
+_IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+@dataclass(frozen=True)
+class LocalAddress:
+    """Where the peers of this node find it.
+
+    Attributes:
+        host: an address, or the name that was given.
+        source: how it was found, for people.
+        interface: whose it is, where gloo has to be told; empty where that goes its own way.
+    """
+
+    host: str
+    source: str
+    interface: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.host} ({self.source})"
+
+    def tell_workers(self) -> None:
+        """Set gloo's interface in this process' environment, which workers inherit; what the user set stays."""
+        for variable in INTERFACE_VARIABLES if self.interface else ():
+            if not set_by_user(variable):
+                os.environ[variable] = _told[variable] = self.interface
+
+
+_told: dict[str, str] = {}  # what this process has set itself
+
+
+def set_by_user(variable: str) -> str:
+    """The value of an environment variable; "" if it has none, or has it from :meth:`LocalAddress.tell_workers`."""
+    value = os.environ.get(variable, "")
+    return "" if value == _told.get(variable) else value
+
+
+def find_address(local_addr: str | None, towards_redis: str | None) -> LocalAddress:
+    """Find the address of this host that its peers are told.
+
+    It is the one given; else that of the way to Redis, which peers take too. A Redis on a loopback (it may be a proxy)
+    says nothing of that: then it is what the hostname means, or that of the default route, or a loopback. It is never a
+    name that was not given: peers may not know it.
+
+    NCCL is left alone: it takes no loopback by itself, and another interface than it would take may be a slow one.
+
+    Args:
+        local_addr: an address, a name or an interface of this host. A name is told as it is.
+        towards_redis: as :meth:`Connection.local_address` has it.
+
+    Raises:
+        ValueError: ``local_addr`` is none of this host. That of a router that hands on to it (NAT) is of no use: gloo
+            and NCCL tell peers the host's own.
+    """
+    return _automatic(towards_redis) if local_addr is None else _given(local_addr, towards_redis)
+
+
+def _automatic(towards_redis: str | None) -> LocalAddress:
+    meant = meant_by_hostname()
+    gloo_is_right = bool(meant) and not is_loopback(meant)
+    if towards_redis:
+        host, source = towards_redis, "its way to Redis"
+    elif gloo_is_right:
+        host, source = meant, "what its hostname means"
+    elif route := next(filter(None, map(source_address, _FAR_AWAY)), ""):
+        host, source = route, "its default route"
+    else:
+        return LocalAddress(LOOPBACK, "it has no other")
+    return LocalAddress(host, source, "" if gloo_is_right else interface_of(host))
+
+
+def _given(local_addr: str, towards_redis: str | None) -> LocalAddress:
+    def refuse(why: str) -> ValueError:
+        listed = [f"{address} ({name})" for name, own in interfaces().items() for address in own]
+        more = ", …" if len(listed) > MAX_LISTED else ""
+        return ValueError(
+            f"local_addr={local_addr!r} is not of this host: {why}. Give an address that its peers reach, or the "
+            f"interface that has it; this host has {', '.join(listed[:MAX_LISTED])}{more}."
+        )
+
+    if (own := interfaces().get(local_addr)) is not None:
+        if not own:
+            raise refuse("that interface has no address")
+        return LocalAddress(_best(own), f"of the given interface {local_addr}", local_addr)
+    try:
+        found = socket.getaddrinfo(local_addr, 0, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as e:
+        raise refuse(f"neither an address nor an interface, and no name that can be looked up ({e})") from e
+    meant = list(dict.fromkeys(str(place[4][0]) for place in found))
+    held = [address for address in map(_bound, found) if address]
+    if not held:
+        raise refuse("no interface has it" if meant == [local_addr] else f"it means {', '.join(meant)}")
+    if ipaddress.ip_address(held[0]).is_unspecified:
+        raise refuse("it means every address, which tells peers none")
+    if held[0] != local_addr and is_loopback(held[0]):  # a name that peers take for something else
+        return LocalAddress(local_addr, "given", _automatic(towards_redis).interface)
+    return LocalAddress(local_addr, "given", interface_of(held[0]))
+
+
+def meant_by_hostname() -> str:
+    """The address that gloo would take: the first of the hostname's that is of this host; "" if there is none.
+
+    A name server that does not answer is as good as none: it costs ``LOOKUP_TIMEOUT`` here, once, and each worker more.
+    """
+    found: list[Any] = []
+
+    def look_up() -> None:
+        with contextlib.suppress(OSError, UnicodeError):
+            found.extend(socket.getaddrinfo(socket.gethostname(), 0, type=socket.SOCK_STREAM))
+
+    thread = threading.Thread(target=look_up, daemon=True)
+    thread.start()
+    thread.join(LOOKUP_TIMEOUT)
+    return next(filter(None, map(_bound, found)), "")
+
+
+def _bound(place: Any) -> str:
+    """The address, if it is of this host; else ""."""
+    family, kind, _, _, where = place
+    try:
+        with socket.socket(family, kind) as trial:
+            trial.bind(where)
+    except OSError:
+        return ""
+    scope = where[3] if family == socket.AF_INET6 else 0  # of an address that holds for one link alone
+    return f"{where[0]}%{socket.if_indextoname(scope)}" if scope else str(where[0])
+
+
+def source_address(target: str) -> str:
+    """The address of this host on its way to another one; "" if there is none, or on a link alone. Nothing is sent."""
+    try:
+        [place, *_] = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM, flags=socket.AI_NUMERICHOST)
+        with socket.socket(place[0], socket.SOCK_DGRAM) as probe:
+            probe.connect(place[4])
+            return str(probe.getsockname()[0])
+    except OSError:
+        return ""
+
+
+def interfaces() -> dict[str, list[_IPAddress]]:
+    """The addresses of this host, by interface."""
+    return {
+        name: [ipaddress.ip_address(a.address) for a in told if a.family in (socket.AF_INET, socket.AF_INET6)]
+        for name, told in psutil.net_if_addrs().items()
+    }
+
+
+def interface_of(address: str) -> str:
+    """The interface that has an address; "" if none has."""
+    wanted = ipaddress.ip_address(address)
+    return next((name for name, own in interfaces().items() if wanted in own), "")
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this host reaches it; False for a name."""
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
+def _best(own: list[_IPAddress]) -> str:
+    """What most peers can do something with; gloo takes an interface's IPv4 address first, too."""
+    return str(min(own, key=lambda address: (address.is_link_local, address.version)))
+
+
+def why_unreached(host: str, port: int, timeout: float, is_over: Callable[[], bool]) -> str:
+    """Try to connect to a peer until that succeeds.
+
+    Args:
+        host: of the peer.
+        port: of the peer.
+        timeout: how long to try, in seconds.
+        is_over: whether nobody wants to know any more.
+
+    Returns:
+        Why it failed; "" if it did not, or is over.
+    """
+    deadline = time.monotonic() + timeout
+    while not is_over():
+        left = deadline - time.monotonic()
+        try:
+            socket.create_connection((host, port), max(left, RETRY_PAUSE)).close()
+        except (OSError, UnicodeError) as e:
+            if left <= 0:
+                return str(e)
+            time.sleep(min(RETRY_PAUSE, left))
+        else:
+            return ""
+    return ""

@@ -1,0 +1,21 @@
+"""The elastic agent: torch's, and what torch lacks."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .agent import RedisElasticAgent, RefusedError
+    from .options import AgentOptions
+
+__all__ = ["AgentOptions", "RedisElasticAgent", "RefusedError"]
+
+_HOMES = {"AgentOptions": "options", "RedisElasticAgent": "agent", "RefusedError": "agent"}
+
+
+def __getattr__(name: str) -> Any:
+    # Late, so that the health checks' probe and the warden, which are modules of this package, start quickly.
+    if name in _HOMES:
+        return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,181 @@
+"""The agent's side of `redelastic/worker.py`: how far its workers are, and which of them hang.
+
+Each worker has a file of its own, which has no name: it is reached through `/proc/<agent>/fd`. So there is nothing to
+remove, even after the agent was killed with SIGKILL. The kernel opens it for processes with the agent's user and
+capabilities; a worker with fewer says on its stderr that it is not seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import mmap
+import os
+import secrets
+import struct
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from redelastic.worker import CALL_BITS, CALLS, PID, REQUESTED, SEEN, SLOT_BYTES, STEP, TOKEN, VARIABLE
+
+__all__ = ["Board", "HangWatch", "Progress"]
+
+FROZEN: Final = 10  # looks that are missed before the agent takes it that it was frozen itself
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a worker has said.
+
+    Attributes:
+        pid: of the process that speaks for the worker: the worker, or a child if that is a wrapper; 0 if none does.
+        calls: how often it called ``progress``.
+        step: that of the last call; None before the first.
+        asks: whether it called ``should_checkpoint``, so that it will hear of a request.
+        saved: whether it has seen the last request, and went on after it.
+    """
+
+    pid: int
+    calls: int
+    step: int | None
+    asks: bool
+    saved: bool
+
+
+class Board:
+    """Where the workers of one group write their progress; a group that is restarted gets a new one.
+
+    Args:
+        workers: number of workers on this node.
+
+    Raises:
+        OSError: there is no memory, disk or file descriptor left.
+    """
+
+    def __init__(self, workers: int) -> None:
+        self._pid = os.getpid()
+        self._slots: list[memoryview[int]] = []
+        self._files: list[io.FileIO] = []
+        self._requests = 0
+        with contextlib.ExitStack() as opened:
+            for _ in range(workers):
+                file = opened.enter_context(_file_without_name())
+                fields = [0] * (SLOT_BYTES // 8)
+                fields[TOKEN], fields[SEEN] = secrets.randbits(62), -1
+                # Written, not only made long enough: a page that the disk has no room for would kill the worker later.
+                file.write(struct.pack(f"{len(fields)}q", *fields))
+                self._files.append(file)
+                self._slots.append(memoryview(mmap.mmap(file.fileno(), SLOT_BYTES)).cast("q"))
+            self._closing = opened.pop_all()
+
+    def environment(self, local_rank: int) -> dict[str, str]:
+        """The environment variables by which a worker finds its place."""
+        name = f"/proc/{self._pid}/fd/{self._files[local_rank].fileno()}"
+        return {VARIABLE: f"{name}:{self._slots[local_rank][TOKEN]}"}
+
+    def read(self, local_rank: int) -> Progress:
+        """What a worker has said so far; possible after :meth:`close`, and from any thread."""
+        slot = self._slots[local_rank]
+        seen = slot[SEEN]  # read before the calls: those of later only make `saved` truer
+        calls = slot[CALLS]
+        request, calls_before = divmod(seen, 1 << CALL_BITS)
+        return Progress(
+            pid=slot[PID],
+            calls=calls,
+            step=slot[STEP] if calls else None,
+            asks=seen >= 0,
+            saved=0 < self._requests == request and calls > calls_before,
+        )
+
+    def request_checkpoint(self) -> None:
+        """Have ``should_checkpoint`` return True, once, in every worker."""
+        self._requests += 1
+        for slot in self._slots:
+            slot[REQUESTED] = self._requests
+
+    def clear_stacks(self, local_rank: int) -> None:
+        """Forget the stacks that a worker has written."""
+        self._files[local_rank].truncate(SLOT_BYTES)
+
+    def stacks_size(self, local_rank: int) -> int:
+        """How much a worker has written of its stacks, in bytes."""
+        return os.fstat(self._files[local_rank].fileno()).st_size - SLOT_BYTES
+
+    def stacks(self, local_rank: int, limit: int) -> bytes:
+        """The last ``limit`` bytes of the stacks that a worker has written."""
+        size = self.stacks_size(local_rank)
+        return os.pread(self._files[local_rank].fileno(), min(size, limit), SLOT_BYTES + max(0, size - limit))
+
+    def close(self) -> None:
+        """Close the files: a worker that comes late finds no place, one that has its place keeps it."""
+        self._closing.close()
+
+
+def _file_without_name() -> io.FileIO:
+    try:
+        return os.fdopen(os.memfd_create("redelastic"), "r+b", buffering=0)
+    except (AttributeError, OSError):  # a Python built for an old C library; a sandbox that forbids it
+        return tempfile.TemporaryFile(buffering=0)
+
+
+class HangWatch:
+    """Says which workers have made no progress for too long.
+
+    Progress means that the number of calls has changed since the last look, so that no clocks of two processes are
+    compared. Time in which the agent itself was frozen does not count.
+
+    Args:
+        board: of the workers, new like them.
+        timeout: how long a worker may take from one call of ``progress`` to the next, in seconds.
+        start_timeout: how long it may take from its start to the first call; ``timeout`` if None.
+        interval: at which :meth:`look` is called, in seconds.
+        clock: monotonic, in seconds.
+
+    Attributes:
+        idle: for how long each worker had made no progress when it was last looked at, in seconds, by local rank.
+    """
+
+    def __init__(
+        self,
+        board: Board,
+        timeout: float,
+        start_timeout: float | None = None,
+        *,
+        interval: float = 0.1,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._board = board
+        self._timeout = timeout
+        self._start_timeout = timeout if start_timeout is None else start_timeout
+        self._longest = FROZEN * interval
+        self._clock = clock
+        self._looked_at = clock()
+        self._calls: dict[int, int] = {}
+        self.idle: dict[int, float] = {}
+
+    def look(self, running: Iterable[int]) -> dict[int, float]:
+        """Look at all workers.
+
+        Args:
+            running: local ranks of those that have not ended: one that is done makes no progress either.
+
+        Returns:
+            For each local rank that hangs, how long it has made no progress, in seconds.
+        """
+        now = self._clock()
+        elapsed, self._looked_at = now - self._looked_at, now
+        if elapsed > self._longest:
+            elapsed = 0.0
+        hung: dict[int, float] = {}
+        for local_rank in running:
+            calls = self._board.read(local_rank).calls
+            if calls != self._calls.get(local_rank, 0):
+                self._calls[local_rank], self.idle[local_rank] = calls, 0.0
+                continue
+            idle = self.idle[local_rank] = self.idle.get(local_rank, 0.0) + elapsed
+            if idle > (self._timeout if calls else self._start_timeout):
+                hung[local_rank] = idle
+        return hung

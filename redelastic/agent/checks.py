@@ -1,0 +1,325 @@
+"""Whether this node is fit to join: checks, each of which can refuse with a reason.
+
+A check is a callable ``(node: Node) -> str | None``: None or an empty string says that the node is fit, any other
+string why it is not. Checks are found by name, as entry points of the group ``redelastic.health_checks``; ours
+(``gpu``, ``disk``, ``memory``) are registered there like anybody's. A shell command of the user can be the last one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from itertools import takewhile
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import psutil
+
+GROUP: Final = "redelastic.health_checks"
+MEMORY_PER_WORKER: Final = 256 << 20  # about what a worker needs to get as far as `import torch`, in bytes
+DISK_SPACE: Final = 100 << 20  # room for logs and a few temporary files, in bytes
+FREE_FILES: Final = 100  # inodes
+KILL_PATIENCE: Final = 2.0  # how long a killed process may take to be gone, in seconds
+GRACE: Final = 2 * KILL_PATIENCE  # beyond its time, for a check that has to end a process of its own, in seconds
+REASON_LENGTH: Final = 300  # of a reason, in characters
+OUTPUT_KEPT: Final = 8192  # of a process, in bytes
+PROBE: Final = (sys.executable, "-m", "redelastic.agent.gpu_probe")
+DEVICE_NODES: Final = ("nvidia[0-9]*", "kfd", "dxg")  # in /dev: where a GPU's driver is to be reached
+
+_running: set[subprocess.Popen[bytes]] = set()
+
+
+@dataclass(frozen=True)
+class Node:
+    """What a check is told of the node.
+
+    Attributes:
+        log_dir: where the workers' logs go.
+        local_world_size: number of workers on this node.
+        timeout: how long one check may take, in seconds.
+    """
+
+    log_dir: Path
+    local_world_size: int
+    timeout: float = 60.0
+
+
+Check = Callable[[Node], "str | None"]
+
+
+def known_checks() -> dict[str, EntryPoint]:
+    """Every check that is installed, by name."""
+    found: dict[str, EntryPoint] = {}
+    for entry in entry_points(group=GROUP):
+        found.setdefault(entry.name, entry)  # as for modules, the first on sys.path is the one
+    return found
+
+
+def run_checks(names: Iterable[str], command: str | None, node: Node) -> str | None:
+    """Run the named checks one after the other, then ``command``; the first that refuses has the say.
+
+    An exception refuses as well, and so does silence: a check that has not answered within ``node.timeout`` is left
+    alone in its daemon thread.
+
+    Args:
+        names: of installed checks.
+        command: for ``/bin/sh -c``; an exit status other than 0 refuses, with the last line of its output.
+        node: what the checks are told.
+
+    Returns:
+        Why this node is not fit to join, beginning with the check's name; None if it is fit.
+
+    Raises:
+        ValueError: there is no check of a name.
+    """
+    known = known_checks()
+    names = list(names)
+    for name in names:
+        if name not in known:
+            raise ValueError(
+                f"There is no health check {name!r}; known are: {', '.join(sorted(known)) or 'none'}. Packages bring "
+                f"others, as entry points of the group {GROUP!r}."
+            )
+    checks: list[tuple[str, Callable[[], Check]]] = [(name, known[name].load) for name in names]
+    if command:
+        checks.append(("command", lambda: functools.partial(_command, command)))
+    for name, load in checks:
+        if reason := _answer(load, node):
+            return f"{name}: {reason}"
+    return None
+
+
+def _answer(load: Callable[[], Check], node: Node) -> str:
+    answers: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def ask() -> None:
+        try:
+            answer: object = load()(node)
+            unclear = answer is not None and not isinstance(answer, str)
+            answers.put(f"returned {answer!r}, which is neither a reason nor None" if unclear else str(answer or ""))
+        except BaseException as e:  # noqa: BLE001 - sys.exit() refuses too, and must not go unheard
+            answers.put(f"{type(e).__name__}: {e}")
+
+    threading.Thread(target=ask, name="redelastic-health-check", daemon=True).start()
+    try:
+        return _one_line(answers.get(timeout=node.timeout + GRACE))
+    except queue.Empty:
+        return f"did not answer within {node.timeout:g} s"
+
+
+# -- what we check
+
+
+def gpu(node: Node) -> str | None:
+    """Whether every visible GPU answers a small matmul, and answers it right.
+
+    A process of its own asks them: a CUDA context in the agent would hold GPU memory for as long as it lives, and a GPU
+    that hangs would take the agent with it. ``CUDA_VISIBLE_DEVICES`` says which GPUs have to be there; without it at
+    least one has to answer where a driver is installed. No GPU, and none expected, is fit.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        if not any(next(Path("/dev").glob(pattern), None) for pattern in DEVICE_NODES):
+            return None
+        return _probe({}, 0, node.timeout)
+    # SLURM hides all GPUs with NoDevFiles; CUDA itself ignores what follows an empty or negative entry.
+    entries = [*takewhile(lambda entry: entry not in {"", "-1", "NoDevFiles"}, map(str.strip, visible.split(",")))]
+    if not any(entry.startswith("MIG-") for entry in entries):
+        return _probe({}, len(entries), node.timeout) if entries else None
+    with ThreadPoolExecutor(len(entries)) as pool:  # CUDA shows a process one MIG instance only
+        answers = pool.map(lambda entry: _probe({"CUDA_VISIBLE_DEVICES": entry}, 1, node.timeout), entries)
+        return next((f"{entry}: {answer}" for entry, answer in zip(entries, answers, strict=True) if answer), None)
+
+
+def disk(node: Node) -> str | None:
+    """Whether a file can be written where logs and temporary files go, and enough space and inodes are left.
+
+    Enough is ``REDELASTIC_MIN_DISK`` bytes (such as ``4G``; default: 100 MiB). The log directory is made if need be.
+    """
+    needed = _bytes_from_environment("REDELASTIC_MIN_DISK", DISK_SPACE)
+    with contextlib.suppress(OSError):  # that it cannot be written is found below
+        node.log_dir.mkdir(parents=True, exist_ok=True)
+    # Python quietly passes over a bad TMPDIR, but the workers' libraries may not.
+    for role, folder in (("log", node.log_dir), ("temporary", Path(os.environ.get("TMPDIR") or tempfile.gettempdir()))):
+        if reason := _room_in(folder, needed):
+            return f"the {role} directory {folder} {reason}"
+    return None
+
+
+def _room_in(folder: Path, needed: int) -> str:
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".redelastic-", buffering=0) as file:
+            file.write(bytes(4096))
+            os.fsync(file.fileno())  # a network file system, or a quota, says no only here
+        room = os.statvfs(folder)
+    except OSError as e:
+        return f"cannot be written: {e.strerror or e}"
+    if (free := room.f_bavail * room.f_frsize) < needed:
+        return f"has {_mib(free)} left, less than {_mib(needed)}: free some, or set REDELASTIC_MIN_DISK"
+    if room.f_files > 0 and room.f_favail < FREE_FILES:  # some file systems do not count inodes, and say 0
+        return f"has {room.f_favail} inodes left, fewer than {FREE_FILES}: remove some files"
+    return ""
+
+
+def memory(node: Node) -> str | None:
+    """Whether enough memory is available, to the machine and to this process's cgroup (v1 or v2).
+
+    Enough is ``REDELASTIC_MIN_MEMORY`` bytes for the whole node (such as ``4G``); without it 256 MiB for each worker:
+    with less, one hardly gets as far as its first step. What the kernel can take back (the page cache) is available.
+    """
+    needed = _bytes_from_environment("REDELASTIC_MIN_MEMORY", MEMORY_PER_WORKER * max(1, node.local_world_size))
+    available, whose = min([(psutil.virtual_memory().available, "the machine"), *_cgroup_room()])
+    if available < needed:
+        return (
+            f"{_mib(available)} of memory are available to {whose}, less than {_mib(needed)}: end what uses it, or set "
+            "REDELASTIC_MIN_MEMORY"
+        )
+    return None
+
+
+def _cgroup_room(
+    membership: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
+) -> Iterator[tuple[int, str]]:
+    """Bytes left to each limited cgroup that this process is in, from its own up to the mount, and which one it is."""
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            tops, files = [root, root / "unified"], ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            tops = [root / "memory"]
+            files = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        for top in tops:
+            group = top / path.lstrip("/")
+            # In a container the path may be the host's, which is not there; its limit is then found at the mount.
+            for folder in (group, *(parent for parent in group.parents if parent.is_relative_to(top))):
+                if (room := _room_of(folder, *files)) is not None:
+                    yield max(0, room), f"cgroup {folder}"
+
+
+def _room_of(folder: Path, limit: str, usage: str, reclaimable: str) -> int | None:
+    try:
+        room = int((folder / limit).read_text()) - int((folder / usage).read_text())
+        statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        return room + int(statistics.get(reclaimable, 0))
+    except (OSError, ValueError):  # no such cgroup, or it has no limit: "max"
+        return None
+
+
+def _bytes_from_environment(variable: str, default: int) -> int:
+    value = os.environ.get(variable)
+    if not value:
+        return default
+    matched = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*(?:([KMGT])i?)?B?\s*", value, re.IGNORECASE)
+    if not matched:
+        raise ValueError(f"{variable}={value!r} is no number of bytes; give one such as 4G, 512M or 1073741824.")
+    return int(float(matched[1]) * 1024 ** (" KMGT".index(matched[2].upper()) if matched[2] else 0))
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.0f} MiB"
+
+
+def _one_line(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= REASON_LENGTH else line[: REASON_LENGTH - 1] + "…"
+
+
+# -- processes that answer for a check
+
+
+class _Ended(NamedTuple):
+    status: int | None  # None: it was out of time
+    how: str
+    lines: list[str]  # the last ones that it printed, without empty ones
+
+
+def _command(command: str, node: Node) -> str | None:
+    ended = _run(("/bin/sh", "-c", command), {}, node.timeout)
+    if ended.status == 0:
+        return None
+    return ended.lines[-1] if ended.lines and (ended.status or 0) > 0 else ended.how
+
+
+def _probe(environment: Mapping[str, str], expected: int, timeout: float) -> str | None:
+    ended = _run((*PROBE, "cuda", str(expected)), environment, timeout)
+    if ended.status == 0:
+        return None
+    of_devices = [line for line in ended.lines if line.startswith("device ")]
+    last = (of_devices or ended.lines or ["no device was asked yet"])[-1]
+    return last if ended.status == 1 else f"{last}; the probe {ended.how}"
+
+
+def _run(argv: tuple[str, ...], environment: Mapping[str, str], timeout: float) -> _Ended:
+    """Run a process for ``timeout`` seconds at most; whatever is left of its process group is killed."""
+    process = subprocess.Popen(
+        argv,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        env={**os.environ, **environment},
+    )
+    _running.add(process)
+    tail = bytearray()
+    reader = threading.Thread(target=_keep_tail, args=(process, tail), daemon=True)
+    reader.start()
+    status: int | None = None
+    try:
+        status = process.wait(timeout)
+        how = f"was killed by {_signal_name(-status)}" if status < 0 else f"exited with {status}"
+    except subprocess.TimeoutExpired:
+        how = f"did not end within {timeout:g} s"
+    _kill_group(process)
+    try:
+        process.wait(KILL_PATIENCE)
+        _running.discard(process)
+    except subprocess.TimeoutExpired:
+        how += f", and not even SIGKILL ends its process {process.pid}, which hangs in the kernel"
+    reader.join(KILL_PATIENCE / 2)  # a daemon with a session of its own may hold the pipe for ever
+    return _Ended(status, how, [line for line in bytes(tail).decode(errors="replace").splitlines() if line.strip()])
+
+
+def _keep_tail(process: subprocess.Popen[bytes], tail: bytearray) -> None:
+    assert process.stdout is not None  # noqa: S101 - we gave it a pipe
+    with process.stdout as pipe:
+        while chunk := os.read(pipe.fileno(), 65536):
+            tail += chunk
+            del tail[:-OUTPUT_KEPT]
+
+
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # real-time signals have no names
+        return f"signal {number}"
+
+
+@atexit.register
+def _kill_what_runs() -> None:
+    """An agent that is told to end in the middle of a check leaves no process of it behind."""
+    for process in list(_running):
+        _kill_group(process)

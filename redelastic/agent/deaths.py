@@ -1,0 +1,53 @@
+"""Deaths: when each worker ended, to the millisecond, so that the one that failed first is known across hosts."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import threading
+import time
+from collections.abc import Mapping
+
+EXITED = (
+    os.WEXITED | os.WNOWAIT if hasattr(os, "WNOWAIT") else 0
+)  # looks at the status, and leaves it to who waits for it
+
+
+class Deaths:
+    """Watches the workers of one group; where the kernel has no pidfd (Linux before 5.3), it sees none.
+
+    Args:
+        pids: of the workers, children of this process, by local rank.
+    """
+
+    def __init__(self, pids: Mapping[int, int]) -> None:
+        self._ended: dict[int, tuple[float, bool]] = {}  # when, on the monotonic clock; whether it failed
+        self._poll = select.poll()
+        self._ranks: dict[int, int] = {}
+        for local_rank, pid in pids.items():
+            with contextlib.suppress(AttributeError, OSError):
+                fd = os.pidfd_open(pid)
+                self._ranks[fd] = local_rank
+                self._poll.register(fd, select.POLLIN)
+        threading.Thread(target=self._watch, name="redelastic-deaths", daemon=True).start()
+
+    def ended(self, local_rank: int) -> bool:
+        """Whether a worker has ended."""
+        return local_rank in self._ended
+
+    @property
+    def first_failure(self) -> float | None:
+        """When the first worker ended by a signal or with a status other than 0, on the monotonic clock in seconds."""
+        return min((at for at, failed in list(self._ended.values()) if failed), default=None)
+
+    def _watch(self) -> None:
+        while self._ranks:
+            for fd, _ in self._poll.poll():
+                now, failed = time.monotonic(), False
+                with contextlib.suppress(ChildProcessError, AttributeError):  # it was waited for by now
+                    status = os.waitid(os.P_PIDFD, fd, EXITED)
+                    failed = status is not None and (status.si_code != os.CLD_EXITED or status.si_status != 0)
+                self._poll.unregister(fd)
+                self._ended[self._ranks.pop(fd)] = now, failed
+                os.close(fd)

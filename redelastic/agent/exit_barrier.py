@@ -1,0 +1,72 @@
+"""The exit barrier: a node whose workers have ended waits for those of the other nodes."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Final
+
+from torch.distributed import DistNetworkError, DistStoreError
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
+
+from redelastic.store import RedisStore, RoundBrokenError
+
+log = logging.getLogger(__name__)
+
+LOOK: Final = timedelta(seconds=1)  # how long one wait lasts
+
+
+def wait_for_others(
+    store: RedisStore,
+    rank: int,
+    size: int,
+    timeout: float,
+    *,
+    come_round: Callable[[], None],
+    is_patient: Callable[[], bool],
+) -> None:
+    """Return when the workers of all nodes have ended, or that cannot be waited for any more.
+
+    Each node says again and again that its workers have ended: a server that has forgotten it hears it once more.
+
+    Args:
+        store: of the round.
+        rank: of this node.
+        size: number of nodes.
+        timeout: how long to wait, in seconds.
+        come_round: called once a second; what it raises ends the wait.
+        is_patient: whether a Redis that is away is waited for.
+    """
+    ended = [f"redelastic/exit/{r}" for r in range(size)]
+    awaited = ended if rank == 0 else ["redelastic/exited"]
+    deadline = time.monotonic() + timeout
+    try:
+        while time.monotonic() < deadline:
+            come_round()
+            try:
+                store.set(ended[rank], b"")
+                if _wait(store, awaited):
+                    if rank == 0:
+                        store.set("redelastic/exited", b"")
+                    return
+            except DistNetworkError:
+                if not is_patient():
+                    raise
+        log.warning("Other nodes have not ended within %g s; this one does.", timeout)
+    except RoundBrokenError as e:
+        come_round()  # which may know why
+        log.warning("The workers of this node have ended; others have to go on without it: %s", e)
+    except (RendezvousConnectionError, DistNetworkError) as e:
+        log.warning("The workers of this node have ended; whether the others have is not known: %s", e)
+
+
+def _wait(store: RedisStore, keys: list[str]) -> bool:
+    try:
+        store.wait(keys, LOOK)
+    except RoundBrokenError:
+        raise
+    except DistStoreError:  # not yet
+        return False
+    return True

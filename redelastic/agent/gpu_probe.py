@@ -1,0 +1,45 @@
+"""A program of its own: asks every visible device for a small matmul. Exit status 0: all are well.
+
+``python -m redelastic.agent.gpu_probe KIND EXPECTED``: KIND is ``cuda`` (or a stand-in for it, such as ``cpu``),
+EXPECTED how many devices have to be there (0: at least one GPU, if torch is built for GPUs). What it says of a device
+begins with ``device INDEX:``; the last such line is of the device that failed, or that it waited for when it was ended.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+
+def ask_devices(kind: str, expected: int) -> None:
+    """Ask them, one after the other.
+
+    Raises:
+        SystemExit: a device is not there, raises an error or computes wrong.
+    """
+    import torch  # noqa: PLC0415 - whatever becomes of this import, the parent has a probe that it can end
+
+    count = torch.cuda.device_count() if kind == "cuda" else torch.cpu.device_count()
+    needed = expected or int(kind == "cuda" and torch.backends.cuda.is_built())
+    # Small whole numbers: their products are exact, in whatever precision the device computes.
+    left, right = (torch.arange(256 * 256, dtype=torch.float32).reshape(256, 256) % n for n in (7, 5))
+    right_answer = left @ right
+    for index in range(max(count, needed)):
+        device = f"device {index}:"
+        if index >= count:
+            raise SystemExit(
+                f"{device} is not there: torch {torch.__version__} sees {count} of {needed}, with "
+                f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')}"
+            )
+        print(device, "was asked for a matmul", flush=True)  # noqa: T201 - the parent reads it
+        try:
+            answer = (left.to(f"{kind}:{index}") @ right.to(f"{kind}:{index}")).cpu()
+        except RuntimeError as e:  # torch's AcceleratorError and OutOfMemoryError are such errors
+            raise SystemExit(f"{device} {type(e).__name__}: {str(e).splitlines()[0]}") from e
+        if not torch.equal(answer, right_answer):
+            wrong = int((answer != right_answer).sum())
+            raise SystemExit(f"{device} computes wrong, in {wrong} of {answer.numel()} elements of a matmul")
+
+
+if __name__ == "__main__":
+    ask_devices(sys.argv[1], int(sys.argv[2]))

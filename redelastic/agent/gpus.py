@@ -1,0 +1,313 @@
+"""Which GPU each worker of this node gets.
+
+Two conventions, both torch's:
+
+- Shared view (torchrun's default): every worker sees all GPUs that the agent sees and takes ``cuda:{LOCAL_RANK}``.
+  Nothing is added to its environment.
+- Isolation (``--virtual-local-rank``): a worker sees one GPU only, named in its ``CUDA_VISIBLE_DEVICES``; its
+  ``LOCAL_RANK`` is 0, so ``cuda:{LOCAL_RANK}`` is right again.
+
+Two cases need isolation, whatever the user chose. A CUDA process can use one MIG device at most, so workers that see
+several would all take the first one. And when workers share GPUs, ``LOCAL_RANK`` exceeds the number of GPUs, so
+``cuda:{LOCAL_RANK}`` does not exist. (NCCL refuses two ranks on one GPU: workers that share GPUs need gloo.)
+
+``CUDA_VISIBLE_DEVICES`` is read as CUDA reads it, and checked against NVML. Without ``pynvml`` (an extra: the package
+nvidia-ml-py) or without a driver, torch's count of GPUs is all that is known, and names are passed on unchecked.
+
+The order of indices: NVML's is the PCI bus', CUDA's default (``CUDA_DEVICE_ORDER=FASTEST_FIRST``) begins with the
+fastest. They are taken to agree on a host with GPUs of one model, and with ``CUDA_DEVICE_ORDER=PCI_BUS_ID``. Elsewhere
+it is not guessed which GPU an index means: its name goes to the worker as it is, which is right under either order, and
+what NVML calls it is left unknown.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+log = logging.getLogger(__name__)
+
+VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
+ORDER: Final = "CUDA_DEVICE_ORDER"
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU, or a MIG device, that this job may use.
+
+    Attributes:
+        id: its name in ``CUDA_VISIBLE_DEVICES``: an index, or a UUID.
+        index: of the GPU (a MIG device's: of the GPU that it is a part of) in NVML's order; None where not known.
+        uuid: as NVML and ``nvidia-smi -L`` give it; None where not known.
+        model: such as ``NVIDIA H200``; None where not known.
+        mig: whether it is a MIG device.
+    """
+
+    id: str
+    index: int | None = None
+    uuid: str | None = None
+    model: str | None = None
+    mig: bool = False
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """The GPUs of a node's workers.
+
+    Attributes:
+        gpus: the GPU of each worker, by local rank; empty where the job has no GPU.
+        visible: the GPUs to watch, each known to NVML: those that the job may use. All of the host's where it is not
+            known which those are; empty where NVML cannot tell.
+        isolate: whether each worker must see its own GPU only (``WorkerSpec.virtual_local_rank``).
+    """
+
+    gpus: tuple[Gpu, ...] = ()
+    visible: tuple[Gpu, ...] = ()
+    isolate: bool = False
+
+    def isolated_env(self, local_rank: int) -> dict[str, str]:
+        """What isolation sets in the environment of the worker of ``local_rank``.
+
+        To be set over what torch's agent makes of ``virtual_local_rank``: that takes the ``local_rank``-th name in the
+        agent's ``CUDA_VISIBLE_DEVICES``, or the local rank itself, which is wrong for MIG devices and shared GPUs.
+        """
+        env = {"LOCAL_RANK": "0"}
+        if self.gpus:
+            env[VISIBLE] = self.gpus[local_rank].id
+        return env
+
+
+def assign(local_world_size: int, *, share: bool, environ: Mapping[str, str]) -> Assignment:
+    """Give each worker of this node a GPU.
+
+    Args:
+        local_world_size: number of workers on this node.
+        share: whether several workers may get the same GPU, dealt round robin, where there are fewer GPUs than workers.
+        environ: the agent's environment. (Without NVML, torch counts the GPUs under this process' own.)
+
+    Returns:
+        No GPU for anybody where the job has none: on a host without, or with an empty ``CUDA_VISIBLE_DEVICES``.
+
+    Raises:
+        ValueError: there are GPUs, but fewer than workers, and ``share`` is False; or ``CUDA_VISIBLE_DEVICES`` names a
+            GPU twice, or one that does not exist on this host or cannot be used; or none of the host's can be used.
+    """
+    named = _names(environ[VISIBLE]) if VISIBLE in environ else None
+    if named == []:
+        return Assignment()
+    devices = host_devices()
+    faults = ""
+    visible: tuple[Gpu, ...] = ()
+    if not devices:
+        pool = _count_by_torch(named) if devices is None else []
+    else:
+        same_order = environ.get(ORDER) == "PCI_BUS_ID" or len({d.model for d in devices}) == 1
+        if named is None:
+            pool = _all(devices, same_order=same_order)
+            faults = "".join(f" GPU {d.index} cannot be used: {d.fault}." for d in devices if d.fault)
+        else:
+            pool = [gpu for name in named for gpu in _find(name, devices, same_order=same_order)]
+            _refuse_twice(pool, environ[VISIBLE])
+        certain = named is not None and all(gpu.index is not None for gpu in pool)
+        visible = tuple(pool if certain else (gpu for d in devices for gpu in _known(d)))
+    if not pool and faults:
+        raise ValueError(f"No GPU of this host can be used.{faults} For a job without GPUs, set {VISIBLE} to nothing.")
+    if not pool:
+        return Assignment()
+    if local_world_size > len(pool) and not share:
+        where = f"{VISIBLE}={environ[VISIBLE]} has" if named is not None else "this host has"
+        raise ValueError(
+            f"{local_world_size} workers were asked for, but {where} {len(pool)} GPU{'s' * (len(pool) > 1)}.{faults} "
+            f"Use --nproc-per-node={len(pool)}, or --share-gpus to let several workers use one GPU, "
+            f"or set {VISIBLE} to nothing for a job without GPUs."
+        )
+    return Assignment(
+        gpus=tuple(pool[rank % len(pool)] for rank in range(local_world_size)),
+        visible=visible,
+        isolate=local_world_size > len(pool) or any(gpu.mig for gpu in pool),
+    )
+
+
+def open_nvml() -> Any | None:
+    """The module ``pynvml``, initialised; None where it is not installed or there is no driver, both of them normal."""
+    try:
+        nvml = importlib.import_module("pynvml")
+    except ImportError:
+        return None
+    try:
+        nvml.nvmlInit()  # counted by NVML, and ended with the process
+    except nvml.NVMLError as e:
+        log.debug("NVML cannot be used: %s", e)
+        return None
+    return nvml
+
+
+# -- what NVML shows
+
+
+@dataclass(frozen=True)
+class Instance:
+    """A MIG device: a compute instance of a GPU instance."""
+
+    uuid: str
+    legacy: str  # its name for drivers before R470: MIG-GPU-<uuid>/<GPU instance>/<compute instance>
+
+
+@dataclass(frozen=True)
+class Device:
+    """A GPU of this host, as NVML shows it.
+
+    Attributes:
+        index: in NVML's order.
+        uuid, model: None where the GPU does not answer.
+        instances: its MIG devices.
+        fault: why it cannot be used; empty where it can.
+    """
+
+    index: int
+    uuid: str | None = None
+    model: str | None = None
+    instances: tuple[Instance, ...] = ()
+    fault: str = ""
+
+
+def host_devices() -> list[Device] | None:
+    """The GPUs of this host that this process may use; None where NVML cannot tell."""
+    nvml = open_nvml()
+    if nvml is None:
+        return None
+    try:
+        count: int = nvml.nvmlDeviceGetCount()
+    except nvml.NVMLError as e:
+        log.warning("NVML cannot count the GPUs of this host: %s", e)
+        return None
+    return [device for index in range(count) if (device := _device(nvml, index)) is not None]
+
+
+def _device(nvml: Any, index: int) -> Device | None:
+    try:
+        handle = nvml.nvmlDeviceGetHandleByIndex(index)
+        uuid: str = nvml.nvmlDeviceGetUUID(handle)
+        model: str = nvml.nvmlDeviceGetName(handle)
+    except nvml.NVMLError as e:
+        if e.value == nvml.NVML_ERROR_NO_PERMISSION:
+            return None  # a scheduler's cgroup keeps it from this job, and CUDA does not count it either
+        return Device(index, fault=str(e))
+    try:
+        in_mig_mode = nvml.nvmlDeviceGetMigMode(handle)[0] == nvml.NVML_DEVICE_MIG_ENABLE
+    except nvml.NVMLError:
+        in_mig_mode = False  # a model without MIG
+    instances = tuple(_instances(nvml, handle, uuid)) if in_mig_mode else ()
+    fault = "it is in MIG mode and has no MIG device (nvidia-smi mig -cgi … -C makes one)"
+    return Device(index, uuid, model, instances, fault if in_mig_mode and not instances else "")
+
+
+def _instances(nvml: Any, handle: Any, uuid: str) -> Iterator[Instance]:
+    for i in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
+        try:
+            mig = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, i)
+            ids = f"{nvml.nvmlDeviceGetGpuInstanceId(mig)}/{nvml.nvmlDeviceGetComputeInstanceId(mig)}"
+            yield Instance(nvml.nvmlDeviceGetUUID(mig), f"MIG-{uuid}/{ids}")
+        except nvml.NVMLError:  # noqa: PERF203
+            continue  # places may be empty, or another job's
+
+
+def _known(device: Device) -> list[Gpu]:
+    """A device under the names by which NVML finds it."""
+    if device.instances:
+        return [Gpu(i.uuid, device.index, i.uuid, device.model, mig=True) for i in device.instances]
+    return [Gpu(device.uuid or str(device.index), device.index, device.uuid, device.model)]
+
+
+# -- what CUDA makes of CUDA_VISIBLE_DEVICES
+
+
+def _names(value: str) -> list[str]:
+    """The names in ``CUDA_VISIBLE_DEVICES`` up to where CUDA stops: at -1, at no name, at a name of another kind.
+
+    Raises:
+        ValueError: a name stands there twice.
+    """
+    names: list[str] = []
+    for part in value.split(","):
+        name = part.strip()
+        kind = _kind(name)
+        if not kind or (names and kind != _kind(names[0])):
+            if name and not re.fullmatch(r"-\d+", name):
+                log.warning("%s=%s: CUDA sees no GPU from %r on; it expects indices, or UUIDs.", VISIBLE, value, name)
+            break
+        name = str(int(name)) if kind == "index" else name
+        if name in names:
+            raise ValueError(f"{VISIBLE}={value} names {name} twice; CUDA takes each GPU once.")
+        names.append(name)
+    return names
+
+
+def _kind(name: str) -> str:
+    if re.fullmatch(r"\+?[0-9]+", name):
+        return "index"
+    return name[:4] if name.startswith(("GPU-", "MIG-")) else ""
+
+
+def _all(devices: Sequence[Device], *, same_order: bool) -> list[Gpu]:
+    """The GPUs of a host where ``CUDA_VISIBLE_DEVICES`` is not set."""
+    if any(d.instances or d.fault for d in devices):  # CUDA's indices are not those of NVML then
+        return [gpu for d in devices if not d.fault for gpu in _known(d)]
+    return [gpu for i in range(len(devices)) for gpu in _find(str(i), devices, same_order=same_order)]
+
+
+def _find(name: str, devices: Sequence[Device], *, same_order: bool) -> list[Gpu]:
+    """The GPU that a name means, or all MIG devices of that GPU.
+
+    Raises:
+        ValueError: there is none, or it cannot be used, or the name is short for several.
+    """
+    what = f"{VISIBLE} names {name}, but"
+    if name.startswith("MIG-"):
+        migs = [
+            Gpu(i.uuid if i.uuid.startswith(name) else name, d.index, i.uuid, d.model, mig=True)
+            for d in devices
+            for i in d.instances
+            if i.uuid.startswith(name) or i.legacy == name
+        ]
+        if len(migs) != 1:
+            how_many = f"{len(migs)} MIG devices" if migs else "no MIG device"
+            raise ValueError(f"{what} {how_many} of this host has that name; nvidia-smi -L lists them.")
+        return migs
+    if name.startswith("GPU-"):
+        found = [d for d in devices if d.uuid is not None and d.uuid.startswith(name)]
+        if len(found) != 1:
+            how_many = f"the UUIDs of {len(found)} GPUs begin" if found else "no GPU's UUID on this host begins"
+            raise ValueError(f"{what} {how_many} with that; nvidia-smi -L lists them.")
+        device = found[0]
+    else:
+        if int(name) >= len(devices):
+            raise ValueError(f"{what} the last GPU of this host is {len(devices) - 1}; nvidia-smi -L lists them.")
+        if not same_order:
+            return [Gpu(name)]
+        device = devices[int(name)]
+    if device.fault:
+        raise ValueError(f"{what} that GPU cannot be used: {device.fault}.")
+    return _known(device) if device.instances else [Gpu(name, device.index, device.uuid, device.model)]
+
+
+def _refuse_twice(pool: Sequence[Gpu], value: str) -> None:
+    uuids = [gpu.uuid for gpu in pool if gpu.uuid is not None]
+    for uuid in uuids:
+        if uuids.count(uuid) > 1:
+            raise ValueError(f"{VISIBLE}={value} names {uuid} twice; CUDA takes each GPU once.")
+
+
+def _count_by_torch(named: Sequence[str] | None) -> list[Gpu]:
+    """The GPUs where NVML cannot tell; none of it makes a CUDA context."""
+    count = torch.cuda.device_count()
+    if named is None:
+        return [Gpu(str(i)) for i in range(count)]
+    mig = named[0].startswith("MIG-")  # of MIG devices, CUDA counts the first one only
+    return [Gpu(name, mig=mig) for name in (named if mig and count else named[:count])]

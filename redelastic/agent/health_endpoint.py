@@ -1,0 +1,293 @@
+"""What a supervisor asks this node over HTTP: ``/livez``, ``/readyz`` and ``/metrics``.
+
+Whoever asks, however slowly, must not disturb the agent: each client has a daemon thread and little time, and there are
+not many at once. Nothing is registered with Prometheus's global registry, which belongs to the user.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import socket
+import socketserver
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, Final, NamedTuple, Protocol
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+log = logging.getLogger(__name__)
+
+PATIENCE: Final = 10.0  # for a client to ask and to read its answer, in seconds
+CLIENTS: Final = 64  # at once; others are hung up on
+POLL_INTERVAL: Final = 0.2  # how soon the server sees that it is to stop, in seconds
+STATES: Final = ("waiting", "running", "draining", "barred", "refused")
+PLAIN_TEXT: Final = "text/plain; charset=utf-8"
+
+
+class NodeView(Protocol):
+    """What the endpoint asks of the agent, from threads of its own."""
+
+    def stalled(self) -> str:
+        """Why the agent's loop is taken for dead; empty while it lives."""
+
+    def unready(self) -> str:
+        """Why no workers run in a round; empty while they do."""
+
+    def status(self) -> Mapping[str, Any]:
+        """The node's status, as its heartbeat carries it to Redis; anything may be missing."""
+
+
+class HealthEndpoint:
+    """Serves a node's health and metrics until it is stopped.
+
+    Args:
+        node: whom to ask.
+        host: address or name to listen on, IPv6 too; loopback unless told otherwise.
+        port: to listen on; 0: any free one.
+
+    Raises:
+        ValueError: there is no such port.
+    """
+
+    def __init__(self, node: NodeView, *, host: str = "127.0.0.1", port: int) -> None:
+        if not 0 <= port <= 65535:
+            raise ValueError(
+                f"The health endpoint cannot listen on port {port}: give one from 1 to 65535, or 0 for any."
+            )
+        self._node, self._host, self._port = node, host, port
+        self._server: _Server | None = None
+
+    @property
+    def port(self) -> int:
+        """The port that it listens on; before it has started, the one it was told."""
+        return self._port
+
+    def start(self) -> None:
+        """Begin to listen and to serve.
+
+        Raises:
+            OSError: it cannot listen there.
+        """
+        try:
+            family, *_, address = socket.getaddrinfo(
+                self._host, self._port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )[0]
+            server = _Server(family, address, self._node)
+        except OSError as e:
+            raise OSError(
+                f"The health endpoint cannot listen on port {self._port} of {self._host}: {e.strerror or e}; "
+                f"{_advice(e)}."
+            ) from e
+        self._server, self._port = server, server.server_address[1]
+        threading.Thread(
+            target=server.serve_forever, args=(POLL_INTERVAL,), name="redelastic-health-endpoint", daemon=True
+        ).start()
+
+    def stop(self) -> None:
+        """Stop listening and hang up on whoever is connected; it may be stopped twice, or before it has started."""
+        server, self._server = self._server, None
+        if server is not None:
+            server.shutdown()
+            server.server_close()
+            server.hang_up()
+
+
+def _advice(error: OSError) -> str:
+    if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+        return "give an address of this machine"
+    if error.errno == errno.EACCES:
+        return "give a port above 1023"
+    return "end the process that has it or give another port (each agent of a machine needs one of its own)"
+
+
+# -- the server
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = CLIENTS
+
+    def __init__(self, family: int, address: tuple[Any, ...], node: NodeView) -> None:
+        self.address_family = family
+        self.node = node
+        self.registry = CollectorRegistry()
+        self.registry.register(_StatusCollector(node))
+        self._lock = (
+            threading.Lock()
+        )  # guards what follows; a connection is closed under it, so none is taken for another
+        self._hang_up_at: dict[Any, float] = {}  # by connection, on the monotonic clock
+        super().__init__(address, _Handler)
+
+    def server_bind(self) -> None:
+        """Bind, without asking a name server for our own name as ``HTTPServer`` does: that can take minutes."""
+        socketserver.TCPServer.server_bind(self)
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        """Whether there is room for one more client."""
+        del client_address
+        with self._lock:
+            if len(self._hang_up_at) >= CLIENTS:
+                return False
+            self._hang_up_at[request] = time.monotonic() + PATIENCE
+        return True
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection."""
+        with self._lock:
+            self._hang_up_at.pop(request, None)
+            super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """Hang up on clients that are too slow; called at every turn of the server's loop."""
+        self.hang_up(overdue_at=time.monotonic())
+
+    def hang_up(self, overdue_at: float = float("inf")) -> None:
+        """End the connections whose time is over at ``overdue_at``; their threads then find them closed."""
+        with self._lock:
+            for request, hang_up_at in self._hang_up_at.items():
+                if hang_up_at <= overdue_at:
+                    with contextlib.suppress(OSError):
+                        request.shutdown(socket.SHUT_RDWR)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing in the job's log of a client that hung up."""
+        del request
+        log.debug("The client %s of the health endpoint was lost", client_address, exc_info=True)  # noqa: LOG014 - called in a handler
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+    server_version = "redelastic"
+    sys_version = ""
+    timeout = PATIENCE
+
+    def do_GET(self) -> None:
+        """Answer, in one line or with the metrics."""
+        try:
+            status, kind, body = self._answer(self.path.partition("?")[0])
+        except Exception as e:  # noqa: BLE001 - whatever the agent raises, the client is told
+            status, kind = HTTPStatus.INTERNAL_SERVER_ERROR, PLAIN_TEXT
+            body = f"{self.path} failed: {type(e).__name__}: {e}".encode()
+        if kind == PLAIN_TEXT:
+            body = b" ".join(body.split()) + b"\n"
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    do_HEAD = do_GET  # noqa: N815
+
+    def _answer(self, path: str) -> tuple[HTTPStatus, str, bytes]:
+        match path:
+            case "/metrics":
+                return HTTPStatus.OK, CONTENT_TYPE_LATEST, generate_latest(self.server.registry)
+            case "/livez":
+                trouble = self.server.node.stalled()
+            case "/readyz":
+                trouble = self.server.node.unready()
+            case _:
+                return HTTPStatus.NOT_FOUND, PLAIN_TEXT, b"There are /livez, /readyz and /metrics."
+        status = HTTPStatus.SERVICE_UNAVAILABLE if trouble else HTTPStatus.OK
+        return status, PLAIN_TEXT, (trouble or "ok").encode()
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - its name in http.server
+        """Say nothing in the job's log of each request."""
+
+
+# -- the metrics
+
+_Family = CounterMetricFamily | GaugeMetricFamily
+
+
+class _Metric(NamedTuple):
+    field: str  # of the status
+    name: str
+    help: str
+    scale: float = 1.0  # from the field's unit to the metric's
+    kind: type[_Family] = GaugeMetricFamily
+
+
+NODE_METRICS: Final = (
+    _Metric("epoch", "epoch", "Fencing token of the node's round."),
+    _Metric("rank", "rank", "Rank of the node in its round."),
+    _Metric("size", "world_size", "Number of nodes in the round."),
+    _Metric("restarts", "restarts", "Restarts of this node's workers.", kind=CounterMetricFamily),
+    _Metric("job_restarts", "job_restarts", "Restarts of the whole job.", kind=CounterMetricFamily),
+    _Metric("cpu", "cpu_cores", "CPU cores in use by the agent and its workers.", 0.01),
+    _Metric("memory", "memory_bytes", "Memory in use by the agent and its workers."),
+    _Metric("redis_away", "redis_away_seconds", "For how long Redis has not answered; 0 while it does."),
+)
+WORKER_METRICS: Final = (
+    _Metric("rank", "worker_rank", "Rank of the worker in the job."),
+    _Metric("step", "worker_step", "Step that the worker reported last."),
+    _Metric("idle", "worker_idle_seconds", "Time since the worker last reported progress."),
+    _Metric("cpu", "worker_cpu_cores", "CPU cores in use by the worker and its children.", 0.01),
+    _Metric("memory", "worker_memory_bytes", "Memory in use by the worker and its children."),
+)
+GPU_METRICS: Final = (
+    _Metric("memory_used", "gpu_memory_used_bytes", "GPU memory in use."),
+    _Metric("memory_total", "gpu_memory_size_bytes", "GPU memory that there is."),
+    _Metric("utilization", "gpu_utilization_ratio", "Share of the time in which the GPU was busy.", 0.01),
+    _Metric("temperature", "gpu_temperature_celsius", "Temperature of the GPU."),
+    _Metric("ecc", "gpu_ecc_errors", "Uncorrected ECC errors of the GPU.", kind=CounterMetricFamily),
+    _Metric("xid", "gpu_xid_errors", "Xid errors of the GPU.", kind=CounterMetricFamily),
+)
+
+
+class _StatusCollector(Collector):
+    """Turns the status into metrics when somebody asks; what is not known has no sample."""
+
+    def __init__(self, node: NodeView) -> None:
+        self._node = node
+
+    def collect(self) -> Iterator[_Family]:
+        status = self._node.status()
+        workers, gpus = status.get("workers") or (), status.get("gpus") or ()
+        whose = {"run_id": status.get("run_id", ""), "node": status.get("node", "")}
+        state = status.get("state")
+
+        yield _info("node_info", "What the node is called.", whose, ("name",), [status])
+        one_of = _info("node_state", "1 for the state that the node is in.", whose, ("state",), ())
+        for each in dict.fromkeys([*STATES, state] if state else ()):
+            one_of.add_metric(_values(whose, ("state",), {"state": each}), float(each == state))
+        yield one_of
+        yield from _measured(NODE_METRICS, whose, (), [status])
+        yield _info("worker_state", "1 for the state that the worker is in.", whose, ("local_rank", "state"), workers)
+        yield from _measured(WORKER_METRICS, whose, ("local_rank",), workers)
+        yield _info("gpu_info", "What the GPU is called.", whose, ("index", "uuid", "name"), gpus)
+        yield from _measured(GPU_METRICS, whose, ("index", "uuid"), gpus)
+
+
+def _values(whose: Mapping[str, Any], labels: Iterable[str], item: Mapping[str, Any]) -> list[str]:
+    return [*map(str, whose.values()), *(str(item.get(label, "")) for label in labels)]
+
+
+def _info(
+    name: str, text: str, whose: Mapping[str, Any], labels: tuple[str, ...], items: Iterable[Mapping[str, Any]]
+) -> GaugeMetricFamily:
+    """A metric that is 1 for each item: what it says is in its labels."""
+    family = GaugeMetricFamily(f"redelastic_{name}", text, labels=[*whose, *labels])
+    for item in items:
+        family.add_metric(_values(whose, labels, item), 1.0)
+    return family
+
+
+def _measured(
+    metrics: Iterable[_Metric], whose: Mapping[str, Any], labels: tuple[str, ...], items: Iterable[Mapping[str, Any]]
+) -> Iterator[_Family]:
+    for metric in metrics:
+        family = metric.kind(f"redelastic_{metric.name}", metric.help, labels=[*whose, *labels])
+        for item in items:
+            value = item.get(metric.field)
+            if isinstance(value, (int, float)):
+                family.add_metric(_values(whose, labels, item), value * metric.scale)
+        yield family

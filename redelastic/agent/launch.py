@@ -1,0 +1,149 @@
+"""What torchrun's launcher is for torch's agent: from a launch configuration to an exit code."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from torch.distributed import DistNetworkError
+from torch.distributed.elastic import events, metrics
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, get_error_handler
+from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousParameters
+from torch.distributed.launcher.api import LaunchConfig
+
+from redelastic.handler import RedisRendezvousHandler, handler_from_parameters
+from redelastic.membership import DrainedError, RunStoppedError, RunThen
+
+from .agent import RedisElasticAgent, RefusedError
+from .options import AgentOptions
+
+log = logging.getLogger(__name__)
+
+OK: Final = 0
+FAILED: Final = 1  # workers failed, or a signal ended this process: as torchrun ends
+DRAINED: Final = (
+    75  # this node was drained; the job goes on elsewhere, and this node's place may be taken (EX_TEMPFAIL)
+)
+STOPPED: Final = 76  # the job was stopped: by somebody, or because its budget of restarts is used up
+REFUSED: Final = 77  # a health check found this node unfit
+
+
+def launch(
+    config: LaunchConfig, options: AgentOptions, entrypoint: Callable[..., Any] | str, args: Sequence[Any]
+) -> int:
+    """Run one node of a job in this process.
+
+    Args:
+        config: torchrun's; its rendezvous is on Redis.
+        options: what torchrun does not have.
+        entrypoint: of the workers.
+        args: of the entry point.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        ValueError: an option is wrong.
+        RendezvousConnectionError: no Redis answers, or it refuses us.
+    """
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.signals_to_handle
+    handler = handler_from_parameters(
+        RendezvousParameters(
+            backend="redis",
+            endpoint=config.rdzv_endpoint,
+            run_id=config.run_id or uuid.uuid4().hex,
+            min_nodes=config.min_nodes,
+            max_nodes=config.max_nodes,
+            local_addr=config.local_addr,
+            **config.rdzv_configs,
+        )
+    )
+    if not isinstance(handler, RedisRendezvousHandler):
+        raise ValueError("The agent needs the native rendezvous: leave protocol=dynamic out, or use torchrun.")  # noqa: TRY004
+    ending: tuple[str, RunThen] = ("exited", "goes on")
+    try:
+        agent = _agent(config, options, handler, entrypoint, args)
+        metrics.initialize_metrics(metrics.MetricsConfig(config.metrics_cfg))
+        try:
+            result = agent.run()
+        except BaseException:
+            events.record(agent.get_event_failed(), config.event_log_handler)
+            raise
+        events.record(agent.get_event_succeeded(), config.event_log_handler)
+        if result.is_failed():
+            failed = ChildFailedError(_name(entrypoint, args), result.failures)
+            _hand_up(failed)
+            ending = f"failed: {agent.cause(result)}", "stops"
+            sys.stderr.write(f"{failed}\n")
+            return FAILED
+        ending = "finished", "closes"
+    except DrainedError as e:
+        ending = f"drained: {e.reason}", "goes on"
+        log.warning("%s", e)
+        return DRAINED
+    except (RunStoppedError, RefusedError, RendezvousError, DistNetworkError, OSError) as e:
+        sys.stderr.write(f"redelastic run: {e}\n")
+        return STOPPED if isinstance(e, RunStoppedError) else REFUSED if isinstance(e, RefusedError) else FAILED
+    except SignalException as e:
+        ending = f"got {e.sigval.name}", "goes on"
+        sys.stderr.write(f"redelastic run: ended by {e.sigval.name}\n")
+        return FAILED
+    finally:
+        handler.end(*ending)
+    return OK
+
+
+def _name(entrypoint: Callable[..., Any] | str, args: Sequence[Any]) -> str:
+    """What the report of failures calls the workers' program: the script, where Python runs one."""
+    if not isinstance(entrypoint, str):
+        return entrypoint.__qualname__
+    return next((arg for arg in args if not arg.startswith("-")), "") if entrypoint == sys.executable else entrypoint
+
+
+def _hand_up(failed: ChildFailedError) -> None:
+    """Leave the first worker's error where whoever started this process looks for ours, as torch's ``record`` does."""
+    _, failure = failed.get_first_failure()
+    if os.environ.get("TORCHELASTIC_ERROR_FILE") and Path(failure.error_file).is_file():
+        get_error_handler().dump_error_file(failure.error_file, failure.exitcode)
+
+
+def _agent(
+    config: LaunchConfig,
+    options: AgentOptions,
+    handler: RedisRendezvousHandler,
+    entrypoint: Callable[..., Any] | str,
+    args: Sequence[Any],
+) -> RedisElasticAgent:
+    spec = WorkerSpec(
+        role=config.role,
+        local_world_size=config.nproc_per_node,
+        entrypoint=entrypoint,
+        args=tuple(args),
+        rdzv_handler=handler,
+        max_restarts=config.max_restarts,
+        monitor_interval=config.monitor_interval,
+        local_addr=config.local_addr,
+        event_log_handler=config.event_log_handler,
+        numa_options=config.numa_options,
+        duplicate_stdout_filters=config.duplicate_stdout_filters,
+        duplicate_stderr_filters=config.duplicate_stderr_filters,
+        virtual_local_rank=config.virtual_local_rank,
+    )
+    if config.logs_specs is None:
+        raise ValueError("The launch configuration has no logs_specs.")
+    return RedisElasticAgent(
+        spec,
+        config.logs_specs,
+        options,
+        start_method=config.start_method,
+        log_line_prefix_template=config.log_line_prefix_template,
+        shutdown_timeout=30 if config.shutdown_timeout is None else config.shutdown_timeout,
+        owns_process=True,
+    )

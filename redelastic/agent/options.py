@@ -1,0 +1,87 @@
+"""What a user can set of the agent, beside what torchrun has."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+TORCH_HEALTH_PORT: Final = "TORCHELASTIC_HEALTH_CHECK_PORT"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentOptions:
+    """Options of :class:`redelastic.agent.RedisElasticAgent`; times in seconds, None is "no limit" or "off".
+
+    Attributes:
+        drain_timeout: how long the workers of the job may take to save before this node leaves.
+        drain_file: this node drains as soon as there is such a file; it may hold the Unix time by which to be gone.
+        hang_timeout: how long a worker may make no progress (:func:`redelastic.progress`) before all are restarted.
+        hang_start_timeout: the same from its start to its first progress; ``hang_timeout`` if None.
+        max_job_restarts: how often workers of the whole job may be restarted because some failed.
+        max_idle_restarts: how many of those in a row may bring no progress.
+        max_failed_rounds: after how many rounds in a row in which its workers failed first this host is kept out.
+        health_checks: names of the checks that this node has to pass before it joins.
+        health_command: one more, for ``/bin/sh -c``.
+        health_timeout: how long one check may take.
+        health_port: of the HTTP endpoint; 0 is any free one, None that of ``TORCHELASTIC_HEALTH_CHECK_PORT``.
+        health_host: address that it listens on.
+        share_gpus: whether there may be more workers than GPUs.
+
+    Raises:
+        ValueError: one of them is out of range.
+    """
+
+    drain_timeout: float = 30.0
+    drain_file: Path | None = None
+    hang_timeout: float | None = None
+    hang_start_timeout: float | None = None
+    max_job_restarts: int | None = None
+    max_idle_restarts: int | None = None
+    max_failed_rounds: int | None = None
+    health_checks: tuple[str, ...] = ("disk",)
+    health_command: str | None = None
+    health_timeout: float = 60.0
+    health_port: int | None = None
+    health_host: str = "127.0.0.1"
+    share_gpus: bool = False
+
+    def __post_init__(self) -> None:
+        lowest = {
+            "drain_timeout": 0.0,
+            "hang_timeout": 0.1,
+            "hang_start_timeout": 0.1,
+            "max_job_restarts": 0,
+            "max_idle_restarts": 1,
+            "max_failed_rounds": 1,
+            "health_timeout": 0.1,
+        }
+        for name, low in lowest.items():
+            value = getattr(self, name)
+            if value is not None and not low <= value < math.inf:
+                raise ValueError(f"{name}={value} is out of range; it must be {low:g} or more.")
+        if self.hang_start_timeout is not None and self.hang_timeout is None:
+            raise ValueError("hang_start_timeout needs hang_timeout.")
+
+    @property
+    def port(self) -> int | None:
+        """Of the HTTP endpoint.
+
+        Raises:
+            ValueError: torch's environment variable is no number.
+        """
+        named = os.environ.get(TORCH_HEALTH_PORT)
+        if self.health_port is not None or named is None:
+            return self.health_port
+        if not named.isdecimal():
+            raise ValueError(f"The environment's {TORCH_HEALTH_PORT}={named!r} is not a port.")
+        return int(named)
+
+    @property
+    def limits(self) -> tuple[int, int, int]:
+        """Of restarts, as :meth:`redelastic.membership.Membership.charge` takes them."""
+        limits = (self.max_job_restarts, self.max_idle_restarts, self.max_failed_rounds)
+        budget, patience, rounds = (-1 if limit is None else limit for limit in limits)
+        return budget, patience, rounds

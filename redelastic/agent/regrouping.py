@@ -1,0 +1,123 @@
+"""RegroupingAgent: torch's agent, to which the loss of a node costs nothing but the regrouping."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
+from redelastic.handler import RedisRendezvousHandler
+from redelastic.store import RedisStore, RoundBrokenError
+
+from .role_exchange import RoleExchange
+
+log = logging.getLogger(__name__)
+
+
+class RegroupingAgent(LocalElasticAgent):
+    """Torch's ``LocalElasticAgent``, which takes the same arguments.
+
+    With a handler that is not ours it does what torch's does.
+    """
+
+    _charged = False  # whether a restart was spent on workers that failed in this round
+    _exchange: RoleExchange | None = None  # of this round
+    _interval = 0.0  # at which the workers are looked at, in seconds
+
+    @property
+    def _handler(self) -> RedisRendezvousHandler | None:
+        handler = self._worker_group.spec.rdzv_handler
+        return handler if isinstance(handler, RedisRendezvousHandler) else None
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        """Join the next round when this one breaks while roles are exchanged through its store.
+
+        torch's agent has no answer to an error there: it would end, one node more lost for the death of another. And
+        when workers failed because a node was lost, that is not one of their own failures: the restart is given back.
+        """
+        lost, done = False, False
+        while not done:
+            try:
+                super()._rendezvous(worker_group)
+                done = True
+            except RoundBrokenError as e:
+                log.warning("%s", e)
+            lost = lost or (self._handler is not None and self._handler.nodes_lost > 0)
+        if self._charged and lost:
+            self._remaining_restarts += 1
+        self._charged = False
+
+    def _assign_worker_ranks(self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec) -> Any:
+        if self._exchange is not None:
+            self._exchange.close()
+        if self._handler is None or not isinstance(store, RedisStore):
+            return super()._assign_worker_ranks(store, group_rank, group_world_size, spec)
+        self._exchange = RoleExchange(store)
+        workers = super()._assign_worker_ranks(self._exchange, group_rank, group_world_size, spec)
+        if group_rank == 0 and group_world_size > 1:
+            self._exchange.keep_telling()
+        return workers
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        """Wait for news of the run, or the monitor interval; then see how the workers are.
+
+        Workers that failed because a node was lost are told from workers that failed by themselves.
+
+        A lost node is known when its lease runs out; its peers' workers mostly fail before that. With no restart left
+        the agent would end, and with it the job; so it waits for as long as a lease first.
+        """
+        if self._handler is not None:
+            self._handler.membership.wait_for_news(self._pause())
+        result = self._look(worker_group)
+        if result.state in {WorkerState.FAILED, WorkerState.UNHEALTHY}:
+            self._charged = self._may_restart(result)
+            if not self._charged and self._handler is not None:
+                if self._wait_for_loss(self._handler):
+                    return RunResult(state=WorkerState.HEALTHY)  # num_nodes_waiting() is above 0: the agent regroups
+                self._give_up(result)
+        return result
+
+    def _wait_for_loss(self, handler: RedisRendezvousHandler) -> bool:
+        """Wait until the loss of another node is known; returns whether one is lost."""
+        return handler.wait_for_loss()
+
+    def _pause(self) -> float:
+        """After how many seconds without news the workers are looked at again."""
+        return self._interval
+
+    def _look(self, worker_group: WorkerGroup) -> RunResult:
+        """How the workers are."""
+        result: RunResult = super()._monitor_workers(worker_group)
+        return result
+
+    def _may_restart(self, result: RunResult) -> bool:  # noqa: ARG002
+        """Whether workers that have failed may be started anew."""
+        return bool(self._remaining_restarts > 0)
+
+    def _give_up(self, result: RunResult) -> None:
+        """They may not, and no other node is to blame."""
+
+    def run(self, role: str = DEFAULT_ROLE) -> RunResult:
+        """Run the workers to their end; contract: torch's ``ElasticAgent.run``.
+
+        A spare whose run is closed has succeeded: torch's agent returns nothing then, and its launcher fails.
+        """
+        spec = self._worker_group.spec
+        self._interval = spec.monitor_interval
+        if self._handler is not None:
+            spec.monitor_interval = 0.0  # torch's loop would sleep through all news
+        try:
+            result: RunResult | None = super().run(role)
+        finally:
+            spec.monitor_interval = self._interval
+        return RunResult(state=WorkerState.SUCCEEDED) if result is None and self._handler is not None else result  # type: ignore[return-value]
+
+
+def teach_torchrun() -> None:
+    """Have torchrun make this agent: it offers no other way in than the name by which its launcher finds torch's."""
+    launcher: Any = sys.modules.get("torch.distributed.launcher.api")
+    if launcher is not None and launcher.LocalElasticAgent is LocalElasticAgent:
+        launcher.LocalElasticAgent = RegroupingAgent

@@ -1,0 +1,75 @@
+"""The exchange of roles, by which torch's agents give their workers ranks: one that repeats itself."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Final
+
+from torch.distributed import DistError
+
+from redelastic.store import RedisStore, RoundBrokenError
+
+LOOK: Final = 2.0  # between two looks whether what was told is still known, in seconds
+
+
+class RoleExchange:
+    """The store of a round as torch's agent uses it in the exchange.
+
+    A fail-over may lose what a node has told, and torch's agent tells it once: all would wait for the store's time-out,
+    and then end. So who waits tells its own part again where it is not known any more; and rank 0, on which the others
+    wait while it goes on already, does so in a thread for as long as they may wait.
+    """
+
+    def __init__(self, store: RedisStore) -> None:
+        self._store = store
+        self._told: dict[str, bytes | str] = {}
+        self._over = threading.Event()
+
+    def set(self, key: str, value: bytes | str) -> None:
+        """Tell one thing."""
+        self.multi_set([key], [value])
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[bytes | str]) -> None:
+        """Tell several."""
+        self._told.update(zip(keys, values, strict=True))
+        self._store.multi_set(keys, values)
+
+    def get(self, key: str) -> bytes:
+        """Wait for what another node tells."""
+        return self.multi_get([key])[0]
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """Wait for what all tell."""
+        deadline = time.monotonic() + self._store.timeout.total_seconds()
+        while (left := deadline - time.monotonic()) > LOOK:
+            try:
+                self._store.wait(keys, timedelta(seconds=min(LOOK, left)))
+                break
+            except RoundBrokenError:
+                raise
+            except DistError:  # not yet, or Redis is away
+                self._tell_again()
+        return self._store.multi_get(keys)
+
+    def _tell_again(self) -> None:
+        # Who is promoted has seen a first part of what its master wrote: all of it, if it knows what was told last.
+        if not self._store.check(list(self._told)[-1:]):
+            self._store.multi_set(list(self._told), list(self._told.values()))
+
+    def keep_telling(self) -> None:
+        """Tell the others again, for as long as they may wait, or until :meth:`close`."""
+        threading.Thread(target=self._keep_telling, name="redelastic-roles", daemon=True).start()
+
+    def _keep_telling(self) -> None:
+        until = time.monotonic() + self._store.timeout.total_seconds()
+        with contextlib.suppress(DistError):  # the round is broken, or Redis is away for longer than anybody waits
+            while not self._over.wait(LOOK) and time.monotonic() < until:
+                self._tell_again()
+
+    def close(self) -> None:
+        """End :meth:`keep_telling`: there is another round."""
+        self._over.set()

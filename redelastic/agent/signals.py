@@ -1,0 +1,63 @@
+"""The signals on which a node drains."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+from torch.distributed.elastic.multiprocessing import SignalException
+
+DRAIN_SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1)
+TORCH_SIGNALS: Final = "TORCHELASTIC_SIGNALS_TO_HANDLE"
+TORCH_DEFAULT: Final = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+
+_handlers_before: dict[signal.Signals, Any] = {}  # while others are in their place
+
+
+@contextlib.contextmanager
+def drain_on_signals(drain: Callable[[str], None]) -> Iterator[None]:
+    """Have SIGTERM and SIGUSR1 call ``drain`` with their name; torch's agent would end at once.
+
+    A second SIGTERM raises torch's ``SignalException`` in the main thread. Outside of the main thread nothing is done.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    terminated = False
+
+    def on_signal(number: int, _frame: object) -> None:
+        nonlocal terminated
+        name = signal.Signals(number)
+        if terminated and name == signal.SIGTERM:
+            raise SignalException(f"Process {os.getpid()} got {name.name} a second time.", name)
+        terminated = terminated or name == signal.SIGTERM
+        drain(name.name)
+
+    torchs = torch_signals()
+    ours = {s.name for s in DRAIN_SIGNALS}
+    _handlers_before.update({s: signal.signal(s, on_signal) for s in DRAIN_SIGNALS})
+    # torch installs its handlers for these each time it starts workers, and complains of none.
+    os.environ[TORCH_SIGNALS] = ",".join(name for name in torchs.split(",") if name.strip() not in ours) or "SIGINT"
+    try:
+        yield
+    finally:
+        os.environ[TORCH_SIGNALS] = torchs
+        _give_back()
+
+
+def torch_signals() -> str:
+    """The signals that torch's agent is to handle, as its environment variable lists them."""
+    return os.environ.get(TORCH_SIGNALS, TORCH_DEFAULT)
+
+
+def _give_back() -> None:
+    while _handlers_before:
+        signal.signal(*_handlers_before.popitem())
+
+
+# A forked worker is no agent: SIGTERM has to end it.
+os.register_at_fork(after_in_child=_give_back)

@@ -1,0 +1,173 @@
+"""Where workers hang: their Python stacks, from themselves or from py-spy."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Final
+
+from redelastic.worker import STACK_SIGNAL
+
+from .board import Board
+
+__all__ = ["catches", "dump_stacks"]
+
+LIMIT: Final = 16 * 1024  # of the text for one worker, in bytes
+PAUSE: Final = 0.02  # between two looks at what was written, in seconds
+SETTLED: Final = 0.3  # stacks that have not grown for so long are complete, in seconds
+CUT: Final = "[the rest is cut off]"
+
+STATES: Final = {
+    "T": "is stopped (state T): SIGSTOP, or Ctrl-Z",
+    "t": "is stopped by a debugger (state t)",
+    "Z": "has ended and is a zombie (state Z)",
+    "X": "has ended (state X)",
+    "": "has ended",
+}
+
+
+def catches(pid: int, signum: int) -> bool:
+    """Whether a process has a handler for a signal, so that it may be sent without ending the process."""
+    caught = _status(pid).get("SigCgt", "0")
+    return bool(int(caught, 16) >> (signum - 1) & 1)
+
+
+def dump_stacks(board: Board, pids: Mapping[int, int], timeout: float) -> dict[int, str]:
+    """Find out where workers hang; never raises.
+
+    A worker that has imported :mod:`redelastic.worker` writes its stacks itself, also while it hangs in C. Of any other
+    py-spy is asked, if it is installed and may trace the worker.
+
+    Args:
+        board: of the workers.
+        pids: process of each worker, by local rank.
+        timeout: in seconds; this takes no longer.
+
+    Returns:
+        For each local rank its stacks, or one line that says why there are none, at most about 16 KiB.
+    """
+    now = time.monotonic()
+    py_spy = _find_py_spy()
+    texts: dict[int, str] = {}
+    hung: dict[int, int] = {}
+    for local_rank, pid in pids.items():
+        speaker = board.read(local_rank).pid
+        if speaker and _status(speaker):
+            pid = speaker  # noqa: PLW2901  # the worker may be a shell that started it
+        state = _state(pid)
+        if state in STATES:
+            texts[local_rank] = f"No stacks: process {pid} {STATES[state]}."
+        else:
+            hung[local_rank] = pid
+    asked = {r: pid for r, pid in hung.items() if _ask(board, r, pid)}
+    texts |= _answers(board, asked, now + (timeout / 2 if py_spy else timeout))
+    silent = {r: pid for r, pid in hung.items() if r not in texts}
+    with ThreadPoolExecutor(max(1, len(silent))) as pool:
+        spied = pool.map(lambda pid: _spy(py_spy, pid, now + timeout), silent.values())
+        for (local_rank, pid), (stacks, problem) in zip(silent.items(), spied, strict=True):
+            texts[local_rank] = stacks or _explanation(pid, problem, asked=local_rank in asked)
+    return texts
+
+
+def _explanation(pid: int, problem: str, *, asked: bool) -> str:
+    if asked:
+        return f"No stacks: process {pid} (state {_state(pid) or 'gone'}) did not answer; py-spy: {problem}."
+    return (
+        f"No stacks: process {pid} (state {_state(pid) or 'gone'}) has not imported redelastic.worker; call "
+        f"redelastic.progress(step) in the script. py-spy: {problem}."
+    )
+
+
+# -- from the workers themselves
+
+
+def _ask(board: Board, local_rank: int, pid: int) -> bool:
+    if not catches(pid, STACK_SIGNAL):  # it would end the process
+        return False
+    try:
+        board.clear_stacks(local_rank)
+        os.kill(pid, STACK_SIGNAL)
+    except (OSError, ValueError):  # ended just now; the board is closed
+        return False
+    return True
+
+
+def _answers(board: Board, asked: Mapping[int, int], deadline: float) -> dict[int, str]:
+    """The stacks of those that write any before the deadline, on the monotonic clock in seconds."""
+    grown: dict[int, tuple[int, float]] = {}  # size, and since when
+    waiting = set(asked)
+    while waiting and time.monotonic() < deadline:
+        time.sleep(PAUSE)
+        for local_rank in list(waiting):
+            now = time.monotonic()
+            size = board.stacks_size(local_rank)
+            last, since = grown.get(local_rank, (0, now))
+            if size != last:
+                grown[local_rank] = size, now
+            elif size and now - since >= SETTLED:
+                waiting.remove(local_rank)
+    return {r: _end_of(board.stacks(r, LIMIT), size) for r, (size, _) in grown.items()}
+
+
+def _end_of(stacks: bytes, size: int) -> str:
+    """What faulthandler wrote, in which the main thread comes last."""
+    text = stacks.decode(errors="replace").strip()
+    return text if size <= LIMIT else f"{CUT}\n{text.partition(chr(10))[2]}"
+
+
+# -- from py-spy
+
+
+def _find_py_spy() -> str | None:
+    return shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))
+
+
+def _spy(py_spy: str | None, pid: int, deadline: float) -> tuple[str, str]:
+    """The stacks of a process, or what went wrong."""
+    if py_spy is None:
+        return "", "not installed (pip install py-spy)"
+    command = [py_spy, "dump", "--full-filenames", "--pid", str(pid)]
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=max(0.0, deadline - time.monotonic()),
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return "", "took too long"
+    except OSError as e:
+        return "", str(e)
+    problem = done.stderr.decode(errors="replace").partition("\n")[0].removeprefix("Error: ").rstrip(".")
+    return _beginning_of(done.stdout), problem or f"exit status {done.returncode}"
+
+
+def _beginning_of(out: bytes) -> str:
+    """What py-spy wrote, in which the main thread comes first, without the command line: it may hold a password."""
+    _, thread, threads = out.decode(errors="replace").partition("\nThread ")
+    text = (thread + threads).strip()
+    return text if len(text) <= LIMIT else f"{text[:LIMIT].rpartition(chr(10))[0]}\n{CUT}"
+
+
+# -- from the kernel
+
+
+def _status(pid: int) -> dict[str, str]:
+    """What /proc says of a process; empty if it is gone."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
+    except OSError:
+        return {}
+    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+
+
+def _state(pid: int) -> str:
+    """The kernel's letter for what a process does; empty if it is gone."""
+    return _status(pid).get("State", "")[:1]

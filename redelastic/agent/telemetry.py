@@ -1,0 +1,268 @@
+"""What the processes and GPUs of a node use, for its heartbeat: cheap, small, and never in the training's way."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import psutil
+
+from .gpus import Gpu, open_nvml
+
+STATUS_LIMIT: Final = 8192  # of a node's status, in bytes
+LONG_TEXT: Final = 64  # what is left of a text that is too long for the limit, in characters
+XIDS_AT_ONCE: Final = 100  # that one sample takes from a GPU: one that keeps failing must not hold the sample up
+
+Times = dict[tuple[int, float], tuple[float, float]]  # process -> CPU seconds of its own, of the children it has reaped
+
+
+class Telemetry:
+    """Samples what a node uses.
+
+    For one thread, and one that nothing waits for: NVML has been seen to hang for seconds, and ``sample`` with it. No
+    lock is held meanwhile.
+
+    Args:
+        gpus: to watch: ``Assignment.visible``.
+        clock: monotonic, in seconds.
+    """
+
+    def __init__(self, gpus: Sequence[Gpu] = (), *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._sampled_at: float | None = None
+        self._workers: dict[int, Times] = {}
+        self._gpus = gpus
+        self._watched: list[_WatchedGpu] | None = None  # None until the first sample, as NVML may take its time
+
+    def sample(self, trees: Mapping[int, Sequence[psutil.Process]]) -> dict[str, Any]:
+        """What is used now.
+
+        Args:
+            trees: local rank -> the worker's process and all its descendants.
+
+        Returns:
+            A dict for JSON. A key whose value cannot be known is absent: ``cpu`` in the first sample, for instance.
+
+            - ``cpu``: of all workers since the last sample, in percent of one core;
+            - ``memory``: of all workers, in bytes; see below;
+            - ``memory_available``, ``memory_total``: of the host (not of a container's limit), in bytes;
+            - ``workers``: local rank as a string -> ``{"cpu", "memory"}`` of that worker and its descendants;
+            - ``gpus``, where there are any to watch: each ``{"index", "uuid", "name", "memory_used", "memory_total"
+              (bytes), "utilization" (percent), "temperature" (°C), "ecc" (uncorrected errors since the driver was
+              loaded), "xid" (critical errors since the first sample; with MIG, of the whole GPU)}``, or
+              ``{"index", "lost": true}`` for one that is gone from the bus.
+
+        The memory of a tree is what its processes have resident for themselves (RSS without files and shared memory),
+        summed, and once what the one with the most shares with others. A plain sum of RSS would count torch's libraries
+        once for each DataLoader worker. What forked processes still share unwritten is counted for each: only PSS could
+        tell, but asking for it walks the page tables of a process under a lock that the process itself needs.
+        """
+        now, last = self._clock(), self._sampled_at
+        elapsed = now - last if last is not None else 0.0
+        limit = 100.0 * (os.cpu_count() or 1)  # times come in ticks of 10 ms: a short interval could exceed it
+        workers: dict[str, dict[str, Any]] = {}
+        times: dict[int, Times] = {}
+        for rank, tree in trees.items():
+            times[rank], memory = _read(tree)
+            workers[str(rank)] = {"memory": memory}
+            if elapsed > 0:
+                used = _used(times[rank], self._workers.get(rank, {}))
+                workers[str(rank)]["cpu"] = round(min(limit, 100 * used / elapsed), 1)
+        self._workers, self._sampled_at = times, now
+        sample: dict[str, Any] = {"memory": sum(worker["memory"] for worker in workers.values()), "workers": workers}
+        if elapsed > 0:
+            sample["cpu"] = round(min(limit, sum(worker["cpu"] for worker in workers.values())), 1)
+        with contextlib.suppress(psutil.Error, OSError, ValueError):  # /proc may be hidden from us
+            host = psutil.virtual_memory()
+            sample.update(memory_available=host.available, memory_total=host.total)
+        if self._watched is None:
+            self._watched = _watch(self._gpus)
+        if self._watched:
+            sample["gpus"] = [gpu.sample() for gpu in self._watched]
+        return sample
+
+
+# -- processes
+
+
+def trees(processes: Sequence[psutil.Process], pids: Mapping[int, int]) -> dict[int, list[psutil.Process]]:
+    """Each worker's process, and after it all its descendants, by local rank.
+
+    Args:
+        processes: of all workers.
+        pids: of each worker, by local rank.
+    """
+    parents: dict[int, int] = {}
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            parents[process.pid] = process.ppid()
+    rank_of = {pid: local_rank for local_rank, pid in pids.items()}
+    found: dict[int, list[psutil.Process]] = {local_rank: [] for local_rank in pids}
+    for process in processes:
+        pid = process.pid
+        while pid not in rank_of and pid in parents:
+            pid = parents[pid]
+        if pid in rank_of:
+            tree = found[rank_of[pid]]
+            tree.insert(0 if process.pid == pid else len(tree), process)
+    return found
+
+
+def _read(tree: Sequence[psutil.Process]) -> tuple[Times, int]:
+    """The CPU times of a tree's processes, and its memory in bytes; those that are gone or hidden are left out."""
+    times: Times = {}
+    own, shared = 0, 0
+    for process in tree:
+        try:
+            used, memory = process.cpu_times(), process.memory_info()
+            times[process.pid, process.create_time()] = (
+                used.user + used.system,
+                used.children_user + used.children_system,
+            )
+        except (psutil.Error, OSError, ValueError):  # ValueError: /proc read while the process ends
+            continue
+        own += memory.rss - memory.shared
+        shared = max(shared, memory.shared)
+    return times, own + shared
+
+
+def _used(now: Times, last: Times) -> float:
+    """CPU seconds that a tree used between two readings, with processes that nobody saw because they lived in between.
+
+    A process that is reaped hands all its time to its parent, also what was counted before: that is taken off again. A
+    process that was reaped outside the tree hands it to nobody here, so what is taken off never exceeds what was handed
+    over.
+    """
+    if not now.keys() & last.keys():
+        last = {}  # a new worker: what it used, it used since
+    own = sum(max(0.0, o - last.get(process, (0.0, 0.0))[0]) for process, (o, _) in now.items())
+    handed_over = sum(max(0.0, c - last.get(process, (0.0, 0.0))[1]) for process, (_, c) in now.items())
+    counted = sum(o + c for process, (o, c) in last.items() if process not in now)
+    return own + max(0.0, handed_over - counted)
+
+
+# -- GPUs
+
+
+def _watch(gpus: Sequence[Gpu]) -> list[_WatchedGpu]:
+    nvml = open_nvml() if gpus else None
+    return [_WatchedGpu(nvml, gpu) for gpu in gpus] if nvml is not None else []
+
+
+class _WatchedGpu:
+    """One GPU or MIG device; an error of NVML costs the one field that it concerns, as many models lack some."""
+
+    def __init__(self, nvml: Any, gpu: Gpu) -> None:
+        self._nvml = nvml
+        self._gpu = gpu
+        self._xids = 0
+        self._events: Any = None
+        self._lost = False
+        with self._errors():
+            self._events = self._register()
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except self._nvml.NVMLError as e:
+            self._lost = self._lost or e.value == self._nvml.NVML_ERROR_GPU_IS_LOST
+        except AttributeError:
+            pass  # this release of pynvml has no such function
+
+    def _register(self) -> Any:
+        """A set of its own for the Xid events: which GPU one concerns could not be asked once that GPU is lost."""
+        nvml = self._nvml
+        whole = nvml.nvmlDeviceGetHandleByIndex(self._gpu.index)  # a MIG device has no events
+        events = nvml.nvmlEventSetCreate()
+        try:
+            nvml.nvmlDeviceRegisterEvents(whole, nvml.nvmlEventTypeXidCriticalError, events)
+        except nvml.NVMLError:
+            nvml.nvmlEventSetFree(events)
+            raise
+        return events
+
+    def sample(self) -> dict[str, Any]:
+        nvml, gpu = self._nvml, self._gpu
+        self._lost = False
+        found: dict[str, Any] = {"index": gpu.index}
+        found.update({key: value for key, value in (("uuid", gpu.uuid), ("name", gpu.model)) if value is not None})
+        with self._errors():
+            handle = (
+                nvml.nvmlDeviceGetHandleByUUID(gpu.uuid)
+                if gpu.uuid is not None
+                else nvml.nvmlDeviceGetHandleByIndex(gpu.index)
+            )
+            with self._errors():
+                memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+                found.update(memory_used=memory.used, memory_total=memory.total)
+            with self._errors():
+                found["utilization"] = nvml.nvmlDeviceGetUtilizationRates(handle).gpu
+            with self._errors():
+                found["temperature"] = nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)
+            with self._errors():
+                found["ecc"] = nvml.nvmlDeviceGetTotalEccErrors(
+                    handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+                )
+        if self._events is not None:
+            with self._errors():
+                for _ in range(XIDS_AT_ONCE):
+                    nvml.nvmlEventSetWait(self._events, 0)  # an error, timeout, where there is none
+                    self._xids += 1
+            found["xid"] = self._xids
+        return {"index": gpu.index, "lost": True} if self._lost else found
+
+
+# -- within a limit
+
+
+def bounded(status: Mapping[str, Any], limit: int = STATUS_LIMIT) -> str:
+    """A node's status as compact JSON of at most ``limit`` bytes; never an error.
+
+    Where it is too long, ``"cut": true`` says so, and this is left out, one after the other until it fits: the names
+    and UUIDs of ``gpus``; ``cpu`` and ``memory`` of each of ``workers``; ``gpus``; ``workers``. Only if the node's own
+    fields alone are too long are these cut, the longest first: a text to its beginning, anything else altogether.
+    """
+    kept = dict(status)
+    cuts: tuple[Callable[[dict[str, Any]], None], ...] = (
+        lambda s: _strip(s, "gpus", ("name", "uuid")),
+        lambda s: _strip(s, "workers", ("cpu", "memory")),
+        lambda s: s.pop("gpus", None),
+        lambda s: s.pop("workers", None),
+    )
+    text = _dump(kept)
+    for cut in cuts:
+        if len(text) <= limit:
+            return text
+        cut(kept)
+        kept["cut"] = True
+        text = _dump(kept)
+    while len(text) > limit and kept:
+        key = max(kept, key=lambda name: len(_dump({name: kept[name]})))
+        value = kept.pop(key)
+        if isinstance(value, str) and len(value) > LONG_TEXT:
+            kept[key] = value[: LONG_TEXT - 1] + "…"
+        text = _dump(kept)
+    return text
+
+
+def _strip(status: dict[str, Any], name: str, keys: tuple[str, ...]) -> None:
+    """Leave ``keys`` out of each dict in a list, or among a dict's values; the caller's own are not touched."""
+
+    def stripped(item: Any) -> Any:
+        return {k: v for k, v in item.items() if k not in keys} if isinstance(item, Mapping) else item
+
+    group = status.get(name)
+    if isinstance(group, Mapping):
+        status[name] = {key: stripped(item) for key, item in group.items()}
+    elif isinstance(group, (list, tuple)):
+        status[name] = [stripped(item) for item in group]
+
+
+def _dump(value: Any) -> str:
+    """ASCII only, so that its length is that in bytes."""
+    return json.dumps(value, separators=(",", ":"), skipkeys=True, default=str)

@@ -1,0 +1,174 @@
+"""Workers: the processes of one group of workers, and what the agent knows of each."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import signal
+from collections.abc import Mapping
+from typing import Any, Final
+
+from torch.distributed.elastic.agent.server.api import RunResult, Worker
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from .board import Board, HangWatch
+from .deaths import Deaths
+from .options import AgentOptions
+from .processes import oom_kills
+from .stacks import catches, dump_stacks
+
+SAVE_SIGNAL: Final = signal.SIGUSR1  # tells workers that have a handler for it to save
+STACKS_TIMEOUT: Final = 10.0  # for the stacks of hung workers, in seconds
+
+
+class Workers:
+    """One group of workers, from before its start until the next group is started.
+
+    Args:
+        count: number of workers on this node.
+        options: what hanging means.
+        interval: at which :meth:`look` is called, in seconds.
+
+    Attributes:
+        pids: of those that were started, by local rank.
+        hung: how long each that hangs has made no progress, in seconds, by local rank.
+    """
+
+    def __init__(self, count: int, options: AgentOptions, interval: float) -> None:
+        self.pids: dict[int, int] = {}
+        self.hung: dict[int, float] = {}
+        self._board = Board(count)
+        timeout = math.inf if options.hang_timeout is None else options.hang_timeout
+        self._watch = HangWatch(self._board, timeout, options.hang_start_timeout, interval=interval)
+        self._deaths: Deaths | None = None
+        self._ooms = oom_kills()
+
+    def environment(self, local_rank: int) -> dict[str, str]:
+        """What to add to the environment of a worker."""
+        return self._board.environment(local_rank)
+
+    def started(self, pids: Mapping[int, int]) -> None:
+        """Begin to watch."""
+        self.pids, self._deaths = dict(pids), Deaths(pids)
+
+    def ended(self, local_rank: int) -> bool:
+        """Whether a worker has ended."""
+        return self._deaths is not None and self._deaths.ended(local_rank)
+
+    @property
+    def first_failure(self) -> float | None:
+        """When the first one failed, on the monotonic clock in seconds."""
+        return self._deaths.first_failure if self._deaths else None
+
+    def step(self, local_rank: int) -> int | None:
+        """The last step that a worker reported."""
+        return self._board.read(local_rank).step
+
+    @property
+    def highest_step(self) -> int:
+        """The highest step that any of them reported; -1 for none."""
+        return max((step for r in self.pids if (step := self.step(r)) is not None), default=-1)
+
+    def look(self) -> dict[int, float]:
+        """See which hang; returns them as :attr:`hung`."""
+        self.hung = self._watch.look(r for r in self.pids if not self.ended(r))
+        return self.hung
+
+    def stacks(self) -> dict[int, str]:
+        """Where the hung ones hang, by local rank."""
+        return dump_stacks(self._board, {r: self.pids[r] for r in self.hung}, STACKS_TIMEOUT)
+
+    def ask_to_save(self) -> None:
+        """Ask for a checkpoint: through ``should_checkpoint()``, and by a signal where there is a handler for it."""
+        self._board.request_checkpoint()
+        for pid in self.pids.values():
+            if catches(pid, SAVE_SIGNAL):  # it would end any other
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, SAVE_SIGNAL)
+
+    def have_saved(self) -> bool:
+        """Whether none can be waited for any more: each has saved, has ended, or cannot be asked."""
+        return all(self._has_saved(local_rank, pid) for local_rank, pid in self.pids.items())
+
+    def _has_saved(self, local_rank: int, pid: int) -> bool:
+        told = self._board.read(local_rank)
+        return self.ended(local_rank) or told.saved or not (told.asks or catches(pid, SAVE_SIGNAL))
+
+    def cause(self, result: RunResult, usage: Mapping[str, Any]) -> str:
+        """What happened to the worker that failed first, in words.
+
+        Args:
+            result: of the group.
+            usage: what each worker used when it was last looked at, by local rank.
+        """
+        if not result.failures:
+            return f"worker group is {result.state.name}"
+        rank, failure = min(result.failures.items(), key=lambda item: item[1].timestamp)
+        local_rank = failure.local_rank
+        who = f"worker {local_rank} (rank {rank}, pid {failure.pid})"
+        if local_rank in self.hung:
+            return f"{who} {failure.message}"
+        if starved := self._starved(failure, usage):
+            return f"{who} {starved}"
+        if failure.exitcode < 0:
+            return f"{who} was ended by {failure.signal_name()}"
+        return f"{who} exited with {failure.exitcode}{_message(failure)}"
+
+    def explain(self, result: RunResult, usage: Mapping[str, Any]) -> None:
+        """Have the report of failures say what torch does not know: that the first was killed for lack of memory."""
+        failure = min(result.failures.values(), key=lambda one: one.timestamp)
+        if starved := self._starved(failure, usage):
+            failure.message = f"It {starved}"
+
+    def _starved(self, failure: ProcessFailure, usage: Mapping[str, Any]) -> str:
+        """That a worker was killed for lack of memory; empty if nothing speaks for that."""
+        ooms = oom_kills() - self._ooms if failure.exitcode == -signal.SIGKILL else 0
+        if ooms <= 0:
+            return ""
+        memory = usage.get(str(failure.local_rank), {}).get("memory")
+        seen = f"; it used {memory / 2**30:.1f} GiB when last seen" if memory else ""
+        kills = "1 kill" if ooms == 1 else f"{ooms} kills"
+        return f"was killed for lack of memory, by the kernel's OOM killer ({kills} since its start){seen}"
+
+    def hang(self, worker: Worker) -> str:
+        """How a worker hangs, in words."""
+        local_rank = worker.local_rank
+        who = f"worker {local_rank} (rank {worker.global_rank}, pid {self.pids[local_rank]})"
+        return f"{who} {self._idleness(local_rank)}"
+
+    def _idleness(self, local_rank: int) -> str:
+        step = self.step(local_rank)
+        since = "since its start" if step is None else f"since step {step}"
+        return f"made no progress for {self.hung[local_rank]:.1f} s, {since}"
+
+    def hang_failure(self, worker: Worker) -> ProcessFailure:
+        """That a worker hangs, as torch tells of one that failed."""
+        pid = self.pids[worker.local_rank]
+        failure = ProcessFailure(local_rank=worker.local_rank, pid=pid, exitcode=-signal.SIGKILL, error_file="")
+        failure.message = self._idleness(worker.local_rank)
+        return failure
+
+    def describe(self, worker: Worker) -> dict[str, Any]:
+        """One worker, for the node's status."""
+        local_rank = worker.local_rank
+        state = "exited" if self.ended(local_rank) else "hung" if local_rank in self.hung else "running"
+        told: dict[str, Any] = {"local_rank": local_rank, "rank": worker.global_rank}
+        told |= {"pid": self.pids.get(local_rank), "state": state}
+        if (step := self.step(local_rank)) is not None:
+            told["step"] = step
+        if (idle := self._watch.idle.get(local_rank)) is not None:
+            told["idle"] = round(idle, 1)
+        return told
+
+    def close(self) -> None:
+        """Give back what belongs to the agent's side; the processes are not touched."""
+        self._board.close()
+
+
+def _message(failure: ProcessFailure) -> str:
+    """What the worker itself wrote into its error file, if it did."""
+    told: Any = failure.message  # torch declares a str
+    if isinstance(told, dict):
+        return f": {told.get('message', '')}"
+    return "" if "To enable traceback" in told else f": {told}"

@@ -1,0 +1,43 @@
+"""``redelastic close``: no new round, or no work any more."""
+
+from __future__ import annotations
+
+import argparse
+
+from .common import OK, add_run_argument, add_server_arguments, open_run
+from .output import add_json_argument, answer, by_whom
+
+NAME = "close"
+SUMMARY = "close a run for good: no new round"
+DESCRIPTION = """\
+Close a run for good: no round is formed any more, and nodes that wait are sent
+away. Workers of the round that stands may finish; with --stop the nodes end
+them, also when the run was closed before. A closed run is never opened again:
+use another run id.
+
+Exit code: 0 when the run is closed, whoever closed it first; 3 when Redis cannot
+be reached; 4 when there is no such run."""
+
+TTL = 7200.0  # for how long it is remembered if the run's own record is gone by then, in seconds
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
+    add_run_argument(parser)
+    parser.add_argument("--stop", action="store_true", help="have the nodes end their workers too")
+    parser.add_argument("--reason", metavar="TEXT", default="", help="for the events and the nodes' logs")
+    add_server_arguments(parser)
+    add_json_argument(parser, "run, closed (why it is), stopped, before (whether it was closed before), message.")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command; see :data:`DESCRIPTION`."""
+    control = open_run(arguments)
+    earlier = control.state()  # and no run is closed that is not there: that is likelier a slip of the finger
+    ours = by_whom(arguments.reason)
+    why = control.close(ours, stop=arguments.stop, ttl=TTL)
+    stopped = arguments.stop or earlier.stopped
+    before = bool(earlier.closed) or why != ours
+    message = f"Run {arguments.run!r} was closed before, {why}" if before else f"Run {arguments.run!r} is closed"
+    message += ": its nodes end their workers." if stopped else ": no new round; workers that run may finish."
+    return answer(arguments, OK, message, closed=why, stopped=stopped, before=before)

@@ -1,0 +1,62 @@
+"""What the commands share: how they find Redis, and how they say that something is wrong."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Final
+
+from redelastic.keys import DEFAULT_PREFIX, RunKeys
+
+if TYPE_CHECKING:  # importing them takes as long as importing torch: not for --help, or a bad run id
+    from redelastic.connection import Connection
+    from redelastic.control import RunControl
+    from redelastic.endpoint import Endpoint
+
+OK: Final = 0
+NO: Final = 1  # the answer is no: something was found to be wrong
+USAGE: Final = 2  # argparse's own
+UNREACHABLE: Final = 3  # Redis does not answer, or refuses us
+UNKNOWN: Final = 4  # no such run or node
+
+TIMEOUT: Final = 5.0  # for a command's calls, in seconds: somebody sits there and waits
+
+
+def add_server_arguments(parser: argparse.ArgumentParser) -> None:
+    """How to find Redis."""
+    parser.add_argument(
+        "--endpoint",
+        metavar="URL",
+        default="",
+        help="host:port or URL of Redis, as --rdzv-endpoint; default: the environment variable REDELASTIC_REDIS_URL",
+    )
+    for option, what in (("--ca-cert", "its CA"), ("--ssl-cert", "our certificate"), ("--ssl-cert-key", "its key")):
+        parser.add_argument(option, metavar="FILE", help=f"{what}, for TLS (rediss://)")
+    parser.add_argument("--key-prefix", metavar="PREFIX", default=DEFAULT_PREFIX, help="as in the run's --rdzv-conf")
+
+
+def add_run_argument(parser: argparse.ArgumentParser) -> None:
+    """Which run."""
+    parser.add_argument("run", metavar="RUN", help="the run's id, as --rdzv-id")
+
+
+def endpoint(arguments: argparse.Namespace) -> Endpoint:
+    """The Redis that the arguments name."""
+    from redelastic.endpoint import parse_endpoint
+
+    tls = {name: getattr(arguments, name) for name in ("ca_cert", "ssl_cert", "ssl_cert_key")}
+    return parse_endpoint(arguments.endpoint, **tls)
+
+
+def open_connection(arguments: argparse.Namespace) -> Connection:
+    """Connect to the Redis that the arguments name."""
+    from redelastic.connection import Connection
+
+    return Connection.open(endpoint(arguments), TIMEOUT, TIMEOUT, TIMEOUT)
+
+
+def open_run(arguments: argparse.Namespace) -> RunControl:
+    """Connect, and name the run that the arguments name."""
+    keys = RunKeys(arguments.run, arguments.key_prefix)  # before anything is asked: a bad id is said at once
+    from redelastic.control import RunControl
+
+    return RunControl(open_connection(arguments), keys)

@@ -1,0 +1,120 @@
+"""``redelastic doctor``: is this Redis, this host and this installation fit for our runs?"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from typing import TYPE_CHECKING, Final
+
+from .common import NO, OK, UNREACHABLE, add_server_arguments, endpoint
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from redelastic.doctor import Finding, Level
+
+NAME = "doctor"
+SUMMARY = "is this Redis, this host and this installation fit for a run, and what to change"
+DESCRIPTION = """\
+Look at the Redis server, try a rendezvous and a store on it, and look at this
+host. Takes some seconds, changes nothing, leaves no keys.
+
+levels:
+  ok        as it should be
+  note      worth knowing
+  warning   works, and may fail one day
+  problem   does not work
+
+exit codes:
+  0  no problem (there may be warnings)
+  1  a problem
+  3  Redis cannot be reached, or refuses us; the rest is shown all the same
+
+--json prints a list of objects with the fields group (server, trial, host),
+name, level, found, advice (what to do) and numbers (what was measured, with
+the unit in the name)."""
+
+_TITLES: Final = {"server": "Redis", "trial": "a run on it", "host": "this host"}
+_COLOURS: Final[dict[Level, str]] = {"ok": "green", "note": "cyan", "warning": "yellow", "problem": "bold red"}
+PIPE_WIDTH: Final = 200  # where nobody looks at columns, lines are cut late
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
+    add_server_arguments(parser)
+    parser.add_argument(
+        "--run", metavar="RUN", default="", help="the run that the Redis user is for, where it may use no other keys"
+    )
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Examine and report; see :data:`DESCRIPTION`."""
+    from redelastic.doctor import examine
+
+    findings = examine(endpoint(arguments), arguments.key_prefix, arguments.run)
+    if arguments.json:
+        sys.stdout.write(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2) + "\n")
+    else:
+        _show(findings)
+    if any(finding.name == "reachable" and finding.level == "problem" for finding in findings):
+        return UNREACHABLE
+    return NO if any(finding.level == "problem" for finding in findings) else OK
+
+
+def _show(findings: list[Finding]) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = PIPE_WIDTH
+    with console.capture() as captured:
+        _show_table(console, findings)
+        _show_what_to_do(console, findings)
+    sys.stdout.write("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()))
+
+
+def _show_table(console: Console, findings: list[Finding]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from redelastic.doctor import LEVELS
+
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for group, title in _TITLES.items():
+        of_group = [finding for finding in findings if finding.group == group]
+        if of_group:
+            table.add_row(Text(title, style="bold"))
+        for finding in sorted(of_group, key=lambda finding: LEVELS.index(finding.level)):
+            said = Text(plain(finding.found))
+            if finding.level == "note" and finding.advice:
+                said.append(f". {plain(finding.advice)}", style="dim")
+            table.add_row(Text(f"  {finding.name}"), Text(finding.level, style=_COLOURS[finding.level]), said)
+    console.print(table)
+
+
+def _show_what_to_do(console: Console, findings: list[Finding]) -> None:
+    from rich.padding import Padding
+    from rich.text import Text
+
+    for level in ("warning", "problem"):  # the worst last, where the eye is
+        found = [finding for finding in findings if finding.level == level]
+        if found:
+            title = f"{len(found)} {level}{'s' if len(found) > 1 else ''}"
+            console.print(Text(f"\n{title}", style=_COLOURS[level]))
+        for finding in found:
+            console.print(Padding(Text(f"{finding.name}: {plain(finding.found)}"), (0, 0, 0, 2)))
+            if finding.advice:
+                console.print(Padding(Text(plain(finding.advice)), (0, 0, 0, 4)))
+    if not any(finding.level in ("warning", "problem") for finding in findings):
+        console.print(Text("\nfit for a run", style=_COLOURS["ok"]))
+
+
+def plain(said: str) -> str:
+    """Text from elsewhere without what a terminal would obey."""
+    return "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in said)

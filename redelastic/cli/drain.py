@@ -1,0 +1,107 @@
+"""``redelastic drain``: a node saves, leaves, and the others go on without it."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from typing import TYPE_CHECKING, Final
+
+from .common import NO, OK, add_run_argument, add_server_arguments, open_run
+from .output import add_json_argument, answer, by_whom, duration, follow, last_event_id, write_line
+
+if TYPE_CHECKING:
+    from redelastic.control import Node, RunControl
+
+NAME = "drain"
+SUMMARY = "have a node save, and leave; the others go on"
+DESCRIPTION = """\
+Ask a node to leave: every worker of the run is told to save a checkpoint, then
+the node's workers end, it leaves, and the others regroup at once. It does not
+close the run. A node under plain torchrun cannot be asked.
+
+Exit code: 0 when the node was asked, with --wait when it has left; 1 when it
+cannot drain, or has not left in time; 3 when Redis cannot be reached; 4 when
+there is no such run or node."""
+
+GRACE: Final = 30.0  # for ending workers that do not save in time, and for leaving, in seconds
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
+    add_run_argument(parser)
+    parser.add_argument("node", metavar="NODE", help="its id, its name, or its rank in the round")
+    parser.add_argument("--reason", metavar="TEXT", default="", help="for the events and the nodes' logs")
+    parser.add_argument(
+        "--timeout",
+        metavar="SECONDS",
+        type=_seconds,
+        default=30.0,
+        help="how long the workers have to save (default: 30)",
+    )
+    parser.add_argument(
+        "--wait", action="store_true", help=f"until it has left; {GRACE:g} s more than --timeout at most"
+    )
+    add_server_arguments(parser)
+    add_json_argument(
+        parser,
+        "run, node, name, rank, asked, before (why it was to drain already, or\n"
+        '""), left (with --wait: whether it has left; else null), message.',
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command; see :data:`DESCRIPTION`.
+
+    Raises:
+        UnknownNodeError, UnknownRunError: there is no such node or run.
+    """
+    control = open_run(arguments)
+    node = control.find(arguments.node)
+    told = {"node": node.id, "name": node.name, "rank": node.rank, "before": node.draining, "left": None}
+    if node.status.get("agent") != "redelastic":
+        message = f"Node {node.id} has no agent of ours, so it cannot drain: send SIGTERM to its torchrun"
+        where = node.status.get("host")
+        message += f", process {node.status.get('pid')} on {where}." if where else "."
+        return answer(arguments, NO, message, **told, asked=False)
+    after = last_event_id(control)
+    if not control.drain(node.id, by_whom(arguments.reason), arguments.timeout):
+        return answer(arguments, NO, f"Node {node.id} went before it could be asked.", **told, asked=False)
+    message = f"Node {node.id} is asked to drain: workers have {arguments.timeout:g} s to save."
+    if node.draining:
+        message = f"Node {node.id} drains already, {node.draining}: nothing changes."
+    if not arguments.wait:
+        return answer(arguments, OK, message, **told, asked=True)
+    if not arguments.json:
+        write_line(message)
+    started = time.monotonic()
+    why = _why_not_left(control, node, after, started + arguments.timeout + GRACE)
+    message = f"Node {node.id} " + (why or f"has left, {duration(time.monotonic() - started)} later") + "."
+    return answer(arguments, NO if why else OK, message, **told | {"left": not why}, asked=True)
+
+
+def _why_not_left(control: RunControl, node: Node, after: str, deadline: float) -> str:
+    """Wait for a node to leave; returns what became of it instead, or "" if it left."""
+    why = "has not left in time: see `redelastic status` and `redelastic events`"
+    for seen in follow(control, after):
+        if isinstance(seen, Exception):
+            why = f"may have left or not: {seen}"
+        else:
+            for event in seen:
+                if event.node == node.id and event.event in {"left", "lost"}:
+                    return "" if event.event == "left" else f"did not leave, it died: it {event.reason}"
+            if not seen and all(other.id != node.id for other in control.state().nodes):
+                return ""
+        if time.monotonic() > deadline:
+            return why
+    raise AssertionError("a run is followed for ever")
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value <= 1e6:
+        raise argparse.ArgumentTypeError(f"must be a number of seconds from 0 to 1,000,000, not {text!r}")
+    return value

@@ -1,0 +1,119 @@
+"""``redelastic events``: what happened in a run, and why."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from .common import OK, add_run_argument, add_server_arguments, open_run
+from .output import add_json_argument, clean, event_table, follow, open_console, short, write_json
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.console import Console
+
+    from redelastic.control import Event
+
+NAME = "events"
+SUMMARY = "what happened in a run, and why"
+DESCRIPTION = """\
+What happened in a run, the oldest first: time (of this machine's zone), event,
+epoch of the last round, node, reason. Redis keeps the last 10,000 or so.
+
+Exit code: 0; 3 when Redis cannot be reached; 4 when there is no such run. With
+--follow an outage is reported, and Ctrl-C ends the command with 0."""
+
+DEFAULT_COUNT = 50
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
+    add_run_argument(parser)
+    parser.add_argument("-f", "--follow", action="store_true", help="go on with what happens from now on")
+    parser.add_argument(
+        "-n",
+        metavar="COUNT",
+        dest="count",
+        type=_count,
+        default=DEFAULT_COUNT,
+        help=f"how many of the last ones to begin with (default: {DEFAULT_COUNT})",
+    )
+    parser.add_argument("--detail", action="store_true", help="what belongs to an event too, such as workers' stacks")
+    add_server_arguments(parser)
+    add_json_argument(
+        parser,
+        "run, events: a list of id, time, event, node, epoch, size (of the round),\n"
+        "reason, detail. With --follow: no list, but one event on each line.",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command; see :data:`DESCRIPTION`."""
+    control = open_run(arguments)
+    found = control.events(count=arguments.count + 1)
+    if not found:
+        control.state()  # says so if there is no such run
+    older, past = found[: -arguments.count], found[-arguments.count :]
+    printer = _Printer(arguments)
+    if arguments.json and not arguments.follow:
+        write_json({"run": arguments.run, "events": [asdict(event) for event in past]})
+        return OK
+    printer.print(past)
+    if older:
+        sys.stderr.write(f"(there are older ones: -n shows more than {arguments.count})\n")
+    if not arguments.follow:
+        return OK
+    away = False
+    try:
+        for seen in follow(control, found[-1].id if found else "0"):
+            if isinstance(seen, Exception):
+                if not away:
+                    sys.stderr.write(f"redelastic events: {clean(str(seen))} Waiting for it.\n")
+                away = True
+                continue
+            if away:
+                sys.stderr.write("redelastic events: Redis is back.\n")
+            away = False
+            printer.print(seen)
+    except KeyboardInterrupt:
+        return OK
+    raise AssertionError("a run is followed for ever")
+
+
+class _Printer:
+    """Prints events as they come, one below the other.
+
+    Args:
+        arguments: of the command.
+    """
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self._json, self._detail = arguments.json, arguments.detail
+        self._console: Console = open_console()
+        self._node_width = 0
+
+    def print(self, events: Sequence[Event]) -> None:
+        if self._json:
+            for event in events:
+                write_json(asdict(event))
+            return
+        self._node_width = max([self._node_width, *(len(clean(short(event.node))) for event in events)])
+        wide = not self._console.is_terminal or self._console.width >= 110
+        batches = [[event] for event in events] if self._detail else [events]
+        for batch in batches:
+            if batch:
+                widths = (23 if wide else 12, 9, 2, self._node_width)
+                self._console.print(event_table(batch, full=wide, widths=widths))
+            for event in batch if self._detail else ():
+                for line in event.detail.splitlines():
+                    self._console.print("    " + clean(line.expandtabs()), soft_wrap=True)
+        sys.stdout.flush()
+
+
+def _count(text: str) -> int:
+    if not text.isascii() or not text.isdecimal() or not 1 <= int(text) <= 1_000_000:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1 to 1,000,000, not {text!r}")
+    return int(text)

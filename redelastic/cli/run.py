@@ -1,0 +1,131 @@
+"""``redelastic run``: torchrun on Redis, with the agent that torch lacks."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import shutil
+import sys
+import uuid
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from . import common
+
+if TYPE_CHECKING:
+    from redelastic.agent import AgentOptions
+
+NAME = "run"
+SUMMARY = "run one node of a job: torchrun's flags, and more"
+EPILOG = """\
+exit codes: 0 finished; 1 workers failed, or a signal ended it; 2 wrong arguments; 3 Redis not reached;
+75 this node was drained (its place may be taken); 76 the job was stopped, or its restarts are used up;
+77 refused by a health check.
+
+SIGTERM and SIGUSR1 drain the node: all workers of the job are asked to save, then this node leaves and
+the others go on. A second SIGTERM waits for nobody to save.
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; the parser is torchrun's, which has to come last.
+
+    Returns:
+        The exit code; see :data:`EPILOG`.
+    """
+    import torch.distributed.run as torchrun
+
+    parser = torchrun.get_args_parser()
+    parser.prog, parser.description, parser.epilog = f"redelastic {NAME}", __doc__, EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.set_defaults(rdzv_backend="redis")
+    _add_arguments(parser)
+    arguments = parser.parse_args(argv)
+    logging.basicConfig(
+        level=os.environ.get("LOGLEVEL", "WARNING").upper(), format="%(asctime)s [%(name)s] %(message)s"
+    )
+    with ExitStack() as opened:
+        try:
+            options = _options(arguments)
+            _check_script(arguments)
+            _place(arguments, opened)
+            config, entrypoint, args = torchrun.config_from_args(arguments)
+            if arguments.node_name is not None:
+                config.rdzv_configs["node_name"] = arguments.node_name
+        except (AssertionError, RuntimeError, ValueError, OSError) as e:  # what torchrun's own checks raise
+            sys.stderr.write(f"redelastic {NAME}: {e}\n")
+            return common.USAGE
+
+        from redelastic.agent.launch import launch
+
+        return launch(config, options, entrypoint, args)
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("what torchrun does not have (times in seconds)")
+    add = group.add_argument
+    add("--node-name", metavar="NAME", help="what people call this host; default: its hostname")
+    add("--drain-timeout", type=float, default=30.0, metavar="S", help="how long workers may save (default: 30)")
+    add("--drain-file", type=Path, metavar="FILE", help="drain once it is there; it may hold a Unix time as deadline")
+    add("--hang-timeout", type=float, metavar="S", help="restart workers without redelastic.progress() for so long")
+    add("--hang-start-timeout", type=float, metavar="S", help="the same, up to the first progress")
+    add("--max-job-restarts", type=int, metavar="N", help="of the whole job; --max-restarts is then as many")
+    add("--max-idle-restarts", type=int, metavar="N", help="of those in a row, how many may bring no progress")
+    add("--max-failed-rounds", type=int, metavar="N", help="in a row by this host's fault, until it is kept out")
+    add("--health-check", action="append", metavar="NAME", help="gpu, disk, memory, … or none (default: disk)")
+    add("--health-command", metavar="COMMAND", help="a shell command; if it fails, this node does not join")
+    add("--health-port", type=int, metavar="PORT", help="serve /livez, /readyz and /metrics")
+    add("--health-host", default="127.0.0.1", metavar="ADDRESS", help="where to serve them (default: 127.0.0.1)")
+    add("--share-gpus", action="store_true", help="allow more workers than GPUs (not with NCCL)")
+
+
+def _options(arguments: argparse.Namespace) -> AgentOptions:
+    from redelastic.agent import AgentOptions
+
+    if not arguments.monitor_interval > 0:
+        raise ValueError(f"--monitor-interval={arguments.monitor_interval} is out of range; it must be above 0.")
+    if arguments.max_job_restarts is not None and not arguments.max_restarts:
+        arguments.max_restarts = arguments.max_job_restarts
+    checks: list[str] = ["disk"] if arguments.health_check is None else arguments.health_check
+    given: dict[str, Any] = {
+        name: getattr(arguments, name)
+        for name in (
+            *("drain_timeout", "drain_file", "hang_timeout", "hang_start_timeout", "max_job_restarts"),
+            *("max_idle_restarts", "max_failed_rounds", "health_command", "health_port", "health_host", "share_gpus"),
+        )
+    }
+    return AgentOptions(health_checks=tuple(c for c in checks if c != "none"), **given)
+
+
+def _check_script(arguments: argparse.Namespace) -> None:
+    script = arguments.training_script
+    if arguments.no_python and not (arguments.run_path or arguments.module):
+        if shutil.which(script) is None:
+            raise ValueError(f"There is no command {script!r}, neither on PATH nor in {Path.cwd()}, that may be run.")
+    elif not (arguments.module or Path(script).exists()):
+        raise ValueError(
+            f"There is no script {script!r} in {Path.cwd()}; with -m a module is run, with --no-python a command."
+        )
+
+
+def _place(arguments: argparse.Namespace, opened: ExitStack) -> None:
+    """Settle on which Redis, and in which run: with ``--standalone`` on a server of this process' own."""
+    if arguments.rdzv_backend not in ("redis", "static"):
+        raise ValueError(f"--rdzv-backend={arguments.rdzv_backend} is torchrun's; redelastic run needs Redis.")
+    if arguments.standalone:
+        from redelastic.server import RedisServer
+
+        if arguments.max_failed_rounds is not None:
+            raise ValueError(
+                "--max-failed-rounds is for several hosts: with --standalone nobody could readmit this one."
+            )
+        server = opened.enter_context(RedisServer())
+        arguments.rdzv_endpoint, arguments.rdzv_id = server.url, f"standalone-{uuid.uuid4().hex[:12]}"
+        arguments.local_addr = arguments.local_addr or "127.0.0.1"
+    elif arguments.rdzv_id == "none":
+        raise ValueError("--rdzv-id is missing: it tells this job from others on the same Redis (or use --standalone).")
+    arguments.rdzv_backend = "redis"
+    del arguments.master_addr  # of the static rendezvous: torchrun would warn that it is not used

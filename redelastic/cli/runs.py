@@ -1,0 +1,89 @@
+"""``redelastic list``: the runs that a Redis holds."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from redelastic.keys import RunKeys
+
+from .common import OK, add_server_arguments, open_connection
+from .output import add_json_argument, clean, duration, open_console, write_json, write_line
+
+NAME = "list"
+SUMMARY = "the runs that a Redis holds"
+DESCRIPTION = """\
+The runs that a Redis holds under a key prefix: those that somebody is in, and
+those that ended not long ago (ttl).
+
+Exit code: 0; 3 when Redis cannot be reached, or this user may see one run's
+keys only."""
+
+PHASE_STYLES = {"running": "green", "stopped": "red", "dead": "red", "empty": "red", "closed": "", "corrupt": "red"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
+    add_server_arguments(parser)
+    add_json_argument(
+        parser,
+        "runs: a list of run, phase (as in `redelastic status`, or corrupt), epoch,\n"
+        "size (of the last round), members, candidates, spares, age (of that round).",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command; see :data:`DESCRIPTION`."""
+    from redelastic.control import list_runs
+
+    connection = open_connection(arguments)
+    prefix = arguments.key_prefix
+    found = [_summary(connection, prefix, run_id) for run_id in list_runs(connection, prefix)]
+    runs = [summary for summary in found if summary is not None]
+    if arguments.json:
+        write_json({"runs": runs})
+    elif not runs:
+        write_line(f"Redis at {connection.name} holds no run with the key prefix {prefix!r}.")
+    else:
+        _show(runs)
+    return OK
+
+
+def _summary(connection: Any, prefix: str, run_id: str) -> dict[str, Any] | None:
+    from torch.distributed.elastic.rendezvous.api import RendezvousStateError
+
+    from redelastic.control import RunControl, UnknownRunError
+
+    from .status.report import phase_of
+
+    try:
+        state = RunControl(connection, RunKeys(run_id, prefix)).state()
+    except (UnknownRunError, ValueError):  # it has just gone; no run of ours has such a name
+        return None
+    except RendezvousStateError:  # `status` says what it is
+        return {"run": run_id, "phase": "corrupt"} | dict.fromkeys(
+            ("epoch", "size", "members", "candidates", "spares", "age")
+        )
+    groups = {name: len(getattr(state, name)) for name in ("members", "candidates", "spares")}
+    return {"run": run_id, "phase": phase_of(state), "epoch": state.epoch, "size": state.size, **groups} | {
+        "age": state.age
+    }
+
+
+def _show(runs: list[dict[str, Any]]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column("run", overflow="fold")
+    table.add_column("phase", no_wrap=True)
+    for name in ("epoch", "members", "waiting", "spares"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("round since", justify="right", no_wrap=True)
+    for one in runs:
+        counts = [str("?" if one[name] is None else one[name]) for name in ("epoch", "members", "candidates", "spares")]
+        age = "-" if one["age"] is None else duration(one["age"])
+        table.add_row(
+            Text(clean(one["run"])), Text(one["phase"], PHASE_STYLES.get(one["phase"], "yellow")), *counts, age
+        )
+    open_console().print(table)

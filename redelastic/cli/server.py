@@ -1,0 +1,137 @@
+"""``redelastic server``: a private Redis in the foreground, for a try or a test."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from .common import NO, OK
+
+if TYPE_CHECKING:
+    from redelastic.server import RedisServer
+
+NAME = "server"
+SUMMARY = "run a private Redis until Ctrl-C: for a try or a test on this host"
+DESCRIPTION = """\
+Run a private redis-server in the foreground, until Ctrl-C or SIGTERM.
+
+It is no production server: it listens on this host only, behind a random
+password, keeps everything in memory unless --data-dir is given, has no replica,
+and ends with this command, even by SIGKILL.
+
+The first line of the output is for the shell of whoever uses the server:
+
+  export REDELASTIC_REDIS_URL='redis://:PASSWORD@127.0.0.1:PORT/0'
+
+With --url-file the URL goes into a file that only you can read, and nothing
+secret is printed: REDELASTIC_REDIS_URL="$(cat FILE)" redelastic doctor
+
+--json prints one line instead, as an object with the fields endpoint, pid (of
+redis-server), and url or url_file. The exit code is 0 after Ctrl-C or SIGTERM,
+1 if the server could not be started or ended by itself."""
+
+
+POLL_S: Final = 0.2
+_ENDINGS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the last when the terminal is closed
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
+    place = parser.add_mutually_exclusive_group()
+    place.add_argument("--port", type=_port, default=0, metavar="N", help="TCP port of 127.0.0.1 (default: a free one)")
+    place.add_argument("--unix-socket", action="store_true", help="listen on a unix socket, and on no port")
+    parser.add_argument("--data-dir", metavar="DIR", help="keep the data there; they outlive the server")
+    parser.add_argument("--url-file", metavar="FILE", type=Path, help="write the URL there, and print no secret")
+    parser.add_argument("--json", action="store_true", help="print the URL as JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the server; see :data:`DESCRIPTION`.
+
+    Returns:
+        0 after Ctrl-C or SIGTERM; 1 if the server could not be started, or ended by itself.
+    """
+    from redelastic.server import RedisServer
+
+    file: Path | None = arguments.url_file
+    if file is not None and (file.is_dir() or not file.parent.is_dir()):
+        raise ValueError(f"--url-file {file} is a folder, or is in one that does not exist: name a file.")
+    stop = threading.Event()
+    server: RedisServer | None = None
+    with _on_signals(stop):
+        try:
+            server = RedisServer(port=arguments.port, unix_socket=arguments.unix_socket, data_dir=arguments.data_dir)
+            server.start()
+            with _announced(server, arguments):
+                while not stop.wait(POLL_S):
+                    if server.pid is None:
+                        _say("its redis-server ended by itself.")
+                        return NO
+        except (OSError, RuntimeError) as e:
+            _say(str(e))
+            return NO
+        finally:
+            if server is not None:
+                server.stop()
+    _say("stopped.")
+    return OK
+
+
+def _port(text: str) -> int:
+    if not (text.isdecimal() and 0 < int(text) < 2**16):
+        raise argparse.ArgumentTypeError(f"must be a port from 1 to 65535, not {text!r}")
+    return int(text)
+
+
+@contextlib.contextmanager
+def _on_signals(stop: threading.Event) -> Iterator[None]:
+    """Let signals set ``stop`` that ask for an end, from before the server starts until it is gone."""
+    before = {number: signal.signal(number, lambda *_: stop.set()) for number in _ENDINGS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _announced(server: RedisServer, arguments: argparse.Namespace) -> Iterator[None]:
+    """Say where the server is; take the file with the URL away again."""
+    file: Path | None = arguments.url_file
+    if file is not None:
+        _write_secret(file, f"{server.url}\n")
+    try:
+        if arguments.json:
+            where = {"url": server.url} if file is None else {"url_file": str(file)}
+            sys.stdout.write(json.dumps({"endpoint": server.endpoint, "pid": server.pid, **where}) + "\n")
+        elif file is None:
+            sys.stdout.write(f"export REDELASTIC_REDIS_URL='{server.url}'\n")
+        sys.stdout.flush()
+        kept = "in memory only" if arguments.data_dir is None else f"data in {arguments.data_dir}"
+        _say(f"Redis is at {server.endpoint}, process {server.pid}; Ctrl-C ends it.")
+        _say(f"For a try or a test: this host only, no replica, {kept}.")
+        yield
+    finally:
+        if file is not None:
+            file.unlink(missing_ok=True)
+
+
+def _write_secret(file: Path, secret: str) -> None:
+    """Write a file that only its owner can read, from its first byte on; what was there is replaced."""
+    draft = file.with_name(f".{file.name}.{os.getpid()}")
+    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as opened:
+        opened.write(secret)
+    draft.replace(file)
+
+
+def _say(what: str) -> None:
+    sys.stderr.write(f"redelastic server: {what}\n")
+    sys.stderr.flush()

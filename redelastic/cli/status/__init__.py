@@ -1,0 +1,122 @@
+"""``redelastic status``: how a run stands, and what is wrong with it."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+from redelastic.cli.common import NO, OK, add_run_argument, add_server_arguments, open_run
+from redelastic.cli.output import add_json_argument, follow, last_event_id, open_console, write_json
+
+if TYPE_CHECKING:
+    from redelastic.control import RunControl
+
+    from .view import Screen
+
+NAME = "status"
+SUMMARY = "how a run stands, and what is wrong with it"
+DESCRIPTION = """\
+How a run stands: a verdict, what is wrong (lines with "!"), the nodes by rank,
+and the last events. heard: how long ago the last heartbeat came; step: the
+lowest of the node's workers; lag: how far that is behind the run's highest;
+idle: since its workers made progress, the longest; cpu: percent of one core;
+gpu: their number, lowest and highest utilisation, fullest memory, highest
+temperature; G: GiB.
+
+Verdicts: running; forming and regrouping (a round is being completed); closed;
+stopped (workers were ended too); empty (nobody is there); dead (all nodes have
+been silent for longer than their lease).
+
+Exit code: 0 for running, forming, regrouping and closed; 1 for stopped, empty
+and dead; 3 when Redis cannot be reached; 4 when there is no such run. With
+--watch an outage is shown, and Ctrl-C ends the command with 0."""
+
+BAD_PHASES: Final = frozenset({"stopped", "empty", "dead"})
+EVENTS: Final = 5  # underneath; not those of nodes that regroup: each round has as many as members
+LOOK_BACK: Final = (50, 2500)  # for so many events, and if those are too few for so many
+ROWS: Final = 25  # nodes, where a terminal's height does not say how many
+PAUSE: Final = 0.25  # between two looks at least, in seconds: a thousand nodes that join are no reason for as many
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
+    add_run_argument(parser)
+    parser.add_argument("--watch", action="store_true", help="stay, and show what changes; Ctrl-C ends it")
+    parser.add_argument("--workers", action="store_true", help="each node's workers too")
+    parser.add_argument(
+        "--all", action="store_true", help=f"all nodes: else {ROWS}, first those with something wrong, then by rank"
+    )
+    add_server_arguments(parser)
+    add_json_argument(
+        parser,
+        "run, time, verdict, phase, epoch, size, min_nodes, max_nodes, age,\n"
+        "broken, closed, stopped, deadline, lease, waits_for, restarts,\n"
+        "restarts_without_progress, step, idle, failures, barred, problems (of the run),\n"
+        "nodes, events. A node: id, name, host, pid, rank, standing (member, candidate,\n"
+        "spare), state, draining, heard, lease, agent, restarts, cpu, memory,\n"
+        "memory_available, memory_total, step, lag, idle, workers, gpus, problems.\n"
+        "With --watch: a document on each line, with trouble (why it is out of date).",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command; see :data:`DESCRIPTION`."""
+    control = open_run(arguments)
+    report = _read(control)
+    if arguments.watch:
+        try:
+            _watch(control, arguments, report)
+        except KeyboardInterrupt:
+            return OK
+    if arguments.json:
+        write_json(report)
+    else:
+        _screen(arguments).print(report)
+    return NO if report["phase"] in BAD_PHASES else OK
+
+
+def _read(control: RunControl) -> dict[str, Any]:
+    from .report import describe
+
+    state = control.state()
+    for count in LOOK_BACK:
+        events = control.events(count=count)
+        telling = [event for event in events if (event.event, event.reason) != ("joined", "regroups")]
+        if len(telling) >= EVENTS or len(events) < count:
+            break
+    return describe(state, telling[-EVENTS:], time.time())
+
+
+def _screen(arguments: argparse.Namespace) -> Screen:
+    from .view import Screen
+
+    return Screen(open_console(), rows=None if arguments.all else ROWS, workers=arguments.workers)
+
+
+def _watch(control: RunControl, arguments: argparse.Namespace, report: dict[str, Any]) -> None:
+    """Show the run until a signal ends this."""
+    from torch.distributed.elastic.rendezvous.api import RendezvousError
+
+    from redelastic.control import UnknownRunError
+
+    screen = _screen(arguments)
+
+    def show(trouble: str) -> None:
+        if arguments.json:
+            write_json(report | {"trouble": trouble})
+        else:
+            screen.update(report, trouble)
+
+    after = last_event_id(control)
+    with screen.live(shown=not arguments.json):
+        show("")
+        for seen in follow(control, after):
+            trouble = str(seen) if isinstance(seen, Exception) else ""
+            if not trouble:
+                try:
+                    report = _read(control)
+                except (RendezvousError, UnknownRunError) as e:
+                    trouble = str(e)
+            show(trouble)
+            time.sleep(PAUSE)

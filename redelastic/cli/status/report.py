@@ -1,0 +1,183 @@
+"""What ``redelastic status`` says, as the document that ``--json`` prints; the view shows the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Final
+
+from redelastic.cli.output import count, duration, number, whole
+
+if TYPE_CHECKING:
+    from redelastic.control import Event, Node, Run
+
+MISSED: Final = 2 / 3  # of its lease: a node that was silent for longer has missed a heartbeat, with the defaults
+TOLD: Final = ("cpu", "memory", "memory_available", "memory_total")
+
+
+def phase_of(run: Run) -> str:
+    """The run's phase; ``dead`` if all its nodes have been silent for longer than their leases."""
+    if not run.closed and run.nodes and all(node.lease <= 0 for node in run.nodes):
+        return "dead"
+    return run.phase
+
+
+def describe(run: Run, events: Sequence[Event], now: float) -> dict[str, Any]:
+    """The document.
+
+    Args:
+        run: as it is now.
+        events: the last ones.
+        now: in seconds since 1970.
+    """
+    nodes = [_node(node, run) for node in run.nodes]
+    workers = [worker for node in nodes for worker in node["workers"]]
+    step = max((worker["step"] for worker in workers if worker["step"] is not None), default=None)
+    for node in nodes:
+        node["lag"] = step - node["step"] if step is not None and node["step"] is not None else None
+    document = {
+        "run": run.run_id,
+        "time": now,
+        "verdict": "",
+        "phase": phase_of(run),
+        **{name: getattr(run, name) for name in ("epoch", "size", "min_nodes", "max_nodes", "age", "broken", "closed")},
+        **{name: getattr(run, name) for name in ("stopped", "deadline", "lease", "waits_for", "restarts")},
+        "restarts_without_progress": run.idle,
+        "step": step,
+        "idle": min((worker["idle"] for worker in workers if worker["idle"] is not None), default=None),
+        "failures": dict(run.failures),
+        "barred": list(run.barred),
+        "problems": [],
+        "nodes": nodes,
+        "events": [asdict(event) for event in events],
+    }
+    document["verdict"] = _verdict(run, document)
+    document["problems"] = _problems(run)
+    return document
+
+
+def _verdict(run: Run, document: Mapping[str, Any]) -> str:
+    phase = document["phase"]
+    here = f"{count(len(run.nodes), 'node')} {'is' if len(run.nodes) == 1 else 'are'} still there"
+    if phase in {"closed", "stopped"}:
+        return f"{phase}: {run.closed}" + (f"; {here}" if run.nodes else "")
+    if phase == "dead":
+        silence = duration(min(node.silence for node in run.nodes))
+        return f"dead: nobody has been heard of for {silence}, longer than the lease of {run.lease:g} s"
+    if phase == "running":
+        since = f" since {duration(run.age)}" if run.age is not None else ""
+        words = [f"running: round {run.epoch} of {count(run.size, 'node')}{since}"]
+        if document["step"] is not None:
+            words.append(f"step {document['step']}")
+        if document["idle"] is not None:
+            words.append(f"last progress {duration(document['idle'])} ago")
+        return ", ".join(words)
+    if phase == "regrouping":
+        return f"regrouping: round {run.epoch} is broken: {run.broken}"
+    if phase == "forming":
+        return f"forming round {run.epoch + 1}" + (f": round {run.epoch} is over: {run.broken}" if run.broken else "")
+    return f"empty: nobody is in the run; its last round was {run.epoch}"
+
+
+def _problems(run: Run) -> list[str]:
+    """What is wrong with the run, beside what its verdict says."""
+    found = [
+        f"host {name} is kept out, its workers failed first in {count(run.failures[name], 'round')} in a row; "
+        f"`redelastic readmit {run.run_id} {name}` lets it in"
+        for name in run.barred
+    ]
+    if run.idle:
+        found.append(f"the last {count(run.idle, 'restart')} brought no progress")
+    return found
+
+
+def _node(node: Node, run: Run) -> dict[str, Any]:
+    status = node.status
+    workers = [_worker(told) for told in node.workers]
+    gpus = [_gpu(told) for told in node.gpus]
+    steps = [worker["step"] for worker in workers if worker["step"] is not None]
+    idle = [worker["idle"] for worker in workers if worker["idle"] is not None and worker["state"] != "exited"]
+    agent = status.get("agent")
+    return {
+        "id": node.id,
+        "name": node.name,
+        "host": status["host"],
+        "pid": whole(status.get("pid")),
+        "rank": node.rank,
+        "standing": node.standing,
+        "state": _state(node),
+        "draining": node.draining,
+        "heard": max(0.0, node.silence),
+        "lease": node.lease,
+        "agent": agent if isinstance(agent, str) else None,
+        "restarts": whole(status.get("restarts")),
+        **{name: number(status.get(name)) for name in TOLD},
+        "step": min(steps, default=None),
+        "lag": None,
+        "idle": max(idle, default=None),
+        "workers": workers,
+        "gpus": gpus,
+        "problems": _node_problems(node, run, workers, gpus),
+    }
+
+
+def _state(node: Node) -> str:
+    """What the node does, in one word."""
+    if node.lease <= 0:
+        return "silent"
+    if node.draining:
+        return "draining"
+    told = str(node.status["state"])
+    if told not in {"", "running", "waiting"}:
+        return told
+    return {"member": "running", "spare": "spare"}.get(node.standing, "waiting")  # what it told may be of before
+
+
+def _worker(told: Mapping[str, Any]) -> dict[str, Any]:
+    state = told.get("state")
+    counts = {name: whole(told.get(name)) for name in ("local_rank", "rank", "pid")}
+    measures = {name: number(told.get(name)) for name in ("idle", "cpu", "memory")}
+    return counts | {"state": state if isinstance(state, str) else None, "step": whole(told.get("step"))} | measures
+
+
+def _gpu(told: Mapping[str, Any]) -> dict[str, Any]:
+    words = {name: word if isinstance(word := told.get(name), str) else None for name in ("uuid", "name")}
+    measures = ("memory_used", "memory_total", "utilization", "temperature")
+    return (
+        {"index": whole(told.get("index"))}
+        | words
+        | {name: number(told.get(name)) for name in measures}
+        | {name: whole(told.get(name)) for name in ("ecc", "xid")}
+        | {"lost": told.get("lost") is True}
+    )
+
+
+def _node_problems(
+    node: Node, run: Run, workers: Sequence[Mapping[str, Any]], gpus: Sequence[Mapping[str, Any]]
+) -> list[str]:
+    found = []
+    if node.lease <= 0:
+        found.append(f"silent for {duration(node.silence)}: its lease is over, and nobody has noticed yet")
+    elif node.silence > MISSED * run.lease > 0:
+        found.append(f"silent for {duration(node.silence)}: out in {duration(node.lease)} if it stays so")
+    if hung := [worker for worker in workers if worker["state"] == "hung"]:
+        more = f", and {count(len(hung) - 1, 'more worker')}" if len(hung) > 1 else ""
+        found.append(_hung(hung[0]) + more)
+    for gpu in gpus:
+        which = "a GPU" if gpu["index"] is None else f"GPU {gpu['index']}"
+        if gpu["lost"]:
+            found.append(f"{which} is lost: it is gone from the bus")
+        errors = [count(gpu[kind], f"{name} error") for kind, name in (("ecc", "ECC"), ("xid", "Xid")) if gpu[kind]]
+        if errors:
+            found.append(f"{which} has {' and '.join(errors)}")
+    failures = run.failures.get(node.name, 0)
+    if failures:
+        found.append(f"its workers failed first in {count(failures, 'round')} in a row")
+    return found
+
+
+def _hung(worker: Mapping[str, Any]) -> str:
+    who = "a worker" if worker["local_rank"] is None else f"worker {worker['local_rank']}"
+    who += "" if worker["rank"] is None else f" (rank {worker['rank']})"
+    since = "" if worker["idle"] is None else f" for {duration(worker['idle'])}"
+    return f"{who} hangs" + ("" if worker["step"] is None else f" at step {worker['step']}") + since

@@ -1,0 +1,314 @@
+"""What ``redelastic status`` shows: its document, laid out for a terminal of any width, or for a pipe."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from redelastic.cli.output import clean, count, duration, event_table, short, size, styled
+from redelastic.control import Event
+
+Document = Mapping[str, Any]
+
+WIDE: Final = 110  # columns from which on there is room for everything
+PROBLEMS: Final = 10  # lines of them
+
+PHASE_STYLES: Final = {"running": "bold green", "closed": "bold"} | dict.fromkeys(
+    ("stopped", "empty", "dead"), "bold red"
+)
+STATE_STYLES: Final = {"running": "green", "silent": "red", "hung": "red", "barred": "red", "refused": "red"}
+
+
+class Screen:
+    """Where a run's status is shown.
+
+    Args:
+        console: to write to.
+        rows: how many nodes are shown at most; None for all.
+        workers: whether each node's workers are shown.
+    """
+
+    def __init__(self, console: Console, *, rows: int | None, workers: bool) -> None:
+        self._console = console
+        self._rows = rows
+        self._workers = workers
+        self._live: Live | None = None
+        self._seen_at = time.time()
+        self._shown: tuple[Document, str] | None = None
+
+    def print(self, document: Document) -> None:
+        """Show it once."""
+        self._console.print(self._picture(document, self._rows, PROBLEMS))
+
+    @contextlib.contextmanager
+    def live(self, *, shown: bool) -> Iterator[None]:
+        """Fill the terminal with what :meth:`update` is given; at the end its last picture stays."""
+        if not shown or not self._console.is_terminal or self._console.is_dumb_terminal:
+            yield
+            return
+        try:
+            with Live(console=self._console, screen=True, get_renderable=self._fitting, refresh_per_second=2) as live:
+                self._live = live
+                yield
+        finally:
+            self._live = None
+            if self._shown is not None:
+                self._console.print(self._fitting())
+
+    def update(self, document: Document, trouble: str) -> None:
+        """Show what is known now.
+
+        Args:
+            document: the last one that there is.
+            trouble: why there is no newer one; empty if there is.
+        """
+        if not trouble:
+            self._seen_at = time.time()
+        self._shown = (document, trouble)
+        if self._live is not None:
+            self._live.refresh()
+        else:
+            self._console.print(self._fitting(), "")
+
+    def _fitting(self) -> RenderableType:
+        """The picture with as many rows as the terminal has room for."""
+        if self._shown is None:
+            return Text()
+        document, trouble = self._shown
+        above: list[RenderableType] = []
+        if trouble:
+            since = f"Not up to date: this is how it stood {duration(time.time() - self._seen_at)} ago."
+            above = [Text(since, "bold red"), Text(clean(trouble), "red"), Text()]
+        if not self._console.is_terminal:
+            return Group(*above, self._picture(document, self._rows, PROBLEMS))
+        height, nodes = self._console.height - 1, document["nodes"]
+        lines_each = 1 + max((len(node["workers"]) for node in nodes if self._workers), default=0)
+        rows = min(len(nodes), max(1, height // lines_each))
+        while True:
+            picture = Group(*above, self._picture(document, rows, max(2, height // 5)))
+            excess = len(self._console.render_lines(picture, pad=False)) - height
+            if excess <= 0 or rows <= 1:
+                return picture
+            rows = max(1, rows - max(1, excess // lines_each))
+
+    def _picture(self, document: Document, rows: int | None, problems: int) -> Group:
+        wrong = _problem_lines(document, problems)
+        style = PHASE_STYLES.get(document["phase"], "bold yellow")
+        parts: list[RenderableType] = [
+            styled((document["verdict"], "bold yellow" if wrong and document["phase"] == "running" else style)),
+            _facts(document),
+        ]
+        if document["waits_for"] and document["phase"] not in {"dead", "empty"}:
+            parts.append(styled(("not complete: " + document["waits_for"], "yellow")))
+        parts += wrong
+        if document["nodes"]:
+            parts += [Text(), *self._nodes(document, rows)]
+        if document["events"]:
+            events = [Event(**event) for event in document["events"]]
+            parts += [Text(), event_table(events)]
+        return Group(*parts)
+
+    def _nodes(self, document: Document, rows: int | None) -> Iterator[RenderableType]:
+        nodes: Sequence[Document] = document["nodes"]
+        shown = _chosen(nodes, rows)
+        names = _names(nodes)
+        width = self._console.width
+        lines = []
+        for node in shown:
+            lines.append(_Line(names[node["id"]], node, node["problems"]))
+            lines += [_Line(_worker_name(worker), worker, ()) for worker in node["workers"] if self._workers]
+        yield _table(lines, wide=width >= WIDE)
+        if hidden := len(nodes) - len(shown):
+            wrong = sum(1 for node in nodes if node["problems"]) - sum(1 for node in shown if node["problems"])
+            also = f", {wrong} of them with something wrong" if wrong else ""
+            yield Text(f"and {count(hidden, 'more node')}{also} (--all)", "dim")
+
+
+def _facts(document: Document) -> Text:
+    low, high = document["min_nodes"], document["max_nodes"]
+    standings = Counter(node["standing"] for node in document["nodes"])
+    here = count(standings["member"], "member")
+    if low is not None:
+        here += f" of {low}" + ("" if low == high else f" to {high}")
+    facts = [f"run {document['run']}", f"epoch {document['epoch']}", here]
+    facts += [f"{standings['candidate']} waiting"] if standings["candidate"] else []
+    facts += [count(standings["spare"], "spare")] if standings["spare"] else []
+    if document["restarts"]:
+        facts.append(count(document["restarts"], "restart"))
+    facts.append(f"lease {document['lease']:g} s")
+    return Text(clean(" · ".join(facts)), "dim")
+
+
+def _problem_lines(document: Document, limit: int) -> list[Text]:
+    names = _names(document["nodes"])
+    found = [styled(("! ", "bold red"), problem) for problem in document["problems"]]
+    for node in document["nodes"]:
+        rank = "" if node["rank"] is None else f" (rank {node['rank']})"
+        found += [
+            styled(("! ", "bold red"), (names[node["id"]], "bold"), f"{rank} {text}") for text in node["problems"]
+        ]
+    for node in document["nodes"]:
+        if node["draining"]:
+            found.append(styled(("- ", "yellow"), (names[node["id"]], "bold"), f" is to drain, {node['draining']}"))
+    if len(found) > limit:
+        found[limit - 1 :] = [Text(f"  and {len(found) - limit + 1} more of the kind (--json has all)", "dim")]
+    return found
+
+
+def _chosen(nodes: Sequence[Document], rows: int | None) -> list[Document]:
+    """Those with something wrong first, filled up with the others, in their own order."""
+    if rows is None or len(nodes) <= rows:
+        return list(nodes)
+    places = sorted(range(len(nodes)), key=lambda i: (not (nodes[i]["problems"] or nodes[i]["draining"]), i))
+    return [nodes[i] for i in sorted(places[:rows])]
+
+
+def _names(nodes: Sequence[Document]) -> dict[str, str]:
+    """What each node is called here: its name where that is no other's, else more of its id."""
+    called = Counter(node["name"] for node in nodes)
+    return {node["id"]: short(node["id"]) if called[node["name"]] > 1 else node["name"] for node in nodes}
+
+
+def _worker_name(worker: Document) -> str:
+    parts = [f"{what} {worker[key]}" for key, what in (("rank", "rank"), ("pid", "pid")) if worker[key] is not None]
+    number = "?" if worker["local_rank"] is None else worker["local_rank"]
+    return f"  {number}: {', '.join(parts)}"
+
+
+# -- the table
+
+
+@dataclass(frozen=True)
+class _Line:
+    """A node, or one of its workers, which has fewer fields."""
+
+    name: str
+    fields: Document
+    problems: Sequence[str]
+
+    def get(self, name: str) -> Any:
+        return self.fields.get(name)
+
+
+def _table(lines: Sequence[_Line], *, wide: bool) -> Table:
+    """One row for each line, and no column in which nobody has anything."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2 if wide else 1, 0, 0), header_style="bold")
+    columns: list[list[Text]] = []
+    for column in COLUMNS:
+        texts = [column.cell(line, wide) for line in lines if wide or not column.wide]
+        if any(text.plain for text in texts):
+            side: Literal["left", "right"] = "right" if column.right else "left"
+            table.add_column(column.name, justify=side, no_wrap=column.name != "node", overflow="fold")
+            columns.append(texts)
+    for row in zip(*columns, strict=True):
+        table.add_row(*row)
+    return table
+
+
+def _rank(line: _Line, _: bool) -> Text:
+    return Text("" if line.get("rank") is None or "standing" not in line.fields else str(line.get("rank")))
+
+
+def _name(line: _Line, _: bool) -> Text:
+    return Text(clean(line.name), "red" if line.problems else "")
+
+
+def _host(line: _Line, _: bool) -> Text:
+    host = clean(line.get("host") or "")
+    return Text("" if host == clean(line.name) else host)
+
+
+def _state(line: _Line, _: bool) -> Text:
+    state = clean(line.get("state") or "")
+    return Text(state, STATE_STYLES.get(state, "yellow"))
+
+
+def _heard(line: _Line, wide: bool) -> Text:
+    heard = line.get("heard")
+    return Text("" if heard is None else duration(heard) + (" ago" if wide else ""))
+
+
+def _step(line: _Line, _: bool) -> Text:
+    step = line.get("step")
+    return Text("" if step is None else str(step))
+
+
+def _lag(line: _Line, _: bool) -> Text:
+    return Text(str(line.get("lag") or ""), "yellow")
+
+
+def _idle(line: _Line, _: bool) -> Text:
+    idle = line.get("idle")
+    return Text("" if idle is None else duration(idle))
+
+
+def _restarts(line: _Line, _: bool) -> Text:
+    restarts = line.get("restarts")
+    return Text("" if restarts is None else str(restarts))
+
+
+def _cpu(line: _Line, _: bool) -> Text:
+    cpu = line.get("cpu")
+    return Text("" if cpu is None else f"{cpu:.0f}%")
+
+
+def _memory(line: _Line, wide: bool) -> Text:
+    memory, total = line.get("memory"), line.get("memory_total")
+    if memory is None:
+        return Text()
+    return Text(size(memory) + (f"/{size(total)}" if wide and total else ""))
+
+
+def _gpus(line: _Line, wide: bool) -> Text:
+    """Lowest and highest utilisation, the fullest memory, the highest temperature; "!" if one has a problem."""
+    gpus: Sequence[Document] = line.get("gpus") or ()
+    if not gpus:
+        return Text()
+    parts = [f"{len(gpus)}:"] if wide or len(gpus) > 1 else []
+    if used := sorted(gpu["utilization"] for gpu in gpus if gpu["utilization"] is not None):
+        parts.append(f"{used[0]:.0f}%" if used[0] == used[-1] else f"{used[0]:.0f}-{used[-1]:.0f}%")
+    full = [
+        (gpu["memory_used"], gpu["memory_total"])
+        for gpu in gpus
+        if None not in (gpu["memory_used"], gpu["memory_total"])
+    ]
+    if full and wide:
+        most = max(full)
+        parts.append(f"{size(most[0])}/{size(most[1])}")
+    if heat := [gpu["temperature"] for gpu in gpus if gpu["temperature"] is not None]:
+        parts.append(f"{max(heat):.0f}°C")
+    bad = any(gpu["lost"] or gpu["ecc"] or gpu["xid"] for gpu in gpus)
+    return Text(" ".join(parts) + (" !" if bad else ""), "red" if bad else "")
+
+
+@dataclass(frozen=True)
+class _Column:
+    name: str
+    cell: Callable[[_Line, bool], Text]
+    right: bool = True
+    wide: bool = False
+
+
+COLUMNS: Final = (
+    _Column("rank", _rank),
+    _Column("node", _name, right=False),
+    _Column("host", _host, right=False, wide=True),
+    _Column("state", _state, right=False),
+    _Column("heard", _heard),
+    _Column("step", _step),
+    _Column("lag", _lag),
+    _Column("idle", _idle),
+    _Column("restarts", _restarts, wide=True),
+    _Column("cpu", _cpu),
+    _Column("memory", _memory),
+    _Column("gpu", _gpus, right=False),
+)

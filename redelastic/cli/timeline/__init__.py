@@ -1,0 +1,144 @@
+"""``redelastic timeline``: a picture of a run: its nodes over time, its rounds and faults, where the time went."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from redelastic.cli import common, output
+from redelastic.history import History, replay
+
+if TYPE_CHECKING:
+    from redelastic.control import Event, Run
+
+NAME: Final = "timeline"
+SUMMARY: Final = "draw a run: nodes over time, rounds, deaths, where the time went"
+DESCRIPTION: Final = """\
+Draw what became of a run's nodes and rounds, from its events: who trained when,
+what broke each round, and how much of the nodes' time went into training, into
+waiting, and from a fault to the next round.
+
+The file's ending says what is drawn: .png, .svg, .pdf, or .html, a page with a
+table of the events that loads nothing.
+
+Exit code: 0; 1 when the run has no events; 2 when the file cannot be written; 3
+when Redis cannot be reached; 4 when there is no such run."""
+
+SUFFIXES: Final = (".png", ".svg", ".pdf", ".html")
+_AGO: Final = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,6})?)([smhd])", re.ASCII)
+_SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's flags."""
+    common.add_run_argument(parser)
+    common.add_server_arguments(parser)
+    parser.add_argument("--out", metavar="FILE", type=Path, help="what to draw into: FILE.png, .svg, .pdf or .html")
+    parser.add_argument(
+        "--since", metavar="WHEN", default="", help="only from then on: 90s, 15m, 8h or 2d ago, or 2026-11-20T18:00"
+    )
+    output.add_json_argument(
+        parser,
+        "run, start, end, complete (whether the run's beginning is known: Redis\n"
+        "keeps some 10,000 events), closed, outages, seconds (of all nodes, by state),\n"
+        "nodes (id, name, gone_at, why, spans: state, start, end, epoch, rank), events,\n"
+        "rounds (epoch, size, completed_at, because, members: rank by node, started_at,\n"
+        "broken_at, broken_by, fault_at: when that began, down: from the fault to the\n"
+        "next round, restart: until its workers ran).",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Draw the run.
+
+    Raises:
+        ValueError: the file cannot be written, matplotlib is missing, or an argument is wrong.
+    """
+    out: Path | None = arguments.out
+    if out is None and not arguments.json:
+        raise ValueError("say where to draw with --out FILE.png, or ask for --json.")
+    since = _moment(arguments.since) if arguments.since else None
+    if out is not None:
+        _check(out)
+    control = common.open_run(arguments)
+    state = control.state()
+    events = control.events()
+    if not events:
+        sys.stderr.write(f"redelastic timeline: run {arguments.run!r} has no events.\n")
+        return common.NO
+    history = replay(events, _last_heard(state, events))
+    if since is not None:
+        if since > history.end:
+            raise ValueError(
+                f"--since {arguments.since}: the last that is known of run {arguments.run!r} is "
+                f"{time.time() - history.end:.0f} s old."
+            )
+        history = history.since(since)
+    if arguments.json:
+        output.write_json(_document(arguments.run, history))
+    if out is not None:
+        size = _draw(out, history, arguments.run)
+        faults = sum(this.broken_at is not None for this in history.rounds)
+        told = (
+            f"{output.count(len(history.nodes), 'node')}, {output.count(len(history.rounds), 'round')}, {faults} broken"
+        )
+        sys.stderr.write(f"{out}: {told}; {size:,} bytes\n")
+    return common.OK
+
+
+def _check(out: Path) -> None:
+    """Say what is wrong before anything is asked and drawn."""
+    if out.suffix.lower() not in SUFFIXES:
+        raise ValueError(f"--out {out} ends in none of {', '.join(SUFFIXES)}.")
+    if not out.parent.is_dir():
+        raise ValueError(f"--out {out}: there is no directory {out.parent}.")
+    try:
+        import matplotlib as mpl  # noqa: F401 - is it there?
+    except ImportError:
+        raise ValueError("the picture needs matplotlib: pip install 'redelastic[timeline]'.") from None
+
+
+def _draw(out: Path, history: History, title: str) -> int:
+    from .page import page
+    from .picture import render
+
+    kind = out.suffix.lower()[1:]
+    picture = render(history, title, "svg" if kind == "html" else kind)
+    if kind == "html":
+        picture = page(history, title, picture.decode()).encode()
+    try:
+        return out.write_bytes(picture)
+    except OSError as e:
+        raise ValueError(f"--out {out} cannot be written: {e.strerror}.") from e
+
+
+def _moment(when: str) -> float:
+    """A time in Unix seconds."""
+    if ago := _AGO.fullmatch(when):
+        return time.time() - float(ago[1]) * _SECONDS[ago[2]]
+    try:
+        return datetime.fromisoformat(when).timestamp()  # local time where no zone is given
+    except (ValueError, OverflowError, OSError):
+        raise ValueError(f"--since {when!r} is neither such as 15m or 8h, nor such as 2026-11-20T18:00.") from None
+
+
+def _last_heard(state: Run, events: Sequence[Event]) -> float | None:
+    """When a node was last heard of, on the server's clock; None if none is there."""
+    if not state.nodes:
+        return None
+    completed = [event.time for event in events if event.event == "completed" and event.epoch == state.epoch]
+    now = completed[-1] + state.age if completed and state.age is not None else time.time()
+    return now - max(0.0, min(node.silence for node in state.nodes))
+
+
+def _document(run_id: str, history: History) -> dict[str, Any]:
+    told = asdict(history)
+    nodes = [{"name": node.name} | fields for node, fields in zip(history.nodes, told["nodes"], strict=True)]
+    return {"run": run_id} | told | {"nodes": nodes, "seconds": history.seconds}

@@ -1,0 +1,33 @@
+"""What an examination finds: one fact each, how bad it is, and what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+Group = Literal["server", "trial", "host"]
+Level = Literal["ok", "note", "warning", "problem"]
+
+LEVELS: Final[tuple[Level, ...]] = ("ok", "note", "warning", "problem")  # from good to bad
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at.
+
+    Attributes:
+        group: what it is about: the Redis ``server``, the ``trial`` of our protocol on it, or this ``host``.
+        name: stable, for programs.
+        level: ``ok``; ``note``: worth knowing; ``warning``: works, and may fail one day; ``problem``: does not work.
+        found: in words.
+        advice: what to do, in words; empty if nothing has to be done.
+        numbers: what was measured; each name ends in its unit where it has one.
+    """
+
+    group: Group
+    name: str
+    level: Level
+    found: str
+    advice: str = ""
+    numbers: Mapping[str, float] = field(default_factory=dict)

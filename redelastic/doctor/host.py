@@ -1,0 +1,159 @@
+"""This machine and this installation."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import platform
+import resource
+from collections.abc import Iterator
+from typing import Final
+
+import redis.utils
+import torch
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
+
+from redelastic.addresses import (
+    INTERFACE_VARIABLES,
+    LocalAddress,
+    find_address,
+    interface_of,
+    interfaces,
+    is_loopback,
+    meant_by_hostname,
+    set_by_user,
+)
+from redelastic.connection import Connection
+from redelastic.endpoint import Endpoint
+
+from .finding import Finding
+
+SUPPORTED_TORCH: Final = "2.13"
+SUPPORTED_REDIS_PY: Final = "8"
+GLOO_VARIABLE: Final = INTERFACE_VARIABLES[0]
+FEW_FILES: Final = 1024  # an agent of 8 workers has about 200 open
+LITTLE_SHM: Final = 512 * 2**20  # NCCL and DataLoader's workers share memory there; a container has 64 MiB by default
+SHM: Final = "/dev/shm"  # noqa: S108  (it is looked at, nothing is written there)
+
+
+def examine_host(endpoint: Endpoint, connection: Connection | None) -> Iterator[Finding]:
+    """Look at this machine; ``connection`` is None if there is none."""
+    yield _version("torch", torch.__version__, SUPPORTED_TORCH)
+    yield _version("redis-py", importlib.metadata.version("redis"), SUPPORTED_REDIS_PY)
+    yield Finding("host", "python", "ok", platform.python_version())
+    if redis.utils.HIREDIS_AVAILABLE:
+        yield Finding("host", "hiredis", "ok", importlib.metadata.version("hiredis"))
+    else:
+        yield Finding(
+            "host", "hiredis", "warning", "not installed: replies are parsed slowly", "pip install 'redis[hiredis]'"
+        )
+    yield _torchrun()
+    yield from _addresses(endpoint, connection)
+    yield _gpus()
+    yield _files()
+    yield from _shared_memory()
+
+
+def _version(name: str, version: str, supported: str) -> Finding:
+    if version == supported or version.startswith(f"{supported}."):
+        return Finding("host", name, "ok", version)
+    return Finding("host", name, "problem", version, f"Install {name} {supported}: redelastic was probed on that.")
+
+
+def _torchrun() -> Finding:
+    registered = importlib.metadata.entry_points(group="torchrun.handlers", name="redis")
+    if any(entry.value.startswith("redelastic.") for entry in registered):
+        return Finding("host", "torchrun", "ok", "knows --rdzv-backend=redis")
+    return Finding(
+        "host",
+        "torchrun",
+        "problem",
+        "does not know --rdzv-backend=redis",
+        "Install redelastic with pip into the environment that torchrun runs in.",
+    )
+
+
+def is_local(endpoint: Endpoint) -> bool:
+    """Whether Redis is on this host, as the endpoint says it."""
+    return all(host == "localhost" or is_loopback(host) for host, _ in endpoint.hosts)
+
+
+def _addresses(endpoint: Endpoint, connection: Connection | None) -> Iterator[Finding]:
+    try:
+        address = find_address(None, connection.local_address() if connection else None)
+    except RendezvousConnectionError:  # it was reached just now
+        address = find_address(None, None)
+    yield _address(endpoint, address)
+    yield _gloo(address, meant_by_hostname(), set_by_user(GLOO_VARIABLE))
+
+
+def _address(endpoint: Endpoint, address: LocalAddress) -> Finding:
+    if not is_loopback(address.host):
+        return Finding("host", "address", "ok", f"peers are told {address}")
+    found = f"peers are told {address}, which only this host reaches"
+    if is_local(endpoint):
+        return Finding("host", "address", "note", found, "Enough for nodes on this host.")
+    advice = "Give each node an address that its peers reach, or the interface that has it: --local-addr for torchrun."
+    return Finding("host", "address", "problem", found, advice)
+
+
+def _gloo(address: LocalAddress, meant: str, said: str) -> Finding:
+    """Where gloo listens, which goes its own way: what is right for NCCL need not be so for it."""
+    if said:
+        if missing := [name for name in said.split(",") if name not in interfaces()]:
+            advice = f"gloo fails with that, it takes no patterns. Unset it, or name one of {', '.join(interfaces())}."
+            return Finding("host", "gloo", "problem", f"{GLOO_VARIABLE}={said}: there is no {missing[0]}", advice)
+        return Finding("host", "gloo", "ok", f"listens on {said}, as {GLOO_VARIABLE} says")
+    if address.interface:
+        found = f"this host's name means {meant or 'no address of its own'}, so workers are told {GLOO_VARIABLE}="
+        return Finding("host", "gloo", "ok", found + address.interface)
+    listens = interface_of(meant) if meant else "lo"
+    if is_loopback(address.host) or interface_of(address.host) == listens:
+        return Finding("host", "gloo", "ok", f"listens on {listens}, as this host's name says")
+    found = f"listens on {listens}, as this host's name says, and peers are told {address}"
+    return Finding("host", "gloo", "note", found, f"If peers do not reach it there: {GLOO_VARIABLE}, or --local-addr.")
+
+
+def _gpus() -> Finding:
+    try:
+        pynvml = importlib.import_module("pynvml")  # an extra
+    except ImportError:
+        return Finding(
+            "host", "gpu", "note", "not looked at: nvidia-ml-py is not installed", "pip install 'redelastic[gpu]'"
+        )
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as e:
+        return Finding("host", "gpu", "note", f"no driver of NVIDIA: {e}")
+    try:
+        count, driver = pynvml.nvmlDeviceGetCount(), pynvml.nvmlSystemGetDriverVersion()
+        return Finding("host", "gpu", "ok" if count else "note", f"{count}, driver {driver}", numbers={"gpus": count})
+    except pynvml.NVMLError as e:
+        return Finding("host", "gpu", "warning", f"the driver answers {e}", "See nvidia-smi.")
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _files() -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return Finding("host", "open-files", "ok", "no limit")
+    numbers = {"limit": soft}
+    if soft >= FEW_FILES:
+        return Finding("host", "open-files", "ok", f"up to {soft:,}", numbers=numbers)
+    most = "as many as you like" if hard == resource.RLIM_INFINITY else f"{hard:,} at most"
+    return Finding("host", "open-files", "warning", f"up to {soft:,}", f"Raise it: ulimit -n, {most}.", numbers)
+
+
+def _shared_memory() -> Iterator[Finding]:
+    try:
+        free = os.statvfs(SHM).f_bavail * os.statvfs(SHM).f_frsize
+    except OSError:  # not Linux
+        return
+    found, numbers = f"{free / 2**20:,.0f} MiB free in {SHM}", {"free_bytes": free}
+    if free >= LITTLE_SHM:
+        yield Finding("host", "shared-memory", "ok", found, numbers=numbers)
+    else:
+        advice = "NCCL and DataLoader need more: --shm-size=1g for Docker, an emptyDir of medium Memory in Kubernetes."
+        yield Finding("host", "shared-memory", "warning", found, advice, numbers)

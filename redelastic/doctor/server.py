@@ -1,0 +1,310 @@
+"""What a Redis server says of itself, and what of that matters to a run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+import redis
+from redis.cluster import RedisCluster
+
+from redelastic.connection import Connection, text
+from redelastic.endpoint import Endpoint
+
+from .finding import LEVELS, Finding, Level
+from .host import is_local
+from .weaknesses import Version, mended_in, weaknesses_of
+
+Facts = Mapping[str, Any]  # of one server: what HELLO, INFO, CLUSTER INFO and CONFIG say; what it refuses is missing
+
+OLDEST: Final[Version] = (6, 2, 0)
+NEWEST: Final = {"redis": 8, "valkey": 9}  # the newest major version that we know
+CONNECTIONS_PER_NODE: Final = 3  # the keeper's, the caller's and the store's
+FEW_NODES: Final = 32
+COARSE_HZ: Final = 10  # a blocking read ends up to 1/hz s late; what a node plans for is a tenth of a second
+SHORT_SCRIPT_MS: Final = 100
+_CONFIG: Final = (
+    "busy-reply-threshold",
+    "client-output-buffer-limit",
+    "lua-time-limit",
+    "min-replicas-to-write",
+    "save",
+    "timeout",
+)
+
+
+def examine_server(connection: Connection, endpoint: Endpoint) -> Iterator[Finding]:
+    """Ask the server, or each master of a Cluster, about itself.
+
+    Raises:
+        RendezvousConnectionError: it stopped answering.
+    """
+    servers = {
+        name: connection.call(lambda _, client=client: _ask(client))  # type: ignore[misc]
+        for name, client in masters(connection).items()
+    }
+    any_of_them = next(iter(servers.values()))
+    yield _encryption(endpoint)
+    yield _login(endpoint, any_of_them)
+    yield _topology(endpoint, any_of_them)
+    for name, (check, should) in _CHECKS.items():
+        yield _worst({server: _judge(name, check, should, facts, endpoint) for server, facts in servers.items()})
+
+
+def masters(connection: Connection) -> dict[str, redis.Redis]:
+    """A client for each server that takes writes, by a name that is empty if there is but one."""
+    client = connection.client
+    if isinstance(client, RedisCluster):
+        return {node.name: client.get_redis_connection(node) for node in client.get_primaries()}
+    return {"": client}
+
+
+def _ask(client: redis.Redis) -> Facts:
+    pipeline = client.pipeline(transaction=False)
+    pipeline.execute_command("HELLO")
+    pipeline.info()
+    pipeline.execute_command("CLUSTER INFO")
+    for name in _CONFIG:
+        pipeline.config_get(name)
+    hello, *others = pipeline.execute(raise_on_error=False)
+    facts: dict[str, Any] = {}
+    for reply in others:
+        if isinstance(reply, dict):
+            facts |= {text(name): value for name, value in reply.items()}
+    if isinstance(hello, list):
+        hello = dict(zip(hello[::2], hello[1::2], strict=True))
+    if isinstance(hello, dict):
+        said = {text(name): text(value) for name, value in hello.items() if isinstance(value, bytes | str)}
+        facts |= {"product": said.get("server"), "version": said.get("version"), "mode": said.get("mode")}
+        facts["role"] = {"replica": "slave"}.get(said.get("role", ""), said.get("role"))  # as INFO calls it
+    elif "redis_version" in facts:
+        valkey = facts.get("server_name") == "valkey"
+        version = facts.get("valkey_version" if valkey else "redis_version")
+        facts |= {"product": "valkey" if valkey else "redis", "version": version, "mode": facts.get("redis_mode")}
+    return facts
+
+
+def _judge(
+    name: str, check: Callable[[Facts, Endpoint], Finding], should: str, facts: Facts, endpoint: Endpoint
+) -> Finding:
+    try:
+        return replace(check(facts, endpoint), name=name)
+    except (KeyError, ValueError, TypeError):
+        return Finding("server", name, "note", "not known: this user may not ask", should)
+
+
+def _worst(findings: Mapping[str, Finding]) -> Finding:
+    """One finding for all masters: the worst one, with the names of those that it is about."""
+    worst = max(findings.values(), key=lambda finding: LEVELS.index(finding.level))
+    if len({(finding.level, finding.found) for finding in findings.values()}) == 1:
+        return worst
+    bad = [name for name, finding in findings.items() if finding.level == worst.level]
+    more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
+    shown = next(name for name, finding in findings.items() if finding is worst)
+    return replace(worst, found=f"{worst.found} (at {shown}{more})")
+
+
+def _found(level: Level, found: str, advice: str = "", **numbers: float) -> Finding:
+    return Finding("server", "", level, found, advice, numbers)
+
+
+# -- How it is reached
+
+
+def _encryption(endpoint: Endpoint) -> Finding:
+    if endpoint.tls:
+        return Finding("server", "encryption", "ok", "TLS")
+    if endpoint.scheme == "unix" or is_local(endpoint):
+        return Finding("server", "encryption", "ok", "none, and the server is on this host")
+    advice = "Everybody on the way can read the password and change a run: use rediss:// and a server with TLS."
+    return Finding("server", "encryption", "warning", "none", advice)
+
+
+def _login(endpoint: Endpoint, facts: Facts) -> Finding:
+    if not endpoint.password:
+        level: Level = "note" if endpoint.scheme == "unix" or is_local(endpoint) else "warning"
+        advice = "Whoever reaches the server can change a run: give it a password and users (README, Security)."
+        return Finding("server", "login", level, "none", advice)
+    user = f"user {endpoint.username or 'default'!r}"
+    if "timeout" not in facts:  # CONFIG is for administrators
+        return Finding("server", "login", "ok", user)
+    advice = "A job's user needs less: see Security in the README."
+    return Finding("server", "login", "note", f"{user}, an administrator", advice)
+
+
+def _topology(endpoint: Endpoint, facts: Facts) -> Finding:
+    kind = endpoint.scheme.partition("+")[2]
+    mode = facts.get("mode")
+    if mode == "cluster" and kind != "cluster":
+        advice = "Use redis+cluster://: this node has some of the keys only."
+        return Finding("server", "topology", "problem", "a node of a Cluster, reached as a single server", advice)
+    if mode == "sentinel" and kind != "sentinel":
+        advice = "Use redis+sentinel://host:port/master-name."
+        return Finding("server", "topology", "problem", "a sentinel, reached as a server", advice)
+    shown = {"cluster": "a Cluster", "sentinel": "a master that sentinels watch"}.get(kind, "a single server")
+    return Finding("server", "topology", "ok", shown)
+
+
+# -- What one server says
+
+
+def _version_of(facts: Facts) -> Version:
+    match = re.match(r"(\d+)\.(\d+)\.(\d+)", facts["version"])
+    if not match:
+        raise ValueError(facts["version"])
+    return int(match[1]), int(match[2]), int(match[3])
+
+
+def _version(facts: Facts, _: Endpoint) -> Finding:
+    product, version = facts["product"], _version_of(facts)
+    shown = f"{product.capitalize()} {facts['version']}"
+    if product not in NEWEST:
+        return _found("note", shown, "Not tried by us; Redis 6.2 to 8 and Valkey up to 9 are known to work.")
+    if version < OLDEST:
+        return _found("problem", shown, "Too old: redelastic needs Redis 6.2 or newer, or Valkey.")
+    if version[0] > NEWEST[product]:
+        return _found("note", shown, "Newer than what we have tried.")
+    return _found("ok", shown)
+
+
+def _weaknesses(facts: Facts, endpoint: Endpoint) -> Finding:
+    product, version = facts["product"], _version_of(facts)
+    known = weaknesses_of(product, version, tls=endpoint.tls)
+    if not known:
+        return _found("ok", "none known to us in this version")
+    advice = (
+        f"Update to {mended_in(known, version[:2])} or newer: users of a run, or whoever reaches the server, may run "
+        "code on it. A distribution may have mended it without a new version number: see its changelog."
+    )
+    return _found("warning", ", ".join(weakness.name for weakness in known), advice)
+
+
+def _role(facts: Facts, _: Endpoint) -> Finding:
+    if facts["role"] == "slave":
+        return _found(
+            "problem", "a replica: read-only", "Name its master, or use redis+sentinel:// to follow the master."
+        )
+    return _found("ok", facts["role"])
+
+
+def _cluster(facts: Facts, _: Endpoint) -> Finding:
+    if facts["mode"] != "cluster":
+        return _found("ok", "not a Cluster")
+    if facts["cluster_state"] != "ok":
+        return _found("problem", f"the Cluster is {facts['cluster_state']}", "See CLUSTER INFO and CLUSTER NODES.")
+    return _found("ok", f"ok, {facts['cluster_size']} masters")
+
+
+def _eviction(facts: Facts, _: Endpoint) -> Finding:
+    policy, limited = facts["maxmemory_policy"], bool(facts["maxmemory"])
+    advice = "Set maxmemory-policy noeviction."
+    if policy == "noeviction":
+        return _found("ok", policy)
+    if not limited:
+        return _found("warning", f"{policy}; no maxmemory, so nothing is evicted yet", advice)
+    if policy.startswith("allkeys"):
+        return _found("problem", f"{policy}: keys of running jobs are evicted when memory is full", advice)
+    return _found("warning", f"{policy}: a run's keys have a time to live, so they can be evicted", advice)
+
+
+def _memory(facts: Facts, _: Endpoint) -> Finding:
+    used, limit = int(facts["used_memory"]), int(facts["maxmemory"])
+    if not limit:
+        return _found("ok", f"{_mib(used)} used, no maxmemory", used_bytes=used)
+    shown = f"{_mib(used)} of {_mib(limit)} used"
+    advice = "Raise maxmemory, or remove what fills it; a run needs less than 1 MiB."
+    share = used / limit
+    level: Level = "problem" if share >= 1 else "warning" if share > 0.9 else "ok"
+    return _found(level, shown, advice if level != "ok" else "", used_bytes=used, limit_bytes=limit)
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.1f} MiB"
+
+
+def _persistence(facts: Facts, _: Endpoint) -> Finding:
+    # A server that refuses writes because it cannot persist them refuses PING too: it does not get as far as this.
+    appends = bool(facts["aof_enabled"])
+    if facts["save"] and facts["rdb_last_bgsave_status"] != "ok":
+        return _found("warning", "the last snapshot failed", "See the server's log and its disk.")
+    if appends:
+        return _found("ok", "append-only file")
+    if facts["save"]:
+        return _found("note", "snapshots only: a crash loses what came after the last one", "Set appendonly yes.")
+    level: Level = "note" if int(facts["connected_slaves"]) else "warning"
+    return _found(level, "none: a restart forgets every run", "Set appendonly yes, or have replicas.")
+
+
+def _replicas(facts: Facts, endpoint: Endpoint) -> Finding:
+    count, required = int(facts["connected_slaves"]), int(facts["min-replicas-to-write"])
+    good = int(facts.get("min_slaves_good_slaves", count))
+    if required > good:
+        return _found(
+            "problem",
+            f"{good} in step, and min-replicas-to-write is {required}: writes are refused",
+            "Mend the replicas, or lower min-replicas-to-write.",
+        )
+    fails_over = "+" in endpoint.scheme
+    if not count:
+        return _found("warning" if fails_over else "note", "none: nobody takes over when this server is gone")
+    if not required:
+        advice = "Set min-replicas-to-write 1: a master that is cut off must not go on alone (PROTOCOL.md)."
+        return _found("warning" if fails_over else "note", f"{count}, and min-replicas-to-write is 0", advice)
+    return _found("ok", f"{count}, and min-replicas-to-write is {required}", replicas=count)
+
+
+def _clients(facts: Facts, _: Endpoint) -> Finding:
+    connected, limit = int(facts["connected_clients"]), int(facts["maxclients"])
+    nodes = max(0, limit - connected) // CONNECTIONS_PER_NODE
+    found = f"{connected:,} of {limit:,} connected: room for about {nodes:,} nodes"
+    level: Level = "problem" if nodes < 2 else "warning" if nodes < FEW_NODES else "ok"
+    return _found(level, found, "Raise maxclients." if level != "ok" else "", connected=connected, limit=limit)
+
+
+def _idle_timeout(facts: Facts, _: Endpoint) -> Finding:
+    seconds = int(facts["timeout"])
+    if not seconds:
+        return _found("ok", "idle connections stay")
+    found = f"idle connections are cut after {seconds} s, and made again when needed"
+    return _found("note" if seconds < 60 else "ok", found, "Set timeout 0." if seconds < 60 else "", seconds=seconds)
+
+
+def _hz(facts: Facts, _: Endpoint) -> Finding:
+    hz = int(facts["configured_hz"])
+    if hz >= COARSE_HZ:
+        return _found("ok", str(hz), hz=hz)
+    return _found("warning", f"{hz}: blocking reads end up to {1 / hz:.1f} s late", f"Set hz {COARSE_HZ}.", hz=hz)
+
+
+def _script_limit(facts: Facts, _: Endpoint) -> Finding:
+    ms = int(facts["busy-reply-threshold"] if "busy-reply-threshold" in facts else facts["lua-time-limit"])
+    if ms == 0 or ms >= SHORT_SCRIPT_MS:
+        return _found("ok", f"{ms} ms" if ms else "none", ms=ms)
+    return _found("note", f"{ms} ms", "Scripts of others that last longer are answered BUSY: 5000 is usual.", ms=ms)
+
+
+def _output_limit(facts: Facts, _: Endpoint) -> Finding:
+    words = facts["client-output-buffer-limit"].split()
+    hard = int(words[words.index("normal") + 1])
+    if not hard or hard >= 2**25:
+        return _found("ok", _mib(hard) if hard else "none for normal clients")
+    return _found("warning", f"{_mib(hard)}: a larger reply of a store cuts the client off", "Set it to 0 for normal.")
+
+
+_CHECKS: Final[Mapping[str, tuple[Callable[[Facts, Endpoint], Finding], str]]] = {
+    "version": (_version, "It should be Redis 6.2 or newer, or Valkey."),
+    "weaknesses": (_weaknesses, "See the release notes of its version."),
+    "role": (_role, "It should be a master."),
+    "cluster": (_cluster, "If it is a Cluster, its state should be ok."),
+    "eviction": (_eviction, "maxmemory-policy should be noeviction."),
+    "memory": (_memory, "It should have some MiB to spare."),
+    "persistence": (_persistence, "appendonly should be yes, unless there are replicas."),
+    "replicas": (_replicas, "With replicas, min-replicas-to-write should be 1."),
+    "clients": (_clients, f"Each node needs about {CONNECTIONS_PER_NODE} connections."),
+    "idle-timeout": (_idle_timeout, "timeout should be 0."),
+    "hz": (_hz, f"hz should be {COARSE_HZ} or more."),
+    "script-limit": (_script_limit, "lua-time-limit should not be below 100 ms."),
+    "output-limit": (_output_limit, "client-output-buffer-limit should be 0 for normal clients."),
+}

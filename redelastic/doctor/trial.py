@@ -1,0 +1,323 @@
+"""Our protocol, tried on a server: what its user may do, a rendezvous, a store, how long each takes."""
+
+from __future__ import annotations
+
+import re
+import socket
+import statistics
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Final
+
+import redis
+import torch.distributed as dist
+from redis.cluster import RedisCluster
+from torch.distributed.elastic.rendezvous.api import RendezvousError
+
+from redelastic.backend import RedisRendezvousBackend
+from redelastic.connection import ACL_RULES, Connection, UnreachableError, text
+from redelastic.endpoint import Endpoint
+from redelastic.handler import RedisRendezvousHandler
+from redelastic.keys import RunKeys
+from redelastic.settings import Settings
+from redelastic.store import RedisStore
+
+from .finding import Finding, Level
+from .server import masters
+
+TTL: Final = 60.0  # how long what could not be removed stays, in seconds
+ATTEMPT_TIMEOUT: Final = 1.5
+TIMEOUT: Final = 2.0  # of the rendezvous, and of an operation on the store, in seconds
+PINGS: Final = 100
+PINGS_S: Final = 1.5  # no more pings after this time, in seconds
+SLOW_MS: Final = 10.0
+SLOW_WAKE_MS: Final = 100.0  # what I7 promises
+CLOCKS_APART: Final = 1.0  # in seconds
+WAKES: Final = 5
+BLOCKED_S: Final = 0.05  # after which a reader is taken to be blocked
+KINDS: Final = ("string", "hash", "set", "zset", "stream", "list")
+
+# One harmless call of each command that a run sends or that its scripts call: they have no more rights than their user.
+# A word of KINDS stands for a key of that type.
+PROBES: Final = (
+    "PING",
+    "TIME",
+    "EVAL return(1) 1 string",
+    f"EVALSHA {'0' * 40} 1 string",
+    *("DEL string", "SET string v", "GET string", "MGET string", "EXISTS string", "TYPE string"),
+    *("HSET hash f 1", "HSETNX hash f 1", "HGET hash f", "HMGET hash f", "HGETALL hash", "HKEYS hash", "HLEN hash"),
+    *("HEXISTS hash f", "HINCRBY hash f 1", "HDEL hash g"),
+    *("SADD set m", "SCARD set", "SISMEMBER set m", "SMEMBERS set", "SREM set n"),
+    *("ZADD zset 1 m", "ZCARD zset", "ZCOUNT zset 0 1", "ZRANGE zset 0 1", "ZRANGEBYSCORE zset 0 1", "ZSCORE zset m"),
+    *("ZREM zset n", "ZREMRANGEBYRANK zset 5 6"),
+    *("XADD stream * f v", "XREVRANGE stream + - COUNT 1", "XREAD COUNT 1 STREAMS stream 0"),
+    *("RPUSH list v", "LLEN list", "LPOP list"),
+    *(f"PEXPIRE {kind} {round(1000 * TTL)}" for kind in KINDS),
+    "PTTL string",
+)
+_DENIED_COMMAND: Final = re.compile(r"run the '([^' |]+)|unknown command [`']([^'`,]+)")
+
+
+@dataclass(frozen=True)
+class _CornerKeys(RunKeys):
+    """Keys that have the run's slot and match its ACL pattern, and are not the run's own."""
+
+    corner: str = ""
+
+    def _key(self, name: str) -> str:
+        return super()._key(f"{self.corner}:{name}")
+
+    def probe(self, kind: str) -> str:
+        """Name of a key of that type to try commands on."""
+        return self._key(f"probe-{kind}")
+
+
+class Corner:
+    """Where a trial writes: among a run's keys, apart from those that the run uses.
+
+    Args:
+        key_prefix: of the run.
+        run_id: id of the run; empty for one of the trial's own.
+
+    Raises:
+        ValueError: they cannot be part of a key.
+    """
+
+    def __init__(self, key_prefix: str, run_id: str) -> None:
+        self.name = f"doctor-{uuid.uuid4().hex[:12]}"
+        self.keys = _CornerKeys(run_id or self.name, key_prefix, self.name)
+        self.store_keys = RunKeys(self.keys.run_id, key_prefix).store(self.name)
+        store_keys = [f"{what}-{which}" for what in ("value", "count") for which in ("first", "second")]
+        store_keys += [f"wake-{n}" for n in range(WAKES)]
+        self._written = [*self.keys.types, *(self.keys.probe(kind) for kind in KINDS)]
+        self._written += [self.store_keys.data, self.store_keys.waits, self.store_keys.once]
+        self._written += [text(self.store_keys.stream(key.encode())) for key in store_keys]
+        for epoch in range(2):  # the scripts of a rendezvous take the keys of the round before
+            store = self.keys.store(epoch)
+            self._written += [store.data, store.waits, store.once]
+
+    @property
+    def pattern(self) -> str:
+        """What the names of the trial's keys look like."""
+        return f"{self.keys.prefix}:{{{self.keys.run_id}}}:*"
+
+    @property
+    def rules(self) -> str:
+        """What the user has to be allowed: for the run, or for all runs of the key prefix."""
+        keys = f"~{self.keys.prefix}:*" if self.keys.run_id == self.name else f"~{self.pattern}"
+        return f"{keys} {ACL_RULES.partition(' ')[2]}"
+
+    def handler(self, endpoint: Endpoint) -> RedisRendezvousHandler:
+        """A node of a run in this corner, with a connection of its own.
+
+        Raises:
+            RendezvousConnectionError: Redis could not be reached.
+        """
+        connection = Connection.open(endpoint, ATTEMPT_TIMEOUT, TIMEOUT, TIMEOUT)
+        settings = Settings(
+            run_id=self.keys.run_id,
+            min_nodes=2,
+            max_nodes=2,
+            join_timeout=TIMEOUT,
+            read_timeout=TIMEOUT,
+            ttl=TTL,
+            key_prefix=self.keys.prefix,
+        )
+        backend = RedisRendezvousBackend(connection, settings.run_id, settings.key_prefix, TTL)
+        backend.keys = self.keys
+        handler = RedisRendezvousHandler(backend, settings)
+        self._written.append(self.keys.status(handler.membership.node))
+        return handler
+
+    def clear(self, connection: Connection) -> None:
+        """Remove all that was written; what the server does not let us remove goes with its time to live."""
+        try:
+            connection.call(lambda client: client.delete(*self._written), timeout=0)
+        except RendezvousError:
+            return
+
+
+# -- Round trips
+
+
+def examine_round_trips(connection: Connection) -> Iterator[Finding]:
+    """Measure the way to the server, and compare its clock with ours.
+
+    Raises:
+        RendezvousConnectionError: it stopped answering.
+    """
+    client = next(iter(masters(connection).values()))
+    times: list[float] = []
+    until = time.monotonic() + PINGS_S
+    while len(times) < PINGS and (not times or time.monotonic() < until):
+        times.append(_timed(lambda: connection.call(lambda _: client.ping())))
+    median, most = statistics.median(times), max(times)
+    level: Level = "warning" if median > SLOW_MS else "ok"
+    advice = "Put Redis nearer to the nodes: a rendezvous takes some round trips." if level != "ok" else ""
+    found = f"{median:.2f} ms, at most {most:.2f} ms, of {len(times)} round trips"
+    yield Finding("trial", "latency", level, found, advice, {"median_ms": median, "max_ms": most})
+    try:
+        seconds, microseconds = connection.call(lambda _: client.time())
+    except UnreachableError:
+        raise
+    except RendezvousError:  # denied, which `examine_rights` tells, or a sentinel
+        return
+    apart = seconds + microseconds / 1e6 - time.time()
+    found = f"the server's is {abs(apart):.1f} s {'ahead of' if apart > 0 else 'behind'} ours"
+    if abs(apart) < CLOCKS_APART:
+        yield Finding("trial", "clock", "ok", found, numbers={"ahead_s": apart})
+    else:
+        advice = "Runs do not mind; keep it in mind when you compare `redelastic events` with logs."
+        yield Finding("trial", "clock", "note", found, advice, {"ahead_s": apart})
+
+
+def _timed(operation: Callable[[], object]) -> float:
+    """How long it takes, in ms."""
+    started = time.perf_counter()
+    operation()
+    return 1000 * (time.perf_counter() - started)
+
+
+# -- Rights
+
+
+def examine_rights(connection: Connection, corner: Corner) -> Finding:
+    """Try each command that a run needs, once.
+
+    ACL DRYRUN would tell as well, but only to administrators.
+
+    Raises:
+        RendezvousConnectionError: the server stopped answering.
+    """
+    replies = connection.call(lambda client: _probe(client, corner.keys))
+    denied = [str(reply) for reply in replies if isinstance(reply, redis.ResponseError) and _is_denial(reply)]
+    commands = sorted({(m[1] or m[2]).upper() for reply in denied if (m := _DENIED_COMMAND.search(reply))})
+    if commands:
+        found = f"this user may not run {', '.join(commands[:8])}{', …' if len(commands) > 8 else ''}"
+        return Finding("trial", "rights", "problem", found, f"It needs the rules '{corner.rules}' (README, Security).")
+    if denied:
+        advice = f"If the user is for one run, name it with --run; else give the user the keys ~{corner.keys.prefix}:*."
+        return Finding("trial", "rights", "problem", f"this user may not use the keys {corner.pattern}", advice)
+    return Finding("trial", "rights", "ok", f"this user may do all that a run needs with {corner.pattern}")
+
+
+def _probe(client: redis.Redis | RedisCluster, keys: _CornerKeys) -> list[Any]:
+    if isinstance(client, RedisCluster):
+        client = client.get_redis_connection(client.get_node_from_key(keys.probe(KINDS[0])))
+    pipeline = client.pipeline(transaction=False)
+    for line in PROBES:
+        command, *words = line.split()
+        pipeline.execute_command(command, *(keys.probe(word) if word in KINDS else word for word in words))
+    replies: list[Any] = pipeline.execute(raise_on_error=False)
+    return replies
+
+
+def _is_denial(reply: redis.ResponseError) -> bool:
+    return isinstance(reply, redis.exceptions.NoPermissionError) or str(reply).startswith("unknown command")
+
+
+# -- A rendezvous and a store
+
+
+def try_rendezvous(endpoint: Endpoint, corner: Corner) -> Iterator[Finding]:
+    """Let two nodes in two threads find each other, and connect to the store that rank 0 serves.
+
+    Raises:
+        UnreachableError: the server stopped answering.
+    """
+    handlers: list[RedisRendezvousHandler] = []
+    try:
+        handlers += (corner.handler(endpoint) for _ in range(2))
+        started = time.perf_counter()
+        with ThreadPoolExecutor(len(handlers)) as pool:
+            joins = [pool.submit(handler.next_rendezvous) for handler in handlers]
+            rounds = [join.result() for join in joins]
+        ms = 1000 * (time.perf_counter() - started)
+        ranks = sorted(entered.rank for entered in rounds)
+        if ranks == [0, 1] and all(entered.world_size == 2 for entered in rounds):
+            yield Finding("trial", "rendezvous", "ok", f"2 nodes in {ms:.1f} ms", numbers={"ms": ms})
+        else:
+            yield Finding("trial", "rendezvous", "problem", f"2 nodes got the ranks {ranks}", "Report this as a bug.")
+        place = rounds[0].bootstrap_store_info
+        if place is not None and handlers[0].use_agent_store:
+            yield _bootstrap(place.master_addr, place.master_port)
+    except UnreachableError:
+        raise
+    except RendezvousError as e:
+        yield Finding("trial", "rendezvous", "problem", "failed", str(e))
+    finally:
+        for handler in handlers:
+            handler.end("finished", "closes", timeout=0)  # one try: its keys are removed anyway
+
+
+def _bootstrap(host: str, port: int) -> Finding:
+    try:
+        socket.create_connection((host, port), TIMEOUT / 2).close()
+    except OSError as e:
+        advice = "Workers meet there: check name resolution and the firewall, or give --local-addr."
+        return Finding("trial", "bootstrap", "problem", f"{host}:{port} cannot be reached from this host: {e}", advice)
+    return Finding("trial", "bootstrap", "ok", f"rank 0 is reached at {host}, on a port of its own")
+
+
+def try_store(connection: Connection, corner: Corner) -> Iterator[Finding]:
+    """Use each operation of a store once, and measure how soon a blocked reader is woken."""
+    keys = corner.keys
+    store = RedisStore(connection, keys.run_id, corner.name, key_prefix=keys.prefix, timeout=TIMEOUT, ttl=TTL)
+    try:
+        _use(store, "first")  # sends the scripts, which later nodes find there
+        times = _use(store, "second")
+        shown = ", ".join(f"{name} {ms:.1f}" for name, ms in times.items())
+        numbers = {f"{name}_ms": ms for name, ms in times.items()}
+        yield Finding("trial", "store", "ok", f"{shown} ms", numbers=numbers)
+        median = statistics.median(_wake_up(store, f"wake-{n}") for n in range(WAKES))
+        found, numbers = f"a blocked reader in {median:.1f} ms", {"median_ms": median}
+        if median > SLOW_WAKE_MS:
+            yield Finding("trial", "wake-up", "warning", found, "See latency, and what else the server does.", numbers)
+        else:
+            yield Finding("trial", "wake-up", "ok", found, numbers=numbers)
+    except (RendezvousError, dist.DistError) as e:
+        yield Finding("trial", "store", "problem", "failed", str(e))
+    finally:
+        store.close()
+
+
+def _use(store: RedisStore, which: str) -> dict[str, float]:
+    """How long each operation takes, in ms.
+
+    Raises:
+        RendezvousError: one of them gave what it should not.
+    """
+    value, count = f"value-{which}", f"count-{which}"
+    operations: dict[str, tuple[Callable[[], object], object]] = {
+        "set": (lambda: store.set(value, "a"), None),
+        "get": (lambda: store.get(value), b"a"),
+        "add": (lambda: store.add(count, 2), 2),
+        "wait": (lambda: store.wait([value, count]), None),
+        "compare_set": (lambda: store.compare_set(value, "a", "b"), b"b"),
+    }
+    times: dict[str, float] = {}
+    for name, (operation, expected) in operations.items():
+        started = time.perf_counter()
+        got = operation()
+        times[name] = 1000 * (time.perf_counter() - started)
+        if got != expected:
+            raise RendezvousError(f"{name} gave {got!r}, not {expected!r}; report this as a bug.")
+    return times
+
+
+def _wake_up(store: RedisStore, key: str) -> float:
+    """How long after a ``set`` a blocked ``get`` returns, in ms."""
+
+    def read() -> float:
+        store.get(key)
+        return time.perf_counter()
+
+    with ThreadPoolExecutor(1) as pool:
+        reader = pool.submit(read)
+        time.sleep(BLOCKED_S)
+        started = time.perf_counter()
+        store.set(key, "x")
+        return 1000 * (reader.result() - started)

@@ -1,0 +1,368 @@
+"""What became of a run's nodes and rounds, and where the time went: worked out from the run's events alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args
+
+if TYPE_CHECKING:  # importing it takes as long as importing torch
+    from redelastic.control import Event
+
+State = Literal["training", "starting", "regrouping", "waiting", "unknown"]
+STATES: Final[tuple[State, ...]] = get_args(State)
+
+_BY_SCRIPTS: Final = {
+    "joined",
+    "completed",
+    "lost",
+    "left",
+    "drain",
+    "failed",
+    "readmitted",
+    "closed",
+    "stopped",
+    "outage",
+}
+_RESENT_WITHIN: Final = 60.0  # in seconds: as long as a call and its retries take; the same note again is that note
+_DURATION: Final = re.compile(r"\b(?:after|for) ([0-9]{1,9}(?:\.[0-9]{1,3})?) s\b", re.ASCII)
+_RANK: Final = re.compile(r"\brank ([0-9]{1,9}) of [0-9]", re.ASCII)
+
+
+@dataclass
+class Span:
+    """What a node did for a while.
+
+    Attributes:
+        state: ``training``: member of a round that stands, as far as is known its workers run. ``starting``: member
+            whose agent has not yet said that they do. ``regrouping``: was a member, from the fault that broke the
+            round until the next one. ``waiting``: joined, and not in the last round. ``unknown``: there, but what
+            it did happened before the first event that is left.
+        start, end: on the server's clock, in seconds since 1970.
+        epoch: of the node's round; 0 for none.
+        rank: in that round; None if not known.
+    """
+
+    state: State
+    start: float
+    end: float
+    epoch: int = 0
+    rank: int | None = None
+
+
+@dataclass
+class NodeHistory:
+    """A node of a run.
+
+    Attributes:
+        id: of this process on its host.
+        spans: what it did, the oldest first; they may have gaps.
+        gone_at: when it was lost or left; None if it is there as far as is known.
+        why: why it is gone.
+    """
+
+    id: str
+    spans: list[Span] = field(default_factory=list)
+    gone_at: float | None = None
+    why: str = ""
+
+    @property
+    def name(self) -> str:
+        """What people call its host."""
+        return self.id.rsplit("-", 2)[0]
+
+
+@dataclass
+class RoundHistory:
+    """A completed round. Times are on the server's clock, in seconds since 1970.
+
+    Attributes:
+        epoch: its fencing token.
+        size: number of nodes; more than ``members`` where not all are known.
+        completed_at: None if that was before the first event that is left.
+        because: why it was completed then.
+        members: rank by node, by rank; None for a rank that is not known.
+        started_at: when the last of its members said that its workers run; None if none did.
+        broken_at: when something was known to break it; None if it stands, or stood to the run's end.
+        fault_at: when that began, as far as the event tells: a node that lost its lease after 6 s was silent before.
+        broken_by: what did, and why.
+        down: time from the fault until the next round was completed, or the run closed, or ended; in seconds.
+        restart: time from the fault until the workers of the next round ran, in seconds; None if nobody said so.
+    """
+
+    epoch: int
+    size: int
+    completed_at: float | None = None
+    because: str = ""
+    members: dict[str, int | None] = field(default_factory=dict)
+    started_at: float | None = None
+    broken_at: float | None = None
+    fault_at: float | None = None
+    broken_by: str = ""
+    down: float | None = None
+    restart: float | None = None
+
+
+@dataclass(frozen=True)
+class History:
+    """A run, or the part of it that its events still tell of.
+
+    Attributes:
+        start, end: of what is told, on the server's clock, in seconds since 1970.
+        complete: whether that includes the run's beginning: Redis keeps some 10,000 events.
+        nodes: by first appearance.
+        rounds: the oldest first.
+        events: all of them, without those that an agent sent again.
+        outages: from when until when the server was away.
+        closed: why the run was closed; empty while it is open.
+    """
+
+    start: float
+    end: float
+    complete: bool
+    nodes: Sequence[NodeHistory]
+    rounds: Sequence[RoundHistory]
+    events: Sequence[Event]
+    outages: Sequence[tuple[float, float]]
+    closed: str
+
+    @property
+    def seconds(self) -> dict[State, float]:
+        """For how long all nodes together were in each state."""
+        spans = [span for node in self.nodes for span in node.spans]
+        return {state: sum(s.end - s.start for s in spans if s.state == state) for state in STATES}
+
+    def since(self, start: float) -> History:
+        """The part of this history from ``start`` on, a time as in it."""
+        start = max(self.start, start)
+        events = [event for event in self.events if event.time >= start]
+        named = {event.node for event in events}
+        nodes = [
+            replace(node, spans=[replace(s, start=max(start, s.start)) for s in node.spans if s.end > start])
+            for node in self.nodes
+        ]
+        first = max((i for i, r in enumerate(self.rounds) if (r.completed_at or 0) <= start), default=0)
+        return replace(
+            self,
+            start=start,
+            complete=self.complete and start == self.start,
+            nodes=[node for node in nodes if node.spans or node.id in named],
+            rounds=self.rounds[first:],
+            events=events,
+            outages=[(max(start, a), b) for a, b in self.outages if b > start],
+        )
+
+
+def replay(events: Sequence[Event], now: float | None = None) -> History:
+    """Work out a run's history from its events.
+
+    Who is in a round follows from the protocol: former members, then the others as they came. So do ranks, but for
+    those of new nodes where topology labels are in use: there only what an agent said of its rank is certain.
+
+    Args:
+        events: at least one, the oldest first; the beginning may be missing.
+        now: until when the nodes that are still there live on, on the server's clock; None for the last event.
+    """
+    story = _Replay(events)
+    for i, event in enumerate(events):
+        story.take_in(event, events[i + 1] if i + 1 < len(events) else None)
+    return story.history(max(events[-1].time, now or 0))
+
+
+class _Replay:
+    """The run as it stands after the events taken in so far; the names are those of PROTOCOL.md."""
+
+    def __init__(self, events: Sequence[Event]) -> None:
+        first = events[0]
+        self._start = first.time
+        self._complete = first.epoch == 0
+        self._agents = {event.node for event in events if event.event == "started"}
+        self._nodes: dict[str, NodeHistory] = {}
+        self._open: dict[str, Span] = {}
+        self._members: set[str] = set()
+        self._former: dict[str, int | None] = {}  # candidates that were members of the last round, and their rank
+        self._arrived: dict[str, None] = {}  # the other candidates, in their order
+        self._rounds: list[RoundHistory] = []
+        if first.epoch > 0 and first.event != "completed":
+            self._rounds.append(RoundHistory(first.epoch, first.size))
+        self._events: list[Event] = []
+        self._seen: dict[tuple[Any, ...], float] = {}
+        self._outages: list[tuple[float, float]] = []
+        self._closed, self._closed_at = "", 0.0
+
+    def take_in(self, event: Event, following: Event | None) -> None:
+        """Go one event further; ``following`` is the one after it."""
+        if event.event not in _BY_SCRIPTS:
+            same = (event.event, event.epoch, event.node, event.reason, event.detail)
+            if event.time - self._seen.get(same, -_RESENT_WITHIN) < _RESENT_WITHIN:
+                return
+            self._seen[same] = event.time
+        self._events.append(event)
+        if event.node and event.event != "readmitted":  # that is a host
+            self._nodes.setdefault(event.node, NodeHistory(event.node))
+        elif event.event in {"joined", "started", "lost", "left"}:
+            return  # nobody's: not by us
+        match event.event:
+            case "joined":
+                self._joined(event)
+            case "completed":
+                self._completed(event)
+            case "started":
+                self._started(event)
+            case "lost" | "left":
+                self._gone(event, following)
+            case "outage":
+                self._outages.append((max(self._start, event.time - _duration(event)), event.time))
+            case _:
+                self._other(event)
+
+    def _other(self, event: Event) -> None:
+        if event.event in {"failed", "hung"} and event.node in self._members:
+            self._break(event, f"{event.node}: {event.reason}")
+        elif event.event in {"closed", "stopped"} and not self._closed:
+            self._closed, self._closed_at = event.reason or "nobody says why", event.time
+
+    def _joined(self, event: Event) -> None:
+        node, this = event.node, self._rounds[-1] if self._rounds else None
+        self._nodes[node].gone_at, self._nodes[node].why = None, ""
+        if event.reason == "regroups":
+            if this and node not in self._members and not self._complete:
+                self._admit(node, this)
+            self._break(event, f"{node} regroups")
+            self._members.discard(node)
+            self._former[node] = this.members.get(node) if this else None
+            if node not in self._open or self._open[node].state == "unknown":
+                self._enter(node, "regrouping", (this and this.fault_at) or event.time, this)
+            return
+        self._arrived[node] = None
+        self._enter(node, "waiting", event.time)
+        if this and self._members and this.completed_at is not None and this.because != "max_nodes joined":
+            self._break(event, f"{node} waits to join")
+
+    def _completed(self, event: Event) -> None:
+        for node in self._members:  # I1: it held no round; its part was guessed, as the beginning is missing
+            self._arrived[node] = None
+        chosen = [*sorted(self._former, key=lambda node: _last_if_none(self._former[node])), *self._arrived]
+        chosen = chosen[: event.size]
+        if event.node and event.node not in chosen:  # it waited since before the beginning
+            chosen = [*chosen[: max(0, event.size - 1)], event.node]
+        this = RoundHistory(event.epoch, event.size, event.time, event.reason, _ranks(chosen, self._former, event))
+        self._rounds.append(this)
+        self._members = set(chosen)
+        for node in chosen:
+            self._former.pop(node, None)
+            self._arrived.pop(node, None)
+            self._enter(node, "starting" if node in self._agents else "training", event.time, this)
+
+    def _started(self, event: Event) -> None:
+        node, this = event.node, self._rounds[-1] if self._rounds else None
+        if this is None or this.epoch != event.epoch or node in self._former:
+            return
+        if node not in self._members:
+            if self._complete or self._nodes[node].gone_at is not None:
+                return
+            self._admit(node, this)
+        if found := _RANK.search(event.reason):
+            rank = int(found[1])
+            for other in [n for n, guessed in this.members.items() if guessed == rank and n != node]:
+                self._set_rank(other, this, None)  # there are topology labels
+            self._set_rank(node, this, rank)
+        this.started_at = event.time
+        if self._open[node].state in {"starting", "unknown"} and this.broken_at is None:
+            self._enter(node, "training", event.time, this)
+
+    def _set_rank(self, node: str, this: RoundHistory, rank: int | None) -> None:
+        this.members[node] = rank
+        for span in self._nodes[node].spans:
+            span.rank = rank if span.epoch == this.epoch else span.rank
+
+    def _gone(self, event: Event, following: Event | None) -> None:
+        node, was_member = event.node, event.node in self._members
+        closes = following and following.event in {"closed", "stopped"} and following.node == node
+        known = was_member or node in self._former or node in self._arrived
+        if not known and not self._complete and not self._nodes[node].spans:
+            self._enter(node, "unknown", self._start)
+        elif was_member and not closes:
+            self._break(event, f"{node} {event.reason}")
+        self._end(node, event.time)
+        self._members.discard(node)
+        self._former.pop(node, None)
+        self._arrived.pop(node, None)
+        self._nodes[node].gone_at, self._nodes[node].why = event.time, event.reason
+
+    def _admit(self, node: str, this: RoundHistory) -> None:
+        """Take a node for a member of the last round that was not known to be one, as the beginning is missing."""
+        self._arrived.pop(node, None)
+        self._members.add(node)
+        this.members[node] = None
+        self._enter(node, "unknown", this.completed_at or self._start, this)
+
+    def _break(self, event: Event, why: str) -> None:
+        """The last round's members have to regroup: the first one to say so is remembered."""
+        this = self._rounds[-1] if self._rounds else None
+        if this is None or this.broken_at is not None or self._closed:
+            return
+        this.broken_at, this.broken_by = event.time, why
+        since = event.time - _duration(event) if event.event in {"lost", "hung"} else event.time
+        this.fault_at = max(this.completed_at or self._start, since)
+        for node in self._members:
+            self._enter(node, "regrouping", this.fault_at, this)
+
+    def _enter(self, node: str, state: State, at: float, this: RoundHistory | None = None) -> None:
+        """Begin a span, and end or take back what came before; ``at`` may have passed already."""
+        self._end(node, at)
+        epoch, rank = (this.epoch, this.members.get(node)) if this else (0, None)
+        span = self._open[node] = Span(state, at, at, epoch, rank)
+        self._nodes[node].spans.append(span)
+
+    def _end(self, node: str, at: float) -> None:
+        spans, opened = self._nodes[node].spans, self._open.pop(node, None)
+        if opened:
+            opened.end = at
+        while spans and spans[-1].start >= at:
+            spans.pop()
+        if spans:
+            spans[-1].end = min(spans[-1].end, at)
+
+    def history(self, end: float) -> History:
+        """What has become of the run until ``end``."""
+        for node in list(self._open):
+            self._end(node, end)
+        over = self._closed_at if self._closed else end
+        for this, later in zip_longest(self._rounds, self._rounds[1:]):
+            this.members = dict(sorted(this.members.items(), key=lambda item: _last_if_none(item[1])))
+            if this.fault_at is not None:
+                this.down = max(0.0, ((later and later.completed_at) or over) - this.fault_at)
+                this.restart = later.started_at - this.fault_at if later and later.started_at else None
+        nodes = list(self._nodes.values())
+        start = min([self._start, *(node.spans[0].start for node in nodes if node.spans)])
+        return History(start, end, self._complete, nodes, self._rounds, self._events, self._outages, self._closed)
+
+
+def _ranks(chosen: Sequence[str], former: dict[str, int | None], completed: Event) -> dict[str, int | None]:
+    """Ranks as `assign` in `lua/complete.lua` gives them, as far as events tell."""
+    ranks = {node: rank for node in chosen if (rank := former.get(node)) is not None and rank < completed.size}
+    homeless = [node for node in chosen if node not in ranks]
+    told: dict[str, int | None] = {**ranks, **dict.fromkeys(homeless)}
+    if len(chosen) == completed.size and all(former.get(node, 0) is not None for node in chosen):
+        taken = set(ranks.values())
+        holes = (rank for rank in range(completed.size) if rank not in taken)
+        told |= zip(homeless, holes, strict=True)
+        if told.get(completed.node) == 0:
+            return told
+        told |= dict.fromkeys(homeless)  # they were ranked by labels
+    if completed.node:
+        told |= {node: None for node, rank in told.items() if rank == 0}
+        told[completed.node] = 0
+    return told
+
+
+def _last_if_none(rank: int | None) -> float:
+    return float("inf") if rank is None else rank
+
+
+def _duration(event: Event) -> float:
+    found = _DURATION.search(event.reason)
+    return float(found[1]) if found else 0.0

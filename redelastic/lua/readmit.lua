@@ -1,0 +1,14 @@
+-- readmit: forgets that a host's workers failed, so that its nodes are no longer kept out, and wakes those that wait for it.
+-- Sent again, it changes nothing (I8).
+--
+-- KEYS 1-10 of run.lua
+-- ARGV 1 name of the host, 2 by whom
+-- Reply 1, or 0 if the host had no failures
+local name, by = ARGV[1], ARGV[2]
+if not run.ttl or redis.call('HDEL', FAILURES, name) == 0 then
+  return 0
+end
+record('readmitted', name, by)
+wake('readmit', name)
+touch()
+return 1

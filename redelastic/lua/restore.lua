@@ -1,0 +1,72 @@
+-- restore: the part of join, beat and leave that puts back what the server has forgotten of a round, from what its members know
+-- (I9). The highest epoch wins. Of the members only their number is known until each has said who it is: no other round
+-- completes before all have, or a lease has passed (I1).
+--
+-- ARGV 1 node, 2 status (JSON), 3 min, 4 max, 5 last_call, 6 replacement, 7 lease, 8 interval, 9 ttl (all in ms),
+--      10 epoch of the round that the node holds or 0, 11 its rank in it, 12 size, 13 master of that round, 14 when it was
+--      completed (ms of the server's clock), 15 why the run is closed or '', 16 stop: 1 or 0
+local node, status = ARGV[1], ARGV[2]
+local SETTINGS = { 'min', 'max', 'last_call', 'replacement', 'lease', 'interval', 'ttl' }
+
+local function set_up()
+  for i, field in ipairs(SETTINGS) do
+    set(field, tonumber(ARGV[2 + i]))
+  end
+end
+
+local function take_over(epoch)
+  set_up()
+  set('epoch', epoch)
+  set('size', tonumber(ARGV[12]))
+  set('master', ARGV[13])
+  set('lost', 0)
+  set('completed_at', tonumber(ARGV[14]))
+  set('restoring', now + run.lease)
+  for _, field in ipairs({ 'broken', 'member_lost', 'deadline' }) do
+    set(field, nil)
+  end
+  redis.call('DEL', RANKS, MEMBERS)
+  for _, candidate in ipairs(redis.call('ZRANGEBYSCORE', CANDIDATES, '-inf', '(0')) do -- of an older round
+    redis.call('ZADD', CANDIDATES, redis.call('HINCRBY', RUN, 'arrivals', 1), candidate)
+  end
+  record('restored', node, 'the server had forgotten this round')
+end
+
+local function restore()
+  local epoch, rank, size = tonumber(ARGV[10]), tonumber(ARGV[11]), tonumber(ARGV[12])
+  if ARGV[15] ~= '' and not run.closed then
+    set('ttl', run.ttl or tonumber(ARGV[9]))
+    close(ARGV[15], node, ARGV[16] == '1')
+    touch()
+  end
+  if run.closed or rank >= size or redis.call('GET', STATUS) == 'left' then
+    return
+  end
+  if epoch > (run.epoch or 0) then
+    take_over(epoch)
+  end
+  if epoch ~= run.epoch then
+    return
+  end
+  local master, completed_at = unpack(redis.call('HMGET', RUN, 'master', 'completed_at'))
+  local same_round = size == run.size and ARGV[13] == master and ARGV[14] == completed_at
+  local place = redis.call('ZSCORE', RANKS, node)
+  if place and not (same_round and tonumber(place) == rank) and redis.call('SISMEMBER', MEMBERS, node) == 1 then
+    lose(node, 'holds another round of the same epoch') -- which the server has forgotten
+  end
+  if place or not run.restoring or not same_round or redis.call('ZCOUNT', RANKS, rank, rank) > 0 then
+    return -- of two rounds with one epoch the first stays: the node is fenced
+  end
+  redis.call('ZREM', CANDIDATES, node)
+  redis.call('ZADD', RANKS, rank, node)
+  redis.call('ZADD', LEASES, now + run.lease, node)
+  redis.call('SADD', MEMBERS, node)
+  if redis.call('ZCARD', RANKS) == run.size then
+    set('restoring', nil)
+    local waiting = redis.call('ZRANGE', CANDIDATES, 0, 0)[1]
+    if waiting and run.size < run.max then
+      break_round(waiting .. ' waits to join', 'waits')
+    end
+  end
+  touch()
+end

@@ -1,0 +1,228 @@
+"""What a node knows of its run: from wake-ups and heartbeats, answered from memory, to several threads."""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+import time
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from .connection import Entries, text, words
+
+log = logging.getLogger(__name__)
+
+COMPLAINT_INTERVAL: Final = 60.0  # between two warnings about the same outage, in seconds
+
+
+@dataclass(frozen=True)
+class Drain:
+    """That a node was asked to let its workers save, and to leave.
+
+    Attributes:
+        node: its id.
+        reason: by whom or what.
+        timeout: how long the workers have to save, in seconds.
+    """
+
+    node: str
+    reason: str
+    timeout: float
+
+
+@dataclass(frozen=True)
+class Round:
+    """A completed round, as one of its members sees it.
+
+    Attributes:
+        epoch: fencing token of the round.
+        rank: of this node.
+        size: number of nodes.
+        host, port: where rank 0 would serve the round's bootstrap store.
+        completed_at: when it was completed, in ms of the server's clock; tells it from a round with the same epoch that
+            was completed after a fail-over.
+        lost: how many nodes of the round before did not come back.
+        again: whether this node was in a round before.
+    """
+
+    epoch: int
+    rank: int
+    size: int
+    host: str
+    port: int
+    completed_at: int
+    lost: int
+    again: bool
+
+
+class View:
+    """A run as one of its nodes sees it; does no I/O.
+
+    Attributes:
+        run_id: the run's id.
+        node: id of this node.
+    """
+
+    def __init__(self, run_id: str) -> None:
+        self.run_id = run_id
+        self.node = ""
+        self._lock = threading.Condition()  # guards what follows; never held while Redis is asked
+        self._round: Round | None = None
+        self._joining = False
+        self._broken = ""  # why the round is broken; "" while it is not
+        self._last_break = (0, "", 0, False)  # epoch, and what `_break` takes: it may be heard of before that round
+        self._news = False  # whether there is something that an agent has not seen yet, and may have to act upon
+        self._member_lost = False  # whether it is broken because a member died or left
+        self._fenced = False  # whether this node lost its lease
+        self._standing = ""  # what Redis last said of this node: "candidate", "member", "fenced" or "unknown"
+        self._waiting = 0  # nodes that wait for the next round, as far as known
+        self._closed = ""  # why; "" while it is not
+        self._stop = False  # whether that means that workers have to end too
+        self._record_of_closing = ("", 0)  # as the run's record had it; a wake-up alone proves nothing
+        self._drains: dict[str, tuple[int, Drain]] = {}  # of others, by node, with the epoch in which they were asked
+        self._drain: Drain | None = None  # of this one, whatever its id; set by a signal's handler too, so not guarded
+        self._away_since: float | None = None  # since when Redis does not answer; None while it does
+        self._complain_at: dict[str, float] = {}  # of it, again, by kind of error
+
+    # -- what the agent asks, several times a second
+
+    @property
+    def nodes_waiting(self) -> int:
+        """How many nodes wait for this one to regroup; 0 while its round stands."""
+        with self._lock:
+            return max(1, self._waiting) if self._round and self._broken else 0
+
+    @property
+    def nodes_lost(self) -> int:
+        """How many nodes of the round before did not come back for this one."""
+        entered = self._round
+        return entered.lost if entered else 0
+
+    def wait_for_loss(self, timeout: float) -> bool:
+        """Wait until a member of this node's round is lost, for ``timeout`` seconds; returns whether one is."""
+        with self._lock:
+            timeout = 0.0 if self._round and self._round.size == 1 else timeout
+            return self._lock.wait_for(lambda: self._member_lost, timeout)
+
+    def wait_for_news(self, timeout: float) -> None:
+        """Wait until this node's round breaks, a node is to drain or the run is stopped, for ``timeout`` seconds.
+
+        What happens while nobody waits ends the next wait at once.
+        """
+        with self._lock:
+            self._lock.wait_for(lambda: self._news, timeout)
+            self._news = False
+
+    @property
+    def closed(self) -> str:
+        """Why the run was closed, as far as is known; empty while it is open."""
+        return self._closed
+
+    @property
+    def stopped(self) -> str:
+        """Why the run was stopped, workers that still run included; empty while it was not."""
+        return self._closed if self._stop else ""
+
+    @property
+    def drains(self) -> list[Drain]:
+        """Which nodes were asked to drain since this node entered its round, as far as is known."""
+        with self._lock:
+            epoch = self._round.epoch if self._round else 0
+            others = [drain for asked_in, drain in self._drains.values() if asked_in == epoch]
+        return [*others, replace(self._drain, node=self.node)] if self._drain else others
+
+    @property
+    def away(self) -> float:
+        """For how long Redis has not answered, in seconds; 0 while it does."""
+        since = self._away_since
+        return 0.0 if since is None else time.monotonic() - since
+
+    # -- what it is told
+
+    def begin_drain(self, reason: str, timeout: float) -> None:
+        """This node is to drain; ``timeout`` is in seconds. Needs no lock: a signal's handler may call it."""
+        self._drain = self._drain or Drain(self.node, reason, timeout)
+
+    def _take_in_round(self, entered: Round) -> None:
+        with self._lock:
+            self._round = entered
+            self._broken, self._member_lost, self._fenced, self._waiting, self._joining = "", False, False, 0, False
+            self._drains = {node: asked for node, asked in self._drains.items() if asked[0] == entered.epoch}
+            if self._last_break[0] == entered.epoch:
+                self._break(*self._last_break[1:])
+
+    def _take_in_wake_ups(self, entries: Entries) -> None:
+        with self._lock:
+            for _, change in entries:
+                event, reason = change.get("event"), words(change.get("reason", ""))
+                if event in {"closed", "stopped"}:
+                    self._closed, self._stop = reason, event == "stopped"
+                    self._tell()
+                elif event == "drain":
+                    node, timeout = change.get("node", ""), _number(change.get("timeout")) / 1000
+                    if node == self.node:
+                        self.begin_drain(reason, timeout)
+                    else:  # that of a round which this node is about to enter counts there
+                        self._drains.setdefault(node, (_number(change.get("epoch")), Drain(node, reason, timeout)))
+                    self._tell()
+                elif event == "broken":
+                    epoch, waiting = _number(change.get("epoch")), _number(change.get("waiting"))
+                    self._last_break = (epoch, reason or "nobody says why", waiting, change.get("lost") == "1")
+                    if self._round and self._round.epoch == epoch:
+                        self._break(*self._last_break[1:])
+
+    def _take_in_beat(self, asked_as: str, asked_in: Round | None, told: list[Any]) -> None:
+        """The reply of ``lua/beat.lua`` to the node ``asked_as``, which held the round ``asked_in``."""
+        standing, epoch, broken, candidates, closed, _, stop, drain = told
+        with self._lock:
+            self._closed, self._stop = words(closed) or self._closed, bool(stop) or self._stop
+            self._record_of_closing = (text(closed), stop) if closed else self._record_of_closing
+            if asked_as != self.node:
+                return
+            self._standing = text(standing)
+            timeout, _, why = text(drain).partition(" ")
+            if timeout and self._drain is None:
+                self.begin_drain(words(why), _number(timeout) / 1000)
+                self._tell()
+            if asked_in and self._round is asked_in and not self._joining:
+                self._judge(asked_in, epoch, words(broken), candidates)
+
+    def _judge(self, mine: Round, epoch: int, broken: str, candidates: int) -> None:
+        if self._standing == "member" and epoch == mine.epoch:
+            if broken:
+                self._break(broken, candidates, member_lost=False)
+        elif self._standing != "unknown" and not self._fenced:  # "unknown": the server lost its data, and judges nobody
+            self._fenced = True
+            self._break(f"{self.node}, which is this node, lost its lease", candidates, member_lost=True)
+
+    def _break(self, reason: str, waiting: int, member_lost: bool) -> None:
+        if not self._broken and self._round:
+            log.warning("Round %s of run %r is broken: %s.", self._round.epoch, self.run_id, reason)
+        self._broken, self._waiting, self._member_lost = reason, waiting, self._member_lost or member_lost
+        self._tell()
+
+    def _tell(self) -> None:
+        self._news = True
+        self._lock.notify_all()
+
+    def _take_in_outage(self, error: Exception) -> None:
+        now, kind = time.monotonic(), re.sub(r"[0-9]+", "", str(error))
+        if self._away_since is None:
+            self._away_since = now
+        if now >= self._complain_at.get(kind, now):
+            self._complain_at[kind] = now + COMPLAINT_INTERVAL
+            log.warning(
+                "Node %s keeps its place in run %r; Redis is away, for %.0f s by now: %s",
+                *(self.node, self.run_id, self.away, error),
+            )
+
+    def _take_in_return(self) -> None:
+        if self._away_since is not None:
+            log.warning("Redis is back for node %s of run %r, after %.1f s.", self.node, self.run_id, self.away)
+            self._away_since = None
+            self._complain_at.clear()
+
+
+def _number(field: str | None) -> int:
+    return int(field) if field and field.isascii() and field.isdecimal() and len(field) < 16 else 0
