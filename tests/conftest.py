@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import shutil
+import socket
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +20,8 @@ from redelastic.connection import Connection
 from redelastic.handler import RedisRendezvousHandler, create_handler
 from redelastic.keys import RunKeys
 from redelastic.server import RedisServer
+
+pytest_plugins = ["fault_matrix"]
 
 
 def server_binaries() -> list[str]:
@@ -74,6 +78,14 @@ def connection(server: RedisServer) -> Iterator[Connection]:
 @pytest.fixture
 def keys(run_id: str) -> RunKeys:
     return RunKeys(run_id)
+
+
+@pytest.fixture
+def free_ports() -> list[int]:
+    """Four ports that were free just now."""
+    with contextlib.ExitStack() as opened:
+        sockets = [opened.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(4)]
+        return [bound.getsockname()[1] for bound in sockets]
 
 
 NodeFactory = Callable[..., RedisRendezvousHandler]

@@ -1,4 +1,6 @@
-"""A TCP proxy that loses what a network loses: once for each fault, and each fault tells that it fired."""
+"""A TCP proxy that loses what a network loses: faults that a test has placed, each of which tells that it fired, or
+faults that are drawn at random, each of which is counted.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +8,12 @@ import contextlib
 import select
 import socket
 import threading
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from random import Random
 from types import TracebackType
+from typing import Final
 
 from typing_extensions import Self
 
@@ -20,19 +25,28 @@ class Fault:
     """What happens to the next request that contains ``match``.
 
     Attributes:
-        keep: bytes of the reply that still reach the client before its connection is cut; None: all of them, no cut.
+        keep: bytes of the reply that still reach the client before its connection is cut, below 0: all but so many;
+            None: all of them, no cut.
         lose_request: the request does not reach the server before ``release``; the client's connection is cut.
         meanwhile: called once the request has had its effect, before the client learns anything.
+        hold_request: the request does not reach the server before ``release``; the client waits.
         hold_reply: the reply waits for ``release``.
+        hold: how long it is waited for ``release`` at most, in seconds.
+        late: a lost request reaches the server after that time, without ``release``.
+        kind: under which it is counted.
         taken: the request has been seen.
         fired: set once the fault has happened.
     """
 
-    match: bytes
+    match: bytes = b""
     keep: int | None = 0
     lose_request: bool = False
+    hold_request: bool = False
     hold_reply: bool = False
     meanwhile: Callable[[], object] = lambda: None
+    hold: float = WAIT
+    late: bool = False
+    kind: str = ""
     taken: bool = False
     fired: threading.Event = field(default_factory=threading.Event)
     arrived: threading.Event = field(default_factory=threading.Event)
@@ -44,17 +58,55 @@ class Fault:
         assert self.arrived.wait(WAIT)
 
 
-class FaultyProxy:
-    """Forwards each connection to ``host:port``, and runs the faults in the order in which they were added."""
+class Chance:
+    """Draws what happens to each request that passes a proxy, the same for the same seed.
 
-    def __init__(self, host: str, port: int) -> None:
+    Args:
+        seed: of the draws.
+        rate: how likely a request is to meet a fault.
+        silence: how long a reply is held back where the client is to give up by itself, in seconds.
+    """
+
+    RARE: Final = "reply withheld"  # it costs the client all of its time limit
+    KINDS: Final = ("request lost", "request late", "reply lost", "reply cut short", "reply late", RARE)
+
+    def __init__(self, seed: str, rate: float, silence: float) -> None:
+        self._random, self._rate, self._silence = Random(seed), rate, silence
+
+    def __call__(self) -> Fault | None:
+        if self._random.random() >= self._rate:
+            return None
+        [kind] = self._random.choices(self.KINDS, (10, 10, 10, 10, 10, 1))
+        soon = self._random.uniform(0, 0.02)
+        match kind:
+            case "request lost":
+                return Fault(kind=kind, lose_request=True, hold=0)
+            case "request late":  # after its sender has given its connection up, and has perhaps sent it again
+                return Fault(kind=kind, lose_request=True, hold=soon, late=True)
+            case "reply lost":
+                return Fault(kind=kind)
+            case "reply cut short":  # the shortest reply has three bytes
+                return Fault(kind=kind, keep=self._random.choice((1, 2, -1, -2)))
+            case _:
+                return Fault(kind=kind, keep=None, hold_reply=True, hold=self._silence if kind == self.RARE else soon)
+
+
+class FaultyProxy:
+    """Forwards each connection to ``host:port``.
+
+    Runs the faults in the order in which they were added, and those that ``chance`` draws. ``happened`` counts both.
+    """
+
+    def __init__(self, host: str, port: int, chance: Callable[[], Fault | None] = lambda: None) -> None:
         self._target = (host, port)
+        self._chance = chance
+        self.happened: Counter[str] = Counter()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
         self._lock = threading.Lock()
         self._faults: list[Fault] = []
         self._sockets: set[socket.socket] = set()
-        self._threads: list[threading.Thread] = []
+        self._threads: set[threading.Thread] = set()
         self._closed = False
 
     def __enter__(self) -> Self:
@@ -69,7 +121,7 @@ class FaultyProxy:
                     each.shutdown(socket.SHUT_RDWR)
             for fault in self._faults:
                 fault.released.set()
-        for thread in self._threads:
+        for thread in tuple(self._threads):
             thread.join(WAIT)
         self._listener.close()
 
@@ -80,7 +132,7 @@ class FaultyProxy:
 
     def _start(self, target: Callable[..., None], *args: object) -> None:
         thread = threading.Thread(target=target, args=args, daemon=True)
-        self._threads.append(thread)
+        self._threads.add(thread)
         thread.start()
 
     def _accept(self) -> None:
@@ -104,7 +156,7 @@ class FaultyProxy:
                 if not fault.taken and fault.match in request:
                     fault.taken = True
                     return fault
-        return None
+            return self._chance()
 
     def _forward(self, client: socket.socket, upstream: socket.socket) -> None:
         try:
@@ -116,6 +168,7 @@ class FaultyProxy:
                 self._sockets -= {client, upstream}
             client.close()
             upstream.close()
+            self._threads.discard(threading.current_thread())
 
     def _pump(self, client: socket.socket, upstream: socket.socket) -> None:
         fault: Fault | None = None
@@ -138,24 +191,31 @@ class FaultyProxy:
                 if fault is not None and fault.lose_request:
                     self._hold(fault, request, client, upstream)
                     return
+                if fault is not None and fault.hold_request:
+                    self._fire(fault)
+                    fault.released.wait(fault.hold)
                 upstream.sendall(request)
 
-    @staticmethod
-    def _deliver(fault: Fault, reply: bytes, client: socket.socket) -> bool:
+    def _fire(self, fault: Fault) -> None:
+        with self._lock:
+            self.happened[fault.kind] += 1
+        fault.fired.set()
+
+    def _deliver(self, fault: Fault, reply: bytes, client: socket.socket) -> bool:
         """Do to a reply what the fault says; returns whether the connection goes on."""
         fault.meanwhile()
-        fault.fired.set()
+        if not fault.hold_request:
+            self._fire(fault)
         if fault.hold_reply:
-            fault.released.wait(WAIT)
+            fault.released.wait(fault.hold)
         client.sendall(reply if fault.keep is None else reply[: fault.keep])
         fault.arrived.set()
         return fault.keep is None
 
-    @staticmethod
-    def _hold(fault: Fault, request: bytes, client: socket.socket, upstream: socket.socket) -> None:
-        fault.fired.set()
+    def _hold(self, fault: Fault, request: bytes, client: socket.socket, upstream: socket.socket) -> None:
+        self._fire(fault)
         client.close()
-        if fault.released.wait(WAIT):
+        if fault.released.wait(fault.hold) or fault.late:
             upstream.sendall(request)
             upstream.recv(1 << 20)
             fault.arrived.set()

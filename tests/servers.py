@@ -86,6 +86,85 @@ def replica_of(master: RedisServer) -> Iterator[RedisServer]:
         yield replica
 
 
+# -- A master that dies, and replicas that take over
+
+
+@dataclass
+class Shard:
+    """A master and its replicas, and the URL under which clients find whoever of them is master."""
+
+    url: str
+    servers: list[RedisServer]
+
+    def role(self, server: RedisServer) -> list[Any]:
+        with server.get_client(socket_timeout=1.0) as client:
+            told: list[Any] = client.role()
+            return told
+
+    def master(self) -> RedisServer | None:
+        """Who takes writes now; None while nobody does."""
+        return next((s for s in self.servers if s.pid is not None and self.role(s)[0] == b"master"), None)
+
+    def get_client(self, **options: Any) -> redis.Redis:
+        """A client of who is master now, and of nobody else later."""
+        master = self.master()
+        assert master is not None
+        return master.get_client(**options)
+
+    def kill_master(self) -> RedisServer:
+        """SIGKILL. Returns the dead server; a replica takes over in a second or two."""
+        old = self.master()
+        assert old is not None
+        old.kill()
+        return old
+
+    def replicas(self) -> list[RedisServer]:
+        return [s for s in self.servers if s.pid is not None and self.role(s)[0] == b"slave"]
+
+    def in_step(self) -> bool:
+        """Whether all are there, one is master, and the others follow it."""
+        roles = [self.role(s) for s in self.servers if s.pid is not None]
+        masters = [role for role in roles if role[0] == b"master"]
+        states = [role[3] for role in roles if role[0] == b"slave"]
+        return len(masters) == 1 and len(masters[0][2]) == len(self.servers) - 1 == states.count(b"connected")
+
+    def replicate(self, run_id: str) -> None:
+        """Wait until the replicas have all that was written before."""
+        with self.get_client() as client:
+            wait_until(lambda: client.set(f"{{{run_id}}}:mark", 1), "the master takes writes")
+            assert client.wait(len(self.servers) - 1, 20_000) == len(self.servers) - 1
+
+    @contextlib.contextmanager
+    def cut(self) -> Iterator[None]:
+        """The replicas see none of what the master acknowledges meanwhile: it does not let them log in any more."""
+        replicas = self.replicas()
+
+        def set_login(password: str) -> None:
+            for replica in replicas:
+                with replica.get_client() as client:
+                    client.config_set("masterauth", password)
+
+        set_login("wrong")
+        try:
+            with self.get_client() as client:
+                client.client_kill_filter(_type="slave")  # redis-py 8.0 knows no other word
+                wait_until(lambda: not client.info("replication")["connected_slaves"], "no replica is left")
+            yield
+        finally:
+            set_login(self.servers[0]._password)
+
+    def heal(self) -> None:
+        """Who was killed comes back as a replica of who is master now."""
+        wait_until(self.master, "somebody is master", 30)
+        master = self.master()
+        for server in self.servers:
+            if server.pid is None and master:
+                if "cluster-enabled" not in server._config:
+                    server._config["replicaof"] = f"{HOST} {port_of(master)}"
+                server.start()
+        wait_until(self.in_step, "all replicas follow the master", 30)
+
+
 # -- Sentinel
 
 
@@ -164,9 +243,9 @@ def sentinel_group() -> Iterator[SentinelGroup]:
 
 @dataclass
 class Cluster:
-    """Three masters that share the slots."""
+    """Three masters that share the slots, and a replica of each if so asked for."""
 
-    servers: list[RedisServer]
+    servers: list[RedisServer]  # the masters first, then their replicas in the same order
     password: str
 
     @property
@@ -174,10 +253,14 @@ class Cluster:
         return f"redis+cluster://:{self.password}@" + ",".join(server.endpoint for server in self.servers)
 
     def owner(self, key: str) -> RedisServer:
-        """The server that holds a key."""
+        """The server that holds a key, as long as no replica took over."""
+        return self.shard(key).servers[0]
+
+    def shard(self, key: str) -> Shard:
+        """The servers that may hold a key."""
         with self.servers[0].get_client() as client:
             slot: int = client.execute_command("CLUSTER KEYSLOT", key)
-        return self.servers[min(slot // _SLOTS_EACH, 2)]
+        return Shard(self.url, self.servers[min(slot // _SLOTS_EACH, 2) :: 3])
 
 
 _SLOTS = 16384
@@ -185,27 +268,43 @@ _SLOTS_EACH = _SLOTS // 3
 
 
 @contextlib.contextmanager
-def redis_cluster() -> Iterator[Cluster]:
+def redis_cluster(*, replicas: bool = False) -> Iterator[Cluster]:
+    """With replicas, one takes over from a dead master after about two seconds, however old its data are."""
     password = "cluster-password"
+    count = 6 if replicas else 3
+    fail_over = {"cluster-node-timeout": "1000", "cluster-replica-validity-factor": "0"} if replicas else {}
     with contextlib.ExitStack() as stack:
         servers = []
-        bus_ports = [stack.enter_context(reserved_port()) for _ in range(3)]
+        bus_ports = [stack.enter_context(reserved_port()) for _ in range(count)]
         for bus_port in bus_ports:
-            config = {"cluster-enabled": "yes", "cluster-port": str(bus_port), "masterauth": password}
-            servers.append(stack.enter_context(redis_server(password, config)))
+            own = {"cluster-enabled": "yes", "cluster-port": str(bus_port), "masterauth": password}
+            fast = {"repl-diskless-sync-delay": "0", "repl-ping-replica-period": "1"}
+            servers.append(stack.enter_context(redis_server(password, own | fast | fail_over)))
         clients = [stack.enter_context(server.get_client()) for server in servers]
         for i, client in enumerate(clients):
-            last = _SLOTS - 1 if i == 2 else (i + 1) * _SLOTS_EACH - 1
-            client.execute_command("CLUSTER ADDSLOTSRANGE", i * _SLOTS_EACH, last)
+            if i < 3:
+                last = _SLOTS - 1 if i == 2 else (i + 1) * _SLOTS_EACH - 1
+                client.execute_command("CLUSTER ADDSLOTSRANGE", i * _SLOTS_EACH, last)
             for server, bus_port in zip(servers, bus_ports, strict=True):
                 client.execute_command("CLUSTER MEET", HOST, port_of(server), bus_port)
         for client in clients:
 
             def formed(client: redis.Redis = client) -> bool:
                 state = client.execute_command("CLUSTER INFO")["cluster_state"]
-                return bool(state == "ok" and len(client.execute_command("CLUSTER SLOTS")) == 3)
+                known = client.execute_command("CLUSTER NODES")
+                return bool(state == "ok" and len(client.execute_command("CLUSTER SLOTS")) == 3 and len(known) == count)
 
             wait_until(formed, "the Cluster is formed", 30)
+        if replicas:
+            for master, replica in zip(clients[:3], clients[3:], strict=True):
+                replica.execute_command("CLUSTER REPLICATE", master.execute_command("CLUSTER MYID"))
+
+            def complete() -> bool:
+                """Every server knows that every master has a replica, and those are in step."""
+                told = [len(slots) == 4 for c in clients for slots in c.execute_command("CLUSTER SLOTS")]
+                return all(told) and all(Shard("", servers[i::3]).in_step() for i in range(3))
+
+            wait_until(complete, "every master has its replica", 30)
         yield Cluster(servers, password)
 
 
@@ -222,6 +321,21 @@ class Certificates:
     client: str
     client_key: str
     other_ca: str
+
+
+def _key_usage(*, ca: bool) -> x509.KeyUsage:
+    uses = dict.fromkeys(
+        (
+            "content_commitment",
+            "key_encipherment",
+            "data_encipherment",
+            "key_agreement",
+            "encipher_only",
+            "decipher_only",
+        ),
+        False,
+    )
+    return x509.KeyUsage(digital_signature=True, key_cert_sign=ca, crl_sign=ca, **uses)
 
 
 def make_certificates(folder: Path) -> Certificates:
@@ -241,6 +355,10 @@ def make_certificates(folder: Path) -> Certificates:
             .not_valid_after(now + dt.timedelta(days=1))
             .add_extension(x509.BasicConstraints(ca=signer is None, path_length=None), critical=True)
             .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(HOST))]), critical=False)
+            # From Python 3.13 on a certificate without these three is refused
+            .add_extension(_key_usage(ca=signer is None), critical=True)
+            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+            .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key()), critical=False)
             .sign(issuer_key, hashes.SHA256())
         )
         paths = folder / f"{name}.crt", folder / f"{name}.key"

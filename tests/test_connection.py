@@ -135,6 +135,7 @@ def test_a_server_that_is_no_cluster_and_no_sentinel(server: RedisServer) -> Non
             opened(url, connect=30)
 
 
+@pytest.mark.fault("the endpoint is a read-only replica", "it is told at once, with what to do")
 def test_a_replica_is_refused(server: RedisServer) -> None:
     with servers.replica_of(server) as replica:
         connection = opened(replica.url)
@@ -144,6 +145,7 @@ def test_a_replica_is_refused(server: RedisServer) -> None:
         connection.close()
 
 
+@pytest.mark.fault("maxmemory is reached, at a call", "it is told at once, with what to do")
 def test_a_server_out_of_memory(own_server: RedisServer) -> None:
     with own_server.get_client() as admin:
         connection = opened(own_server.url)
@@ -169,6 +171,7 @@ def in_background(work: Callable[[], object]) -> threading.Thread:
     return thread
 
 
+@pytest.mark.fault("maxclients is reached during a call", "the call is retried up to its time-out")
 def test_too_many_clients_passes(own_server: RedisServer) -> None:
     admin = own_server.get_client()
     admin.ping()
@@ -284,6 +287,7 @@ def test_our_own_script_killed_by_somebody_is_sent_again(own_server: RedisServer
         connection.close()
 
 
+@pytest.mark.fault("SCRIPT FLUSH between two calls", "I8: the script is sent again, and has its effect once")
 def test_scripts_that_were_flushed_are_sent_again(own_server: RedisServer) -> None:
     connection = opened(own_server.url)
     keys = [*RunKeys("r").types, RunKeys("r").status("n")]

@@ -14,10 +14,25 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from random import Random
-from typing import Final
+from typing import Final, Literal
 
 import pytest
-from oracle import FORMER, Beat, Close, Join, Leave, Reply, Request, Settings, State, Wake, apply
+from oracle import (
+    FORMER,
+    Beat,
+    Charge,
+    Close,
+    Drain,
+    DrainWake,
+    Join,
+    Leave,
+    Reply,
+    Request,
+    Settings,
+    State,
+    Wake,
+    apply,
+)
 
 NOW: Final = 1_000_000  # the clock stands still
 WORLDS: Final = int(os.environ.get("REDELASTIC_MODEL_WORLDS", "6000"))  # looked at in each case
@@ -91,8 +106,9 @@ class World:
 class Model:
     """The moves, and what has to be true after each."""
 
-    def __init__(self, settings: Settings, *, heartbeats: bool = True) -> None:
+    def __init__(self, settings: Settings, *, heartbeats: bool = True, failures: bool = False) -> None:
         self.settings = settings
+        self.failures = failures  # whether workers fail, and nodes drain
         self.heartbeats = heartbeats  # whether what no wake-up told may be found out by a heartbeat
 
     # -- moves
@@ -101,10 +117,14 @@ class Model:
         """Apply a request: with every check that one transition allows."""
         old, before = world.state, world.holders
         state, reply = apply(old, NOW, request)
-        story = (*world.story, f"{why}: {request[0]} {type(request).__name__.lower()} -> {reply} {state.wake}")
+        story = (
+            *world.story,
+            f"{why}: {request[0]} {type(request).__name__.lower()} -> {reply} {state.wake} {state.events}",
+        )
         holders = world.holders
         if isinstance(request, Leave) or (isinstance(request, Join) and request.after == old.epoch):
             holders -= {request.node}
+        check_failures(state, old, request, story)
         if any(entry.event == "complete" for entry in state.wake):
             assert not holders, ("I1", holders, story)
             assert state.epoch == (old.epoch or 0) + 1, ("I4", story)
@@ -129,7 +149,9 @@ class Model:
             lost = set(before) & set(old.members) - set(state.members) - {node.name}
             if lost and node.phase == TRAINING and node.name in state.members and not state.closed:
                 assert node.broken, ("I7: every live member knows", story)
-        return replace(world, state=replace(state, wake=()), nodes=nodes, holders=holders, story=story), reply
+        return replace(
+            world, state=replace(state, wake=(), events=()), nodes=nodes, holders=holders, story=story
+        ), reply
 
     def ask(self, world: World, node: Node, why: str, *, lost: bool = False) -> World:
         join = Join(node.name, node.held, f"{node.name} 1", "", self.settings)
@@ -146,7 +168,7 @@ class Model:
         if reply[0] == "closed":
             return world.changed(node, phase=GONE, closed=True)
         assert reply[0] == "complete", (reply, world.story)
-        _, epoch, rank, size, master, _ = reply
+        _, epoch, rank, size, master, *_ = reply
         s = world.state
         assert (epoch, rank, size) == (s.epoch, s.ranks[node.name], len(s.ranks)), ("I2", world.story)
         assert master == next(f"{name} 1" for name, at in s.ranks.items() if at == 0), ("I2", world.story)
@@ -159,7 +181,7 @@ class Model:
         )
 
     def beat(self, world: World, node: Node) -> World:
-        world, reply = self.request(world, Beat(node.name, self.settings.lease), why="beats")
+        world, reply = self.request(world, Beat(node.name, self.settings), why="beats")
         node = world.node(node.name)
         if node.phase == WAITING:
             return world.changed(node, woken=node.woken or reply[0] != "candidate")
@@ -184,6 +206,8 @@ class Model:
         s = world.state
         for node in world.nodes:
             yield from self.steps_of(world, node)
+            if self.failures and node.alive:
+                yield from self.failures_of(world, node)
         for name, at in s.leases.items():
             if at > NOW:
                 alive = any(node.name == name and node.alive for node in world.nodes)
@@ -194,7 +218,7 @@ class Model:
             for name, after in world.sent:
                 yield self.late_copy(fewer, name, after)
             if s.closed is None:
-                yield self.request(fewer, Close("x", 1), why="closes")[0]
+                yield self.request(fewer, Close("by x", 1, 0), why="closes")[0]
 
     def steps_of(self, world: World, node: Node) -> Iterator[World]:
         joins: dict[str, World] = {}  # why it asks, and the world in which it does
@@ -214,17 +238,26 @@ class Model:
                 yield self.ask(then, node, why, lost=True)
         if node.alive:
             yield world.changed(node, phase=DEAD)
-            for finished in (False, True) if node.phase == TRAINING else (False,):
-                left = self.request(world, Leave(node.name, "left", finished), why="goes")[0]
+            for run_then in RUN_THEN if node.phase == TRAINING else ("goes on",):
+                left = self.request(world, Leave(node.name, "left", run_then), why="goes")[0]
                 yield left.changed(left.node(node.name), phase=GONE)
             if any(at <= NOW for at in world.state.leases.values()) or node.name not in world.state.leases:
                 yield self.beat(world, node)
+
+    def failures_of(self, world: World, node: Node) -> Iterator[World]:
+        s = world.state
+        if node.phase == TRAINING and s.failed.get(node.name) != node.held:
+            for ago, final in ((0, 0), (1, 0), (0, 1))[: 2 + bool(world.faults)]:  # a verdict may be the end of it all
+                failure = Charge(node.name, node.name[0], node.held, ago, node.held // 2, "failed", 1, 1, 2, final)
+                yield replace(self.request(world, failure, why="fails")[0], faults=world.faults - final)
+        if node.name not in s.draining:
+            yield self.request(world, Drain(node.name, "preempted", 1), why="drains")[0]
 
     def late_copy(self, world: World, name: str, after: int) -> World:
         """I4: what a node does with an old epoch changes nothing; no more than a stranger's beat, which reaps too."""
         old, join = world.state, Join(name, after, f"{name} 1", "", self.settings)
         world, reply = self.request(world, join, why=f"late copy, after {after}")
-        control, s = apply(old, NOW, Beat("stranger", 1))[0], world.state
+        control, s = apply(old, NOW, Beat("stranger", Settings(1, 1, lease=1)))[0], world.state
         held = next((node.held for node in world.nodes if node.name == name), -1)
         if reply == ("left",):
             assert (s.epoch, s.ranks, s.closed) == (old.epoch, old.ranks, old.closed), ("I4", world.story)
@@ -323,18 +356,38 @@ class Model:
         return looked_at, longest
 
 
-def hear(node: Node, entries: tuple[Wake, ...]) -> Node:
+def hear(node: Node, entries: tuple[Wake | DrainWake, ...]) -> Node:
     """What a node makes of new entries in the wake stream."""
     for entry in entries:
         if entry.event == "broken" and node.alive:
             node = replace(node, heard=entry.epoch)
         if node.phase == WAITING:
             node = replace(node, woken=True)
-        elif node.phase == TRAINING and entry.event == "closed":
+        elif node.phase == TRAINING and entry.event in ("closed", "stopped"):
             node = replace(node, closed=True)
         elif node.phase == TRAINING and entry.event == "broken" and entry.epoch == node.held:
             node = replace(node, broken=True)
     return node
+
+
+def check_failures(s: State, old: State, request: Request, story: tuple[str, ...]) -> None:
+    """Failures are counted once a round, and a round that lost a member first of all counts none."""
+    assert set(s.draining) | set(s.failed) <= set(s.leases), ("what is known of a node goes with it", story)
+    counted, before = s.restarts or 0, old.restarts or 0
+    if isinstance(request, Charge):
+        assert (s.members, s.candidates, s.epoch) == (old.members, old.candidates, old.epoch), (
+            "it moves nobody",
+            story,
+        )
+        assert before <= counted <= before + (old.charged != s.epoch and not old.member_lost), ("once a round", story)
+        assert (s.closed == old.closed) or (s.stop and request.final and s.charged == s.epoch), ("why stop", story)
+        return
+    gone = [event for event in s.events if event.event in ("lost", "left") and event.node in old.members]
+    given_back = 0
+    if gone and old.charged == old.epoch and not old.member_lost and s.closed is None:
+        given_back = int(old.failed.get(gone[0].node) != old.epoch)
+    assert counted == before - given_back, ("who failed because of a lost member is charged nothing", story)
+    assert sum(s.failures.values()) == sum(old.failures.values()) - given_back, ("nor is its host", story)
 
 
 def check_round(state: State, old: State, request: Request, settings: Settings, story: tuple[str, ...]) -> None:
@@ -360,6 +413,7 @@ def check_state(s: State, settings: Settings, story: tuple[str, ...]) -> None:
         assert s.broken, ("I7", story)
 
 
+RUN_THEN: Final[tuple[Literal["goes on", "closes"], ...]] = ("goes on", "closes")
 CASES: Final[dict[str, tuple[str, Settings]]] = {
     "2 nodes, 1:2": ("ab", Settings(1, 2)),
     "2 nodes, 2:2": ("ab", Settings(2, 2)),
@@ -391,3 +445,10 @@ def test_long_stories_keep_the_guarantees(case: str) -> None:
 def test_no_round_waits_for_a_heartbeat(case: str) -> None:
     names, settings = CASES[case]
     Model(settings, heartbeats=False).explore(names, WORLDS)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_workers_that_fail_keep_the_guarantees(case: str) -> None:
+    names, settings = CASES[case]
+    for seed in range(WALKS // 5):
+        Model(settings, failures=True).walk(names, seed, events=40)

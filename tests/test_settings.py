@@ -53,6 +53,17 @@ NO_SECONDS: list[object] = ["", "soon", "1,5", "1 s", "nan", "inf", "-inf", "-0.
 NO_SECONDS += [math.nan, math.inf, 10**400, True, [], {}, b"x"]
 
 
+@pytest.mark.parametrize(("value", "read"), [(0, 0), ("0", 0), ("2", 2), (1, 1)])
+def test_min_replicas_may_be_zero(value: object, read: int) -> None:
+    assert settings(min_replicas=value).min_replicas == read
+
+
+@pytest.mark.parametrize("value", ["", "one", -1, 1.5, False, "0.0"])
+def test_other_min_replicas_are_refused(value: object) -> None:
+    with pytest.raises(ValueError, match=r"parameter min_replicas=.* must be a whole number"):
+        settings(min_replicas=value)
+
+
 @pytest.mark.parametrize("name", SECONDS)
 @pytest.mark.parametrize("value", NO_SECONDS, ids=lambda value: repr(value)[:20])
 def test_other_seconds_are_refused(name: str, value: object) -> None:

@@ -333,12 +333,12 @@ def test_a_run_goes_on_after_a_fail_over(sentinels: servers.SentinelGroup, run_i
         before[0].store.set("k", "v")
         with sentinels.master().get_client() as master:
             assert master.wait(2, 5000) == 2  # both replicas have what was written
-        epochs = {node._membership._round.epoch for node in members if node._membership._round}
+        epochs = {node.membership._round.epoch for node in members if node.membership._round}
         sentinels.fail_over()
         assert before[1].store.get("k") == b"v"
         assert [node.num_nodes_waiting() for node in members] == [0, 0, 0]  # I9: nobody is evicted
         after = rendezvous(members)
-        assert {node._membership._round.epoch for node in members if node._membership._round} == {max(epochs) + 1}
+        assert {node.membership._round.epoch for node in members if node.membership._round} == {max(epochs) + 1}
         one, other = after[0].store, after[1].store
         assert isinstance(one, RedisStore)
         assert isinstance(other, RedisStore)
@@ -374,7 +374,7 @@ def test_runs_in_every_part_of_a_cluster(cluster: servers.Cluster, run_id: str) 
 def test_a_user_of_one_run_on_a_cluster(cluster: servers.Cluster, run_id: str) -> None:
     for server in cluster.servers:
         with server.get_client() as admin:
-            allow(admin, run_id, "run-password", rules_for(run_id) + " +cluster|slots")
+            allow(admin, run_id, "run-password", rules_for(run_id) + " +cluster|slots +command")
     live_a_whole_life(cluster.url.replace(f":{cluster.password}@", f"{run_id}:run-password@"), run_id, 2)
 
 

@@ -20,6 +20,7 @@ from redelastic.server import RedisServer
 pytestmark = pytest.mark.timeout(400)
 
 
+@pytest.mark.fault("torchrun: the node of each role is killed in turn", "I7: the others train on, whichever it is")
 def test_any_node_may_be_killed(server: RedisServer, tmp_path: Path) -> None:
     with Job(server, tmp_path, "1:4") as job:
         names = set("abcd")
@@ -35,6 +36,9 @@ def test_any_node_may_be_killed(server: RedisServer, tmp_path: Path) -> None:
         job.finish(*names)
 
 
+@pytest.mark.fault(
+    "torchrun: a node is killed, its peers' workers fail", "I7: with `--max-restarts=0` the others train on"
+)
 def test_a_lost_node_costs_nobody_a_restart(server: RedisServer, tmp_path: Path) -> None:
     """torchrun's default is no restart at all, and gloo's workers fail before the dead node's lease has run out."""
     with Job(server, tmp_path, "1:3", conf={"keep_alive_interval": 1}) as job:
@@ -50,6 +54,10 @@ def test_a_lost_node_costs_nobody_a_restart(server: RedisServer, tmp_path: Path)
         job.finish(*names)
 
 
+@pytest.mark.fault(
+    "torchrun: nodes join, die and get SIGTERM; the job falls below its minimum",
+    "I1, I3, I6: those that are left train on, or wait for others",
+)
 def test_nodes_come_and_go(server: RedisServer, tmp_path: Path) -> None:
     with Job(server, tmp_path, "2:4", conf={"last_call_timeout": 1}) as job:
         job.start("a", "b")
@@ -92,6 +100,9 @@ def test_nodes_come_and_go(server: RedisServer, tmp_path: Path) -> None:
         job.check()
 
 
+@pytest.mark.fault(
+    "torchrun: the node of rank 0 is frozen, and thawed", "I4, I7: the others train on; it comes back as a new node"
+)
 def test_frozen_node_is_fenced_and_comes_back(server: RedisServer, tmp_path: Path) -> None:
     with Job(server, tmp_path, "2:3") as job:
         job.start(*"abc")
@@ -199,6 +210,9 @@ def test_several_workers_a_node(server: RedisServer, tmp_path: Path) -> None:
         job.finish(survivor.name)
 
 
+@pytest.mark.fault(
+    "torchrun: a node is gone before the agents have exchanged their roles", "I7: the others do not wait for its keys"
+)
 def test_member_gone_before_the_roles_are_exchanged(server: RedisServer, tmp_path: Path, new_node: NodeFactory) -> None:
     """Members that agents of torch wait for in the round's store, right after the round is complete."""
     with Job(server, tmp_path, "2:3") as job, ThreadPoolExecutor() as pool:
@@ -211,7 +225,7 @@ def test_member_gone_before_the_roles_are_exchanged(server: RedisServer, tmp_pat
         assert joined.result(60).rank == 0
         _wait_for_role_info(job, 1, (1, 2))
         fault = job.note("rank 0 leaves during the exchange")
-        first._end("exited", finished=False, timeout=2)
+        first.end("exited", "goes on", timeout=2)
         epoch = job.wait_round("ab", 0, fault=fault)
         assert epoch == 2
 
@@ -220,13 +234,14 @@ def test_member_gone_before_the_roles_are_exchanged(server: RedisServer, tmp_pat
         assert joined.result(60).rank == 2
         _wait_for_role_info(job, 3, (0, 1))
         fault = job.note("the last rank falls silent during the exchange")
-        silent._membership.stop()
+        silent.membership.stop()
         epoch = job.wait_round("ab", 2, fault=fault)
         assert epoch == 4
         assert {line.epoch for line in job.lines("start")} == {2, 4}
         job.finish(*"ab")
 
 
+@pytest.mark.fault("torchrun: Redis is not there, or refuses us", "an error in words")
 def test_unusable_redis_ends_the_agent_with_a_clear_error(server: RedisServer, tmp_path: Path) -> None:
     secret = "not-the-password"
     with Job(server, tmp_path, "1:1") as job, socket.socket() as nobody:
@@ -262,7 +277,7 @@ def _lost_leases(job: Job) -> list[str]:
     """Names of the nodes that the others saw lose their lease."""
     of_pid = {str(node.process.pid): node.name for node in job.nodes.values()}
     reasons = [change["reason"] for _, change in job.redis("wake")]
-    lost = [reason.removesuffix(" lost its lease") for reason in reasons if reason.endswith(" lost its lease")]
+    lost = [match[1] for reason in reasons if (match := re.fullmatch(r"(\S+) lost its lease after [\d.]+ s", reason))]
     return [of_pid[node.split("-")[-2]] for node in lost]
 
 

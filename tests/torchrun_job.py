@@ -1,4 +1,4 @@
-"""A job of real torchrun processes, each a node: start, kill, freeze them, and read what their workers did."""
+"""A job of real torchrun or `redelastic run` processes, each a node: kill, freeze them, and read what workers did."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+import fault_matrix
 import psutil
 import pytest
 from workers.train import reference
@@ -135,6 +136,7 @@ class Job:
         nnodes: as torchrun takes it, "min:max".
         nproc: workers of each node.
         conf: what differs from `CONF`.
+        agent: whether nodes are started by `redelastic run`, with our agent; else by torchrun.
     """
 
     def __init__(
@@ -145,7 +147,9 @@ class Job:
         *,
         nproc: int = 1,
         conf: Mapping[str, float] | None = None,
+        agent: bool = False,
     ) -> None:
+        self._agent = agent
         self.server, self.directory, self.nnodes, self.nproc = server, directory, nnodes, nproc
         self.min_nodes, self.max_nodes = (int(n) for n in nnodes.split(":"))
         self.run_id = f"job-{uuid.uuid4().hex[:12]}"
@@ -179,14 +183,17 @@ class Job:
         options: Iterable[str] = (),
         conf: Mapping[str, float] | None = None,
         may_end: bool = False,
+        script: Path = TRAIN,
     ) -> None:
-        """Start nodes; the options are torchrun's, `conf` is what differs from the job's own."""
+        """Start nodes; the options are the launcher's, `conf` is what differs from the job's own."""
         settings = ",".join(f"{name}={value}" for name, value in {**self.conf, **(conf or {})}.items())
         for name in names:
-            command = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=redis"]
+            torchrun = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=redis"]
+            ours = [sys.executable, "-m", "redelastic.cli", "run", f"--node-name={name}"]
+            command = ours if self._agent else torchrun
             command += [f"--rdzv-id={self.run_id}", f"--rdzv-conf={settings}", f"--nnodes={nnodes or self.nnodes}"]
             command += [f"--nproc-per-node={self.nproc}", f"--max-restarts={max_restarts}", *options]
-            command += [str(TRAIN), str(self.directory)]
+            command += [str(script), str(self.directory)]
             own = {"REDELASTIC_REDIS_URL": self.server.url, "OMP_NUM_THREADS": "1", "TEST_NODE": name}
             environment = {**os.environ, **own, TOKEN: self._token, **(env or {})}
             self.nodes[name] = Node(name, command, environment, self.directory)
@@ -275,6 +282,8 @@ class Job:
             first = min(line.time for line in self.lines("step") if line.epoch == epoch)
             started = min(line.time for line in self.lines("start") if line.epoch == epoch)
             completed = self._completed_at(epoch)
+            fault_matrix.note("round complete", completed - fault)
+            fault_matrix.note("first step", first - fault)
             self.note(
                 f"  {self.nnodes}: {len(names)} nodes in round {epoch}: round complete {completed - fault:5.2f} s, "
                 f"first worker {started - fault:5.2f} s, first step {first - fault:5.2f} s after the fault"

@@ -1,0 +1,129 @@
+"""Runs the commands: in this process, or as a user does."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import io
+import json
+import os
+import pty
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import redelastic.cli
+
+
+@dataclass
+class Done:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+def command(*argv: str) -> Done:
+    """Run a command in this process, with its output in pipes."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = redelastic.cli.main(argv)
+        except SystemExit as e:
+            code = int(e.code or 0)
+    return Done(code, out.getvalue(), err.getvalue())
+
+
+def until(condition: Callable[[], Any], what: str, seconds: float = 20) -> None:
+    """Wait for something that another process or thread brings about."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        time.sleep(0.01)
+
+
+class Started:
+    """A command that runs as a process of its own.
+
+    Args:
+        argv: its arguments.
+        columns: of the terminal that it has; None for pipes.
+    """
+
+    def __init__(self, *argv: str, columns: int | None = None) -> None:
+        environment = {k: v for k, v in os.environ.items() if k not in {"COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR"}}
+        theirs = write = -1
+        if columns is None:
+            theirs, write = os.pipe()
+        else:
+            theirs, write = pty.openpty()
+            fcntl.ioctl(write, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+        self._error_end, error_end = os.pipe()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "redelastic.cli", *argv],
+            stdin=subprocess.DEVNULL,
+            stdout=write,
+            stderr=error_end,
+            env=environment | {"TERM": "xterm-256color"},
+        )
+        os.close(write)
+        os.close(error_end)
+        self._texts = {theirs: "", self._error_end: ""}
+        self._out_end = theirs
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        open_ends = set(self._texts)
+        while open_ends:
+            for end in select.select(list(open_ends), [], [])[0]:
+                try:
+                    data = os.read(end, 65536)
+                except OSError:  # a terminal whose other end was closed
+                    data = b""
+                self._texts[end] += data.decode(errors="replace")
+                if not data:
+                    open_ends.discard(end)
+                    os.close(end)
+
+    @property
+    def out(self) -> str:
+        return self._texts[self._out_end]
+
+    @property
+    def err(self) -> str:
+        return self._texts[self._error_end]
+
+    def until(self, text: str, *, err: bool = False, after: int = 0) -> None:
+        """Wait until it has written ``text``, after so many characters."""
+        until(lambda: text in (self.err if err else self.out)[after:] or self.process.poll() is not None, text)
+        assert text in (self.err if err else self.out)[after:], f"it ended, with {self.out}\n{self.err}"
+
+    def interrupt(self) -> int:
+        """What Ctrl-C does; returns the exit code."""
+        self.process.send_signal(signal.SIGINT)
+        code = self.process.wait(20)
+        self._reader.join(20)
+        return code
+
+
+@contextlib.contextmanager
+def started(*argv: str, columns: int | None = None) -> Iterator[Started]:
+    """Start a command, and kill it at the end if it has not ended."""
+    process = Started(*argv, columns=columns)
+    try:
+        yield process
+    finally:
+        process.process.kill()
+        process.process.wait()

@@ -1,0 +1,187 @@
+"""A Docker daemon of a test's own, in network, mount and process namespaces of its own.
+
+Its bridges, firewall rules and mounts are not the host's, its images are in memory, and all of it ends with one
+process: the daemon's, which ends with the one that started it, SIGKILL included. Beside it there are a folder with its
+log and its socket, and the cgroups of its containers; they are removed at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import tempfile
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Final
+
+import psutil
+from servers import wait_until
+
+from redelastic import server as server_module
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+LIMIT: Final = 240.0  # for one call of docker, in seconds: an image of torch is large
+_CGROUPS: Final = Path("/sys/fs/cgroup")
+_MEMORY: Final = 6e9  # for the image of torch, and nodes that have imported it, in bytes
+_NEEDED: Final = {  # program: Debian package
+    "dockerd": "docker.io",
+    "docker": "docker.io",
+    "docker-compose": "docker-compose",
+    "iptables": "iptables",
+    "unshare": "util-linux",
+}
+
+
+class DockerError(RuntimeError):
+    """A call of docker failed; the message has what it said."""
+
+
+def missing() -> str:
+    """Why there can be no daemon here, in one line; empty if there can."""
+    if os.geteuid() != 0:
+        return "a Docker daemon needs root"
+    if (free := psutil.virtual_memory().available) < _MEMORY:
+        return f"of memory {free / 1e9:.1f} GB are free, {_MEMORY / 1e9:.0f} GB are needed"
+    lacking = sorted({package for program, package in _NEEDED.items() if shutil.which(program) is None})
+    return f"not installed: the Debian packages {', '.join(lacking)}" if lacking else ""
+
+
+class DockerDaemon:
+    """The daemon, and the commands that talk to it; for one block.
+
+    Raises:
+        DockerError: it does not start here; the message ends with its log.
+    """
+
+    def __init__(self) -> None:
+        self.name = f"redelastic-{uuid.uuid4().hex[:8]}"
+        self._stack = contextlib.ExitStack()
+        self.folder = Path()
+
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as stack:
+            self.folder = Path(tempfile.mkdtemp(prefix="redelastic-docker-"))
+            stack.callback(shutil.rmtree, self.folder)
+            stack.callback(self._remove_cgroups)
+            log, data = self.folder / "log", self.folder / "data"
+            data.mkdir()
+            # the process that is killed is unshare; the kernel kills its child, the first in the process namespace, and
+            # with it all others there
+            process = server_module._OwnedProcess(
+                [
+                    *(str(shutil.which("unshare")), "--mount", "--net", "--pid", "--fork", "--kill-child"),
+                    *("--mount-proc", "sh", "-c", 'mount -t tmpfs images "$0" && exec "$@"', str(data)),
+                    *("dockerd", f"--host={self._host}", f"--data-root={data}", f"--exec-root={data}/exec"),
+                    *(f"--pidfile={self.folder}/pid", "--storage-driver=overlay2"),
+                    *(f"--cgroup-parent=/{self.name}", "--exec-opt=native.cgroupdriver=cgroupfs"),
+                    "--default-address-pool=base=10.0.0.0/8,size=24",  # none of the host's networks is in its way
+                ],
+                "",
+                log,
+            )
+            stack.callback(self._end, process)
+            try:
+                wait_until(lambda: process.running_pid is None or self._answers(), "dockerd answers", 60)
+                assert process.running_pid is not None, "dockerd ended"
+            except (AssertionError, TimeoutError) as e:
+                raise DockerError(f"{e}: {log.read_text(errors='replace')[-1500:]}") from None
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    @property
+    def _host(self) -> str:
+        return f"unix://{self.folder}/socket"
+
+    def _answers(self) -> bool:
+        return self._run(["docker", "version"], {}).returncode == 0
+
+    def _end(self, process: server_module._OwnedProcess) -> None:
+        inside = [p for pid in [process.running_pid] if pid for p in psutil.Process(pid).children()]
+        process.kill()
+        _, alive = psutil.wait_procs(inside, timeout=30)
+        assert not alive, f"dockerd is still there: {alive}"
+
+    def _remove_cgroups(self) -> None:
+        """The cgroups of the containers; those of processes that have just been killed are busy for a moment."""
+
+        def gone() -> bool:
+            for root in self.cgroups():
+                for folder, _, _ in os.walk(root, topdown=False):
+                    with contextlib.suppress(OSError):
+                        Path(folder).rmdir()
+            return not self.cgroups()
+
+        wait_until(gone, "the containers' cgroups are removed", 30)
+
+    def cgroups(self) -> list[Path]:
+        """What there is of them, in each hierarchy."""
+        return [path for path in (_CGROUPS / self.name, *_CGROUPS.glob(f"*/{self.name}")) if path.exists()]
+
+    def docker(self, *arguments: str) -> str:
+        """What a docker command says on stdout.
+
+        Raises:
+            DockerError: it failed.
+        """
+        return self._checked(["docker", *arguments], {})
+
+    def compose(self, file: Path, *arguments: str, settings: Mapping[str, str]) -> str:
+        """The same for Compose: version 2 where docker has it, else Debian's."""
+        has_plugin = self._run(["docker", "compose", "version"], {}).returncode == 0
+        command = ["docker", "compose"] if has_plugin else ["docker-compose"]
+        return self._checked([*command, f"--file={file}", f"--project-name={self.name}", *arguments], settings)
+
+    def import_image(self, name: str, write: Callable[[IO[bytes]], None], *changes: str) -> None:
+        """Make an image of the archive that ``write`` writes; the changes are a Dockerfile's lines."""
+        command = ["docker", "import", *(f"--change={change}" for change in changes), "-", name]
+        with (self.folder / "import").open("w+b") as said:
+            process = subprocess.Popen(
+                command, env=self._environment({}), stdin=subprocess.PIPE, stdout=said, stderr=said
+            )
+            assert process.stdin is not None
+            try:
+                with process.stdin:
+                    write(process.stdin)
+            except BrokenPipeError:
+                pass
+            finally:
+                if process.wait(LIMIT) != 0:
+                    said.seek(0)
+                    raise DockerError(f"{' '.join(command)}: {said.read().decode(errors='replace')}")
+
+    def left(self) -> list[str]:
+        """Containers, volumes and networks that there are, but for Docker's own networks."""
+        found = [self.docker("ps", "--all", "--quiet"), self.docker("volume", "ls", "--quiet")]
+        return "".join([*found, self.docker("network", "ls", "--quiet", "--filter=type=custom")]).split()
+
+    def _environment(self, settings: Mapping[str, str]) -> dict[str, str]:
+        own = {"DOCKER_HOST": self._host, "BUILDX_CONFIG": str(self.folder / "buildx"), "COMPOSE_HTTP_TIMEOUT": "200"}
+        return {**os.environ, **own, **settings}
+
+    def _run(self, command: list[str], settings: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            command,
+            env=self._environment(settings),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+            timeout=LIMIT,
+        )
+
+    def _checked(self, command: list[str], settings: Mapping[str, str]) -> str:
+        done = self._run(command, settings)
+        if done.returncode != 0:
+            raise DockerError(
+                f"{' '.join(command)} ended with {done.returncode}: {(done.stdout + done.stderr)[-3000:]}"
+            )
+        return done.stdout

@@ -1,0 +1,60 @@
+"""Servers with replicas that many tests share, as a plugin of pytest: each test leaves them whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import redis
+import servers
+from servers import HOST, MASTER_NAME, SentinelGroup, Shard, port_of, wait_until
+
+
+@pytest.fixture(scope="session")
+def replicated_cluster() -> Iterator[servers.Cluster]:
+    with servers.redis_cluster(replicas=True) as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def sentinels() -> Iterator[SentinelGroup]:
+    with servers.sentinel_group() as group:
+        yield group
+
+
+@pytest.fixture
+def in_cluster(replicated_cluster: servers.Cluster, run_id: str) -> Iterator[Shard]:
+    """The servers of this run's slot in a Cluster: a master and a replica."""
+    shard = replicated_cluster.shard(f"{{{run_id}}}")
+    yield shard
+    shard.heal()
+
+
+@pytest.fixture
+def with_sentinel(sentinels: SentinelGroup) -> Iterator[Shard]:
+    """A master and two replicas that sentinels watch."""
+    shard = Shard(sentinels.url, sentinels.servers)
+    yield shard
+    shard.heal()
+    wait_until(lambda: all_is_well(sentinels), "the sentinels know who is who", 30)
+
+
+def all_is_well(group: SentinelGroup) -> bool:
+    """Whether every sentinel names the server that is master, and finds the others up."""
+
+    def sees_all(port: int) -> bool:
+        with redis.Redis(HOST, port, password=group.sentinel_password) as sentinel:
+            told: Any = sentinel.sentinel_master(MASTER_NAME)
+            replicas: Any = sentinel.sentinel_slaves(MASTER_NAME)
+        up = [state["flags"] for state in (told, *replicas)]
+        return (told["port"], up) == (port_of(group.master()), ["master", "slave", "slave"])
+
+    master = Shard(group.url, group.servers).master()
+    return master is group.master() and all(map(sees_all, group.sentinel_ports))
+
+
+@pytest.fixture(params=["with_sentinel", "in_cluster"])
+def shard(request: pytest.FixtureRequest) -> Shard:
+    found: Shard = request.getfixturevalue(request.param)
+    return found

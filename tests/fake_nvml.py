@@ -1,0 +1,147 @@
+"""NVML without a GPU: the functions of pynvml that we call, over made-up GPUs; constants and errors are the real ones.
+
+``test_gpus.py`` holds each function against the installed nvidia-ml-py, so that this fake cannot drift from it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, Final, NoReturn
+
+pynvml: Final[Any] = importlib.import_module("pynvml")
+MIB: Final = 2**20
+
+
+@dataclass(eq=False)
+class FakeMig:
+    """A MIG device: ``place`` is its GPU instance and its compute instance."""
+
+    uuid: str
+    place: tuple[int, int] = (1, 0)
+
+
+@dataclass(eq=False)
+class FakeGpu:
+    """A GPU; ``broken`` names functions that fail for it, and with which error; ``xids`` are events not yet fetched."""
+
+    uuid: str
+    name: str = "NVIDIA H200"
+    used: int = 10 * MIB
+    total: int = 1000 * MIB
+    utilization: int = 42
+    temperature: int = 61
+    ecc: int = 0
+    mig: list[FakeMig | None] | None = None  # None: no such mode; a None in the list: an empty place
+    broken: dict[str, int] = field(default_factory=dict)
+    xids: list[int] = field(default_factory=list)
+
+    def lose(self) -> None:
+        """Fall off the bus."""
+        self.broken["*"] = pynvml.NVML_ERROR_GPU_IS_LOST
+
+
+class FakeNvml:
+    """Stands for the module ``pynvml``."""
+
+    def __init__(self, *gpus: FakeGpu, init_error: int = 0) -> None:
+        self.gpus = gpus
+        self.init_error = init_error
+        self.waited: list[int] = []  # the time limit of each wait for an event, in milliseconds
+        self.event_sets = 0  # not freed
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith(("NVML", "nvmlEventType")):  # constants and errors, no functions
+            return getattr(pynvml, name)
+        raise AttributeError(name)
+
+    def _fail(self, error: int) -> NoReturn:
+        raise pynvml.NVMLError(error)
+
+    def _check(self, device: FakeGpu | FakeMig, function: str, *, mig: bool = False) -> Any:
+        if isinstance(device, FakeMig):
+            return device if mig else self._fail(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        if error := device.broken.get(function) or device.broken.get("*"):
+            self._fail(error)
+        return device
+
+    def nvmlInit(self) -> None:  # noqa: N802
+        if self.init_error:
+            self._fail(self.init_error)
+
+    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
+        return len(self.gpus)
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> Any:  # noqa: N802
+        if index >= len(self.gpus):
+            self._fail(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+        return self._check(self.gpus[index], "nvmlDeviceGetHandleByIndex")
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> Any:  # noqa: N802
+        for gpu in self.gpus:
+            for device in (gpu, *(gpu.mig or ())):
+                if device is not None and device.uuid == uuid:
+                    return self._check(device, "nvmlDeviceGetHandleByUUID", mig=True)
+        return self._fail(pynvml.NVML_ERROR_NOT_FOUND)
+
+    def nvmlDeviceGetUUID(self, handle: Any) -> str:  # noqa: N802
+        return str(self._check(handle, "nvmlDeviceGetUUID", mig=True).uuid)
+
+    def nvmlDeviceGetName(self, handle: Any) -> str:  # noqa: N802
+        return str(self._check(handle, "nvmlDeviceGetName").name)
+
+    def nvmlDeviceGetMemoryInfo(self, handle: Any, version: Any = None) -> Any:  # noqa: N802
+        assert version is None
+        device = self._check(handle, "nvmlDeviceGetMemoryInfo", mig=True)
+        if isinstance(device, FakeMig):
+            return SimpleNamespace(used=MIB, total=100 * MIB)
+        return SimpleNamespace(used=device.used, total=device.total)
+
+    def nvmlDeviceGetUtilizationRates(self, handle: Any) -> Any:  # noqa: N802
+        return SimpleNamespace(gpu=self._check(handle, "nvmlDeviceGetUtilizationRates").utilization, memory=7)
+
+    def nvmlDeviceGetTemperature(self, handle: Any, sensor: int) -> int:  # noqa: N802
+        assert sensor == pynvml.NVML_TEMPERATURE_GPU
+        return int(self._check(handle, "nvmlDeviceGetTemperature").temperature)
+
+    def nvmlDeviceGetTotalEccErrors(self, handle: Any, errorType: int, counterType: int) -> int:  # noqa: N802, N803
+        assert (errorType, counterType) == (pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC)
+        return int(self._check(handle, "nvmlDeviceGetTotalEccErrors").ecc)
+
+    def nvmlDeviceGetMigMode(self, device: Any) -> list[int]:  # noqa: N802
+        gpu = self._check(device, "nvmlDeviceGetMigMode")
+        if gpu.mig is None:
+            self._fail(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        return [pynvml.NVML_DEVICE_MIG_ENABLE] * 2
+
+    def nvmlDeviceGetMaxMigDeviceCount(self, device: Any) -> int:  # noqa: N802
+        return len(device.mig)
+
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, device: Any, index: int) -> Any:  # noqa: N802
+        return device.mig[index] or self._fail(pynvml.NVML_ERROR_NOT_FOUND)
+
+    def nvmlDeviceGetGpuInstanceId(self, device: Any) -> int:  # noqa: N802
+        return int(device.place[0])
+
+    def nvmlDeviceGetComputeInstanceId(self, device: Any) -> int:  # noqa: N802
+        return int(device.place[1])
+
+    def nvmlEventSetCreate(self) -> Any:  # noqa: N802
+        self.event_sets += 1
+        return []
+
+    def nvmlDeviceRegisterEvents(self, handle: Any, eventTypes: int, eventSet: Any) -> None:  # noqa: N802, N803
+        assert eventTypes == pynvml.nvmlEventTypeXidCriticalError
+        eventSet.append(self._check(handle, "nvmlDeviceRegisterEvents"))
+
+    def nvmlEventSetWait(self, eventSet: Any, timeoutms: int) -> Any:  # noqa: N802, N803
+        self.waited.append(timeoutms)
+        for gpu in eventSet:
+            if gpu.xids:
+                return SimpleNamespace(eventType=pynvml.nvmlEventTypeXidCriticalError, eventData=gpu.xids.pop(0))
+        return self._fail(pynvml.NVML_ERROR_TIMEOUT)
+
+    def nvmlEventSetFree(self, eventSet: Any) -> None:  # noqa: N802, N803
+        eventSet.clear()
+        self.event_sets -= 1

@@ -1,0 +1,112 @@
+"""What the fuzz tests share: how many inputs they make, and hostile replies of Redis, runs and histories."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator
+from typing import Any, Final, cast
+
+from hostile import EVENTS, NODES, REASONS, RECORD, Dice
+
+from redelastic.connection import Connection
+from redelastic.control import Event, Run, RunControl, _event
+from redelastic.keys import RunKeys
+
+INPUTS: Final = int(os.environ.get("REDELASTIC_FUZZ", "30000"))
+SEED: Final = int(os.environ.get("REDELASTIC_FUZZ_SEED", "0"))
+
+
+@contextlib.contextmanager
+def no_logs() -> Iterator[None]:
+    """A node logs what it hears; nobody reads a million of these."""
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def try_all(target: Callable[[Dice], None], count: int) -> None:
+    with no_logs():
+        for number in range(SEED * 1_000_003, SEED * 1_000_003 + count):
+            try:
+                target(Dice(number))
+            except Exception as e:
+                raise AssertionError(f"{target.__name__}(Dice({number})): {type(e).__name__}: {e!s:.300}") from e
+
+
+class Replies:
+    """A connection on which Redis answers as it is told; streams have nothing new."""
+
+    name = "here"
+    read_timeout = 1.0
+
+    def __init__(self, *replies: Any) -> None:
+        self.replies = list(replies)
+
+    def call(self, _operation: object, _timeout: float | None = None) -> Any:
+        return self.replies.pop(0)
+
+    def read(self, *_: object) -> Any:
+        return {}
+
+
+def control_of(*replies: Any) -> RunControl:
+    return RunControl(cast("Connection", Replies(*replies)), RunKeys("job"))
+
+
+def pairs(dice: Dice, sound: dict[str, str], spoilt: float = 0.15) -> list[bytes]:
+    """A hash as Redis replies it."""
+    flat: list[bytes] = []
+    for name, value in sound.items():
+        if dice.random() < 0.9:
+            flat += [name.encode(), dice.raw() if dice.random() < spoilt else value.encode()]
+    return flat
+
+
+def score(dice: Dice) -> bytes:
+    """As Redis prints scores of a sorted set: any double, but no NaN."""
+    return dice.choice((b"0", b"1", b"-2147483648", b"1700000006000", b"inf", b"-inf", b"1e+308", b"0.5"))
+
+
+def scored(dice: Dice) -> list[bytes]:
+    return [part for node in NODES for part in (node.encode(), score(dice))]
+
+
+def hostile_run(dice: Dice) -> Run:
+    members = [node.encode() for node in NODES if dice.random() < 0.5] + ([dice.raw()] if dice.random() < 0.1 else [])
+    candidates = [part for node in (*NODES[2:], dice.told()) for part in (node.encode(), score(dice))]
+    failures = pairs(dice, {"a": "1", "b": "2", dice.told(): "1"}, 0.5)
+    reply = [1_700_000_001_000, pairs(dice, RECORD), scored(dice), members, candidates, scored(dice), failures]
+    ranked = [node for node in NODES if node.encode() in members]
+    statuses = [status_text(dice) for _ in range(len(ranked) + 2)]
+    return control_of(reply, statuses[: len(ranked) + len(dict.fromkeys(candidates[::2]))]).state()
+
+
+def status_text(dice: Dice) -> bytes | None:
+    roll = dice.random()
+    if roll < 0.1:
+        return None
+    text = json.dumps(dice.status())
+    return dice.raw() if roll < 0.2 else (dice.spoil(text) if roll < 0.6 else text).encode("utf-8", "surrogatepass")
+
+
+def hostile_event(dice: Dice) -> Event:
+    fields = {"event": dice.choice(EVENTS), "node": dice.choice(NODES), "epoch": str(dice.randrange(4)), "size": "2"}
+    fields["reason"] = dice.choice(REASONS)
+    for name in (*fields, "detail"):
+        if dice.random() < 0.12:
+            fields[name] = dice.told()
+    ms = (
+        dice.choice((1_700_000_000_000 + dice.randrange(100_000), 0, 2**64 - 1))
+        if dice.random() < 0.1
+        else dice.randrange(99_999)
+    )
+    return _event(f"{ms}-{dice.randrange(3)}", fields)
+
+
+def hostile_history(dice: Dice) -> list[Event]:
+    return sorted((hostile_event(dice) for _ in range(1 + dice.randrange(12))), key=lambda event: event.time)

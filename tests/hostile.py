@@ -1,0 +1,106 @@
+"""Hostile values, texts, URLs and requests: raw material of the fuzz tests."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any, Final
+
+CANARY: Final = "s3cr3t-c4n4ry"  # a password that no message may hold
+
+WORDS: Final = [
+    *("", " ", "0", "-1", "1", "1.5", "1e5", "0x10", "nan", "inf", "-inf", "1e400", "9" * 400, "9" * 5000, str(2**63)),
+    *("²", "٣", "é", "\u202e", "\x00", "\n", "\r\nSET a b\r\n", "\x1b[31m", "\x9b2J", "\x1b]0;x\x07", "[red]x[/]"),
+    *("<script>alert(1)</script>", '"><svg onload=1>', "' or 1", "$x$", "{}", "{", "}", "*", "?", "[a-z]", "\\", "^"),
+    *("%", "%s", "%41", "%ff", ":", "@", "/", "//", "#", "&", "=", ",", "::1", "[::1]", "localhost", "a" * 300),
+    *("left", "member", "null", "true", "[" * 3000, '{"a":' * 3000, "started", "completed", "lost"),
+    *("rank 99999999999 of 1", "after 1e9 s"),
+]
+RAW: Final = [*(word.encode() for word in WORDS), b"\xff\xfe", b"\x80\x04\x95", b"\xed\xa0\x80", b"\x00" * 64]
+
+
+class Dice(random.Random):
+    """Chooses and spoils."""
+
+    def word(self) -> str:
+        roll = self.random()
+        if roll < 0.6:
+            return self.choice(WORDS)
+        if roll < 0.9:
+            return str(self.choice((self.randrange(10), self.randrange(2**32), self.randrange(2**70) - 2**69)))
+        return "".join(chr(self.choice((self.randrange(128), self.randrange(0x3000), 0xD800))) for _ in range(9))
+
+    def raw(self) -> bytes:
+        return self.choice(RAW) if self.random() < 0.8 else self.word().encode("utf-8", "surrogatepass")
+
+    def told(self) -> str:
+        """A word as it comes out of Redis: bytes that were decoded."""
+        return self.raw().decode(errors="replace")
+
+    def spoil(self, sample: str) -> str:
+        """A sample with up to three parts cut out, doubled or replaced."""
+        for _ in range(self.randrange(4)):
+            at, to = sorted(self.randrange(len(sample) + 1) for _ in range(2))
+            to = min(to, at + self.choice((1, 4, 40)))
+            sample = sample[:at] + self.choice(("", sample[at:to] * 2, self.word())) + sample[to:]
+        return sample
+
+    def spoil_raw(self, sample: bytes) -> bytes:
+        return self.spoil(sample.decode("latin-1")).encode("utf-8", "surrogatepass")
+
+    def number(self) -> Any:
+        return self.choice((0, 1, -1, 3, 2**31, 2**53, 2**63, 10**400, 1e308, math.inf, math.nan, 0.5, True, None))
+
+    def value(self, depth: int = 3) -> Any:
+        """Anything that JSON can hold."""
+        roll = self.random()
+        if depth and roll < 0.2:
+            return [self.value(depth - 1) for _ in range(self.randrange(4))]
+        if depth and roll < 0.4:
+            return {self.choice((*FIELDS, self.word())): self.value(depth - 1) for _ in range(self.randrange(6))}
+        return self.number() if roll < 0.7 else self.word()
+
+    def status(self) -> dict[str, Any]:
+        """What a node says of itself: as it should be here, anything there."""
+        made = {name: self.value(1) for name in self.sample(FIELDS, self.randrange(8))}
+        for name in ("workers", "gpus"):
+            if self.random() < 0.7:
+                made[name] = [{f: self.value(0) for f in self.sample(FIELDS, 5)} for _ in range(self.randrange(3))]
+        return made
+
+
+FIELDS: Final = (  # of a node's status
+    *("name", "host", "state", "pid", "agent", "restarts", "cpu", "memory", "memory_available", "memory_total"),
+    *("epoch", "rank", "size", "local_rank", "step", "idle", "index", "uuid", "memory_used", "utilization"),
+    *("temperature", "ecc", "xid", "lost", "node", "run_id", "job_restarts", "redis_away", "workers", "gpus"),
+)
+RECORD: Final = {  # of a run
+    **dict.fromkeys(("max", "limit"), "3"),
+    **dict.fromkeys(("epoch", "size", "charged", "arrivals", "failed a-1-0123456789ab"), "2"),
+    **dict.fromkeys(("min", "stop", "restarts", "idle", "failed_at", "restoring", "member_lost", "deadline"), "1"),
+    **dict.fromkeys(("replacement", "lost", "progress"), "0"),
+    **dict.fromkeys(("last_call", "interval", "lease", "ttl"), "60000"),
+    **dict.fromkeys(("beat_at", "completed_at"), "1700000000000"),
+    "master": "host 1234",
+    "broken": "why",
+    "closed": "why",
+    "blamed": "a",
+    "draining a-1-0123456789ab": "30000 by x",
+}
+EVENTS: Final = (
+    *("joined", "completed", "started", "lost", "left", "drain", "failed", "hung", "closed", "stopped", "outage"),
+    *("readmitted", "saved", "barred", "refused", "broken", "deadline"),
+)
+NODES: Final = [f"{name}-{i}-{i:012x}" for i, name in enumerate(("a", "b", "c-d"))]
+REASONS: Final = ("regroups", "is new", "max_nodes joined", "rank 1 of 2", "rank 0 of 2", "lost its lease after 6.0 s")
+URLS: Final = (
+    f"redis://user:{CANARY}@localhost:6379/0",
+    f"redis+sentinel://u:{CANARY}@a:1,b:2/mymaster/3?sentinel_password=other&sentinel_username=u",
+    f"rediss+cluster://:{CANARY}@[::1]:6379,h.example:1",
+    f"unix://u:{CANARY}@/tmp/redis.sock?db=2",
+    "localhost:6379",
+    "",
+)
+QUERY: Final = (
+    "run_id=job&min_nodes=1&max_nodes=3&last_call_timeout=5&ttl=900&key_prefix=p&topology=rack1&timeout=3&rank=0"
+)

@@ -1,0 +1,70 @@
+"""What the batches of `lossy_campaign.py` share: a server behind a network that loses things, and clients at once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from contextlib import ExitStack
+from typing import Final, TypeVar
+
+from faulty_proxy import Chance, FaultyProxy
+
+from redelastic import scripts
+from redelastic.scripts import Script
+from redelastic.server import RedisServer
+
+T = TypeVar("T")
+
+ATTEMPT: Final = 0.4  # of a call, in seconds
+SILENCE: Final = 1.0  # how long a reply is withheld, in seconds: longer than an attempt may take
+PATIENCE: Final = 60.0  # for a call with all its retries, in seconds
+
+
+def address(server: RedisServer) -> tuple[str, int]:
+    host, _, port = server.endpoint.rpartition(":")
+    return host, int(port)
+
+
+class LossyNetwork:
+    """A server, and ways to it that lose a share of what passes.
+
+    Args:
+        seed: of the faults; each way has its own.
+        rate: of requests that meet one.
+    """
+
+    def __init__(self, stack: ExitStack, seed: str, rate: float) -> None:
+        self._stack, self._seed, self._rate = stack, seed, rate
+        self.server = stack.enter_context(RedisServer())
+        self.proxies: list[FaultyProxy] = []
+        with self.server.get_client() as client:
+            for script in vars(scripts).values():
+                if isinstance(script, Script):
+                    client.script_load(script.text)  # else the first requests of each verb have no effect
+
+    def url(self) -> str:
+        """Of the server, through a proxy of its own."""
+        chance = Chance(f"{self._seed}, network of {len(self.proxies)}", self._rate, SILENCE)
+        proxy = self._stack.enter_context(FaultyProxy(*address(self.server), chance))
+        self.proxies.append(proxy)
+        return self.server.url.replace(self.server.endpoint, f"127.0.0.1:{proxy.port}")
+
+
+def all_at_once(*calls: Callable[[], T]) -> list[T]:
+    """Run each in a thread. The first failure is raised at once: what others wait for may never come then."""
+    futures: list[Future[T]] = [Future() for _ in calls]
+
+    def run(call: Callable[[], T], future: Future[T]) -> None:
+        try:
+            future.set_result(call())
+        except BaseException as e:  # noqa: BLE001
+            future.set_exception(e)
+
+    for each in zip(calls, futures, strict=True):
+        threading.Thread(target=run, args=each, daemon=True).start()
+    done, _ = wait(futures, 2 * PATIENCE, FIRST_EXCEPTION)
+    for future in done:
+        future.result()
+    assert len(done) == len(futures), f"not within {2 * PATIENCE:g} s"
+    return [future.result() for future in futures]

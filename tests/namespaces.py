@@ -1,0 +1,210 @@
+"""Hosts on one machine: each a network namespace with one link to a router, where packets can be lost and delayed.
+
+A namespace has no name and no process of its own: it is held by a file descriptor of this process and by what runs in
+it, so that nothing is left of it once they are gone, however that happens. The host's own network is not touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import os
+import random
+import select
+import struct
+import subprocess
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Final
+
+from typing_extensions import Self
+
+from redelastic.server import RedisServer
+
+LINK: Final = "eth0"  # of each host; the router's end of it has the host's name
+_CLONE_NEWNET: Final = 0x40000000
+_TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
+_SLOW: Final = "slow"  # the router's device by which slow packets go
+_TABLE: Final = 7  # its route to that device
+_MTU: Final = 1 << 16
+
+Way = tuple[str, str]
+
+
+def _here() -> int:
+    """The namespace of this thread, as a file descriptor."""
+    return os.open("/proc/thread-self/ns/net", os.O_RDONLY)
+
+
+def _libc(function: str, *args: int) -> None:
+    """Python has unshare and setns since 3.12 only."""
+    if getattr(ctypes.CDLL(None, use_errno=True), function)(*args) != 0:
+        raise OSError(ctypes.get_errno(), f"{function}: {os.strerror(ctypes.get_errno())}")
+
+
+@contextlib.contextmanager
+def _back_home() -> Iterator[None]:
+    home = _here()
+    try:
+        yield
+    finally:
+        _libc("setns", home, _CLONE_NEWNET)
+        os.close(home)
+
+
+def _new_namespace() -> int:
+    with _back_home():
+        _libc("unshare", _CLONE_NEWNET)
+        return _here()
+
+
+def _ip(*commands: str) -> None:
+    done = subprocess.run(["ip", "-batch", "-"], input="\n".join(commands), capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise OSError(f"ip: {' '.join(done.stderr.split())}")
+
+
+class Network:
+    """Hosts that reach each other by way of a router.
+
+    Args:
+        names: of the hosts.
+
+    Raises:
+        OSError: this process may not make namespaces, there is no ``ip``, or the kernel lacks something.
+    """
+
+    def __init__(self, *names: str) -> None:
+        self.addresses = {name: f"192.0.2.{4 * i + 2}" for i, name in enumerate(names)}
+        self._namespaces: dict[str, int] = {}
+
+    def __enter__(self) -> Self:
+        try:
+            self._build()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_exc_info: object) -> None:
+        while self._namespaces:
+            os.close(self._namespaces.popitem()[1])
+
+    def _build(self) -> None:
+        self._namespaces["router"] = _new_namespace()
+        with self.inside("router"):
+            Path("/proc/sys/net/ipv4/ip_forward").write_text("1")
+            for which in ("all", "default"):  # slow packets come from where nobody expects their source
+                Path(f"/proc/sys/net/ipv4/conf/{which}/rp_filter").write_text("0")
+        for i, name in enumerate(self.addresses):
+            self._namespaces[name] = _new_namespace()
+            there = f"/proc/{os.getpid()}/fd/{self._namespaces[name]}"
+            with self.inside("router"):
+                _ip(
+                    f"link add name {name} type veth peer name {LINK} netns {there}",
+                    f"addr add 192.0.2.{4 * i + 1}/30 dev {name}",
+                    f"link set dev {name} up",
+                )
+            with self.inside(name):
+                _ip("link set lo up", f"addr add {self.addresses[name]}/30 dev {LINK}")
+            self.plug_in(name)
+
+    @contextlib.contextmanager
+    def inside(self, name: str) -> Iterator[None]:
+        """This thread, and the threads and processes that it starts, are on that host."""
+        with _back_home():
+            _libc("setns", self._namespaces[name], _CLONE_NEWNET)
+            yield
+
+    def pull_out(self, name: str) -> None:
+        """The host's own link is down: it has no way to anybody, and knows it."""
+        with self.inside(name):
+            _ip(f"link set dev {LINK} down")
+
+    def plug_in(self, name: str) -> None:
+        with self.inside(name):
+            router = self.addresses[name].rpartition(".")
+            _ip(f"link set dev {LINK} up", f"route add default via {router[0]}.{int(router[2]) - 1}")
+
+    @contextlib.contextmanager
+    def cut(self, ways: Iterable[Way]) -> Iterator[None]:
+        """What the first host of a way sends to the second is dropped without a word."""
+        rules = [f"iif {source} to {self.addresses[target]} blackhole" for source, target in ways]
+        with self._ruled(rules):
+            yield
+
+    @contextlib.contextmanager
+    def slow(self, name: str, delay: float, loss: float = 0.0) -> Iterator[None]:
+        """What a host sends comes late by ``delay`` seconds, or with the probability ``loss`` not at all.
+
+        As with `tc qdisc add dev eth0 root netem`, which not every kernel has; so the packets take a detour through
+        this process.
+        """
+        with self.inside("router"):
+            device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+        with contextlib.ExitStack() as opened:
+            opened.callback(os.close, device)
+            with self.inside("router"):
+                request = struct.pack("16sH22x", _SLOW.encode(), _IFF_TUN | _IFF_NO_PI)
+                fcntl.ioctl(device, _TUNSETIFF, request)
+                _ip(f"link set dev {_SLOW} up", f"route add default dev {_SLOW} table {_TABLE}")
+            stop, stopped = os.pipe()
+            opened.callback(os.close, stop)
+            carrier = threading.Thread(target=_carry, args=(device, stop, delay, loss), daemon=True)
+            carrier.start()
+            opened.callback(carrier.join)
+            opened.callback(os.close, stopped)
+            opened.enter_context(self._ruled([f"iif {name} lookup {_TABLE}"]))
+            yield
+
+    @contextlib.contextmanager
+    def _ruled(self, rules: list[str]) -> Iterator[None]:
+        with self.inside("router"):
+            _ip(*(f"rule add {rule}" for rule in rules))
+        try:
+            yield
+        finally:
+            with self.inside("router"):
+                _ip(*(f"rule del {rule}" for rule in rules))
+
+
+def both_ways(name: str, others: Iterable[str]) -> list[Way]:
+    """All ways between one host and others."""
+    return [way for other in others for way in ((name, other), (other, name))]
+
+
+def _carry(device: int, stop: int, delay: float, loss: float) -> None:
+    """Give packets back to the router when they are due; until the other end of ``stop`` is closed."""
+    chance = random.Random(0)
+    late: deque[tuple[float, bytes]] = deque()
+    while True:
+        until_due = max(0.0, late[0][0] - time.monotonic()) if late else None
+        readable = select.select([device, stop], [], [], until_due)[0]
+        if stop in readable:
+            return
+        if device in readable:
+            packet = os.read(device, _MTU)
+            if chance.random() >= loss:
+                late.append((time.monotonic() + delay, packet))
+        while late and late[0][0] <= time.monotonic():
+            with contextlib.suppress(OSError):  # a packet that the router does not want is lost
+                os.write(device, late.popleft()[1])
+
+
+class NetworkServer(RedisServer):
+    """A server on the host that this thread is on, for all hosts."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__()
+        self._address = address
+
+    @property
+    def endpoint(self) -> str:
+        return f"{self._address}:{self._port}"
+
+    def _render_config(self, private_dir: Path) -> str:
+        return super()._render_config(private_dir) + f"bind {self._address}\n"

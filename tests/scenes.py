@@ -1,0 +1,145 @@
+"""Made-up runs of every size and kind, as their events: for the tests of histories and of their pictures."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+from redelastic.control import Event
+
+START = 1_790_000_000.0
+HOSTILE = "<script>alert(1)</script>\"'&$x^2$]]>-->\x1b[31m\x00\ud800\u202e"
+
+
+class Story:
+    """Writes the events of a made-up run; times are seconds from its beginning, told in any order."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.random = random.Random(seed)
+        self._told: list[tuple[float, str, str, str, str, int]] = []
+
+    def node(self, name: str) -> str:
+        return f"{name}-{self.random.randrange(1000, 9999)}-{self.random.getrandbits(48):012x}"
+
+    def tell(self, at: float, event: str, node: str = "", reason: str = "", detail: str = "", *, size: int = 0) -> None:
+        self._told.append((at, event, node, reason, detail, size))
+
+    def join(self, at: float, nodes: Sequence[str], reason: str = "is new", within: float = 0.0) -> None:
+        for node in nodes:
+            self.tell(at + self.random.uniform(0, within), "joined", node, reason)
+
+    def complete(
+        self, at: float, members: Sequence[str], reason: str = "every live node joined", start: float = 0
+    ) -> None:
+        """A round, its members by rank; where ``start`` is given they have agents and need so long to start."""
+        self.tell(at, "completed", members[0], reason, size=len(members))
+        for rank, node in enumerate(members if start else ()):
+            self.tell(at + start * self.random.uniform(0.6, 1), "started", node, f"rank {rank} of {len(members)}")
+
+    def events(self) -> list[Event]:
+        events: list[Event] = []
+        epoch = size = 0
+        for at, event, node, reason, detail, n in sorted(self._told, key=lambda told: told[0]):
+            if event == "completed":
+                epoch, size = epoch + 1, n
+            when = START + at
+            events.append(Event(f"{round(1000 * when)}-{len(events)}", when, event, epoch, size, node, reason, detail))
+        return events
+
+
+def three_nodes() -> list[Event]:
+    """A kill, a hang, a drain and a late joiner."""
+    story = Story()
+    a, b, c, d = (story.node(name) for name in ("gpu-a", "gpu-b", "gpu-c", "gpu-d"))
+    story.join(0, [a, b, c], within=1.5)
+    story.complete(1.6, [a, b, c], "max_nodes joined", start=6)
+    story.tell(60, "lost", b, "lost its lease after 6.2 s")
+    story.join(60.1, [a, c], "regroups", within=0.4)
+    story.complete(60.6, [a, c], start=6)
+    story.join(95, [d])
+    story.join(95.1, [a, c], "regroups", within=0.4)
+    story.complete(95.6, [a, d, c], "max_nodes joined", start=6)
+    story.tell(170, "hung", d, "worker 0 (rank 8) made no progress for 30 s, last at step 412", "stack\nof it")
+    story.join(172, [a, d, c], "regroups", within=0.4)
+    story.complete(172.6, [a, d, c], "max_nodes joined", start=6)
+    story.tell(220, "drain", c, "by ops@bastion: spot instance ends")
+    story.tell(226, "saved", c, "step 600")
+    story.tell(227, "left", c, "drained: by ops@bastion: spot instance ends")
+    story.join(227.1, [a, d], "regroups", within=0.3)
+    story.complete(227.6, [a, d], start=6)
+    story.tell(300, "left", a, "finished")
+    story.tell(300, "closed", a, f"{a} finished")
+    story.tell(301, "left", d, "finished")
+    return story.events()
+
+
+def many_nodes(n: int, hours: float, faults: int, *, spares: int = 2, start: float = 25) -> list[Event]:
+    """A job of n nodes with spares, in which faults of every kind come every now and then."""
+    story = Story(1)
+    members = [story.node(f"node-{i:04d}") for i in range(n)]
+    waiting = [story.node(f"spare-{i:02d}") for i in range(spares)]
+    story.join(0, members, within=20)
+    story.complete(20.1, members, "max_nodes joined", start=start)
+    story.join(24, waiting, within=6)
+    end = 3600 * hours
+    for i in range(faults):
+        at = end * (i + 1) / (faults + 1) + story.random.uniform(-0.25, 0.25) * end / (faults + 1)
+        victim = story.random.choice(members)
+        kind = ("lost", "hung", "failed", "drain", "lost")[i % 5]
+        if kind == "drain":
+            story.tell(at - 40, "drain", victim, "by slurm: maintenance")
+            story.tell(at, "left", victim, "drained: by slurm: maintenance")
+        elif kind == "lost":
+            story.tell(at, "lost", victim, "lost its lease after 6.1 s")
+        elif kind == "hung":
+            story.tell(at, "hung", victim, "worker 3 (rank 11) made no progress for 300 s, last at step 412")
+        else:
+            story.tell(at, "failed", victim, "worker 5 (rank 85) ended with exit code 1")
+        gone = kind in {"lost", "drain"}
+        survivors = [node for node in members if node != victim or not gone]
+        story.join(at + 0.2, survivors, "regroups", within=2)
+        if gone and waiting:
+            members[members.index(victim)] = waiting.pop(0)
+            replacement = story.node(victim.rsplit("-", 2)[0])
+            story.join(at + 400, [replacement])
+            waiting.append(replacement)
+        else:
+            members = survivors
+        story.complete(at + 2.5, members, "max_nodes joined" if len(members) == n else "every live node joined", start)
+    story.tell(end, "left", members[0], "finished")
+    story.tell(end, "closed", members[0], f"{members[0]} finished")
+    for node in [*members[1:], *waiting]:
+        story.tell(end + story.random.uniform(0, 3), "left", node, "finished")
+    return story.events()
+
+
+def crowded() -> list[Event]:
+    """Long names, a rack that dies at once again and again, an outage, refused and barred nodes, and a stop."""
+    story = Story(2)
+    members = [story.node(f"gpu-{i:02d}.rack-{i // 8}.eu-central-1.compute.internal") for i in range(40)]
+    story.join(0, members, within=5)
+    for i in range(60):
+        story.complete(6 + 100 * i, members, "max_nodes joined", start=9)
+        rack = members[:8]
+        for node in rack:
+            story.tell(90 + 100 * i, "lost", node, "lost its lease after 6.0 s")
+        again = [story.node(node.rsplit("-", 2)[0]) for node in rack]
+        story.join(95 + 100 * i, again)
+        story.join(92 + 100 * i, members[8:], "regroups", within=2)
+        members = members[8:] + again
+    story.tell(3000, "outage", "", "no heartbeat for 240.0 s: every lease starts anew")
+    story.tell(5000, "refused", story.node("bad"), "gpu 3: ECC errors")
+    story.tell(5100, "barred", story.node("bad"), "failed first in 3 rounds in a row")
+    story.tell(6000, "stopped", members[0], "the budget of 60 restarts is used up: " + "for a long reason " * 20)
+    return story.events()
+
+
+SCENES: dict[str, Callable[[], list[Event]]] = {
+    "three": three_nodes,
+    "64": lambda: many_nodes(64, 1.0, 6),
+    "1000": lambda: many_nodes(1000, 3.0, 3, start=90),
+    "single": lambda: three_nodes()[:1],
+    "8 hours": lambda: many_nodes(8, 8.0, 5, spares=1, start=40),
+    "crowded": crowded,
+    "trimmed": lambda: three_nodes()[12:],
+}

@@ -1,0 +1,254 @@
+"""A history as a story: who asked, who was in which round, who was silent, when Redis was away.
+
+Nothing here knows how redelastic works; only what nodes do, and what PROTOCOL.md calls things.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Final
+
+from .history import Event
+
+NEVER: Final = float("inf")
+Span = tuple[float, float]
+
+
+@dataclass
+class Stay:
+    """A node in a round: from when it knew until it asked for the next one or was gone."""
+
+    node: str
+    asked: float
+    entered: float
+    epoch: int
+    rank: int
+    size: int
+    master: str
+    identity: str
+    broken: float = NEVER  # when it saw that the round is broken
+    why: str = ""
+    until: float = NEVER
+    peers: list[str] | None = None
+
+
+@dataclass
+class Ask:
+    """A node that asks for a round, until it is in one, or is refused, or is gone."""
+
+    node: str
+    since: float
+    until: float = NEVER
+    epoch: int = 0  # of the round that it is in then
+
+
+@dataclass
+class Add:
+    """A node that adds one to a round's counter."""
+
+    node: str
+    epoch: int
+    number: int  # tells it from others of its node that are under way
+    asked: float
+    answered: float = NEVER
+    outcome: str = "unsure"
+    value: int = 0
+
+
+@dataclass
+class Node:
+    """Everything about one process."""
+
+    name: str
+    gone: float = NEVER  # killed, leaving, refused: it counts no more
+    killed: bool = False
+    heard: float = NEVER  # that the run is closed
+    asks: list[Ask] = field(default_factory=list)
+    stays: list[Stay] = field(default_factory=list)
+    adds: list[Add] = field(default_factory=list)
+    frozen: list[Span] = field(default_factory=list)
+    stalled: list[Span] = field(default_factory=list)
+
+    def is_frozen(self, since: float, until: float) -> bool:
+        return any(a < until and b > since for a, b in (*self.frozen, *self.stalled))
+
+    def end(self, at: float) -> None:
+        """Whatever it does ends."""
+        if self.asks:
+            self.asks[-1].until = min(self.asks[-1].until, at)
+        if self.stays:
+            self.stays[-1].until = min(self.stays[-1].until, at)
+
+
+class Story:
+    """What happened in one episode."""
+
+    def __init__(self, history: Iterable[Event]) -> None:
+        self.nodes: dict[str, Node] = {}
+        self.away: list[Span] = []  # Redis
+        self.lost: list[Span] = []  # when Redis forgot everything
+        self.slow: list[Span] = []  # Redis or the machine
+        self.actions: list[float] = []
+        self.closing = self.closed = self.calm = self.ends = NEVER
+        self.records: list[Event] = []
+        self.errors: list[Event] = []
+        self._away_since = NEVER
+        for event in history:
+            self._take(event)
+        for node in self.nodes.values():
+            node.end(node.gone)
+
+    @property
+    def stays(self) -> list[Stay]:
+        return sorted((s for node in self.nodes.values() for s in node.stays), key=lambda stay: stay.entered)
+
+    @property
+    def rounds(self) -> dict[int, list[Stay]]:
+        """By epoch, in the order of epochs; stays in the order in which they began."""
+        found: dict[int, list[Stay]] = {}
+        for stay in self.stays:
+            found.setdefault(stay.epoch, []).append(stay)
+        return dict(sorted(found.items()))
+
+    def lost_between(self, since: float, until: float) -> bool:
+        return any(a <= until and b >= since for a, b in self.lost)
+
+    def disturbed(self, since: float, until: float) -> float:
+        """For how long, in that time, Redis was away or the machine stood still."""
+        spans = self.away + self.slow + [span for node in self.nodes.values() for span in node.stalled]
+        return sum(
+            b - a for a, b in joined((max(a, since), min(b, until)) for a, b in spans if a < until and b > since)
+        )
+
+    def may_be_lost(self, name: str, since: float, until: float) -> bool:
+        """Whether a node may have lost its lease in that time: it could send no heartbeat for as long as a lease.
+
+        Its last one may have been an interval before it was frozen. Two silences with no full interval between them are
+        one: nothing says that a heartbeat was sent. Redis being away alone is no reason.
+        """
+        node = self.nodes[name]
+        own = [*node.frozen, *node.stalled]
+        for a, b in joined([*own, *self.away, *self.slow], self.interval):
+            end = min(b, until)
+            mine = sum(max(0.0, min(y, end) - max(x, a)) for x, y in own)
+            if end > since and end - a >= self.lease - 1.5 * self.interval and mine > 0.1:
+                return True
+        return False
+
+    # -- reading
+
+    def _take(self, event: Event) -> None:
+        t, what = event["t"], event["what"]
+        if event["by"] != "chaos":
+            node = self.nodes.setdefault(event["by"], Node(event["by"]))
+            self._take_step(node, event) if what in _STEPS else self._take_word(node, event)
+        elif what in _TOLD:
+            self._take_told(event)
+        else:
+            self.actions.append(t)
+            if "node" in event:
+                self._take_deed(self.nodes.setdefault(event["node"], Node(event["node"])), t, what)
+            else:
+                self._take_fault(t, event["action"] + " done" if what == "done" else what)
+
+    def _take_told(self, event: Event) -> None:
+        """What chaos says of the episode."""
+        match event["what"]:
+            case "episode":
+                self.name, self.min, self.max = event["name"], event["min_nodes"], event["max_nodes"]
+                self.interval, self.lease, self.patience = event["interval"], event["lease"], event["patience"]
+                self.limit = event["last_call"] + event["replacement"] + 2 * self.lease + self.patience
+            case "slow":
+                self.slow.append((event["since"], event["until"]))
+            case "record":
+                self.records.append(event)
+            case when:
+                setattr(self, when, min(getattr(self, when), event["t"]))
+
+    def _take_deed(self, node: Node, t: float, what: str) -> None:
+        """What chaos does to a node."""
+        match what:
+            case "kill":
+                node.gone, node.killed = min(node.gone, t), True
+            case "freeze":
+                node.frozen.append((t, NEVER))
+            case "thaw":
+                node.frozen[-1] = (node.frozen[-1][0], t)
+
+    def _take_fault(self, t: float, what: str) -> None:
+        """What chaos does to Redis: noted before it is done, and when it is done."""
+        match what:
+            case "down" | "stop":
+                self._away_since = t
+            case "up done" | "cont":
+                self.away.append((self._away_since, t))
+                self.lost = [(a, min(b, t)) for a, b in self.lost]
+            case "forget":
+                self.lost.append((self._away_since, NEVER))
+            case "flush":
+                self.lost.append((t, NEVER))
+            case "flush done":
+                self.lost[-1] = (self.lost[-1][0], t)
+
+    def _take_step(self, node: Node, event: Event) -> None:
+        """What a node tells of its way through the rounds."""
+        t = event["t"]
+        match event["what"]:
+            case "asks":
+                node.end(t)
+                node.asks.append(Ask(node.name, t))
+            case "entered":
+                ask = node.asks[-1]
+                ask.until, ask.epoch = t, event["epoch"]
+                told = [event[name] for name in ("epoch", "rank", "size", "master", "node")]
+                node.stays.append(Stay(node.name, ask.since, t, *told))
+            case "broken":
+                node.stays[-1].broken, node.stays[-1].why = t, event.get("why", "")
+            case "leaving":
+                node.gone = min(node.gone, t)
+                if event["why"] == "finished":
+                    self.closing = min(self.closing, t)
+            case "refused":
+                node.gone, node.heard = min(node.gone, t), min(node.heard, t)
+            case "heard":
+                node.heard = min(node.heard, t)
+
+    def _take_word(self, node: Node, event: Event) -> None:
+        """What else it tells."""
+        t, what = event["t"], event["what"]
+        match what:
+            case "closing" | "closed":
+                setattr(self, what, min(getattr(self, what), t))
+            case "met":
+                for stay in node.stays:
+                    if stay.epoch == event["epoch"]:
+                        stay.peers = event["peers"]
+            case "adds":
+                node.adds.append(Add(node.name, event["epoch"], event["add"], t))
+            case "added" | "fenced" | "unsure":
+                add = next(add for add in reversed(node.adds) if add.number == event["add"])
+                add.answered, add.outcome, add.value = t, what, event.get("value", 0)
+            case "stalled":
+                node.stalled.append((event["since"], event["until"]))
+            case "error":
+                node.gone = min(node.gone, t)
+                self.errors.append(event)
+
+
+_TOLD: Final = {"episode", "slow", "record", "calm", "closing", "closed", "ends"}
+_STEPS: Final = {"asks", "entered", "broken", "leaving", "refused", "heard"}
+
+
+def joined(spans: Iterable[Span], gap: float = 0.0) -> Iterator[Span]:
+    """Spans that touch, or have less than ``gap`` between them, as one."""
+    last: Span | None = None
+    for a, b in sorted(spans):
+        if last and a <= last[1] + gap:
+            last = (last[0], max(last[1], b))
+        else:
+            if last:
+                yield last
+            last = (a, b)
+    if last:
+        yield last

@@ -1,0 +1,73 @@
+"""What the tests of stores share: times, threads, and stores that are closed or emptied again."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from redelastic.server import RedisServer
+from redelastic.store import RedisStore
+
+SHORT = timedelta(milliseconds=30)
+LONG = timedelta(seconds=20)
+SOON = 5.0  # within which what is due at once has to happen on a busy machine, in seconds
+
+
+def in_thread(function: Callable[..., Any], *args: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function(*args))
+        except BaseException as e:  # noqa: BLE001
+            future.set_exception(e)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait until a server or a thread has got so far: a state of theirs, which wakes nobody."""
+    deadline = time.monotonic() + SOON
+    while not condition():
+        assert time.monotonic() < deadline, "it never came so far"
+        threading.Event().wait(0.002)
+
+
+@contextlib.contextmanager
+def opened(server: RedisServer, run_id: str, **options: Any) -> Iterator[RedisStore]:
+    made = RedisStore(server.url, run_id, **options)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def store(server: RedisServer, run_id: str) -> Iterator[RedisStore]:
+    with opened(server, run_id) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def shared_tcp_store() -> Any:
+    """One for all tests: where no name server answers, each new one looks up a name for five seconds, now and then."""
+    return dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
+
+
+@pytest.fixture
+def tcp_store(shared_tcp_store: Any) -> Any:
+    """The shared store, empty."""
+    shared_tcp_store.set_timeout(timedelta(minutes=5))
+    for key in shared_tcp_store.list_keys():
+        shared_tcp_store.delete_key(key)
+    for queue in ("q", "p/q"):
+        while shared_tcp_store.queue_len(queue):
+            shared_tcp_store.queue_pop(queue)
+    return shared_tcp_store

@@ -1,0 +1,75 @@
+"""The benchmarks work, and tell when ground was lost: how fast anything is, no test judges."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.__main__ import BEGIN, BENCHMARKS, END, with_results
+from benchmarks.report import Spread, Table, document, markdown, regressions, tables_of
+
+ROOT = Path(__file__).parent.parent
+LIMIT = 240.0  # for one benchmark with --quick, which takes some seconds, on a busy machine
+
+
+@pytest.mark.timeout(2 * LIMIT)
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_each_answers_its_question(name: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks", name, "--quick", f"--limit={LIMIT}", "--json", str(tmp_path)]
+    done = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True, timeout=1.5 * LIMIT)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / f"{name}.json").read_text())
+    assert found["benchmark"] == name
+    tables = tables_of(found)
+    assert tables
+    for table in tables:
+        assert f"**{table.title}**" in done.stdout
+        assert table.cells, table.name
+        ours = [cells.get(table.base, next(iter(cells.values()))) for cells in table.cells.values()]
+        assert all(isinstance(cell, Spread) or "failed" not in cell for cell in ours), table
+
+
+def _table(name: str = "t", **columns: float) -> Table:
+    table = Table(name, "How long?", "nodes")
+    for column, seconds in columns.items():
+        table.put(2, column, seconds)
+    return table
+
+
+def test_lost_ground_is_told_from_a_slow_machine() -> None:
+    before = _table(redelastic=1, theirs=10)
+    assert not list(regressions([before], [_table(redelastic=3, theirs=30)])), "all is slower: so is the machine"
+    assert not list(regressions([before], [_table(redelastic=1.4, theirs=10)])), "so much is noise"
+    assert not list(regressions([before], [_table(redelastic=0.1, theirs=10)]))
+    assert not list(regressions([before], [_table("new", redelastic=9, theirs=10)]))
+    assert list(regressions([before], [_table(redelastic=2, theirs=10)])) == [
+        "t, 2, theirs / redelastic: 10 x before, 5 x now"
+    ]
+
+
+def test_a_table_survives_its_file_and_shows_ratios() -> None:
+    table = _table(redelastic=0.001, theirs=0.0123, slow=1)
+    table.put(2, "absent", "not within 60 s")
+    table.targets["2"] = 0.003
+    again = tables_of(json.loads(json.dumps(document("t", [table]))))
+    assert again == [table]
+    assert list(markdown(table))[2:] == [
+        "| nodes | redelastic | theirs | slow | absent | target |",
+        "|---:|---:|---:|---:|---:|---:|",
+        "| 2 | 1 ms | 12.3 ms · 12 x | 1 s · 1,000 x | not within 60 s | 3 ms |",
+    ]
+
+
+def test_kept_results_replace_those_before(tmp_path: Path) -> None:
+    (tmp_path / "store.json").write_text(json.dumps(document("store", [_table(redelastic=1, theirs=2)])))
+    page = f"# Benchmarks\n\n{BEGIN}\nold\n{END}\n\nthe end\n"
+    once = with_results(page, tmp_path)
+    assert once.startswith("# Benchmarks\n")
+    assert once.endswith("\n\nthe end\n")
+    assert "old" not in once
+    assert "| 2 | 1 s | 2 s · 2 x |" in once
+    assert with_results(once, tmp_path) == once

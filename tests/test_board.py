@@ -1,0 +1,334 @@
+"""Which workers hang, and where: a clock that the test winds for the first, real processes for the second."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from redelastic.agent import stacks
+from redelastic.agent.board import Board, HangWatch
+from redelastic.agent.stacks import catches, dump_stacks
+from redelastic.worker import CALLS, STACK_SIGNAL, VARIABLE
+
+Start = Callable[..., int]
+TIMEOUT = 30.0  # of a dump, in seconds: never used up where there is an answer
+
+
+@pytest.fixture
+def board() -> Iterator[Board]:
+    made = Board(3)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def start(board: Board) -> Iterator[Start]:
+    """Starts a script as a worker, waits until it prints a line, and returns its process id."""
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(code: str, local_rank: int | None = 0, *, command: tuple[str, ...] = (sys.executable, "-c")) -> int:
+        environment = {} if local_rank is None else board.environment(local_rank)
+        started.append(
+            subprocess.Popen([*command, code], env=os.environ | environment, stdout=subprocess.PIPE, text=True)
+        )
+        stdout = started[-1].stdout
+        assert stdout is not None
+        assert stdout.readline() == "ready\n"
+        return started[-1].pid
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def is_in_state(pid: int, state: str) -> bool:
+    return f"State:\t{state}" in Path(f"/proc/{pid}/status").read_text()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+# -- HangWatch
+
+
+class Workers:
+    """A board whose workers the test plays, a clock that it winds, and an agent that looks ten times a second."""
+
+    def __init__(self, board: Board, timeout: float, start_timeout: float | None = None) -> None:
+        self.board, self.now = board, 1000.0
+        self.watch = HangWatch(board, timeout, start_timeout, clock=lambda: self.now)
+        self.running = {0, 1, 2}
+
+    def call(self, *local_ranks: int) -> None:
+        for local_rank in local_ranks:
+            self.board._slots[local_rank][CALLS] += 1
+
+    def after(self, seconds: float) -> dict[int, float]:
+        for _ in range(round(seconds * 10)):
+            self.now += 0.1
+            hung = self.watch.look(self.running)
+        return hung
+
+
+def test_a_worker_hangs_that_makes_no_progress_for_longer_than_the_timeout(board: Board) -> None:
+    workers = Workers(board, timeout=5)
+    workers.call(0, 1, 2)
+    assert workers.after(4) == {}
+    workers.call(0)
+    assert workers.after(1) == {}
+    hung = workers.after(0.5)
+    assert sorted(hung) == [1, 2]
+    assert hung[1] == pytest.approx(5.4)  # it called before the first look
+    workers.call(1)
+    assert sorted(workers.after(0.1)) == [2], "who goes on does not hang any more"
+    assert sorted(workers.after(5.5)) == [0, 1, 2]
+
+
+def test_the_first_call_may_take_longer(board: Board) -> None:
+    workers = Workers(board, timeout=2, start_timeout=10)
+    workers.call(2)
+    assert workers.after(1.9) == {}
+    assert sorted(workers.after(1)) == [2]
+    workers.call(1, 2)
+    assert workers.after(1.9) == {}
+    assert sorted(workers.after(1)) == [1, 2]
+    for _ in range(2):
+        workers.call(1, 2)
+        assert workers.after(1.5) == {}
+    workers.call(1, 2)
+    assert sorted(workers.after(1.5)) == [0]
+
+
+def test_a_call_that_was_made_before_the_first_look_counts(board: Board) -> None:
+    workers = Workers(board, timeout=2, start_timeout=10)
+    workers.call(0)
+    workers.after(0.1)
+    assert sorted(workers.after(2.1)) == [0]
+
+
+def test_a_worker_that_has_ended_does_not_hang(board: Board) -> None:
+    workers = Workers(board, timeout=2)
+    workers.running = {1, 2}
+    assert sorted(workers.after(3)) == [1, 2]
+
+
+def test_time_in_which_the_agent_was_frozen_does_not_count(board: Board) -> None:
+    workers = Workers(board, timeout=5)
+    workers.after(3)
+    workers.now += 3600
+    assert workers.after(1.9) == {}
+    assert sorted(workers.after(0.3)) == [0, 1, 2]
+
+
+def test_looks_that_are_a_little_late_count(board: Board) -> None:
+    workers = Workers(board, timeout=5)
+    for _ in range(6):
+        workers.now += 0.9
+        hung = workers.watch.look(workers.running)
+    assert sorted(hung) == [0, 1, 2]
+
+
+# -- Board
+
+
+def test_a_board_gives_back_all_it_took() -> None:
+    open_files = Path("/proc/self/fd")
+    before = len(list(open_files.iterdir()))
+    board = Board(8)
+    assert len(list(open_files.iterdir())) > before
+    board.close()
+    board.close()
+    del board
+    assert len(list(open_files.iterdir())) == before
+
+
+def test_without_memfd_a_file_that_is_removed_at_once_does(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, start: Start, board: Board
+) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    other = Board(1)
+    file = Path(other.environment(0)[VARIABLE].rpartition(":")[0]).readlink()
+    assert tmp_path in file.parents
+    monkeypatch.setattr(board, "environment", other.environment)
+    pid = start(HANG)
+    assert other.read(0).step == 7
+    assert "in hang" in dump_stacks(other, {0: pid}, TIMEOUT)[0]
+    assert not list(tmp_path.iterdir())
+    other.close()
+
+
+# -- stacks
+
+HANG = """
+import time
+from redelastic.worker import progress
+def hang():
+    progress(7)
+    print("ready", flush=True)
+    time.sleep(600)
+hang()
+"""
+WAYS_TO_HANG = {
+    "sleep": "time.sleep(600)",
+    "pipe": "os.read(os.pipe()[0], 1)",
+    "lock": "lock = threading.Lock(); lock.acquire(); lock.acquire()",
+    "loop": "while True: pass",
+    # C code that keeps the interpreter's lock
+    "gil": "ctypes.PyDLL(None).read(os.pipe()[0], ctypes.create_string_buffer(1), 1)",
+}
+
+
+@pytest.fixture
+def no_py_spy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stacks, "_find_py_spy", lambda: None)
+
+
+@pytest.mark.usefixtures("no_py_spy")
+@pytest.mark.parametrize("way", WAYS_TO_HANG)
+def test_a_hung_worker_writes_its_stacks_itself(start: Start, board: Board, way: str) -> None:
+    code = HANG.replace("import time", "import ctypes, os, threading, time")
+    pids = {r: start(code.replace("time.sleep(600)", WAYS_TO_HANG[way]), r) for r in (0, 2)}
+    for _ in range(2):  # the second dump does not show the first once more
+        texts = dump_stacks(board, pids, TIMEOUT)
+        assert sorted(texts) == [0, 2]
+        assert [text.count("in hang") for text in texts.values()] == [1, 1], texts
+    assert board.read(2).step == 7, "and lives"
+    assert not is_in_state(pids[2], "Z")
+
+
+@pytest.mark.usefixtures("no_py_spy")
+def test_a_worker_that_hangs_before_its_first_call_writes_its_stacks(start: Start, board: Board) -> None:
+    pid = start(HANG.replace("progress(7)", ""))
+    assert board.read(0).pid == 0
+    assert "in hang" in dump_stacks(board, {0: pid}, TIMEOUT)[0]
+
+
+@pytest.mark.usefixtures("no_py_spy")
+def test_the_process_that_speaks_is_asked_not_the_shell_around_it(start: Start, board: Board) -> None:
+    shell = start(f"{sys.executable} -c '{HANG}' & wait", command=("bash", "-c"))
+    speaker = board.read(0).pid
+    assert speaker not in (0, shell)
+    try:
+        assert "in hang" in dump_stacks(board, {0: shell}, TIMEOUT)[0]
+    finally:
+        os.kill(speaker, signal.SIGKILL)
+
+
+@pytest.mark.usefixtures("no_py_spy")
+def test_of_long_stacks_the_main_thread_is_kept(start: Start, board: Board) -> None:
+    code = """
+import threading
+def deep(n):
+    if n: deep(n - 1)
+    else: ready.release(); threading.Event().wait()
+ready = threading.Semaphore(0)
+for _ in range(50):
+    threading.Thread(target=deep, args=(90,), daemon=True).start()
+    ready.acquire()
+"""
+    text = dump_stacks(board, {0: start(code + HANG)}, TIMEOUT)[0]
+    assert board.stacks_size(0) > 5 * stacks.LIMIT
+    assert text.startswith(stacks.CUT)
+    assert stacks.LIMIT - 200 < len(text) <= stacks.LIMIT + 100
+    assert "in hang" in text
+
+
+def test_py_spy_is_asked_of_a_worker_that_has_no_handler(start: Start, board: Board) -> None:
+    if stacks._find_py_spy() is None:
+        pytest.skip("py-spy is not installed")
+    code = HANG.replace("from redelastic.worker import progress", "").replace("progress(7)", "")
+    pid = start(code + "# password=hunter2")
+    text = dump_stacks(board, {0: pid}, TIMEOUT)[0]
+    if "ermission" in text:
+        pytest.skip(f"py-spy may not trace here: {text}")
+    assert text.startswith("Thread ")
+    assert "hang (<string>" in text
+    assert "hunter2" not in text
+
+
+@pytest.mark.usefixtures("no_py_spy")
+def test_a_worker_that_would_die_of_the_signal_is_not_sent_it(start: Start, board: Board) -> None:
+    pid = start("print('ready', flush=True)\nimport time\ntime.sleep(600)", None)
+    text = dump_stacks(board, {0: pid}, TIMEOUT)[0]
+    assert "\n" not in text
+    assert re.search(rf"process {pid} \(state [RS]\) has not imported redelastic\.worker", text)
+    assert "pip install py-spy" in text
+    os.kill(pid, signal.SIGSTOP)  # answered in order: had it been sent the other signal, it would be dead by now
+    wait_until(lambda: is_in_state(pid, "T"))
+
+
+def test_stopped_dead_and_missing_processes_are_said_to_be_so(start: Start, board: Board) -> None:
+    pids = {r: start(HANG, r) for r in (0, 1)}
+    os.kill(pids[0], signal.SIGSTOP)
+    os.kill(pids[1], signal.SIGKILL)
+    wait_until(lambda: is_in_state(pids[0], "T") and is_in_state(pids[1], "Z"))
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    texts = dump_stacks(board, pids | {2: gone.pid}, TIMEOUT)
+    assert "is stopped (state T)" in texts[0]
+    assert "is a zombie (state Z)" in texts[1]
+    assert texts[2] == f"No stacks: process {gone.pid} has ended."
+
+
+def test_a_worker_that_does_not_answer_and_a_py_spy_that_hangs_cost_the_timeout_at_most(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, start: Start, board: Board
+) -> None:
+    py_spy = tmp_path / "py-spy"
+    py_spy.write_text(f"#!/bin/sh\necho $$ >> {tmp_path}/started\nexec sleep 600\n")
+    py_spy.chmod(0o755)
+    monkeypatch.setattr(stacks, "_find_py_spy", lambda: str(py_spy))
+    # It has a handler, of its own, that writes nothing.
+    deaf = HANG.replace("def hang", f"import signal\nsignal.signal({STACK_SIGNAL}, lambda *_: None)\ndef hang")
+    pids = {0: start(deaf, 0), 1: start(deaf, 1), 2: start(deaf, None)}
+    began = time.monotonic()
+    texts = dump_stacks(board, pids, 2)
+    assert time.monotonic() - began < 20  # it would be 600
+    assert all(text.endswith("did not answer; py-spy: took too long.") for text in texts.values())
+    spies = (tmp_path / "started").read_text().split()
+    assert len(spies) == 3
+    assert not [pid for pid in spies if Path(f"/proc/{pid}").exists()]
+
+
+def test_a_py_spy_that_cannot_be_run_is_no_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, start: Start, board: Board
+) -> None:
+    monkeypatch.setattr(stacks, "_find_py_spy", lambda: str(tmp_path))
+    pid = start("print('ready', flush=True)\nimport time\ntime.sleep(600)", None)
+    assert "Permission denied" in dump_stacks(board, {0: pid}, TIMEOUT)[0]
+
+
+def test_a_closed_board_is_no_error(start: Start, board: Board, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stacks, "_find_py_spy", lambda: None)
+    pid = start(HANG)
+    board.close()
+    assert dump_stacks(board, {0: pid}, TIMEOUT)[0].startswith("No stacks")
+
+
+def test_catches_tells_whether_a_signal_has_a_handler(start: Start) -> None:
+    pid = start(
+        "import signal, time\n"
+        "signal.signal(signal.SIGUSR1, print)\n"
+        "signal.signal(signal.SIGUSR2, signal.SIG_IGN)\n"
+        "print('ready', flush=True)\n"
+        "time.sleep(600)"
+    )
+    asked = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, STACK_SIGNAL, signal.SIGINT, 64)
+    assert [catches(pid, s) for s in asked] == [True, False, False, False, True, False]
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    assert not catches(gone.pid, signal.SIGUSR1)

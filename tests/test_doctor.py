@@ -1,0 +1,272 @@
+"""`redelastic doctor` on servers that are fit and on servers that are not; it must leave each as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from doctoring import bad, look, run_command, untouched
+from rich.console import Console
+from servers import HOST, frozen, redis_cluster, replica_of, reserved_port, sentinel_group, wait_until
+
+import redelastic.doctor as doctor_module
+from redelastic.cli import doctor as command
+from redelastic.doctor import LEVELS, Finding, trial
+from redelastic.server import RedisServer
+
+# -- Servers that are fit
+
+
+def test_a_good_server_is_found_fit_and_left_as_it_was(every_server: RedisServer) -> None:
+    with every_server.get_client() as client:
+        before = client.dbsize()
+        found = look(every_server.url)
+        assert not bad(found)
+        assert not [finding for finding in found.values() if "not known" in finding.found]
+        for name in ("latency", "rights", "rendezvous", "bootstrap", "store", "wake-up", "version", "eviction"):
+            assert found[name].level == "ok", found[name]
+        assert client.info()["redis_version"].split(".")[0] in found["version"].found
+        assert 0 < found["latency"].numbers["median_ms"] <= found["latency"].numbers["max_ms"]
+        assert found["rendezvous"].numbers["ms"] > 0
+        assert found["store"].numbers.keys() == {f"{n}_ms" for n in ("set", "get", "add", "wait", "compare_set")}
+        assert client.dbsize() == before
+        assert not client.keys("*doctor*")
+
+
+def test_nothing_is_left_behind_however_often_it_looks(own_server: RedisServer) -> None:
+    with untouched(own_server):
+        for _ in range(5):
+            assert look(own_server.url)["rendezvous"].level == "ok"
+
+
+def test_what_could_not_be_removed_goes_by_itself(own_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial.Corner, "clear", lambda *_: None)
+    look(own_server.url)
+    with own_server.get_client() as client:
+        left = client.keys("*")
+        assert len(left) > 10
+        assert all(0 < client.ttl(key) <= trial.TTL for key in left)
+
+
+def test_a_persistent_server_behind_a_unix_socket_has_no_warnings_but_its_age(tmp_path: Any) -> None:
+    with RedisServer(unix_socket=True, data_dir=tmp_path) as server, untouched(server):
+        found = look(server.url)
+        assert bad(found, "warning") <= {"weaknesses", "shared-memory", "open-files"}
+        assert not bad(found)
+        assert found["persistence"].found == "append-only file"
+
+
+def test_a_master_that_sentinels_watch() -> None:
+    with sentinel_group() as group, untouched(group.master()):
+        found = look(group.url)
+        assert not bad(found)
+        assert "sentinels" in found["topology"].found
+        assert found["replicas"].level == "warning"
+        assert "min-replicas-to-write is 0" in found["replicas"].found
+        sentinel = f"redis://:{group.sentinel_password}@{HOST}:{group.sentinel_ports[0]}"
+        wrong = look(sentinel)
+        assert "redis+sentinel://" in wrong["topology"].advice
+        assert bad(wrong) == {"topology"}
+
+
+def test_a_cluster_and_one_node_of_it() -> None:
+    with redis_cluster() as cluster, contextlib.ExitStack() as stack:
+        for server in cluster.servers:
+            clients = stack.enter_context(server.get_client())
+            clients.config_set("maxmemory-policy", "noeviction")
+        found = look(cluster.url)
+        assert not bad(found)
+        assert found["topology"].found == "a Cluster"
+        assert found["cluster"].found == "ok, 3 masters"
+        with cluster.servers[1].get_client() as client:
+            client.config_set("maxmemory-policy", "allkeys-lru")
+        worst = look(cluster.url)["eviction"]
+        assert worst.level == "warning"
+        assert cluster.servers[1].endpoint in worst.found
+        single = look(cluster.servers[0].url)
+        assert bad(single) == {"topology"}
+        assert "redis+cluster://" in single["topology"].advice
+        for server in cluster.servers:
+            with server.get_client() as client:
+                assert client.dbsize() == 0
+
+
+# -- Servers that are not
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "level", "said"),
+    [
+        ({"maxmemory-policy": "allkeys-lru", "maxmemory": "100mb"}, "eviction", "problem", "noeviction"),
+        ({"maxmemory-policy": "allkeys-lru"}, "eviction", "warning", "noeviction"),
+        ({"maxmemory-policy": "volatile-ttl", "maxmemory": "100mb"}, "eviction", "warning", "noeviction"),
+        ({"save": "3600 1"}, "persistence", "note", "appendonly"),
+        ({}, "persistence", "warning", "appendonly"),
+        ({"maxclients": "8"}, "clients", "problem", "maxclients"),
+        ({"maxclients": "50"}, "clients", "warning", "maxclients"),
+        ({"timeout": "10"}, "idle-timeout", "note", "timeout 0"),
+        ({"hz": "5"}, "hz", "warning", "hz 10"),
+        ({"lua-time-limit": "10"}, "script-limit", "note", "BUSY"),
+        ({"client-output-buffer-limit": "normal 1mb 0 0"}, "output-limit", "warning", "0 for normal"),
+    ],
+)
+def test_what_a_server_is_set_to(config: dict[str, str], name: str, level: str, said: str) -> None:
+    with RedisServer(config=config) as server, untouched(server):
+        finding = look(server.url)[name]
+        assert finding.level == level, finding
+        assert said in finding.advice
+
+
+def test_a_full_server_is_a_problem_said_where_it_shows() -> None:
+    with RedisServer(config={"maxmemory": "1mb"}) as server, server.get_client() as client:
+        found = look(server.url)
+        assert bad(found) == {"memory", "rendezvous", "store"}
+        assert "maxmemory" in found["rendezvous"].advice  # in other words on Redis 6.2
+        assert "maxmemory" in found["memory"].advice
+        assert client.dbsize() == 0
+
+
+def test_a_master_that_waits_for_its_replicas_is_a_problem() -> None:
+    with RedisServer(config={"min-replicas-to-write": "1"}) as server:
+        found = look(server.url)
+        assert bad(found) == {"replicas"}
+        assert found["rendezvous"].found == "not tried, because of replicas"
+        assert "writes are refused" in found["replicas"].found
+
+
+def test_a_failed_snapshot_is_a_problem(own_server: RedisServer) -> None:
+    with own_server.get_client() as client:
+        client.config_set("save", "3600 1")
+        Path(client.config_get("dir")["dir"], "dump.rdb").mkdir()  # a snapshot cannot take its place, not even root's
+        client.bgsave()
+        wait_until(lambda: client.info()["rdb_last_bgsave_status"] == "err", "the snapshot failed")
+        found = look(own_server.url)
+        assert bad(found) == {"reachable"}
+        assert found["reachable"].found == "yes, but it refuses us"
+        assert "MISCONF" in found["reachable"].advice
+        client.config_set("stop-writes-on-bgsave-error", "no")
+        found = look(own_server.url)
+        assert not bad(found)
+        assert found["persistence"].found == "the last snapshot failed"
+        client.config_set("save", "")  # or the server would not end before it has saved
+
+
+def test_a_replica_is_a_problem_and_nothing_is_tried_there(own_server: RedisServer) -> None:
+    with replica_of(own_server) as replica, untouched(own_server):
+        found = look(replica.url)
+        assert bad(found) == {"role"}
+        assert found["rendezvous"].found == "not tried, because of role"
+
+
+# -- No server
+
+
+def test_a_wrong_password_is_unreachable_and_the_host_is_shown(
+    server: RedisServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = run_command("--endpoint", f"redis://:wr0ng-secret@{server.endpoint}")
+    out = capsys.readouterr().out
+    assert code == 3
+    assert "refused the login" in out
+    assert "wr0ng-secret" not in out
+    assert "torchrun" in out
+
+
+def test_nothing_there_is_unreachable_and_the_host_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    with reserved_port() as port:
+        assert run_command("--endpoint", f"{HOST}:{port}", "--json") == 3
+    found = {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)}
+    assert found["reachable"]["level"] == "problem"
+    assert "Check that it runs there" in found["reachable"]["advice"]
+    assert {finding["group"] for name, finding in found.items() if name != "reachable"} == {"host"}
+
+
+@pytest.mark.parametrize("last", ["examine_server", "examine_round_trips", "examine_rights"])
+def test_a_server_that_freezes_midway_ends_it_with_what_is_known(
+    last: str, own_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with contextlib.ExitStack() as stack:
+        asked: Callable[..., Any] = getattr(doctor_module, last)
+
+        def freeze_after(*args: Any) -> Any:
+            found = asked(*args)
+            found = found if isinstance(found, Finding) else list(found)
+            stack.enter_context(frozen(own_server))
+            return found
+
+        monkeypatch.setattr(doctor_module, last, freeze_after)
+        started = time.monotonic()
+        found = look(own_server.url)
+        assert time.monotonic() - started < 30  # ten, and much for a busy machine
+    assert bad(found) == {"reachable"}
+    assert found["reachable"].found == "not any more"
+    assert found["version"].level == "ok"
+    assert found["torch"].level == "ok"
+
+
+def test_a_bad_endpoint_or_run_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command("--endpoint", "http://example") == 2
+    assert run_command("--endpoint", HOST, "--run", "a b") == 2
+    assert capsys.readouterr().err.count("\n") == 2
+
+
+def test_an_interrupt_removes_the_keys(own_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: Any) -> Iterator[Finding]:
+        signal.raise_signal(signal.SIGINT)
+        yield from ()
+
+    monkeypatch.setattr(doctor_module, "try_store", interrupt)
+    with untouched(own_server):
+        assert run_command("--endpoint", own_server.url) == 130
+
+
+# -- What is printed
+
+
+def test_json_is_a_list_with_numbers_as_numbers(server: RedisServer, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command("--endpoint", server.url, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    for finding in found:
+        assert finding.keys() == {"group", "name", "level", "found", "advice", "numbers"}
+        assert finding["level"] in LEVELS
+        assert all(isinstance(number, int | float) for number in finding["numbers"].values())
+    assert server._password not in json.dumps(found)
+
+
+def test_a_pipe_gets_whole_lines_without_colours_and_problems_last(capsys: pytest.CaptureFixture[str]) -> None:
+    config = {"maxmemory-policy": "allkeys-lru", "maxmemory": "100mb", "hz": "5"}
+    with RedisServer(config=config) as server:
+        assert run_command("--endpoint", server.url) == 1
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    assert all(line == line.rstrip() for line in out.splitlines())
+    assert out.rstrip().endswith("Set maxmemory-policy noeviction.")
+    assert out.index("warnings") < out.index("1 problem\n")
+
+
+def test_what_the_server_says_cannot_reach_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    hostile = Finding("server", "reachable", "problem", "\x1b[2J[bold]x\r\n", "\x07[/]\x9b31m")
+    command._show([hostile])
+    out = capsys.readouterr().out
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", out)
+    assert "\\x1b[2J[bold]x" in out
+
+
+def test_a_narrow_terminal_wraps_and_loses_nothing() -> None:
+    narrow = io.StringIO()
+    console = Console(file=narrow, width=80, force_terminal=True, highlight=False, color_system=None)
+    findings = [Finding("server", "eviction", "problem", "word " * 40 + "end", "advice " * 40 + "last")]
+    command._show_table(console, findings)
+    command._show_what_to_do(console, findings)
+    lines = narrow.getvalue().splitlines()
+    assert all(len(line) <= 80 for line in lines)
+    assert narrow.getvalue().count("word") == 80
+    assert narrow.getvalue().count("advice") == 40

@@ -1,0 +1,146 @@
+"""What `redelastic doctor` knows of versions and their weaknesses, and what it finds on the host itself."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import resource
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from doctoring import look
+
+from redelastic.addresses import LocalAddress
+from redelastic.doctor import host
+from redelastic.doctor.weaknesses import WEAKNESSES, mended_in, weaknesses_of
+from redelastic.endpoint import parse_endpoint
+from redelastic.server import RedisServer
+
+# -- Weaknesses by version
+
+
+@pytest.mark.parametrize(
+    ("product", "version", "tls", "names"),
+    [
+        ("redis", (6, 2, 14), False, ["CVE-2024-46981", "CVE-2025-49844"]),
+        ("redis", (6, 2, 17), False, ["CVE-2025-49844"]),
+        ("redis", (6, 2, 20), False, []),
+        ("redis", (6, 2, 20), True, ["CVE-2026-81934"]),
+        ("redis", (7, 0, 15), False, ["CVE-2024-46981", "CVE-2025-49844"]),
+        ("redis", (7, 4, 6), False, []),
+        ("redis", (8, 0, 3), False, ["CVE-2025-49844"]),
+        ("redis", (8, 2, 2), False, []),
+        ("redis", (8, 4, 0), False, []),
+        ("redis", (8, 10, 0), True, ["CVE-2026-81934"]),
+        ("redis", (8, 10, 1), True, []),
+        ("valkey", (7, 2, 10), False, ["CVE-2025-49844"]),
+        ("valkey", (8, 1, 4), False, []),
+        ("valkey", (9, 0, 0), False, []),
+        ("valkey", (9, 0, 4), True, ["CVE-2026-56684"]),
+        ("dragonfly", (1, 0, 0), True, []),
+    ],
+)
+def test_known_weaknesses(product: str, version: tuple[int, int, int], tls: bool, names: list[str]) -> None:
+    assert [weakness.name for weakness in weaknesses_of(product, version, tls=tls)] == names
+
+
+@pytest.mark.parametrize(
+    ("version", "tls", "target"),
+    [
+        ((6, 2, 14), False, "6.2.20"),
+        ((6, 2, 14), True, "6.2.24"),
+        ((7, 0, 15), False, "7.2.11"),
+        ((8, 0, 3), True, "8.2.9"),
+    ],
+)
+def test_the_release_to_update_to(version: tuple[int, int, int], tls: bool, target: str) -> None:
+    assert mended_in(weaknesses_of("redis", version, tls=tls), version[:2]) == target
+    later = tuple(int(part) for part in target.split("."))
+    assert not [w for w in WEAKNESSES if w.affects("redis", (later[0], later[1], later[2]), tls=tls)]
+
+
+# -- The host
+
+
+def test_the_versions_looked_for_are_those_of_the_package() -> None:
+    required = " ".join(importlib.metadata.requires("redelastic") or [])
+    assert f"torch<2.14,>={host.SUPPORTED_TORCH}" in required
+    assert f"redis[hiredis]<9,>={host.SUPPORTED_REDIS_PY}" in required
+
+
+@pytest.mark.parametrize(("version", "level"), [("2.13", "ok"), ("2.13.1+cu", "ok"), ("2.130.0", "problem")])
+def test_a_version_is_told_from_one_that_looks_like_it(version: str, level: str) -> None:
+    assert host._version("torch", version, "2.13").level == level
+
+
+@pytest.mark.parametrize(
+    ("url", "address", "level"),
+    [
+        ("redis.example:6379", "127.0.0.1", "problem"),
+        ("127.0.0.1:6379", "127.0.0.1", "note"),
+        ("unix:///tmp/redis.sock", "127.0.0.1", "note"),
+        ("redis.example:6379", "192.0.2.7", "ok"),
+    ],
+)
+def test_the_address_that_peers_are_told(url: str, address: str, level: str) -> None:
+    assert host._address(parse_endpoint(url), LocalAddress(address, "a test")).level == level
+
+
+def test_a_store_that_nobody_reaches_is_a_problem(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    nowhere = LocalAddress("no-such-host.invalid", "a test")
+    monkeypatch.setattr("redelastic.handler.find_address", lambda *_: nowhere)
+    found = look(server.url)
+    assert found["rendezvous"].level == "ok"
+    assert found["bootstrap"].level == "problem"
+    assert "no-such-host.invalid" in found["bootstrap"].found
+
+
+def test_few_files_and_little_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 4096))
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=64, f_frsize=2**20))
+    assert host._files().level == "warning"
+    assert "4,096" in host._files().advice
+    [little] = host._shared_memory()
+    assert little.level == "warning"
+    assert little.numbers == {"free_bytes": 64 * 2**20}
+
+
+class _NvmlError(Exception):
+    pass
+
+
+def _no_driver() -> None:
+    raise _NvmlError("Driver Not Loaded")
+
+
+@pytest.mark.parametrize(
+    ("nvml", "level", "said"),
+    [
+        (None, "note", "not installed"),
+        (SimpleNamespace(NVMLError=_NvmlError, nvmlInit=_no_driver), "note", "Driver Not Loaded"),
+        (
+            SimpleNamespace(
+                NVMLError=_NvmlError,
+                nvmlInit=lambda: None,
+                nvmlShutdown=lambda: None,
+                nvmlDeviceGetCount=lambda: 8,
+                nvmlSystemGetDriverVersion=lambda: "580.1",
+            ),
+            "ok",
+            "8, driver 580.1",
+        ),
+    ],
+)
+def test_gpus(nvml: Any, level: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    finding = host._gpus()
+    assert finding.level == level
+    assert said in finding.found
+
+
+def test_an_installation_that_torchrun_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert host._torchrun().level == "ok"
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: ())
+    assert host._torchrun().level == "problem"

@@ -1,0 +1,143 @@
+"""A real server whose keys hold anything: nodes, stores and commands take it, or say so in our own words."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any, cast
+
+import pytest
+import redis
+from fuzzing import INPUTS, SEED, no_logs
+from hostile import NODES, RECORD, Dice
+from torch.distributed import DistError
+from torch.distributed.elastic.rendezvous.api import RendezvousError
+
+from redelastic import RedisRendezvousBackend, RedisStore
+from redelastic.connection import Connection
+from redelastic.control import RunControl, UnknownNodeError, UnknownRunError
+from redelastic.history import replay
+from redelastic.keys import RunKeys
+from redelastic.membership import Membership
+from redelastic.server import RedisServer
+from redelastic.settings import Settings
+
+pytestmark = pytest.mark.timeout(3600 if "REDELASTIC_FUZZ" in os.environ else 120)
+
+
+def spoil_keys(dice: Dice, client: redis.Redis, keys: RunKeys) -> None:
+    """Leave some of the run's record as it is, and put anything into the rest."""
+    pipe = client.pipeline(transaction=False)
+    store = keys.store(2)
+    for key in (*keys.types, keys.state, store.data, store.waits, store.once):
+        if dice.random() < 0.06:
+            pipe.delete(key)
+            getattr(pipe, dice.choice(("set", "rpush", "sadd")))(key, dice.raw())
+    for _ in range(1 + dice.randrange(3)):
+        pipe.hset(keys.run, dice.choice((*RECORD, "draining " + NODES[0], dice.told())), dice.raw())
+        zset = dice.choice((keys.ranks, keys.leases, keys.candidates))
+        pipe.zadd(
+            zset,
+            {
+                dice.choice((dice.raw(), *(node.encode() for node in NODES))): dice.choice(
+                    (0, 5, math.inf, -math.inf, 1e300, 0.5)
+                )
+            },
+        )
+        pipe.hset(keys.state, mapping={"token": dice.raw(), "state": dice.raw()})
+        pipe.hset(store.data, dice.choice((b"n", b"text", dice.raw())), dice.raw())
+        pipe.hset(keys.failures, dice.choice((b"a", dice.raw())), dice.raw())
+        pipe.xadd(
+            keys.wake,
+            {dice.choice((b"event", dice.raw())): dice.choice((b"drain", dice.raw())), b"timeout": dice.raw()},
+        )
+        pipe.xadd(keys.events, {dice.choice((b"event", dice.raw())): dice.raw()})
+        pipe.set(keys.status(NODES[0]), dice.raw())
+    pipe.execute(raise_on_error=False)
+
+
+def plant(client: redis.Redis, keys: RunKeys) -> None:
+    """A run of three nodes, two of them in round 2."""
+    now = int(client.time()[0]) * 1000
+    pipe = client.pipeline(transaction=False)
+    pipe.delete(*keys.types, keys.state, keys.store(2).data, keys.store(2).once)
+    sound = {k: v for k, v in RECORD.items() if k not in ("closed", "stop", "broken", "restoring", "deadline")}
+    pipe.hset(keys.run, mapping=sound | {"beat_at": now, "completed_at": now})  # type: ignore[arg-type]
+    pipe.zadd(keys.ranks, {NODES[0]: 0, NODES[1]: 1})
+    pipe.sadd(keys.members, *NODES[:2])
+    pipe.zadd(keys.candidates, {NODES[2]: 1})
+    pipe.zadd(keys.leases, dict.fromkeys(NODES, now + 60_000))
+    pipe.execute(raise_on_error=False)
+
+
+def operations(connection: Connection, keys: RunKeys, dice: Dice) -> Iterator[Callable[[], object]]:
+    settings = Settings(run_id=keys.run_id, min_nodes=1, max_nodes=3, ttl=60)
+    node = Membership(connection, keys, settings, "127.0.0.1")
+    node._keeper = cast("Any", "none: beats are the test's")
+    node.node = dice.choice((NODES[0], NODES[2], "new-1-0123456789ab"))
+    node._run_keys = [*keys.types, keys.status(node.node)]
+    control, backend = RunControl(connection, keys), RedisRendezvousBackend(connection, keys.run_id)
+    store = RedisStore(connection, keys.run_id, epoch=2, timeout=0.05)
+
+    def join() -> None:
+        outcome, *told = node._ask_to_join(1234, 0)
+        if outcome == b"complete":
+            node._enter(node._round_from(*told))
+
+    def hear() -> None:
+        for entries in connection.read({keys.wake.encode(): "0"}, 0.001).values():
+            node._take_in_wake_ups(entries)
+
+    yield from (join, node._beat, hear)
+    yield from (lambda: node.charge(0.0, 3, "why", (3, 3, 3), final=False), node.ask_whether_closed)
+    yield from (
+        control.state,
+        lambda: replay(control.events()),
+        lambda: control.find("a"),
+        lambda: control.failures("a"),
+    )
+    yield from (
+        lambda: control.note("x", "y", "z"),
+        lambda: control.drain(NODES[0], "why", 1),
+        lambda: control.readmit("a", "b"),
+    )
+    yield from (backend.get_state, lambda: backend.set_state(b"x", 1), lambda: backend.set_state(b"x"))
+    yield from (
+        lambda: store.add("n", 1),
+        lambda: store.get("text"),
+        lambda: store.append("text", "x"),
+        store.list_keys,
+    )
+    yield from (lambda: store.compare_set("text", "", "x"), lambda: store.delete_key("n"), store.num_keys)
+    yield from (
+        lambda: store.queue_pop("q", block=False),
+        lambda: store.wait(["none"], timedelta(0)),
+        lambda: store.check(["n"]),
+    )
+    yield from (lambda: node.leave("done", timeout=0), lambda: control.close("why", stop=True, ttl=60))
+    store.close()
+
+
+@pytest.mark.fault("hostile values in Redis, options and requests", "only our own errors come out")
+def test_keys_that_hold_anything(
+    server: RedisServer, connection: Connection, keys: RunKeys, measured: Callable[..., None]
+) -> None:
+    """The scripts as well: they meet what is in the keys first."""
+    count, tried = max(20, INPUTS // 110), 0
+    with server.get_client() as client, no_logs():
+        for number in range(count):
+            dice = Dice(SEED * 1_000_003 + number)
+            plant(client, keys)
+            for operation in operations(connection, keys, dice):
+                spoil_keys(dice, client, keys)
+                tried += 1
+                try:
+                    operation()
+                except (RendezvousError, DistError, UnknownRunError, UnknownNodeError):
+                    pass
+                except Exception as e:
+                    if not str(e).startswith("Cannot add 1"):  # a ValueError that `add` promises
+                        raise AssertionError(f"input {number} of seed {SEED}, operation {tried}: {e!r:.300}") from e
+    measured("inputs", tried, "")

@@ -1,0 +1,437 @@
+"""Interfaces and names: hosts with several interfaces, IPv6 alone, a hostname that is wrong, a loopback, or unknown.
+
+Each host is a network namespace (see namespaces.py) with names of its own: a thread that has its own /etc/hosts,
+/etc/resolv.conf and hostname, which the processes that it starts inherit.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import re
+import subprocess
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import psutil
+import pytest
+from fault_matrix import Measured
+from namespaces import LINK, Network, NetworkServer, _ip, _libc, both_ways
+from servers import wait_until
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torchrun_job import LIMIT, Job
+
+from redelastic import addresses
+from redelastic.addresses import INTERFACE_VARIABLES, LocalAddress, find_address
+from redelastic.connection import Connection
+from redelastic.control import RunControl
+from redelastic.doctor.host import examine_host
+from redelastic.endpoint import parse_endpoint
+from redelastic.handler import REACH_THREAD, RedisRendezvousHandler, handler_from_parameters
+from redelastic.server import RedisServer
+
+pytestmark = pytest.mark.timeout(300)
+
+T = TypeVar("T")
+
+NAMES: Final = ("a", "b")
+LAN: Final = "lan0"  # a second interface of both, on which Redis is not
+ON_LAN: Final = {"a": "198.51.100.1", "b": "198.51.100.2"}
+ON_LAN_6: Final = {"a": "2001:db8:7::1", "b": "2001:db8:7::2"}
+ON_LINK: Final = f"fe80::7%{LAN}"  # of a alone
+BARE: Final = "bare0"  # an interface without an address
+LOCALHOST: Final = "127.0.0.1 localhost\n"
+_CLONE_NEWNS, _CLONE_NEWUTS = 0x20000, 0x4000000
+GLOO: Final = INTERFACE_VARIABLES[0]
+
+
+@pytest.fixture
+def network() -> Iterator[Network]:
+    with ExitStack() as opened:
+        try:
+            made = opened.enter_context(Network("redis", *NAMES))
+        except OSError as e:
+            pytest.skip(f"network namespaces need Linux, root, and `ip` of the Debian package iproute2: {e}")
+        there = f"/proc/{os.getpid()}/fd/{made._namespaces['b']}"
+        with made.inside("a"):
+            _ip(
+                f"link add name {LAN} type veth peer name {LAN} netns {there}",
+                f"link add {BARE} type veth peer name {BARE}p",
+            )
+        for name in NAMES:
+            with made.inside(name):
+                v4, v6 = (f"addr add {ON_LAN[name]}/24 dev {LAN}", f"addr add {ON_LAN_6[name]}/64 dev {LAN} nodad")
+                _ip(v4, v6, f"link set {LAN} up")
+        with made.inside("a"):
+            _ip(f"addr add fe80::7/64 dev {LAN} nodad")
+        opened.enter_context(made.inside("redis"))
+        yield made
+
+
+@pytest.fixture
+def redis(network: Network) -> Iterator[RedisServer]:
+    with NetworkServer(network.addresses["redis"]) as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(addresses, "_told", {})
+    for variable in INTERFACE_VARIABLES:  # what handlers of this process set goes with the test
+        monkeypatch.setenv(variable, "")
+        monkeypatch.delenv(variable)
+
+
+def on(network: Network, name: str, hosts: str, act: Callable[[], T], resolver: str = "") -> T:
+    """Act on a host whose name is HOST-host, which its /etc/hosts may know; no name server, unless resolver has one."""
+
+    def there() -> T:
+        with network.inside(name):
+            _libc("unshare", _CLONE_NEWNS | _CLONE_NEWUTS)
+            subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+            for file, text in (("/etc/hosts", LOCALHOST + hosts), ("/etc/resolv.conf", resolver)):
+                with tempfile.NamedTemporaryFile("w") as own:  # the mount keeps what it holds
+                    own.write(text)
+                    own.flush()
+                    subprocess.run(["mount", "--bind", own.name, file], check=True)
+            hostname = f"{name}-host".encode()
+            assert ctypes.CDLL(None).sethostname(hostname, len(hostname)) == 0
+            return act()
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(there).result(LIMIT)
+
+
+def found_on(network: Network, hosts: str, local_addr: str | None = None, url: str = "") -> LocalAddress:
+    def find() -> LocalAddress:
+        connection = Connection.open(url) if url else None
+        try:
+            return find_address(local_addr, connection.local_address() if connection else None)
+        finally:
+            if connection:
+                connection.close()
+
+    return on(network, "a", hosts, find)
+
+
+# -- which address
+
+
+def hosts_file(network: Network, *, meant: str) -> str:
+    """What /etc/hosts of host a has beside localhost; the last two names are not its own."""
+    lines = {"nothing": "", "a loopback, as on Debian": "127.0.1.1 a-host\n"}
+    for of, address in {**network.addresses, "its second interface": ON_LAN["a"]}.items():
+        lines[of] = f"{address} a-host\n"
+    return lines[meant] + f"{ON_LAN['a']} a-on-lan\n{ON_LAN['b']} b-host\n"
+
+
+HOSTNAMES: Final = [  # what it means, and whether gloo has to be told better
+    pytest.param("a loopback, as on Debian", True, id="a loopback"),
+    pytest.param("nothing", True, id="nothing"),
+    pytest.param("b", True, id="another host"),
+    pytest.param("a", False, id="its address"),
+    pytest.param("its second interface", False, id="its second interface"),
+]
+
+
+@pytest.mark.fault(
+    "a hostname that means a loopback, nothing, or another host",
+    "peers are told the address on the way to Redis, no name; gloo, which asks for the name, is told that interface",
+)
+@pytest.mark.parametrize(("meant", "wrong"), HOSTNAMES)
+def test_the_way_to_redis(network: Network, redis: RedisServer, meant: str, *, wrong: bool) -> None:
+    found = found_on(network, hosts_file(network, meant=meant), url=redis.url)
+    assert found == LocalAddress(network.addresses["a"], "its way to Redis", LINK if wrong else "")
+
+
+@pytest.mark.fault(
+    "the name server does not answer", "a node starts all the same; gloo is told its interface, and asks nobody"
+)
+def test_a_mute_name_server(network: Network, measured: Measured) -> None:
+    mute = f"nameserver {network.addresses['b']}\noptions timeout:30 attempts:2\n"
+    with network.cut(both_ways("a", ["b"])):
+        at = time.monotonic()
+        found = on(network, "a", "", lambda: find_address(None, network.addresses["a"]), mute)
+        seconds = time.monotonic() - at
+    measured("address found", seconds)
+    assert seconds < 30, "a lookup lasts for a minute"
+    assert found == LocalAddress(network.addresses["a"], "its way to Redis", LINK)
+
+
+@pytest.mark.fault(
+    "Redis is behind a proxy on a loopback or a socket file, and the hostname means a loopback",
+    "peers are told the address of the default route, and not a loopback",
+)
+def test_a_loopback_says_nothing(network: Network) -> None:
+    debian = hosts_file(network, meant="a loopback, as on Debian")
+    assert found_on(network, debian) == LocalAddress(network.addresses["a"], "its default route", LINK)
+    second = hosts_file(network, meant="its second interface")
+    assert found_on(network, second) == LocalAddress(ON_LAN["a"], "what its hostname means")
+    network.pull_out("a")
+    assert found_on(network, debian) == LocalAddress(addresses.LOOPBACK, "it has no other")
+
+
+@pytest.mark.fault(
+    "the name of Redis means an IPv6 address first, on which it does not listen",
+    "peers are told the address of the connection that came about",
+)
+def test_a_name_of_two_addresses(network: Network, redis: RedisServer) -> None:
+    names = f"{ON_LAN_6['b']} redis-host\n{network.addresses['redis']} redis-host\n"
+    url = redis.url.replace(network.addresses["redis"], "redis-host")
+    assert found_on(network, names, url=url).host == network.addresses["a"]
+
+
+GIVEN: Final = [
+    pytest.param(LAN, LocalAddress(ON_LAN["a"], f"of the given interface {LAN}", LAN), id="interface"),
+    pytest.param(ON_LAN["a"], LocalAddress(ON_LAN["a"], "given", LAN), id="IPv4"),
+    pytest.param(ON_LAN_6["a"], LocalAddress(ON_LAN_6["a"], "given", LAN), id="IPv6"),
+    pytest.param(ON_LINK, LocalAddress(ON_LINK, "given", LAN), id="IPv6 of the link"),
+    pytest.param("a-on-lan", LocalAddress("a-on-lan", "given", LAN), id="name"),
+    pytest.param("a-host", LocalAddress("a-host", "given", LINK), id="name of a loopback"),
+    pytest.param("127.0.0.1", LocalAddress("127.0.0.1", "given", "lo"), id="loopback"),
+]
+
+
+@pytest.mark.parametrize(("local_addr", "expected"), GIVEN)
+def test_a_local_address_that_is_given(network: Network, local_addr: str, expected: LocalAddress) -> None:
+    assert found_on(network, hosts_file(network, meant="a loopback, as on Debian"), local_addr) == expected
+
+
+WRONG: Final = [
+    pytest.param(ON_LAN["b"], "no interface has it", id="another host"),
+    pytest.param("b-host", f"it means {ON_LAN['b']}", id="name of another host"),
+    pytest.param("eth7", "neither an address nor an interface, and no name that can be looked up", id="no interface"),
+    pytest.param("fe80::1", "no interface has it", id="another link"),
+    pytest.param("0.0.0.0", "it means every address", id="every address"),  # noqa: S104
+    pytest.param("::", "it means every address", id="every IPv6 address"),
+    pytest.param(BARE, "that interface has no address", id="bare interface"),
+]
+
+
+@pytest.mark.fault(
+    "`--local-addr` is another host's, an interface that is not there, or every address",
+    "refused at once, in words: the value, why, and which addresses this host has",
+)
+@pytest.mark.parametrize(("local_addr", "why"), WRONG)
+def test_a_local_address_of_nobody(network: Network, local_addr: str, why: str) -> None:
+    with pytest.raises(ValueError, match=f"^local_addr='{re.escape(local_addr)}' is not of this host: {why}") as error:
+        found_on(network, hosts_file(network, meant="a"), local_addr)
+    for name, address in ((LINK, network.addresses["a"]), (LAN, ON_LAN["a"]), (LAN, ON_LAN_6["a"]), ("lo", "::1")):
+        assert f"{address} ({name})" in str(error.value)
+
+
+def test_what_the_user_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(GLOO, "mine")
+    LocalAddress("192.0.2.1", "a test", "eth0").tell_workers()
+    assert [os.environ.get(variable) for variable in INTERFACE_VARIABLES] == ["mine", "eth0"]
+    LocalAddress("192.0.2.9", "a test", "eth1").tell_workers()
+    assert [os.environ.get(variable) for variable in INTERFACE_VARIABLES] == ["mine", "eth1"]
+    LocalAddress("192.0.2.9", "a test").tell_workers()
+    assert [os.environ.get(variable) for variable in INTERFACE_VARIABLES] == ["mine", "eth1"]
+
+
+def test_what_the_doctor_says(network: Network, redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def look() -> dict[str, tuple[str, str]]:
+        connection = Connection.open(redis.url)
+        try:
+            found = examine_host(parse_endpoint(redis.url), connection)
+            return {f.name: (f.level, f.found) for f in found if f.name in ("address", "gloo")}
+        finally:
+            connection.close()
+
+    debian, second = (
+        hosts_file(network, meant=meant) for meant in ("a loopback, as on Debian", "its second interface")
+    )
+    address = network.addresses["a"]
+    found = on(network, "a", debian, look)
+    assert found["address"] == ("ok", f"peers are told {address} (its way to Redis)")
+    assert found["gloo"] == ("ok", f"this host's name means 127.0.1.1, so workers are told {GLOO}={LINK}")
+    level, said = on(network, "a", second, look)["gloo"]
+    assert (level, LAN in said, address in said) == ("note", True, True)
+    monkeypatch.setenv(GLOO, "^docker0")
+    assert on(network, "a", debian, look)["gloo"] == ("problem", f"{GLOO}=^docker0: there is no ^docker0")
+    monkeypatch.setenv(GLOO, LAN)
+    assert on(network, "a", debian, look)["gloo"] == ("ok", f"listens on {LAN}, as {GLOO} says")
+
+
+# -- an address that peers do not reach
+
+
+@contextmanager
+def pair(network: Network, redis: RedisServer, **local_addr: str) -> Iterator[list[RedisRendezvousHandler]]:
+    """Handlers on both hosts, in the order of their ranks; call them on their host."""
+    run_id, made = f"test-{uuid.uuid4().hex[:12]}", []
+    try:
+        for name in NAMES:
+            with network.inside(name):
+                options: dict[str, Any] = {"node_name": name, "topology": name, "join_timeout": LIMIT}
+                params = RendezvousParameters("redis", redis.url, run_id, 2, 2, local_addr.get(name), **options)
+                handler = handler_from_parameters(params)
+            assert isinstance(handler, RedisRendezvousHandler)
+            made.append(handler)
+        with ThreadPoolExecutor(2) as pool:
+            joins = []
+            for name, handler in zip(NAMES, made, strict=True):
+
+                def join(name: str = name, handler: RedisRendezvousHandler = handler) -> int:
+                    with network.inside(name):
+                        return handler.next_rendezvous().rank
+
+                joins.append(pool.submit(join))
+            assert [join.result(LIMIT) for join in joins] == [0, 1], "by their labels"
+        yield made
+    finally:
+        for handler in made:
+            handler.shutdown()
+
+
+def has_tried() -> bool:
+    return all(thread.name != REACH_THREAD for thread in threading.enumerate())
+
+
+def unreached(redis: RedisServer, of: RedisRendezvousHandler) -> list[str]:
+    connection = Connection.open(redis.url)
+    try:
+        return [e.reason for e in RunControl(connection, of.backend.keys).events() if e.event == "unreached"]
+    finally:
+        connection.close()
+
+
+CUT: Final = "peers do not get through to the address that rank 0 told, and hear nothing"
+
+
+@pytest.mark.parametrize(
+    ("fault", "local_addr"),
+    [
+        pytest.param(True, "eth0", id="cut", marks=pytest.mark.fault(CUT, "log and events name address, port, node")),
+        pytest.param(False, "127.0.0.1", id="a loopback"),
+    ],
+)
+def test_a_rank_0_that_is_not_reached(
+    network: Network,
+    redis: RedisServer,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    local_addr: str,
+    *,
+    fault: bool,
+) -> None:
+    monkeypatch.setattr("redelastic.handler.REACH_TIMEOUT", 1.0)
+    with ExitStack() as opened:
+        first, second = opened.enter_context(pair(network, redis, a=local_addr))
+        place = second._entered
+        assert place is not None
+        if fault:
+            opened.enter_context(network.cut(both_ways("b", ["a"])))
+        with network.inside("b"):
+            assert second.num_nodes_waiting() == 0
+        wait_until(has_tried, "it has tried")
+        [said] = unreached(redis, second)
+        assert f"Rank 0, node {first.membership.node}," in said
+        assert f"at {place.host} port {place.port}, but from {network.addresses['b']}" in said
+        assert "--local-addr" in said
+        assert [said in record.getMessage() for record in caplog.records if record.levelno == logging.ERROR] == [True]
+        with network.inside("b"):
+            second.num_nodes_waiting()
+        assert has_tried(), "once in a round"
+
+
+def test_a_rank_0_that_is_reached(network: Network, redis: RedisServer) -> None:
+    with pair(network, redis) as (first, second):
+        with network.inside("a"):
+            first.num_nodes_waiting()
+        assert has_tried(), "rank 0 reaches itself"
+        with network.inside("b"):
+            second.num_nodes_waiting()
+        wait_until(has_tried, "it has tried")
+        assert unreached(redis, second) == []
+
+
+def test_a_round_that_is_over_is_not_told_of(
+    network: Network, redis: RedisServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("redelastic.handler.REACH_TIMEOUT", LIMIT)
+    with pair(network, redis, a="127.0.0.1") as (first, second):
+        with network.inside("b"):
+            second.num_nodes_waiting()
+        assert not has_tried(), "it tries for a minute"
+        first.end("a test", "goes on")
+        wait_until(has_tried, "it tries no longer")
+        assert unreached(redis, second) == []
+    assert not [record for record in caplog.records if record.levelno == logging.ERROR]
+
+
+# -- jobs
+
+
+def environments(job: Job) -> list[Mapping[str, str]]:
+    """Of the workers."""
+    return [psutil.Process(pid).environ() for pid in {line.pid for line in job.lines("start")}]
+
+
+@pytest.mark.fault(
+    "torchrun on hosts whose names mean a loopback, as on Debian, without a name service", "the job trains"
+)
+def test_hosts_as_debian_makes_them(network: Network, redis: RedisServer, tmp_path: Path) -> None:
+    with Job(redis, tmp_path, "2:2") as job:
+        for name in NAMES:
+            on(network, name, f"127.0.1.1 {name}-host\n", lambda name=name: job.start(name))  # type: ignore[misc]
+        job.wait_round(NAMES)
+        assert {told["MASTER_ADDR"] for told in environments(job)} <= set(network.addresses.values())
+        assert {told[GLOO] for told in environments(job)} == {LINK}
+        job.finish(*NAMES)
+
+
+class ServerOf6(NetworkServer):
+    @property
+    def endpoint(self) -> str:
+        return f"[{self._address}]:{self._port}"
+
+
+@pytest.mark.fault("`redelastic run` on hosts with IPv6 alone, whose names nobody knows", "the job trains")
+def test_hosts_with_ipv6_alone(network: Network, tmp_path: Path) -> None:
+    with network.inside("router"):
+        Path("/proc/sys/net/ipv6/conf/all/forwarding").write_text("1")
+    for i, (name, v4) in enumerate(network.addresses.items()):
+        with network.inside("router"):
+            _ip(f"addr add 2001:db8:{i}::1/64 dev {name} nodad")
+        with network.inside(name):
+            _ip(f"addr del {v4}/30 dev {LINK}", f"addr add 2001:db8:{i}::2/64 dev {LINK} nodad")
+            _ip(f"route add default via 2001:db8:{i}::1 dev {LINK}")
+    with ServerOf6("2001:db8:0::2") as redis, Job(redis, tmp_path, "2:2", agent=True) as job:
+        for name in NAMES:
+            on(network, name, "", lambda name=name: job.start(name))  # type: ignore[misc]
+        job.wait_round(NAMES)
+        assert {told["MASTER_ADDR"] for told in environments(job)} <= {"2001:db8:1::2", "2001:db8:2::2"}
+        assert {told[GLOO] for told in environments(job)} == {LINK}
+        job.finish(*NAMES)
+
+
+@pytest.mark.skipif(not os.environ.get("REDELASTIC_LONG"), reason="REDELASTIC_LONG=1 has jobs on a second interface")
+@pytest.mark.fault("`--local-addr=INTERFACE`, and no other way between nodes", "the job trains by that interface")
+@pytest.mark.parametrize("agent", [False, True], ids=["torchrun", "redelastic run"])
+def test_a_second_interface(network: Network, redis: RedisServer, tmp_path: Path, *, agent: bool) -> None:
+    with network.cut(both_ways("a", ["b"])), Job(redis, tmp_path, "2:2", agent=agent) as job:
+        for name in NAMES:
+            names = f"{network.addresses[name]} {name}-host\n"
+            on(network, name, names, lambda name=name: job.start(name, options=[f"--local-addr={LAN}"]))  # type: ignore[misc]
+        job.wait_round(NAMES)
+        assert {told["MASTER_ADDR"] for told in environments(job)} <= set(ON_LAN.values())
+        job.finish(*NAMES)
+
+
+def test_a_wrong_local_address_ends_a_node(network: Network, redis: RedisServer, tmp_path: Path) -> None:
+    with Job(redis, tmp_path, "1:1", agent=True) as job:
+        on(network, "a", "", lambda: job.start("a", options=["--local-addr=eth7"], may_end=True))
+        assert job.wait_end("a") == 2
+        said = job.nodes["a"].stderr
+        assert "redelastic run: local_addr='eth7' is not of this host" in said
+        assert "Traceback" not in said

@@ -1,0 +1,180 @@
+"""What was made and closed leaves nothing behind: no thread, file, connection or memory here, no key in Redis.
+
+REDELASTIC_LONG=1 makes a thousand of each, and ten thousand stores of rounds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import logging
+import os
+import re
+import threading
+import tracemalloc
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final
+
+import pytest
+import redis
+from fault_matrix import Measured
+from servers import wait_until
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+
+from redelastic.connection import Connection
+from redelastic.handler import RedisRendezvousHandler, handler_from_parameters
+from redelastic.server import RedisServer
+from redelastic.store import RedisStore, _alive
+
+LONG: Final = bool(os.environ.get("REDELASTIC_LONG"))
+TIMES: Final = 1000 if LONG else 200
+ROUNDS: Final = 10_000 if LONG else 1000
+TTL: Final = 4.0
+LEFT: Final = "no thread, file, connection, memory or key is left"
+
+pytestmark = pytest.mark.timeout(600 if LONG else 180)
+
+
+def memory() -> int:
+    """Of this process, in bytes, without what its allocator holds in reserve."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    found = re.search(r"VmRSS:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found
+    return 1024 * int(found.group(1))
+
+
+Repeat = Callable[..., None]
+
+
+@pytest.fixture
+def repeat(own_server: RedisServer, measured: Measured) -> Iterator[Repeat]:
+    """Does something many times, and asserts that it leaves nothing; afterwards, that Redis is empty after the TTL.
+
+    What is done first may leave something, since it fills caches; of what comes then, the second half is compared.
+    """
+    logging.disable(logging.WARNING)  # pytest would keep each record
+    with own_server.get_client() as client:
+
+        def run(once: Callable[[int], object], times: int, keepers: int = 0) -> None:
+            first, half, n = times // 4, times * 5 // 8, times - times * 5 // 8
+            for i in range(first):
+                once(i)
+            before, stores, resident = settled(client, keepers), len(_alive), memory()
+            tracemalloc.start()
+            try:
+                for i in range(first, half):
+                    once(i)
+                middle = traced(client, keepers)
+                for i in range(half, times):
+                    once(i)
+                kept = traced(client, keepers) - middle
+            finally:
+                tracemalloc.stop()
+            after = settled(client, keepers)
+            opened, closed = after - before, before - after  # an earlier test's may have been closed by now
+            assert opened["connections"] == closed["connections"] == 0, "connections"
+            if keepers:  # who lives on may have another one in the place of one that it had
+                opened, closed = kinds(opened), kinds(closed)
+                opened -= closed
+            assert not opened, "open files"
+            assert len(_alive) == stores
+            grown = memory() - resident
+            measured("Python memory kept by each", kept / n, "B")
+            measured("resident memory kept by each", grown / (times - first), "B")
+            assert kept < 100 * n + 20_000, "less than one small object each"
+            assert grown < 1000 * (times - first) + 8e6
+
+        yield run
+        wait_until(lambda: client.dbsize() == 0, "every key is gone after the TTL", TTL + 30)
+    logging.disable(logging.NOTSET)
+
+
+def settled(client: redis.Redis, keepers: int) -> Counter[str]:
+    """Open files of this process and connections of the server, once all threads but so many have ended.
+
+    One that serves a bootstrap store may still look up a name: 5 s and more, where a name server loses queries.
+    """
+    gc.collect()
+    ours = "redelastic-bootstrap", "redelastic-keepalive"
+    wait_until(lambda: sum(t.name.startswith(ours) for t in threading.enumerate()) == keepers, "threads end", 90)
+    gc.collect()
+    found = Counter({"connections": int(client.info("clients")["connected_clients"])})
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # that of this very listing
+            found[str(link.readlink())] += 1  # of a socket or pipe: the one of that number
+    return found
+
+
+def kinds(files: Counter[str]) -> Counter[str]:
+    """Files without what tells one socket from another."""
+    found = Counter[str]()
+    for name, count in files.items():
+        found[re.sub(r"\d+", "", name)] += count
+    return found
+
+
+def traced(client: redis.Redis, keepers: int) -> int:
+    """Memory that Python has allocated since it is traced, in bytes."""
+    settled(client, keepers)
+    return tracemalloc.get_traced_memory()[0]
+
+
+def new_node(server: RedisServer, run_id: str) -> RedisRendezvousHandler:
+    params = RendezvousParameters("redis", server.url, run_id, 1, 1, ttl=TTL, keep_alive_interval=0.5)
+    node = handler_from_parameters(params)
+    assert isinstance(node, RedisRendezvousHandler)
+    return node
+
+
+@pytest.mark.fault("handlers are made, joined and shut down, many times", LEFT)
+def test_handlers(own_server: RedisServer, repeat: Repeat, run_id: str) -> None:
+    def once(i: int) -> None:
+        node = new_node(own_server, f"{run_id}-{i}")
+        assert node.next_rendezvous().world_size == 1
+        node.shutdown()
+
+    repeat(once, TIMES)
+
+
+@pytest.mark.fault("stores are made, used and closed, many times", LEFT)
+def test_stores(own_server: RedisServer, repeat: Repeat, run_id: str) -> None:
+    def once(i: int) -> None:
+        store = RedisStore(own_server.url, run_id, f"store-{i}", ttl=TTL)
+        store.set("key", "value")
+        assert store.clone().prefixed("p").check(["key"]) is False
+        store.close()
+
+    repeat(once, TIMES)
+
+
+@pytest.mark.fault("a connection serves the stores of many rounds", LEFT)
+def test_stores_of_rounds(own_server: RedisServer, repeat: Repeat, run_id: str) -> None:
+    connection = Connection.open(own_server.url)
+
+    def once(i: int) -> None:
+        store = RedisStore(connection, run_id, epoch=i + 1, ttl=TTL)
+        store.set("key", "value")
+        assert store.add("number", 1) == 1
+        store.close()
+
+    repeat(once, ROUNDS)
+    connection.close()
+
+
+@pytest.mark.fault("a node goes through very many rounds", LEFT)
+def test_rounds(own_server: RedisServer, repeat: Repeat, run_id: str) -> None:
+    """The node lives on meanwhile, so its keeper's thread and connection are there before and after."""
+    node = new_node(own_server, run_id)
+
+    def once(i: int) -> None:
+        assert node.next_rendezvous().world_size == 1
+        assert node.membership._epoch_held == i + 1
+
+    try:
+        repeat(once, TIMES, keepers=1)
+    finally:
+        node.shutdown()

@@ -1,0 +1,41 @@
+"""The network loses requests and replies: every effect is there once, and every reply is the right one (I8)
+
+A share of `lossy_campaign.py`, which runs a million operations and a thousand rendezvous at one command.
+"""
+
+from __future__ import annotations
+
+import pytest
+from fault_matrix import Measured
+from faulty_proxy import Chance
+from lossy_campaign import campaign
+
+SEED = 7
+pytestmark = pytest.mark.timeout(300)
+
+
+def run(operations: int, rendezvous: int, measured: Measured) -> None:
+    result = campaign(operations, rendezvous, SEED)
+    assert (result.operations, result.rendezvous) == (operations, rendezvous)
+    for kind in Chance.KINDS:
+        may_miss = kind == Chance.RARE and not operations  # a few hundred requests
+        assert result.faults[kind] > 0 or may_miss, f"{kind} did not happen: {result.faults}"
+    measured("operations", operations, "") if operations else measured("rendezvous", rendezvous, "")
+    for kind in Chance.KINDS:
+        measured(kind, result.faults[kind], "")
+
+
+@pytest.mark.fault(
+    "requests and replies of the store are lost, late, cut short or withheld, at random",
+    "I8: each add, append, swap and item counts once, and replies are the right ones",
+)
+def test_operations(measured: Measured) -> None:
+    run(30_000, 0, measured)
+
+
+@pytest.mark.fault(
+    "requests and replies of rendezvous are lost, late, cut short or withheld, at random",
+    "I2, I8: all agree on each round, and the record is the oracle's",
+)
+def test_rendezvous(measured: Measured) -> None:
+    run(0, 40, measured)

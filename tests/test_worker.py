@@ -1,0 +1,301 @@
+"""What a script says to its agent: real processes write, a real board reads."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from typing_extensions import Self
+
+from redelastic import worker
+from redelastic.agent.board import Board
+
+
+@pytest.fixture
+def board() -> Iterator[Board]:
+    made = Board(2)
+    yield made
+    made.close()
+
+
+def run(code: str, environment: dict[str, str]) -> str:
+    """Run a script to its end; returns what it printed, and has it fail if it failed or complained."""
+    command = [
+        sys.executable,
+        "-c",
+        "import os, sys\nfrom redelastic.worker import progress, should_checkpoint\n" + code,
+    ]
+    done = subprocess.run(
+        command, env=os.environ | environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout.strip()
+
+
+def test_the_board_shows_calls_and_the_last_step(board: Board) -> None:
+    run("for step in range(100, 150): progress(step)", board.environment(1))
+    told = board.read(1)
+    assert (told.calls, told.step, told.asks, told.saved) == (50, 149, False, False)
+    silent = board.read(0)
+    assert (silent.calls, silent.step, silent.pid) == (0, None, 0)
+
+
+@pytest.mark.parametrize("step", [0, -7, 2**63 - 1, -(2**63)])
+def test_any_64_bits_are_a_step(board: Board, step: int) -> None:
+    run(f"progress({step})", board.environment(0))
+    assert board.read(0).step == step
+
+
+@pytest.mark.parametrize("step", [True, np.int64(1), np.uint8(1), torch.tensor(1), torch.ones(1, dtype=torch.int32)])
+def test_whatever_is_an_integer_is_a_step(step: int) -> None:
+    worker.progress(0)
+    worker.progress(step)
+    assert worker._slot[worker.STEP] == 1
+
+
+@pytest.mark.parametrize("step", [1.0, "7", None, np.float32(1), torch.tensor(1.5), torch.arange(2), b"x" * 1000])
+def test_what_is_no_integer_is_refused(step: int) -> None:
+    with pytest.raises(TypeError, match=r"takes the step as an integer, not .{1,80}\.$"):
+        worker.progress(step)
+
+
+def test_a_step_of_more_than_64_bits_is_refused() -> None:
+    with pytest.raises(ValueError, match="63 bits and a sign, not of 64"):
+        worker.progress(2**63)
+
+
+def test_outside_an_agent_nothing_happens() -> None:
+    assert run("progress(1); print(should_checkpoint(), os.listdir('/proc/self/fd'))", {worker.VARIABLE: ""}) == run(
+        "print(False, os.listdir('/proc/self/fd'))", {worker.VARIABLE: ""}
+    )
+
+
+def test_import_is_light() -> None:
+    assert run("print([m for m in ('torch', 'redis', 'logging', 'asyncio') if m in sys.modules])", {}) == "[]"
+
+
+def test_calls_of_many_threads_are_all_counted(board: Board) -> None:
+    code = """
+import threading
+sys.setswitchinterval(1e-5)
+threads = [threading.Thread(target=lambda: [progress(i) for i in range(20_000)]) for _ in range(8)]
+[t.start() for t in threads]
+[t.join() for t in threads]
+progress(1)
+"""
+    run(code, board.environment(0))
+    assert board.read(0).calls == 160_001
+
+
+# -- a checkpoint is asked for
+
+
+def test_a_request_is_heard_once_and_saved_when_the_script_goes_on(board: Board) -> None:
+    code = """
+def turn(action):
+    print(action(), flush=True)
+    sys.stdin.readline()
+turn(should_checkpoint)
+turn(lambda: progress(1))
+turn(should_checkpoint)
+turn(should_checkpoint)
+turn(lambda: progress(2))
+turn(should_checkpoint)
+turn(should_checkpoint)
+turn(lambda: progress(3))
+"""
+    with Dialogue(code, board.environment(0)) as script:
+        assert script.answer() == "False"
+        assert board.read(0).asks
+        board.request_checkpoint()
+        assert not board.read(0).saved
+        assert script.next() == "None"  # progress, but it has not heard of the request yet
+        assert not board.read(0).saved
+        assert [script.next(), board.read(0).saved] == ["True", False]
+        assert [script.next(), board.read(0).saved] == ["False", False]
+        assert [script.next(), board.read(0).saved] == ["None", True]
+        board.request_checkpoint()
+        board.request_checkpoint()
+        assert not board.read(0).saved, "that was the last request's"
+        assert [script.next(), board.read(0).saved] == ["True", False]
+        assert [script.next(), board.read(0).saved] == ["False", False]
+        assert [script.next(), board.read(0).saved] == ["None", True]
+
+
+class Dialogue:
+    """A script that goes on when it is told to; an agent that is killed, if need be."""
+
+    def __init__(self, code: str, environment: dict[str, str]) -> None:
+        head = "import os, sys\nfrom redelastic.worker import progress, should_checkpoint\n"
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", head + code],
+            env=os.environ | environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+    def answer(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def next(self) -> str:
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        return self.answer()
+
+
+# -- which process speaks for the worker
+
+
+def test_a_forked_child_is_not_the_worker(board: Board) -> None:
+    board.request_checkpoint()
+    code = """
+def child():
+    if os.fork() == 0:
+        progress(99)
+        os._exit(should_checkpoint())
+    return os.waitstatus_to_exitcode(os.wait()[1])
+heard = child()  # before the worker has said anything
+progress(1)
+print(heard, child(), should_checkpoint())
+"""
+    assert run(code, board.environment(0)) == "0 0 True"
+    assert (board.read(0).calls, board.read(0).step) == (1, 1)
+
+
+def test_a_spawned_child_is_not_the_worker_but_a_successor_is(board: Board) -> None:
+    code = """
+import subprocess
+progress(1)
+child = "from redelastic.worker import *; progress(99); print(should_checkpoint())"
+done = subprocess.run([sys.executable, "-c", child], check=True, capture_output=True, text=True)
+print(done.stdout, os.getpid())
+"""
+    board.request_checkpoint()
+    heard, pid = run(code, board.environment(0)).split()
+    assert (heard, board.read(0).calls, board.read(0).step) == ("False", 1, 1)
+    assert board.read(0).pid == int(pid)
+    run("progress(5)", board.environment(0))  # as the second command of a shell script that is the worker
+    assert (board.read(0).calls, board.read(0).step) == (2, 5)
+
+
+def test_a_worker_that_the_agent_forks_has_its_own_place(board: Board) -> None:
+    # torch's agent starts functions so: the environment is set after the fork. This agent is itself another's worker.
+    code = f"""
+progress(1)
+if os.fork() == 0:
+    os.environ.update({board.environment(1)!r})
+    progress(2)
+    os._exit(0)
+assert os.wait()[1] == 0
+"""
+    run(code, board.environment(0))
+    assert [(board.read(r).calls, board.read(r).step) for r in (0, 1)] == [(1, 1), (1, 2)]
+
+
+# -- bad days
+
+
+def test_an_agent_that_is_killed_costs_the_training_nothing_and_leaves_nothing(tmp_path: Path) -> None:
+    training = """
+import sys
+from redelastic.worker import progress, should_checkpoint
+progress(1)
+should_checkpoint()
+for line in sys.stdin:
+    progress(2)
+    print(should_checkpoint(), flush=True)
+"""
+    code = f"""
+import signal, subprocess, tempfile
+from redelastic.agent.board import Board
+tempfile.tempdir = {str(tmp_path)!r}
+board = Board(1)
+subprocess.Popen([sys.executable, "-c", {training!r}], env=os.environ | board.environment(0))
+while not board.read(0).asks: pass
+board.request_checkpoint()
+print(*board.environment(0).values(), flush=True)
+signal.pause()
+"""
+    with Dialogue(code, {}) as agent:
+        name = agent.answer()
+        assert Path(name.rpartition(":")[0]).exists()
+        agent.process.send_signal(signal.SIGKILL)
+        assert agent.process.wait() == -signal.SIGKILL
+        assert not Path(name.rpartition(":")[0]).exists()
+        assert agent.next() == "True", "the worker, which shares the agent's stdin and stdout, reads what was asked"
+        assert agent.next() == "False"
+        assert run("progress(1); print(should_checkpoint())", {worker.VARIABLE: name}) == "False", "it comes late"
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_that_has_taken_the_place_of_the_board_is_left_alone(tmp_path: Path) -> None:
+    old = Board(1)
+    environment = old.environment(0)
+    number = int(environment[worker.VARIABLE].rpartition(":")[0].rpartition("/")[2])
+    old.close()
+    log = tmp_path / "log"
+    log.write_bytes(b"x" * 500)
+    file = os.open(log, os.O_RDWR)
+    os.dup2(file, number)
+    try:
+        assert log.samefile(environment[worker.VARIABLE].rpartition(":")[0])
+        assert run("progress(1); print(should_checkpoint())", environment) == "False"
+    finally:
+        for opened in {file, number}:
+            os.close(opened)
+    assert log.read_bytes() == b"x" * 500
+
+
+@pytest.mark.parametrize("name", ["/:1", "{file}:1", "{file}:x"])
+def test_a_place_that_cannot_be_used_is_said_once_and_harms_nothing(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").write_bytes(b"too short")
+    code = "from redelastic.worker import *; progress(1); progress(2); print(should_checkpoint())"
+    for closed in ("", "2>&-"):
+        done = subprocess.run(
+            ["bash", "-c", f"exec {sys.executable} -c '{code}' {closed}"],
+            env=os.environ | {worker.VARIABLE: name.format(file=tmp_path / "file")},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert (done.returncode, done.stdout) == (0, "False\n")
+        assert done.stderr.count("\n") == (0 if closed else 1)
+        assert closed or "the agent does not see the progress" in done.stderr
+    assert (tmp_path / "file").read_bytes() == b"too short"
+
+
+def test_a_board_that_is_closed_can_still_be_read(board: Board) -> None:
+    code = "progress(1); print(flush=True); sys.stdin.readline(); progress(2); print(flush=True); sys.stdin.readline()"
+    with Dialogue(code, board.environment(0)) as script:
+        script.answer()
+        board.close()
+        assert board.read(0).step == 1
+        script.next()
+        assert board.read(0).step == 2
+
+
+def test_reading_while_the_worker_writes_sees_whole_numbers(board: Board) -> None:
+    # 0 and -1 differ in every byte: a step that is neither was read half written.
+    code = "print(flush=True)\nwhile True: progress(0); progress(-1)"
+    with Dialogue(code, board.environment(0)) as script:
+        script.answer()
+        seen = {board.read(0).step for _ in range(200_000)}
+    assert seen - {None} == {0, -1}

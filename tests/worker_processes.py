@@ -1,0 +1,117 @@
+"""Workers that fork, hide and do not end: their programs, and what the tests ask of their processes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from redelastic.agent import warden
+
+DEADLINE = 30.0  # for what takes well below a second, in seconds
+LIFE = 90  # of a process that nobody ends, in seconds
+
+# What the workers below have in common. `say` makes known, under a name, the pid of the process that calls it.
+PRELUDE = f"""
+import os, signal, sys, time
+folder = sys.argv[1]
+
+def say(name):
+    with open(os.path.join(folder, "." + name), "w") as file:
+        file.write(str(os.getpid()))
+    os.rename(os.path.join(folder, "." + name), os.path.join(folder, name))
+
+def live():
+    time.sleep({LIFE})
+    os._exit(0)
+
+def wait_for(name):
+    while not os.path.exists(os.path.join(folder, name)):
+        time.sleep(0.005)
+
+def bare(name):
+    program = "import os, sys, time; os.rename(*sys.argv[1:3]); time.sleep({LIFE})"
+    say("of-" + name)
+    files = [os.path.join(folder, n) for n in ("of-" + name, name)]
+    os.execve(sys.executable, [sys.executable, "-I", "-S", "-c", program, *files], {{}})
+
+def daemon(function, session=True):
+    if os.fork() == 0:
+        if session:
+            os.setsid()
+        if os.fork() == 0:
+            function()
+        os._exit(0)
+    os.wait()
+"""
+DAEMON = PRELUDE + "daemon(lambda: (say('left'), live())); say('worker'); live()"
+DEAF = (
+    PRELUDE
+    + """
+for number in set(signal.valid_signals()) - {signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD}:
+    signal.signal(number, signal.SIG_IGN)
+daemon(lambda: (say("left"), live()))
+say("worker")
+live()
+"""
+)
+BARE_IN_SESSION = PRELUDE + "daemon(lambda: bare('left'), session=False); say('worker'); live()"
+SECRETIVE = (  # at first a child without an environment in a session of its own; after "go" an orphan
+    PRELUDE
+    + """
+if os.fork() == 0:
+    if os.fork() == 0:
+        os.setsid()
+        bare("left")
+    wait_for("go")
+    say("went")
+    os._exit(0)
+say("worker")
+live()
+"""
+)
+VANISHING = PRELUDE + "daemon(lambda: bare('left')); say('worker'); live()"  # as SECRETIVE, but at once
+
+Pids = dict[str, psutil.Process]
+
+
+def until(condition: Callable[[], Any], what: str) -> Any:
+    deadline = time.monotonic() + DEADLINE
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"not within {DEADLINE} s: {what}"
+        time.sleep(0.005)
+    return value
+
+
+def lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def said(folder: Path, *names: str) -> Pids:
+    until(lambda: all((folder / name).exists() for name in names), f"the pids of {names}")
+    return {name: psutil.Process(int((folder / name).read_text())) for name in names}
+
+
+def reuse(pid: int, began: float, command: list[str]) -> psutil.Popen:
+    """Start ``command`` with the pid of a dead process that ``began`` then.
+
+    The kernel tells start times to 10 ms: one that began in the same tick would be that process in all we can see.
+    """
+    for _ in range(200):
+        try:
+            Path("/proc/sys/kernel/ns_last_pid").write_text(str(pid - 1))
+        except OSError as e:
+            pytest.skip(f"the next pid cannot be chosen here: {e}")
+        child = psutil.Popen(command, start_new_session=True)
+        if child.pid == pid and warden.processes()[pid].start != began:
+            return child
+        child.kill()
+        child.wait()
+    pytest.skip(f"others were faster to get pid {pid}, 200 times")

@@ -1,0 +1,85 @@
+"""A worker that behaves badly: how, says the environment variable UNRULY.
+
+Usage: unruly.py DIRECTORY. Files there: `NODE-started`, once it runs; `finish` ends those who wait for it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+FLOOD = 100_000_000  # bytes
+LINE = 1000  # with its end, in bytes
+
+
+def say(directory: Path, name: str, told: Any) -> None:
+    """Make something known, in a file that is there only once it is whole."""
+    (directory / f".{name}").write_text(str(told))
+    (directory / f".{name}").rename(directory / name)
+
+
+def wait(directory: Path) -> None:
+    while not (directory / "finish").exists():
+        time.sleep(0.05)
+
+
+def fail_at_the_end(directory: Path) -> None:
+    wait(directory)
+    sys.exit(5)
+
+
+def end_first(directory: Path) -> None:
+    """Rank 0 ends, the others wait."""
+    if os.environ["RANK"] != "0":
+        wait(directory)
+
+
+def ignore_sigterm(directory: Path) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: say(directory, "ignored", os.getpid()))
+    wait(directory)
+
+
+def leave_daemon(directory: Path) -> None:
+    """One that no worker is the parent of, in a session of its own; the worker itself waits."""
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            say(directory, "daemon", os.getpid())
+            time.sleep(600)
+        os._exit(0)
+    wait(directory)
+
+
+def flood(_: Path) -> None:
+    for i in range(FLOOD // LINE):
+        sys.stdout.write(f"{i:0{LINE - 1}}\n")
+
+
+def close_output(directory: Path) -> None:
+    for fd in (1, 2):
+        os.close(fd)
+    wait(directory)
+
+
+def take_all_memory(_: Path) -> None:
+    kept = []
+    while True:
+        kept.append(bytearray(b"x" * (1 << 20)))
+
+
+ACTIONS: dict[str, Callable[[Path], None]] = {
+    action.__name__: action
+    for action in (wait, fail_at_the_end, end_first, ignore_sigterm, leave_daemon, flood, close_output, take_all_memory)
+}
+
+
+if __name__ == "__main__":
+    place = Path(sys.argv[1])
+    say(place, f"{os.environ.get('TEST_NODE', 'a')}-started", os.getpid())
+    ACTIONS[os.environ["UNRULY"]](place)
