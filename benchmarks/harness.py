@@ -8,6 +8,8 @@ import multiprocessing
 import os
 import platform
 import queue
+import re
+import resource
 import signal
 import statistics
 import subprocess
@@ -16,12 +18,20 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import redis
 
 PROCESSES = 4
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # peers whose server ends first complain at length
 
-# Given (shared options, number of this node), prepares the node and returns what is to be timed, and what ends it.
+# What is found: a number and its unit, "s", "B", "%" or none.
+Figures = dict[str, tuple[float, str]]
+SLOW_US = 500  # scripts that take as long are looked at
+# Given (shared options, number of this node), prepares the node and returns what is to be timed (it may return a Timing
+# of its own), and what ends it.
 Prepare = Callable[[dict[str, Any], int], tuple[Callable[[], object], Callable[[], object]]]
 
 
@@ -37,7 +47,13 @@ class TimeLimitError(Exception):
     """The nodes did not finish within the limit."""
 
 
-def run_nodes(prepare: Prepare, rounds: list[dict[str, Any]], nodes: int, limit: float) -> list[list[Timing]]:
+def run_nodes(
+    prepare: Prepare,
+    rounds: list[dict[str, Any]],
+    nodes: int,
+    limit: float,
+    meanwhile: Callable[[], object] = lambda: None,
+) -> list[list[Timing]]:
     """Run ``nodes`` nodes at once, several times over in the same processes, and time each.
 
     Args:
@@ -45,6 +61,7 @@ def run_nodes(prepare: Prepare, rounds: list[dict[str, Any]], nodes: int, limit:
         rounds: options for ``prepare``, for each time.
         nodes: how many; they are threads of up to four processes.
         limit: seconds for everything; past it all processes are killed.
+        meanwhile: is called here once all nodes of a round were timed, and before any of them ends.
 
     Raises:
         TimeLimitError: the limit was reached.
@@ -54,9 +71,10 @@ def run_nodes(prepare: Prepare, rounds: list[dict[str, Any]], nodes: int, limit:
     n_processes = min(PROCESSES, nodes)
     results: Any = context.Queue()
     step: Any = context.Barrier(n_processes)
+    timed: Any = context.Barrier(n_processes + 1)  # this process among them
     processes: list[BaseProcess] = [
         context.Process(
-            target=_run_share, args=(prepare, rounds, range(i, nodes, n_processes), step, results), daemon=True
+            target=_run_share, args=(prepare, rounds, range(i, nodes, n_processes), (step, timed), results), daemon=True
         )
         for i in range(n_processes)
     ]
@@ -68,16 +86,34 @@ def run_nodes(prepare: Prepare, rounds: list[dict[str, Any]], nodes: int, limit:
         for _ in rounds:
             timings.append([])
             for _ in processes:
-                try:
-                    found = results.get(timeout=max(0.0, deadline - time.monotonic()))
-                except queue.Empty:
-                    raise TimeLimitError(f"not within {limit:g} s") from None
-                if isinstance(found, str):
-                    raise RuntimeError(found)  # noqa: TRY004
-                timings[-1] += [Timing(*pair) for pair in found]
+                timings[-1] += [Timing(*pair) for pair in _result(results, deadline, limit)]
+            meanwhile()
+            timed.wait(max(0.1, deadline - time.monotonic()))
         for process in processes:
             process.join(max(0.1, deadline - time.monotonic()))
     return timings
+
+
+def run_alone(function: Callable[..., dict[str, Any]], arguments: tuple[Any, ...], limit: float) -> dict[str, Any]:
+    """Run a function in a process of its own, and return what it returns; raises as :func:`run_nodes` does."""
+    context = multiprocessing.get_context("spawn")
+    results: Any = context.Queue()
+    process = context.Process(target=_run_one, args=(function, arguments, results), daemon=True)
+    deadline = time.monotonic() + limit
+    with _killed_at_the_end([process]):
+        process.start()
+        found: dict[str, Any] = _result(results, deadline, limit)
+    return found
+
+
+def _result(results: Any, deadline: float, limit: float) -> Any:
+    try:
+        found = results.get(timeout=max(0.0, deadline - time.monotonic()))
+    except queue.Empty:
+        raise TimeLimitError(f"not within {limit:g} s") from None
+    if isinstance(found, str):
+        raise RuntimeError(found)  # noqa: TRY004
+    return found
 
 
 @contextlib.contextmanager
@@ -87,49 +123,130 @@ def _killed_at_the_end(processes: list[BaseProcess]) -> Iterator[None]:
     finally:
         for process in processes:
             if process.pid is not None and process.is_alive():
-                with contextlib.suppress(ProcessLookupError):  # each process leads a group of its own
+                with contextlib.suppress(
+                    ProcessLookupError
+                ):  # each process leads a group of its own, once it has begun
                     os.killpg(process.pid, signal.SIGKILL)
+                process.kill()
             if process.pid is not None:
                 process.join()
 
 
-def _run_share(prepare: Prepare, rounds: list[dict[str, Any]], share: range, step: Any, results: Any) -> None:
+def _run_one(function: Callable[..., dict[str, Any]], arguments: tuple[Any, ...], results: Any) -> None:
+    os.setpgid(0, 0)
+    try:
+        results.put(function(*arguments))
+    except Exception as e:  # noqa: BLE001  # the parent decides
+        results.put(f"{type(e).__name__}: {e}")
+
+
+def _run_share(
+    prepare: Prepare, rounds: list[dict[str, Any]], share: range, barriers: tuple[Any, Any], results: Any
+) -> None:
     """One process: its nodes prepare, all processes wait for each other, and each node is timed in a thread."""
     os.setpgid(0, 0)
     logging.disable(logging.WARNING)
+    step, timed = barriers
     try:
         for options in rounds:
             nodes = [prepare(options, 0)] if share[0] == 0 else []
             step.wait()
             nodes += [prepare(options, number) for number in share if number != 0]
             step.wait()
-            results.put(_time_all([timed for timed, _ in nodes]))
-            step.wait()
+            results.put(_time_all([node for node, _ in nodes]))
+            timed.wait()
             for _, end in nodes:
                 end()
     except Exception as e:  # noqa: BLE001  # the parent decides
         results.put(f"{type(e).__name__}: {e}")
 
 
-def _time_all(timed: list[Callable[[], object]]) -> list[tuple[float, float]]:
+def _time_all(nodes: list[Callable[[], object]]) -> list[tuple[float, float]]:
     timings: list[tuple[float, float]] = []
-    gate = threading.Barrier(len(timed) + 1)
+    gate = threading.Barrier(len(nodes) + 1)
 
     def run(one: Callable[[], object]) -> None:
         gate.wait()
         began = time.monotonic()
-        one()
-        timings.append((began, time.monotonic()))
+        own = one()
+        timings.append((own.began, own.ended) if isinstance(own, Timing) else (began, time.monotonic()))
 
-    threads = [threading.Thread(target=run, args=(one,), daemon=True) for one in timed]
+    threads = [threading.Thread(target=run, args=(one,), daemon=True) for one in nodes]
     for thread in threads:
         thread.start()
     gate.wait()
     for thread in threads:
         thread.join()
-    if len(timings) < len(timed):
-        raise RuntimeError(f"{len(timed) - len(timings)} nodes failed; see the output above")
+    if len(timings) < len(nodes):
+        raise RuntimeError(f"{len(nodes) - len(timings)} nodes failed; see the output above")
     return timings
+
+
+def raise_limit_of_files() -> None:
+    """Take as many open files as this process may have."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def peak_memory(*, reset: bool = False) -> int:
+    """The most memory that this process has held since the last reset, in bytes."""
+    if reset:
+        Path("/proc/self/clear_refs").write_text("5")
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return 1024 * int(found.group(1)) if found else 0
+
+
+class Watch:
+    """What a server says of itself: its memory, and how long it served nobody else."""
+
+    def __init__(self, client: redis.Redis) -> None:
+        self.client = client
+        client.config_set("slowlog-log-slower-than", SLOW_US)
+        client.config_set("slowlog-max-len", 10_000)
+        client.config_set("latency-monitor-threshold", 1)
+        self.base = self.memory()
+
+    def memory(self) -> int:
+        """Bytes in use."""
+        return int(self.client.info("memory")["used_memory"])
+
+    def grown(self) -> int:
+        """Bytes in use beyond those at the start."""
+        return self.memory() - self.base
+
+    def cpu(self) -> float:
+        """Seconds that it has computed."""
+        info = self.client.info("cpu")
+        return float(info["used_cpu_user"] + info["used_cpu_sys"])
+
+    def longest(self) -> float:
+        """How long the longest command since the last call took, in seconds; those below 0.5 ms count as 0."""
+        slow = self.client.slowlog_get(10_000)
+        self.client.slowlog_reset()
+        return max((entry["duration"] for entry in slow), default=0) / 1e6
+
+    def until_empty(self, timeout: float) -> Figures:
+        """Wait until no key is left, and look at what stays."""
+        self.client.latency_reset()
+        began = time.monotonic()
+        while self.client.dbsize():
+            if time.monotonic() - began > timeout:
+                raise RuntimeError(f"{self.client.dbsize()} keys are still there after {timeout:g} s")
+            time.sleep(0.05)
+        gone = time.monotonic() - began
+        while self.client.info("memory")["lazyfree_pending_objects"] and time.monotonic() - began <= timeout:
+            time.sleep(0.05)  # their memory is freed in the background
+        latest: Any = self.client.latency_latest()
+        events = {name: longest / 1000 for name, _, _, longest in latest}
+        return {
+            "keys gone after": (gone, "s"),
+            "longest removal of what has expired": (
+                max(events.get(b"expire-cycle", 0), events.get(b"expire-del", 0)),
+                "s",
+            ),
+            "memory that Redis keeps afterwards": (self.grown(), "B"),
+            "connections afterwards": (self.client.info("clients")["connected_clients"] - 1, ""),
+        }
 
 
 def milliseconds(seconds: float) -> str:
@@ -140,6 +257,15 @@ def milliseconds(seconds: float) -> str:
 def median_and_spread(values: list[float]) -> dict[str, float]:
     """The median, the extremes and how many there were."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values), "n": len(values)}
+
+
+def redis_version() -> str:
+    """Of the server that :class:`redelastic.server.RedisServer` starts."""
+    from redelastic.server import find_binary  # noqa: PLC0415
+
+    said = subprocess.run([find_binary(), "--version"], capture_output=True, text=True, check=False).stdout
+    found = re.search(r"v=(\S+)", said)
+    return found.group(1) if found else "?"
 
 
 def provenance() -> dict[str, Any]:
@@ -154,6 +280,7 @@ def provenance() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "redis": redis_version(),
         "redis-py": redis.__version__,
         "commit": described.stdout.strip(),
         "date": time.strftime("%Y-%m-%d"),

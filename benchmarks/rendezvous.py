@@ -1,67 +1,123 @@
-"""How long does a group take to form? From the first node's join to the last node's return, all nodes wanted at once.
+"""How long does a group take to form, and to form again when a node has left?
 
-Side by side: our native handler, torch's own state machine on our backend (``dynamic``), and torch's c10d rendezvous.
+Side by side: our native handler, torch's own state machine on our backend (``dynamic``), and torch's c10d and etcd-v2.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import contextlib
+import multiprocessing
+import shutil
 import socket
-import statistics
+import subprocess
 import sys
+import time
 import uuid
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any, Final
 
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from benchmarks.harness import TimeLimitError, median_and_spread, milliseconds, provenance, run_nodes
+from benchmarks import report
+from benchmarks.harness import TimeLimitError, Timing, run_nodes
+from benchmarks.report import Progress, Table
+from redelastic.handler import RedisRendezvousHandler
 from redelastic.server import RedisServer
 
-PEERS = ("native", "dynamic", "c10d")
-TARGETS = {2: 0.003, 8: 0.006, 64: 0.045, 256: 0.180, 1024: 0.800}  # seconds on 2 cores
+OURS: Final = "redelastic"
+PEERS: Final = (OURS, "dynamic", "c10d", "etcd-v2")
+TARGETS: Final = {2: 0.003, 8: 0.006, 64: 0.045, 256: 0.180, 1024: 0.800}  # seconds on 2 cores
+SIZES: Final = [2, 8, 32, 64, 128, 256, 512, 1024]
+LAST_CALL: Final = 2.0  # torch's handlers wait for it when a group is smaller than it could be
+# Where a peer is not tried: groups of c10d as large as these were never seen to form within minutes on 2 cores.
+LARGEST: Final = {"c10d": 256, "dynamic": 256, "etcd-v2": 64}
+PHASES: Final = ("form", "re-form")
 
 
 def prepare(options: dict[str, Any], number: int) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Make one node's handler, connected to its server."""
-    config: dict[str, Any] = {"last_call_timeout": 5, "join_timeout": 300}
-    if options["peer"] == "c10d":
+    """Make one node's handler, connected to its server; what is timed is the phase that the options name."""
+    config: dict[str, Any] = {"last_call_timeout": LAST_CALL, "join_timeout": 300}
+    peer, n = options["peer"], options["nodes"]
+    if peer == "c10d":
         config["is_host"] = number == 0
-    else:
-        config["protocol"] = options["peer"]
-    n = options["nodes"]
-    backend = "c10d" if options["peer"] == "c10d" else "redis"
-    params = RendezvousParameters(backend, options["endpoint"], options["run_id"], n, n, **config)
+    elif peer in {OURS, "dynamic"}:
+        config["protocol"] = "native" if peer == OURS else "dynamic"
+    backend = peer if peer in {"c10d", "etcd-v2"} else "redis"
+    params = RendezvousParameters(backend, options["endpoint"], options["run_id"], max(1, n - 1), n, **config)
     handler: RendezvousHandler = get_rendezvous_handler(params)
-    return handler.next_rendezvous, handler.shutdown
+
+    def form_again() -> Timing | None:
+        """The last node leaves once all have formed a group; the others then join at once."""
+        handler.next_rendezvous()
+        options["formed"].wait()
+        if number == n - 1:
+            _leave(handler)
+            began = time.monotonic()
+            options["left"].set()
+            return Timing(began, began)
+        options["left"].wait()
+        began = time.monotonic()
+        handler.next_rendezvous()
+        return Timing(began, time.monotonic())
+
+    return handler.next_rendezvous if options["phase"] == "form" else form_again, handler.shutdown
 
 
-def measure(peer: str, nodes: int, server: RedisServer, repeat: int, limit: float) -> dict[str, Any]:
-    """Form groups, one after the other in the same processes; the first is not counted.
+def _leave(handler: RendezvousHandler) -> None:
+    """Torch's handlers have no call for it; what they run for it when a node joins anew is the nearest thing."""
+    if isinstance(handler, RedisRendezvousHandler):
+        handler.end("leaves", "goes on")
+        return
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous as theirs  # noqa: PLC0415
 
-    Returns:
-        Median and range of a group's whole time, and the median and 99th percentile of a node's own, in seconds.
+    assert isinstance(handler, theirs.DynamicRendezvousHandler)
+    handler._stop_heartbeats()  # noqa: SLF001
+    handler._op_executor.run(theirs._RendezvousExitOp(), handler._get_deadline(handler._settings.timeout.close))  # noqa: SLF001
+
+
+def measure(peer: str, nodes: int, *, phase: str, endpoint: str, repeat: int, limit: float) -> list[float]:
+    """The times of ``repeat`` groups in seconds, each from the first node's call to the last one's return.
+
+    One group more is formed before them, in the same processes, and not counted.
     """
+    context = multiprocessing.get_context("spawn")
     rounds = [
         {
             "peer": peer,
             "nodes": nodes,
-            "endpoint": f"localhost:{_free_port()}" if peer == "c10d" else server.url,
+            "phase": phase,
+            "endpoint": f"localhost:{_free_port()}" if peer == "c10d" else endpoint,
             "run_id": f"bench-{uuid.uuid4().hex[:12]}",
+            "formed": context.Barrier(nodes),
+            "left": context.Event(),
         }
         for _ in range(repeat + 1)
     ]
     groups = run_nodes(prepare, rounds, nodes, limit)[1:]
-    whole = [max(t.ended for t in group) - min(t.began for t in group) for group in groups]
-    own = sorted(t.ended - t.began for group in groups for t in group)
-    return {
-        **median_and_spread(whole),
-        "node_p50": statistics.median(own),
-        "node_p99": own[min(len(own) - 1, int(0.99 * len(own)))],
-    }
+    return [max(t.ended for t in group) - min(t.began for t in group) for group in groups]
+
+
+@contextlib.contextmanager
+def _etcd() -> Iterator[str]:
+    """A private etcd that speaks its API v2; yields its endpoint, or nothing where it is not installed."""
+    try:
+        import etcd  # noqa: F401, PLC0415
+        from torch.distributed.elastic.rendezvous.etcd_server import EtcdServer  # noqa: PLC0415
+    except ImportError:
+        yield ""
+        return
+    if not shutil.which("etcd"):
+        yield ""
+        return
+    server = EtcdServer()
+    server.start(stderr=subprocess.DEVNULL)
+    try:
+        yield server.get_endpoint()
+    finally:
+        server.stop()
 
 
 def _free_port() -> int:
@@ -70,53 +126,60 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def tables(
+    progress: Progress, sizes: list[int], peers: list[str], *, repeat: int, limit: float, largest: dict[str, int]
+) -> Iterator[Table]:
+    """Measure; peers take turns for each size."""
+    with ExitStack() as stack:
+        endpoint = dict.fromkeys(peers, stack.enter_context(RedisServer()).url)
+        if "etcd-v2" in peers:
+            endpoint["etcd-v2"] = stack.enter_context(_etcd())
+
+        def found(phase: str, peer: str, nodes: int) -> list[float] | str:
+            if nodes > largest.get(peer, nodes):
+                return "not tried"
+            if not endpoint[peer]:
+                return "etcd is not installed"
+            progress(f"{phase}, {nodes} nodes, {peer}")
+            try:
+                return measure(peer, nodes, phase=phase, endpoint=endpoint[peer], repeat=repeat, limit=limit)
+            except TimeLimitError as e:
+                return str(e)
+
+        for phase in PHASES:
+            title = "Time to form a group" if phase == "form" else "Time to form again without one node, which left"
+            table = Table(f"rendezvous-{phase}", title, "nodes", base=OURS, log=True)
+            table.targets = {str(n): TARGETS[n] for n in sizes if phase == "form" and n in TARGETS}
+            for nodes in sizes:
+                for peer in peers:
+                    table.put(nodes, peer, found(phase, peer, nodes))
+            yield table
+
+
+def run(quick: bool, progress: Progress) -> Iterator[Table]:
+    """As `python -m benchmarks` does it."""
+    if quick:
+        return tables(progress, [2], list(PEERS), repeat=1, limit=20, largest={})
+    return tables(progress, SIZES, list(PEERS), repeat=3, limit=25, largest=LARGEST)
+
+
 def main() -> int:
-    """Measure, print a table, and write JSON if asked to."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.rendezvous", description=__doc__)
-    parser.add_argument("--nodes", type=int, nargs="+", default=[2, 8, 64], help="group sizes (default: 2 8 64)")
-    parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS), help="what to measure (default: all)")
-    parser.add_argument("--repeat", type=int, default=5, help="groups of each size (default: 5)")
-    parser.add_argument("--limit", type=float, default=120, help="seconds for one size of one peer (default: 120)")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    options = parser.parse_args()
+    """Sizes and peers of one's own choice; else as the others."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--nodes", type=int, nargs="+")
+    parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS))
+    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--limit", type=float, default=60)
+    own, rest = parser.parse_known_args()
+    if not own.nodes:
+        return report.main(run, "rendezvous", __doc__ or "")
+    sys.argv[1:] = rest
 
-    found: dict[int, dict[str, Any]] = {}
-    with RedisServer() as server:
-        for nodes in options.nodes:
-            found[nodes] = {}
-            for peer in options.peers:
-                print(f"\r{nodes} nodes, {peer} …".ljust(60), end="", file=sys.stderr, flush=True)
-                try:
-                    found[nodes][peer] = measure(peer, nodes, server, options.repeat, options.limit)
-                except TimeLimitError as e:
-                    found[nodes][peer] = {"failed": str(e)}
-    print("\r" + " " * 60 + "\r", end="", file=sys.stderr)
-    print_table(found, options.peers)
-    if options.json:
-        options.json.write_text(json.dumps({"rendezvous": found, **provenance()}, indent=2) + "\n")
-    return 0
+    def chosen(quick: bool, progress: Progress) -> Iterator[Table]:
+        del quick
+        return tables(progress, own.nodes, own.peers, repeat=own.repeat, limit=own.limit, largest={})
 
-
-def print_table(found: dict[int, dict[str, Any]], peers: list[str]) -> None:
-    """Medians side by side, with their range, and ratios to the native handler."""
-    print("Time to form a group: median (lowest to highest)\n")
-    columns = [*peers, *(f"{peer} / native" for peer in peers if peer != "native" and "native" in peers), "target"]
-    print(f"| nodes | {' | '.join(columns)} |\n|---:|{'---:|' * len(columns)}")
-    for nodes, by_peer in found.items():
-        cells = [
-            by_peer[peer].get("failed")
-            or f"{milliseconds(by_peer[peer]['median'])} "
-            f"({1000 * by_peer[peer]['min']:,.1f} to {1000 * by_peer[peer]['max']:,.1f})"
-            for peer in peers
-        ]
-        native = by_peer.get("native", {}).get("median")
-        cells += [
-            f"{by_peer[peer]['median'] / native:,.0f} x" if native and "median" in by_peer[peer] else "-"
-            for peer in peers
-            if peer != "native" and "native" in peers
-        ]
-        cells.append(milliseconds(TARGETS[nodes]) if nodes in TARGETS else "-")
-        print(f"| {nodes} | {' | '.join(cells)} |")
+    return report.main(chosen, "rendezvous", __doc__ or "")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,95 @@
+"""All benchmarks, one after the other: `python -m benchmarks`."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from benchmarks.report import RESULTS, markdown, regressions, tables_of
+
+BENCHMARKS: Final = ("rendezvous", "scale", "store", "recovery", "agent", "load")
+README: Final = Path(__file__).parent / "README.md"
+BEGIN, END = "<!-- results -->", "<!-- end of results -->"
+
+
+def measure(name: str, folder: Path, *, quick: bool, limit: float) -> bool:
+    """Run one benchmark in a process group of its own; tells whether it ended well and in time."""
+    command = [sys.executable, "-m", f"benchmarks.{name}", "--plots", str(folder)]
+    command += ["--json", str(folder / f"{name}.json")]
+    with subprocess.Popen([*command, *(["--quick"] if quick else [])], start_new_session=True) as process:
+        try:
+            return process.wait(limit) == 0
+        except subprocess.TimeoutExpired:
+            sys.stderr.write(f"{name}: not within {limit:g} s\n")
+            return False
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def readme(folder: Path) -> Iterator[str]:
+    """The tables and pictures of all results."""
+    for name in BENCHMARKS:
+        path = folder / f"{name}.json"
+        if not path.exists():
+            continue
+        found = json.loads(path.read_text())
+        where = f"{found['cores']} cores, torch {found['torch']}, Redis {found['redis']}, commit {found['commit']}"
+        yield from (f"### `python -m benchmarks.{name}`", "", f"{found['date']}, {where}", "")
+        for table in tables_of(found):
+            yield from (*markdown(table), "")
+            if table.log is not None:
+                yield from (f"![{table.title}]({folder.name}/{table.name}.png)", "")
+
+
+def with_results(page: str, folder: Path) -> str:
+    """The page with these results in the place of those that it has."""
+    before, _, rest = page.partition(BEGIN)
+    return f"{before}{BEGIN}\n\n" + "\n".join(readme(folder)) + f"\n{END}{rest.partition(END)[2]}"
+
+
+def main() -> int:
+    """Measure all, and write what was found."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"which ones (default: {', '.join(BENCHMARKS)})")
+    parser.add_argument("--quick", action="store_true", help="only whether they work; nothing is kept")
+    parser.add_argument("--limit", type=float, default=600, help="seconds for each (default: 600)")
+    parser.add_argument("--json", type=Path, metavar="FOLDER", help="write the figures into this folder too")
+    parser.add_argument("--keep", action="store_true", help="put tables and pictures into benchmarks/README.md")
+    options = parser.parse_args()
+    names = options.names or BENCHMARKS
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        failed = [name for name in names if not measure(name, folder, quick=options.quick, limit=options.limit)]
+        lost = [] if options.quick else list(lost_ground(folder))
+        for what, found in (("these failed", failed), ("against the same contender, slower than before", lost)):
+            if found:
+                sys.stderr.write(f"{what}:\n" + "\n".join(found) + "\n")
+        for path in folder.glob("*.json") if options.json else ():
+            (options.json / path.name).write_bytes(path.read_bytes())
+        if options.keep and not options.quick:
+            RESULTS.mkdir(exist_ok=True)
+            for path in folder.iterdir():
+                (RESULTS / path.name).write_bytes(path.read_bytes())
+            README.write_text(with_results(README.read_text(), RESULTS))
+    return 1 if failed or lost else 0
+
+
+def lost_ground(folder: Path) -> Iterator[str]:
+    """Where new results are worse than those that are kept."""
+    for path in sorted(folder.glob("*.json")):
+        if (kept := RESULTS / path.name).exists():
+            yield from regressions(*(tables_of(json.loads(p.read_text())) for p in (kept, path)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,357 @@
+"""What does it cost a training that redelastic watches over it? Time of its steps, CPU, memory, and time to import.
+
+What happens every second or two is made to happen many times as often, so that the effect on a step shows above the
+noise; shown is what it is at the usual pace.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import signal
+import statistics
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import psutil
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+
+import redelastic
+from benchmarks import report
+from benchmarks.harness import run_alone
+from benchmarks.report import Progress, Table
+from redelastic import RedisServer, worker
+from redelastic.agent import processes, telemetry
+from redelastic.agent.board import Board
+from redelastic.handler import RedisRendezvousHandler, create_handler
+from redelastic.membership import COARSE
+
+STEP: Final = (
+    0.005  # seconds of one step of the training: computed in Python, holding its lock, which is the worst case
+)
+INTERVAL: Final = 2.0  # between heartbeats, in seconds: the default
+FASTER: Final = 10  # times as often as usual: telemetry and the agent's loop
+OFTEN: Final = 1.0 / FASTER  # between heartbeats then, and, as usual within a second, between samples
+SETTLES: Final = 0.1  # seconds at the beginning of a block that do not count
+TARGET: Final = 0.1  # percent of a step
+LIMIT: Final = 120  # seconds for a process
+EMPTY: Final = "def nothing(step): pass"
+IMPORTS: Final = {
+    "redelastic": ("import torch", "import redelastic"),
+    "a worker's progress()": ("import torch", "import redelastic; redelastic.progress"),
+    "a rendezvous": (
+        "import torch.distributed.elastic.rendezvous.dynamic_rendezvous",
+        "import redelastic; redelastic.create_handler",
+    ),
+    "the agent": ("import torch.distributed.run", "import redelastic; redelastic.RedisElasticAgent"),
+}
+
+
+# -- calls
+
+
+def time_calls(repeat: int, calls: int) -> dict[str, Any]:
+    """Seconds for one call, by function, several times over; with an agent's shared memory, and without."""
+    scope: dict[str, Any] = {}
+    exec(EMPTY, scope)  # noqa: S102  # a function as any other, that does nothing
+    board = Board(1)
+
+    def alone() -> None:
+        worker._slot = worker._nowhere  # noqa: SLF001
+
+    def watched() -> None:
+        worker._slot = board._slots[0]  # noqa: SLF001
+
+    functions: dict[str, tuple[Callable[[], None], Callable[[Any], object]]] = {
+        "progress()": (watched, worker.progress),
+        "progress(), without an agent": (alone, worker.progress),
+        "should_checkpoint()": (watched, lambda _: worker.should_checkpoint()),
+        "a function that does nothing": (alone, scope["nothing"]),
+    }
+    worker._looked = True  # noqa: SLF001
+    found: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in range(repeat + 1):
+        for name, (begin, function) in functions.items():
+            begin()
+            began = time.perf_counter()
+            for step in range(calls):
+                function(step)
+            found[name].append((time.perf_counter() - began) / calls)
+    board.close()
+    return {name: times[1:] for name, times in found.items()}
+
+
+# -- a step, with and without
+
+
+def steps_of() -> Callable[[], None]:
+    """A step that takes about `STEP` on this machine when it is quiet."""
+
+    def compute(n: int) -> int:
+        return sum(i * i for i in range(n))
+
+    def seconds(n: int) -> float:
+        began = time.perf_counter()
+        compute(n)
+        return time.perf_counter() - began
+
+    n = 10_000
+    n = round(n * STEP / min(seconds(n) for _ in range(50)))
+
+    def step() -> None:
+        redelastic.progress(compute(n) and n)
+
+    return step
+
+
+def run_steps(step: Callable[[], None], seconds: float) -> list[float]:
+    """Seconds of each step."""
+    took, until = [], time.perf_counter() + seconds
+    while (began := time.perf_counter()) < until:
+        step()
+        took.append(time.perf_counter() - began)
+    return took
+
+
+def alternate(pairs: int) -> Iterator[bool]:
+    """With, without, without, with, …: what drifts slowly hits both alike."""
+    for i in range(pairs):
+        yield from (i % 2 == 0, i % 2 == 1)
+
+
+def effects(blocks: list[tuple[bool, float]], faster: float) -> list[float]:
+    """By how many percent a step was slower with it than without, at the usual pace, for each pair of blocks."""
+    pairs = zip(blocks[::2], blocks[1::2], strict=True)
+    return [100 * math.log(dict(pair)[True] / dict(pair)[False]) / faster for pair in pairs]
+
+
+def confidence(values: list[float]) -> tuple[float, float]:
+    """Between which two of the values the true median lies, with 95 % confidence, whatever their distribution is."""
+    ordered, n = sorted(values), len(values)
+    outside, below = 0, 0.0
+    while (below := below + math.comb(n, outside) / 2**n) <= 0.025:
+        outside += 1
+    outside = max(0, outside - 1)
+    return ordered[outside], ordered[n - 1 - outside]
+
+
+def handler_of(url: str, interval: float) -> RedisRendezvousHandler:
+    """A node of a job of its own."""
+    run_id = f"bench-{uuid.uuid4().hex[:12]}"
+    params = RendezvousParameters("redis", url, run_id, 1, 1, keep_alive_interval=interval)
+    backend, _ = redelastic.create_backend(params)
+    handler = create_handler(backend, params)
+    assert isinstance(handler, RedisRendezvousHandler)
+    handler.next_rendezvous()
+    return handler
+
+
+def with_a_handler(url: str, pairs: int, seconds: float) -> dict[str, Any]:
+    """Steps in a process that holds a handler, whose keeper beats, and in one that holds none."""
+    step, blocks = steps_of(), []
+    run_steps(step, seconds)  # warms up
+    for held in alternate(pairs):
+        handler = handler_of(url, OFTEN) if held else None
+        run_steps(step, SETTLES)
+        blocks.append((held, statistics.fmean(run_steps(step, seconds))))
+        if handler:
+            handler.shutdown()
+    return {"effects": effects(blocks, pause(INTERVAL) / pause(OFTEN))}
+
+
+def pause(interval: float) -> float:
+    """Between two heartbeats, in seconds: a node beats before they are due, as a blocking read may end late."""
+    return interval - min(COARSE, interval / 2)
+
+
+def keeper_alone(url: str, seconds: float) -> dict[str, Any]:
+    """CPU of a keeper's thread at its usual pace, in percent of a core."""
+    handler = handler_of(url, INTERVAL)
+    keeper: Any = handler.membership._keeper  # noqa: SLF001
+    clock = time.pthread_getcpuclockid(keeper.ident)
+    began, computed = time.monotonic(), time.clock_gettime(clock)
+    time.sleep(seconds)
+    used = 100 * (time.clock_gettime(clock) - computed) / (time.monotonic() - began)
+    handler.shutdown()
+    return {"used": used}
+
+
+# -- a whole agent
+
+
+@contextlib.contextmanager
+def running_agent(url: str, *, often: bool) -> Iterator[tuple[psutil.Process, psutil.Process, Path]]:
+    """`redelastic run` with one worker; yields the agent, its warden, and the file with the worker's steps."""
+    with tempfile.TemporaryDirectory() as made:
+        steps = Path(made) / "steps"
+        command = [sys.executable, "-m", "redelastic.cli", "run", "--nnodes=1", "--nproc-per-node=1"]
+        command += [f"--rdzv-id=bench-{uuid.uuid4().hex[:12]}", f"--monitor-interval={0.1 / (FASTER if often else 1)}"]
+        command += ["--rdzv-endpoint=", f"--rdzv-conf=keep_alive_interval={OFTEN if often else INTERVAL}"]
+        command += ["-m", "benchmarks.agent", "worker", str(steps), "busy" if often else "idle"]
+        env = os.environ | {"REDELASTIC_REDIS_URL": url, "OMP_NUM_THREADS": "1"}
+        with (Path(made) / "log").open("w+") as log:
+            launched = subprocess.Popen(command, env=env, stdout=log, stderr=log)  # in our group: it ends with us
+            agent = psutil.Process(launched.pid)
+            try:
+                deadline = time.monotonic() + LIMIT
+                while not (steps.exists() and steps.stat().st_size):
+                    if launched.poll() is not None or time.monotonic() > deadline:
+                        raise RuntimeError(f"the worker did not start: {Path(log.name).read_text()[-1000:]}")
+                    time.sleep(0.05)
+                [warden] = [child for child in agent.children() if "warden.py" in " ".join(child.cmdline())]
+                yield agent, warden, steps
+            finally:
+                launched.kill()  # its warden ends the worker
+                launched.wait()
+                with contextlib.suppress(psutil.NoSuchProcess, UnboundLocalError):
+                    while warden.status() != psutil.STATUS_ZOMBIE:  # whoever adopts it may not ask for its end
+                        time.sleep(0.01)
+
+
+def be_worker(steps: Path, *, busy: bool) -> None:
+    """What the agent runs: each step's beginning and end go to a file."""
+    step = steps_of()
+    with steps.open("wb", buffering=0) as file:
+        while True:
+            began = time.monotonic()
+            step() if busy else time.sleep(0.1)
+            file.write(struct.pack("dd", began, time.monotonic()))
+
+
+def with_an_agent(url: str, pairs: int, seconds: float) -> list[float]:
+    """Steps of a worker while its agent runs, and while it is stopped."""
+    times: list[tuple[bool, float, float]] = []
+    with running_agent(url, often=True) as (agent, _, file):
+        time.sleep(seconds)  # warms up
+        for runs in alternate(pairs):
+            (agent.resume if runs else agent.suspend)()
+            time.sleep(SETTLES)
+            began = time.monotonic()
+            time.sleep(seconds)
+            times.append((runs, began, time.monotonic()))
+        agent.resume()
+        took = list(struct.iter_unpack("dd", file.read_bytes()[: file.stat().st_size // 16 * 16]))
+    blocks = [
+        (runs, statistics.fmean(end - begin for begin, end in took if began <= begin and end <= ended))
+        for runs, began, ended in times
+    ]
+    return effects(blocks, FASTER)
+
+
+def idle_agent(url: str, seconds: float) -> dict[str, tuple[float, float]]:
+    """CPU in percent of a core, and memory that is its own in bytes, of an agent and of its warden."""
+    with running_agent(url, often=False) as (agent, warden, _):
+        time.sleep(INTERVAL)
+
+        def cpu(process: psutil.Process) -> float:
+            return sum(process.cpu_times()[:2])
+
+        found = {}
+        began, before = time.monotonic(), [cpu(agent), cpu(warden)]
+        time.sleep(seconds)
+        elapsed = time.monotonic() - began
+        for name, process, used in zip(("agent", "warden"), (agent, warden), before, strict=True):
+            found[name] = (100 * (cpu(process) - used) / elapsed, float(process.memory_full_info().uss))
+    return found
+
+
+# -- what telemetry and imports take
+
+
+def time_samples(workers: int, children: int, repeat: int) -> dict[str, Any]:
+    """One look at all processes of this host, and a sample of those of the workers, in seconds."""
+    tree = processes.ProcessTree()
+    shell = " ".join(["sleep 600 &"] * children) + (" wait" if children else " exec sleep 600")
+    started = [
+        subprocess.Popen(["/bin/sh", "-c", shell], env=os.environ | tree.environment, start_new_session=True)
+        for _ in range(workers)
+    ]
+    try:
+        pids, samples, times = {i: process.pid for i, process in enumerate(started)}, telemetry.Telemetry(), []
+        while len(tree.look(pids.values())) < workers * (1 + children):
+            time.sleep(0.01)
+        for _ in range(repeat + 1):
+            began = time.perf_counter()
+            samples.sample(telemetry.trees(tree.look(pids.values()), pids))
+            times.append(time.perf_counter() - began)
+    finally:
+        for process in started:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        tree.close()
+    return {"times": times[1:], "processes": len(psutil.pids())}
+
+
+def time_import(before: str, measured: str) -> float:
+    """Seconds that an import takes in a new process, beyond one that is there before."""
+    script = f"import time\n{before}\nbegan = time.perf_counter()\n{measured}\nprint(time.perf_counter() - began)"
+    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=LIMIT)
+    return float(said.stdout)
+
+
+# -- the tables
+
+
+def run(quick: bool, progress: Progress) -> Iterator[Table]:
+    """As `python -m benchmarks` does it."""
+    repeat, pairs, seconds = (2, 2, 0.4) if quick else (9, 40, 0.5)
+    with RedisServer() as server:
+        progress("calls")
+        table = Table("agent-calls", "One call of what a training script calls", "call")
+        for name, times in run_alone(time_calls, (repeat, 20_000 if quick else 300_000), LIMIT).items():
+            table.put(name, "takes", times)
+        yield table
+
+        table = Table("agent-step", f"A training's step of {1000 * STEP:g} ms is slower by", "with", unit="%")
+        progress("steps with a handler")
+        found = {"a handler in its process": run_alone(with_a_handler, (server.url, pairs, seconds), LIMIT)["effects"]}
+        progress("steps with an agent")
+        found["an agent"] = with_an_agent(server.url, pairs, seconds)
+        for name, values in found.items():
+            table.targets[name] = TARGET
+            low, high = confidence(values)
+            for column, value in (("median", statistics.median(values)), ("95 %: from", low), ("to", high)):
+                table.put(name, column, value)
+        yield table
+
+        progress("CPU and memory")
+        used = Table("agent-cpu", "CPU at the usual pace, of one core", "of", unit="%")
+        memory = Table("agent-memory", "Memory of its own (USS)", "of", unit="B")
+        keeper = run_alone(keeper_alone, (server.url, 1.0 if quick else 20.0), LIMIT)["used"]
+        used.put("the thread that keeps the lease", "used", keeper)
+        for name, (cpu, own) in idle_agent(server.url, 1.0 if quick else 20.0).items():
+            used.put(f"a whole {name}", "used", cpu)
+            memory.put(f"a whole {name}", "used", own)
+        yield from (used, memory)
+
+    progress("telemetry")
+    table = Table("agent-telemetry", "One sample of what the workers use: once a second", "workers")
+    for workers, children in ((1, 0), (8, 4)):
+        took = run_alone(time_samples, (workers, children, 3 if quick else 50), LIMIT)
+        row = f"{workers}, {children} children each; {took['processes']} processes on the host"
+        table.put(row, "takes", took["times"])
+    yield table
+
+    progress("imports")
+    table = Table("agent-imports", "Time to import", "what")
+    imports: dict[str, list[float]] = {name: [] for name in IMPORTS}
+    for _ in range(1 if quick else repeat):
+        for name, (before, measured) in IMPORTS.items():
+            imports[name].append(time_import(before, measured))
+    for name, values in imports.items():
+        table.put(name, "beyond torch", values)
+    yield table
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["worker"]:
+        be_worker(Path(sys.argv[2]), busy=sys.argv[3] == "busy")
+    sys.exit(report.main(run, "agent", __doc__ or ""))

@@ -1,0 +1,311 @@
+"""What does one Redis carry? Many jobs at once, many waiting nodes, a store of many keys, and one of large values.
+
+Each node needs a connection: 10,000 of them need ``maxclients`` above Redis' default of 10,000, and as many open files
+(``ulimit -n``) for the server. ``RedisServer`` and this program take what the hard limit allows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import redis
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+from benchmarks import report
+from benchmarks.harness import (
+    Figures,
+    TimeLimitError,
+    Watch,
+    peak_memory,
+    provenance,
+    raise_limit_of_files,
+    run_alone,
+    run_nodes,
+)
+from benchmarks.simulated import connected, simulate, while_alive
+from redelastic.keys import RunKeys
+from redelastic.server import RedisServer
+from redelastic.settings import Settings
+from redelastic.store import RedisStore
+
+TTL = 5.0  # of stores, in seconds
+
+
+# -- many jobs at once
+
+
+def prepare(options: dict[str, Any], number: int) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Make one node of one of the jobs."""
+    config = {"join_timeout": 300, "keep_alive_interval": options["interval"], "ttl": 6 * options["interval"]}
+    run_id = f"{options['run_id']}-{number // 2}"
+    handler = get_rendezvous_handler(RendezvousParameters("redis", options["url"], run_id, 2, 2, **config))
+    return handler.next_rendezvous, handler.shutdown
+
+
+def measure_jobs(server: RedisServer, options: argparse.Namespace) -> Figures:
+    """Form many jobs at once, hold them for longer than a lease, and end them."""
+    interval, nodes = options.interval or 2.0, 2 * options.jobs
+    run_id = f"load-{uuid.uuid4().hex[:12]}"
+    found: Figures = {}
+    with server.get_client() as client:
+        watch = Watch(client)
+
+        def hold_them() -> None:
+            found["memory per node"] = (watch.grown() / nodes, "B")
+            found["connections per node"] = ((client.info("clients")["connected_clients"] - 1) / nodes, "")
+            found["longest command"] = (watch.longest(), "s")
+            began, computed = time.monotonic(), watch.cpu()
+            time.sleep(4 * interval)
+            found["Redis busy meanwhile"] = (100 * (watch.cpu() - computed) / (time.monotonic() - began), "%")
+            standing = 0
+            for job in range(options.jobs):
+                keys = RunKeys(f"{run_id}-{job}")
+                epoch, broken = client.hmget(keys.run, "epoch", "broken")
+                standing += epoch == b"1" and broken is None and client.scard(keys.members) == 2
+            found["jobs that stand after a lease"] = (standing, "")
+
+        shared = {"url": server.url, "run_id": run_id, "interval": interval}
+        [timings] = run_nodes(prepare, [shared], nodes, options.limit, hold_them)
+        formed = max(t.ended for t in timings) - min(t.began for t in timings)
+        return (
+            {"jobs": (options.jobs, ""), "all jobs formed": (formed, "s")}
+            | found
+            | watch.until_empty(6 * interval + 30)
+        )
+
+
+# -- many waiting nodes
+
+
+async def waiting_nodes(url: str, n: int, interval: float) -> Figures:
+    """All nodes but one wait; the last one comes; then all but one die."""
+    run = RunKeys(f"load-{uuid.uuid4().hex[:12]}")
+    common: dict[str, Any] = {"run_id": run.run_id, "min_nodes": n, "max_nodes": n, "keep_alive_interval": interval}
+    found: Figures = {}
+    with redis.Redis.from_url(url) as client:
+        watch = Watch(client)
+        nodes = await connected(
+            n,
+            client.get_connection_kwargs(),
+            run,
+            lambda number: Settings(**common, node_name=f"node-{number}", ttl=6 * interval),
+        )
+        *early, last = nodes
+        found["nodes"] = (n, "")
+
+        began = time.monotonic()
+        waiting = [asyncio.create_task(node.join()) for node in early]
+        await while_alive(waiting, lambda: not all(node.parked for node in early))
+        found["joins at once: all wait after"] = (time.monotonic() - began, "s")
+        found["longest join"] = (watch.longest(), "s")
+
+        client.config_resetstat()
+        began, computed, blocked = time.monotonic(), watch.cpu(), 0
+        while time.monotonic() < began + 2 * interval:
+            await asyncio.sleep(0.05)
+            blocked = max(blocked, client.info("clients")["blocked_clients"])
+        busy = (watch.cpu() - computed) / (time.monotonic() - began)
+        usec = client.info("commandstats")["cmdstat_evalsha"]["usec_per_call"]
+        found["blocked at once"] = (blocked, "")
+        found["memory per waiting node"] = (watch.grown() / n, "B")
+        found["its connection"] = (client.memory_stats()["clients.normal"] / n, "B")
+        found[f"Redis busy with heartbeats every {interval:g} s"] = (100 * busy, "%")
+        found["one heartbeat"], found["longest heartbeat"] = (usec / 1e6, "s"), (watch.longest(), "s")
+
+        began, computed = time.monotonic(), watch.cpu()
+        rounds = await asyncio.gather(last.join(), *waiting)
+        found["the last node comes: all are told after"] = (time.monotonic() - began, "s")
+        found["Redis busy with that for"] = (watch.cpu() - computed, "s")
+        found["longest script: completion"] = (watch.longest(), "s")
+        found["different ranks"] = (len({entered.rank for entered in rounds}), "")
+
+        await asyncio.sleep(3.2 * interval)  # nobody is heard for longer than a lease: that is an outage
+        await last.beat()
+        found["longest script: all leases anew after an outage"] = (watch.longest(), "s")
+        found["members after it"] = (client.scard(run.members), "")
+        while client.zcard(run.leases) > 1:  # now they run out in the same millisecond
+            await asyncio.sleep(interval)
+            await last.beat()
+        found["longest script: all leases but one run out at once"] = (watch.longest(), "s")
+        for node in nodes:
+            node.close()
+    return found
+
+
+def run_waiting_nodes(url: str, n: int, interval: float) -> Figures:
+    """As :func:`waiting_nodes`, in a process of its own."""
+    return simulate(waiting_nodes, url, n, interval)
+
+
+def measure_waiting(server: RedisServer, options: argparse.Namespace) -> Figures:
+    """A large group waits, forms, and dies."""
+    interval = options.interval or 8.0
+    with server.get_client() as client:
+        watch = Watch(client)
+        found = run_alone(run_waiting_nodes, (server.url, options.nodes, interval), options.limit)
+        return found | watch.until_empty(6 * interval + 30)
+
+
+# -- a large store
+
+
+def fill_store(url: str, n: int, batch: int = 1000) -> Figures:
+    """Write many small values in batches, and look at them."""
+    store = RedisStore(url, f"load-{uuid.uuid4().hex[:12]}", ttl=TTL)
+    with redis.Redis.from_url(url) as client:
+        watch = Watch(client)
+        before, began = peak_memory(reset=True), time.monotonic()
+        for first in range(0, n, batch):
+            chunk = range(first, min(n, first + batch))
+            store.multi_set([f"key/{i}" for i in chunk], [f"value {i}" for i in chunk])
+        found: Figures = {"keys": (store.num_keys(), ""), "written in": (time.monotonic() - began, "s")}
+        found["memory per key"] = (watch.grown() / n, "B")
+        found["client's peak"] = (peak_memory() - before, "B")
+        found["longest write of 1,000 keys"] = (watch.longest(), "s")
+        before = peak_memory(reset=True)
+        found["keys listed"] = (len(store.list_keys()), "")
+        found["list_keys: Redis blocked"] = (watch.longest(), "s")
+        found["list_keys: client's peak"] = (peak_memory() - before, "B")
+    store.close()
+    return found
+
+
+def measure_keys(server: RedisServer, options: argparse.Namespace) -> Figures:
+    """A store of many small values, and its end."""
+    with server.get_client() as client:
+        watch = Watch(client)
+        return run_alone(fill_store, (server.url, options.keys), options.limit) | watch.until_empty(TTL + 30)
+
+
+# -- large values
+
+
+def move_value(url: str, size: int) -> Figures:
+    """Write and read one large value in all ways that a store has."""
+    value, run_id = b"x" * size, f"load-{uuid.uuid4().hex[:12]}"
+    store, once = RedisStore(url, run_id, ttl=TTL), RunKeys(run_id).store("default").once
+    calls: dict[str, Callable[[], object]] = {
+        "set": lambda: store.set("a", value),
+        "get": lambda: store.get("a"),
+        "append of a byte": lambda: store.append("a", b"x"),
+        "compare_set": lambda: store.compare_set("b", b"", value),
+        "add after it": lambda: store.add("n", 1),
+        "queue_push": lambda: store.queue_push("q", value),
+        "queue_pop": lambda: store.queue_pop("q"),
+    }
+    found: Figures = {"size": (size, "B")}
+    with redis.Redis.from_url(url) as client:
+        watch = Watch(client)
+        for name, call in calls.items():
+            before, began, computed = peak_memory(reset=True), time.monotonic(), watch.cpu()
+            call()
+            found[name] = (time.monotonic() - began, "s")
+            found[f"{name}: Redis computes"] = (watch.cpu() - computed, "s")
+            found[f"{name}: Redis remembers the reply"] = (client.memory_usage(once, samples=0) or 0, "B")
+            found[f"{name}: client's peak"] = (peak_memory() - before, "B")
+        found["Redis' peak"] = (client.info("memory")["used_memory_peak"] - watch.base, "B")
+    store.close()
+    return found
+
+
+def measure_value(server: RedisServer, options: argparse.Namespace) -> Figures:
+    """One large value, and its end."""
+    with server.get_client() as client:
+        watch = Watch(client)
+        found = run_alone(move_value, (server.url, options.megabytes << 20), options.limit)
+        return found | watch.until_empty(TTL + 30)
+
+
+# -- the command
+
+
+def shown(value: float, unit: str) -> str:
+    """A figure for the table."""
+    if unit == "s":
+        return f"{value:.2f} s" if value >= 1 else f"{1000 * value:.2f} ms"
+    if unit == "B":
+        return f"{value / 1e6:,.1f} MB" if abs(value) >= 1e6 else f"{value:,.0f} B"
+    return f"{value:,.4g} {unit}" if value != round(value) else f"{value:,.0f} {unit}".strip()
+
+
+MEASURES = {"jobs": measure_jobs, "waiting": measure_waiting, "keys": measure_keys, "value": measure_value}
+TITLES = {
+    "jobs": "Many jobs",
+    "waiting": "One job of many nodes",
+    "keys": "A store of many keys",
+    "value": "Large values",
+}
+
+
+def answer(question: str, options: argparse.Namespace) -> Figures | str:
+    """What is found on an empty server, or why nothing is."""
+    with RedisServer() as server:
+        try:
+            return MEASURES[question](server, options)
+        except (TimeLimitError, RuntimeError) as e:
+            return str(e)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options when one asks for some of it."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.load", description=__doc__)
+    parser.add_argument("questions", nargs="*", metavar="|".join(MEASURES), help="what to measure (default: all)")
+    parser.add_argument("--jobs", type=int, default=500, help="jobs of 2 nodes at once (default: 500)")
+    parser.add_argument("--nodes", type=int, default=10_000, help="nodes that wait (default: 10000)")
+    parser.add_argument("--interval", type=float, help="seconds between heartbeats (default: 2; of nodes that wait, 8)")
+    parser.add_argument("--keys", type=int, default=1_000_000, help="keys of one store (default: 1000000)")
+    parser.add_argument("--megabytes", type=int, default=64, help="size of one value (default: 64)")
+    parser.add_argument("--limit", type=float, default=300, help="seconds for one question (default: 300)")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    return parser
+
+
+QUICK = ("--jobs=1", "--nodes=64", "--interval=0.3", "--keys=10000", "--megabytes=1")
+
+
+def run(quick: bool, progress: report.Progress) -> Iterator[report.Table]:
+    """As `python -m benchmarks` does it."""
+    raise_limit_of_files()
+    options = parser().parse_args(QUICK if quick else [])
+    for question, title in TITLES.items():
+        progress(title)
+        table = report.Table(f"load-{question}", title, "what")
+        found = answer(question, options)
+        for what, figure in {"failed": found}.items() if isinstance(found, str) else found.items():
+            table.put(what, "found", figure if isinstance(figure, str) else shown(*figure))
+        yield table
+
+
+def main() -> int:
+    """Some of the questions, with one's own options; without any, as the others."""
+    if not set(sys.argv[1:]) & MEASURES.keys():
+        return report.main(run, "load", __doc__ or "")
+    options = parser().parse_args()
+    if unknown := set(options.questions) - MEASURES.keys():
+        parser().error(f"no such question: {', '.join(sorted(unknown))}")
+
+    raise_limit_of_files()
+    found: dict[str, Any] = {}
+    for question in options.questions:
+        figures = answer(question, options)
+        found[question] = {"failed": figures} if isinstance(figures, str) else figures
+        print(f"| {question} | |\n|---|---:|")
+        for what, figure in found[question].items():
+            print(f"| {what} | {figure if what == 'failed' else shown(*figure)} |")
+        print()
+    if options.json:
+        options.json.write_text(json.dumps({"load": found, **provenance()}, indent=2) + "\n")
+    return int(any("failed" in figures for figures in found.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,313 @@
+"""A job of real agents and workers on this host, for `benchmarks.recovery`: start it, hurt it, watch it come back."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import math
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import psutil
+
+from benchmarks.harness import TimeLimitError
+from benchmarks.recovery_processes import JOB
+from redelastic.connection import Connection
+from redelastic.control import RunControl, UnknownRunError
+from redelastic.keys import RunKeys
+from redelastic.server import RedisServer
+
+OURS, PLUGIN, C10D = "redelastic run", "torchrun, redis", "torchrun, c10d"
+UNSHARED: Final = "c10d, unshared"  # with a fresh store for the workers of each round, by an environment variable
+C10DS: Final = (C10D, UNSHARED)
+PROCESSES: Final = Path(__file__).with_name("recovery_processes.py")
+HOST_ROLE: Final = "the store's host"
+HOST: Final = 1  # the node that serves c10d's store; its rank is not 0, since c10d ranks nodes of one host by pid
+LAST_CALL: Final = 2
+MAX_RESTARTS: Final = 3
+START: Final = 90.0  # for a job to make its first steps, in seconds
+STEPS: Final = 20  # of every worker before the fault
+STUCK: Final = 7.0  # workers that have not begun for so long after their start wait for each other, in seconds
+POLL: Final = 0.02
+
+
+@dataclass
+class Worker:
+    """A worker's process: of which node, and when it was made and did its steps, on the monotonic clock."""
+
+    pid: int
+    node: int
+    rank: int
+    world: int
+    born: float
+    steps: list[float] = field(default_factory=list)
+
+
+@dataclass
+class Recovery:
+    """How a job came back: seconds since the fault, None for what did not come.
+
+    Attributes:
+        detected: the first worker of a survivor has ended.
+        grouped: the last survivor has started its worker of a round of all survivors.
+        stepped: every survivor has made a step in it.
+        restarts: how often the survivor that did so most has started its worker.
+        missing: why something did not come.
+    """
+
+    detected: float | None = None
+    grouped: float | None = None
+    stepped: float | None = None
+    restarts: int | None = None
+    missing: str = ""
+
+    @property
+    def start(self) -> float | None:
+        """What the workers' own start took."""
+        return None if self.stepped is None or self.grouped is None else self.stepped - self.grouped
+
+
+@dataclass(frozen=True)
+class Outage:
+    """What a restart of Redis did to a job.
+
+    Attributes:
+        away, afterwards: the longest step meanwhile, and from then on, in seconds.
+        known: when the new Redis knew all nodes again, in seconds since it was there; None if it never did.
+        restarts: how many workers were started since.
+    """
+
+    away: float
+    afterwards: float
+    known: float | None
+    restarts: int
+
+
+class Job:
+    """Nodes of one contender with one worker each; all is over with `close`, or when this process is killed.
+
+    Args:
+        contender: `OURS`, `PLUGIN`, `C10D` or `UNSHARED`.
+        size: how many nodes; the job goes on with two of them, or one of two.
+        conf: settings beside the contender's own defaults.
+    """
+
+    def __init__(self, contender: str, size: int, conf: Mapping[str, float]) -> None:
+        self.contender, self.size = contender, size
+        self._conf = {"last_call_timeout": LAST_CALL, **conf}
+        self._run_id = f"bench-{uuid.uuid4().hex[:12]}"
+        self._workers: dict[int, Worker] = {}
+        self._read = 0  # how much of the record
+        self._over = threading.Event()
+        self._opened = ExitStack()
+        self.nodes: list[subprocess.Popen[bytes]] = []
+        self.server: RedisServer | None = None
+
+    def start(self) -> None:
+        """Return once all nodes have made some steps together.
+
+        Raises:
+            TimeLimitError: they did not in time.
+            RuntimeError: a node ended.
+        """
+        try:
+            if self.contender not in C10DS:
+                self.server = self._opened.enter_context(RedisServer())
+            self._directory = Path(tempfile.mkdtemp(prefix="redelastic-bench-"))
+            command = [sys.executable, str(PROCESSES), "reaper", self._run_id, str(self._directory)]
+            reaper = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+            self._opened.callback(self._end, reaper)
+            self._record = self._directory / "record"
+            self._record.touch()
+            self._start({**os.environ, JOB: self._run_id, "TMPDIR": str(self._directory)})
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End all processes, and whoever watches; idempotent."""
+        self._over.set()
+        self._opened.close()
+
+    def _end(self, reaper: subprocess.Popen[bytes]) -> None:
+        reaper.communicate()
+        for node in self.nodes:
+            node.wait()
+
+    def _start(self, env: dict[str, str]) -> None:
+        env |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        if self.contender == UNSHARED:
+            env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        if self.server:
+            env["REDELASTIC_REDIS_URL"] = self.server.url
+        ready = self._directory / "ready"
+        ready.mkdir()
+        where = f"--rdzv-endpoint=127.0.0.1:{_free_port()}" if self.contender in C10DS else "--rdzv-backend=redis"
+        deadline = time.monotonic() + START
+        for number in range(self.size):
+            module = "redelastic.cli" if self.contender == OURS else "torch.distributed.run"
+            command = [sys.executable, str(PROCESSES), "node", str(ready), module]
+            command += ["run"] if self.contender == OURS else []
+            conf = dict(self._conf)
+            if self.contender in C10DS:
+                command.append("--rdzv-backend=c10d")
+                conf["is_host"] = int(number == HOST)
+            command += [where, f"--rdzv-id={self._run_id}", "--local-addr=127.0.0.1"]
+            command += [f"--rdzv-conf={','.join(f'{name}={value}' for name, value in conf.items())}"]
+            command += [f"--nnodes={min(2, self.size - 1)}:{self.size}", f"--max-restarts={MAX_RESTARTS}"]
+            command += [str(PROCESSES), "worker", str(self._record), str(number)]
+            with (self._directory / f"{number}.log").open("wb") as log:
+                self.nodes.append(
+                    subprocess.Popen(command, env=env, stdout=log, stderr=log, cwd=Path.cwd(), start_new_session=True)
+                )
+        self._wait(lambda: len(list(ready.iterdir())) == self.size, "the agents", deadline)
+        (ready / "go").touch()
+        self._wait(lambda: len(self._settled()) == self.size, "the first steps", deadline)
+
+    def _settled(self) -> list[Worker]:
+        """Those in a round of all nodes who have made some steps in it."""
+        return [w for w in self.workers() if w.world == self.size and len(w.steps) >= STEPS]
+
+    def _wait(self, holds: Callable[[], bool], what: str, deadline: float) -> None:
+        while not holds():
+            if ended := [number for number, node in enumerate(self.nodes) if node.poll() is not None]:
+                tail = (self._directory / f"{ended[0]}.log").read_text(errors="replace")[-2000:]
+                raise RuntimeError(f"node {ended[0]} ended before {what} came\n{tail}")
+            if time.monotonic() > deadline:
+                raise TimeLimitError(f"did not start within {START:g} s")
+            time.sleep(POLL)
+
+    # -- seeing
+
+    def workers(self) -> list[Worker]:
+        """All workers that there have been so far."""
+        with self._record.open("rb") as record:
+            record.seek(self._read)
+            whole, _, _ = record.read().rpartition(b"\n")
+        self._read += len(whole) + 1 if whole else 0
+        for line in whole.splitlines():
+            told = json.loads(line)
+            if "step" in told:
+                self._workers[told["pid"]].steps.append(told["step"])
+            else:
+                self._workers[told["pid"]] = Worker(**told)
+        return list(self._workers.values())
+
+    def current(self) -> list[Worker]:
+        """The newest worker of each node, by its rank."""
+        newest = {w.node: w for w in sorted(self.workers(), key=lambda w: w.born)}
+        return sorted(newest.values(), key=lambda w: w.rank)
+
+    def by_role(self, role: str) -> int:
+        """The node that has a role."""
+        if role == HOST_ROLE:
+            return HOST
+        rank_0, *others = (w.node for w in self.current())
+        return rank_0 if role == "rank 0" else next(node for node in others if node != HOST or self.size == 2)
+
+    # -- hurting, and watching
+
+    def hurt(self, fault: str, node: int) -> Watch:
+        """Kill, terminate or freeze a node; as when it is a machine, but that SIGTERM comes to the agent alone."""
+        agent = psutil.Process(self.nodes[node].pid)
+        tree = [agent, *([] if fault == "terminate" else agent.children(recursive=True))]
+        number = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM, "freeze": signal.SIGSTOP}[fault]
+        watch = Watch(self, node)
+        for process in tree:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+        return watch
+
+    def restart_redis(self, away: float, watched: float) -> Outage:
+        """Kill Redis, which comes back empty.
+
+        Args:
+            away: for how long, in seconds.
+            watched: how long to look at the job afterwards.
+        """
+        assert self.server
+        fault = time.monotonic()
+        self.server.kill()
+        self._over.wait(away)
+        self.server.start()
+        back = time.monotonic()
+        known = None
+        with contextlib.closing(Connection.open(self.server.url)) as connection:
+            control = RunControl(connection, RunKeys(self._run_id))
+            while time.monotonic() < back + watched and not self._over.wait(POLL):
+                with contextlib.suppress(UnknownRunError):
+                    if known is None and len(control.state().members) == self.size:
+                        known = time.monotonic() - back
+        new = sum(w.born > fault for w in self.workers())
+        return Outage(self._longest_step(fault, back), self._longest_step(back, math.inf), known, new)
+
+    def _longest_step(self, since: float, until: float) -> float:
+        """Of those that were under way at some time between the two."""
+        pairs = [pair for worker in self.current() for pair in itertools.pairwise(worker.steps)]
+        return max((b - a for a, b in pairs if b > since and a < until), default=math.inf)
+
+    def over(self, wait: float) -> bool:
+        """Whether the job is ended by us; waits for that."""
+        return self._over.wait(wait)
+
+
+class Watch:
+    """Looks at the survivors of a fault, from the moment at which it is made."""
+
+    def __init__(self, job: Job, victim: int) -> None:
+        self._job = job
+        self._survivors = set(range(job.size)) - {victim}
+        self._old = [os.pidfd_open(w.pid) for w in job.current() if w.node != victim]
+        self.over_or_stuck = threading.Event()
+        self._fault = time.monotonic()
+
+    def result(self, limit: float) -> Recovery:
+        """Wait until all survivors have made a step together, or cannot any more."""
+        found = Recovery(missing=f"not within {limit:g} s")
+        with ExitStack() as opened:
+            ends = select.poll()
+            for fd in self._old:
+                opened.callback(os.close, fd)
+                ends.register(fd, select.POLLIN)
+            while found.stepped is None and (now := time.monotonic()) < self._fault + limit and not self._job.over(0):
+                if found.detected is not None:
+                    time.sleep(POLL)
+                elif ends.poll(1000 * POLL):
+                    found.detected = time.monotonic() - self._fault
+                if ended := sum(self._job.nodes[node].poll() is not None for node in self._survivors):
+                    found.missing = f"{ended} of {len(self._survivors)} others ended after {now - self._fault:.0f} s"
+                    break
+                self._look(found)
+                if found.grouped is not None and time.monotonic() - self._fault - found.grouped > STUCK:
+                    self.over_or_stuck.set()
+        return found
+
+    def _look(self, found: Recovery) -> None:
+        new = [w for w in self._job.workers() if w.born > self._fault and w.node in self._survivors]
+        whole = {w.node: w for w in new if w.world == len(self._survivors)}  # the newest of each node
+        if whole.keys() == self._survivors:
+            found.grouped = max(w.born for w in whole.values()) - self._fault
+            if all(w.steps for w in whole.values()):
+                found.stepped = max(w.steps[0] for w in whole.values()) - self._fault
+                found.restarts = max(Counter(w.node for w in new).values())
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

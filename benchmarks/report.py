@@ -1,0 +1,228 @@
+"""What a benchmark finds, as tables: printed, written as JSON, drawn, and compared with what was found before.
+
+A benchmark is a module with a function ``run(quick, progress)`` that yields tables; its docstring's first sentence is
+the question that it answers. ``report.main(run, …)`` is its command line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks.harness import provenance
+
+RESULTS: Final = Path(__file__).parent / "results"
+UNITS: Final[dict[str, tuple[tuple[float, str], ...]]] = {  # from the largest to the smallest
+    "s": ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns")),
+    "B": ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B")),
+    "/s": ((1e6, "M/s"), (1e3, "k/s"), (1.0, "/s")),
+    "%": ((1.0, "%"),),
+    "": ((1.0, ""),),
+}
+SLOWER: Final = 1.5  # a ratio that has grown by so much is a regression: less is this machine's noise
+
+Progress = Callable[[str], None]
+Run = Callable[[bool, Progress], Iterator["Table"]]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """What was measured several times.
+
+    Attributes:
+        median, low, high: of all values; 99 % of them are at most ``p99``.
+        n: how many values.
+    """
+
+    median: float
+    low: float
+    high: float
+    p99: float
+    n: int
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Spread:
+        """From the values themselves."""
+        ordered = sorted(values)
+        p99 = ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
+        return cls(statistics.median(ordered), ordered[0], ordered[-1], p99, len(ordered))
+
+
+@dataclass
+class Table:
+    """Cases against contenders.
+
+    Attributes:
+        name: of the table, as a file may be called.
+        title: the question, in a few words.
+        case: what distinguishes the rows, such as "nodes".
+        unit: of all cells: "s", "B", "/s", "%" or "".
+        base: the column that ratios are to: ours.
+        cells: by row and column; a text says why there is no figure.
+        targets: by row, what ``base`` has to reach.
+        log: whether it is drawn with log axes: rows are numbers then. None: it is not drawn.
+    """
+
+    name: str
+    title: str
+    case: str
+    unit: str = "s"
+    base: str = "redelastic"
+    cells: dict[str, dict[str, Spread | str]] = field(default_factory=dict)
+    targets: dict[str, float] = field(default_factory=dict)
+    log: bool | None = None
+
+    def put(self, row: object, column: str, found: Iterable[float] | float | str) -> None:
+        """Enter what was found: values, one value, or why there is none."""
+        values = [found] if isinstance(found, int | float) else found
+        self.cells.setdefault(str(row), {})[column] = values if isinstance(values, str) else Spread.of(values)
+
+    @property
+    def columns(self) -> list[str]:
+        """In the order in which they came, ours first."""
+        found = dict.fromkeys(column for row in self.cells.values() for column in row)
+        return sorted(found, key=lambda column: column != self.base)
+
+    def ratio(self, row: str, column: str) -> float | None:
+        """How many times as much as ours a contender has."""
+        ours, theirs = (self.cells[row].get(name) for name in (self.base, column))
+        known = isinstance(ours, Spread) and isinstance(theirs, Spread) and ours.median > 0
+        return theirs.median / ours.median if known else None  # type: ignore[union-attr]
+
+
+def shown(value: float, unit: str) -> str:
+    """A figure with its unit, to three digits."""
+    factor, name = next((u for u in UNITS[unit] if abs(value) >= u[0]), UNITS[unit][-1])
+    scaled = value / factor
+    return f"{scaled:,.0f} {name}".strip() if scaled >= 100 else f"{scaled:.3g} {name}".strip()
+
+
+def times(ratio: float) -> str:
+    """A ratio, to as many digits as tell something."""
+    return f"{ratio:,.0f} x" if ratio >= 9.95 else f"{ratio:.2g} x"
+
+
+def markdown(table: Table) -> Iterator[str]:
+    """The table as a README shows it: medians, how many times ours that is, and the target."""
+    heads = [table.case, *table.columns, *(["target"] if table.targets else [])]
+    yield from (f"**{table.title}**", "", f"| {' | '.join(heads)} |", f"|---:|{'---:|' * (len(heads) - 1)}")
+    for row, cells in table.cells.items():
+        texts = [row]
+        for column in table.columns:
+            cell = cells.get(column, "-")
+            if isinstance(cell, Spread):
+                ratio = table.ratio(row, column) if column != table.base else None
+                cell = shown(cell.median, table.unit) + (f" · {times(ratio)}" if ratio is not None else "")
+            texts.append(cell)
+        texts += [shown(table.targets[row], table.unit) if row in table.targets else "-"] if table.targets else []
+        yield f"| {' | '.join(texts)} |"
+
+
+def document(name: str, tables: Iterable[Table]) -> dict[str, Any]:
+    """What is written as JSON."""
+    return {"benchmark": name, **provenance(), "tables": [asdict(table) for table in tables]}
+
+
+def tables_of(found: dict[str, Any]) -> list[Table]:
+    """The tables of a document."""
+    tables = [Table(**entry) for entry in found["tables"]]
+    for table in tables:
+        table.cells = {
+            row: {name: cell if isinstance(cell, str) else Spread(**cell) for name, cell in cells.items()}  # type: ignore[arg-type]
+            for row, cells in table.cells.items()
+        }
+    return tables
+
+
+def draw(table: Table, path: Path) -> None:
+    """The table as a picture: lines over the rows' numbers on log axes, or bars."""
+    import matplotlib  # noqa: ICN001, PLC0415
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt  # noqa: PLC0415
+
+    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    for i, column in enumerate(table.columns):
+        found = {row: cell for row, cells in table.cells.items() if isinstance(cell := cells.get(column), Spread)}
+        medians = [cell.median for cell in found.values()]
+        errors = [[c.median - c.low for c in found.values()], [c.high - c.median for c in found.values()]]
+        if table.log:
+            places = [float(row.split()[0].replace(",", "")) for row in found]
+            axes.errorbar(places, medians, yerr=errors, marker="o", capsize=3, label=column)
+        else:
+            width = 0.8 / len(table.columns)
+            rows = list(table.cells)
+            places = [rows.index(row) + (i - (len(table.columns) - 1) / 2) * width for row in found]
+            axes.bar(places, medians, width, yerr=errors, capsize=2, label=column)
+    if table.log:
+        axes.set_xscale("log", base=2)
+        numbers = [float(row.split()[0].replace(",", "")) for row in table.cells]
+        axes.set_xticks(numbers, list(table.cells))
+        axes.minorticks_off()
+    else:
+        axes.set_xticks(range(len(table.cells)), list(table.cells), rotation=30, ha="right", rotation_mode="anchor")
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(lambda value, _: shown(value, table.unit))
+    axes.set_xlabel(table.case)
+    axes.set_title(table.title)
+    axes.grid(visible=True, which="major", alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def regressions(before: Iterable[Table], now: Iterable[Table]) -> Iterator[str]:
+    """Where we have lost ground against a contender: ratios only, since times are those of a machine."""
+    known = {table.name: table for table in before}
+    for table in now:
+        old = known.get(table.name)
+        for row in table.cells if old else ():
+            for column in table.columns:
+                if old is None or row not in old.cells or column == table.base:
+                    continue
+                was, is_now = old.ratio(row, column), table.ratio(row, column)
+                if was and is_now and was / is_now > SLOWER:
+                    yield f"{table.name}, {row}, {column} / {table.base}: {was:.3g} x before, {is_now:.3g} x now"
+
+
+def main(run: Run, name: str, question: str) -> int:
+    """The command line of one benchmark."""
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=question)
+    parser.add_argument("--quick", action="store_true", help="few and small cases: whether it works, not how fast")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument(
+        "--plots", type=Path, metavar="FOLDER", help="draw the tables into this folder (needs matplotlib)"
+    )
+    options = parser.parse_args()
+    tables = []
+    for table in run(options.quick, show_progress(name)):
+        tables.append(table)
+        sys.stdout.write("\n".join(markdown(table)) + "\n\n")
+        sys.stdout.flush()
+    if options.json:
+        options.json.write_text(json.dumps(document(name, tables), indent=1) + "\n")
+    if options.plots:
+        options.plots.mkdir(parents=True, exist_ok=True)
+        for table in tables:
+            if table.log is not None:
+                draw(table, options.plots / f"{table.name}.png")
+    return 0
+
+
+def show_progress(name: str) -> Progress:
+    """Says on standard error what is being measured: in place on a terminal, else a line each."""
+    began = time.monotonic()
+
+    def tell(what: str) -> None:
+        line = f"{time.monotonic() - began:6.1f} s  {name}: {what}"
+        sys.stderr.write(f"\r{line[:100]:<100}" if sys.stderr.isatty() else line + "\n")
+        sys.stderr.flush()
+
+    return tell

@@ -1,0 +1,221 @@
+"""Nodes without threads, thousands in a process: each sends what a Membership sends, over one connection.
+
+The code is Membership's own wherever it asks Redis something or takes in an answer; what is here is how it waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, Final, TypeVar
+
+import hiredis
+import redis
+
+from benchmarks.harness import raise_limit_of_files
+from redelastic import scripts
+from redelastic.connection import ATTEMPT_TIMEOUT, Connection, text
+from redelastic.keys import RunKeys
+from redelastic.membership import COARSE, Membership
+from redelastic.settings import Settings
+from redelastic.view import Round
+
+T = TypeVar("T")
+PORT: Final = 29500  # on which they would serve the bootstrap store: nobody does
+PARSED: Final = redis.Redis(protocol=2).response_callbacks  # what redis-py makes of replies
+AT_ONCE: Final = 200  # that connect: more would overflow the server's backlog
+
+
+class Sent(Exception):  # noqa: N818  # no error: how a command comes out of the code that would send it
+    """A command on its way to Redis."""
+
+
+class Recorder(Connection):
+    """A connection that raises what it would send, unless it is given the reply before."""
+
+    def __init__(self) -> None:
+        self.name, self.served, self.max_block = "a simulated node's Redis", False, ATTEMPT_TIMEOUT / 2
+        self.reply: Any = None
+        self.has_reply = False
+
+    def call(self, operation: Callable[[Any], T], timeout: float | None = None) -> T:
+        """As Connection's."""
+        del timeout
+        if self.has_reply:
+            self.has_reply = False
+            return self.reply  # type: ignore[no-any-return]
+        return operation(self)
+
+    def execute_command(self, *command: object) -> object:
+        """As redis-py's."""
+        raise Sent(command)
+
+
+class Node(asyncio.Protocol):
+    """A node of a run.
+
+    Attributes:
+        parked: whether it waits for a round.
+        epoch: of the round that it is in.
+        entered_at: when it entered that one, in seconds on the monotonic clock, as the next two.
+        broken_at: when it heard that a round is broken.
+        renewed_at: when it last asked for its lease.
+    """
+
+    def __init__(self, keys: RunKeys, settings: Settings, number: int) -> None:
+        host = f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}"
+        self.connection = Recorder()
+        self.membership = Membership(self.connection, keys, settings, host)
+        self.membership._keeper = threading.current_thread()  # noqa: SLF001  # it needs none: this node beats
+        self.wake, self.interval = keys.wake.encode(), settings.keep_alive_interval
+        self.parked, self.epoch = False, 0
+        self.entered_at = self.broken_at = self.renewed_at = 0.0
+        self._heard = "0-0"
+        self._reader = hiredis.Reader()
+
+    # -- its connection
+
+    async def connect(self, login: dict[str, Any]) -> None:
+        """Connect and log in."""
+        loop = asyncio.get_running_loop()
+        self._transport, _ = await loop.create_connection(lambda: self, login["host"], login["port"])
+        await self.send("AUTH", login["password"])
+
+    def data_received(self, data: bytes) -> None:
+        """As asyncio.Protocol's."""
+        self._reader.feed(data)
+        if (reply := self._reader.gets()) is not False and not self._reply.done():
+            self._reply.set_result(reply)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """As asyncio.Protocol's."""
+        if not self._reply.done():
+            self._reply.set_exception(exc or ConnectionError("Redis closed a connection"))
+
+    async def send(self, *command: Any) -> Any:
+        """Send a command, and wait for its reply."""
+        self._reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._transport.write(hiredis.pack_command(command))
+        reply = await self._reply
+        if isinstance(reply, Exception):
+            raise RuntimeError(str(reply))  # noqa: TRY004  # an error that Redis replied
+        return reply
+
+    async def through(self, ask: Callable[[], T]) -> T:
+        """Run what asks Redis once: up to its command, and once more with the reply."""
+        try:
+            ask()
+        except Sent as sent:
+            name, *_ = command = sent.args[0]
+            reply = await self.send(*command)
+            self.connection.reply = PARSED[name](reply) if name in PARSED else reply
+            self.connection.has_reply = True
+        return ask()
+
+    def close(self) -> None:
+        """Close the connection, without a word."""
+        self._transport.close()
+
+    # -- what it does
+
+    async def join(self) -> Round:
+        """As Membership.join: returns once this node is in a new round."""
+        node = self.membership
+        node._joining = True  # noqa: SLF001
+        while True:
+            self.renewed_at = time.monotonic()
+            outcome, *told = await self.through(lambda: node._ask_to_join(PORT, 0.0))  # noqa: SLF001
+            if outcome == b"complete":
+                self.parked = False
+                return node._enter(node._round_from(*told))  # noqa: SLF001
+            if outcome != b"waiting":
+                raise RuntimeError(f"a node that joins is told {text(outcome)!r}: {told}")
+            _, wake_id, completes_in, _ = told
+            until = time.monotonic() + completes_in / 1000 if completes_in >= 0 else float("inf")
+            self.parked, node._standing = True, "candidate"  # noqa: SLF001
+            self._heard = before = text(wake_id)
+            while self._heard == before and node._standing == "candidate":  # noqa: SLF001
+                if (left := until - time.monotonic()) <= 0:
+                    break
+                await self._pump(left)
+
+    async def live(self) -> None:
+        """Join, hold the round until it is broken, as the keeper's thread does, and join again at once."""
+        while True:
+            entered = await self.join()
+            self.epoch, self.entered_at = entered.epoch, time.monotonic()
+            while not self.membership.nodes_waiting:
+                await self._pump(self.interval)
+            self.broken_at = time.monotonic()
+
+    def leave(self, client: redis.Redis) -> None:
+        """Leave the run, over another connection: this one is blocked in a read."""
+        try:
+            self.membership.leave("leaves")
+        except Sent as sent:
+            client.execute_command(*sent.args[0])
+
+    async def beat(self) -> None:
+        """Renew the lease."""
+        node = self.membership
+        self.renewed_at = time.monotonic()
+        await self.through(node._beat)  # noqa: SLF001
+        if not node._beat_is_urgent:  # noqa: SLF001
+            node._next_beat = self.renewed_at + self.interval  # noqa: SLF001  # not counted from the reply
+
+    async def _pump(self, longest: float) -> None:
+        node, early = self.membership, min(COARSE, self.interval / 2)
+        if time.monotonic() >= node._next_beat - (0 if node._beat_is_urgent else early):  # noqa: SLF001
+            await self.beat()
+        until_beat = node._next_beat - early - time.monotonic()  # noqa: SLF001
+        if until_beat <= 0:
+            await asyncio.sleep(max(0.0, until_beat + early))
+            return
+        since, block = {self.wake: self._heard}, min(longest, until_beat)
+        if entries := (await self.through(lambda: self.connection.read(since, block))).get(self.wake):
+            self._heard = entries[-1][0]
+            node._take_in_wake_ups(entries)  # noqa: SLF001
+
+
+async def connected(n: int, login: dict[str, Any], keys: RunKeys, settings: Callable[[int], Settings]) -> list[Node]:
+    """So many nodes, each connected.
+
+    Args:
+        n: how many.
+        login: host, port and password of Redis.
+        keys: of the run.
+        settings: of the node with a number.
+    """
+    nodes = [Node(keys, settings(number), number) for number in range(n)]
+    some = asyncio.Semaphore(AT_ONCE)
+
+    async def connect(node: Node) -> None:
+        async with some:
+            await node.connect(login)
+
+    await asyncio.gather(*map(connect, nodes))
+    for script in (scripts.JOIN, scripts.BEAT, scripts.LEAVE):
+        await nodes[0].send("SCRIPT", "LOAD", script.text)
+    gc.collect()
+    gc.freeze()  # they stay: no collection has to look at them again
+    return nodes
+
+
+async def while_alive(tasks: Iterable[asyncio.Task[Any]], holds: Callable[[], object], pause: float = 0.05) -> None:
+    """Wait for as long as something holds; raises what a task raised meanwhile."""
+    while holds():
+        await asyncio.sleep(pause)
+        for task in tasks:
+            if task.done() and (error := task.exception()):
+                raise error
+
+
+def simulate(what: Callable[..., Awaitable[T]], *arguments: Any) -> T:
+    """Run a simulation in this process."""
+    raise_limit_of_files()
+    logging.disable(logging.WARNING)  # thousands of nodes would each say that their round is broken
+    return asyncio.run(what(*arguments))  # type: ignore[arg-type]

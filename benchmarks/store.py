@@ -1,0 +1,353 @@
+"""How long do a store's operations take, and a process group on it? RedisStore beside torch's own stores.
+
+TCPStore sends `set`, `multi_set`, `append` and `queue_push` without waiting for an answer; RedisStore's have taken
+effect when they return. So there is a row for an acknowledged `set`: TCPStore's is followed by a `check` there.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+import statistics
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any, Final
+
+from benchmarks import report
+from benchmarks.harness import TimeLimitError, run_alone, run_nodes
+from benchmarks.report import Progress, Spread, Table
+from benchmarks.store_contenders import (
+    ACROSS_PROCESSES,
+    BARE,
+    CONTENDERS,
+    ETCD,
+    HASH,
+    LIMIT,
+    ONE_PROCESS,
+    TCP,
+    Servers,
+    apart,
+    opened,
+    refusal,
+    serving,
+)
+from benchmarks.store_groups import group_tables
+
+OPERATIONS: Final = (
+    "set",
+    "set, acknowledged",
+    "get",
+    "add",
+    "check",
+    "wait",
+    "compare_set",
+    "append",
+    "delete_key",
+    "multi_set(100)",
+    "multi_get(100)",
+    "queue_push",
+    "queue_pop",
+    "num_keys",
+)
+# At most so many times what TCPStore takes for the same, or, for a set, for an acknowledged add; and a third of what
+# EtcdStore takes.
+TARGETS: Final[dict[str, list[tuple[float, str]]]] = {
+    "set": [(1.4, "add")],
+    "set, acknowledged": [(1.4, "add")],
+    "get": [(0.7, "get")],
+    "add": [(1.4, "add")],
+    "check": [(1.4, "check")],
+    "wait": [(1.4, "wait")],
+    "compare_set": [(1.4, "compare_set")],
+    "multi_get(100)": [(0.6, "multi_get(100)")],
+}
+SMALL: Final = b"0123456789"
+SIZES: Final = (10, 1_000, 10_000, 100_000, 1_000_000, 16_000_000)
+CLIENTS: Final = (1, 8, 64)
+TURN: Final = 0.06  # seconds after which a contender's turn ends, however few operations it has done
+LARGE_TURN: Final = 64_000_000  # bytes that a turn may write
+WAKE_UPS: Final = 25  # in each turn
+ASLEEP: Final = 0.008  # seconds within which whoever waits is blocked
+
+Operation = Callable[[int], object]
+
+
+def prepared(name: str, store: Any, contender: str, value: bytes, n: int) -> Operation:
+    """Bring a store into the state that an operation needs ``n`` times; returns the operation."""
+    hundred = [f"many-{i}" for i in range(100)]
+    fresh = uuid.uuid4().hex
+    operations: dict[str, Operation] = {
+        "set": lambda _: store.set("k", value),
+        "set, acknowledged": lambda _: (store.set("k", value), contender != TCP or store.check(["k"])),
+        "get": lambda _: store.get("k"),
+        "add": lambda _: store.add("n", 1),
+        "check": lambda _: store.check(["k"]),
+        "wait": lambda _: store.wait(["k"]),
+        "compare_set": lambda i: store.compare_set("swapped", "ab"[i % 2], "ba"[i % 2]),
+        "append": lambda _: store.append(fresh, value),
+        "delete_key": lambda i: store.delete_key(f"{fresh}-{i}"),
+        "multi_set(100)": lambda _: store.multi_set(hundred, [value] * 100),
+        "multi_get(100)": lambda _: store.multi_get(hundred),
+        "queue_push": lambda _: store.queue_push(fresh, value),
+        "queue_pop": lambda _: store.queue_pop(fresh),
+        "num_keys": lambda _: store.num_keys(),
+    }
+    store.set("k", value)
+    if name == "compare_set":
+        store.set("swapped", "a")
+    elif name == "multi_get(100)":
+        store.multi_set(hundred, [value] * 100)
+    elif name == "delete_key":
+        store.delete_key(fresh)  # fails at once where there is none
+        for i in range(n):
+            store.set(f"{fresh}-{i}", "v")
+    elif name == "queue_pop":
+        for _ in range(n):
+            store.queue_push(fresh, value)
+    store.check(["k"])  # TCPStore has then done all of it
+    return operations[name]
+
+
+def take_turns(
+    servers: Servers, cases: list[tuple[str, int]], repeat: int, seconds: float
+) -> dict[str, dict[str, str | list[tuple[float, float]]]]:
+    """Time operations on values of some sizes, in this process, contender after contender, several times over.
+
+    Returns:
+        For each "operation size" and contender the median and the 99th percentile of each turn, in seconds, or why
+        there are none. The first turn is not counted.
+    """
+    os.sched_setaffinity(0, {servers.clients_core})
+    found: dict[str, dict[str, str | list[tuple[float, float]]]] = {}
+    for name, size in cases:
+        row = found[f"{name} {size}"] = {c: servers.missing(c) or [] for c in CONTENDERS}
+        for turn in range(repeat + 1):
+            for contender in CONTENDERS:
+                turns = row[contender]
+                if isinstance(turns, str):
+                    continue
+                try:
+                    with opened(contender, servers, f"{name.partition(',')[0]}-{size}") as store:
+                        times = one_turn(name, store, contender, size, seconds)
+                except Exception as e:  # noqa: BLE001  # each has errors of its own
+                    row[contender] = refusal(contender, e)
+                    continue
+                if turn:
+                    turns.append((statistics.median(times), Spread.of(times).p99))
+    return found
+
+
+def one_turn(name: str, store: Any, contender: str, size: int, seconds: float) -> list[float]:
+    """How long each operation took, in seconds."""
+    n = max(3, min(500, LARGE_TURN // size))
+    warm_up = n // 10
+    operation = prepared(name, store, contender, SMALL * (size // len(SMALL)), n + warm_up)
+    times: list[float] = []
+    ends = time.perf_counter() + seconds
+    for i in range(n + warm_up):
+        began = time.perf_counter()
+        if i >= 3 and began > ends:
+            break
+        operation(i)
+        times.append(time.perf_counter() - began)
+    return times[min(warm_up, len(times) // 10) :]
+
+
+def latencies(servers: Servers, repeat: int, sizes: tuple[int, ...], seconds: float) -> Iterator[Table]:
+    """One client: each operation, and set and get by the size of the value."""
+    cases = [(name, 10) for name in OPERATIONS]
+    cases += [(name, size) for name in ("set", "get") for size in sizes if size != 10]
+    with apart(servers):
+        found = run_alone(take_turns, (servers, cases, repeat, seconds), 300)
+
+    def enter(table: Table, row: str, case: str, which: int) -> None:
+        for contender, turns in found[case].items():
+            table.put(row, contender, turns if isinstance(turns, str) else [turn[which] for turn in turns])
+
+    typical = Table("store-latency", "One client's operations, values of 10 B: median", "operation", log=False)
+    slow = Table("store-latency-p99", "One client's operations, values of 10 B: 99th percentile", "operation")
+    for name in OPERATIONS:
+        enter(typical, name, f"{name} 10", 0)
+        enter(slow, name, f"{name} 10", 1)
+    for name in OPERATIONS:
+        limits = [(factor, typical.cells[other][TCP]) for factor, other in TARGETS.get(name, ())]
+        limits.append((1 / 3, typical.cells[name][ETCD]))
+        if known := [factor * cell.median for factor, cell in limits if isinstance(cell, Spread)]:
+            typical.targets[name] = min(known)
+    yield from (typical, slow)
+    for name in ("set", "get"):
+        table = Table(f"store-{name}-sizes", f"One client's {name} by the size of the value", "bytes", log=True)
+        for size in sizes:
+            enter(table, f"{size:,}", f"{name} {size}", 0)
+        yield table
+
+
+def prepare_client(options: dict[str, Any], number: int) -> tuple[Callable[[], object], Callable[[], object]]:
+    """One of several clients, which does what the options name until its time is up, and enters how often it has."""
+    stack = ExitStack()
+    store: Any = stack.enter_context(opened(options["contender"], options["servers"], options["name"]))
+    name, done = options["operation"], options["done"]
+    key = f"own-{number}" if name == "set" else "shared"
+    if name == "get" and number == 0:
+        store.set(key, SMALL)
+    act: dict[str, Callable[[], object]] = {
+        "set": lambda: store.set(key, SMALL),
+        "get": lambda: store.get(key),
+        "add": lambda: store.add(key, 1),
+    }
+
+    def work() -> None:
+        ends = time.monotonic() + options["seconds"]
+        try:
+            while time.monotonic() < ends:
+                act[name]()
+                done[number] += 1
+            store.check([key])  # TCPStore has not counted what its server has not done
+        except Exception as e:  # noqa: BLE001
+            done[number] = -1
+            refusal(options["contender"], e)
+
+    return work, stack.close
+
+
+def throughput(
+    servers: Servers, sizes: tuple[int, ...], repeat: int, seconds: float, progress: Progress
+) -> Iterator[Table]:
+    """Several clients: operations of all of them in a second."""
+    operations = {"set": "each of a key of its own", "get": "of one key", "add": "to one key"}
+    tables = {
+        name: Table(f"store-throughput-{name}", f"{name} a second, {which}, by clients", "clients", unit="/s", log=True)
+        for name, which in operations.items()
+    }
+    for clients in sizes:
+        progress(f"throughput of {clients} clients")
+        context = multiprocessing.get_context("spawn")
+        rounds = [
+            {
+                "operation": name,
+                "contender": contender,
+                "servers": servers,
+                "name": f"{name}-{clients}-{turn}",
+                "seconds": seconds,
+                "done": context.Array("q", clients, lock=False),
+                "turn": turn,
+            }
+            for name in operations
+            for turn in range(repeat + 1)
+            for contender in ACROSS_PROCESSES
+            if not servers.missing(contender)
+        ]
+        try:
+            timings = run_nodes(prepare_client, rounds, clients, 90 + 5 * len(rounds) * seconds)
+        except TimeLimitError as e:
+            for table in tables.values():
+                for contender in ACROSS_PROCESSES:
+                    table.put(clients, contender, str(e))
+            continue
+        rates: dict[tuple[str, str], list[float]] = {}
+        for options, timing in zip(rounds, timings, strict=True):
+            done: Any = options["done"]
+            took = max(t.ended for t in timing) - min(t.began for t in timing)
+            if options["turn"]:
+                rates.setdefault((str(options["operation"]), str(options["contender"])), []).append(
+                    -1.0 if min(done) < 0 else sum(done) / took
+                )
+        for name, table in tables.items():
+            for contender in ACROSS_PROCESSES:
+                rate = rates.get((name, contender), [])
+                failed = servers.missing(contender) or ("fails" if min(rate) < 0 else "")
+                table.put(clients, contender, failed or rate)
+            table.put(clients, HASH, ONE_PROCESS)
+    yield from tables.values()
+
+
+def prepare_wake_up(options: dict[str, Any], number: int) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Node 1 waits, and node 0 sets what it waits for, in another process."""
+    stack = ExitStack()
+    store: Any = stack.enter_context(opened(options["contender"], options["servers"], options["name"]))
+    began, ended, turn = options["began"], options["ended"], options["both"]
+
+    def set_keys() -> None:
+        for i in range(WAKE_UPS):
+            turn.wait(30)
+            time.sleep(ASLEEP)
+            began[i] = time.monotonic()
+            (store.queue_push if options["contender"] == BARE else store.set)(f"k{i}", "v")
+
+    def wait_for_keys() -> None:
+        for i in range(WAKE_UPS):
+            turn.wait(30)
+            if options["contender"] == BARE:  # the nearest thing to a wait that Redis has
+                store.queue_pop(f"k{i}")
+            elif options["call"] == "wait":
+                store.wait([f"k{i}"])
+            else:
+                store.get(f"k{i}")
+            ended[i] = time.monotonic()
+
+    def guarded() -> None:
+        try:
+            (set_keys if number == 0 else wait_for_keys)()
+        except Exception as e:  # noqa: BLE001  # the cell says it; the other node is not to wait
+            turn.abort()
+            refusal(options["contender"], e)
+
+    return guarded, stack.close
+
+
+def wake_ups(servers: Servers, repeat: int) -> Table:
+    """From before a set to the return of what waits for it in another process."""
+    context = multiprocessing.get_context("spawn")
+    rounds = [
+        {
+            "call": call,
+            "contender": contender,
+            "servers": servers,
+            "name": f"{call}-{turn}",
+            "began": context.Array("d", WAKE_UPS, lock=False),
+            "ended": context.Array("d", WAKE_UPS, lock=False),
+            "both": context.Barrier(2),
+            "turn": turn,
+        }
+        for call in ("wait", "get")
+        for turn in range(repeat + 1)
+        for contender in ACROSS_PROCESSES
+        if not servers.missing(contender)
+    ]
+    run_nodes(prepare_wake_up, rounds, 2, 60 + 3 * len(rounds))
+    found: dict[tuple[str, str], list[float]] = {}
+    for options in rounds:
+        if options["turn"]:
+            pairs: Any = zip(options["began"], options["ended"], strict=True)
+            median = statistics.median(ended - began if ended else math.inf for began, ended in pairs)
+            found.setdefault((str(options["call"]), str(options["contender"])), []).append(median)
+    table = Table("store-wake", "From before a set to the return of what waits for it in another process", "call")
+    for call in ("wait", "get"):
+        for contender in ACROSS_PROCESSES:
+            times = found.get((call, contender), [])
+            failed = servers.missing(contender) or ("" if max(times) < math.inf else f"not within {LIMIT} s")
+            table.put(call, contender, failed or times)
+        table.put(call, HASH, ONE_PROCESS)
+        if isinstance(theirs := table.cells[call][TCP], Spread):
+            table.targets[call] = theirs.median
+    return table
+
+
+def run(quick: bool, progress: Progress) -> Iterator[Table]:
+    """As `python -m benchmarks` does it."""
+    repeat = 1 if quick else 3
+    with serving() as servers:
+        progress("latency of each operation")
+        yield from latencies(servers, 1 if quick else 5, (10, 1_000) if quick else SIZES, 0.01 if quick else TURN)
+        yield from throughput(servers, (2,) if quick else CLIENTS, repeat, 0.05 if quick else 0.3, progress)
+        progress("wake-ups")
+        yield wake_ups(servers, repeat)
+        yield from group_tables(servers, (2,) if quick else (2, 8, 32, 64), repeat, progress)
+
+
+if __name__ == "__main__":
+    sys.exit(report.main(run, "store", __doc__ or ""))

@@ -1,0 +1,201 @@
+"""The stores that are compared, each on a server of its own, and how a process opens one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import chain
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Final
+from urllib.parse import unquote, urlsplit
+
+import hiredis
+import torch.distributed as dist
+
+from redelastic.server import RedisServer
+from redelastic.store import RedisStore
+
+OURS: Final = "redelastic"
+BARE: Final = "Redis, bare"
+TCP: Final = "TCPStore"
+ETCD: Final = "EtcdStore"
+FILE: Final = "FileStore"
+HASH: Final = "HashStore"
+ACROSS_PROCESSES: Final = (OURS, TCP, ETCD, FILE, BARE)
+CONTENDERS: Final = (*ACROSS_PROCESSES, HASH)
+LIMIT: Final = 10  # seconds that one operation may take: then its store gives up
+NO_ETCD: Final = "etcd is not installed"
+ONE_PROCESS: Final = "one process only"
+
+# TCPStore looks up the name of whoever it connects to, even on this host: a lost answer would take 5 s.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+_idle: Final[dict[int, list[dist.TCPStore]]] = {}  # clients by port, used again
+
+
+@dataclass(frozen=True)
+class Servers:
+    """Where the contenders' servers are, as another process can be told."""
+
+    redis: str
+    tcp_port: int
+    etcd: str  # nothing where it is not installed
+    folder: str
+    pids: tuple[int, ...]
+    clients_core: int  # where no server runs while they are apart
+
+    def missing(self, contender: str) -> str:
+        """Why a contender cannot take part, or nothing."""
+        return NO_ETCD if contender == ETCD and not self.etcd else ""
+
+
+@contextlib.contextmanager
+def serving() -> Iterator[Servers]:
+    """Start what the stores need; TCPStore's server is a thread of this process, as it is one of rank 0's."""
+    with RedisServer() as redis, tempfile.TemporaryDirectory(prefix="redelastic-bench-") as folder, _etcd() as etcd:
+        master = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        pids = (os.getpid(), redis.pid or 0, *((etcd[1],) if etcd else ()))
+        yield Servers(redis.url, master.port, etcd[0] if etcd else "", folder, pids, min(os.sched_getaffinity(0)))
+
+
+@contextlib.contextmanager
+def apart(servers: Servers) -> Iterator[None]:
+    """Keep the servers off the clients' core, where there are several.
+
+    Else the kernel moves them together and apart as it likes, and a round trip takes 20 µs now, and 60 µs then.
+    """
+    cores = os.sched_getaffinity(0)
+    try:
+        _pin(servers.pids, cores - {servers.clients_core} or cores)
+        yield
+    finally:
+        _pin(servers.pids, cores)
+
+
+def _pin(pids: tuple[int, ...], cores: set[int]) -> None:
+    for pid in pids:
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(ProcessLookupError):  # a thread that has ended
+                os.sched_setaffinity(int(task.name), cores)
+
+
+@contextlib.contextmanager
+def _etcd() -> Iterator[tuple[str, int] | None]:
+    """Torch's own way to a private etcd with the API v2; its data are in memory where the system has such a place."""
+    try:
+        import etcd  # noqa: F401, PLC0415
+        from torch.distributed.elastic.rendezvous.etcd_server import EtcdServer  # noqa: PLC0415
+    except ImportError:
+        yield None
+        return
+    if not shutil.which("etcd"):
+        yield None
+        return
+    memory = Path("/dev/shm")  # noqa: S108
+    with tempfile.TemporaryDirectory(prefix="redelastic-bench-", dir=memory if memory.is_dir() else None) as folder:
+        server = EtcdServer(folder)
+        try:
+            server.start(stderr=subprocess.DEVNULL)
+            yield server.get_endpoint(), server._get_etcd_server_process().pid  # noqa: SLF001
+        finally:
+            server.stop()
+
+
+@contextlib.contextmanager
+def bare_redis(url: str, name: str) -> Iterator[SimpleNamespace]:
+    """The limit: Redis' own commands on a blocking socket, without time-outs, retries, fencing and effects once."""
+    parts = urlsplit(url)
+    reader = hiredis.Reader()
+
+    def ask(*words: Any) -> Any:
+        connection.sendall(hiredis.pack_command(words))
+        while (reply := reader.gets()) is False:
+            reader.feed(connection.recv(65536))
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
+
+    with socket.create_connection((parts.hostname, parts.port or 0), LIMIT) as connection:
+        connection.settimeout(None)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if parts.password:
+            ask("AUTH", unquote(parts.password))
+        yield SimpleNamespace(
+            set=lambda key, value: ask("HSET", name, key, value),
+            get=lambda key: ask("HGET", name, key),
+            add=lambda key, amount: ask("HINCRBY", name, key, amount),
+            check=lambda keys: ask("HEXISTS", name, keys[0]),
+            wait=lambda keys: ask("HEXISTS", name, keys[0]),
+            multi_set=lambda keys, values: ask("HSET", name, *chain(*zip(keys, values, strict=True))),
+            multi_get=lambda keys: ask("HMGET", name, *keys),
+            delete_key=lambda key: ask("HDEL", name, key),
+            num_keys=lambda: ask("HLEN", name),
+            queue_push=lambda key, value: ask("RPUSH", f"{name}-{key}", value),
+            queue_pop=lambda key: ask("BLPOP", f"{name}-{key}", LIMIT),
+        )
+
+
+@contextlib.contextmanager
+def opened(contender: str, servers: Servers, name: str) -> Iterator[Any]:
+    """A client of the store ``name``, with a connection of its own."""
+    timeout = timedelta(seconds=LIMIT)
+    store: Any
+    if contender == BARE:
+        with bare_redis(servers.redis, name) as bare:
+            yield bare
+    elif contender == OURS:
+        store = RedisStore(servers.redis, "bench", name, timeout=timeout)
+        try:
+            yield store
+        finally:
+            store.close()
+    elif contender == TCP:
+        idle = _idle.setdefault(servers.tcp_port, [])
+        client = (
+            idle.pop()
+            if idle
+            else dist.TCPStore("127.0.0.1", servers.tcp_port, None, False, timeout, wait_for_workers=False)
+        )
+        yield dist.PrefixStore(name, client)
+        idle.append(client)  # not after an error: that may have ended its connection
+    elif contender == ETCD:
+        import etcd  # noqa: PLC0415
+        from torch.distributed.elastic.rendezvous.etcd_store import EtcdStore  # noqa: PLC0415
+
+        host, _, port = servers.etcd.partition(":")
+        yield EtcdStore(etcd.Client(host=host, port=int(port)), f"/{name}", timeout)
+    elif contender == FILE:
+        path = Path(servers.folder) / name
+        store = dist.FileStore(str(path), -1)
+        store.set_timeout(timeout)
+        try:
+            yield store
+        finally:
+            path.unlink(missing_ok=True)
+    else:
+        store = dist.HashStore()
+        store.set_timeout(timeout)
+        yield store
+
+
+def refusal(contender: str, error: Exception) -> str:
+    """What a cell says of a contender that failed; ours must not.
+
+    Raises:
+        Exception: the error itself, where it is ours.
+    """
+    if contender == OURS:
+        raise error
+    said = str(error)
+    if isinstance(error, NotImplementedError | AttributeError) or "pure virtual" in said or "INTERNAL ASSERT" in said:
+        return "does not have it"
+    if "timeout" in said.lower():
+        return f"not within {LIMIT} s"
+    return f"fails: {said.splitlines()[0][:60].replace('|', '/')}" if said else f"fails: {type(error).__name__}"

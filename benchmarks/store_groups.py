@@ -1,0 +1,147 @@
+"""How long process groups take to form on a store, and barriers on it: up to 64 processes, forked from one."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import signal
+import socket
+import threading
+import time
+import traceback
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Final, NoReturn
+
+import torch.distributed as dist
+
+from benchmarks.harness import TimeLimitError, run_alone
+from benchmarks.report import Progress, Table
+from benchmarks.store_contenders import OURS, TCP, Servers
+from redelastic import register_init_method
+from redelastic.store import RedisStore
+
+OURS_BY_URL: Final = "redelastic, redis://"
+GROUPS: Final = (OURS, TCP, OURS_BY_URL)
+BARRIERS: Final = 10
+GROUP_LIMIT: Final = 60  # seconds for one group
+
+
+@dataclass(frozen=True)
+class Member:
+    """One process of a group of ``n``; rank 0 makes TCPStore's server of ``listener``."""
+
+    contender: str
+    servers: Servers
+    run_id: str
+    listener: socket.socket
+    rank: int
+    n: int
+
+
+def group_tables(servers: Servers, sizes: tuple[int, ...], repeat: int, progress: Progress) -> Iterator[Table]:
+    """Contenders take turns for each size."""
+    init = Table(
+        "store-init", "init_process_group('gloo') of n processes, on a store that is open, or by URL", "processes"
+    )
+    barrier = Table("store-barrier", "store.barrier() of n processes", "processes")
+    init.log = barrier.log = True
+    for n in sizes:
+        progress(f"process groups of {n}")
+        try:
+            found = run_alone(form_groups, (servers, n, repeat), 3 * GROUP_LIMIT)
+        except TimeLimitError as e:
+            found = dict.fromkeys(GROUPS, (str(e), str(e)))
+        for contender in GROUPS:
+            formed, waited = found[contender]
+            init.put(n, contender, formed)
+            if contender != OURS_BY_URL:
+                barrier.put(n, contender, waited)
+    yield from (init, barrier)
+
+
+def form_groups(servers: Servers, n: int, repeat: int) -> dict[str, Any]:
+    """Form groups of ``n`` children that are forked from this process, which has imported torch for all of them.
+
+    Returns:
+        For each contender: the times from the first child's call to the last one's return, and those of a barrier; or
+        why there are none. The first group is not counted.
+    """
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    register_init_method()
+    gc.collect()
+    gc.freeze()  # so that the children do not copy what they never look at
+    found: dict[str, Any] = {contender: ([], []) for contender in GROUPS}
+    for turn in range(repeat + 1):
+        for contender in GROUPS:
+            formed, waited = found[contender]
+            if isinstance(formed, str):
+                continue
+            try:
+                times = _form(contender, servers, n)
+            except threading.BrokenBarrierError:
+                if contender != TCP:
+                    raise
+                found[contender] = (f"not within {GROUP_LIMIT} s",) * 2
+                continue
+            if turn:
+                formed.append(times[0])
+                waited.append(times[1])
+    return found
+
+
+def _form(contender: str, servers: Servers, n: int) -> tuple[float, float]:
+    """One group; its members are killed at the end, whatever they do."""
+    context = multiprocessing.get_context("fork")
+    step = context.Barrier(n + 1)  # this process among them
+    times: Any = context.Array("d", 4 * n, lock=False)
+    run_id = f"group-{uuid.uuid4().hex[:12]}"
+    children: list[int] = []
+    with socket.create_server(("127.0.0.1", 0), backlog=n) as listener:
+        try:
+            for rank in range(n):
+                child = os.fork()
+                if child == 0:
+                    _be_member(Member(contender, servers, run_id, listener, rank, n), step, times)
+                children.append(child)
+            for _ in range(3):  # all are there; have formed the group; have done their barriers
+                step.wait(GROUP_LIMIT)
+        finally:
+            for child in children:
+                os.kill(child, signal.SIGKILL)
+            for child in children:
+                os.waitpid(child, 0)
+    began, formed, entered, left = (times[i::4] for i in range(4))
+    return max(formed) - min(began), (max(left) - min(entered)) / BARRIERS
+
+
+def _be_member(me: Member, step: Any, times: Any) -> NoReturn:
+    timeout = timedelta(seconds=GROUP_LIMIT)
+    store: dist.Store | None = None
+    try:
+        if me.contender == OURS:
+            store = RedisStore(me.servers.redis, me.run_id, timeout=timeout)
+        elif me.contender == TCP:
+            port, server = me.listener.getsockname()[1], me.listener.detach() if me.rank == 0 else None
+            store = dist.TCPStore("127.0.0.1", port, me.n, me.rank == 0, timeout, master_listen_fd=server)
+        url = None if store else f"{me.servers.redis}?run_id={me.run_id}"
+        step.wait(GROUP_LIMIT)
+        times[4 * me.rank] = time.monotonic()
+        dist.init_process_group("gloo", url, timeout, me.n, me.rank, store)
+        times[4 * me.rank + 1] = time.monotonic()
+        step.wait(GROUP_LIMIT)
+        for i in range(BARRIERS + 1 if store else 0):
+            store.barrier(f"barrier-{i}", me.n)  # type: ignore[union-attr]  # the stubs of torch lack it
+            if i == 0:  # all have come so far
+                times[4 * me.rank + 2] = time.monotonic()
+        times[4 * me.rank + 3] = time.monotonic()
+        step.wait(GROUP_LIMIT)
+        signal.pause()
+    except BaseException:  # noqa: BLE001  # a child must not go on as its parent
+        step.abort()
+        traceback.print_exc()
+    finally:
+        os._exit(1)
