@@ -1,0 +1,16 @@
+# A node of a job: torch, redelastic, and the demo's training. `docker compose build` makes it.
+FROM python:3.11.15-slim-bookworm
+
+# As pip finds it by itself, torch is for NVIDIA's GPUs, several GB; PyTorch has an index of builds for CPUs, a tenth of that.
+ARG TORCH_INDEX=
+RUN pip install --no-cache-dir ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} torch==2.13.0
+
+COPY pyproject.toml README.md LICENSE /src/
+COPY redelastic /src/redelastic
+RUN pip install --no-cache-dir '/src[demo,gpu]'
+
+RUN useradd --create-home node && install --directory --owner=node /checkpoints
+USER node
+WORKDIR /home/node
+ENV OMP_NUM_THREADS=1
+CMD ["redelastic", "--help"]
