@@ -130,7 +130,7 @@ class Shard:
 
     def replicate(self, run_id: str) -> None:
         """Wait until the replicas have all that was written before."""
-        with self.get_client() as client:
+        with self.get_client(socket_timeout=30) as client:
             wait_until(lambda: client.set(f"{{{run_id}}}:mark", 1), "the master takes writes")
             assert client.wait(len(self.servers) - 1, 20_000) == len(self.servers) - 1
 

@@ -20,6 +20,7 @@ def test_a_running_group(shard: Shard, new_node: NodeFactory, run_id: str, measu
     nodes = new_group(new_node, shard, 1, 4)
     join(*nodes)
     before = record(nodes[0])
+    shard.replicate(run_id)
     fail_over = FailOver(shard, run_id)
     measured("first heartbeat answered", fail_over.wait_for_heartbeat())
     wait_until_all_beat(*nodes)
@@ -39,6 +40,7 @@ def test_a_rendezvous(shard: Shard, new_node: NodeFactory, run_id: str, measured
     with ThreadPoolExecutor(3) as pool:
         early = [pool.submit(node.next_rendezvous) for node in nodes[:2]]
         wait_for_candidates(nodes[0], 2)
+        shard.replicate(run_id)
         fail_over = FailOver(shard, run_id)
         infos = [pool.submit(nodes[2].next_rendezvous).result(LIMIT), *(future.result(LIMIT) for future in early)]
     measured("rendezvous complete", fail_over.seconds)
@@ -55,6 +57,7 @@ def test_a_regrouping(shard: Shard, new_node: NodeFactory, run_id: str, measured
         early = [pool.submit(node.next_rendezvous) for node in nodes[:2]]
         wait_for_candidates(nodes[0], 2)
         wait_until(lambda: nodes[2].num_nodes_waiting() > 0, "the third is told", LIMIT)
+        shard.replicate(run_id)
         fail_over = FailOver(shard, run_id)
         [late] = join(nodes[2])
         again = [future.result(LIMIT) for future in early]

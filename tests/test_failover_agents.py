@@ -63,10 +63,12 @@ def test_a_rendezvous_and_a_training(shard: Shard, run_id: str, tmp_path: Path, 
     with ReplicatedJob(shard, run_id, tmp_path, "1:2") as job:
         job.start("a")
         job.wait_joined(1)
+        shard.replicate(run_id)
         FailOver(shard, run_id)
         job.start("b")
         assert job.wait_round("ab") == 1
         shard.heal()
+        shard.replicate(run_id)
         fail_over = FailOver(shard, run_id)
         measured("first heartbeat answered", fail_over.wait_for_heartbeat())
         job.train_on(1, "ab")

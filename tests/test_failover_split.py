@@ -107,7 +107,7 @@ def hold_connections(nodes: Group, count: int) -> None:
 
 
 @pytest.mark.fault("the master is frozen, a replica takes over, and it is thawed", STANDS)
-def test_a_master_that_is_back(in_cluster: Shard, new_node: NodeFactory) -> None:
+def test_a_master_that_is_back(in_cluster: Shard, new_node: NodeFactory, run_id: str) -> None:
     """A Cluster's master knows by itself that it was replaced."""
     nodes = new_group(new_node, in_cluster, 1, 3)
     join(*nodes)
@@ -115,6 +115,7 @@ def test_a_master_that_is_back(in_cluster: Shard, new_node: NodeFactory) -> None
     old = in_cluster.master()
     assert old is not None
     [replica] = in_cluster.replicas()
+    in_cluster.replicate(run_id)
     with servers.frozen(old):
         wait_until(lambda: in_cluster.role(replica)[0] == b"master", "the replica is master", LIMIT)
     wait_until(in_cluster.in_step, "the old master follows the new one", LIMIT)
