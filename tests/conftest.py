@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import os
 import shutil
+import signal
 import socket
 import tempfile
 import uuid
@@ -30,7 +31,12 @@ _ROOM = 4e9  # bytes
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure() -> None:
-    """Keep the tests' files in memory: on a busy disk a server waits to write its log, and its replica takes over."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and so would ours
+    _keep_files_in_memory()
+
+
+def _keep_files_in_memory() -> None:
+    """On a busy disk a server waits to write its log, and its replica takes over."""
     if "TMPDIR" in os.environ or not Path(_MEMORY).is_dir():
         return
     found = os.statvfs(_MEMORY)
