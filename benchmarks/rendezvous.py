@@ -32,8 +32,6 @@ PEERS: Final = (OURS, "dynamic", "c10d", "etcd-v2")
 TARGETS: Final = {2: 0.003, 8: 0.006, 64: 0.045, 256: 0.180, 1024: 0.800}  # seconds on 2 cores
 SIZES: Final = [2, 8, 32, 64, 128, 256, 512, 1024]
 LAST_CALL: Final = 2.0  # torch's handlers wait for it when a group is smaller than it could be
-# Where a peer is not tried: groups of c10d as large as these were never seen to form within minutes on 2 cores.
-LARGEST: Final = {"c10d": 256, "dynamic": 256, "etcd-v2": 64}
 PHASES: Final = ("form", "re-form")
 
 
@@ -126,24 +124,24 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def tables(
-    progress: Progress, sizes: list[int], peers: list[str], *, repeat: int, limit: float, largest: dict[str, int]
-) -> Iterator[Table]:
-    """Measure; peers take turns for each size."""
+def tables(progress: Progress, sizes: list[int], peers: list[str], *, repeat: int, limit: float) -> Iterator[Table]:
+    """Measure; peers take turns for each size, and one that fails at a size is not tried with more nodes."""
+    failed: dict[str, tuple[int, str]] = {}
     with ExitStack() as stack:
         endpoint = dict.fromkeys(peers, stack.enter_context(RedisServer()).url)
         if "etcd-v2" in peers:
             endpoint["etcd-v2"] = stack.enter_context(_etcd())
 
         def found(phase: str, peer: str, nodes: int) -> list[float] | str:
-            if nodes > largest.get(peer, nodes):
-                return "not tried"
+            if peer in failed and nodes > failed[peer][0]:
+                return f"not tried: {failed[peer][1]} with {failed[peer][0]}"
             if not endpoint[peer]:
                 return "etcd is not installed"
             progress(f"{phase}, {nodes} nodes, {peer}")
             try:
                 return measure(peer, nodes, phase=phase, endpoint=endpoint[peer], repeat=repeat, limit=limit)
             except TimeLimitError as e:
+                failed[peer] = nodes, str(e)
                 return str(e)
 
         for phase in PHASES:
@@ -159,8 +157,8 @@ def tables(
 def run(quick: bool, progress: Progress) -> Iterator[Table]:
     """As `python -m benchmarks` does it."""
     if quick:
-        return tables(progress, [2], list(PEERS), repeat=1, limit=20, largest={})
-    return tables(progress, SIZES, list(PEERS), repeat=3, limit=25, largest=LARGEST)
+        return tables(progress, [2], list(PEERS), repeat=1, limit=20)
+    return tables(progress, SIZES, list(PEERS), repeat=3, limit=25)
 
 
 def main() -> int:
@@ -177,7 +175,7 @@ def main() -> int:
 
     def chosen(quick: bool, progress: Progress) -> Iterator[Table]:
         del quick
-        return tables(progress, own.nodes, own.peers, repeat=own.repeat, limit=own.limit, largest={})
+        return tables(progress, own.nodes, own.peers, repeat=own.repeat, limit=own.limit)
 
     return report.main(chosen, "rendezvous", __doc__ or "")
 

@@ -6,7 +6,6 @@ effect when they return. So there is a row for an acknowledged `set`: TCPStore's
 
 from __future__ import annotations
 
-import math
 import multiprocessing
 import os
 import statistics
@@ -22,11 +21,9 @@ from benchmarks.harness import TimeLimitError, run_alone, run_nodes
 from benchmarks.report import Progress, Spread, Table
 from benchmarks.store_contenders import (
     ACROSS_PROCESSES,
-    BARE,
     CONTENDERS,
     ETCD,
     HASH,
-    LIMIT,
     ONE_PROCESS,
     TCP,
     Servers,
@@ -36,6 +33,7 @@ from benchmarks.store_contenders import (
     serving,
 )
 from benchmarks.store_groups import group_tables
+from benchmarks.store_wake import wake_up_tables
 
 OPERATIONS: Final = (
     "set",
@@ -70,8 +68,6 @@ SIZES: Final = (10, 1_000, 10_000, 100_000, 1_000_000, 16_000_000)
 CLIENTS: Final = (1, 8, 64)
 TURN: Final = 0.06  # seconds after which a contender's turn ends, however few operations it has done
 LARGE_TURN: Final = 64_000_000  # bytes that a turn may write
-WAKE_UPS: Final = 25  # in each turn
-ASLEEP: Final = 0.008  # seconds within which whoever waits is blocked
 
 Operation = Callable[[int], object]
 
@@ -265,78 +261,6 @@ def throughput(
     yield from tables.values()
 
 
-def prepare_wake_up(options: dict[str, Any], number: int) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Node 1 waits, and node 0 sets what it waits for, in another process."""
-    stack = ExitStack()
-    store: Any = stack.enter_context(opened(options["contender"], options["servers"], options["name"]))
-    began, ended, turn = options["began"], options["ended"], options["both"]
-
-    def set_keys() -> None:
-        for i in range(WAKE_UPS):
-            turn.wait(30)
-            time.sleep(ASLEEP)
-            began[i] = time.monotonic()
-            (store.queue_push if options["contender"] == BARE else store.set)(f"k{i}", "v")
-
-    def wait_for_keys() -> None:
-        for i in range(WAKE_UPS):
-            turn.wait(30)
-            if options["contender"] == BARE:  # the nearest thing to a wait that Redis has
-                store.queue_pop(f"k{i}")
-            elif options["call"] == "wait":
-                store.wait([f"k{i}"])
-            else:
-                store.get(f"k{i}")
-            ended[i] = time.monotonic()
-
-    def guarded() -> None:
-        try:
-            (set_keys if number == 0 else wait_for_keys)()
-        except Exception as e:  # noqa: BLE001  # the cell says it; the other node is not to wait
-            turn.abort()
-            refusal(options["contender"], e)
-
-    return guarded, stack.close
-
-
-def wake_ups(servers: Servers, repeat: int) -> Table:
-    """From before a set to the return of what waits for it in another process."""
-    context = multiprocessing.get_context("spawn")
-    rounds = [
-        {
-            "call": call,
-            "contender": contender,
-            "servers": servers,
-            "name": f"{call}-{turn}",
-            "began": context.Array("d", WAKE_UPS, lock=False),
-            "ended": context.Array("d", WAKE_UPS, lock=False),
-            "both": context.Barrier(2),
-            "turn": turn,
-        }
-        for call in ("wait", "get")
-        for turn in range(repeat + 1)
-        for contender in ACROSS_PROCESSES
-        if not servers.missing(contender)
-    ]
-    run_nodes(prepare_wake_up, rounds, 2, 60 + 3 * len(rounds))
-    found: dict[tuple[str, str], list[float]] = {}
-    for options in rounds:
-        if options["turn"]:
-            pairs: Any = zip(options["began"], options["ended"], strict=True)
-            median = statistics.median(ended - began if ended else math.inf for began, ended in pairs)
-            found.setdefault((str(options["call"]), str(options["contender"])), []).append(median)
-    table = Table("store-wake", "From before a set to the return of what waits for it in another process", "call")
-    for call in ("wait", "get"):
-        for contender in ACROSS_PROCESSES:
-            times = found.get((call, contender), [])
-            failed = servers.missing(contender) or ("" if max(times) < math.inf else f"not within {LIMIT} s")
-            table.put(call, contender, failed or times)
-        table.put(call, HASH, ONE_PROCESS)
-        if isinstance(theirs := table.cells[call][TCP], Spread):
-            table.targets[call] = theirs.median
-    return table
-
-
 def run(quick: bool, progress: Progress) -> Iterator[Table]:
     """As `python -m benchmarks` does it."""
     repeat = 1 if quick else 3
@@ -345,7 +269,7 @@ def run(quick: bool, progress: Progress) -> Iterator[Table]:
         yield from latencies(servers, 1 if quick else 5, (10, 1_000) if quick else SIZES, 0.01 if quick else TURN)
         yield from throughput(servers, (2,) if quick else CLIENTS, repeat, 0.05 if quick else 0.3, progress)
         progress("wake-ups")
-        yield wake_ups(servers, repeat)
+        yield from wake_up_tables(servers, repeat)
         yield from group_tables(servers, (2,) if quick else (2, 8, 32, 64), repeat, progress)
 
 

@@ -8,8 +8,8 @@ local sender, request, key = ARGV[3], ARGV[4], ARGV[5]
 local seen, reply = done(sender, request)
 if not seen then
   fence()
-  redis.call('HINCRBY', DATA, key, ARGV[6])
-  reply = redis.call('HGET', DATA, key)
+  local sum = redis.call('HINCRBY', DATA, key, ARGV[6]) -- a double in Lua, exact below 2^53
+  reply = math.abs(sum) < 2 ^ 53 and string.format('%.0f', sum) or redis.call('HGET', DATA, key)
   remember(sender, request, reply)
   fire(key, KEYS[6])
   touch()
