@@ -22,7 +22,7 @@ if redis.call('SISMEMBER', MEMBERS, node) == 1 then
 elseif redis.call('ZSCORE', CANDIDATES, node) then
   standing = 'candidate'
 end
-if redis.call('PTTL', RUN) < run.ttl / 2 then
+if is_aging() then
   touch()
   for i = 12, 14 do
     redis.call('PEXPIRE', KEYS[i], run.ttl)

@@ -66,7 +66,9 @@ elseif not is_member and not is_candidate then
   end
 end
 try_complete()
-touch()
+if redis.call('ZCARD', CANDIDATES) == 1 or label ~= '' and redis.call('HLEN', LABELS) == 1 or empty or is_aging() then
+  touch() -- some keys may be new; a large group's joins do not all do this
+end
 
 if run.epoch > after and redis.call('SISMEMBER', MEMBERS, node) == 1 then
   local master, completed_at, lost = unpack(redis.call('HMGET', RUN, 'master', 'completed_at', 'lost'))

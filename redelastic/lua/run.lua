@@ -47,6 +47,10 @@ local function touch()
   end
 end
 
+local function is_aging()
+  return redis.call('PTTL', RUN) < run.ttl / 2
+end
+
 local function record(event, node, reason)
   redis.call('XADD', EVENTS, 'MAXLEN', '~', 10000, '*', 'event', event, 'epoch', run.epoch or 0, 'size', run.size or 0,
     'node', node, 'reason', reason)
