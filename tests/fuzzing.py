@@ -12,8 +12,9 @@ from typing import Any, Final, cast
 from hostile import EVENTS, NODES, REASONS, RECORD, Dice
 
 from redelastic.connection import Connection
-from redelastic.control import Event, Run, RunControl, _event
+from redelastic.control import RunControl
 from redelastic.keys import RunKeys
+from redelastic.records import Event, Run, decode_event
 
 INPUTS: Final = int(os.environ.get("REDELASTIC_FUZZ", "30000"))
 SEED: Final = int(os.environ.get("REDELASTIC_FUZZ_SEED", "0"))
@@ -105,7 +106,7 @@ def hostile_event(dice: Dice) -> Event:
         if dice.random() < 0.1
         else dice.randrange(99_999)
     )
-    return _event(f"{ms}-{dice.randrange(3)}", fields)
+    return decode_event(f"{ms}-{dice.randrange(3)}", fields)
 
 
 def hostile_history(dice: Dice) -> list[Event]:

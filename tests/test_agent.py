@@ -26,9 +26,10 @@ from torchrun_job import LIMIT, Job
 from redelastic.agent import AgentOptions, RedisElasticAgent
 from redelastic.agent.health_endpoint import HealthEndpoint
 from redelastic.connection import Connection
-from redelastic.control import Event, RunControl
+from redelastic.control import RunControl
 from redelastic.keys import RunKeys
 from redelastic.membership import RunStoppedError
+from redelastic.records import Event
 from redelastic.server import RedisServer
 
 pytestmark = pytest.mark.timeout(300)

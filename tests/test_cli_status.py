@@ -21,9 +21,10 @@ from rich.console import Console
 from redelastic.cli.status.report import describe
 from redelastic.cli.status.view import Screen
 from redelastic.connection import Connection
-from redelastic.control import Event, Node, Run, RunControl
+from redelastic.control import RunControl
 from redelastic.handler import RedisRendezvousHandler
 from redelastic.keys import RunKeys
+from redelastic.records import Event, Node, Run
 from redelastic.server import RedisServer
 
 GIB = 2**30

@@ -37,7 +37,8 @@ from examples_site import (
 from typing_extensions import Self
 
 from redelastic.connection import ACL_RULES
-from redelastic.control import Node, RunControl, UnknownRunError
+from redelastic.control import RunControl, UnknownRunError
+from redelastic.records import Node
 from redelastic.server import RedisServer
 
 pytestmark = pytest.mark.timeout(300)

@@ -13,8 +13,9 @@ from servers import Shard, wait_until
 from test_agent import AgentJob
 
 from redelastic.connection import Connection
-from redelastic.control import Run, RunControl, UnknownRunError
+from redelastic.control import RunControl, UnknownRunError
 from redelastic.keys import RunKeys
+from redelastic.records import Run
 from redelastic.server import RedisServer
 
 pytest_plugins = ["failover_servers"]

@@ -17,9 +17,10 @@ from servers import HOST, MASTER_NAME, SentinelGroup, Shard, port_of, wait_until
 from test_outages import events, join, record, state
 
 from redelastic.connection import Connection
-from redelastic.control import Run, RunControl
+from redelastic.control import RunControl
 from redelastic.handler import RedisRendezvousHandler
 from redelastic.keys import RunKeys
+from redelastic.records import Run
 from redelastic.server import RedisServer
 
 pytest_plugins = ["failover_servers"]

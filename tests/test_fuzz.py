@@ -35,11 +35,12 @@ from redelastic import RedisRendezvousBackend, init_method
 from redelastic.cli.output import moment
 from redelastic.cli.status.report import describe
 from redelastic.connection import Connection, UnreachableError
-from redelastic.control import UnknownRunError, _status
+from redelastic.control import UnknownRunError
 from redelastic.endpoint import parse_endpoint
 from redelastic.history import STATES, replay
 from redelastic.keys import RunKeys, check_key_part
 from redelastic.membership import Membership
+from redelastic.records import decode_status
 from redelastic.settings import Settings, parameters_from_url
 
 pytestmark = pytest.mark.timeout(3600 if "REDELASTIC_FUZZ" in os.environ else 120)
@@ -108,7 +109,7 @@ def refuse(*_: Any, **__: Any) -> Any:
 
 
 def fuzz_node_status(dice: Dice) -> None:
-    told = _status("a-1-0123456789ab", status_text(dice))
+    told = decode_status("a-1-0123456789ab", status_text(dice))
     assert all(isinstance(told[name], str) for name in ("name", "host", "state"))
 
 

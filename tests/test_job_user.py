@@ -15,9 +15,10 @@ from test_agent import DRAINED, STOPPED, AgentJob
 from test_topologies import live_a_whole_life
 
 from redelastic.connection import ACL_RULES, Connection
-from redelastic.control import Node, RunControl
+from redelastic.control import RunControl
 from redelastic.doctor.trial import PROBES
 from redelastic.keys import RunKeys
+from redelastic.records import Node
 from redelastic.server import RedisServer
 
 pytestmark = pytest.mark.timeout(300)

@@ -21,9 +21,10 @@ from servers import wait_until
 from test_agent import AgentJob
 from torchrun_job import Job
 
-from redelastic.control import Run, RunControl, UnknownRunError
+from redelastic.control import RunControl, UnknownRunError
 from redelastic.handler import RedisRendezvousHandler
 from redelastic.membership import RunThen
+from redelastic.records import Run
 from redelastic.server import RedisServer
 
 pytestmark = pytest.mark.timeout(300)

@@ -28,9 +28,9 @@ from redelastic.cli.timeline import picture
 from redelastic.cli.timeline.page import page
 from redelastic.cli.timeline.picture import FORMATS, LOOK, render
 from redelastic.cli.timeline.summary import MARKS
-from redelastic.control import Event
 from redelastic.history import replay
 from redelastic.keys import RunKeys
+from redelastic.records import Event
 from redelastic.server import RedisServer
 
 

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-    from redelastic.control import Event, RunControl
+    from redelastic.control import RunControl
+    from redelastic.records import Event
 
 PIPE_WIDTH: Final = 10_000  # columns where there is no terminal: nothing is wrapped or cut
 LARGEST: Final = 10**18  # a number beyond this is none of ours

@@ -16,7 +16,7 @@ from redelastic.cli import common, output
 from redelastic.history import History, replay
 
 if TYPE_CHECKING:
-    from redelastic.control import Event, Run
+    from redelastic.records import Event, Run
 
 NAME: Final = "timeline"
 SUMMARY: Final = "draw a run: nodes over time, rounds, deaths, where the time went"

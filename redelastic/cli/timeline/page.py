@@ -10,7 +10,7 @@ from redelastic.history import History
 from .picture import date, shown
 
 if TYPE_CHECKING:
-    from redelastic.control import Event
+    from redelastic.records import Event
 
 _PAGE: Final = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8">

@@ -25,7 +25,7 @@ from .summary import ANNOTATED, INK, LOOKS, MARKS, OUTAGE, draw_summary, edge, h
 from .summary import WIDTH as SIDE_WIDTH
 
 if TYPE_CHECKING:
-    from redelastic.control import Event
+    from redelastic.records import Event
 
 FORMATS: Final = ("png", "svg", "pdf")
 _SVG: Final = "http://www.w3.org/2000/svg"

@@ -13,7 +13,7 @@ from redelastic.cli.output import duration
 from redelastic.history import History
 
 if TYPE_CHECKING:
-    from redelastic.control import Event
+    from redelastic.records import Event
 
 INK: Final = "#222222"
 # Colours are apart for the colour-blind, and in grey by lightness, thickness or hatching.

@@ -1,0 +1,287 @@
+"""What a run's record says, as data: the run, its nodes and its events, decoded from replies that are not trusted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Final
+
+from torch.distributed.elastic.rendezvous.api import RendezvousStateError
+
+from .connection import text
+from .keys import MAX_KEY_PART, RunKeys
+
+MAX_DETAIL: Final = 16_384  # characters of an event's detail, and of any text of a run that is read
+MAX_STATUS: Final = 65_536  # bytes of a node's status that are looked at; ours have 8,192 at most
+LARGEST: Final = 10**15  # of scores: beyond any time in ms, and a double counts so far
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node of a run.
+
+    Attributes:
+        id: of this process on this host.
+        standing: ``member`` of the last round, or ``candidate`` for the next one, or ``spare``: a candidate for whom
+            the last round, which stands, has no room.
+        rank: in the last round; None for who was not in it.
+        lease: for how long it stays without another heartbeat, in seconds; below 0 if that is over.
+        silence: time since its last heartbeat, in seconds.
+        draining: why it was asked to drain; empty if it was not.
+        status: what it last said of itself: ``name``, ``host``, ``pid``, ``state``, and with an agent of ours
+            ``agent``, ``restarts``, ``cpu``, ``memory``, ``workers``, ``gpus``. ``name``, ``host`` and ``state`` are
+            strings; whoever may write there can have put anything into the rest.
+    """
+
+    id: str
+    standing: str
+    rank: int | None
+    lease: float
+    silence: float
+    draining: str
+    status: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        """What people call its host."""
+        return str(self.status["name"])
+
+    @property
+    def workers(self) -> list[Mapping[str, Any]]:
+        """Its workers, as far as it told."""
+        told = self.status.get("workers")
+        return [worker for worker in told if isinstance(worker, dict)] if isinstance(told, list) else []
+
+    @property
+    def gpus(self) -> list[Mapping[str, Any]]:
+        """Its GPUs, as far as it told."""
+        told = self.status.get("gpus")
+        return [gpu for gpu in told if isinstance(gpu, dict)] if isinstance(told, list) else []
+
+    @property
+    def step(self) -> int | None:
+        """The lowest step that its workers last reported."""
+        steps = [w["step"] for w in self.workers if isinstance(w.get("step"), int)]
+        return min(steps, default=None)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run at one moment; times in seconds.
+
+    Attributes:
+        run_id: its id.
+        epoch: of its last completed round; 0 before the first.
+        size: number of nodes of that round.
+        min_nodes, max_nodes: how many nodes a round may have; None when nobody has joined yet.
+        age: since that round was completed; None before the first.
+        broken: why its members have to regroup; empty while the round stands.
+        closed: why the run was closed; empty while it is open.
+        stopped: whether workers were told to end too.
+        deadline: until the rendezvous completes with whoever has joined; None if none is set.
+        lease: how long a node that is not heard of stays.
+        restarts: of the job, for failed workers.
+        idle: how many of the last ones brought no progress.
+        failures: in how many rounds in a row workers of a host failed first, by the host's name.
+        barred: names of hosts that are kept out for it.
+        nodes: members by rank, then candidates in their order.
+    """
+
+    run_id: str
+    epoch: int
+    size: int
+    min_nodes: int | None
+    max_nodes: int | None
+    age: float | None
+    broken: str
+    closed: str
+    stopped: bool
+    deadline: float | None
+    lease: float
+    restarts: int
+    idle: int
+    failures: Mapping[str, int]
+    barred: Sequence[str]
+    nodes: Sequence[Node] = field(default=())
+
+    @cached_property
+    def members(self) -> list[Node]:
+        """Nodes that hold the last round, by rank."""
+        return [node for node in self.nodes if node.standing == "member"]
+
+    @cached_property
+    def candidates(self) -> list[Node]:
+        """Nodes that wait for the next one and may be in it."""
+        return [node for node in self.nodes if node.standing == "candidate"]
+
+    @cached_property
+    def spares(self) -> list[Node]:
+        """Nodes that wait until one of the last round goes."""
+        return [node for node in self.nodes if node.standing == "spare"]
+
+    @property
+    def phase(self) -> str:
+        """``stopped``, ``closed``, ``running``, ``regrouping``, ``forming`` or ``empty``."""
+        if self.closed:
+            return "stopped" if self.stopped else "closed"
+        if self.members:
+            return "regrouping" if self.broken else "running"
+        return "forming" if self.candidates else "empty"
+
+    @property
+    def waits_for(self) -> str:
+        """Why the next round is not complete, in one sentence; empty when there is none to complete."""
+        n = len(self.candidates)
+        if self.closed or self.phase == "running" or self.min_nodes is None:
+            return ""
+        if self.phase == "empty":
+            return f"Nobody is there: at least {self.min_nodes} nodes have to join."
+        if self.members:
+            late = min(self.members, key=lambda node: node.lease)
+            held = ", ".join(node.id for node in self.members[:3]) + (", …" if len(self.members) > 3 else "")
+            return (
+                f"{len(self.members)} of {self.size} members still hold round {self.epoch}: {held}; the first lease "
+                f"among them runs out in {max(0.0, late.lease):.1f} s."
+            )
+        if n < self.min_nodes:
+            return f"{n} of at least {self.min_nodes} nodes have joined."
+        if self.deadline is not None:
+            return f"{n} of {self.max_nodes} nodes have joined; it goes on without more in {self.deadline:.1f} s."
+        return f"{n} of {self.max_nodes} nodes have joined; the next one to ask completes the round."
+
+
+@dataclass(frozen=True)
+class Event:
+    """What happened in a run.
+
+    Attributes:
+        id: its place in the stream.
+        time: on the server's clock, in seconds since 1970.
+        event: ``joined``, ``completed``, ``lost``, ``left``, ``drain``, ``failed``, ``closed``, ``stopped``, ``outage``
+            by the scripts, exactly once; others by agents, at least once (:meth:`RunControl.note`).
+        epoch, size: of the round that was the last one then.
+        node: id of the node it happened to; for ``completed`` that of rank 0; empty if to none.
+        reason: in words.
+        detail: more of it, such as stacks; may have many lines.
+    """
+
+    id: str
+    time: float
+    event: str
+    epoch: int
+    size: int
+    node: str
+    reason: str
+    detail: str = ""
+
+
+def ids_in(reply: Sequence[Any]) -> list[str]:
+    """Which nodes ``inspect.lua`` told of: members by rank, then candidates in their order."""
+    members = {text(node) for node in reply[3]}
+    return [node for node in _pairs(reply[2]) if node in members] + list(_pairs(reply[4]))
+
+
+def decode_run(keys: RunKeys, reply: Sequence[Any], statuses: Mapping[str, bytes | str | None]) -> Run | None:
+    """The run, as ``inspect.lua`` told it; None if there is none.
+
+    Args:
+        keys: of the run.
+        reply: of the script.
+        statuses: what each of the nodes :func:`ids_in` the reply says of itself.
+
+    Raises:
+        RendezvousStateError: a number of the run is none.
+    """
+    now = int(reply[0])
+    run, ranks, leases, failures = (_pairs(reply[i]) for i in (1, 2, 5, 6))
+    members = {text(node) for node in reply[3]}
+    if not run:
+        return None
+
+    def number(name: str, default: int = 0) -> int:
+        value = run.get(name, str(default))
+        if (found := whole(value)) is None:
+            raise RendezvousStateError(
+                f"The key {keys.run!r} in Redis is corrupt: its field {name} is {value[:80]!r}, not a number. Remove "
+                "that key once no node of the run is alive."
+            )
+        return found
+
+    lease, size, limit = number("lease"), number("size"), number("limit", 0)
+    full = size > 0 and size == number("max") == len(members)
+
+    def node_of(node: str) -> Node:
+        left = _score(leases.get(node, "0")) - now
+        standing = "member" if node in members else "spare" if full else "candidate"
+        return Node(
+            id=node,
+            standing=standing,
+            rank=_score(ranks[node]) if node in ranks and node in members else None,
+            lease=left / 1000,
+            silence=(lease - left) / 1000,
+            draining=run.get(f"draining {node}", "").partition(" ")[2][:MAX_DETAIL],
+            status=decode_status(node, statuses.get(node)),
+        )
+
+    failed = {name: count for name, told in failures.items() if (count := whole(told)) is not None}
+    return Run(
+        run_id=keys.run_id,
+        epoch=number("epoch"),
+        size=size,
+        min_nodes=number("min") if "min" in run else None,
+        max_nodes=number("max") if "max" in run else None,
+        age=(now - number("completed_at")) / 1000 if "completed_at" in run else None,
+        broken=run.get("broken", "")[:MAX_DETAIL],
+        closed=run.get("closed", "")[:MAX_DETAIL],
+        stopped="stop" in run,
+        deadline=(number("deadline") - now) / 1000 if "deadline" in run else None,
+        lease=lease / 1000,
+        restarts=number("restarts"),
+        idle=number("idle"),
+        failures=failed,
+        barred=sorted(name for name, count in failed.items() if limit and count >= limit),
+        nodes=tuple(node_of(node) for node in ids_in(reply)),
+    )
+
+
+def decode_status(node: str, reply: bytes | str | None) -> dict[str, Any]:
+    """What a node says of itself; name, host and state are there, and are short strings, whatever it says."""
+    try:
+        told = json.loads(reply or b"{}") if len(reply or b"") <= MAX_STATUS else {}
+    except (ValueError, RecursionError):
+        told = {}
+    status = told if isinstance(told, dict) else {}
+    strings = {"name": node.rsplit("-", 2)[0], "host": "", "state": ""}
+    known = {k: v[:MAX_KEY_PART] if isinstance(v := status.get(k), str) else default for k, default in strings.items()}
+    return status | known
+
+
+def decode_events(reply: Any) -> list[Event]:
+    """Entries of the stream of events, as XRANGE gives them."""
+    return [decode_event(text(i), _pairs(fields)) for i, fields in reply]
+
+
+def decode_event(entry: str, fields: Mapping[str, str]) -> Event:
+    """One entry, by its id and its fields."""
+    ms = entry.partition("-")[0]
+    numbers = [whole(fields.get(name, "0")) or 0 for name in ("epoch", "size")]
+    words = {name: fields.get(name, "")[:MAX_DETAIL] for name in ("event", "node", "reason", "detail")}
+    return Event(id=entry, time=int(ms) / 1000, epoch=numbers[0], size=numbers[1], **words)
+
+
+def whole(told: str) -> int | None:
+    """A count or a time that our scripts wrote; None if it can be neither."""
+    return int(told) if told.isascii() and told.isdecimal() and len(told) < 19 else None
+
+
+def _score(told: str) -> int:
+    """A score of a sorted set as a whole number; somebody may have written one that is infinite."""
+    return int(min(max(float(told), -LARGEST), LARGEST))
+
+
+def _pairs(reply: Any) -> dict[str, str]:
+    """Names and values, as RESP2 or RESP3 tells them."""
+    pairs = reply.items() if isinstance(reply, dict) else zip(reply[::2], reply[1::2], strict=True)
+    return {text(name): text(value) for name, value in pairs}
