@@ -8,6 +8,7 @@
 #   +hgetall +hset +hsetnx +hdel +hexists +hincrby +hkeys +hlen +sadd +srem +scard +sismember +smembers +zadd +zrem
 #   +zremrangebyrank +zcard +zcount +zrange +zrangebyscore +zscore +xadd +xread +xrevrange +rpush +lpop +llen
 set -euo pipefail
+command -v redelastic >/dev/null || { echo "activate the virtual environment that redelastic is in" >&2; exit 1; }
 run=$1
 address=${REDIS_ADDRESS:-redis.example:6379}
 ca=${REDIS_CA:-} # a file, where the service's certificate is not signed by a CA that the system knows

@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
 # One job on hosts that you reach by SSH. On the first of them, best in tmux:  ./ssh.sh host1 host2 host3
-# All have this folder and its virtual environment at the same place, and share the folder of the checkpoints.
+# All have this folder and its virtual environment at the same place, and share the folder of the checkpoints. The first
+# host logs in to each of them, itself too, without being asked for anything.
 set -euo pipefail
+command -v redelastic >/dev/null || { echo "activate the virtual environment that redelastic is in" >&2; exit 1; }
 run=train-$(date +%s) # a run that has finished stays closed: each start is a run of its own
 script=(-m redelastic.cli.demo.train --checkpoint "$PWD/digits.pt") # yours, and its arguments
 nproc=1 # workers of each host: the number of its GPUs
@@ -16,8 +18,10 @@ if [[ -z ${REDELASTIC_REDIS_URL:-} ]]; then # then the job has a Redis of its ow
     save ''
     maxmemory-policy noeviction" &
   redis=$!
-  trap 'kill "$redis"' EXIT
+  trap 'kill "$redis"; rm -f redis.env' EXIT
   export REDELASTIC_REDIS_URL=redis://:$password@${1#*@}:$port
+  (umask 077 && echo "export REDELASTIC_REDIS_URL=$REDELASTIC_REDIS_URL" >redis.env)
+  echo "look at it from another terminal here: . ./redis.env; redelastic status $run"
 fi
 
 for host in "$@"; do

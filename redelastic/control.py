@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, TypeVar
 
 from redis import RedisCluster
-from torch.distributed.elastic.rendezvous.api import RendezvousStateError
+from redis.exceptions import NoPermissionError
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousStateError
 
 from . import scripts
 from .connection import Connection, Entries, require_keys_of_types, text
@@ -147,8 +148,11 @@ class RunControl:
 
     def failures(self, name: str) -> int:
         """In how many rounds in a row workers of a host failed first."""
-        count = self._call(lambda client: client.hget(self._keys.failures, name))
-        return whole(text(count or b"")) or 0
+        return _whole_of(self._call(lambda client: client.hget(self._keys.failures, name)))
+
+    def restarts(self) -> int:
+        """Of the job, for failed workers; those for a node that was lost meanwhile are not counted."""
+        return _whole_of(self._call(lambda client: client.hget(self._keys.run, "restarts")))
 
     def forgive(self, name: str) -> bool:
         """Forget the failures of a host; returns whether there were any."""
@@ -191,10 +195,23 @@ def list_runs(connection: Connection, prefix: str) -> list[str]:
         options = {"target_nodes": RedisCluster.PRIMARIES} if isinstance(client, RedisCluster) else {}
         return list(client.scan_iter(match=pattern, count=1000, **options))
 
-    found = connection.call(scan)
+    try:
+        found = connection.call(scan)
+    except RendezvousConnectionError as e:
+        if not isinstance(e.__cause__, NoPermissionError):
+            raise
+        raise RendezvousConnectionError(
+            f"Redis at {connection.name} does not tell this user which runs there are: that needs ~{prefix}:* and "
+            "+scan, and a job's own user has neither. Ask for a run by its id: `redelastic status RUN`."
+        ) from e
     return sorted({text(key)[len(prefix) + 2 : -len("}:run")] for key in found})
 
 
 def _called(node: Node) -> tuple[str, ...]:
     """By what people may name a node."""
     return (node.id, node.id.rpartition("-")[0], node.name, *([] if node.rank is None else [str(node.rank)]))
+
+
+def _whole_of(field: bytes | str | None) -> int:
+    """A count that may not be there; 0 if it is none."""
+    return whole(text(field or b"")) or 0

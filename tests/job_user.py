@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -21,7 +22,8 @@ CANARY: Final = "c4n4ry-s3cr3t"
 def readme_rules(run_id: str) -> list[str]:
     """What the README's `ACL SETUSER` says after the user's name, for that run."""
     block = README.partition("ACL SETUSER my-job ")[2].partition("```")[0]
-    return block.replace("\\\n", " ").replace("my-job", run_id).replace(">password", f">{CANARY}").split()
+    words = shlex.split(block.replace("\\\n", " "))
+    return [word.replace("my-job", run_id).replace(">password", f">{CANARY}") for word in words]
 
 
 @dataclass

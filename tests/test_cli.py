@@ -225,6 +225,7 @@ class TestDrain:
         new_node(1, 1).next_rendezvous()
         done = cli("drain", run_id, "0")
         assert (done.code, done.out) == (1, "")
+        assert done.err.startswith("redelastic drain: Node ")
         assert "send SIGTERM to its torchrun" in done.err
         assert not control.state().nodes[0].draining
 

@@ -204,7 +204,7 @@ def test_help_needs_neither_the_extra_nor_torch() -> None:
         assert "usage: " in done.stdout
 
 
-def test_a_checkpoint_refuses_the_writer_of_an_older_round(tmp_path: Path) -> None:
+def test_a_checkpoint_refuses_the_writer_of_a_round_that_is_over(tmp_path: Path) -> None:
     import torch
 
     from redelastic.cli.demo.train import load_checkpoint, make_network, save_checkpoint
@@ -213,13 +213,25 @@ def test_a_checkpoint_refuses_the_writer_of_an_older_round(tmp_path: Path) -> No
     assert load_checkpoint(path) is None
     network = make_network()
     optimizer = torch.optim.Adam(network.parameters())
+
+    def save(run: str, epoch: int, step: int, before: tuple[str, int] | None) -> None:
+        states = {"model": network.state_dict(), "optimizer": optimizer.state_dict()}
+        save_checkpoint(path, (run, epoch), before, {"step": step, "samples": 0, **states})
+
     for epoch, step in ((1, 10), (2, 10), (2, 20)):
-        save_checkpoint(path, epoch, {"step": step, "samples": 0}, network, optimizer)
-    with pytest.raises(RuntimeError, match="is of round 2: round 1 is over"):
-        save_checkpoint(path, 1, {"step": 30, "samples": 0}, network, optimizer)
+        save("a", epoch, step, None)
+    with pytest.raises(RuntimeError, match="is of round 2 of run 'a': round 1 of run 'a' is over"):
+        save("a", 1, 30, None)
+    save("b", 1, 20, ("a", 2))  # another run goes on from it: its epochs begin at 1 again
+    save("b", 1, 30, ("a", 2))
+    for late in (2, 3):
+        with pytest.raises(RuntimeError, match=f"is of round 1 of run 'b': round {late} of run 'a' is over"):
+            save("a", late, 30, None if late == 2 else ("a", 2))
+    with pytest.raises(RuntimeError, match="is of round 1 of run 'b'"):
+        save("c", 1, 30, ("a", 2))
     state = load_checkpoint(path)
     assert state is not None
-    assert (state["epoch"], state["step"]) == (2, 20)
+    assert (state["run"], state["epoch"], state["step"]) == ("b", 1, 30)
 
 
 def test_each_pass_over_the_data_takes_a_sample_at_most_once() -> None:

@@ -76,16 +76,18 @@ def test_a_version_is_told_from_one_that_looks_like_it(version: str, level: str)
 
 
 @pytest.mark.parametrize(
-    ("url", "address", "level"),
+    ("url", "address", "reached", "level"),
     [
-        ("redis.example:6379", "127.0.0.1", "problem"),
-        ("127.0.0.1:6379", "127.0.0.1", "note"),
-        ("unix:///tmp/redis.sock", "127.0.0.1", "note"),
-        ("redis.example:6379", "192.0.2.7", "ok"),
+        ("redis.example:6379", "127.0.0.1", True, "problem"),
+        ("redis.example:6379", "127.0.0.1", False, "note"),  # there is one problem, and it is another
+        ("127.0.0.1:6379", "127.0.0.1", True, "note"),
+        ("unix:///tmp/redis.sock", "127.0.0.1", True, "note"),
+        ("redis.example:6379", "192.0.2.7", False, "ok"),
     ],
 )
-def test_the_address_that_peers_are_told(url: str, address: str, level: str) -> None:
-    assert host._address(parse_endpoint(url), LocalAddress(address, "a test")).level == level
+def test_the_address_that_peers_are_told(url: str, address: str, reached: bool, level: str) -> None:
+    found = host._address(parse_endpoint(url), LocalAddress(address, "a test"), reached=reached)
+    assert found.level == level
 
 
 def test_a_store_that_nobody_reaches_is_a_problem(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:

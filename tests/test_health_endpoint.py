@@ -138,7 +138,7 @@ def test_metrics_carry_the_whole_status_in_base_units(endpoint: HealthEndpoint) 
         ("rank", labels()): 1,
         ("world_size", labels()): 3,
         ("restarts_total", labels()): 2,
-        ("job_restarts_total", labels()): 5,
+        ("job_restarts", labels()): 5,
         ("cpu_cores", labels()): 1.5,
         ("memory_bytes", labels()): 1 << 30,
         ("redis_away_seconds", labels()): 1.5,

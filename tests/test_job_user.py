@@ -28,7 +28,7 @@ def test_the_rules_are_the_commands_that_a_run_sends() -> None:
     """`test_doctor_users.py` holds the probes against all that the scripts and the code send."""
     sent = {f"+{probe.split()[0].lower()}" for probe in PROBES}
     rules = readme_rules("my-job")
-    assert rules[:4] == ["reset", "on", f">{CANARY}", "~redelastic:{my-job}:*"]
+    assert rules[:4] == ["reset", "on", f">{CANARY}", "~redelastic:{my-job*}:*"]
     assert set(rules[4:]) == sent
     assert {rule for rule in ACL_RULES.split() if rule.startswith("+")} == sent, "what errors and `doctor` advise"
 
@@ -67,7 +67,9 @@ def test_every_feature_works_for_the_user_of_one_run(every_server: RedisServer, 
             job.nodes["a"].may_end = True
             said.append(run_command("close", job.run_id, "--stop", url=user.url))
             assert job.wait_end("a") == STOPPED
-            said += [run_command("list", url=user.url, code=3), *shown]
+            refused = run_command("list", url=user.url, code=3)
+            assert "needs ~redelastic:* and +scan" in refused, "what this user needs beside its rules"
+            said += [refused, *shown]
             said += [node.log_tail(10_000) for node in job.nodes.values()]
             assert "denies" not in "".join(node.stderr for node in job.nodes.values())
         kept = [str(admin.dump(key)) + str(key) for key in admin.keys(f"*{job.run_id}*")]

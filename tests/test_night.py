@@ -87,13 +87,14 @@ def test_the_commands_show_the_truth(  # noqa: PLR0915  (a night, from its begin
         job.nodes["c"].kill()
         epoch = job.wait_round("ab", epoch)
         assert told("lost its lease after 1.") == [ids["c"]]
+        job.wait("restarts for a lost node do not count", lambda: scrape(ports["b"])["redelastic_job_restarts",] == 0)
 
         job.tell("hang-b")
         epoch = job.wait_round("ab", epoch)
         [hung] = [e for e in ask("events")["events"] if e["event"] == "hung" and e["node"] == ids["b"]]
         assert "made no progress for 8." in hung["reason"]
         assert "in hang" in hung["detail"]
-        job.wait("the restart is told", lambda: scrape(ports["b"])["redelastic_job_restarts_total",] == 1)
+        job.wait("the restart is told", lambda: scrape(ports["b"])["redelastic_job_restarts",] == 1)
         assert ask("status")["restarts"] == 1
 
         begin("d")

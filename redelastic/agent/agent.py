@@ -173,6 +173,11 @@ class RedisElasticAgent(RegroupingAgent):
             self._prove_fitness()
         super()._rendezvous(worker_group)
         self._unfit = False
+        self._courier.send(self._learn_restarts)
+
+    def _learn_restarts(self) -> None:
+        """A restart that was charged may have been taken back since, and others' are only known to Redis."""
+        self._job_restarts = self._control.restarts()
 
     def _prove_fitness(self) -> None:
         """Refuse to join with a host that is not fit, or wait until somebody readmits it."""

@@ -221,7 +221,7 @@ NODE_METRICS: Final = (
     _Metric("rank", "rank", "Rank of the node in its round."),
     _Metric("size", "world_size", "Number of nodes in the round."),
     _Metric("restarts", "restarts", "Restarts of this node's workers.", kind=CounterMetricFamily),
-    _Metric("job_restarts", "job_restarts", "Restarts of the whole job.", kind=CounterMetricFamily),
+    _Metric("job_restarts", "job_restarts", "Restarts of the whole job; those for a lost node are taken back."),
     _Metric("cpu", "cpu_cores", "CPU cores in use by the agent and its workers.", 0.01),
     _Metric("memory", "memory_bytes", "Memory in use by the agent and its workers."),
     _Metric("redis_away", "redis_away_seconds", "For how long Redis has not answered; 0 while it does."),

@@ -218,7 +218,7 @@ def answer(arguments: argparse.Namespace, code: int, message: str, **fields: Any
     if arguments.json:
         write_json({"run": arguments.run, **fields, "message": message})
     elif code:
-        sys.stderr.write(f"redelastic {arguments.command}: {clean(message)}\n")
+        sys.stderr.write(f"redelastic {arguments.command.NAME}: {clean(message)}\n")
     else:
         write_line(message)
     return code

@@ -83,17 +83,19 @@ def _addresses(endpoint: Endpoint, connection: Connection | None) -> Iterator[Fi
     try:
         address = find_address(None, connection.local_address() if connection else None)
     except RendezvousConnectionError:  # it was reached just now
-        address = find_address(None, None)
-    yield _address(endpoint, address)
+        connection, address = None, find_address(None, None)
+    yield _address(endpoint, address, reached=connection is not None)
     yield _gloo(address, meant_by_hostname(), set_by_user(GLOO_VARIABLE))
 
 
-def _address(endpoint: Endpoint, address: LocalAddress) -> Finding:
+def _address(endpoint: Endpoint, address: LocalAddress, *, reached: bool) -> Finding:
     if not is_loopback(address.host):
         return Finding("host", "address", "ok", f"peers are told {address}")
     found = f"peers are told {address}, which only this host reaches"
     if is_local(endpoint):
         return Finding("host", "address", "note", found, "Enough for nodes on this host.")
+    if not reached:
+        return Finding("host", "address", "note", "not known: it is the one by which this host reaches Redis")
     advice = "Give each node an address that its peers reach, or the interface that has it: --local-addr for torchrun."
     return Finding("host", "address", "problem", found, advice)
 

@@ -1,7 +1,8 @@
 """The demo's training: plain DDP that goes on from its checkpoint, with as many nodes as there are.
 
 Nothing in it is redelastic's, but for one environment variable: the round's epoch, by which a checkpoint refuses the
-writer of a round that is over. Run it under any torchrun: ``torchrun … -m redelastic.cli.demo.train --checkpoint F``.
+writer of a round that is over. A new run goes on from another one's checkpoint, whose writers are refused from then on.
+Run it under any torchrun: ``torchrun … -m redelastic.cli.demo.train --checkpoint F``.
 
 Which samples a step takes depends on the seed and the step alone, and the loss is a mean over the global batch: the
 result does not depend on how many nodes there were at which step. Rank 0 reports on stdout, one JSON object a line.
@@ -30,6 +31,7 @@ import redelastic
 TEST_SAMPLES = 360  # of 1,797, held out
 
 State = dict[str, Any]
+Owner = tuple[str, int]  # a run's id, and the epoch of a round of it
 
 
 def main() -> None:
@@ -44,6 +46,7 @@ def main() -> None:
     options = parser.parse_args()
 
     epoch = int(os.environ.get("REDELASTIC_EPOCH", "0"))
+    owner = os.environ.get("TORCHELASTIC_RUN_ID", ""), epoch
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     train, test = load_data()
@@ -51,12 +54,12 @@ def main() -> None:
     torch.manual_seed(options.seed)
     model = make_network()
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
-    step, samples = resume(options.checkpoint, model, optimizer)
+    step, samples, before = resume(options.checkpoint, model, optimizer)
     parallel = DistributedDataParallel(model)
 
     def save() -> None:
-        progress = {"step": step, "samples": samples}
-        save_checkpoint(options.checkpoint, epoch, progress, model, optimizer)
+        states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        save_checkpoint(options.checkpoint, owner, before, {"step": step, "samples": samples, **states})
 
     if rank == 0:
         save()  # the checkpoint is this round's from now on: an older round's rank 0 cannot write it any more
@@ -131,15 +134,19 @@ def measure(model: nn.Module, test: tuple[Tensor, Tensor]) -> float:
     return right / len(labels)
 
 
-def resume(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, int]:
-    """Take over the checkpoint, if there is one: rank 0 reads it, so that all have the same; returns steps, samples."""
+def resume(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, int, Owner | None]:
+    """Take over the checkpoint, if there is one: rank 0 reads it, so that all have the same.
+
+    Returns:
+        Steps and samples so far, and whose checkpoint it was.
+    """
     box: list[State | None] = [load_checkpoint(path) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(box)
     if (state := box[0]) is None:
-        return 0, 0
+        return 0, 0, None
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
-    return state["step"], state["samples"]
+    return state["step"], state["samples"], owner_of(state)
 
 
 def load_checkpoint(path: Path) -> State | None:
@@ -150,22 +157,34 @@ def load_checkpoint(path: Path) -> State | None:
     return state
 
 
-def save_checkpoint(
-    path: Path, epoch: int, progress: dict[str, int], model: nn.Module, optimizer: torch.optim.Optimizer
-) -> None:
+def owner_of(state: State) -> Owner:
+    """Which round of which run has written a checkpoint."""
+    return state["run"], state["epoch"]
+
+
+def save_checkpoint(path: Path, owner: Owner, before: Owner | None, training: State) -> None:
     """Replace the checkpoint as a whole: who reads it finds the old one or the new one.
 
+    Args:
+        path: of the file.
+        owner: who saves.
+        before: whose checkpoint this training went on from.
+        training: what is saved.
+
     Raises:
-        RuntimeError: it is a later round's: this process was left behind, and must not undo what that round has done.
+        RuntimeError: it is a later round's, or another run's that has taken it over: this process was left behind, and
+            must not undo what they have done.
     """
     with path.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # nobody comes between the look at the epoch and the replacement
         newest = load_checkpoint(path)
-        if newest is not None and newest["epoch"] > epoch:
-            raise RuntimeError(f"The checkpoint {path} is of round {newest['epoch']}: round {epoch} is over.")
-        state = {"epoch": epoch, **progress, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        if newest is not None and (found := owner_of(newest)) not in (owner, before):
+            run, epoch = found  # an epoch orders the rounds of one run, and no others
+            if run != owner[0] or epoch > owner[1]:
+                later, over = f"round {epoch} of run {run!r}", f"round {owner[1]} of run {owner[0]!r}"
+                raise RuntimeError(f"The checkpoint {path} is of {later}: {over} is over.")
         new = path.with_suffix(".new")
-        torch.save(state, new)
+        torch.save({"run": owner[0], "epoch": owner[1], **training}, new)
         os.replace(new, path)  # noqa: PTH105  # the atomic one, by its well-known name
 
 
