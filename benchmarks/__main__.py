@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from benchmarks.report import RESULTS, markdown, regressions, tables_of
+from benchmarks.report import RESULTS, markdown, regressions, summary, tables_of
 
 BENCHMARKS: Final = ("rendezvous", "scale", "store", "recovery", "agent", "load")
 README: Final = Path(__file__).parent / "README.md"
@@ -36,15 +36,18 @@ def measure(name: str, folder: Path, *, quick: bool, limit: float) -> bool:
                 os.killpg(process.pid, signal.SIGKILL)
 
 
+def command_of(name: str) -> str:
+    """That measures it alone."""
+    return f"python -m benchmarks.{name}"
+
+
 def readme(folder: Path) -> Iterator[str]:
-    """The tables and pictures of all results."""
-    for name in BENCHMARKS:
-        path = folder / f"{name}.json"
-        if not path.exists():
-            continue
-        found = json.loads(path.read_text())
+    """What was to be reached and what was, then the tables and pictures of all results."""
+    kept = {name: json.loads(path.read_text()) for name in BENCHMARKS if (path := folder / f"{name}.json").exists()}
+    yield from ("### Targets", "", *summary((command_of(name), t) for name in kept for t in tables_of(kept[name])), "")
+    for name, found in kept.items():
         where = f"{found['cores']} cores, torch {found['torch']}, Redis {found['redis']}, commit {found['commit']}"
-        yield from (f"### `python -m benchmarks.{name}`", "", f"{found['date']}, {where}", "")
+        yield from (f"### `{command_of(name)}`", "", f"{found['date']}, {where}", "")
         for table in tables_of(found):
             yield from (*markdown(table), "")
             if table.log is not None:

@@ -13,18 +13,25 @@ import resource
 import signal
 import statistics
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     import redis
 
 PROCESSES = 4
+# What is measured runs in processes that are forked from one which has imported what takes longest.
+CONTEXT: Final = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["torch.distributed.elastic.rendezvous.registry", "redelastic.handler"])
+# Seconds after which a thread gives up Python's lock that others wait for; it does so anyway when it blocks. By default
+# they ask for it every 5 ms: of 1,024 nodes, that alone takes half of the CPU.
+TURN = 0.1
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # peers whose server ends first complain at length
 
 # What is found: a number and its unit, "s", "B", "%" or none.
@@ -67,13 +74,12 @@ def run_nodes(
         TimeLimitError: the limit was reached.
         RuntimeError: a node failed.
     """
-    context = multiprocessing.get_context("spawn")
     n_processes = min(PROCESSES, nodes)
-    results: Any = context.Queue()
-    step: Any = context.Barrier(n_processes)
-    timed: Any = context.Barrier(n_processes + 1)  # this process among them
+    results: Any = CONTEXT.Queue()
+    step: Any = CONTEXT.Barrier(n_processes)
+    timed: Any = CONTEXT.Barrier(n_processes + 1)  # this process among them
     processes: list[BaseProcess] = [
-        context.Process(
+        CONTEXT.Process(
             target=_run_share, args=(prepare, rounds, range(i, nodes, n_processes), (step, timed), results), daemon=True
         )
         for i in range(n_processes)
@@ -96,9 +102,8 @@ def run_nodes(
 
 def run_alone(function: Callable[..., dict[str, Any]], arguments: tuple[Any, ...], limit: float) -> dict[str, Any]:
     """Run a function in a process of its own, and return what it returns; raises as :func:`run_nodes` does."""
-    context = multiprocessing.get_context("spawn")
-    results: Any = context.Queue()
-    process = context.Process(target=_run_one, args=(function, arguments, results), daemon=True)
+    results: Any = CONTEXT.Queue()
+    process = CONTEXT.Process(target=_run_one, args=(function, arguments, results), daemon=True)
     deadline = time.monotonic() + limit
     with _killed_at_the_end([process]):
         process.start()
@@ -146,6 +151,7 @@ def _run_share(
     """One process: its nodes prepare, all processes wait for each other, and each node is timed in a thread."""
     os.setpgid(0, 0)
     logging.disable(logging.WARNING)
+    sys.setswitchinterval(TURN)
     step, timed = barriers
     try:
         for options in rounds:

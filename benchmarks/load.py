@@ -148,7 +148,7 @@ def run_waiting_nodes(url: str, n: int, interval: float) -> Figures:
 
 def measure_waiting(server: RedisServer, options: argparse.Namespace) -> Figures:
     """A large group waits, forms, and dies."""
-    interval = options.interval or 8.0
+    interval = options.interval or 5.0
     with server.get_client() as client:
         watch = Watch(client)
         found = run_alone(run_waiting_nodes, (server.url, options.nodes, interval), options.limit)

@@ -28,7 +28,7 @@ CONTENDERS: Final = (OURS, PLUGIN, C10D)
 LEASE: Final = 6.0  # ours by default; c10d's is 15 s
 SHORT: Final = {"keep_alive_interval": 0.5, "keep_alive_max_attempt": 3}  # a lease of 1.5 s
 AWAY: Final = 1.0  # how long Redis is, in seconds
-LIMIT: Final = 45.0
+LIMIT: Final = 30.0
 PARTS: Final = {
     "detected": "Until the first worker of a survivor has ended",
     "grouped": "Until all survivors have started the workers of their new round",

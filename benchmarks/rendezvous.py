@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import multiprocessing
 import shutil
 import socket
 import subprocess
@@ -22,7 +21,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousPa
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from benchmarks import report
-from benchmarks.harness import TimeLimitError, Timing, run_nodes
+from benchmarks.harness import CONTEXT, TimeLimitError, Timing, run_nodes
 from benchmarks.report import Progress, Table
 from redelastic.handler import RedisRendezvousHandler
 from redelastic.server import RedisServer
@@ -30,6 +29,7 @@ from redelastic.server import RedisServer
 OURS: Final = "redelastic"
 PEERS: Final = (OURS, "dynamic", "c10d", "etcd-v2")
 TARGETS: Final = {2: 0.003, 8: 0.006, 64: 0.045, 256: 0.180, 1024: 0.800}  # seconds on 2 cores
+LEADS: Final = {"c10d": 30.0, "etcd-v2": 3.0}  # times ours, at least
 SIZES: Final = [2, 8, 32, 64, 128, 256, 512, 1024]
 LAST_CALL: Final = 2.0  # torch's handlers wait for it when a group is smaller than it could be
 PHASES: Final = ("form", "re-form")
@@ -81,7 +81,6 @@ def measure(peer: str, nodes: int, *, phase: str, endpoint: str, repeat: int, li
 
     One group more is formed before them, in the same processes, and not counted.
     """
-    context = multiprocessing.get_context("spawn")
     rounds = [
         {
             "peer": peer,
@@ -89,8 +88,8 @@ def measure(peer: str, nodes: int, *, phase: str, endpoint: str, repeat: int, li
             "phase": phase,
             "endpoint": f"localhost:{_free_port()}" if peer == "c10d" else endpoint,
             "run_id": f"bench-{uuid.uuid4().hex[:12]}",
-            "formed": context.Barrier(nodes),
-            "left": context.Event(),
+            "formed": CONTEXT.Barrier(nodes),
+            "left": CONTEXT.Event(),
         }
         for _ in range(repeat + 1)
     ]
@@ -156,6 +155,7 @@ def tables(
             title = "Time to form a group" if phase == "form" else "Time to form again without one node, which left"
             table = Table(f"rendezvous-{phase}", title, "nodes", base=OURS, log=True)
             table.targets = {str(n): TARGETS[n] for n in sizes if phase == "form" and n in TARGETS}
+            table.leads = {peer: LEADS[peer] for peer in peers if peer in LEADS}
             for nodes in sizes:
                 for peer in peers:
                     table.put(nodes, peer, found(phase, peer, nodes))
@@ -167,7 +167,7 @@ def run(quick: bool, progress: Progress) -> Iterator[Table]:
     if quick:
         again = PHASES[1:]  # who forms again has formed before
         return tables(progress, [2], list(PEERS), repeat=1, limit=20, phases=again)
-    return tables(progress, SIZES, list(PEERS), repeat=3, limit=25)
+    return tables(progress, SIZES, list(PEERS), repeat=3, limit=15)
 
 
 def main() -> int:

@@ -66,7 +66,8 @@ class Table:
         unit: of all cells: "s", "B", "/s", "%" or "".
         base: the column that ratios are to: ours.
         cells: by row and column; a text says why there is no figure.
-        targets: by row, what ``base`` has to reach.
+        targets: by row, what ``base`` has to reach; the first column where no contender is ours.
+        leads: by column, how many times what ours takes a contender has to take at least, in every row.
         log: whether it is drawn with log axes: rows are numbers then. None: it is not drawn.
     """
 
@@ -77,6 +78,7 @@ class Table:
     base: str = "redelastic"
     cells: dict[str, dict[str, Spread | str]] = field(default_factory=dict)
     targets: dict[str, float] = field(default_factory=dict)
+    leads: dict[str, float] = field(default_factory=dict)
     log: bool | None = None
 
     def put(self, row: object, column: str, found: Iterable[float] | float | str) -> None:
@@ -123,6 +125,31 @@ def markdown(table: Table) -> Iterator[str]:
             texts.append(cell)
         texts += [shown(table.targets[row], table.unit) if row in table.targets else "-"] if table.targets else []
         yield f"| {' | '.join(texts)} |"
+
+
+def judged(table: Table) -> Iterator[tuple[str, str, str, str, bool]]:
+    """Of each target: the case, what is to be reached, what was, its share of that, and whether that is enough."""
+    for row, target in table.targets.items():
+        ours = table.cells[row].get(table.base, next(iter(table.cells[row].values())))
+        case, most = f"{table.case}: {row}", f"at most {shown(target, table.unit)}"
+        if isinstance(ours, Spread):
+            yield case, most, shown(ours.median, table.unit), f"{ours.median / target:.0%}", ours.median <= target
+        else:
+            yield case, most, ours or "-", "-", False
+    for column, lead in table.leads.items():
+        found = {row: ratio for row in table.cells if (ratio := table.ratio(row, column)) is not None}
+        for row in sorted(found, key=lambda row: found[row])[:1]:
+            case, least = f"{table.case}: {row}, where {column} is nearest", f"{column} at least {times(lead)} ours"
+            yield case, least, times(found[row]), f"{found[row] / lead:.0%}", found[row] >= lead
+
+
+def summary(tables: Iterable[tuple[str, Table]]) -> Iterator[str]:
+    """All targets in one table, with the command that measures each."""
+    yield from ("| what | case | to be reached | median | of that | | command |", "|---|---|---:|---:|---:|---|---|")
+    for command, table in tables:
+        for case, target, found, share, reached in judged(table):
+            mark = "" if reached else "**missed**"
+            yield f"| {table.title} | {case} | {target} | {found} | {share} | {mark} | `{command}` |"
 
 
 def document(name: str, tables: Iterable[Table]) -> dict[str, Any]:

@@ -64,6 +64,7 @@ class Node(asyncio.Protocol):
         entered_at: when it entered that one, in seconds on the monotonic clock, as the next two.
         broken_at: when it heard that a round is broken.
         renewed_at: when it last asked for its lease.
+        may_join: whether it joins again as soon as it has heard of it.
     """
 
     def __init__(self, keys: RunKeys, settings: Settings, number: int) -> None:
@@ -74,6 +75,8 @@ class Node(asyncio.Protocol):
         self.wake, self.interval = keys.wake.encode(), settings.keep_alive_interval
         self.parked, self.epoch = False, 0
         self.entered_at = self.broken_at = self.renewed_at = 0.0
+        self.may_join = asyncio.Event()
+        self.may_join.set()
         self._heard = "0-0"
         self._reader = hiredis.Reader()
 
@@ -151,6 +154,7 @@ class Node(asyncio.Protocol):
             while not self.membership.nodes_waiting:
                 await self._pump(self.interval)
             self.broken_at = time.monotonic()
+            await self.may_join.wait()
 
     def leave(self, client: redis.Redis) -> None:
         """Leave the run, over another connection: this one is blocked in a read."""
@@ -164,8 +168,8 @@ class Node(asyncio.Protocol):
         node = self.membership
         self.renewed_at = time.monotonic()
         await self.through(node._beat)  # noqa: SLF001
-        if not node._beat_is_urgent:  # noqa: SLF001
-            node._next_beat = self.renewed_at + self.interval  # noqa: SLF001  # not counted from the reply
+        # not counted from the reply
+        node._next_beat = min(node._next_beat, self.renewed_at + self.interval)  # noqa: SLF001
 
     async def _pump(self, longest: float) -> None:
         node, early = self.membership, min(COARSE, self.interval / 2)

@@ -6,7 +6,6 @@ effect when they return. So there is a row for an acknowledged `set`: TCPStore's
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import statistics
 import sys
@@ -17,7 +16,7 @@ from contextlib import ExitStack
 from typing import Any, Final
 
 from benchmarks import report
-from benchmarks.harness import TimeLimitError, run_alone, run_nodes
+from benchmarks.harness import CONTEXT, TimeLimitError, run_alone, run_nodes
 from benchmarks.report import Progress, Spread, Table
 from benchmarks.store_contenders import (
     ACROSS_PROCESSES,
@@ -33,6 +32,7 @@ from benchmarks.store_contenders import (
     serving,
 )
 from benchmarks.store_groups import group_tables
+from benchmarks.store_parts import parts_table
 from benchmarks.store_wake import wake_up_tables
 
 OPERATIONS: Final = (
@@ -221,7 +221,6 @@ def throughput(
     }
     for clients in sizes:
         progress(f"throughput of {clients} clients")
-        context = multiprocessing.get_context("spawn")
         rounds = [
             {
                 "operation": name,
@@ -229,7 +228,7 @@ def throughput(
                 "servers": servers,
                 "name": f"{name}-{clients}-{turn}",
                 "seconds": seconds,
-                "done": context.Array("q", clients, lock=False),
+                "done": CONTEXT.Array("q", clients, lock=False),
                 "turn": turn,
             }
             for name in operations
@@ -267,9 +266,10 @@ def run(quick: bool, progress: Progress) -> Iterator[Table]:
     with serving() as servers:
         progress("latency of each operation")
         yield from latencies(servers, 1 if quick else 5, (10, 1_000) if quick else SIZES, 0.01 if quick else TURN)
+        yield from parts_table(servers, 1 if quick else 7, 200 if quick else 5_000)
         yield from throughput(servers, (2,) if quick else CLIENTS, repeat, 0.05 if quick else 0.3, progress)
         progress("wake-ups")
-        yield from wake_up_tables(servers, repeat)
+        yield from wake_up_tables(servers, 1 if quick else 12)  # a process that wakes varies much
         yield from group_tables(servers, (2,) if quick else (2, 8, 32, 64), repeat, progress)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import multiprocessing
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +12,7 @@ from typing import Any, Final
 import redis
 from redis.connection import AbstractConnection
 
-from benchmarks.harness import run_nodes
+from benchmarks.harness import CONTEXT, run_nodes
 from benchmarks.report import Spread, Table
 from benchmarks.store_contenders import (
     ACROSS_PROCESSES,
@@ -97,7 +96,6 @@ def prepare_wake_up(options: dict[str, Any], number: int) -> tuple[Callable[[], 
 
 def wake_up_tables(servers: Servers, repeat: int) -> Iterator[Table]:
     """From before a set to the return of what waits for it in another process; and the parts of ours."""
-    context = multiprocessing.get_context("spawn")
     moments = ("began", "sent", "received", "ended")
     rounds = [
         {
@@ -105,9 +103,9 @@ def wake_up_tables(servers: Servers, repeat: int) -> Iterator[Table]:
             "contender": contender,
             "servers": servers,
             "name": f"{call}-{turn}",
-            "both": context.Barrier(2),
+            "both": CONTEXT.Barrier(2),
             "turn": turn,
-            **{moment: context.Array("d", WAKE_UPS, lock=False) for moment in moments},
+            **{moment: CONTEXT.Array("d", WAKE_UPS, lock=False) for moment in moments},
         }
         for call in CALLS
         for turn in range(repeat + 1)

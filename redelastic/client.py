@@ -30,7 +30,8 @@ class DirectClient(redis.Redis):
         self._idle: deque[Connection] = deque()
         self._idle_pid = os.getpid()
 
-    def _execute_command(self, *args: Any, **options: Any) -> Any:
+    def execute_command(self, *args: Any, **options: Any) -> Any:
+        """Send a command, and return redis-py's form of the reply to it."""
         if self._idle_pid != os.getpid():  # a forked child: these connections are its parent's
             self._idle, self._idle_pid = deque(), os.getpid()
         try:

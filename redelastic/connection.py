@@ -6,6 +6,7 @@ import re
 import ssl
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Final, NoReturn, TypeVar
 
 import redis.exceptions as rx
@@ -132,7 +133,7 @@ class Connection:
             RendezvousStateError: a key holds something that is not ours.
         """
         seconds = self.read_timeout if timeout is None else timeout
-        return retried(lambda: operation(self.client), self.name, seconds, fail_over=self.served)
+        return retried(partial(operation, self.client), self.name, seconds, fail_over=self.served)
 
     def read(self, streams: Mapping[bytes, str], block: float, timeout: float = 0) -> dict[bytes, Entries]:
         """As :meth:`read_bytes`, with ids and fields as text."""
@@ -303,30 +304,30 @@ def retried(operation: Callable[[], T], name: str, timeout: float, *, fail_over:
 
     With ``fail_over``, a server that has become a read-only replica is taken for a master that will be replaced.
     """
-
-    def may_pass(error: BaseException) -> bool:
-        return _is_passing(error) or (fail_over and is_of_replica(_cause(error)))
-
     started = time.monotonic()
     try:
         return operation()
     except (rx.RedisError, rx.RedisClusterException, OSError) as error:
-        if timeout <= 0 or not may_pass(error):
-            _raise(error, name, time.monotonic() - started, may_pass(error))
+        if timeout <= 0 or not _may_pass(error, fail_over=fail_over):
+            _raise(error, name, time.monotonic() - started, fail_over=fail_over)
     try:
         return Retrying(
-            retry=retry_if_exception(may_pass),
+            retry=retry_if_exception(partial(_may_pass, fail_over=fail_over)),
             wait=wait_random_exponential(multiplier=0.05, max=1.0),
             stop=stop_after_delay(max(0.0, timeout - (time.monotonic() - started))),
             reraise=True,
         )(operation)
     except (rx.RedisError, rx.RedisClusterException, OSError) as error:
-        _raise(error, name, time.monotonic() - started, may_pass(error))
+        _raise(error, name, time.monotonic() - started, fail_over=fail_over)
 
 
-def _raise(error: Exception, name: str, waited: float, passing: bool) -> NoReturn:
+def _may_pass(error: BaseException, *, fail_over: bool) -> bool:
+    return _is_passing(error) or (fail_over and is_of_replica(_cause(error)))
+
+
+def _raise(error: Exception, name: str, waited: float, *, fail_over: bool) -> NoReturn:
     failed, message = _translate(error, name, waited)
-    raise (UnreachableError if passing else failed)(message) from error
+    raise (UnreachableError if _may_pass(error, fail_over=fail_over) else failed)(message) from error
 
 
 def _translate(  # noqa: C901, PLR0911, PLR0912  (a list, to be read from the top)

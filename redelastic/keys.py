@@ -69,13 +69,23 @@ class StoreKeys:
         """Hash of each client's last effect."""
         return f"{self.base}:once"
 
+    @cached_property
+    def streams(self) -> bytes:
+        """What the names of all wake-up streams begin with."""
+        return f"{self.base}:wake:".encode()
+
+    @cached_property
+    def queues(self) -> bytes:
+        """What the names of all queues begin with."""
+        return f"{self.base}:queue:".encode()
+
     def stream(self, key: bytes) -> bytes:
         """Name of the stream that wakes those who wait for ``key``."""
-        return f"{self.base}:wake:".encode() + key
+        return self.streams + key
 
     def queue(self, key: bytes) -> bytes:
         """Name of the list that holds the queue ``key``."""
-        return f"{self.base}:queue:".encode() + key
+        return self.queues + key
 
 
 @dataclass(frozen=True)

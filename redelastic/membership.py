@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 RETRY_PAUSE: Final = 0.2  # between attempts of the loop while Redis is away, in seconds
 COARSE: Final = 0.11  # Redis ends a blocking read up to 100 ms late: it looks at its clients ten times a second
 SPREAD: Final = 0.05  # nodes that wait for the same lease to run out look at it within this time, in seconds
+LOOKERS: Final = 16  # about so many of a group do; its others are woken by them
 NO_ROUND: Final = (0, 0, 0, "", 0)  # what a node tells of its round while it holds none
 
 RunThen = Literal["goes on", "closes", "stops"]
@@ -399,11 +400,16 @@ class Membership(View):
         keys = [*self._run_keys, store.data, store.waits, store.once]
         told = self._run(scripts.BEAT, keys, self._known(), 0)
         self._take_in_beat(asked_as, asked_in, told)
-        expires_in = told[5]
-        # Look again when the lease of a silent node has run out; the lease of a node that renews it lasts for longer.
-        lapses_in = expires_in / 1000 + random.uniform(0.002, SPREAD)
-        if expires_in >= 0 and lapses_in < s.keep_alive_interval:
-            self._beat_is_due_in(lapses_in, urgent=True)
+        if told[5] >= 0:
+            self._look_after_lease_that_ends_in(told[5] / 1000, asked_in.size if asked_in else 1)
+
+    def _look_after_lease_that_ends_in(self, seconds: float, nodes: int) -> None:
+        """Beat when the lease of a silent node has run out; the lease of a node that renews it lasts for longer."""
+        looks = random.random() < LOOKERS / nodes
+        # Who does not look listens meanwhile, and beats if nothing was heard.
+        due_in = seconds + random.uniform(0.002, SPREAD) + (0 if looks else SPREAD + COARSE)
+        if due_in < self._settings.keep_alive_interval:
+            self._beat_is_due_in(due_in, urgent=looks)
 
     def _beat_is_due_in(self, seconds: float, *, urgent: bool = False) -> None:
         self._next_beat, self._beat_is_urgent = time.monotonic() + seconds, urgent

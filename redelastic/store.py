@@ -8,7 +8,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous.api import (
@@ -25,7 +25,6 @@ from .settings import DEFAULT_TTL
 if TYPE_CHECKING:
     from .endpoint import Client
 
-T = TypeVar("T")
 Text = str | bytes
 
 # torch's C++ keeps only its own half of a store: once Python's half is gone, every call dies in an assertion. So a
@@ -55,8 +54,8 @@ class RedisStore(dist.Store):
             ends at once when the round is broken, and nothing is written to it once a later round is complete (I4).
         key_prefix: what the names of all keys in Redis begin with.
         timeout: of blocking calls, in seconds.
-        ttl: how long the store outlives its last change, in seconds; a round's members keep its store, but for queues
-            that nobody uses.
+        ttl: how long the store outlives its last change, in seconds, or up to a hundredth less; a round's members keep
+            its store, but for queues that nobody uses.
 
     Raises:
         RendezvousConnectionError: no Redis answers at the endpoint, or it refuses us.
@@ -307,10 +306,10 @@ class RedisStore(dist.Store):
             streams = {stream: text(reply[1])}
             if self._epoch is not None:
                 streams[self._run.wake.encode()] = text(reply[2])
-            woken = self._guarded(
-                lambda s=streams, r=remaining: self._connection.read_bytes(s, r, timeout=r),  # type: ignore[misc]
-                [stream],
-            )
+            try:
+                woken = self._connection.read_bytes(streams, remaining, timeout=remaining)
+            except RendezvousError as e:
+                raise self._as_torchs(e, [stream]) from e
             if stream in woken and len(keys) == 1:
                 told: dict[bytes, bytes] = woken[stream][-1][1] or {}
                 return told.get(b"value")
@@ -334,27 +333,28 @@ class RedisStore(dist.Store):
         self, script: scripts.Script, keys: Sequence[Text], args: Sequence[bytes | str | int], timeout: float
     ) -> Any:
         every_key, every_arg = [*self._fixed_keys, *keys], [*self._fixed_args, *args]
-        return self._guarded(lambda: script(self._connection, every_key, every_arg, timeout), keys)
+        try:
+            return script(self._connection, every_key, every_arg, timeout)
+        except RendezvousError as e:
+            raise self._as_torchs(e, keys) from e
 
     def _call(self, operation: Callable[[Any], Any], keys: Sequence[Text] = ()) -> Any:
-        return self._guarded(lambda: self._connection.call(operation, self.timeout.total_seconds()), keys)
-
-    def _guarded(self, operation: Callable[[], T], keys: Sequence[Text]) -> T:
-        """Torch's callers catch the errors of its own stores, and none of the rendezvous."""
         try:
-            return operation()
-        except RendezvousConnectionError as e:
-            raise dist.DistNetworkError(str(e)) from e
-        except RendezvousStateError as e:
-            raise dist.DistStoreError(f"{self!r}: {self._naming_the_key(e, keys)}") from e
-        except FencedError as e:
-            raise RoundBrokenError(f"{self!r}: {e}") from e
+            return self._connection.call(operation, self.timeout.total_seconds())
         except RendezvousError as e:
-            raise dist.DistStoreError(f"{self!r}: {e}") from e
+            raise self._as_torchs(e, keys) from e
+
+    def _as_torchs(self, error: RendezvousError, keys: Sequence[Text]) -> Exception:
+        """Torch's callers catch the errors of its own stores, and none of the rendezvous."""
+        if isinstance(error, RendezvousConnectionError):
+            return dist.DistNetworkError(str(error))
+        if isinstance(error, RendezvousStateError):
+            return dist.DistStoreError(f"{self!r}: {self._naming_the_key(error, keys)}")
+        return (RoundBrokenError if isinstance(error, FencedError) else dist.DistStoreError)(f"{self!r}: {error}")
 
     def _naming_the_key(self, error: RendezvousStateError, keys: Sequence[Text]) -> RendezvousError:
         fixed = dict(zip(self._fixed_keys, ("hash", "hash", "hash", "hash", "set"), strict=True))
-        queues = self._keys.queue(b"")
+        queues = self._keys.queues
         own = {text(key): "list" if _bytes("key", key).startswith(queues) else "stream" for key in keys}
         try:
             require_keys_of_types(self._connection, fixed | own, error)

@@ -8,8 +8,8 @@ against it, `test_model.py` explores it. I1 to I9 are the guarantees of PROTOCOL
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Any, Final, Literal, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, NamedTuple, TypeVar
 
 FORMER: Final = -(2**31)  # a former member's place among the candidates is FORMER + rank: ahead of every newcomer
 
@@ -56,6 +56,17 @@ class Event(NamedTuple):
     size: int
     node: str
     reason: str
+
+
+T = TypeVar("T")
+
+
+def replace(old: T, **changes: Any) -> T:
+    """As that of dataclasses, which takes several times as long: half of the time of the tests that use it."""
+    assert changes.keys() <= vars(old).keys()
+    new = object.__new__(type(old))
+    vars(new).update(vars(old), **changes)
+    return new
 
 
 @dataclass

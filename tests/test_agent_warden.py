@@ -106,6 +106,16 @@ def test_an_orphan_that_hid_everything_at_once_is_adopted(agent: Driven, tmp_pat
         psutil.Process(pid).kill()
 
 
+def test_a_tree_that_is_closed_leaves_orphans_to_others(agent: Driven, tmp_path: Path) -> None:
+    agent.ask("tree.adopt_orphans()")
+    agent.ask("tree.close()")
+    agent.ask(f"start({VANISHING!r})")
+    left = said(tmp_path, "left")["left"]
+    ancestors = {process.pid for process in agent.handle.parents()}
+    until(lambda: left.ppid() in ancestors, "one of them has adopted it")
+    left.kill()
+
+
 def test_adopted_zombies_are_reaped_and_workers_are_left_to_whoever_started_them(agent: Driven, tmp_path: Path) -> None:
     agent.ask("tree.adopt_orphans()")
     source = """

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.__main__ import BEGIN, BENCHMARKS, END, with_results
-from benchmarks.report import Spread, Table, document, markdown, regressions, tables_of
+from benchmarks.report import Spread, Table, document, markdown, regressions, summary, tables_of
 
 ROOT = Path(__file__).parent.parent
 LIMIT = 240.0  # for one benchmark with --quick, which takes some seconds, on a busy machine
@@ -61,6 +61,19 @@ def test_a_table_survives_its_file_and_shows_ratios() -> None:
         "| nodes | redelastic | theirs | slow | absent | target |",
         "|---:|---:|---:|---:|---:|---:|",
         "| 2 | 1 ms | 12.3 ms · 12 x | 1 s · 1,000 x | not within 60 s | 3 ms |",
+    ]
+
+
+def test_targets_are_summed_up() -> None:
+    table = _table(redelastic=0.002, theirs=0.05, slow=0.062)
+    table.put(8, "redelastic", 0.004)
+    table.put(8, "slow", 0.1)
+    table.targets, table.leads = {"2": 0.003, "8": 0.002}, {"theirs": 30, "slow": 20}
+    assert list(summary([("t", table)]))[2:] == [
+        "| How long? | nodes: 2 | at most 3 ms | 2 ms | 67% |  | `t` |",
+        "| How long? | nodes: 8 | at most 2 ms | 4 ms | 200% | **missed** | `t` |",
+        "| How long? | nodes: 2, where theirs is nearest | theirs at least 30 x ours | 25 x | 83% | **missed** | `t` |",
+        "| How long? | nodes: 8, where slow is nearest | slow at least 20 x ours | 25 x | 125% |  | `t` |",
     ]
 
 

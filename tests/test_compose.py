@@ -31,7 +31,7 @@ BATCH: Final = 128
 DRAINED: Final = 75
 SETTINGS: Final = {"RUN": "digits", "STEPS": str(STEPS), "PACE": "0.3", "COMPOSE_PROFILES": ""}
 LIMIT: Final = 180.0  # for anything to happen, in seconds
-POLL: Final = 0.5
+POLL: Final = 1.5  # a look is a process of docker for each container
 
 
 @pytest.fixture(scope="module")

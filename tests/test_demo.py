@@ -242,3 +242,19 @@ def test_each_pass_over_the_data_takes_a_sample_at_most_once() -> None:
     assert set(one_pass) <= set(range(1437))
     assert global_batch(11, 128, 0, 1437).tolist() != global_batch(0, 128, 0, 1437).tolist()
     assert global_batch(3, 128, 0, 1437).tolist() == global_batch(3, 128, 0, 1437).tolist()
+
+
+def test_its_data_are_scikit_learns_digits() -> None:
+    import numpy as np
+    import torch
+    from sklearn.datasets import load_digits
+
+    from redelastic.cli.demo.train import TEST_SAMPLES, load_data
+
+    (images, labels), (held_out, their_labels) = load_data()
+    assert images.shape == (1797 - TEST_SAMPLES, 1, 8, 8)
+    assert held_out.shape == (TEST_SAMPLES, 1, 8, 8)
+    digits = load_digits()
+    read = torch.cat([(torch.cat([images, held_out]) * 16).flatten(1), torch.cat([labels, their_labels])[:, None]], 1)
+    theirs = np.column_stack([digits.data, digits.target])
+    assert sorted(read.long().tolist()) == sorted(theirs.astype(int).tolist())

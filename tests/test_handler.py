@@ -30,6 +30,7 @@ from torch.distributed.elastic.rendezvous import (
 
 from redelastic.handler import EPOCH_VARIABLE, RedisRendezvousHandler
 from redelastic.keys import RunKeys
+from redelastic.membership import COARSE, SPREAD
 from redelastic.server import RedisServer
 from redelastic.store import RoundBrokenError
 
@@ -183,6 +184,31 @@ class TestRegrouping:
         after = join_all(pool, *nodes[1:])
         assert {info.world_size for info in after} == {2}
         assert all(a.rank == b.rank for a, b in zip(after, before[1:], strict=True) if b.rank < 2)
+
+    def test_of_a_large_group_few_look_at_a_silent_members_lease_and_the_others_listen(
+        self, new_node: NodeFactory, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        beats: list[tuple[float, bool]] = []
+        member = new_node(keep_alive_interval=30).membership
+        monkeypatch.setattr(member, "_beat_is_due_in", lambda seconds, *, urgent: beats.append((seconds, urgent)))
+        for size in (1, 2, 16, 1000):
+            beats.clear()
+            for _ in range(1000):
+                member._look_after_lease_that_ends_in(0.0, size)
+            looks = [due_in for due_in, urgent in beats if urgent]
+            assert len(looks) == 1000 if size <= 16 else 2 <= len(looks) <= 50, size
+            assert max(looks) <= SPREAD
+            # who is not in a hurry blocks in a read until COARSE before its beat
+            assert all(SPREAD < due_in - COARSE <= 2 * SPREAD for due_in, urgent in beats if not urgent)
+
+    def test_who_does_not_look_finds_a_silent_member_if_nobody_else_does(
+        self, new_node: NodeFactory, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("redelastic.membership.LOOKERS", 0)
+        nodes = [new_node(1, 3, keep_alive_interval=1) for _ in range(3)]
+        join_all(pool, *nodes)
+        nodes[0].membership.stop()
+        until(lambda: nodes[1].num_nodes_waiting() and nodes[2].num_nodes_waiting(), "both survivors know")
 
     def test_a_join_puts_off_no_heartbeat_that_is_due_before(self, new_node: NodeFactory) -> None:
         """It may be the one that looks after the lease of another silent node (I7)."""

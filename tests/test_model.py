@@ -12,7 +12,7 @@ import itertools
 import os
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from random import Random
 from typing import Final, Literal
 
@@ -32,6 +32,7 @@ from oracle import (
     State,
     Wake,
     apply,
+    replace,
 )
 
 NOW: Final = 1_000_000  # the clock stands still
@@ -99,7 +100,7 @@ class World:
         return next(node for node in self.nodes if node.name == name)
 
     def changed(self, node: Node, **changes: object) -> World:
-        new = replace(node, **changes)  # type: ignore[arg-type]
+        new = replace(node, **changes)
         return replace(self, nodes=tuple(new if old.name == node.name else old for old in self.nodes))
 
 

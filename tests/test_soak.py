@@ -38,10 +38,18 @@ def test_a_minute_of_everything(seed: int, tmp_path: Path, measured: Measured) -
 # -- the same with a defect in the scripts: what has to show it, and the shortest way to it
 
 
-def drill(*actions: Action, seconds: float = 3.0, loss: float = 0.0, **options: Any) -> Episode:
-    """Three nodes, the first of which takes its time to stop its workers; a fourth may come."""
+THREE: Final = (Action(0.0, "start", "n1"), Action(0.0, "start", "n2"), Action(0.3, "start", "n3"))
+TWO_AND_TWO_SPARES: Final = (
+    *(Action(0.0, what, name) for what in ("start", "entered") for name in ("n1", "n2")),
+    *(Action(0.0, what, name) for what in ("start", "asked") for name in ("n3", "n4")),
+)
+
+
+def drill(
+    *actions: Action, starts: tuple[Action, ...] = THREE, seconds: float = 3.0, loss: float = 0.0, **options: Any
+) -> Episode:
+    """Some nodes, the first of which takes its time to stop its workers; up to four may come."""
     nodes = {name: {"lag": 0.5 if name == "n1" else 0.0, "loss": loss} for name in ("n1", "n2", "n3", "n4")}
-    starts = [Action(0.0, "start", "n1"), Action(0.0, "start", "n2"), Action(0.3, "start", "n3")]
     options = {"min_nodes": 1, "max_nodes": 4} | options
     return Episode("drill", seconds=seconds, actions=(*starts, *actions), nodes=nodes, **options)
 
@@ -56,7 +64,7 @@ DRILLS: Final = {
         lease=2.4,  # for less than that the first node is silent
     ),
     "I2: all are rank 0": drill(seconds=1.0),
-    "I3: max_nodes is not kept": drill(ANOTHER, Action(3.0, "kill", "n1"), seconds=4.0, max_nodes=2),
+    "I3: max_nodes is not kept": drill(Action(0.5, "kill", "n1"), starts=TWO_AND_TWO_SPARES, seconds=1.0, max_nodes=2),
     "I4: stores are not fenced": drill(ANOTHER),
     "I5: closing is forgotten": drill(closing="node"),
     "I6: the last call never ends": drill(seconds=0.5, last_call=0.5),

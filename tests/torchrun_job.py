@@ -156,6 +156,8 @@ class Job:
         self.conf = {**CONF, **(conf or {})}
         self.nodes: dict[str, Node] = {}
         self._token = uuid.uuid4().hex
+        self._lines: list[Line] = []  # those of the record, of which so many bytes have been read
+        self._read = 0
         directory.mkdir(parents=True, exist_ok=True)
         self._client = server.get_client(decode_responses=True)
         self._reaper = subprocess.Popen(
@@ -213,9 +215,14 @@ class Job:
     def lines(self, event: str | None = None) -> list[Line]:
         """What the workers have recorded so far."""
         path = self.directory / "record.jsonl"
-        text = path.read_text() if path.exists() else ""
-        found = [Line(**json.loads(line)) for line in text.splitlines() if line.endswith("}")]
-        return [line for line in found if event in (None, line.event)]
+        if path.exists():
+            with path.open("rb") as record:
+                record.seek(self._read)
+                for line in record:
+                    if line.endswith(b"\n"):
+                        self._lines.append(Line(**json.loads(line)))
+                        self._read += len(line)
+        return [line for line in self._lines if event in (None, line.event)]
 
     @property
     def epoch(self) -> int:

@@ -42,7 +42,7 @@ from .workers import Workers
 
 log = logging.getLogger(__name__)
 
-STALL: Final = 30.0  # the agent's loop, which comes round ten times a second, is dead after so many seconds of silence
+STALL: Final = 30.0  # the agent's loop is dead when it comes round so many seconds later than it is due
 FAREWELL: Final = 2.0  # for what Redis is still to be told at the end, in seconds
 
 

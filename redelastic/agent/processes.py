@@ -58,7 +58,7 @@ class ProcessTree:
         program that starts nothing but workers in sessions of their own.
         """
         with self._lock:
-            if warden.HAS_PROC and ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0:
+            if warden.HAS_PROC and _adopt(True):
                 children = (process for process in warden.processes().values() if process.parent == os.getpid())
                 self._own_children = {(child.pid, child.start) for child in children}
 
@@ -113,9 +113,11 @@ class ProcessTree:
         return sorted(killed)
 
     def close(self) -> None:
-        """Dismiss the warden; what is left of the tree then outlives this process."""
+        """Dismiss the warden, and adopt nobody any more; what is left of the tree then outlives this process."""
         with self._lock:
             self._closed = True
+            if self._own_children is not None:
+                _adopt(False)
             if self._warden is not None:
                 self._warden.kill()
                 self._warden.communicate()
@@ -190,6 +192,11 @@ class ProcessTree:
             self._told = set()
             if self._warden.stdin is not None:
                 os.set_blocking(self._warden.stdin.fileno(), False)
+
+
+def _adopt(whether: bool) -> bool:
+    """Whether orphans of this process' descendants become its children from now on; returns whether Linux agreed."""
+    return bool(ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(whether), 0, 0, 0) == 0)
 
 
 def _descends_from(ancestor: int, pid: int, table: dict[int, Process]) -> bool:

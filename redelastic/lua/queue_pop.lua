@@ -10,6 +10,7 @@ if not seen then
   fence()
   reply = redis.call('LPOP', KEYS[6])
   remember(sender, request, reply)
-  touch(KEYS[6])
+  redis.call('PEXPIRE', KEYS[6], TTL)
+  touch()
 end
 return reply

@@ -9,5 +9,6 @@ if not done(sender, request) then
   redis.call('RPUSH', KEYS[7], ARGV[6])
   remember(sender, request, '')
   fire(key, KEYS[6])
-  touch(KEYS[7])
+  redis.call('PEXPIRE', KEYS[7], TTL)
+  touch()
 end

@@ -20,16 +20,16 @@ local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
 
 local NUMBERS = { 'epoch', 'size', 'min', 'max', 'last_call', 'replacement', 'lease', 'interval', 'ttl', 'deadline', 'beat_at',
   'charged', 'restarts', 'idle', 'progress', 'failed_at', 'restoring' }
-local run = {}
-for i, text in ipairs(redis.call('HMGET', RUN, unpack(NUMBERS))) do
+local run, found = {}, redis.call('HMGET', RUN, 'closed', 'stop', 'broken', 'member_lost', 'blamed', unpack(NUMBERS))
+run.closed, run.stop, run.broken, run.member_lost, run.blamed = unpack(found, 1, 5)
+for i, name in ipairs(NUMBERS) do
+  local text = found[5 + i]
   local number = text and tonumber(text)
   if text and not (number and number >= 0 and number < 2 ^ 53 and number % 1 == 0) then -- nor nan, which is not >= 0
-    error('CORRUPT ' .. RUN .. ': field ' .. NUMBERS[i] .. ' is not a number')
+    error('CORRUPT ' .. RUN .. ': field ' .. name .. ' is not a number')
   end
-  run[NUMBERS[i]] = number
+  run[name] = number
 end
-run.closed, run.stop, run.broken, run.member_lost, run.blamed = unpack(redis.call('HMGET', RUN, 'closed', 'stop', 'broken',
-  'member_lost', 'blamed'))
 
 local function set(field, value)
   run[field] = value

@@ -8,6 +8,14 @@
 --       {-1, why} the round is over
 local ASKED = ARGV[3]
 
+local function broken()
+  if superseded() then
+    return true
+  end
+  local run = EPOCH ~= '' and redis.call('HMGET', RUN, 'epoch', 'size', 'restoring')
+  return run and run[1] == EPOCH and not run[3] and redis.call('SCARD', MEMBERS) < tonumber(run[2])
+end
+
 local function last_id(stream)
   local last = redis.call('XREVRANGE', stream, '+', '-', 'COUNT', 1)
   return last[1] and last[1][1] or '0-0'

@@ -36,6 +36,7 @@ SIGNALS: Final = {
     "freeze": signal.SIGSTOP,
     "thaw": signal.SIGCONT,
 }
+WAITS: Final = {"asked": "asks", "entered": "entered"}  # until a node has written that
 
 
 @contextlib.contextmanager
@@ -209,6 +210,8 @@ class Chaos:
         if name:
             if what == "start":
                 self._start(name, **self.episode.nodes[name])
+            elif what in WAITS:
+                self._wait(lambda: WAITS[what] in self._nodes[name].said, self._limit)
             elif what == "drain":
                 self._drain(name)
             else:

@@ -23,13 +23,12 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
-import torch
-import torch.distributed as dist
-from train import Recorder  # type: ignore[import-not-found]  # beside this script
+from group import Group  # type: ignore[import-not-found]  # beside this script
+from record import Recorder  # type: ignore[import-not-found]
 
 import redelastic
 
-PACE: Final = 0.05  # of a step, in seconds
+PACE: Final = 0.1  # of a step, in seconds
 
 
 def hang() -> None:
@@ -37,18 +36,18 @@ def hang() -> None:
     threading.Lock().acquire() and threading.Event().wait()
 
 
-def end_slowly(_signal: int, _frame: object) -> None:
-    dist.destroy_process_group()  # its peers fail at once
-    time.sleep(3)
-    os._exit(1)
-
-
 def end_well(_signal: int, _frame: object) -> None:
     os._exit(0)
 
 
-def take_to_its_ways(directory: Path) -> None:
+def take_to_its_ways(directory: Path, group: Group) -> None:
     """Set up how this worker meets signals."""
+
+    def end_slowly(_signal: int, _frame: object) -> None:
+        group.close()  # its peers fail at once
+        time.sleep(3)
+        os._exit(1)
+
     ways: dict[str, tuple[signal.Signals, Any]] = {
         "slow": (signal.SIGTERM, end_slowly),
         "deaf": (signal.SIGTERM, signal.SIG_IGN),
@@ -60,13 +59,12 @@ def take_to_its_ways(directory: Path) -> None:
 
 
 def main(directory: Path) -> None:
-    take_to_its_ways(directory)
-    dist.init_process_group("gloo")
+    group = Group()
+    take_to_its_ways(directory, group)
+    group.connect(directory)
     record, node = Recorder(directory), os.environ["TEST_NODE"]
     checkpoint = directory / "step"
-    first = [json.loads(checkpoint.read_text()) if checkpoint.exists() else 0]
-    dist.broadcast_object_list(first)
-    step = first[0]
+    [step] = group.maximum(json.loads(checkpoint.read_text()) if group.rank == 0 and checkpoint.exists() else 0)
     record("start", step=step)
     finishing = False
     while not finishing:
@@ -79,23 +77,21 @@ def main(directory: Path) -> None:
                 if what == "hang":
                     hang()
                 raise RuntimeError(f"the worker of node {node} was told to fail at step {step}")
-        finish = dist.get_rank() == 0 and (directory / "finish").exists()
-        votes = torch.tensor([int(redelastic.should_checkpoint()), int(finish)])
-        dist.all_reduce(votes, op=dist.ReduceOp.MAX)
+        finish = group.rank == 0 and (directory / "finish").exists()
+        saving, finishing = map(bool, group.maximum(redelastic.should_checkpoint(), finish))
         saves = not (directory / "no-save").exists()
-        if votes[0] and saves:
-            if dist.get_rank() == 0:
+        if saving and saves:
+            if group.rank == 0:
                 checkpoint.write_text(json.dumps(step))
             record("saved", step=step)
-            dist.barrier()
+            group.maximum(0)
         time.sleep(PACE)
         record("step", step=step)
         if saves:
             redelastic.progress(step)
         step += 1
-        finishing = bool(votes[1])
     record("end", step=step)
-    dist.destroy_process_group()
+    group.close()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,29 @@
+"""The record of a job's workers: a line for each thing that one of them does."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+
+class Recorder:
+    """Appends what this worker does to the job's record: one write for each line, so that lines stay whole."""
+
+    def __init__(self, directory: Path) -> None:
+        self._file = os.open(directory / "record.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        self._who = {
+            "node": os.environ["TEST_NODE"],
+            "pid": os.getpid(),
+            "epoch": int(os.environ["REDELASTIC_EPOCH"]),
+            "rank": int(os.environ["RANK"]),
+            "world": int(os.environ["WORLD_SIZE"]),
+            "group_rank": int(os.environ["GROUP_RANK"]),
+            "restart": int(os.environ["TORCHELASTIC_RESTART_COUNT"]),
+        }
+
+    def __call__(self, event: str, **more: Any) -> None:
+        line = {"event": event, "time": time.time(), **self._who, **more}
+        os.write(self._file, (json.dumps(line) + "\n").encode())
