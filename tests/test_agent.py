@@ -256,8 +256,8 @@ def test_the_job_has_one_budget_of_restarts(server: RedisServer, tmp_path: Path)
         assert job.wait_end("a") == job.wait_end("b") == STOPPED
         state = job.control.state()
         assert state.phase == "stopped"
-        assert state.closed.startswith("the job has used up its 2 restarts: a-")
-        assert "exited with 1" in state.closed
+        # the worker of b fails as well, since its peer has ended, and the agent of b may be the first to be heard
+        assert re.match(r"the job has used up its 2 restarts: [ab]-\S+ worker 0 .* exited with 1$", state.closed)
         assert "the job has used up its 2 restarts" in job.nodes["b"].stderr
 
 

@@ -336,12 +336,13 @@ def test_torchs_handler_admits_a_node_that_comes_late(
 ) -> None:
     # with a shared store torch keeps the first round's address for ever, and never tells it to a node that comes late
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    early, late = (dynamic_node(server, run_id, 1, 2, last_call_timeout=3) for _ in range(2))
+    # torch looks at the state once a second, and whoever comes first into the second round says how long its last call
+    # is: long enough for the other, which would have to wait for a third round
+    early, late = (dynamic_node(server, run_id, 1, 2, last_call_timeout=seconds) for seconds in (5, 30))
     with ThreadPoolExecutor(2) as pool:
         assert early.next_rendezvous().world_size == 1
         waiting = pool.submit(late.next_rendezvous)
         servers.wait_until(lambda: early.num_nodes_waiting() == 1, "the late node waits")
-        # torch looks at the state once a second: the last call has to be longer, or the early node goes on alone
         again = early.next_rendezvous()
         assert {again.rank, waiting.result(30).rank} == {0, 1}
         assert again.world_size == 2
