@@ -261,7 +261,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("questions", nargs="*", metavar="|".join(MEASURES), help="what to measure (default: all)")
     parser.add_argument("--jobs", type=int, default=500, help="jobs of 2 nodes at once (default: 500)")
     parser.add_argument("--nodes", type=int, default=10_000, help="nodes that wait (default: 10000)")
-    parser.add_argument("--interval", type=float, help="seconds between heartbeats (default: 2; of nodes that wait, 8)")
+    parser.add_argument("--interval", type=float, help="seconds between heartbeats (default: 2; of nodes that wait, 5)")
     parser.add_argument("--keys", type=int, default=1_000_000, help="keys of one store (default: 1000000)")
     parser.add_argument("--megabytes", type=int, default=64, help="size of one value (default: 64)")
     parser.add_argument("--limit", type=float, default=300, help="seconds for one question (default: 300)")

@@ -31,7 +31,7 @@ from redelastic.settings import Settings
 
 INTERVAL: Final = 2.0  # between heartbeats, in seconds: the default
 LEASE: Final = 3  # heartbeats: the default
-STANDS_FOR: Final = 4  # heartbeats
+STANDS_FOR: Final = 3  # heartbeats
 # Nodes -> how many groups, and the interval. 10,000 nodes that beat every 2 s are too many for the one process that
 # simulates them: it computes more than Redis does.
 SIZES: Final = {64: (5, INTERVAL), 256: (5, INTERVAL), 1024: (4, INTERVAL), 4096: (3, INTERVAL), 10_000: (2, 5.0)}
