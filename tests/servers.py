@@ -1,33 +1,24 @@
-"""Servers beyond a single Redis: replicas, Sentinel, a Cluster, TLS, and peers that misbehave; each for one block."""
+"""Servers beyond a single Redis: replicas, Sentinel, a Cluster; each for one block."""
 
 from __future__ import annotations
 
 import contextlib
-import datetime as dt
-import ipaddress
 import os
 import signal
-import socket
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import redis
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
 
 from redelastic import server as server_module
 from redelastic.server import RedisServer, find_binary
 
 HOST = "127.0.0.1"
 MASTER_NAME = "mymaster"
-Signer = tuple[x509.Name, ec.EllipticCurvePrivateKey]
 
 
 def wait_until(holds: Callable[[], object], what: str, timeout: float = 20.0) -> None:
@@ -306,173 +297,3 @@ def redis_cluster(*, replicas: bool = False) -> Iterator[Cluster]:
 
             wait_until(complete, "every master has its replica", 30)
         yield Cluster(servers, password)
-
-
-# -- TLS
-
-
-@dataclass
-class Certificates:
-    """PEM files: a CA, a server's certificate for 127.0.0.1, a client's, and a CA that signed neither."""
-
-    ca: str
-    server: str
-    server_key: str
-    client: str
-    client_key: str
-    other_ca: str
-
-
-def _key_usage(*, ca: bool) -> x509.KeyUsage:
-    uses = dict.fromkeys(
-        (
-            "content_commitment",
-            "key_encipherment",
-            "data_encipherment",
-            "key_agreement",
-            "encipher_only",
-            "decipher_only",
-        ),
-        False,
-    )
-    return x509.KeyUsage(digital_signature=True, key_cert_sign=ca, crl_sign=ca, **uses)
-
-
-def make_certificates(folder: Path) -> Certificates:
-    now = dt.datetime.now(dt.timezone.utc)
-
-    def make(name: str, signer: Signer | None) -> tuple[str, str, Signer]:
-        key = ec.generate_private_key(ec.SECP256R1())
-        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-        issuer, issuer_key = signer or (subject, key)
-        certificate = (
-            x509.CertificateBuilder()
-            .subject_name(subject)
-            .issuer_name(issuer)
-            .public_key(key.public_key())
-            .serial_number(x509.random_serial_number())
-            .not_valid_before(now - dt.timedelta(days=1))
-            .not_valid_after(now + dt.timedelta(days=1))
-            .add_extension(x509.BasicConstraints(ca=signer is None, path_length=None), critical=True)
-            .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(HOST))]), critical=False)
-            # From Python 3.13 on a certificate without these three is refused
-            .add_extension(_key_usage(ca=signer is None), critical=True)
-            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-            .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key()), critical=False)
-            .sign(issuer_key, hashes.SHA256())
-        )
-        paths = folder / f"{name}.crt", folder / f"{name}.key"
-        paths[0].write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
-        paths[1].write_bytes(
-            key.private_bytes(
-                serialization.Encoding.PEM,
-                serialization.PrivateFormat.PKCS8,
-                serialization.NoEncryption(),
-            )
-        )
-        return str(paths[0]), str(paths[1]), (subject, key)
-
-    ca, _, signer = make("ca", None)
-    server, server_key, _ = make("server", signer)
-    client, client_key, _ = make("client", signer)
-    other_ca, _, _ = make("other-ca", None)
-    return Certificates(ca, server, server_key, client, client_key, other_ca)
-
-
-def encrypt_key(source: str, target: str) -> None:
-    """Writes a private key again, behind a password."""
-    key = serialization.load_pem_private_key(Path(source).read_bytes(), None)
-    encryption = serialization.BestAvailableEncryption(b"key-password")
-    Path(target).write_bytes(
-        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, encryption)
-    )
-
-
-# -- Peers that are no Redis, or whose connection to Redis breaks
-
-
-@dataclass
-class Peer:
-    """A TCP server whose behaviour is a function of each connection."""
-
-    port: int
-    accepted: int = 0
-    sockets: list[socket.socket] = field(default_factory=list)
-
-
-@contextlib.contextmanager
-def peer(serve: Callable[[socket.socket], None]) -> Iterator[Peer]:
-    """Listens on a free port and runs `serve` in a thread for each connection; closes them all at the end."""
-    listener = socket.create_server((HOST, 0))
-    made = Peer(listener.getsockname()[1])
-    threads: list[threading.Thread] = []
-
-    def run(connection: socket.socket) -> None:
-        with contextlib.suppress(OSError), connection:
-            serve(connection)
-
-    def accept() -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                connection, _ = listener.accept()
-                made.accepted += 1
-                made.sockets.append(connection)
-                threads.append(threading.Thread(target=run, args=(connection,), daemon=True))
-                threads[-1].start()
-
-    acceptor = threading.Thread(target=accept, daemon=True)
-    acceptor.start()
-    try:
-        yield made
-    finally:
-        for opened in (listener, *made.sockets):
-            with contextlib.suppress(OSError):
-                opened.shutdown(socket.SHUT_RDWR)
-        listener.close()
-        acceptor.join(5)
-        for thread in threads:
-            thread.join(5)
-
-
-def say_nothing(connection: socket.socket) -> None:
-    while connection.recv(4096):
-        pass
-
-
-def speak_http(connection: socket.socket) -> None:
-    connection.recv(4096)
-    connection.sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
-
-
-@dataclass
-class ReplyLoss:
-    """How often a reply has still to be lost, and what was sent to the server."""
-
-    losses: int = 0
-    sent: list[bytes] = field(default_factory=list)
-
-    def sends_of(self, command: bytes) -> int:
-        return sum(request.count(b"\r\n" + command + b"\r\n") for request in self.sent)
-
-
-@contextlib.contextmanager
-def lossy_proxy(server: RedisServer, command: bytes = b"EVALSHA") -> Iterator[tuple[str, ReplyLoss]]:
-    """A proxy that cuts the connection after the server has answered `command`, as often as its `losses` says.
-
-    Yields the URL to reach the server through it, and the control.
-    """
-    control = ReplyLoss()
-
-    def serve(connection: socket.socket) -> None:
-        with socket.create_connection((HOST, port_of(server))) as upstream:
-            while request := connection.recv(1 << 20):
-                control.sent.append(request)
-                upstream.sendall(request)
-                reply = upstream.recv(1 << 20)
-                if control.losses > 0 and b"\r\n" + command + b"\r\n" in request:
-                    control.losses -= 1
-                    return
-                connection.sendall(reply)
-
-    with peer(serve) as proxy:
-        yield f"redis://:{server._password}@{HOST}:{proxy.port}", control

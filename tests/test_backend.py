@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import redis
 import servers
+from peers import lossy_proxy, peer, speak_http
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
@@ -171,7 +172,7 @@ def test_two_backends_of_one_run_share_its_state_and_other_runs_do_not(connectio
 @pytest.mark.parametrize("losses", [1, 3])
 def test_a_request_whose_reply_is_lost_still_says_that_it_won(server: RedisServer, run_id: str, losses: int) -> None:
     """I8: sent again, the request finds its own effect and not that of somebody else."""
-    with servers.lossy_proxy(server) as (url, control):
+    with lossy_proxy(server) as (url, control):
         connection = Connection.open(url)
         backend = RedisRendezvousBackend(connection, run_id)
         token = first(backend)
@@ -188,7 +189,7 @@ def test_a_request_whose_reply_is_lost_still_says_that_it_won(server: RedisServe
 
 
 def test_a_lost_first_request_still_says_that_it_won(server: RedisServer, run_id: str) -> None:
-    with servers.lossy_proxy(server) as (url, control):
+    with lossy_proxy(server) as (url, control):
         connection = Connection.open(url)
         control.losses = 1
         result = RedisRendezvousBackend(connection, run_id).set_state(b"first")
@@ -287,7 +288,7 @@ def test_create_backend_gives_a_backend_and_a_store_of_the_run(
 
 
 def test_create_backend_without_a_server(run_id: str) -> None:
-    with servers.peer(servers.speak_http) as http:
+    with peer(speak_http) as http:
         params = RendezvousParameters("redis", f"127.0.0.1:{http.port}", run_id, 1, 1)
         with pytest.raises(RendezvousConnectionError, match="is not a Redis server"):
             create_backend(params)

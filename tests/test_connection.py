@@ -12,6 +12,7 @@ import pytest
 import redis
 import servers
 from conftest import NodeFactory
+from peers import lossy_proxy, peer, say_nothing, speak_http
 from redis.backoff import NoBackoff
 from redis.cluster import RedisCluster
 from redis.retry import Retry
@@ -73,7 +74,7 @@ def test_the_default_time_to_connect_is_ten_seconds() -> None:
 
 @pytest.mark.parametrize("scheme", ["redis", "rediss", "redis+cluster", "redis+sentinel"])
 def test_a_peer_that_says_nothing(scheme: str) -> None:
-    with servers.peer(servers.say_nothing) as mute:
+    with peer(say_nothing) as mute:
         rest = f"127.0.0.1:{mute.port}" + ("/m" if scheme.endswith("sentinel") else "")
         with takes(0.5, 2), pytest.raises(UnreachableError, match=r"(could not be reached|named no master) within"):
             opened(f"{scheme}://{rest}", connect=0.5)
@@ -83,7 +84,7 @@ def test_a_peer_that_says_nothing(scheme: str) -> None:
 @pytest.mark.parametrize("login", ["", ":password@", "user:password@"])
 @pytest.mark.parametrize("scheme", ["redis", "rediss", "redis+cluster", "redis+sentinel"])
 def test_a_peer_that_is_no_redis_is_refused_at_once(scheme: str, login: str) -> None:
-    with servers.peer(servers.speak_http) as http:
+    with peer(speak_http) as http:
         rest = f"{login}127.0.0.1:{http.port}" + ("/m" if scheme.endswith("sentinel") else "")
         says = (
             r"TLS with Redis at .* failed" if scheme == "rediss" else r"is not a Redis server: .* Check host and port"
@@ -404,7 +405,7 @@ def counts(client: redis.Redis | RedisCluster) -> int:
 
 def test_redis_py_sends_nothing_twice_when_the_connection_breaks(own_server: RedisServer) -> None:
     """Each lost reply is an effect that redis-py's own retry would double."""
-    with own_server.get_client() as admin, servers.lossy_proxy(own_server, b"INCRBY") as (url, control):
+    with own_server.get_client() as admin, lossy_proxy(own_server, b"INCRBY") as (url, control):
         connection = opened(url)
         for n in range(1, 6):
             control.losses = 1
@@ -421,7 +422,7 @@ def test_redis_py_sends_nothing_twice_when_the_connection_breaks(own_server: Red
 
 def test_redis_pys_defaults_would_send_twice(own_server: RedisServer) -> None:
     """The proxy would show it: this is the control of the test above."""
-    with own_server.get_client() as admin, servers.lossy_proxy(own_server, b"INCRBY") as (url, control):
+    with own_server.get_client() as admin, lossy_proxy(own_server, b"INCRBY") as (url, control):
         with careless_client(url) as careless:
             control.losses = 1
             careless.incr("counter")
@@ -440,7 +441,7 @@ def test_redis_py_sends_nothing_twice_when_the_time_is_up(own_server: RedisServe
 
 
 def test_a_callers_own_client_may_send_twice_and_nothing_doubles(own_server: RedisServer, run_id: str) -> None:
-    with servers.lossy_proxy(own_server) as (url, control), careless_client(url) as careless:
+    with lossy_proxy(own_server) as (url, control), careless_client(url) as careless:
         store = RedisStore(careless, run_id)
         assert store.add("n", 1) == 1
         before = control.sends_of(b"EVALSHA")

@@ -34,6 +34,7 @@ from examples_site import (
     kill_node,
     port_of_a_slurm_job,
 )
+from tls_files import make_certificates
 from typing_extensions import Self
 
 from redelastic.connection import ACL_RULES
@@ -318,7 +319,7 @@ def test_a_managed_redis(tmp_path: Path) -> None:
     assert rules == expected.split()
     password = "p@ss/w:rd #1%?"
     (tmp_path / ".redis-password").write_text(password + "\n")
-    certificates = servers.make_certificates(tmp_path)
+    certificates = make_certificates(tmp_path)
     with servers.reserved_port() as port:
         tls = {"tls-port": str(port), "tls-cert-file": certificates.server, "tls-key-file": certificates.server_key}
         tls |= {"tls-ca-cert-file": certificates.ca, "tls-auth-clients": "no"}

@@ -15,6 +15,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from job_user import CANARY, AsUser, run_command
 from test_agent import AWARE, AgentJob
+from tls_files import Certificates, make_certificates
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
 from redelastic.connection import Connection
@@ -27,12 +28,12 @@ pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> servers.Certificates:
-    return servers.make_certificates(tmp_path_factory.mktemp("tls"))
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    return make_certificates(tmp_path_factory.mktemp("tls"))
 
 
 @contextmanager
-def tls_server(certificates: servers.Certificates, certificate: str) -> Iterator[AsUser]:
+def tls_server(certificates: Certificates, certificate: str) -> Iterator[AsUser]:
     """A server that asks for client certificates and speaks nothing but TLS to the network."""
     with servers.reserved_port() as port:
         config = {"tls-port": str(port), "tls-cert-file": certificate, "tls-key-file": certificates.server_key}
@@ -41,7 +42,7 @@ def tls_server(certificates: servers.Certificates, certificate: str) -> Iterator
             yield AsUser(server, f"rediss://:{CANARY}@127.0.0.1:{port}")
 
 
-def files(certificates: servers.Certificates) -> dict[str, str]:
+def files(certificates: Certificates) -> dict[str, str]:
     return {"ca_cert": certificates.ca, "ssl_cert": certificates.client, "ssl_cert_key": certificates.client_key}
 
 
@@ -61,7 +62,7 @@ def expired(certificate: str, ca: str, target: Path) -> str:
 
 @pytest.mark.fault("a certificate that has expired", "refused at once, with what to look at")
 @pytest.mark.parametrize("whose", ["server", "client"])
-def test_an_expired_certificate(certificates: servers.Certificates, tmp_path: Path, whose: str) -> None:
+def test_an_expired_certificate(certificates: Certificates, tmp_path: Path, whose: str) -> None:
     old = expired(getattr(certificates, whose), certificates.ca, tmp_path / "old.crt")
     given = files(certificates) | ({"ssl_cert": old} if whose == "client" else {})
     with tls_server(certificates, old if whose == "server" else certificates.server) as server:
@@ -72,7 +73,7 @@ def test_an_expired_certificate(certificates: servers.Certificates, tmp_path: Pa
         assert CANARY not in str(raised.value)
 
 
-def test_a_job_over_tls_with_client_certificates(certificates: servers.Certificates, tmp_path: Path) -> None:
+def test_a_job_over_tls_with_client_certificates(certificates: Certificates, tmp_path: Path) -> None:
     """`redelastic run`, its workers and the commands; and the store of a script's own."""
     with tls_server(certificates, certificates.server) as server:
         conf = cast("Any", files(certificates))

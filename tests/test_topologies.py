@@ -13,6 +13,7 @@ import pytest
 import redis
 import servers
 from redis.cluster import RedisCluster
+from tls_files import Certificates, encrypt_key, make_certificates
 from torch.distributed import DistNetworkError, DistStoreError, QueueEmptyError
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousInfo, RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
@@ -108,12 +109,12 @@ def live_a_whole_life(url: str, run_id: str, count: int, **config: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> servers.Certificates:
-    return servers.make_certificates(tmp_path_factory.mktemp("tls"))
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    return make_certificates(tmp_path_factory.mktemp("tls"))
 
 
 @contextmanager
-def tls_server(certificates: servers.Certificates, *, ask_clients: bool) -> Iterator[str]:
+def tls_server(certificates: Certificates, *, ask_clients: bool) -> Iterator[str]:
     with servers.reserved_port() as port:
         config = {
             "tls-port": str(port),
@@ -127,24 +128,22 @@ def tls_server(certificates: servers.Certificates, *, ask_clients: bool) -> Iter
 
 
 @pytest.fixture(scope="module")
-def tls_url(certificates: servers.Certificates) -> Iterator[str]:
+def tls_url(certificates: Certificates) -> Iterator[str]:
     with tls_server(certificates, ask_clients=False) as url:
         yield url
 
 
 @pytest.fixture(scope="module")
-def strict_tls_url(certificates: servers.Certificates) -> Iterator[str]:
+def strict_tls_url(certificates: Certificates) -> Iterator[str]:
     with tls_server(certificates, ask_clients=True) as url:
         yield url
 
 
-def test_a_run_over_tls_with_a_ca_of_ones_own(tls_url: str, certificates: servers.Certificates, run_id: str) -> None:
+def test_a_run_over_tls_with_a_ca_of_ones_own(tls_url: str, certificates: Certificates, run_id: str) -> None:
     live_a_whole_life(tls_url, run_id, 2, ca_cert=certificates.ca)
 
 
-def test_a_run_over_tls_with_client_certificates(
-    strict_tls_url: str, certificates: servers.Certificates, run_id: str
-) -> None:
+def test_a_run_over_tls_with_client_certificates(strict_tls_url: str, certificates: Certificates, run_id: str) -> None:
     files = {"ca_cert": certificates.ca, "ssl_cert": certificates.client, "ssl_cert_key": certificates.client_key}
     live_a_whole_life(strict_tls_url, run_id, 2, **files)
 
@@ -159,20 +158,20 @@ def refused(url: str, says: str, **files: str) -> None:
     assert "tls-password" not in str(raised.value)
 
 
-def test_a_server_of_another_ca_is_refused(tls_url: str, certificates: servers.Certificates) -> None:
+def test_a_server_of_another_ca_is_refused(tls_url: str, certificates: Certificates) -> None:
     refused(tls_url, "self-signed certificate in certificate chain", ca_cert=certificates.other_ca)
     refused(tls_url, "ca_cert is the file of its CA")
 
 
-def test_a_server_of_another_name_is_refused(tls_url: str, certificates: servers.Certificates) -> None:
+def test_a_server_of_another_name_is_refused(tls_url: str, certificates: Certificates) -> None:
     refused(tls_url.replace("127.0.0.1", "localhost"), "not valid for 'localhost'", ca_cert=certificates.ca)
 
 
-def test_a_client_without_a_certificate_is_refused(strict_tls_url: str, certificates: servers.Certificates) -> None:
+def test_a_client_without_a_certificate_is_refused(strict_tls_url: str, certificates: Certificates) -> None:
     refused(strict_tls_url, "ssl_cert", ca_cert=certificates.ca)
 
 
-def test_files_that_do_not_fit_are_refused(tls_url: str, certificates: servers.Certificates, tmp_path: Path) -> None:
+def test_files_that_do_not_fit_are_refused(tls_url: str, certificates: Certificates, tmp_path: Path) -> None:
     c = certificates
     refused(tls_url, "KEY_VALUES_MISMATCH", ca_cert=c.ca, ssl_cert=c.client, ssl_cert_key=c.server_key)
     refused(tls_url, "ssl_cert", ca_cert=c.ca, ssl_cert=c.client)  # which lacks the key
@@ -182,10 +181,10 @@ def test_files_that_do_not_fit_are_refused(tls_url: str, certificates: servers.C
 
 
 def test_an_encrypted_key_is_refused_and_nobody_is_asked(
-    tls_url: str, certificates: servers.Certificates, tmp_path: Path
+    tls_url: str, certificates: Certificates, tmp_path: Path
 ) -> None:
     encrypted = tmp_path / "encrypted.key"
-    servers.encrypt_key(certificates.client_key, str(encrypted))
+    encrypt_key(certificates.client_key, str(encrypted))
     refused(tls_url, "ssl_cert_key", ca_cert=certificates.ca, ssl_cert=certificates.client, ssl_cert_key=str(encrypted))
 
 
