@@ -1,4 +1,4 @@
-"""Runs the commands: in this process, or as a user does."""
+"""Runs the commands: in this process, or as a user does, on runs whose nodes are in this process."""
 
 from __future__ import annotations
 
@@ -17,10 +17,14 @@ import termios
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import redelastic.cli
+
+if TYPE_CHECKING:  # whether a command imports what it does not need is seen by what this module does not
+    from redelastic.handler import RedisRendezvousHandler
 
 
 @dataclass
@@ -51,6 +55,12 @@ def until(condition: Callable[[], Any], what: str, seconds: float = 20) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
         time.sleep(0.01)
+
+
+def form(pool: ThreadPoolExecutor, *nodes: RedisRendezvousHandler) -> None:
+    """Have nodes form a round."""
+    for future in [pool.submit(node.next_rendezvous) for node in nodes]:
+        future.result(30)
 
 
 class Started:

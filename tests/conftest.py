@@ -11,6 +11,7 @@ import socket
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,13 @@ def connection(server: RedisServer) -> Iterator[Connection]:
 @pytest.fixture
 def keys(run_id: str) -> RunKeys:
     return RunKeys(run_id)
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    """Threads for what blocks."""
+    with ThreadPoolExecutor(16) as executor:
+        yield executor
 
 
 @pytest.fixture

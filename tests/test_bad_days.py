@@ -10,14 +10,13 @@ import subprocess
 import sys
 import termios
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
 import psutil
 import pytest
+from cgroups import limited_memory
 from test_agent import AWARE, AgentJob
 from torchrun_job import LIMIT
 from workers.unruly import FLOOD, LINE
@@ -312,33 +311,15 @@ def test_a_log_directory_that_fills_up(small_disk: Path, tmp_path: Path) -> None
     assert "Traceback" not in done.stderr
 
 
-@pytest.fixture
-def small_memory() -> Iterator[Path]:
-    """A cgroup in which an agent has room, and a greedy worker has not."""
-    version_2 = Path("/sys/fs/cgroup/cgroup.controllers").exists()
-    cgroup = Path("/sys/fs/cgroup" if version_2 else "/sys/fs/cgroup/memory") / f"redelastic-{uuid.uuid4().hex[:12]}"
-    try:
-        cgroup.mkdir()
-        (cgroup / ("memory.max" if version_2 else "memory.limit_in_bytes")).write_text(str(800 << 20))
-    except OSError as e:
-        with suppress(OSError):
-            cgroup.rmdir()
-        pytest.skip(f"no memory cgroup can be made here: {e}")
-    yield cgroup
-    _wait(lambda: not (cgroup / "cgroup.procs").read_text(), "the cgroup is empty")
-    cgroup.rmdir()
-
-
 @pytest.mark.fault("a worker is ended by the kernel, out of memory", "it is told as that")
-def test_a_worker_that_the_oom_killer_ended(
-    server: RedisServer, run_id: str, small_memory: Path, tmp_path: Path
-) -> None:
+def test_a_worker_that_the_oom_killer_ended(server: RedisServer, run_id: str, tmp_path: Path) -> None:
     """The log says so, and the event, and the report of failures."""
-    enter = ["sh", "-c", 'echo $$ > "$0" && exec "$@"', str(small_memory / "cgroup.procs")]
     where = [f"--rdzv-id={run_id}", f"--rdzv-endpoint={server.url}"]
-    command = [*enter, *OURS, *where, str(UNRULY), str(tmp_path)]
     env = environment("take_all_memory")
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT, check=False)
+    with limited_memory(800) as members:  # room for an agent, but not for a greedy worker
+        enter = ["sh", "-c", 'echo $$ > "$0" && exec "$@"', str(members)]
+        command = [*enter, *OURS, *where, str(UNRULY), str(tmp_path)]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT, check=False)
     assert done.returncode == FAILED
     told = "was killed for lack of memory, by the kernel's OOM killer (1 kill since its start)"
     log, _, report = done.stderr.partition(" FAILED\n")

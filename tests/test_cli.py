@@ -6,12 +6,12 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import redis
-from commands import Done, command, started, until
+from commands import Done, command, form, started, until
 from conftest import NodeFactory
 
 from redelastic.cli import drain
@@ -37,17 +37,6 @@ def cli(server: RedisServer) -> Cli:
 @pytest.fixture
 def control(connection: Connection, keys: RunKeys) -> RunControl:
     return RunControl(connection, keys)
-
-
-@pytest.fixture
-def pool() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(8) as executor:
-        yield executor
-
-
-def form(pool: ThreadPoolExecutor, *nodes: RedisRendezvousHandler) -> None:
-    for future in [pool.submit(node.next_rendezvous) for node in nodes]:
-        future.result(30)
 
 
 def with_agent(node: RedisRendezvousHandler) -> RedisRendezvousHandler:

@@ -6,13 +6,13 @@ import io
 import json
 import re
 import unicodedata
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import redis
-from commands import Done, command, started, until
+from commands import Done, command, form, started, until
 from conftest import NodeFactory
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -37,17 +37,6 @@ def cli(server: RedisServer) -> Cli:
         return command("status", *argv, "--endpoint", server.url)
 
     return run
-
-
-@pytest.fixture
-def pool() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(8) as executor:
-        yield executor
-
-
-def form(pool: ThreadPoolExecutor, *nodes: RedisRendezvousHandler) -> None:
-    for future in [pool.submit(node.next_rendezvous) for node in nodes]:
-        future.result(30)
 
 
 def tell(node: RedisRendezvousHandler, **status: Any) -> RedisRendezvousHandler:

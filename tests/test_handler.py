@@ -37,12 +37,6 @@ from redelastic.store import RoundBrokenError
 Node = RedisRendezvousHandler
 
 
-@pytest.fixture
-def pool() -> Any:
-    with ThreadPoolExecutor(16) as executor:
-        yield executor
-
-
 def join_all(pool: ThreadPoolExecutor, *nodes: Node) -> list[RendezvousInfo]:
     joining = [pool.submit(node.next_rendezvous) for node in nodes]
     return [future.result(30) for future in joining]

@@ -6,13 +6,10 @@ import json
 import signal
 import subprocess
 import sys
-import uuid
-from collections.abc import Iterator
-from contextlib import suppress
-from pathlib import Path
 
 import pytest
-from worker_processes import DEADLINE, until
+from cgroups import limited_memory
+from worker_processes import DEADLINE
 
 from redelastic.agent import warden
 from redelastic.agent.processes import oom_kills
@@ -20,30 +17,7 @@ from redelastic.agent.processes import oom_kills
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
-@pytest.fixture
-def small_cgroup() -> Iterator[Path]:
-    """A cgroup of 64 MB."""
-    version_2 = Path("/sys/fs/cgroup/cgroup.controllers").exists()
-    parent = Path("/sys/fs/cgroup" if version_2 else "/sys/fs/cgroup/memory")
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if ("memory" in controllers.split(",") or (version_2 and not controllers)) and (parent / path[1:]).exists():
-            parent /= path[1:]
-            break
-    cgroup = parent / f"redelastic-{uuid.uuid4().hex[:12]}"
-    try:
-        cgroup.mkdir()
-        (cgroup / ("memory.max" if version_2 else "memory.limit_in_bytes")).write_text(str(64 << 20))
-    except OSError as e:
-        with suppress(OSError):
-            cgroup.rmdir()
-        pytest.skip(f"no memory cgroup can be made here: {e}")
-    yield cgroup
-    until(lambda: not (cgroup / "cgroup.procs").read_text(), "the cgroup to be empty")
-    cgroup.rmdir()
-
-
-def test_the_kernels_oom_kills_are_counted(small_cgroup: Path) -> None:
+def test_the_kernels_oom_kills_are_counted() -> None:
     source = """
 import json, os, subprocess, sys
 open(sys.argv[1], "w").write(str(os.getpid()))
@@ -53,8 +27,9 @@ hog = subprocess.run([sys.executable, "-I", "-S", "-c", "kept = [bytearray(b'x' 
 print(json.dumps([before, hog.returncode, oom_kills()]))
 """
     elsewhere = oom_kills()
-    command = [sys.executable, "-c", source, str(small_cgroup / "cgroup.procs")]
-    done = subprocess.run(command, check=True, capture_output=True, timeout=DEADLINE)
+    with limited_memory(64) as members:
+        command = [sys.executable, "-c", source, str(members)]
+        done = subprocess.run(command, check=True, capture_output=True, timeout=DEADLINE)
     assert json.loads(done.stdout) == [0, -signal.SIGKILL, 1]
     assert oom_kills() == elsewhere  # that was another cgroup
 
