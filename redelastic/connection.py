@@ -334,7 +334,7 @@ def _translate(  # noqa: C901, PLR0911, PLR0912  (a list, to be read from the to
     error: Exception, name: str, waited: float
 ) -> tuple[type[RendezvousError], str]:
     """The one map from redis-py's errors to torch's."""
-    cause = _cause(error)
+    cause, within = _cause(error), f" within {waited:.1f} s" if waited >= 0.05 else ""
     reply = _SCRIPT_SUFFIX.sub("", _SENTINEL_REPR.sub(r"\1:\2", str(cause))).rstrip(". ")
     if "FENCED " in reply:
         return FencedError, reply.partition("FENCED ")[2]
@@ -408,7 +408,7 @@ def _translate(  # noqa: C901, PLR0911, PLR0912  (a list, to be read from the to
         return RendezvousError, f"Redis at {name} answered with an error: {reply}."
     if isinstance(cause, MasterNotFoundError):
         return UnreachableError, (
-            f"The sentinels of {name} named no master within {waited:.1f} s: {reply}. Check that they run there and "
+            f"The sentinels of {name} named no master{within}: {reply}. Check that they run there and "
             "watch a master of that name, and that it is up."
         )
     if "NOREPLICAS" in reply:
@@ -418,7 +418,7 @@ def _translate(  # noqa: C901, PLR0911, PLR0912  (a list, to be read from the to
         )
     if isinstance(error, OSError) or _is_passing(error):
         return UnreachableError, (
-            f"Redis at {name} could not be reached within {waited:.1f} s: {reply or type(cause).__name__}. "
+            f"Redis at {name} could not be reached{within}: {reply or type(cause).__name__}. "
             "Check that it runs there, that this host may connect to it, and that both or none use TLS (rediss://)."
         )
     return RendezvousError, f"redis-py refused a call to Redis at {name}: {reply or type(cause).__name__}."

@@ -178,7 +178,8 @@ def split_url(url: str) -> UrlParts:
     the end of the host.
 
     Raises:
-        ValueError: its scheme is unknown, or the user or password in it is not percent-encoded.
+        ValueError: its scheme is unknown, the user or password in it is not percent-encoded, or options stand where
+            none may.
     """
     scheme, separator, rest = url.partition("://")
     if not separator or not re.fullmatch(r"[A-Za-z][A-Za-z0-9+.-]{0,39}", scheme):
@@ -193,6 +194,8 @@ def split_url(url: str) -> UrlParts:
             f"The {scheme}:// endpoint has a '#', or an '@' after a '/' or '?'; percent-encode such signs in its user "
             "and password: %23 for '#', %2F for '/', %3F for '?', %40 for '@'."
         )
+    if scheme != "unix" and "=" in hosts + path:
+        raise ValueError(f"The {scheme}:// endpoint has an '=' before any '?'; options come behind it: …?name=value.")
     return UrlParts(scheme, login, hosts, path, query)
 
 

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 Text = str | bytes
 
+_LONGEST: Final = 2**29  # bytes; what Redis takes, unless its proto-max-bulk-len was changed
+
 # torch's C++ keeps only its own half of a store: once Python's half is gone, every call dies in an assertion. So a
 # store lives until it is closed; see `RedisStore.close`.
 _alive: Final[set[RedisStore]] = set()
@@ -376,10 +378,12 @@ class _Sender:
 
 def _bytes(what: str, value: Text) -> bytes:
     if isinstance(value, str):
-        return value.encode("utf-8", "surrogateescape")
-    if isinstance(value, bytes | bytearray):
-        return bytes(value)
-    raise TypeError(f"A {what} of a store is str or bytes, not {type(value).__name__}.")
+        value = value.encode("utf-8", "surrogateescape")
+    elif not isinstance(value, bytes | bytearray):
+        raise TypeError(f"A {what} of a store is str or bytes, not {type(value).__name__}.")
+    if len(value) > _LONGEST:  # Redis hangs up on whoever sends more, and nobody would know why
+        raise ValueError(f"A {what} of a store has at most {_LONGEST:,} bytes, not {len(value):,}; write it in parts.")
+    return bytes(value)
 
 
 def _listed(keys: list[bytes]) -> str:

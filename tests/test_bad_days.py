@@ -279,6 +279,17 @@ def _wait(condition: Callable[[], Any], what: str) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.fault("a node is refused while Redis goes away", "it says why it was refused")
+def test_a_refusal_outlives_redis(own_server: RedisServer, run_id: str, tmp_path: Path) -> None:
+    where = [f"--rdzv-id={run_id}", f"--rdzv-endpoint={own_server.url}", "--rdzv-conf=read_timeout=1,close_timeout=1"]
+    check = f"--health-command=kill -9 {own_server.pid}; echo the fan is broken; exit 3"
+    command = [*OURS, *where, check, str(UNRULY), str(tmp_path)]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=LIMIT, check=False)
+    assert done.returncode == REFUSED
+    [said] = [line for line in done.stderr.splitlines() if "the fan is broken" in line]
+    assert said == f"redelastic run: This node does not join run {run_id!r}: command: the fan is broken."
+
+
 # -- disks and memory
 
 

@@ -169,6 +169,9 @@ LEAKY = [
     "redis+sentinel://u:p@h/m?sentinel_password=a@hunter2",
     "redis+sentinel://u:p@h/m?sentinel_password=a#hunter2",
     "redis+sentinel://h/m?sentinel_password=hunter2&sentinel_password=hunter2",
+    "redis+sentinel://h/m&sentinel_password=hunter2",
+    "redis+sentinel://h&sentinel_password=hunter2/m",
+    "redis://h/0&password=hunter2",
     "redis+cluster://u:hunter2@h/7",
 ]
 

@@ -190,6 +190,14 @@ def test_a_value_of_16_megabytes(store: RedisStore) -> None:
     assert store.multi_get(["big"]) == [value[::-1] + b"tail"]
 
 
+def test_what_redis_would_hang_up_on_is_refused(store: RedisStore) -> None:
+    """Sent, it would be tried again and again until the store's time-out."""
+    for call in (lambda: store.set("k", bytes(2**29 + 1)), lambda: store.append("k", bytes(2**29 + 1))):
+        with pytest.raises(ValueError, match="at most 536,870,912 bytes, not 536,870,913; write it in parts"):
+            call()
+    assert not store.check(["k"])
+
+
 def test_ten_thousand_keys(store: RedisStore) -> None:
     keys = [f"k{i}" for i in range(10_000)]
     got = in_thread(store.multi_get, keys)

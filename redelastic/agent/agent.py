@@ -201,9 +201,13 @@ class RedisElasticAgent(RegroupingAgent):
             timeout=options.health_timeout,
         )
         if unfit := run_checks(options.health_checks, options.health_command, node):
+            refused = RefusedError(f"This node does not join run {self._membership.run_id!r}: {unfit}.")
             self._note("refused", unfit)
-            self._membership.leave(f"is not fit: {unfit}")
-            raise RefusedError(f"This node does not join run {self._membership.run_id!r}: {unfit}.")
+            try:
+                self._membership.leave(f"is not fit: {unfit}")
+            except RendezvousError as e:  # it is out when its lease has run out
+                raise refused from e
+            raise refused
 
     def _end_tree(self) -> None:
         """A signal may have ended a shutdown before its time; if one ends this too, the warden does the rest."""
