@@ -244,6 +244,7 @@ def _lives(process: psutil.Process) -> bool:
 @pytest.mark.fault("workers fail again and again", "the job has one budget of restarts")
 def test_the_job_has_one_budget_of_restarts(server: RedisServer, tmp_path: Path) -> None:
     with AgentJob(server, tmp_path, "2:2") as job:
+        job.tell("patient")  # both agents would report a failure, and either may be heard first
         job.begin("a", "b", options=("--max-job-restarts=2",), max_restarts=9)
         epoch = job.wait_round("ab")
         for restarts, name in ((1, "a"), (2, "b")):
@@ -256,8 +257,8 @@ def test_the_job_has_one_budget_of_restarts(server: RedisServer, tmp_path: Path)
         assert job.wait_end("a") == job.wait_end("b") == STOPPED
         state = job.control.state()
         assert state.phase == "stopped"
-        # the worker of b fails as well, since its peer has ended, and the agent of b may be the first to be heard
-        assert re.match(r"the job has used up its 2 restarts: [ab]-\S+ worker 0 .* exited with 1$", state.closed)
+        assert state.closed.startswith("the job has used up its 2 restarts: a-")
+        assert "exited with 1" in state.closed
         assert "the job has used up its 2 restarts" in job.nodes["b"].stderr
 
 
@@ -275,6 +276,7 @@ def test_a_job_that_makes_no_progress_stops(server: RedisServer, tmp_path: Path)
 @pytest.mark.fault("a host's worker fails first, again and again", "it is kept out until it is readmitted")
 def test_a_host_that_fails_again_and_again_is_kept_out(server: RedisServer, tmp_path: Path) -> None:
     with AgentJob(server, tmp_path, "1:2") as job:
+        job.tell("patient")  # both agents would report a failure, and under load their times are off by milliseconds
         job.begin("a", "b", options=("--max-failed-rounds=2",), max_restarts=9)
         epoch = job.wait_round("ab")
         job.tell("fail-b")

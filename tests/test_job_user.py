@@ -44,6 +44,7 @@ def test_every_feature_works_for_the_user_of_one_run(every_server: RedisServer, 
         admin.execute_command("ACL DELUSER", "job-x")
         with job:
             job.control = RunControl(Connection.open(user.url), RunKeys(job.run_id))
+            job.tell("patient")  # only the worker that is told to fails, so that its host is barred
             job.begin("a", "b", options=("--max-failed-rounds=1", "--max-job-restarts=9", "--hang-timeout=60"))
             epoch = job.wait_round("ab")
             shown = [line for node in job.nodes.values() for p in node.tree() for line in [command_line(p)]]

@@ -6,6 +6,7 @@ Usage: aware.py DIRECTORY. Which files there steer it:
   fail       each worker fails at its first step, for as long as the file is there
   hang-NODE  the worker of that node hangs at its next step, and takes the file away
   no-save    nobody saves, nor reports progress
+  patient    who has lost a peer waits to be ended, as NCCL's workers do at first; without it, it fails, as gloo's
 And at its start:
   slow-NODE   the worker of that node takes 3 s to end after SIGTERM
   deaf-NODE   it does not hear SIGTERM
@@ -95,4 +96,9 @@ def main(directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    try:
+        main(Path(sys.argv[1]))
+    except ConnectionError:
+        if not Path(sys.argv[1], "patient").exists():
+            raise
+        hang()
