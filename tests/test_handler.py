@@ -35,6 +35,7 @@ from redelastic.server import RedisServer
 from redelastic.store import RoundBrokenError
 
 Node = RedisRendezvousHandler
+LOOK_UP = timedelta(seconds=30)  # torch's TCPStore looks names up, which takes 5 s where a name server loses a query
 
 
 def join_all(pool: ThreadPoolExecutor, *nodes: Node) -> list[RendezvousInfo]:
@@ -308,7 +309,7 @@ class TestBootstrapStore:
             infos = join_all(pool, *nodes)
             where = infos[0].bootstrap_store_info
             assert where is not None
-            store = dist.TCPStore("localhost", where.master_port, is_master=False, timeout=timedelta(seconds=5))
+            store = dist.TCPStore("localhost", where.master_port, is_master=False, timeout=LOOK_UP)
             assert store.num_keys() == 0, f"round {round_number} sees older keys"
             store.set("key", "value")
 
@@ -320,7 +321,7 @@ class TestBootstrapStore:
         survivor = nodes[1 - nodes.index(leader)]
         where = pool.submit(survivor.next_rendezvous).result(10).bootstrap_store_info
         assert where is not None
-        dist.TCPStore("localhost", where.master_port, is_master=False, timeout=timedelta(seconds=5)).set("a", "b")
+        dist.TCPStore("localhost", where.master_port, is_master=False, timeout=LOOK_UP).set("a", "b")
 
     def test_torchs_switch_leaves_the_port_to_the_workers(
         self, new_node: NodeFactory, monkeypatch: pytest.MonkeyPatch
