@@ -320,12 +320,12 @@ class Membership(View):
             self._connection.read({self._wake_key: "$"}, s.keep_alive_interval, s.read_timeout)
 
     def charge(
-        self, ago: float, step: int, reason: str, limits: tuple[int, int, int], *, final: bool
+        self, failed_at: float, step: int, reason: str, limits: tuple[int, int, int], *, final: bool
     ) -> tuple[int, int, str]:
         """Count a failure of this node's workers in its round.
 
         Args:
-            ago: how long ago the first of them failed, in seconds.
+            failed_at: when the first of them failed, on the monotonic clock in seconds.
             step: the last one that they reported, or -1.
             reason: for people.
             limits: restarts of the job; of those in a row, how many may bring no progress; rounds in a row in which
@@ -335,8 +335,12 @@ class Membership(View):
         Returns:
             Restarts of the job; rounds in a row in which this host failed first; why the run has to be stopped, or "".
         """
-        args = [self.node, self._settings.node_name, self._epoch_held, round(1000 * ago), step, reason, *limits]
-        restarts, failures, verdict = self._run(scripts.CHARGE, self._run_keys, [*args, int(final)], None)
+        who = (self.node, self._settings.node_name, self._epoch_held)
+
+        def args() -> list[Any]:  # another host may have failed while this one could not reach Redis
+            return [*who, round(1000 * (time.monotonic() - failed_at)), step, reason, *limits, int(final)]
+
+        restarts, failures, verdict = self._run(scripts.CHARGE, self._run_keys, args, None)
         return restarts, failures, words(verdict)
 
     def ask_whether_closed(self) -> bool:
@@ -414,7 +418,13 @@ class Membership(View):
     def _beat_is_due_in(self, seconds: float, *, urgent: bool = False) -> None:
         self._next_beat, self._beat_is_urgent = time.monotonic() + seconds, urgent
 
-    def _run(self, script: scripts.Script, keys: list[str], args: list[Any], timeout: float | None) -> Any:
+    def _run(
+        self,
+        script: scripts.Script,
+        keys: list[str],
+        args: list[Any] | Callable[[], list[Any]],
+        timeout: float | None,
+    ) -> Any:
         try:
             return script(self._connection, keys, args, timeout)
         except RendezvousStateError as e:

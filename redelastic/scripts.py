@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.resources import files
 from typing import Any, Final
 
@@ -32,16 +32,20 @@ class Script:
         self,
         connection: Connection,
         keys: Sequence[str | bytes],
-        args: Sequence[Argument],
+        args: Sequence[Argument] | Callable[[], Sequence[Argument]],
         timeout: float | None = None,
     ) -> Any:
-        """Run the script; see :meth:`Connection.call` for ``timeout`` and errors."""
+        """Run the script; see :meth:`Connection.call` for ``timeout`` and errors.
+
+        ``args`` that are a function are asked for before each attempt: what they say may hold for that moment only.
+        """
 
         def run(client: Client) -> Any:
+            sent = args() if callable(args) else args
             try:
-                return client.execute_command("EVALSHA", self._digest, len(keys), *keys, *args)
+                return client.execute_command("EVALSHA", self._digest, len(keys), *keys, *sent)
             except NoScriptError:  # a new server, or one whose scripts were flushed
-                return client.execute_command("EVAL", self.text, len(keys), *keys, *args)
+                return client.execute_command("EVAL", self.text, len(keys), *keys, *sent)
 
         reply = connection.call(run, timeout)
         connection.served = True

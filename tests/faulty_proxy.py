@@ -28,7 +28,7 @@ class Fault:
         keep: bytes of the reply that still reach the client before its connection is cut, below 0: all but so many;
             None: all of them, no cut.
         lose_request: the request does not reach the server before ``release``; the client's connection is cut.
-        meanwhile: called once the request has had its effect, before the client learns anything.
+        meanwhile: called once the request has had its effect or is lost, before the client learns anything.
         hold_request: the request does not reach the server before ``release``; the client waits.
         hold_reply: the reply waits for ``release``.
         hold: how long it is waited for ``release`` at most, in seconds.
@@ -213,6 +213,7 @@ class FaultyProxy:
         return fault.keep is None
 
     def _hold(self, fault: Fault, request: bytes, client: socket.socket, upstream: socket.socket) -> None:
+        fault.meanwhile()
         self._fire(fault)
         client.close()
         if fault.released.wait(fault.hold) or fault.late:

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -322,7 +323,7 @@ class TestReadmit:
         control, run_id = RunControl(connection, keys), keys.run_id
         node = new_node(1, 1, node_name="host-1")
         node.next_rendezvous()
-        node.membership.charge(0, 7, "worker 0 failed", (-1, -1, 1), final=True)
+        node.membership.charge(time.monotonic(), 7, "worker 0 failed", (-1, -1, 1), final=True)
         assert control.state().barred == ["host-1"]
         woken: list[str] = []
         blocked = threading.Thread(target=lambda: woken.extend(_wake_ups(connection, keys)))
@@ -343,7 +344,7 @@ class TestReadmit:
     def test_others_are_named(self, cli: Cli, new_node: NodeFactory, run_id: str) -> None:
         node = new_node(1, 1, node_name="host-1")
         node.next_rendezvous()
-        node.membership.charge(0, 7, "worker 0 failed", (-1, -1, 9), final=True)
+        node.membership.charge(time.monotonic(), 7, "worker 0 failed", (-1, -1, 9), final=True)
         assert "against these it does: host-1 (1)" in cli("readmit", run_id, "host-2").err
         assert "was not kept out" in cli("readmit", run_id, "host-1").out
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import time
 import unicodedata
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -174,7 +175,7 @@ class TestProblems:
     ) -> None:
         node = tell(new_node(1, 1, node_name="host-1"))
         node.next_rendezvous()
-        node.membership.charge(0, 7, "worker 0 failed", (-1, -1, 1), final=True)
+        node.membership.charge(time.monotonic(), 7, "worker 0 failed", (-1, -1, 1), final=True)
         RunControl(connection, keys).drain(node.membership.node, "by spot", 10)
         out = cli(keys.run_id).out
         assert "! host host-1 is kept out" in out

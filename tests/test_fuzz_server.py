@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, cast
@@ -91,7 +92,7 @@ def operations(connection: Connection, keys: RunKeys, dice: Dice) -> Iterator[Ca
             node._take_in_wake_ups(entries)
 
     yield from (join, node._beat, hear)
-    yield from (lambda: node.charge(0.0, 3, "why", (3, 3, 3), final=False), node.ask_whether_closed)
+    yield from (lambda: node.charge(time.monotonic(), 3, "why", (3, 3, 3), final=False), node.ask_whether_closed)
     yield from (
         control.state,
         lambda: replay(control.events()),

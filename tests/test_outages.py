@@ -17,7 +17,8 @@ from typing import Any, Final
 import pytest
 from conftest import NodeFactory
 from fault_matrix import Measured
-from servers import wait_until
+from faulty_proxy import Fault, FaultyProxy
+from servers import HOST, port_of, wait_until
 from test_agent import AgentJob
 from torchrun_job import Job
 
@@ -241,6 +242,33 @@ def test_who_finishes_closes_a_run_that_is_forgotten(
     wait_until(lambda: nodes[1].membership.closed, "the other has heard of it", 20)
     assert bool(nodes[1].membership.stopped) == (run_then == "stops")
     assert nodes[1].num_nodes_waiting() == 0
+
+
+@pytest.mark.fault("Redis hears later of the worker that failed first", "the host where it failed first is charged")
+def test_a_late_report_tells_who_failed_first(own_server: RedisServer, new_node: NodeFactory) -> None:
+    """It was sent in time, and lost: what is sent again says how long ago that is by now."""
+    with FaultyProxy(HOST, port_of(own_server)) as proxy:
+        through = own_server.url.replace(str(port_of(own_server)), str(proxy.port))
+        first = new_node(2, 2, url=through, node_name="first", keep_alive_interval=2)
+        second = new_node(2, 2, url=own_server.url, node_name="second", keep_alive_interval=2)
+        join(first, second)
+        failed_at = time.monotonic()
+
+        def fail_later() -> None:
+            wait_until(lambda: time.monotonic() > failed_at + 0.01, "what Redis can tell apart")
+            assert charge(second, time.monotonic()) == (1, 1, "")
+
+        lost = proxy.add(Fault(b"CAUSE", lose_request=True, meanwhile=fail_later))
+        assert charge(first, failed_at) == (1, 1, "")
+        assert lost.fired.is_set()
+        assert charge(second, time.monotonic()) == (1, 0, "")
+        lost.release()
+        first.shutdown()
+
+
+def charge(node: RedisRendezvousHandler, failed_at: float) -> tuple[int, int, str]:
+    """Restarts of the job, rounds in a row that this host has to answer for, and why the run is to be stopped."""
+    return node.membership.charge(failed_at, -1, "CAUSE", (-1, -1, -1), final=False)
 
 
 @pytest.mark.fault("Redis is killed and comes back empty", PROMISE)
