@@ -15,6 +15,7 @@ import faulthandler
 import mmap
 import os
 import sys
+import threading
 from itertools import count
 from typing import Final, SupportsIndex
 
@@ -36,6 +37,7 @@ CALL_BITS: Final = 44  # 17 * 10^12 calls, and 500,000 requests
 _nowhere = memoryview(bytearray(SLOT_BYTES)).cast("q")  # where a process writes that has no agent, or is not the worker
 _slot = _nowhere  # where this process writes
 _looked = False  # whether it was decided which of the two that is
+_deciding = threading.RLock()  # a signal's handler may interrupt that, and call too
 _calls = count(1)  # shared by all threads; next() is one step for them
 _name = ""  # value of the variable when the file was opened
 _mapped: memoryview[int] | None = None  # slot in that file; None if it is not there, or is the parent's
@@ -96,12 +98,13 @@ def should_checkpoint() -> bool:
 def _begin() -> None:
     """Speak for the worker from now on, unless another live process does (a child that was spawned, not forked)."""
     global _slot, _looked, _calls  # noqa: PLW0603  # one process, one slot
-    _looked = True
-    slot = _open()
-    if slot is not None and (slot[PID] in (0, os.getpid()) or not _is_alive(slot[PID])):
-        slot[PID] = os.getpid()
-        _calls = count(slot[CALLS] + 1)
-        _slot = slot
+    with _deciding:
+        slot = None if _looked else _open()
+        if slot is not None and (slot[PID] in (0, os.getpid()) or not _is_alive(slot[PID])):
+            slot[PID] = os.getpid()
+            _calls = count(slot[CALLS] + 1)
+            _slot = slot
+        _looked = True  # last: other threads write from then on
 
 
 def _is_alive(pid: int) -> bool:
@@ -140,8 +143,9 @@ def _open() -> memoryview[int] | None:
 
 def _fall_silent() -> None:
     """In a forked child, which is not the worker; but where the environment names another slot, it has its own."""
-    global _slot, _looked, _mapped
+    global _slot, _looked, _mapped, _deciding  # noqa: PLW0603
     _slot, _looked, _mapped = _nowhere, False, None
+    _deciding = threading.RLock()  # another thread of the parent's may have held it
 
 
 os.register_at_fork(after_in_child=_fall_silent)

@@ -94,6 +94,25 @@ progress(1)
     assert board.read(0).calls == 160_001
 
 
+def test_calls_are_counted_while_the_first_one_finds_its_place(board: Board) -> None:
+    code = """
+import threading
+from redelastic import worker
+find = worker._open
+other = threading.Thread(target=lambda: progress(2))
+def find_meanwhile():
+    if not other.ident:
+        other.start()
+        other.join(0.2)  # it waits for us
+    return find()
+worker._open = find_meanwhile
+progress(1)
+other.join()
+"""
+    run(code, board.environment(0))
+    assert board.read(0).calls == 2
+
+
 # -- a checkpoint is asked for
 
 
