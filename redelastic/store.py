@@ -282,7 +282,8 @@ class RedisStore(dist.Store):
     def _all(self, keys: Sequence[Text]) -> list[bytes]:
         if isinstance(keys, str | bytes):
             raise TypeError(f"Give a list of keys, not the single key {keys!r}.")
-        return [self._key(key) for key in keys]
+        prefix = self._prefix
+        return [prefix + _bytes("key", key) for key in keys]
 
     def _look(self, keys: list[bytes], asked: Literal["get", "pop", "wait", "check"], timeout: float) -> Any:
         both = [name for key in keys for name in (self._keys.stream(key), self._keys.queue(key))]
@@ -379,11 +380,13 @@ class _Sender:
 def _bytes(what: str, value: Text) -> bytes:
     if isinstance(value, str):
         value = value.encode("utf-8", "surrogateescape")
-    elif not isinstance(value, bytes | bytearray):
-        raise TypeError(f"A {what} of a store is str or bytes, not {type(value).__name__}.")
+    elif type(value) is not bytes:
+        if not isinstance(value, bytes | bytearray):
+            raise TypeError(f"A {what} of a store is str or bytes, not {type(value).__name__}.")
+        value = bytes(value)
     if len(value) > _LONGEST:  # Redis hangs up on whoever sends more, and nobody would know why
         raise ValueError(f"A {what} of a store has at most {_LONGEST:,} bytes, not {len(value):,}; write it in parts.")
-    return bytes(value)
+    return value
 
 
 def _listed(keys: list[bytes]) -> str:
