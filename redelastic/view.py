@@ -114,6 +114,11 @@ class View:
             self._lock.wait_for(lambda: self._news, timeout)
             self._news = False
 
+    def notify(self) -> None:
+        """End the wait for news: something else has happened that an agent may have to act upon."""
+        with self._lock:
+            self._tell()
+
     @property
     def closed(self) -> str:
         """Why the run was closed, as far as is known; empty while it is open."""

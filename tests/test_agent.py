@@ -97,6 +97,16 @@ def test_news_of_the_run_does_not_wait_for_the_next_look_at_the_workers(
         job.wait_round("c", epoch)
 
 
+def test_the_end_of_a_worker_does_not_wait_for_the_next_look_at_them(server: RedisServer, tmp_path: Path) -> None:
+    with AgentJob(server, tmp_path, "1:1") as job:
+        job.begin("a", options=(f"--monitor-interval={20 * LIMIT}", "--max-job-restarts=1"))
+        epoch = job.wait_round("a")
+        os.kill(job.lines("step")[-1].pid, signal.SIGKILL)
+        job.wait_round("a", epoch)
+        job.tell("finish")
+        assert job.wait_end("a") == 0
+
+
 @pytest.mark.parametrize("how", ["SIGUSR1", "command", "file"])
 def test_other_ways_to_drain(server: RedisServer, tmp_path: Path, how: str) -> None:
     with AgentJob(server, tmp_path, "1:2") as job:

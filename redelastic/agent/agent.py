@@ -221,7 +221,7 @@ class RedisElasticAgent(RegroupingAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._close_workers()
         spec = worker_group.spec
-        self._workers = workers = Workers(spec.local_world_size, self._options, self._interval)
+        self._workers = workers = Workers(spec.local_world_size, self._options, self._interval, self._membership.notify)
         pids: dict[int, Any] = super()._start_workers(worker_group)
         workers.started(pids)
         size = int(worker_group.group_world_size or 0)
@@ -269,7 +269,11 @@ class RedisElasticAgent(RegroupingAgent):
     # -- the loop
 
     def _pause(self) -> float:
-        return min(self._interval, self._drains.pause) if self._drains else self._interval
+        if not self._workers or not self._drains:
+            return self._interval
+        # torch asks workers that are functions for their results again and again: they do not end before that
+        polls = callable(self._worker_group.spec.entrypoint)
+        return min(self._interval if polls else self._workers.pause, self._drains.pause)
 
     def _look(self, worker_group: WorkerGroup) -> RunResult:
         self._come_round()
@@ -334,15 +338,14 @@ class RedisElasticAgent(RegroupingAgent):
     def _charge(self, result: RunResult, *, final: bool) -> str:
         """Count the failure against the job's budget; returns why the job may not go on."""
         workers = self._workers
-        failed_at = workers.first_failure if workers else None
-        ago = 0.0 if failed_at is None else time.monotonic() - failed_at
+        failed_at = (workers.first_failure if workers else None) or time.monotonic()
         step = workers.highest_step if workers else -1
         cause = self.cause(result)
         if not final:
             log.error("%s.", cause)
         self._due_by = math.inf  # as long as Redis is away
         try:
-            told = self._membership.charge(ago, step, cause, self._options.limits, final=final)
+            told = self._membership.charge(failed_at, step, cause, self._options.limits, final=final)
         except RendezvousConnectionError as e:
             log.warning("The failure could not be counted: %s", e)
             return ""

@@ -1,4 +1,4 @@
-"""Deaths: when each worker ended, to the millisecond, so that the one that failed first is known across hosts."""
+"""Deaths: when each worker ended, as the kernel tells: the agent looks at once, and who failed first is known."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import select
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 EXITED = (
     os.WEXITED | os.WNOWAIT if hasattr(os, "WNOWAIT") else 0
@@ -19,9 +19,14 @@ class Deaths:
 
     Args:
         pids: of the workers, children of this process, by local rank.
+        notify: called after each end, from a thread.
+
+    Attributes:
+        sees_all: whether no end is missed.
     """
 
-    def __init__(self, pids: Mapping[int, int]) -> None:
+    def __init__(self, pids: Mapping[int, int], notify: Callable[[], None]) -> None:
+        self._notify = notify
         self._ended: dict[int, tuple[float, bool]] = {}  # when, on the monotonic clock; whether it failed
         self._poll = select.poll()
         self._ranks: dict[int, int] = {}
@@ -30,6 +35,7 @@ class Deaths:
                 fd = os.pidfd_open(pid)
                 self._ranks[fd] = local_rank
                 self._poll.register(fd, select.POLLIN)
+        self.sees_all = len(self._ranks) == len(pids)
         threading.Thread(target=self._watch, name="redelastic-deaths", daemon=True).start()
 
     def ended(self, local_rank: int) -> bool:
@@ -51,3 +57,4 @@ class Deaths:
                 self._poll.unregister(fd)
                 self._ended[self._ranks.pop(fd)] = now, failed
                 os.close(fd)
+            self._notify()

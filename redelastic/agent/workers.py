@@ -6,19 +6,21 @@ import contextlib
 import math
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from torch.distributed.elastic.agent.server.api import RunResult, Worker
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from .board import Board, HangWatch
+from .board import FROZEN, Board, HangWatch
 from .deaths import Deaths
 from .options import AgentOptions
 from .processes import oom_kills
 from .stacks import catches, dump_stacks
 
 SAVE_SIGNAL: Final = signal.SIGUSR1  # tells workers that have a handler for it to save
+SPARSELY: Final = 10  # times the monitor interval: between looks at workers whose ends are told
+LONGEST_PAUSE: Final = 1.0  # between these, in seconds
 STACKS_TIMEOUT: Final = 10.0  # for the stacks of hung workers, in seconds
 
 
@@ -28,19 +30,22 @@ class Workers:
     Args:
         count: number of workers on this node.
         options: what hanging means.
-        interval: at which :meth:`look` is called, in seconds.
+        interval: the monitor interval, in seconds.
+        notify: called when a worker has ended, from a thread.
 
     Attributes:
         pids: of those that were started, by local rank.
         hung: how long each that hangs has made no progress, in seconds, by local rank.
     """
 
-    def __init__(self, count: int, options: AgentOptions, interval: float) -> None:
+    def __init__(self, count: int, options: AgentOptions, interval: float, notify: Callable[[], None]) -> None:
         self.pids: dict[int, int] = {}
         self.hung: dict[int, float] = {}
         self._board = Board(count)
         timeout = math.inf if options.hang_timeout is None else options.hang_timeout
-        self._watch = HangWatch(self._board, timeout, options.hang_start_timeout, interval=interval)
+        self._interval, self._notify = interval, notify
+        self._pause = max(interval, min(SPARSELY * interval, LONGEST_PAUSE, timeout / (2 * FROZEN)))
+        self._watch = HangWatch(self._board, timeout, options.hang_start_timeout, interval=self._pause)
         self._deaths: Deaths | None = None
         self._ooms = oom_kills()
 
@@ -50,7 +55,13 @@ class Workers:
 
     def started(self, pids: Mapping[int, int]) -> None:
         """Begin to watch."""
-        self.pids, self._deaths = dict(pids), Deaths(pids)
+        self._watch.look(pids)
+        self.pids, self._deaths = dict(pids), Deaths(pids, self._notify)
+
+    @property
+    def pause(self) -> float:
+        """After how many seconds to look at them again: less often where the kernel tells of their ends."""
+        return self._pause if self._deaths and self._deaths.sees_all else self._interval
 
     def ended(self, local_rank: int) -> bool:
         """Whether a worker has ended."""
