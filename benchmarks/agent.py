@@ -226,40 +226,53 @@ def be_worker(steps: Path, *, busy: bool) -> None:
             file.write(struct.pack("dd", began, time.monotonic()))
 
 
-def with_an_agent(url: str, pairs: int, seconds: float) -> list[float]:
-    """Steps of a worker while its agent runs, and while it is stopped."""
+def scheduled(process: psutil.Process) -> tuple[float, float]:
+    """For how long a process' threads have run, and for how long they could have but had no core; in seconds."""
+    ran, waited = 0, 0
+    for thread in process.threads():
+        with contextlib.suppress(FileNotFoundError):  # it has ended
+            fields = Path(f"/proc/{process.pid}/task/{thread.id}/schedstat").read_text().split()
+            ran, waited = ran + int(fields[0]), waited + int(fields[1])
+    return ran / 1e9, waited / 1e9
+
+
+def with_an_agent(url: str, pairs: int, seconds: float) -> tuple[list[float], list[float]]:
+    """Steps of a worker while its agent runs, and while it is stopped.
+
+    Returns:
+        By how many percent they were slower, as :func:`effects` does; and by how many because they waited for a core.
+    """
     times: list[tuple[bool, float, float]] = []
-    with running_agent(url, often=True) as (agent, _, file):
+    waits: list[tuple[bool, float]] = []
+    with running_agent(url, often=True) as (agent, warden, file):
+        [worker] = [child for child in agent.children() if child.pid != warden.pid]
         time.sleep(seconds)  # warms up
         for runs in alternate(pairs):
             (agent.resume if runs else agent.suspend)()
             time.sleep(SETTLES)
-            began = time.monotonic()
+            began, (_, waited) = time.monotonic(), scheduled(worker)
             time.sleep(seconds)
             times.append((runs, began, time.monotonic()))
+            waits.append((runs, 1 + (scheduled(worker)[1] - waited) / seconds))
         agent.resume()
         took = list(struct.iter_unpack("dd", file.read_bytes()[: file.stat().st_size // 16 * 16]))
     blocks = [
         (runs, statistics.fmean(end - begin for begin, end in took if began <= begin and end <= ended))
         for runs, began, ended in times
     ]
-    return effects(blocks, FASTER)
+    return effects(blocks, FASTER), effects(waits, FASTER)
 
 
 def idle_agent(url: str, seconds: float) -> dict[str, tuple[float, float]]:
     """CPU in percent of a core, and memory that is its own in bytes, of an agent and of its warden."""
     with running_agent(url, often=False) as (agent, warden, _):
         time.sleep(INTERVAL)
-
-        def cpu(process: psutil.Process) -> float:
-            return sum(process.cpu_times()[:2])
-
         found = {}
-        began, before = time.monotonic(), [cpu(agent), cpu(warden)]
+        began, before = time.monotonic(), [scheduled(agent)[0], scheduled(warden)[0]]
         time.sleep(seconds)
         elapsed = time.monotonic() - began
         for name, process, used in zip(("agent", "warden"), (agent, warden), before, strict=True):
-            found[name] = (100 * (cpu(process) - used) / elapsed, float(process.memory_full_info().uss))
+            found[name] = (100 * (scheduled(process)[0] - used) / elapsed, float(process.memory_full_info().uss))
     return found
 
 
@@ -314,7 +327,7 @@ def run(quick: bool, progress: Progress) -> Iterator[Table]:
         progress("steps with a handler")
         found = {"a handler in its process": run_alone(with_a_handler, (server.url, pairs, seconds), LIMIT)["effects"]}
         progress("steps with an agent")
-        found["an agent"] = with_an_agent(server.url, pairs, seconds)
+        found["an agent"], found["an agent: it waits for a core"] = with_an_agent(server.url, pairs, seconds)
         for name, values in found.items():
             table.targets[name] = TARGET
             low, high = confidence(values)

@@ -128,6 +128,7 @@ def bare_redis(url: str, name: str) -> Iterator[SimpleNamespace]:
         if parts.password:
             ask("AUTH", unquote(parts.password))
         yield SimpleNamespace(
+            ask=ask,
             set=lambda key, value: ask("HSET", name, key, value),
             get=lambda key: ask("HGET", name, key),
             add=lambda key, amount: ask("HINCRBY", name, key, amount),

@@ -17,6 +17,7 @@ from benchmarks.store_contenders import BARE, OURS, Servers, apart, opened
 CALLS: Final[dict[str, tuple[str, Callable[[Any], object]]]] = {
     "set": (OURS, lambda store: store.set("k", "v")),
     "add": (OURS, lambda store: store.add("n", 1)),
+    "compare_set": (OURS, lambda store: store.compare_set("k", "v", "v")),
     "check": (OURS, lambda store: store.check(["k"])),
     "get": (OURS, lambda store: store.get("k")),
     "Redis, bare: get": (BARE, lambda store: store.get("k")),

@@ -28,6 +28,9 @@ from benchmarks.store_contenders import (
 )
 
 CALLS: Final = ("wait", "get")
+SCRIPTED: Final = "Redis, bare, with a script"  # the least that a wake-up of ours has to do there
+SCRIPT: Final = "redis.call('HSET', KEYS[1], ARGV[1], ARGV[2]) redis.call('XADD', KEYS[2], '*', 'value', ARGV[2])"
+TAKE_PART: Final = (*ACROSS_PROCESSES, SCRIPTED)
 WAKE_UPS: Final = 25  # in each turn
 ASLEEP: Final = 0.008  # seconds within which whoever waits is blocked
 
@@ -56,10 +59,26 @@ def note_times(method: str, times: Any, *, before: bool) -> Callable[[int], None
     return choose
 
 
+def calls_of(store: Any, contender: str, call: str, name: str) -> tuple[Callable[[str], Any], Callable[[str], Any]]:
+    """What sets a key, and what waits for it."""
+    if contender == BARE:  # the nearest thing to a wait that Redis has
+        return lambda key: store.queue_push(key, "v"), store.queue_pop
+    if contender == SCRIPTED:
+        digest = store.ask("SCRIPT", "LOAD", SCRIPT)
+        return (
+            lambda key: store.ask("EVALSHA", digest, 2, name, f"{name}-{key}", key, "v"),
+            lambda key: store.ask("XREAD", "BLOCK", 1000 * LIMIT, "STREAMS", f"{name}-{key}", "0"),
+        )
+    return lambda key: store.set(key, "v"), (lambda key: store.wait([key])) if call == "wait" else store.get
+
+
 def prepare_wake_up(options: dict[str, Any], number: int) -> tuple[Callable[[], object], Callable[[], object]]:
     """Node 1 waits, and node 0 sets what it waits for, in another process."""
     stack = ExitStack()
-    store: Any = stack.enter_context(opened(options["contender"], options["servers"], options["name"]))
+    contender = options["contender"]
+    contender_of_store = BARE if contender == SCRIPTED else contender
+    store: Any = stack.enter_context(opened(contender_of_store, options["servers"], options["name"]))
+    do_set, do_wait = calls_of(store, contender, options["call"], options["name"])
     began, ended, turn = options["began"], options["ended"], options["both"]
     method = "send_packed_command" if number == 0 else "read_response"
     choose = note_times(method, options["sent" if number == 0 else "received"], before=number == 0)
@@ -70,18 +89,13 @@ def prepare_wake_up(options: dict[str, Any], number: int) -> tuple[Callable[[], 
             choose(i)
             time.sleep(ASLEEP)
             began[i] = time.monotonic()
-            (store.queue_push if options["contender"] == BARE else store.set)(f"k{i}", "v")
+            do_set(f"k{i}")
 
     def wait_for_keys() -> None:
         for i in range(WAKE_UPS):
             turn.wait(30)
             choose(i)
-            if options["contender"] == BARE:  # the nearest thing to a wait that Redis has
-                store.queue_pop(f"k{i}")
-            elif options["call"] == "wait":
-                store.wait([f"k{i}"])
-            else:
-                store.get(f"k{i}")
+            do_wait(f"k{i}")
             ended[i] = time.monotonic()
 
     def guarded() -> None:
@@ -89,7 +103,7 @@ def prepare_wake_up(options: dict[str, Any], number: int) -> tuple[Callable[[], 
             (set_keys if number == 0 else wait_for_keys)()
         except Exception as e:  # noqa: BLE001  # the cell says it; the other node is not to wait
             turn.abort()
-            refusal(options["contender"], e)
+            refusal(contender, e)
 
     return guarded, stack.close
 
@@ -107,9 +121,9 @@ def wake_up_tables(servers: Servers, repeat: int) -> Iterator[Table]:
             "turn": turn,
             **{moment: CONTEXT.Array("d", WAKE_UPS, lock=False) for moment in moments},
         }
-        for call in CALLS
         for turn in range(repeat + 1)
-        for contender in ACROSS_PROCESSES
+        for call in CALLS
+        for contender in TAKE_PART
         if not servers.missing(contender)
     ]
     computed: list[float] = []  # seconds that Redis needs for a set with a wake-up, in each of the rounds
@@ -146,7 +160,7 @@ def wake_up_tables(servers: Servers, repeat: int) -> Iterator[Table]:
             )
     table = Table("store-wake", "From before a set to the return of what waits for it in another process", "call")
     for call in CALLS:
-        for contender in ACROSS_PROCESSES:
+        for contender in TAKE_PART:
             times = found.get((call, contender), [])
             failed = servers.missing(contender) or ("" if max(times) < math.inf else f"not within {LIMIT} s")
             table.put(call, contender, failed or times)
