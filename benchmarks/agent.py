@@ -338,9 +338,9 @@ def run(quick: bool, progress: Progress) -> Iterator[Table]:
         progress("CPU and memory")
         used = Table("agent-cpu", "CPU at the usual pace, of one core", "of", unit="%")
         memory = Table("agent-memory", "Memory of its own (USS)", "of", unit="B")
-        keeper = run_alone(keeper_alone, (server.url, 1.0 if quick else 10.0), LIMIT)["used"]
+        keeper = run_alone(keeper_alone, (server.url, 1.0 if quick else 6.0), LIMIT)["used"]
         used.put("the thread that keeps the lease", "used", keeper)
-        for name, (cpu, own) in idle_agent(server.url, 1.0 if quick else 10.0).items():
+        for name, (cpu, own) in idle_agent(server.url, 1.0 if quick else 6.0).items():
             used.put(f"a whole {name}", "used", cpu)
             memory.put(f"a whole {name}", "used", own)
         yield from (used, memory)

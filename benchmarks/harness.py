@@ -32,6 +32,8 @@ CONTEXT.set_forkserver_preload(["torch.distributed.elastic.rendezvous.registry",
 # Seconds after which a thread gives up Python's lock that others wait for; it does so anyway when it blocks. By default
 # they ask for it every 5 ms: of 1,024 nodes, that alone takes half of the CPU.
 TURN = 0.1
+# TCPStore looks up the name of whoever it connects to, even on this host: a lost answer would take 5 s.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # peers whose server ends first complain at length
 
 # What is found: a number and its unit, "s", "B", "%" or none.
@@ -60,6 +62,8 @@ def run_nodes(
     nodes: int,
     limit: float,
     meanwhile: Callable[[], object] = lambda: None,
+    *,
+    as_many_as_fit: bool = False,
 ) -> list[list[Timing]]:
     """Run ``nodes`` nodes at once, several times over in the same processes, and time each.
 
@@ -69,6 +73,7 @@ def run_nodes(
         nodes: how many; they are threads of up to four processes.
         limit: seconds for everything; past it all processes are killed.
         meanwhile: is called here once all nodes of a round were timed, and before any of them ends.
+        as_many_as_fit: leave out the rounds for which there is no time left, if they take as long as the last one.
 
     Raises:
         TimeLimitError: the limit was reached.
@@ -90,10 +95,13 @@ def run_nodes(
         for process in processes:
             process.start()
         for _ in rounds:
+            began = time.monotonic()
             timings.append([])
             for _ in processes:
                 timings[-1] += [Timing(*pair) for pair in _result(results, deadline, limit)]
             meanwhile()
+            if as_many_as_fit and 2 * time.monotonic() - began > deadline:
+                return timings
             timed.wait(max(0.1, deadline - time.monotonic()))
         for process in processes:
             process.join(max(0.1, deadline - time.monotonic()))

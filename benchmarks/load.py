@@ -97,7 +97,7 @@ async def waiting_nodes(url: str, n: int, interval: float) -> Figures:
             n,
             client.get_connection_kwargs(),
             run,
-            lambda number: Settings(**common, node_name=f"node-{number}", ttl=6 * interval),
+            lambda number: Settings(**common, node_name=f"node-{number}", ttl=5 * interval),
         )
         *early, last = nodes
         found["nodes"] = (n, "")
@@ -110,7 +110,7 @@ async def waiting_nodes(url: str, n: int, interval: float) -> Figures:
 
         client.config_resetstat()
         began, computed, blocked = time.monotonic(), watch.cpu(), 0
-        while time.monotonic() < began + 2 * interval:
+        while time.monotonic() < began + interval:
             await asyncio.sleep(0.05)
             blocked = max(blocked, client.info("clients")["blocked_clients"])
         busy = (watch.cpu() - computed) / (time.monotonic() - began)

@@ -76,9 +76,11 @@ class Case:
 
 CASES: Final = [
     Case("kill", "rank 0", contenders=(*CONTENDERS, UNSHARED)),
-    *(Case("kill", role) for role in (HOST_ROLE, "another")),
-    *(Case(fault, role) for fault in ("terminate", "freeze") for role in ("rank 0", HOST_ROLE, "another")),
-    Case("kill", "rank 0", nodes=8),
+    *(Case("kill", role, contenders=(OURS, C10D)) for role in (HOST_ROLE, "another")),
+    Case("terminate", "rank 0"),
+    *(Case("terminate", role, contenders=(OURS, C10D)) for role in (HOST_ROLE, "another")),
+    *(Case("freeze", role, contenders=(OURS, C10D)) for role in ("rank 0", HOST_ROLE, "another")),
+    Case("kill", "rank 0", nodes=8, contenders=(OURS, C10D)),
     *(Case(fault, "rank 0", conf=SHORT, contenders=(OURS,)) for fault in ("kill", "freeze")),
 ]
 

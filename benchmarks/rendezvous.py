@@ -77,10 +77,12 @@ def _leave(handler: RendezvousHandler) -> None:
 
 
 def measure(peer: str, nodes: int, *, phase: str, endpoint: str, repeat: int, limit: float) -> list[float]:
-    """The times of ``repeat`` groups in seconds, each from the first node's call to the last one's return.
+    """The times of ``repeat`` groups, or of as many as the limit has room for.
 
-    One group more is formed before them, in the same processes, and not counted.
+    In seconds, from the first node's call to the last one's return. One group more is formed before them, in the same
+    processes, and not counted; but who forms again has formed before.
     """
+    warm_up = phase == "form"
     rounds = [
         {
             "peer": peer,
@@ -91,10 +93,11 @@ def measure(peer: str, nodes: int, *, phase: str, endpoint: str, repeat: int, li
             "formed": CONTEXT.Barrier(nodes),
             "left": CONTEXT.Event(),
         }
-        for _ in range(repeat + 1)
+        for _ in range(repeat + warm_up)
     ]
-    groups = run_nodes(prepare, rounds, nodes, limit)[1:]
-    return [max(t.ended for t in group) - min(t.began for t in group) for group in groups]
+    groups = run_nodes(prepare, rounds, nodes, limit, as_many_as_fit=True)
+    counted = groups[warm_up:] or groups
+    return [max(t.ended for t in group) - min(t.began for t in group) for group in counted]
 
 
 @contextlib.contextmanager
@@ -167,7 +170,7 @@ def run(quick: bool, progress: Progress) -> Iterator[Table]:
     if quick:
         again = PHASES[1:]  # who forms again has formed before
         return tables(progress, [2], list(PEERS), repeat=1, limit=20, phases=again)
-    return tables(progress, SIZES, list(PEERS), repeat=3, limit=15)
+    return tables(progress, SIZES, list(PEERS), repeat=3, limit=10)
 
 
 def main() -> int:

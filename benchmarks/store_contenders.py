@@ -35,8 +35,6 @@ LIMIT: Final = 10  # seconds that one operation may take: then its store gives u
 NO_ETCD: Final = "etcd is not installed"
 ONE_PROCESS: Final = "one process only"
 
-# TCPStore looks up the name of whoever it connects to, even on this host: a lost answer would take 5 s.
-os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 _idle: Final[dict[int, list[dist.TCPStore]]] = {}  # clients by port, used again
 
 
