@@ -170,7 +170,7 @@ def run(quick: bool, progress: Progress) -> Iterator[Table]:
     if quick:
         again = PHASES[1:]  # who forms again has formed before
         return tables(progress, [2], list(PEERS), repeat=1, limit=20, phases=again)
-    return tables(progress, SIZES, list(PEERS), repeat=3, limit=10)
+    return tables(progress, SIZES, list(PEERS), repeat=3, limit=8)
 
 
 def main() -> int:

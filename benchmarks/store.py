@@ -267,9 +267,9 @@ def run(quick: bool, progress: Progress) -> Iterator[Table]:
         progress("latency of each operation")
         yield from latencies(servers, 1 if quick else 3, (10, 1_000) if quick else SIZES, 0.01 if quick else TURN)
         yield from parts_table(servers, 1 if quick else 7, 200 if quick else 5_000)
-        yield from throughput(servers, (2,) if quick else CLIENTS, repeat, 0.05 if quick else 0.2, progress)
+        yield from throughput(servers, (2,) if quick else CLIENTS, 1 if quick else 2, 0.05 if quick else 0.3, progress)
         progress("wake-ups")
-        yield from wake_up_tables(servers, 1 if quick else 7)  # a process that wakes varies much
+        yield from wake_up_tables(servers, 1 if quick else 5)  # a process that wakes varies much
         yield from group_tables(servers, (2,) if quick else (2, 8, 32, 64), repeat, progress)
 
 
