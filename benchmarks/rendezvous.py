@@ -22,7 +22,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from benchmarks import report
 from benchmarks.harness import CONTEXT, TimeLimitError, Timing, run_nodes
-from benchmarks.report import Progress, Table
+from benchmarks.report import Progress, Spread, Table
 from redelastic.handler import RedisRendezvousHandler
 from redelastic.server import RedisServer
 
@@ -76,11 +76,10 @@ def _leave(handler: RendezvousHandler) -> None:
     handler._op_executor.run(theirs._RendezvousExitOp(), handler._get_deadline(handler._settings.timeout.close))  # noqa: SLF001
 
 
-def measure(peer: str, nodes: int, *, phase: str, endpoint: str, repeat: int, limit: float) -> list[float]:
-    """The times of ``repeat`` groups, or of as many as the limit has room for.
+def measure(peer: str, nodes: int, *, phase: str, endpoint: str, repeat: int, limit: float) -> list[list[Timing]]:
+    """When each node of a group called and returned, for ``repeat`` groups, or as many as the limit has room for.
 
-    In seconds, from the first node's call to the last one's return. One group more is formed before them, in the same
-    processes, and not counted; but who forms again has formed before.
+    One group more is formed before them, in the same processes, and not counted; but who forms again has formed before.
     """
     warm_up = phase == "form"
     rounds = [
@@ -96,8 +95,17 @@ def measure(peer: str, nodes: int, *, phase: str, endpoint: str, repeat: int, li
         for _ in range(repeat + warm_up)
     ]
     groups = run_nodes(prepare, rounds, nodes, limit, as_many_as_fit=True)
-    counted = groups[warm_up:] or groups
-    return [max(t.ended for t in group) - min(t.began for t in group) for group in counted]
+    return groups[warm_up:] or groups
+
+
+def whole(group: list[Timing]) -> float:
+    """From the first node's call to the last one's return, in seconds."""
+    return max(t.ended for t in group) - min(t.began for t in group)
+
+
+def of_one_node(group: list[Timing]) -> Spread:
+    """From a node's call to its return, in seconds, over all nodes."""
+    return Spread.of(t.ended - t.began for t in group)
 
 
 @contextlib.contextmanager
@@ -142,7 +150,7 @@ def tables(
         if "etcd-v2" in peers:
             endpoint["etcd-v2"] = stack.enter_context(_etcd())
 
-        def found(phase: str, peer: str, nodes: int) -> list[float] | str:
+        def found(phase: str, peer: str, nodes: int) -> list[list[Timing]] | str:
             if peer in failed and nodes > failed[peer][0]:
                 return f"not tried: {failed[peer][1]} with {failed[peer][0]}"
             if not endpoint[peer]:
@@ -159,10 +167,17 @@ def tables(
             table = Table(f"rendezvous-{phase}", title, "nodes", base=OURS, log=True)
             table.targets = {str(n): TARGETS[n] for n in sizes if phase == "form" and n in TARGETS}
             table.leads = {peer: LEADS[peer] for peer in peers if peer in LEADS}
+            middle = Table(f"{table.name}-p50", f"{title}: one node's call, median", "nodes", base=OURS)
+            slowest = Table(f"{table.name}-p99", f"{title}: one node's call, 99th percentile", "nodes", base=OURS)
             for nodes in sizes:
                 for peer in peers:
-                    table.put(nodes, peer, found(phase, peer, nodes))
-            yield table
+                    groups = found(phase, peer, nodes)
+                    missing = groups if isinstance(groups, str) else None
+                    known = [] if isinstance(groups, str) else groups
+                    table.put(nodes, peer, missing or [whole(group) for group in known])
+                    middle.put(nodes, peer, missing or [of_one_node(group).median for group in known])
+                    slowest.put(nodes, peer, missing or [of_one_node(group).p99 for group in known])
+            yield from (table, middle, slowest)
 
 
 def run(quick: bool, progress: Progress) -> Iterator[Table]:
