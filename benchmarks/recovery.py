@@ -7,13 +7,16 @@ their workers have started. Side by side: our agent, torchrun with our plug-in, 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product, zip_longest
 from typing import TYPE_CHECKING, Final
 
 from benchmarks import report
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
 CONTENDERS: Final = (OURS, PLUGIN, C10D)
 LEASE: Final = 6.0  # ours by default; c10d's is 15 s
 SHORT: Final = {"keep_alive_interval": 0.5, "keep_alive_max_attempt": 3}  # a lease of 1.5 s
+ROLES: Final = ("rank 0", HOST_ROLE, "another")
+C10D_QUIET: Final = 10.0  # its keep-alive is 15 s, and comes every 5 s
 AWAY: Final = 1.0  # how long Redis is, in seconds
 LIMIT: Final = 30.0
 PARTS: Final = {
@@ -68,25 +73,38 @@ class Case:
         """Seconds from the fault to the new round: one that leaves is known at once, another one by its lease."""
         return 0.3 if self.fault == "terminate" else self.lease + 0.1
 
-    @property
-    def silent(self) -> bool:
-        """Whether nothing happens at c10d: no worker fails when a peer freezes, and no agent looks."""
-        return self.fault == "freeze"
+    def quiet(self, contender: str) -> float:
+        """For how many seconds after the fault, at least, nothing is done but to wait for a lease to run out."""
+        if contender in C10DS and self.fault == "freeze":
+            return math.inf  # no worker fails when a peer freezes, and no agent looks
+        if contender in C10DS:
+            return 0 if self.role == HOST_ROLE else C10D_QUIET
+        return 0 if self.fault == "terminate" else self.lease * 2 / 3  # there are three heartbeats in a lease
 
 
-CASES: Final = [
-    Case("kill", "rank 0", contenders=(*CONTENDERS, UNSHARED)),
-    *(Case("kill", role, contenders=(OURS, C10D)) for role in (HOST_ROLE, "another")),
-    Case("terminate", "rank 0"),
-    *(Case("terminate", role, contenders=(OURS, C10D)) for role in (HOST_ROLE, "another")),
-    *(Case("freeze", role, contenders=(OURS, C10D)) for role in ("rank 0", HOST_ROLE, "another")),
-    Case("kill", "rank 0", nodes=8, contenders=(OURS, C10D)),
-    *(Case(fault, "rank 0", conf=SHORT, contenders=(OURS,)) for fault in ("kill", "freeze")),
-]
+Turn = tuple[Case, str]  # and the contender
+
+
+def _cases() -> Iterator[Case]:
+    for nodes, fault, role in product((3, 8), ("kill", "terminate", "freeze"), ROLES):
+        contenders: tuple[str, ...] = (C10D,) if role == HOST_ROLE else CONTENDERS if nodes == 3 else (OURS, C10D)
+        if (nodes, fault, role) == (3, "kill", "rank 0"):
+            contenders += (UNSHARED,)
+        yield Case(fault, role, nodes, contenders=contenders)
+    for fault in ("kill", "freeze"):
+        yield Case(fault, "rank 0", conf=SHORT, contenders=(OURS,))
+
+
+def _turns(cases: list[Case], repeat: int) -> Iterator[Turn]:
+    """All of them; between those in which c10d waits are others, the largest first, which start meanwhile."""
+    turns = [(case, contender) for case in cases for _ in range(repeat) for contender in case.contenders]
+    waits = [turn for turn in turns if turn[0].quiet(turn[1]) == C10D_QUIET]
+    others = sorted((turn for turn in turns if turn not in waits), key=lambda turn: -turn[0].nodes)
+    return (turn for pair in zip_longest(waits, others) for turn in pair if turn)
 
 
 class Runner:
-    """Runs cases one after the other; those in which everybody waits are watched to their limit while others run.
+    """Runs turns one after the other; what only waits does so while others run, if these are over in time.
 
     Args:
         limit: for one recovery, in seconds.
@@ -94,8 +112,10 @@ class Runner:
 
     def __init__(self, limit: float) -> None:
         self._limit = limit
+        self._waiting: list[tuple[float, Watch]] = []  # until when, on the monotonic clock
+        self._start: dict[int, float] = {}  # seconds, of a job with so many nodes
         self._opened = ExitStack()
-        self._watchers = self._opened.enter_context(ThreadPoolExecutor())
+        self._watchers = self._opened.enter_context(ThreadPoolExecutor(max_workers=32))
 
     def __enter__(self) -> Self:
         return self
@@ -105,26 +125,40 @@ class Runner:
 
     def job(self, contender: str, size: int, conf: Mapping[str, float]) -> Job:
         """A job, which ends at the latest when the runner does."""
+        self.make_room(self._start.get(size, math.inf))
+        began = time.monotonic()
         job = Job(contender, size, conf)
         self._opened.callback(job.close)
         job.start()
+        self._start[size] = time.monotonic() - began
         return job
 
-    def measure(self, case: Case, contender: str) -> Future[Recovery]:
-        """Start a job, hurt it, and have it watched."""
+    def make_room(self, seconds: float) -> None:
+        """Return when what takes so long is over before any job that waits goes on."""
+        for until, watch in self._waiting:
+            if time.monotonic() + seconds > until:
+                watch.over.wait()
+
+    def measure(self, turn: Turn) -> Future[Recovery]:
+        """Hurt a job, and have it watched."""
+        case, contender = turn
         found: Future[Recovery] = Future()
-        if case.role == HOST_ROLE and contender not in C10DS:
-            found.set_result(Recovery(missing="no node hosts it"))
-            return found
         try:
             job = self.job(contender, case.nodes, case.conf)
         except (TimeLimitError, RuntimeError) as e:
             found.set_result(Recovery(missing=str(e).splitlines()[0]))
             return found
+        quiet = case.quiet(contender)
+        if quiet < math.inf:
+            self.make_room(math.inf if contender in C10DS else case.target + self._start[case.nodes])
         watch = job.hurt(case.fault, job.by_role(case.role))
         found = self._watchers.submit(_watched, job, watch, self._limit)
-        if not (case.silent and contender in C10DS):
-            watch.over_or_stuck.wait()
+        if quiet == 0:
+            watch.over.wait()
+        elif quiet < math.inf:
+            self._waiting.append((watch.fault + quiet, watch))
+            if case.fault != "freeze":
+                watch.detected.wait()
         return found
 
 
@@ -133,7 +167,8 @@ def _watched(job: Job, watch: Watch, limit: float) -> Recovery:
         with closing(job):
             return watch.result(limit)
     finally:
-        watch.over_or_stuck.set()
+        watch.detected.set()
+        watch.over.set()
 
 
 def tables(progress: Progress, cases: list[Case], *, redis: int, repeat: int, limit: float) -> Iterator[Table]:
@@ -153,14 +188,16 @@ def tables(progress: Progress, cases: list[Case], *, redis: int, repeat: int, li
     parts[TARGETED].targets = {case.row: case.target for case in cases if case.role != HOST_ROLE}
     with Runner(limit) as runner:
         found: defaultdict[tuple[str, str], list[Future[Recovery]]] = defaultdict(list)
-        for case, _, contender in ((c, i, name) for c in cases for i in range(repeat) for name in c.contenders):
+        for case, contender in _turns(cases, repeat):
             progress(f"{case.row}: {contender}")
-            found[case.row, contender].append(runner.measure(case, contender))
+            found[case.row, contender].append(runner.measure((case, contender)))
         outages = _restart_redis(runner, progress, redis, repeat) if redis else {}
         progress("those in which everybody waits")
-        for (row, contender), futures in found.items():
-            for name, table in parts.items():
-                table.put(row, contender, _cell([future.result() for future in futures], name))
+        for case, (name, table) in product(cases, parts.items()):
+            if case.role == HOST_ROLE:
+                table.put(case.row, OURS, "no node hosts it")
+            for contender in case.contenders:
+                table.put(case.row, contender, _cell([each.result() for each in found[case.row, contender]], name))
     pauses = Table("recovery-redis", f"Redis is killed, and back after {AWAY:g} s without any data", "what", base=OURS)
     for contender, times in outages.items():
         parts["restarts"].put("Redis restarts empty", contender, [outage.restarts for outage in times])
@@ -175,10 +212,11 @@ def tables(progress: Progress, cases: list[Case], *, redis: int, repeat: int, li
 
 def _restart_redis(runner: Runner, progress: Progress, nodes: int, repeat: int) -> dict[str, list[Outage]]:
     found: defaultdict[str, list[Outage]] = defaultdict(list)
-    for _ in range(repeat):
-        progress(f"restart of Redis: {OURS}")
-        with closing(runner.job(OURS, nodes, {})) as job:
-            found[OURS].append(job.restart_redis(AWAY, watched=LEASE + 2))
+    for contender in (name for _ in range(repeat) for name in (OURS, PLUGIN)):
+        progress(f"restart of Redis: {contender}")
+        with closing(runner.job(contender, nodes, {})) as job:
+            runner.make_room(math.inf)
+            found[contender].append(job.restart_redis(AWAY, watched=LEASE + 2))
     return found
 
 
@@ -197,7 +235,7 @@ def run(quick: bool, progress: Progress, *, limit: float = LIMIT, repeat: int = 
     if quick:
         case = Case("kill", "rank 0", nodes=2, conf=SHORT, contenders=(OURS,))
         return tables(progress, [case], redis=0, repeat=1, limit=limit)
-    return tables(progress, CASES, redis=3, repeat=repeat, limit=limit)
+    return tables(progress, list(_cases()), redis=3, repeat=repeat, limit=limit)
 
 
 def main() -> int:

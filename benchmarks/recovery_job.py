@@ -17,16 +17,17 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Final
 
 import psutil
 
-from benchmarks.harness import TimeLimitError
-from benchmarks.recovery_processes import JOB
+from benchmarks.harness import CONTEXT, TimeLimitError
+from benchmarks.recovery_processes import node as run_node
 from redelastic.connection import Connection
 from redelastic.control import RunControl, UnknownRunError
 from redelastic.keys import RunKeys
@@ -36,25 +37,26 @@ OURS, PLUGIN, C10D = "redelastic run", "torchrun, redis", "torchrun, c10d"
 UNSHARED: Final = "c10d, unshared"  # with a fresh store for the workers of each round, by an environment variable
 C10DS: Final = (C10D, UNSHARED)
 PROCESSES: Final = Path(__file__).with_name("recovery_processes.py")
+CONTEXT.set_forkserver_preload(["torch.distributed.launcher.api", "redelastic.cli.run", run_node.__module__])
 HOST_ROLE: Final = "the store's host"
 HOST: Final = 1  # the node that serves c10d's store; its rank is not 0, since c10d ranks nodes of one host by pid
 LAST_CALL: Final = 2
 MAX_RESTARTS: Final = 3
 START: Final = 90.0  # for a job to make its first steps, in seconds
 STEPS: Final = 20  # of every worker before the fault
-STUCK: Final = 7.0  # workers that have not begun for so long after their start wait for each other, in seconds
 POLL: Final = 0.02
 
 
 @dataclass
 class Worker:
-    """A worker's process: of which node, and when it was made and did its steps, on the monotonic clock."""
+    """A worker's process: of which node, and when it was made, had imported torch and did its steps (monotonic)."""
 
     pid: int
     node: int
     rank: int
     world: int
     born: float
+    ready: float | None = None
     steps: list[float] = field(default_factory=list)
 
 
@@ -110,12 +112,13 @@ class Job:
     def __init__(self, contender: str, size: int, conf: Mapping[str, float]) -> None:
         self.contender, self.size = contender, size
         self._conf = {"last_call_timeout": LAST_CALL, **conf}
+        self._port = _free_port() if contender in C10DS else None
         self._run_id = f"bench-{uuid.uuid4().hex[:12]}"
         self._workers: dict[int, Worker] = {}
         self._read = 0  # how much of the record
         self._over = threading.Event()
         self._opened = ExitStack()
-        self.nodes: list[subprocess.Popen[bytes]] = []
+        self.nodes: list[BaseProcess] = []
         self.server: RedisServer | None = None
 
     def start(self) -> None:
@@ -128,13 +131,17 @@ class Job:
         try:
             if self.contender not in C10DS:
                 self.server = self._opened.enter_context(RedisServer())
-            self._directory = Path(tempfile.mkdtemp(prefix="redelastic-bench-"))
-            command = [sys.executable, str(PROCESSES), "reaper", self._run_id, str(self._directory)]
+            self._directory = Path(tempfile.mkdtemp(prefix="redelastic-bench-")).resolve()
+            command = [sys.executable, str(PROCESSES), "reaper", str(self._directory)]
             reaper = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
             self._opened.callback(self._end, reaper)
             self._record = self._directory / "record"
             self._record.touch()
-            self._start({**os.environ, JOB: self._run_id, "TMPDIR": str(self._directory)})
+            for number in range(self.size):
+                given = (self._directory, f"{number}.log", self._env(), *self._command(number))
+                self.nodes.append(CONTEXT.Process(target=run_node, args=given))
+                self.nodes[-1].start()
+            self._wait_for_steps()
         except BaseException:
             self.close()
             raise
@@ -147,47 +154,41 @@ class Job:
     def _end(self, reaper: subprocess.Popen[bytes]) -> None:
         reaper.communicate()
         for node in self.nodes:
-            node.wait()
+            node.join()
 
-    def _start(self, env: dict[str, str]) -> None:
-        env |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    def _env(self) -> dict[str, str]:
+        """Of its nodes, beside this process' own."""
+        env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TMPDIR": str(self._directory)}
         if self.contender == UNSHARED:
             env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         if self.server:
             env["REDELASTIC_REDIS_URL"] = self.server.url
-        ready = self._directory / "ready"
-        ready.mkdir()
-        where = f"--rdzv-endpoint=127.0.0.1:{_free_port()}" if self.contender in C10DS else "--rdzv-backend=redis"
-        deadline = time.monotonic() + START
-        for number in range(self.size):
-            module = "redelastic.cli" if self.contender == OURS else "torch.distributed.run"
-            command = [sys.executable, str(PROCESSES), "node", str(ready), module]
-            command += ["run"] if self.contender == OURS else []
-            conf = dict(self._conf)
-            if self.contender in C10DS:
-                command.append("--rdzv-backend=c10d")
-                conf["is_host"] = int(number == HOST)
-            command += [where, f"--rdzv-id={self._run_id}", "--local-addr=127.0.0.1"]
-            command += [f"--rdzv-conf={','.join(f'{name}={value}' for name, value in conf.items())}"]
-            command += [f"--nnodes={min(2, self.size - 1)}:{self.size}", f"--max-restarts={MAX_RESTARTS}"]
-            command += [str(PROCESSES), "worker", str(self._record), str(number)]
-            with (self._directory / f"{number}.log").open("wb") as log:
-                self.nodes.append(
-                    subprocess.Popen(command, env=env, stdout=log, stderr=log, cwd=Path.cwd(), start_new_session=True)
-                )
-        self._wait(lambda: len(list(ready.iterdir())) == self.size, "the agents", deadline)
-        (ready / "go").touch()
-        self._wait(lambda: len(self._settled()) == self.size, "the first steps", deadline)
+        return env
+
+    def _command(self, number: int) -> list[str]:
+        """What a node runs: a module and its arguments."""
+        command = ["redelastic.cli", "run"] if self.contender == OURS else ["torch.distributed.run"]
+        conf = dict(self._conf)
+        if self.contender in C10DS:
+            command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{self._port}"]
+            conf["is_host"] = int(number == HOST)
+        else:
+            command.append("--rdzv-backend=redis")
+        command += [f"--rdzv-id={self._run_id}", "--local-addr=127.0.0.1"]
+        command.append(f"--rdzv-conf={','.join(f'{name}={value}' for name, value in conf.items())}")
+        command += [f"--nnodes={min(2, self.size - 1)}:{self.size}", f"--max-restarts={MAX_RESTARTS}"]
+        return [*command, str(PROCESSES), "worker", str(self._record), str(number)]
 
     def _settled(self) -> list[Worker]:
         """Those in a round of all nodes who have made some steps in it."""
         return [w for w in self.workers() if w.world == self.size and len(w.steps) >= STEPS]
 
-    def _wait(self, holds: Callable[[], bool], what: str, deadline: float) -> None:
-        while not holds():
-            if ended := [number for number, node in enumerate(self.nodes) if node.poll() is not None]:
+    def _wait_for_steps(self) -> None:
+        deadline = time.monotonic() + START
+        while len(self._settled()) < self.size:
+            if ended := [number for number, node in enumerate(self.nodes) if not node.is_alive()]:
                 tail = (self._directory / f"{ended[0]}.log").read_text(errors="replace")[-2000:]
-                raise RuntimeError(f"node {ended[0]} ended before {what} came\n{tail}")
+                raise RuntimeError(f"node {ended[0]} ended before its first steps\n{tail}")
             if time.monotonic() > deadline:
                 raise TimeLimitError(f"did not start within {START:g} s")
             time.sleep(POLL)
@@ -204,6 +205,8 @@ class Job:
             told = json.loads(line)
             if "step" in told:
                 self._workers[told["pid"]].steps.append(told["step"])
+            elif "ready" in told:
+                self._workers[told["pid"]].ready = told["ready"]
             else:
                 self._workers[told["pid"]] = Worker(**told)
         return list(self._workers.values())
@@ -267,14 +270,21 @@ class Job:
 
 
 class Watch:
-    """Looks at the survivors of a fault, from the moment at which it is made."""
+    """Looks at the survivors of a fault, from the moment at which it is made.
+
+    Attributes:
+        fault: that moment, on the monotonic clock.
+        detected: a survivor has noticed, or will not.
+        over: nothing more takes much computing: the workers of the new round have started, or there will be none.
+    """
 
     def __init__(self, job: Job, victim: int) -> None:
         self._job = job
         self._survivors = set(range(job.size)) - {victim}
         self._old = [os.pidfd_open(w.pid) for w in job.current() if w.node != victim]
-        self.over_or_stuck = threading.Event()
-        self._fault = time.monotonic()
+        self.detected = threading.Event()
+        self.over = threading.Event()
+        self.fault = time.monotonic()
 
     def result(self, limit: float) -> Recovery:
         """Wait until all survivors have made a step together, or cannot any more."""
@@ -284,26 +294,27 @@ class Watch:
             for fd in self._old:
                 opened.callback(os.close, fd)
                 ends.register(fd, select.POLLIN)
-            while found.stepped is None and (now := time.monotonic()) < self._fault + limit and not self._job.over(0):
+            while found.stepped is None and (now := time.monotonic()) < self.fault + limit and not self._job.over(0):
                 if found.detected is not None:
                     time.sleep(POLL)
                 elif ends.poll(1000 * POLL):
-                    found.detected = time.monotonic() - self._fault
-                if ended := sum(self._job.nodes[node].poll() is not None for node in self._survivors):
-                    found.missing = f"{ended} of {len(self._survivors)} others ended after {now - self._fault:.0f} s"
+                    found.detected = time.monotonic() - self.fault
+                    self.detected.set()
+                if ended := sum(not self._job.nodes[node].is_alive() for node in self._survivors):
+                    found.missing = f"{ended} of {len(self._survivors)} others ended after {now - self.fault:.0f} s"
                     break
                 self._look(found)
-                if found.grouped is not None and time.monotonic() - self._fault - found.grouped > STUCK:
-                    self.over_or_stuck.set()
         return found
 
     def _look(self, found: Recovery) -> None:
-        new = [w for w in self._job.workers() if w.born > self._fault and w.node in self._survivors]
+        new = [w for w in self._job.workers() if w.born > self.fault and w.node in self._survivors]
         whole = {w.node: w for w in new if w.world == len(self._survivors)}  # the newest of each node
         if whole.keys() == self._survivors:
-            found.grouped = max(w.born for w in whole.values()) - self._fault
+            found.grouped = max(w.born for w in whole.values()) - self.fault
+            if all(w.ready for w in whole.values()):
+                self.over.set()
             if all(w.steps for w in whole.values()):
-                found.stepped = max(w.steps[0] for w in whole.values()) - self._fault
+                found.stepped = max(w.steps[0] for w in whole.values()) - self.fault
                 found.restarts = max(Counter(w.node for w in new).values())
 
 

@@ -1,36 +1,49 @@
 """What `benchmarks.recovery` runs in processes of its own: a node, its worker, and a reaper of them all.
 
-Usage: recovery_processes.py node READY MODULE ARGUMENTS…, or worker RECORD NODE, or reaper JOB DIRECTORY.
+Usage: recovery_processes.py worker RECORD NODE, or reaper DIRECTORY. Nodes are forked.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
-import importlib
 import json
 import os
 import runpy
 import shutil
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
 import psutil
 
-JOB: Final = "REDELASTIC_BENCH_JOB"  # environment variable by which every process of a job is known, orphans too
 PACE: Final = 0.02  # between two steps, in seconds
 POLL: Final = 0.01
 
 
-def node(ready: Path, module: str, *arguments: str) -> None:
-    """Become an agent once all have imported torch: else the first ones form a group without the last."""
-    importlib.import_module("torch.distributed.launcher.api")
-    (ready / str(os.getpid())).touch()
-    while not (ready / "go").exists():
-        time.sleep(POLL)
+def node(directory: Path, log: str, env: Mapping[str, str], module: str, *arguments: str) -> None:
+    """Become an agent, in a process that has imported torch already: how long agents take for that is not asked.
+
+    Args:
+        directory: where it lives; all processes of a job are known by it.
+        log: the file there that takes all that it prints.
+        env: more environment variables.
+        module: what `python -m` would be given.
+        arguments: its own.
+    """
+    os.setsid()
+    os.chdir(directory)
+    os.environ.update(env)
+    file = os.open(log, os.O_WRONLY | os.O_CREAT, 0o600)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(file, stream.fileno())
     sys.argv = [module, *arguments]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    finally:  # as at the end of a process that is not multiprocessing's: by this, torchrun's nodes leave
+        atexit._run_exitfuncs()  # noqa: SLF001
 
 
 def worker(record: Path, number: str) -> None:
@@ -46,6 +59,7 @@ def worker(record: Path, number: str) -> None:
     import torch  # noqa: PLC0415
     import torch.distributed as dist  # noqa: PLC0415
 
+    tell(ready=time.monotonic())
     dist.init_process_group("gloo")
     while True:
         dist.all_reduce(torch.ones(1))
@@ -60,10 +74,10 @@ def _born() -> float:
     return time.monotonic() - age
 
 
-def reaper(job: str, directory: Path) -> None:
+def reaper(directory: Path) -> None:
     """End a job, its processes and its files, once standard input is closed: also when the benchmark was killed."""
     sys.stdin.read()
-    while left := [process for process in psutil.process_iter() if _is_of(process, job)]:
+    while left := [process for process in psutil.process_iter() if _lives_in(directory, process)]:
         for process in left:
             with contextlib.suppress(psutil.Error):
                 process.kill()
@@ -71,18 +85,16 @@ def reaper(job: str, directory: Path) -> None:
     shutil.rmtree(directory)
 
 
-def _is_of(process: psutil.Process, job: str) -> bool:
+def _lives_in(directory: Path, process: psutil.Process) -> bool:
     try:
-        return process.environ().get(JOB) == job and process.status() != psutil.STATUS_ZOMBIE
+        return process.cwd() == str(directory) and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:  # it has ended, or is somebody else's
         return False
 
 
 if __name__ == "__main__":
     role, *given = sys.argv[1:]
-    if role == "node":
-        node(Path(given[0]), *given[1:])
-    elif role == "worker":
+    if role == "worker":
         worker(Path(given[0]), given[1])
     else:
-        reaper(given[0], Path(given[1]))
+        reaper(Path(given[0]))

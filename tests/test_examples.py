@@ -16,6 +16,7 @@ from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 import psutil
 import pytest
@@ -89,7 +90,37 @@ def test_hosts_by_ssh(tmp_path: Path, free_ports: list[int]) -> None:
         assert len(accuracies) == 1
         assert float(accuracies[0]) >= 0.95
         site.wait("nothing is left", lambda: not site.processes())
-        assert "Received SIGTERM" in (tmp_path / "redis.log").read_text()
+        [folder] = tmp_path.glob("train-*")
+        assert "Received SIGTERM" in (folder / "redis.log").read_text()
+        assert "closed" in (folder / "events").read_text()
+        assert not (folder / "redis.env").exists()
+
+
+def test_a_host_is_started_again(tmp_path: Path, free_ports: list[int]) -> None:
+    with Site(tmp_path, ssh=SSH) as site:
+        recipe, hosts = site.recipe("ssh.sh", f"{AWARE} {tmp_path}"), ("127.0.0.1", "127.0.0.2")
+        job = site.start(recipe, *hosts, REDIS_PORT=str(free_ports[0]), REDIS_TIE="")
+        control = site.control()
+        victim = next(node for node in site.wait("both train", lambda: members(control, 2)) if node.name == hosts[1])
+        kill_node(psutil.Process(int(victim.status["pid"])))
+        site.wait("the other goes on", lambda: members(control, 1))
+        again = site.start(recipe, hosts[1], RUN=next(tmp_path.glob("train-*")).name)
+        assert {node.name for node in site.wait("both train again", lambda: members(control, 2))} == set(hosts)
+        os.killpg(job.pid, signal.SIGINT)
+        assert site.wait_end(job) != 0
+        assert site.wait_end(again) != 0
+        site.wait("nothing is left", lambda: not site.processes())
+
+
+def test_a_port_that_is_taken_is_said(tmp_path: Path) -> None:
+    with Site(tmp_path, ssh=SSH) as site, RedisServer() as other:
+        port = urlsplit(other.url).port
+        job = site.start(site.recipe("ssh.sh"), "127.0.0.1", REDIS_PORT=str(port), REDIS_TIE="")
+        assert site.wait_end(job) == 1
+        assert "Address already in use" in site.log
+        assert "REDIS_PORT names another port" in site.log
+        assert "redis://" not in site.log
+        site.wait("nothing is left", lambda: not site.processes())
 
 
 def test_ctrl_c_stops_all_hosts(tmp_path: Path, free_ports: list[int]) -> None:
@@ -103,7 +134,8 @@ def test_ctrl_c_stops_all_hosts(tmp_path: Path, free_ports: list[int]) -> None:
         os.killpg(job.pid, signal.SIGINT)
         assert site.wait_end(job) == 76
         site.wait("nothing is left", lambda: not site.processes())
-        assert "Received SIGTERM" in (tmp_path / "redis.log").read_text()
+        [folder] = tmp_path.glob("train-*")
+        assert "Received SIGTERM" in (folder / "redis.log").read_text()
 
 
 @pytest.mark.fault("a node of a Slurm job dies; later its time is up", "the spare takes over; it goes on when requeued")

@@ -20,6 +20,7 @@ from typing import Any, Final
 import psutil
 import pytest
 
+from redelastic.addresses import INTERFACE_VARIABLES
 from redelastic.cli import main
 from redelastic.server import RedisServer
 
@@ -77,7 +78,8 @@ def command(launcher: Sequence[str], directory: Path, options: Sequence[str], sc
 
 def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
     env = {name: value for name, value in os.environ.items() if not name.startswith(("REDELASTIC_", "TORCHELASTIC_"))}
-    return env | {"OMP_NUM_THREADS": "1"} | dict(more or {})
+    # Which interface gloo is to take we tell workers ourselves, unless the user has: a test of ours before has, or not.
+    return env | {"OMP_NUM_THREADS": "1"} | dict.fromkeys(INTERFACE_VARIABLES, "lo") | dict(more or {})
 
 
 def survivors(token: str) -> list[psutil.Process]:

@@ -406,6 +406,20 @@ def test_argument_then_environment_then_path(bare_machine: Path, monkeypatch: py
     assert find_binary() == str(on_path)
 
 
+def test_a_virtual_environments_own_comes_last(
+    bare_machine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An activated one is first on PATH, and what a package has brought into it is older than the host's."""
+    (tmp_path / "venv" / "bin").mkdir(parents=True)
+    own = make_script(tmp_path / "venv" / "bin" / "redis-server")
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "venv"))
+    monkeypatch.setattr(sys, "base_prefix", "/usr")
+    monkeypatch.setenv("PATH", f"{own.parent}:{bare_machine}")
+    assert find_binary() == str(own)
+    system = make_script(bare_machine / "valkey-server")
+    assert find_binary() == str(system)
+
+
 @pytest.mark.parametrize(
     ("package", "inside"),
     [

@@ -39,7 +39,8 @@ def main(argv: Sequence[str]) -> int:
     import torch.distributed.run as torchrun
 
     parser = torchrun.get_args_parser()
-    parser.prog, parser.description, parser.epilog = f"redelastic {NAME}", __doc__, EPILOG
+    parser.prog, parser.epilog = f"redelastic {NAME}", EPILOG
+    parser.description = (__doc__ or "").replace("``", "")
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.set_defaults(rdzv_backend="redis")
     _add_arguments(parser)
