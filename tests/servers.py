@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import redis
 
@@ -195,6 +195,11 @@ class SentinelGroup:
         wait_until(promoted, "a replica is promoted", 30)
 
 
+# After a fail-over the new master drops its connections, the sentinels' own among them, and a sentinel tries to connect
+# once a second: with less patience than that it may take the living master for dead, and another takes over beside it.
+SENTINEL_PATIENCE: Final = 2000  # ms
+
+
 @contextlib.contextmanager
 def sentinel_group() -> Iterator[SentinelGroup]:
     password, sentinel_password = "data-pässword", "sentinel-password"
@@ -212,7 +217,7 @@ def sentinel_group() -> Iterator[SentinelGroup]:
                 f"bind {HOST}\nport {port}\ndir {folder}\nrequirepass {sentinel_password}\n"
                 f"sentinel monitor {MASTER_NAME} {HOST} {port_of(master)} 2\n"
                 f"sentinel auth-pass {MASTER_NAME} {password}\n"
-                f"sentinel down-after-milliseconds {MASTER_NAME} 500\n"
+                f"sentinel down-after-milliseconds {MASTER_NAME} {SENTINEL_PATIENCE}\n"
                 f"sentinel failover-timeout {MASTER_NAME} 3000\n"
             )
             command = [find_binary(), str(config_file), "--sentinel"]
