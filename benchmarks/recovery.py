@@ -11,7 +11,7 @@ import math
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
@@ -83,6 +83,7 @@ class Case:
 
 
 Turn = tuple[Case, str]  # and the contender
+RESTARTS: Final = ((3, OURS), (3, PLUGIN), (8, OURS))  # of Redis: under how many nodes, of whom
 
 
 def _cases() -> Iterator[Case]:
@@ -171,13 +172,15 @@ def _watched(job: Job, watch: Watch, limit: float) -> Recovery:
         watch.over.set()
 
 
-def tables(progress: Progress, cases: list[Case], *, redis: int, repeat: int, limit: float) -> Iterator[Table]:
+def tables(
+    progress: Progress, cases: list[Case], *, restarts: Iterable[tuple[int, str]], repeat: int, limit: float
+) -> Iterator[Table]:
     """Measure; contenders take turns.
 
     Args:
         progress: is told what is being done.
         cases: which faults, to whom.
-        redis: how many nodes see their Redis restart; 0: none do.
+        restarts: how many nodes see their Redis restart, and whose they are.
         repeat: how often each.
         limit: for one recovery, in seconds.
     """
@@ -191,7 +194,7 @@ def tables(progress: Progress, cases: list[Case], *, redis: int, repeat: int, li
         for case, contender in _turns(cases, repeat):
             progress(f"{case.row}: {contender}")
             found[case.row, contender].append(runner.measure((case, contender)))
-        outages = _restart_redis(runner, progress, redis, repeat) if redis else {}
+        outages = _restart_redis(runner, progress, restarts, repeat)
         progress("those in which everybody waits")
         for case, (name, table) in product(cases, parts.items()):
             if case.role == HOST_ROLE:
@@ -199,24 +202,28 @@ def tables(progress: Progress, cases: list[Case], *, redis: int, repeat: int, li
             for contender in case.contenders:
                 table.put(case.row, contender, _cell([each.result() for each in found[case.row, contender]], name))
     pauses = Table("recovery-redis", f"Redis is killed, and back after {AWAY:g} s without any data", "what", base=OURS)
-    for contender, times in outages.items():
-        parts["restarts"].put("Redis restarts empty", contender, [outage.restarts for outage in times])
-        pauses.put("longest step while it is away", contender, [outage.away for outage in times])
-        pauses.put("longest step afterwards", contender, [outage.afterwards for outage in times])
+    for (nodes, contender), times in outages.items():
+        size = f", {nodes} nodes" if nodes != 3 else ""
+        parts["restarts"].put(f"Redis restarts empty{size}", contender, [outage.restarts for outage in times])
+        pauses.put(f"longest step while it is away{size}", contender, [outage.away for outage in times])
+        pauses.put(f"longest step afterwards{size}", contender, [outage.afterwards for outage in times])
         known = [outage.known for outage in times if outage.known is not None]
-        pauses.put("all nodes known again", contender, known if len(known) == len(times) else "not within a lease")
+        row = f"all nodes known again{size}"
+        pauses.put(row, contender, known if len(known) == len(times) else "not within a lease")
     yield from parts.values()
     if outages:
         yield pauses
 
 
-def _restart_redis(runner: Runner, progress: Progress, nodes: int, repeat: int) -> dict[str, list[Outage]]:
-    found: defaultdict[str, list[Outage]] = defaultdict(list)
-    for contender in (name for _ in range(repeat) for name in (OURS, PLUGIN)):
-        progress(f"restart of Redis: {contender}")
+def _restart_redis(
+    runner: Runner, progress: Progress, restarts: Iterable[tuple[int, str]], repeat: int
+) -> dict[tuple[int, str], list[Outage]]:
+    found: defaultdict[tuple[int, str], list[Outage]] = defaultdict(list)
+    for nodes, contender in (restart for _ in range(repeat) for restart in restarts):
+        progress(f"restart of Redis under {nodes} nodes: {contender}")
         with closing(runner.job(contender, nodes, {})) as job:
             runner.make_room(math.inf)
-            found[contender].append(job.restart_redis(AWAY, watched=LEASE + 2))
+            found[nodes, contender].append(job.restart_redis(AWAY, watched=LEASE + 2))
     return found
 
 
@@ -234,8 +241,8 @@ def run(quick: bool, progress: Progress, *, limit: float = LIMIT, repeat: int = 
     """As `python -m benchmarks` does it."""
     if quick:
         case = Case("kill", "rank 0", nodes=2, conf=SHORT, contenders=(OURS,))
-        return tables(progress, [case], redis=0, repeat=1, limit=limit)
-    return tables(progress, list(_cases()), redis=3, repeat=repeat, limit=limit)
+        return tables(progress, [case], restarts=(), repeat=1, limit=limit)
+    return tables(progress, list(_cases()), restarts=RESTARTS, repeat=repeat, limit=limit)
 
 
 def main() -> int:

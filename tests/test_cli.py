@@ -85,6 +85,16 @@ class TestErrors:
         done = command(*argv, "--endpoint", "127.0.0.1:1")
         assert (done.code, done.out, done.err.count("\n")) == (3, "", 1)
         assert "127.0.0.1:1 could not be reached" in done.err
+        assert "default" not in done.err
+
+    def test_an_unreachable_server_that_nobody_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("redelastic.cli.common.TIMEOUT", 0.1)
+        monkeypatch.setattr("redelastic.endpoint.DEFAULT_PORT", 1)
+        monkeypatch.delenv("REDELASTIC_REDIS_URL", raising=False)
+        done = command("status", "RUN")
+        assert (done.code, done.err.count("\n")) == (3, 1)
+        assert "localhost:1 could not be reached" in done.err
+        assert "--endpoint or REDELASTIC_REDIS_URL name another one" in done.err
 
     def test_the_url_may_come_from_the_environment(
         self, server: RedisServer, run_id: str, monkeypatch: pytest.MonkeyPatch

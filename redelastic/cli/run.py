@@ -25,6 +25,9 @@ exit codes: 0 finished; 1 workers failed, or a signal ended it; 2 wrong argument
 75 this node was drained (its place may be taken); 76 the job was stopped, or its restarts are used up;
 77 refused by a health check.
 
+Other than torchrun says above: --local-addr is by default the address of this host on its way to Redis;
+--standalone starts a Redis of its own; --master-addr and --master-port have no effect.
+
 SIGTERM and SIGUSR1 drain the node: all workers of the job are asked to save, then this node leaves and
 the others go on. A second SIGTERM waits for nobody to save.
 """
