@@ -83,12 +83,12 @@ class Case:
 
 
 Turn = tuple[Case, str]  # and the contender
-RESTARTS: Final = ((3, OURS), (3, PLUGIN), (8, OURS))  # of Redis: under how many nodes, of whom
+RESTARTS: Final = tuple(product((3, 8), (OURS, PLUGIN)))  # of Redis: under how many nodes, of whom
 
 
 def _cases() -> Iterator[Case]:
     for nodes, fault, role in product((3, 8), ("kill", "terminate", "freeze"), ROLES):
-        contenders: tuple[str, ...] = (C10D,) if role == HOST_ROLE else CONTENDERS if nodes == 3 else (OURS, C10D)
+        contenders: tuple[str, ...] = (C10D,) if role == HOST_ROLE else CONTENDERS
         if (nodes, fault, role) == (3, "kill", "rank 0"):
             contenders += (UNSHARED,)
         yield Case(fault, role, nodes, contenders=contenders)

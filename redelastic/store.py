@@ -154,13 +154,12 @@ class RedisStore(dist.Store):
             DistStoreError: it was not there within ``timeout``.
             RoundBrokenError: it cannot come any more, since the store's round is broken.
         """
-        full = self._key(key)
-        deadline = time.monotonic() + self.timeout.total_seconds()
+        full, started = self._key(key), time.monotonic()
         while True:
-            value: bytes | None = self._call(lambda client: client.hget(self._keys.data, full))
+            value: bytes | None = self._call(lambda client: client.execute_command("HGET", self._keys.data, full))
             if value is not None:
                 return value
-            value = self._await([full], "get", deadline)
+            value = self._await([full], "get", started + self.timeout.total_seconds())
             if value is not None:
                 return value
 
