@@ -32,6 +32,7 @@ class Contract:
     wakers: tuple[str, ...] = ("set", "add", "append", "compare_set", "multi_set")
     zero_is_no_limit = False  # a wait of no time at all never ends
     queues = True
+    serves_each_pop = True  # of several that wait for a queue
     lists_keys = True
     counts_all = False  # num_keys counts the keys outside of the prefix too
     get_takes_queue = False  # get finds a queue, and gives b""
@@ -307,10 +308,11 @@ class Contract:
     def test_a_push_wakes_a_pop(self, store: Any) -> None:
         if self.queues:
             store.set_timeout(LONG)
-            pops = [in_thread(store.clone().queue_pop, "q") for _ in range(4)]
-            for i in range(4):
+            count = 4 if self.serves_each_pop else 1
+            pops = [in_thread(store.clone().queue_pop, "q") for _ in range(count)]
+            for i in range(count):
                 store.queue_push("q", str(i))
-            assert sorted(pop.result(SOON) for pop in pops) == [b"0", b"1", b"2", b"3"]
+            assert sorted(pop.result(SOON) for pop in pops) == [b"0", b"1", b"2", b"3"][:count]
 
     def test_queues_and_keys_are_apart(self, store: Any) -> None:
         if self.queues:
@@ -363,6 +365,7 @@ class TestHashStore(Contract):
 
 
 class TestTCPStore(Contract):
+    serves_each_pop = False  # to one that was woken, and came later than another, the queue is empty
     get_takes_queue = True
     corrupt = None
 
