@@ -18,7 +18,7 @@ import redis
 
 from benchmarks.harness import raise_limit_of_files
 from redelastic import scripts
-from redelastic.connection import ATTEMPT_TIMEOUT, Connection, text
+from redelastic.connection import ATTEMPT_TIMEOUT, Connection, Timeout, text
 from redelastic.keys import RunKeys
 from redelastic.membership import COARSE, Membership
 from redelastic.settings import Settings
@@ -42,7 +42,7 @@ class Recorder(Connection):
         self.reply: Any = None
         self.has_reply = False
 
-    def call(self, operation: Callable[[Any], T], timeout: float | None = None) -> T:
+    def call(self, operation: Callable[[Any], T], timeout: Timeout = None) -> T:
         """As Connection's."""
         del timeout
         if self.has_reply:

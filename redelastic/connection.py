@@ -24,6 +24,7 @@ from .client import is_of_replica
 from .endpoint import Client, Endpoint, parse_endpoint
 
 T = TypeVar("T")
+Timeout = float | Callable[[], float] | None  # in seconds
 Entries = list[tuple[str, dict[str, str]]]
 
 ATTEMPT_TIMEOUT: Final = 5.0
@@ -114,26 +115,33 @@ class Connection:
             opened.append(client)
             return client
 
-        retried(connect, str(endpoint), connect_timeout)
+        retried(connect, str(endpoint), connect_timeout, time.monotonic())
         return cls(opened[-1], str(endpoint), owned=True, read_timeout=read_timeout)
 
     def __repr__(self) -> str:
         return f"Connection({self.name})"
 
-    def call(self, operation: Callable[[Client], T], timeout: float | None = None) -> T:
+    def call(self, operation: Callable[[Client], T], timeout: Timeout = None) -> T:
         """Run an operation that has the same effect when it is repeated.
 
         Args:
             operation: takes the client.
-            timeout: how long it may take with all its retries, in seconds; None for ``read_timeout``, 0 for one try.
+            timeout: how long it may take with all its retries, in seconds; None for ``read_timeout``, 0 for one try. A
+                function is asked when the first try has failed, since most do not.
 
         Raises:
             UnreachableError: Redis did not answer in time.
             RendezvousConnectionError: it refuses us; the text says what to do.
             RendezvousStateError: a key holds something that is not ours.
         """
-        seconds = self.read_timeout if timeout is None else timeout
-        return retried(partial(operation, self.client), self.name, seconds, fail_over=self.served)
+        started = time.monotonic()
+        try:
+            return operation(self.client)
+        except _ERRORS as error:
+            seconds = self.read_timeout if timeout is None else timeout() if callable(timeout) else timeout
+            if seconds <= 0 or not _may_pass(error, fail_over=self.served):
+                _raise(error, self.name, time.monotonic() - started, fail_over=self.served)
+        return retried(partial(operation, self.client), self.name, seconds, started, fail_over=self.served)
 
     def read(self, streams: Mapping[bytes, str], block: float, timeout: float = 0) -> dict[bytes, Entries]:
         """As :meth:`read_bytes`, with ids and fields as text."""
@@ -262,6 +270,7 @@ _PASSING: Final = (
     rx.ClusterError,
     rx.RedisClusterException,
 )
+_ERRORS: Final = (rx.RedisError, rx.RedisClusterException, OSError)
 _FINAL: Final = (rx.AuthenticationError, rx.AuthorizationError, rx.MaxConnectionsError)
 # What a connection that broke raises, and not one that was refused.
 _BROKEN_TLS: Final = (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError)
@@ -299,17 +308,11 @@ def _is_passing(error: BaseException) -> bool:
     return isinstance(error, rx.ResponseError) and bool(_PASSING_REPLY.search(str(error)))
 
 
-def retried(operation: Callable[[], T], name: str, timeout: float, *, fail_over: bool = False) -> T:
+def retried(operation: Callable[[], T], name: str, timeout: float, started: float, *, fail_over: bool = False) -> T:
     """Run an operation until it succeeds, fails for good, or the time is up; see :meth:`Connection.call`.
 
     With ``fail_over``, a server that has become a read-only replica is taken for a master that will be replaced.
     """
-    started = time.monotonic()
-    try:
-        return operation()
-    except (rx.RedisError, rx.RedisClusterException, OSError) as error:
-        if timeout <= 0 or not _may_pass(error, fail_over=fail_over):
-            _raise(error, name, time.monotonic() - started, fail_over=fail_over)
     try:
         return Retrying(
             retry=retry_if_exception(partial(_may_pass, fail_over=fail_over)),
@@ -317,7 +320,7 @@ def retried(operation: Callable[[], T], name: str, timeout: float, *, fail_over:
             stop=stop_after_delay(max(0.0, timeout - (time.monotonic() - started))),
             reraise=True,
         )(operation)
-    except (rx.RedisError, rx.RedisClusterException, OSError) as error:
+    except _ERRORS as error:
         _raise(error, name, time.monotonic() - started, fail_over=fail_over)
 
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from redis.exceptions import NoScriptError
 
-from .connection import Connection
+from .connection import Connection, Timeout
 from .endpoint import Client
 
 Argument = str | bytes | int | float
@@ -33,7 +33,7 @@ class Script:
         connection: Connection,
         keys: Sequence[str | bytes],
         args: Sequence[Argument] | Callable[[], Sequence[Argument]],
-        timeout: float | None = None,
+        timeout: Timeout = None,
     ) -> Any:
         """Run the script; see :meth:`Connection.call` for ``timeout`` and errors.
 

@@ -18,7 +18,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from . import scripts
-from .connection import Connection, FencedError, require_keys_of_types, text
+from .connection import Connection, FencedError, Timeout, require_keys_of_types, text
 from .keys import DEFAULT_PREFIX, RunKeys
 from .settings import DEFAULT_TTL
 
@@ -159,14 +159,14 @@ class RedisStore(dist.Store):
             value: bytes | None = self._call(lambda client: client.execute_command("HGET", self._keys.data, full))
             if value is not None:
                 return value
-            value = self._await([full], "get", started + self.timeout.total_seconds())
+            value = self._await([full], "get", started + self._seconds())
             if value is not None:
                 return value
 
     def multi_get(self, keys: Sequence[Text]) -> list[bytes]:
         """Read several values; blocks until all are there. Raises as :meth:`get`."""
         full = self._all(keys)
-        deadline = time.monotonic() + self.timeout.total_seconds()
+        deadline = time.monotonic() + self._seconds()
         values = self._read(full)
         while missing := [i for i, value in enumerate(values) if value is None]:
             absent = [full[i] for i in missing]
@@ -212,12 +212,16 @@ class RedisStore(dist.Store):
 
     def check(self, keys: Sequence[Text]) -> bool:
         """Whether all keys are there now; a queue with items counts, as in TCPStore."""
-        return bool(self._look(self._all(keys), "check", self.timeout.total_seconds())[0] == 0)
+        return bool(self._look(self._all(keys), "check", self._seconds)[0] == 0)
 
     def wait(self, keys: Sequence[Text], timeout: timedelta | None = None) -> None:
         """Block until all keys are there; raises as :meth:`get`."""
-        seconds = (self.timeout if timeout is None else timeout).total_seconds()
-        self._await(self._all(keys), "wait", time.monotonic() + seconds)
+        full, started = self._all(keys), time.monotonic()
+        seconds = self._seconds if timeout is None else timeout.total_seconds
+        if len(full) != 1 or not self._call(
+            lambda client: client.execute_command("HEXISTS", self._keys.data, full[0]), timeout=seconds
+        ):
+            self._await(full, "wait", started + seconds())
 
     def num_keys(self) -> int:
         """How many keys the store has."""
@@ -247,7 +251,7 @@ class RedisStore(dist.Store):
             DistStoreError: there was none within ``timeout``.
         """
         full = self._key(key)
-        deadline = time.monotonic() + self.timeout.total_seconds()
+        deadline = time.monotonic() + self._seconds()
         while True:
             item = self._once(scripts.QUEUE_POP, [self._keys.queue(full)], [])
             if item is not None:
@@ -272,11 +276,14 @@ class RedisStore(dist.Store):
 
     # -- below
 
+    def _seconds(self) -> float:
+        return self.timeout.total_seconds()
+
     def _key(self, key: Text) -> bytes:
         return self._prefix + _bytes("key", key)
 
     def _read(self, keys: list[bytes]) -> list[Any]:
-        return self._call(lambda client: client.hmget(self._keys.data, keys)) if keys else []
+        return self._call(lambda client: client.execute_command("HMGET", self._keys.data, *keys)) if keys else []
 
     def _all(self, keys: Sequence[Text]) -> list[bytes]:
         if isinstance(keys, str | bytes):
@@ -284,7 +291,7 @@ class RedisStore(dist.Store):
         prefix = self._prefix
         return [prefix + _bytes("key", key) for key in keys]
 
-    def _look(self, keys: list[bytes], asked: Literal["get", "pop", "wait", "check"], timeout: float) -> Any:
+    def _look(self, keys: list[bytes], asked: Literal["get", "pop", "wait", "check"], timeout: Timeout) -> Any:
         both = [name for key in keys for name in (self._keys.stream(key), self._keys.queue(key))]
         return self._script(scripts.STORE_WAIT, [self._run.wake, *both], [asked, *keys], timeout)
 
@@ -327,12 +334,12 @@ class RedisStore(dist.Store):
         sender.request += 1
         try:
             numbered = [sender.name, sender.request, *args]
-            return self._script(script, keys, numbered, self.timeout.total_seconds())
+            return self._script(script, keys, numbered, self._seconds)
         finally:
             self._senders.append(sender)
 
     def _script(
-        self, script: scripts.Script, keys: Sequence[Text], args: Sequence[bytes | str | int], timeout: float
+        self, script: scripts.Script, keys: Sequence[Text], args: Sequence[bytes | str | int], timeout: Timeout
     ) -> Any:
         every_key, every_arg = [*self._fixed_keys, *keys], [*self._fixed_args, *args]
         try:
@@ -340,9 +347,9 @@ class RedisStore(dist.Store):
         except RendezvousError as e:
             raise self._as_torchs(e, keys) from e
 
-    def _call(self, operation: Callable[[Any], Any], keys: Sequence[Text] = ()) -> Any:
+    def _call(self, operation: Callable[[Any], Any], keys: Sequence[Text] = (), timeout: Timeout = None) -> Any:
         try:
-            return self._connection.call(operation, self.timeout.total_seconds())
+            return self._connection.call(operation, self._seconds if timeout is None else timeout)
         except RendezvousError as e:
             raise self._as_torchs(e, keys) from e
 

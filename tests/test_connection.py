@@ -24,6 +24,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from redelastic import RedisStore, scripts
+from redelastic.client import DirectClient
 from redelastic.connection import CONNECT_TIMEOUT, Connection, UnreachableError
 from redelastic.endpoint import Client
 from redelastic.keys import RunKeys
@@ -418,6 +419,30 @@ def test_redis_py_sends_nothing_twice_when_the_connection_breaks(own_server: Red
         assert connection.call(increment) == 9  # our own retries are counted too: three lost, one answered
         assert control.sends_of(b"INCRBY") == 9
         connection.close()
+
+
+@pytest.mark.parametrize("protocol", [2, 3])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("HGETALL", "hash"),  # redis-py makes a dict of it
+        ("hgetall", "hash"),
+        ("HEXISTS", "hash", "f"),  # and a bool of this
+        ("HGET", "hash", "f"),
+        ("XREAD", "STREAMS", "stream", "0"),
+        ("ZRANGE", "zset", 0, -1, "WITHSCORES"),
+        ("TIME",),
+    ],
+)
+def test_replies_are_in_redis_pys_form(own_server: RedisServer, protocol: int, command: tuple[str | int, ...]) -> None:
+    clients = [kind.from_url(own_server.url, protocol=protocol) for kind in (DirectClient, redis.Redis)]
+    with clients[0] as ours, clients[1] as theirs:
+        ours.hset("hash", "f", "1")
+        ours.xadd("stream", {"f": "1"})
+        ours.zadd("zset", {"member": 1})
+        mine, its = (client.execute_command(*command) for client in (ours, theirs))
+        assert type(mine) is type(its)
+        assert command == ("TIME",) or mine == its
 
 
 def test_redis_pys_defaults_would_send_twice(own_server: RedisServer) -> None:

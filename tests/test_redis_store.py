@@ -61,6 +61,22 @@ def test_a_blocked_wait_asks_nothing(own_server: RedisServer, run_id: str) -> No
         waiting.result(SOON)
 
 
+def test_a_wait_for_what_is_there_runs_no_script(own_server: RedisServer, run_id: str) -> None:
+    with opened(own_server, run_id) as store, own_server.get_client() as client:
+        store.set("there", "")
+        before = client.info("commandstats")["cmdstat_evalsha"]["calls"]
+        store.wait(["there"])
+        assert client.info("commandstats")["cmdstat_evalsha"]["calls"] == before
+
+
+def test_a_waits_own_time_out_holds_without_a_server(own_server: RedisServer, run_id: str) -> None:
+    with opened(own_server, run_id, timeout=600) as store:
+        store.set("there", "v")
+        own_server.kill()
+        with pytest.raises(dist.DistNetworkError, match="could not be reached"):
+            in_thread(store.wait, ["there"], timedelta(seconds=0.2)).result(SOON)
+
+
 @pytest.mark.parametrize("what", ["get", "wait", "queue_pop"])
 def test_a_wait_survives_the_loss_of_all_data(own_server: RedisServer, run_id: str, what: str) -> None:
     with opened(own_server, run_id) as store, own_server.get_client() as client:
