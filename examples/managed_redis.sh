@@ -9,6 +9,8 @@
 #   +zremrangebyrank +zcard +zcount +zrange +zrangebyscore +zscore +xadd +xread +xrevrange +rpush +lpop +llen
 set -euo pipefail
 command -v redelastic >/dev/null || { echo "activate the virtual environment that redelastic is in" >&2; exit 1; }
+(($#)) || { echo "usage: $0 RUN, such as my-job-1" >&2; exit 2; }
+[[ -r ~/.redis-password ]] || { echo "put the password of the user my-job into ~/.redis-password (chmod 600)" >&2; exit 2; }
 run=$1
 address=${REDIS_ADDRESS:-redis.example:6379}
 ca=${REDIS_CA:-} # a file, where the service's certificate is not signed by a CA that the system knows

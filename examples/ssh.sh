@@ -6,7 +6,7 @@ set -euo pipefail
 (($#)) || { echo "usage: $0 host1 host2 …, or, for a host that was lost: RUN=train-… $0 host2" >&2; exit 2; }
 command -v redelastic >/dev/null || { echo "activate the virtual environment that redelastic is in" >&2; exit 1; }
 run=${RUN:-train-$(date +%s)} # a run that has finished stays closed: each start is a run of its own, with a folder
-script=(-m redelastic.cli.demo.train --checkpoint "$PWD/digits.pt") # yours, and its arguments
+script=(-m redelastic.cli.demo.train --checkpoint "$PWD/digits.pt" --pace "${PACE:-0}") # yours, and its arguments
 nproc=1 # workers of each host: the number of its GPUs
 port=${REDIS_PORT:-6379}
 
@@ -50,8 +50,8 @@ for host in "$@"; do
 done
 trap 'redelastic close "$run" --stop; wait "${nodes[@]}"' INT TERM # Ctrl-C stops all hosts
 
-code=1
+code=0 done=
 for node in "${nodes[@]}"; do
-  wait "$node" && code=0 # one that ends with 0 has seen the training end, whoever was lost on the way
+  wait "$node" && done=yes || code=$? # one that ends with 0 has seen the training end, whoever was lost on the way
 done
-exit $code
+[[ $done ]] || exit $code

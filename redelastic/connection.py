@@ -21,7 +21,7 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from .addresses import is_loopback, source_address
 from .client import is_of_replica
-from .endpoint import Client, Endpoint, parse_endpoint
+from .endpoint import URL_VARIABLE, Client, Endpoint, parse_endpoint
 
 T = TypeVar("T")
 Timeout = float | Callable[[], float] | None  # in seconds
@@ -115,7 +115,10 @@ class Connection:
             opened.append(client)
             return client
 
-        retried(connect, str(endpoint), connect_timeout, time.monotonic())
+        name = (
+            f"{endpoint} (the default, as no endpoint and no {URL_VARIABLE} was given)" if endpoint.is_default else ""
+        )
+        retried(connect, name or str(endpoint), connect_timeout, time.monotonic())
         return cls(opened[-1], str(endpoint), owned=True, read_timeout=read_timeout)
 
     def __repr__(self) -> str:

@@ -64,6 +64,7 @@ class Endpoint:
     ca_cert: str | None = None
     ssl_cert: str | None = None
     ssl_cert_key: str | None = None
+    is_default: bool = field(default=False, compare=False)  # nobody named one
 
     @property
     def tls(self) -> bool:
@@ -139,7 +140,7 @@ def parse_endpoint(
     if "://" in text:
         endpoint = _parse_url(text)
     elif not text:
-        endpoint = _environment_endpoint() or Endpoint("redis", (("localhost", DEFAULT_PORT),))
+        endpoint = _environment_endpoint() or Endpoint("redis", (("localhost", DEFAULT_PORT),), is_default=True)
     else:
         base = _environment_endpoint() or Endpoint("redis")
         if base.scheme not in ("redis", "rediss"):
@@ -202,7 +203,9 @@ def split_url(url: str) -> UrlParts:
 def _environment_endpoint() -> Endpoint | None:
     text = os.environ.get(URL_VARIABLE, "").strip()
     try:
-        return _parse_url(text) if text else None
+        if not text or "://" in text or "@" in text:
+            return _parse_url(text) if text else None
+        return Endpoint("redis", (_parse_host(text, text),))
     except ValueError as e:
         raise ValueError(f"The environment's {URL_VARIABLE} is wrong. {e}") from None
 

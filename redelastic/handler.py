@@ -245,7 +245,8 @@ class RedisRendezvousHandler(RendezvousHandler):
         try:
             self.membership.leave(reason, run_then=run_then, timeout=timeout)
         except RendezvousError as e:
-            log.warning("Run %r could not be told that this node leaves: %s", self._settings.run_id, e)
+            level = logging.WARNING if self._entered else logging.INFO  # who was in no round is missed by nobody
+            log.log(level, "Run %r could not be told that this node leaves: %s", self._settings.run_id, e)
             return False
         finally:
             self._close_bootstrap()

@@ -33,6 +33,7 @@ from .view import Round, View
 
 log = logging.getLogger(__name__)
 
+LONG_WAIT: Final = 10.0  # for a round, after which it is said what is waited for, in seconds
 RETRY_PAUSE: Final = 0.2  # between attempts of the loop while Redis is away, in seconds
 COARSE: Final = 0.11  # Redis ends a blocking read up to 100 ms late: it looks at its clients ten times a second
 SPREAD: Final = 0.05  # nodes that wait for the same lease to run out look at it within this time, in seconds
@@ -84,6 +85,7 @@ class Membership(View):
         self._keeper: threading.Thread | None = None
         self._stopped = threading.Event()
         self._epoch_held = 0  # that of the last round this node was in
+        self._complain_of_wait_at = math.inf
         self._renew_identity()
 
     def _renew_identity(self) -> None:
@@ -121,6 +123,7 @@ class Membership(View):
         elif self._fenced:
             self._renew_identity()
         self._joining = True
+        self._complain_of_wait_at = time.monotonic() + LONG_WAIT
         # Leases of nodes that died with their whole job may be alive for so long; until then another size is refused.
         others_may_be_dead_until = time.monotonic() + self._settings.lease + 1
         give_up_at = time.monotonic() + self._settings.read_timeout  # on a Redis that is away, at the earliest
@@ -172,12 +175,18 @@ class Membership(View):
             raise RendezvousTimeoutError(
                 f"Run {self.run_id!r} had no new round after epoch {epoch} within the join_timeout of "
                 f"{self._settings.join_timeout:g} s: fewer than {self._settings.min_nodes} nodes joined, or a member "
-                "of the last round neither came back nor left."
+                "of the last round neither came back nor left. All nodes need the same --rdzv-id and the same Redis."
             )
         self._heard, self._standing = text(wake_id), "candidate"
         until = min(deadline, now + completes_in / 1000) if completes_in >= 0 else deadline
         while (left := until - time.monotonic()) > 0:
             before, self._heard = self._heard, self.pump(self._heard, left)
+            if not spare and time.monotonic() >= self._complain_of_wait_at:
+                self._complain_of_wait_at = math.inf
+                log.warning(
+                    "Node %s waits for a round of run %r, of %d to %d nodes; `redelastic status %s` says who is there.",
+                    *(self.node, self.run_id, self._settings.min_nodes, self._settings.max_nodes, self.run_id),
+                )
             if self._heard != before or self._standing != "candidate" or self._drain:
                 break
         return time.monotonic() + self._settings.join_timeout if spare else deadline

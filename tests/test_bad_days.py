@@ -88,6 +88,8 @@ class Unruly(AgentJob):
         (("--standalone", "--run-path", "no-such-script.py"), "There is no script 'no-such-script.py'"),
         (("--standalone", "--no-python", "no-such-command"), "There is no command 'no-such-command'"),
         (("--rdzv-endpoint=127.0.0.1:1", str(UNRULY)), "--rdzv-id is missing"),
+        (("--standalone", "--nnodes=1-2", str(UNRULY)), "--nnodes='1-2' is no number of nodes; give one"),
+        (("--standalone", "--nnodes=2:1", str(UNRULY)), "--nnodes='2:1' is no number of nodes; give one"),
         (("--standalone", "--health-check=luck", str(UNRULY)), "There is no health check 'luck'"),
         (("--standalone", "--hang-start-timeout=3", str(UNRULY)), "hang_start_timeout needs hang_timeout"),
         (("--standalone", "--drain-timeout=nan", str(UNRULY)), "drain_timeout=nan"),

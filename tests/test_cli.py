@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -93,8 +94,13 @@ class TestErrors:
         monkeypatch.delenv("REDELASTIC_REDIS_URL", raising=False)
         done = command("status", "RUN")
         assert (done.code, done.err.count("\n")) == (3, 1)
-        assert "localhost:1 could not be reached" in done.err
-        assert "--endpoint or REDELASTIC_REDIS_URL name another one" in done.err
+        default = r"redis://localhost:1 \(the default, .*REDELASTIC_REDIS_URL was given\) could not be reached"
+        assert re.search(default, done.err)
+
+    def test_no_command(self) -> None:
+        done = command()
+        assert (done.code, done.out) == (2, "")
+        assert all(name in done.err for name in ("run", "status", "timeline", "demo"))
 
     def test_the_url_may_come_from_the_environment(
         self, server: RedisServer, run_id: str, monkeypatch: pytest.MonkeyPatch
@@ -119,7 +125,8 @@ def test_help_needs_no_heavy_imports() -> None:
 
 
 def test_as_a_module() -> None:
-    done = subprocess.run([sys.executable, "-m", "redelastic.cli"], capture_output=True, text=True, check=False)
+    asked = [sys.executable, "-m", "redelastic.cli", "no-such-command"]
+    done = subprocess.run(asked, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
 
 

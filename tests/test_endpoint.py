@@ -224,6 +224,8 @@ def test_what_an_endpoint_prints_can_be_read_again(text: str) -> None:
         ("redis://u:p@a:1/2", "b", Endpoint("redis", (("b", 6379),), db=2, username="u", password="p")),
         ("rediss://u:p@a:1/2", "b:3", Endpoint("rediss", (("b", 3),), db=2, username="u", password="p")),
         ("redis://u:p@a:1/2", "redis://b:3", Endpoint("redis", (("b", 3),))),
+        ("a:1", "", Endpoint("redis", (("a", 1),))),
+        ("a", "b:3", Endpoint("redis", (("b", 3),))),
         ("unix://u:p@/s", "b:3", Endpoint("redis", (("b", 3),), username="u", password="p")),
         ("redis+cluster://u:p@a", "b:3", Endpoint("redis", (("b", 3),), username="u", password="p")),
         ("rediss+sentinel://u:p@a/m", "b:3", Endpoint("rediss", (("b", 3),), username="u", password="p")),
@@ -244,7 +246,7 @@ def test_the_environment_fills_in_what_a_plain_host_lacks(
 
 
 @pytest.mark.parametrize("text", ["", "h:1"])
-@pytest.mark.parametrize("environment", ["localhost:6379", "http://h", "redis://h:x"])
+@pytest.mark.parametrize("environment", ["localhost:x", "u:p@localhost", "http://h", "redis://h:x"])
 def test_a_wrong_environment_is_named(environment: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(URL_VARIABLE, environment)
     with pytest.raises(ValueError, match=f"environment's {URL_VARIABLE} is wrong"):
@@ -252,7 +254,7 @@ def test_a_wrong_environment_is_named(environment: str, text: str, monkeypatch: 
 
 
 def test_a_wrong_environment_does_not_matter_to_a_whole_url(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(URL_VARIABLE, "nonsense")
+    monkeypatch.setenv(URL_VARIABLE, "http://nonsense")
     assert parse_endpoint("redis://h:1").hosts == (("h", 1),)
 
 

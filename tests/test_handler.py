@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -25,9 +26,11 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
     RendezvousGracefulExitError,
     RendezvousInfo,
+    RendezvousParameters,
     RendezvousTimeoutError,
 )
 
+from redelastic import plugin
 from redelastic.handler import EPOCH_VARIABLE, RedisRendezvousHandler
 from redelastic.keys import RunKeys
 from redelastic.membership import COARSE, SPREAD
@@ -84,6 +87,25 @@ class TestForming:
         assert not new_node(2, 2).is_closed()
         join_all(pool, new_node(2, 2), new_node(2, 2))
 
+    def test_a_long_wait_says_what_for(
+        self,
+        new_node: NodeFactory,
+        pool: ThreadPoolExecutor,
+        run_id: str,
+        caplog: pytest.LogCaptureFixture,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        monkeypatch.setattr("redelastic.membership.LONG_WAIT", 0.1)
+        first = new_node(2, 3, last_call_timeout=0, keep_alive_interval=0.1)
+        joining = pool.submit(first.next_rendezvous)
+        until(lambda: caplog.messages, "it says so")
+        assert (
+            f"waits for a round of run '{run_id}', of 2 to 3 nodes; `redelastic status {run_id}`" in caplog.messages[0]
+        )
+        new_node(2, 3, last_call_timeout=0, keep_alive_interval=0.1).next_rendezvous()
+        assert joining.result(10).world_size == 2
+        assert sum("waits for a round" in text for text in caplog.messages) == 1, "once"
+
     def test_topology_orders_new_nodes(self, new_node: NodeFactory, pool: ThreadPoolExecutor) -> None:
         labels = ["rack2", "rack1", "rack2", "rack1"]
         nodes = [new_node(4, 4, topology=label) for label in labels]
@@ -101,6 +123,10 @@ class TestForming:
         assert os.environ[EPOCH_VARIABLE] == "1"
         node.next_rendezvous()
         assert os.environ[EPOCH_VARIABLE] == "2"  # I4
+
+    def test_torchrun_without_an_id_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="--rdzv-id is missing"):
+            plugin.create(RendezvousParameters("redis", "127.0.0.1:1", "none", 1, 1))  # as torchrun has it then
 
     def test_two_runs_do_not_meet(self, new_node: NodeFactory, pool: ThreadPoolExecutor, run_id: str) -> None:
         a = [new_node(2, 2) for _ in range(2)]
@@ -289,6 +315,20 @@ class TestRegrouping:
         assert nodes[1].next_rendezvous().world_size == 2
         assert regrouping.result(10).world_size == 2
         assert [nodes[0].nodes_lost, nodes[1].nodes_lost] == [1, 1]
+
+    def test_a_loss_is_told_though_the_round_was_broken_before(
+        self, new_node: NodeFactory, pool: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """Its survivors' workers fail first, on the broken connection."""
+        nodes = [new_node(1, 3, keep_alive_interval=0.2) for _ in range(2)]
+        join_all(pool, *nodes)
+        nodes[1].membership.stop()
+        assert nodes[0].next_rendezvous().world_size == 1
+        told = [text for text in caplog.messages if "is broken" in text]
+        assert [lost for text in told for lost in re.findall(r"(\S+) lost its lease", text)] == [
+            nodes[1].membership.node
+        ]
+        assert told[0].endswith(f"{nodes[0].membership.node} regroups.")
 
     def test_a_late_node_does_not_end_the_waits(self, new_node: NodeFactory, pool: ThreadPoolExecutor) -> None:
         nodes = [new_node(1, 3) for _ in range(2)]

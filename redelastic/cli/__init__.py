@@ -48,6 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         command.add_arguments(subparser)
         subparser.set_defaults(command=command)
+    if not argv:
+        parser.print_help(sys.stderr)
+        return common.USAGE
     arguments = parser.parse_args(argv)
     return _ended(arguments.command.NAME, lambda: arguments.command.run(arguments))
 

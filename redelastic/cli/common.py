@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from typing import TYPE_CHECKING, Final
 
 from redelastic.keys import DEFAULT_PREFIX, RunKeys
@@ -50,15 +49,9 @@ def endpoint(arguments: argparse.Namespace) -> Endpoint:
 
 def open_connection(arguments: argparse.Namespace) -> Connection:
     """Connect to the Redis that the arguments name."""
-    from redelastic.connection import Connection, UnreachableError
-    from redelastic.endpoint import URL_VARIABLE
+    from redelastic.connection import Connection
 
-    try:
-        return Connection.open(endpoint(arguments), TIMEOUT, TIMEOUT, TIMEOUT)
-    except UnreachableError as e:
-        if arguments.endpoint or os.environ.get(URL_VARIABLE):
-            raise
-        raise UnreachableError(f"{e} (That is the default: --endpoint or {URL_VARIABLE} name another one.)") from e
+    return Connection.open(endpoint(arguments), TIMEOUT, TIMEOUT, TIMEOUT)
 
 
 def open_run(arguments: argparse.Namespace) -> RunControl:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import re
 import shutil
 import sys
 import uuid
@@ -25,12 +26,21 @@ exit codes: 0 finished; 1 workers failed, or a signal ended it; 2 wrong argument
 75 this node was drained (its place may be taken); 76 the job was stopped, or its restarts are used up;
 77 refused by a health check.
 
-Other than torchrun says above: --local-addr is by default the address of this host on its way to Redis;
---standalone starts a Redis of its own; --master-addr and --master-port have no effect.
-
 SIGTERM and SIGUSR1 drain the node: all workers of the job are asked to save, then this node leaves and
 the others go on. A second SIGTERM waits for nobody to save.
 """
+
+# What torchrun's help says of them does not hold here.
+HELP = {
+    "--rdzv-endpoint": "host:port or URL of Redis; default: the environment variable REDELASTIC_REDIS_URL or localhost",
+    "--rdzv-backend": "redis, and no other",
+    "--rdzv-id": "the run's id, the same on all its nodes; it tells this job from others on the same Redis",
+    "--standalone": "start a Redis for this job, which has one node; --rdzv-endpoint and --rdzv-id are not used",
+    "--local-addr": "address of this host for the others; default: that on its way to Redis",
+    "--master-addr": "has no effect: rank 0 says where it serves",
+    "--master-port": "has no effect, as --master-addr",
+    "--node-rank": "has no effect: the rendezvous gives ranks",
+}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -46,6 +56,8 @@ def main(argv: Sequence[str]) -> int:
     parser.description = (__doc__ or "").replace("``", "")
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.set_defaults(rdzv_backend="redis")
+    for option, text in HELP.items():
+        parser._option_string_actions[option].help = text  # noqa: SLF001  # argparse has no other way to an argument
     _add_arguments(parser)
     arguments = parser.parse_args(argv)
     logging.basicConfig(
@@ -79,7 +91,12 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-job-restarts", type=int, metavar="N", help="of the whole job; --max-restarts is then as many")
     add("--max-idle-restarts", type=int, metavar="N", help="of those in a row, how many may bring no progress")
     add("--max-failed-rounds", type=int, metavar="N", help="in a row by this host's fault, until it is kept out")
-    add("--health-check", action="append", metavar="NAME", help="gpu, disk, memory, … or none (default: disk)")
+    add(
+        "--health-check",
+        action="append",
+        metavar="NAME",
+        help="gpu (if a driver is there), disk, memory, … or none (default: disk)",
+    )
     add("--health-command", metavar="COMMAND", help="a shell command; if it fails, this node does not join")
     add("--health-port", type=int, metavar="PORT", help="serve /livez, /readyz and /metrics")
     add("--health-host", default="127.0.0.1", metavar="ADDRESS", help="where to serve them (default: 127.0.0.1)")
@@ -89,6 +106,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 def _options(arguments: argparse.Namespace) -> AgentOptions:
     from redelastic.agent import AgentOptions
 
+    least, _, most = arguments.nnodes.partition(":")
+    if not (re.fullmatch(r"[0-9]+(:[0-9]+)?", arguments.nnodes) and 1 <= int(least) <= int(most or least)):
+        raise ValueError(f"--nnodes={arguments.nnodes!r} is no number of nodes; give one, as 4, or MIN:MAX, as 2:4.")
     if not arguments.monitor_interval > 0:
         raise ValueError(f"--monitor-interval={arguments.monitor_interval} is out of range; it must be above 0.")
     if arguments.max_job_restarts is not None and not arguments.max_restarts:
