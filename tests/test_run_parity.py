@@ -326,10 +326,10 @@ def test_torchs_file_timer_ends_a_worker_that_overstays(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (("--nnodes=2:1",), "min_nodes"),
+        (("--nnodes=2:1",), "--nnodes="),
         (("--nnodes=1:2:3",), "1:2:3"),
         (("--nnodes=one",), "one"),
-        (("--nnodes=0",), "min_nodes"),
+        (("--nnodes=0",), "--nnodes="),
         (("--nproc-per-node=many",), "many"),
         (("--nproc-per-node=gpu",), "Cuda"),
         (("--max-restarts=-1",), "max_restarts"),
