@@ -202,7 +202,7 @@ class View:
             self._break(f"{self.node}, which is this node, lost its lease", candidates, member_lost=True)
 
     def _break(self, reason: str, waiting: int, member_lost: bool) -> None:
-        if self._round and (not self._broken or (member_lost and not self._member_lost)):
+        if self._round and (not self._broken or (member_lost and reason != self._broken)):
             log.warning("Round %s of run %r is broken: %s.", self._round.epoch, self.run_id, reason)
         self._broken, self._waiting, self._member_lost = reason, waiting, self._member_lost or member_lost
         self._tell()

@@ -330,6 +330,15 @@ class TestRegrouping:
         ]
         assert told[0].endswith(f"{nodes[0].membership.node} regroups.")
 
+    def test_a_loss_is_told_once(self, new_node: NodeFactory, caplog: pytest.LogCaptureFixture) -> None:
+        """A heartbeat's reply may say that the round is broken before the wake-up says that a member is lost."""
+        node = new_node(1, 1)
+        node.next_rendezvous()
+        with node.membership._lock:
+            for member_lost in (False, True, True):
+                node.membership._break("n1 lost its lease", 0, member_lost)
+        assert sum("n1 lost its lease" in text for text in caplog.messages) == 1
+
     def test_a_late_node_does_not_end_the_waits(self, new_node: NodeFactory, pool: ThreadPoolExecutor) -> None:
         nodes = [new_node(1, 3) for _ in range(2)]
         infos = join_all(pool, *nodes)

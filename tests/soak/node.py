@@ -8,6 +8,7 @@ REDELASTIC_SOAK_BREAK names a defect (see DEFECTS) to be put into the Lua texts 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import itertools
@@ -25,7 +26,6 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 import torch.distributed as dist
-from redis import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
@@ -37,6 +37,7 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from redelastic import scripts
 from redelastic.backend import create_backend
+from redelastic.client import DirectClient
 from redelastic.handler import EPOCH_VARIABLE, RedisRendezvousHandler, create_handler
 from redelastic.membership import DrainedError
 from redelastic.store import RedisStore, RoundBrokenError
@@ -237,16 +238,17 @@ class Worker(threading.Thread):
 
 def lose_replies(rate: float) -> None:
     """Has some replies get lost after their request took effect, as a connection that breaks does it."""
-    parse: Callable[..., Any] = Redis.parse_response
+    execute: Callable[..., Any] = DirectClient.execute_command
 
-    def parse_or_lose(self: Redis, connection: Any, command: str, **options: Any) -> Any:
-        reply = parse(self, connection, command, **options)
-        if command.startswith("EVAL") and random.random() < rate:
-            connection.disconnect()
+    def execute_or_lose(self: DirectClient, *command: Any, **options: Any) -> Any:
+        reply = execute(self, *command, **options)
+        if command[0].startswith("EVAL") and random.random() < rate:
+            with contextlib.suppress(IndexError):
+                self._discard(self._idle.pop())
             raise RedisConnectionError("the soak has lost this reply")
         return reply
 
-    Redis.parse_response = parse_or_lose  # type: ignore[assignment,method-assign]
+    DirectClient.execute_command = execute_or_lose  # type: ignore[method-assign]
 
 
 def put_in(defect: str) -> None:

@@ -1,8 +1,8 @@
 """The demo's training: plain DDP that goes on from its checkpoint, with as many nodes as there are.
 
-Nothing in it is redelastic's, but for one environment variable: the round's epoch, by which a checkpoint refuses the
-writer of a round that is over. A new run goes on from another one's checkpoint, whose writers are refused from then on.
-Run it under any torchrun: ``torchrun … -m redelastic.cli.demo.train --checkpoint F``.
+What is redelastic's in it: ``should_checkpoint()``, ``progress()`` and the round's epoch in the environment, by which a
+checkpoint refuses the writer of a round that is over. A new run goes on from another one's checkpoint, whose writers
+are refused from then on. Run it under any torchrun: ``torchrun … -m redelastic.cli.demo.train --checkpoint F``.
 
 Which samples a step takes depends on the seed and the step alone, and the loss is a mean over the global batch: the
 result does not depend on how many nodes there were at which step. Rank 0 reports on stdout, one JSON object a line.
