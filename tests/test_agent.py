@@ -218,7 +218,8 @@ def test_a_signal_to_all_processes_of_a_node_drains_it(server: RedisServer, tmp_
 @pytest.mark.fault("a worker hangs", "it is found after `--hang-timeout`, its stack is told, workers are restarted")
 def test_a_worker_that_hangs_is_found_and_restarted(server: RedisServer, tmp_path: Path) -> None:
     with AgentJob(server, tmp_path, "2:2") as job:
-        job.begin("a", "b", options=("--hang-timeout=6", "--hang-start-timeout=50"))
+        job.begin("a", options=("--hang-timeout=9", "--hang-start-timeout=50"))  # its worker waits for b's
+        job.begin("b", options=("--hang-timeout=6", "--hang-start-timeout=50"))
         epoch = job.wait_round("ab")
         job.tell("hang-b")
         job.wait_round("ab", epoch)
