@@ -215,7 +215,7 @@ def regressions(before: Iterable[Table], now: Iterable[Table]) -> Iterator[str]:
                 if old is None or row not in old.cells or column == table.base:
                     continue
                 was, is_now = old.ratio(row, column), table.ratio(row, column)
-                if was and is_now and was / is_now > SLOWER:
+                if was and is_now and (is_now / was if table.unit == "/s" else was / is_now) > SLOWER:
                     yield f"{table.name}, {row}, {column} / {table.base}: {was:.3g} x before, {is_now:.3g} x now"
 
 

@@ -51,6 +51,13 @@ def test_lost_ground_is_told_from_a_slow_machine() -> None:
     ]
 
 
+def test_of_rates_more_is_better() -> None:
+    before, less, more = (_table(redelastic=rate, theirs=10) for rate in (10, 5, 20))
+    before.unit = less.unit = more.unit = "/s"
+    assert list(regressions([before], [less])) == ["t, 2, theirs / redelastic: 1 x before, 2 x now"]
+    assert not list(regressions([before], [more]))
+
+
 def test_a_table_survives_its_file_and_shows_ratios() -> None:
     table = _table(redelastic=0.001, theirs=0.0123, slow=1)
     table.put(2, "absent", "not within 60 s")
