@@ -1,13 +1,11 @@
 -- append: adds bytes at the end of a key's value. Added once however often it is sent (I8).
 --
 -- KEYS 1-5 of store.lua, 6 the key's wake-up stream
--- ARGV 1-2 of store.lua, 3 sender, 4 request, 5 key, 6 bytes
+-- ARGV 1-2 of store.lua, 3-4 of store_write.lua, 5 key, 6 bytes
 -- I4 I8
-local sender, request, key = ARGV[3], ARGV[4], ARGV[5]
-if not done(sender, request) then
-  fence()
+if not seen then
+  local key = ARGV[5]
   redis.call('HSET', DATA, key, (redis.call('HGET', DATA, key) or '') .. ARGV[6])
-  remember(sender, request, '')
+  finish()
   fire(key, KEYS[6])
-  touch()
 end

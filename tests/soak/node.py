@@ -56,14 +56,14 @@ DEFECTS: Final[dict[str, tuple[tuple[str, str], ...]]] = {
     "I1: completes while a round is put back": (("MEMBERS) > 0 or run.restoring", "MEMBERS) > 0"),),
     "I2: all are rank 0": (("tonumber(redis.call('ZSCORE', RANKS, node)), run.size", "0, run.size"),),
     "I3: max_nodes is not kept": (("CANDIDATES, 0, run.max - 1,", "CANDIDATES, 0, -1,"),),
-    "I4: stores are not fenced": (("function fence()\n  if superseded()", "function fence()\n  if false"),),
+    "I4: stores are not fenced": (("elseif superseded() then", "elseif false then"),),
     "I5: closing is forgotten": (
         ("  set('closed', reason)", "  set('closed', nil)"),
         ("return run.closed\n", "return ARGV[1]\n"),
     ),
     "I6: the last call never ends": (("if now >= run.deadline then", "if false then"),),
     "I7: leases do not end": (("LEASES, '-inf', now, 'WITHSCORES'", "LEASES, '-inf', now - 60000, 'WITHSCORES'"),),
-    "I8: requests count twice": (("'HGET', ONCE, sender)", "'HGET', ONCE, sender .. '?')"),),
+    "I8: requests count twice": (("'HGET', ONCE, SENDER)", "'HGET', ONCE, SENDER .. '?')"),),
     "I9: an outage evicts": (("if run.interval and (silence", "if false and (silence"),),
 }
 
