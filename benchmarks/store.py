@@ -12,7 +12,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any, Final
 
 from benchmarks import report
@@ -186,6 +186,8 @@ def latencies(servers: Servers, repeat: int, sizes: tuple[int, ...], seconds: fl
 def prepare_client(options: dict[str, Any], number: int) -> tuple[Callable[[], object], Callable[[], object]]:
     """One of several clients, which does what the options name until its time is up, and enters how often it has."""
     stack = ExitStack()
+    if options["alone"]:
+        os.sched_setaffinity(0, {options["servers"].clients_core})
     store: Any = stack.enter_context(opened(options["contender"], options["servers"], options["name"]))
     name, done = options["operation"], options["done"]
     key = f"own-{number}" if name == "set" else "shared"
@@ -214,7 +216,7 @@ def prepare_client(options: dict[str, Any], number: int) -> tuple[Callable[[], o
 def throughput(
     servers: Servers, sizes: tuple[int, ...], repeat: int, seconds: float, progress: Progress
 ) -> Iterator[Table]:
-    """Several clients: operations of all of them in a second."""
+    """Operations of all clients in a second; one alone is kept apart from the servers."""
     operations = {"set": "each of a key of its own", "get": "of one key", "add": "to one key"}
     tables = {
         name: Table(f"store-throughput-{name}", f"{name} a second, {which}, by clients", "clients", unit="/s", log=True)
@@ -231,14 +233,16 @@ def throughput(
                 "seconds": seconds,
                 "done": CONTEXT.Array("q", clients, lock=False),
                 "turn": turn,
+                "alone": clients == 1,
             }
-            for name in operations
             for turn in range(repeat + 1)
+            for name in operations
             for contender in ACROSS_PROCESSES
             if not servers.missing(contender)
         ]
         try:
-            timings = run_nodes(prepare_client, rounds, clients, 90 + 5 * len(rounds) * seconds)
+            with apart(servers) if clients == 1 else nullcontext():
+                timings = run_nodes(prepare_client, rounds, clients, 90 + 5 * len(rounds) * seconds)
         except TimeLimitError as e:
             for table in tables.values():
                 for contender in ACROSS_PROCESSES:
@@ -269,7 +273,7 @@ def run(quick: bool, progress: Progress) -> Iterator[Table]:
         yield from latencies(servers, 1 if quick else 3, (10, 1_000) if quick else SIZES, 0.01 if quick else TURN)
         yield from parts_table(servers, 1 if quick else 7, 200 if quick else 5_000)
         yield from script_table(servers, 1 if quick else 7, 200 if quick else 5_000)
-        yield from throughput(servers, (2,) if quick else CLIENTS, 1 if quick else 2, 0.05 if quick else 0.3, progress)
+        yield from throughput(servers, (2,) if quick else CLIENTS, 1 if quick else 7, 0.05 if quick else 0.1, progress)
         progress("wake-ups")
         yield from wake_up_tables(servers, 1 if quick else 5)  # a process that wakes varies much
         yield from group_tables(servers, (2,) if quick else (2, 8, 32, 64), repeat, progress)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import chain
+from multiprocessing import forkserver
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
@@ -69,6 +70,7 @@ def apart(servers: Servers) -> Iterator[None]:
 
     Else the kernel moves them together and apart as it likes, and a round trip takes 20 µs now, and 60 µs then.
     """
+    forkserver.ensure_running()  # of which all later processes have their cores
     cores = os.sched_getaffinity(0)
     try:
         _pin(servers.pids, cores - {servers.clients_core} or cores)

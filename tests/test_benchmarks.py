@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -31,6 +32,15 @@ def test_each_answers_its_question(name: str, tmp_path: Path) -> None:
         assert table.cells, table.name
         ours = [cells.get(table.base, next(iter(cells.values()))) for cells in table.cells.values()]
         assert all(isinstance(cell, Spread) or "failed" not in cell for cell in ours), table
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core: nothing to keep apart")
+def test_clients_started_while_servers_are_apart_have_all_cores() -> None:
+    """Else they would share one with the server for as long as the benchmark runs."""
+    ask = "from benchmarks.harness import run_alone; import os; print(run_alone(os.sched_getaffinity, (0,), 60))"
+    program = f"from benchmarks.store_contenders import apart, serving\nwith serving() as s, apart(s): {ask}"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(os.sched_getaffinity(0))
 
 
 def _table(name: str = "t", **columns: float) -> Table:
