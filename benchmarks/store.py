@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
+from itertools import product
 from typing import Any, Final
 
 from benchmarks import report
@@ -67,7 +68,7 @@ TARGETS: Final[dict[str, list[tuple[float, str]]]] = {
 SMALL: Final = b"0123456789"
 SIZES: Final = (10, 1_000, 10_000, 100_000, 1_000_000, 16_000_000)
 CLIENTS: Final = (1, 8, 64)
-TURN: Final = 0.06  # seconds after which a contender's turn ends, however few operations it has done
+TURN: Final = 0.04  # seconds after which a contender's turn ends, however few operations it has done
 LARGE_TURN: Final = 64_000_000  # bytes that a turn may write
 
 Operation = Callable[[int], object]
@@ -119,22 +120,23 @@ def take_turns(
         there are none. The first turn is not counted.
     """
     os.sched_setaffinity(0, {servers.clients_core})
-    found: dict[str, dict[str, str | list[tuple[float, float]]]] = {}
-    for name, size in cases:
-        row = found[f"{name} {size}"] = {c: servers.missing(c) or [] for c in CONTENDERS}
-        for turn in range(repeat + 1):
-            for contender in CONTENDERS:
-                turns = row[contender]
-                if isinstance(turns, str):
-                    continue
-                try:
-                    with opened(contender, servers, f"{name.partition(',')[0]}-{size}") as store:
-                        times = one_turn(name, store, contender, size, seconds)
-                except Exception as e:  # noqa: BLE001  # each has errors of its own
-                    row[contender] = refusal(contender, e)
-                    continue
-                if turn:
-                    turns.append((statistics.median(times), Spread.of(times).p99))
+    found: dict[str, dict[str, str | list[tuple[float, float]]]] = {
+        f"{name} {size}": {c: servers.missing(c) or [] for c in CONTENDERS} for name, size in cases
+    }
+    for turn in range(repeat + 1):  # so far apart that a slow moment of the machine is one turn's, not all of a row's
+        for (name, size), contender in product(cases, CONTENDERS):
+            row = found[f"{name} {size}"]
+            turns = row[contender]
+            if isinstance(turns, str):
+                continue
+            try:
+                with opened(contender, servers, f"{name.partition(',')[0]}-{size}") as store:
+                    times = one_turn(name, store, contender, size, seconds)
+            except Exception as e:  # noqa: BLE001  # each has errors of its own
+                row[contender] = refusal(contender, e)
+                continue
+            if turn:
+                turns.append((statistics.median(times), Spread.of(times).p99))
     return found
 
 
@@ -270,7 +272,7 @@ def run(quick: bool, progress: Progress) -> Iterator[Table]:
     repeat = 1 if quick else 3
     with serving() as servers:
         progress("latency of each operation")
-        yield from latencies(servers, 1 if quick else 3, (10, 1_000) if quick else SIZES, 0.01 if quick else TURN)
+        yield from latencies(servers, 1 if quick else 5, (10, 1_000) if quick else SIZES, 0.01 if quick else TURN)
         yield from parts_table(servers, 1 if quick else 7, 200 if quick else 5_000)
         yield from script_table(servers, 1 if quick else 7, 200 if quick else 5_000)
         yield from throughput(servers, (2,) if quick else CLIENTS, 1 if quick else 7, 0.05 if quick else 0.1, progress)
