@@ -17,7 +17,7 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
@@ -98,6 +98,12 @@ class Outage:
     afterwards: float
     known: float | None
     restarts: int
+
+
+def _signal(processes: Iterable[psutil.Process], number: signal.Signals) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
 
 
 class Job:
@@ -231,9 +237,9 @@ class Job:
         tree = [agent, *([] if fault == "terminate" else agent.children(recursive=True))]
         number = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM, "freeze": signal.SIGSTOP}[fault]
         watch = Watch(self, node)
-        for process in tree:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.send_signal(number)
+        _signal(tree, number)
+        if fault == "freeze":  # a frozen warden never learns that its agent has gone
+            self._opened.callback(_signal, tree, signal.SIGKILL)
         return watch
 
     def restart_redis(self, away: float, watched: float) -> Outage:

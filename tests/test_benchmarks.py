@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
+from commands import until
 
 from benchmarks.__main__ import BEGIN, BENCHMARKS, END, with_results
+from benchmarks.recovery_job import OURS, Job
 from benchmarks.report import Spread, Table, document, markdown, regressions, summary, tables_of
 
 ROOT = Path(__file__).parent.parent
@@ -21,8 +25,12 @@ LIMIT = 240.0  # for one benchmark with --quick, which takes some seconds, on a 
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_each_answers_its_question(name: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks", name, "--quick", f"--limit={LIMIT}", "--json", str(tmp_path)]
-    done = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True, timeout=1.5 * LIMIT)
+    environ = {**os.environ, "BENCHMARK": f"{name} {tmp_path}"}
+    done = subprocess.run(
+        command, check=False, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=1.5 * LIMIT
+    )
     assert done.returncode == 0, done.stderr
+    until(lambda: not _living_with(environ["BENCHMARK"]), "all its processes have ended")
     found = json.loads((tmp_path / f"{name}.json").read_text())
     assert found["benchmark"] == name
     tables = tables_of(found)
@@ -41,6 +49,25 @@ def test_clients_started_while_servers_are_apart_have_all_cores() -> None:
     program = f"from benchmarks.store_contenders import apart, serving\nwith serving() as s, apart(s): {ask}"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == str(os.sched_getaffinity(0))
+
+
+def test_of_a_frozen_node_nothing_is_left() -> None:
+    job = Job(OURS, 2, {})
+    job.start()
+    frozen = psutil.Process(job.nodes[1].pid).children(recursive=True)
+    job.hurt("freeze", 1)
+    job.close()
+    assert len(frozen) == 2, "its warden and its worker"
+    until(lambda: not any(process.is_running() for process in frozen), "they have ended")
+
+
+def _living_with(token: str) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get("BENCHMARK") == token:
+                found.append(process)
+    return found
 
 
 def _table(name: str = "t", **columns: float) -> Table:

@@ -4,9 +4,9 @@
 -- ARGV 3 sender, 4 request: senders number theirs
 local SENDER, REQUEST = ARGV[3], ARGV[4]
 
-local last = redis.call('HGET', ONCE, SENDER) or '0'
+local last = redis.call('HGET', ONCE, SENDER) or ''
 local number, long = string.match(last, '^(%d+)(@?)')
-local ahead = REQUEST - number
+local ahead = REQUEST - (number or 0) -- what is no number was not written by us
 local seen, reply = ahead == 0, nil
 if ahead < 0 then -- somebody has long had an answer to this one
   error('a late copy of request ' .. REQUEST .. ', after request ' .. number)
