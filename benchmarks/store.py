@@ -34,7 +34,7 @@ from benchmarks.store_contenders import (
 )
 from benchmarks.store_groups import group_tables
 from benchmarks.store_parts import parts_table
-from benchmarks.store_script import script_table
+from benchmarks.store_script import script_tables
 from benchmarks.store_wake import wake_up_tables
 
 OPERATIONS: Final = (
@@ -274,7 +274,7 @@ def run(quick: bool, progress: Progress) -> Iterator[Table]:
         progress("latency of each operation")
         yield from latencies(servers, 1 if quick else 5, (10, 1_000) if quick else SIZES, 0.01 if quick else TURN)
         yield from parts_table(servers, 1 if quick else 7, 200 if quick else 5_000)
-        yield from script_table(servers, 1 if quick else 7, 200 if quick else 5_000)
+        yield from script_tables(servers, 1 if quick else 7, 200 if quick else 5_000)
         yield from throughput(servers, (2,) if quick else CLIENTS, 1 if quick else 7, 0.05 if quick else 0.1, progress)
         progress("wake-ups")
         yield from wake_up_tables(servers, 1 if quick else 5)  # a process that wakes varies much

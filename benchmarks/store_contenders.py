@@ -114,13 +114,20 @@ def bare_redis(url: str, name: str) -> Iterator[SimpleNamespace]:
     parts = urlsplit(url)
     reader = hiredis.Reader()
 
-    def ask(*words: Any) -> Any:
-        connection.sendall(hiredis.pack_command(words))
+    def read() -> Any:
         while (reply := reader.gets()) is False:
             reader.feed(connection.recv(65536))
         if isinstance(reply, Exception):
             raise reply
         return reply
+
+    def ask(*words: Any) -> Any:
+        connection.sendall(hiredis.pack_command(words))
+        return read()
+
+    def ask_both(one: tuple[Any, ...], other: tuple[Any, ...]) -> tuple[Any, Any]:
+        connection.sendall(hiredis.pack_command(one) + hiredis.pack_command(other))
+        return read(), read()
 
     with socket.create_connection((parts.hostname, parts.port or 0), LIMIT) as connection:
         connection.settimeout(None)
@@ -129,6 +136,7 @@ def bare_redis(url: str, name: str) -> Iterator[SimpleNamespace]:
             ask("AUTH", unquote(parts.password))
         yield SimpleNamespace(
             ask=ask,
+            ask_both=ask_both,
             set=lambda key, value: ask("HSET", name, key, value),
             get=lambda key: ask("HGET", name, key),
             add=lambda key, amount: ask("HINCRBY", name, key, amount),

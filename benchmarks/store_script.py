@@ -1,4 +1,4 @@
-"""What a set costs as a script, on a bare socket: one duty after the other, beside RedisStore and TCPStore."""
+"""What a set and a check cost on a bare socket, one duty after the other, beside RedisStore and TCPStore."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import redis
 from benchmarks.harness import run_alone
 from benchmarks.report import Table
 from benchmarks.store_contenders import BARE, OURS, TCP, Servers, apart, opened
-from redelastic.keys import RunKeys
-from redelastic.scripts import STORE_SET
+from redelastic.keys import RunKeys, StoreKeys
+from redelastic.scripts import STORE_SET, STORE_WAIT
 
 # What lua/store_set.lua has to do for one key, each as short as can be: the duty, the keys and arguments that it takes
 # beyond those of the duties before it, and its text.
@@ -44,8 +44,7 @@ DUTIES: Final[tuple[tuple[str, list[str], list[str], str], ...]] = (
 )
 VALUE: Final = "0123456789"
 TTL: Final = 86_400_000  # milliseconds
-THEIRS: Final = f"{TCP}: add"
-TARGET: Final = 1.4  # times what TCPStore takes for an add
+TARGET: Final = 1.4  # times what TCPStore takes
 WHOLE: Final = "whole"
 COMMAND: Final = "Redis: command"
 
@@ -59,13 +58,43 @@ class Timed:
     command: str = "evalsha"
 
 
-def timed_calls(stack: ExitStack, servers: Servers) -> Iterator[Timed]:
-    """From the least that Redis can do to what our store does, and the one to be compared with."""
-    bare: Any = stack.enter_context(opened(BARE, servers, "script"))
-    ours: Any = stack.enter_context(opened(OURS, servers, "script"))
-    theirs: Any = stack.enter_context(opened(TCP, servers, "script"))
-    run = RunKeys("bench")
-    store = run.store("script")
+@dataclass(frozen=True)
+class Clients:
+    """Each of them has a store of this name, with one key in it."""
+
+    bare: Any
+    ours: Any
+    theirs: Any
+    run: RunKeys
+    store: StoreKeys
+
+    @classmethod
+    def opened(cls, stack: ExitStack, servers: Servers, name: str) -> Clients:
+        """In a state in which a write has nothing more to do than any other."""
+        bare, ours, theirs = (stack.enter_context(opened(kind, servers, name)) for kind in (BARE, OURS, TCP))
+        run = RunKeys("bench")
+        for store in (ours, theirs):
+            store.set("k", VALUE)
+        return cls(bare, ours, theirs, run, run.store(name))
+
+    @property
+    def fixed_keys(self) -> list[str]:
+        """Of each script of a store."""
+        return [self.store.data, self.store.waits, self.store.once, self.run.run, self.run.members]
+
+    def script(self, text: str, keys: list[Any], args: list[Any]) -> Callable[[], object]:
+        """A call of a script; what is an iterator among its arguments, is asked for the next one each time."""
+        sent = ["EVALSHA", self.bare.ask("SCRIPT", "LOAD", text), len(keys), *keys, *args]
+        i = next((i for i, word in enumerate(sent) if isinstance(word, count)), None)
+        if i is None:
+            return lambda: self.bare.ask(*sent)
+        before, numbers, after = sent[:i], sent[i], sent[i + 1 :]
+        return lambda: self.bare.ask(*before, next(numbers), *after)
+
+
+def set_calls(clients: Clients) -> Iterator[Timed]:
+    """From the least that Redis can do to what our store does, and at last the one to be compared with."""
+    bare, store = clients.bare, clients.store
     words: dict[str, Any] = {
         "data": store.data,
         "waits": store.waits,
@@ -78,14 +107,6 @@ def timed_calls(stack: ExitStack, servers: Servers) -> Iterator[Timed]:
         "ttl": TTL,
     }
 
-    def script(text: str, keys: list[Any], args: list[Any]) -> Callable[[], object]:
-        sent = ["EVALSHA", bare.ask("SCRIPT", "LOAD", text), len(keys), *keys, *args]
-        if words["request"] not in sent:
-            return lambda: bare.ask(*sent)
-        i = sent.index(words["request"])
-        before, after = sent[:i], sent[i + 1 :]
-        return lambda: bare.ask(*before, next(words["request"]), *after)
-
     yield Timed("HSET, no script", lambda: bare.ask("HSET", store.data, "k", VALUE), "hset")
     keys: list[str] = []
     args: list[str] = []
@@ -93,22 +114,48 @@ def timed_calls(stack: ExitStack, servers: Servers) -> Iterator[Timed]:
     for duty, more_keys, more_args, text in DUTIES:
         keys, args, texts = keys + more_keys, args + more_args, [*texts, text]
         head = f"local {', '.join(keys)} = unpack(KEYS) local {', '.join(args)} = unpack(ARGV)"
-        yield Timed(duty, script("\n".join([head, *texts]), [words[k] for k in keys], [words[a] for a in args]))
-    our_keys = [store.data, store.waits, store.once, run.run, run.members, words["stream"]]
+        yield Timed(duty, clients.script("\n".join([head, *texts]), [words[k] for k in keys], [words[a] for a in args]))
     our_args = ["", TTL, "sender", words["request"], "k", VALUE]
-    yield Timed("our script", script(STORE_SET.text, our_keys, our_args))
-    yield Timed("our set", lambda: ours.set("k", VALUE))
-    yield Timed(THEIRS, lambda: theirs.add("n", 1), "")
+    yield Timed("our script", clients.script(STORE_SET.text, [*clients.fixed_keys, words["stream"]], our_args))
+    yield Timed("our set", lambda: clients.ours.set("k", VALUE))
+    yield Timed(f"{TCP}: add", lambda: clients.theirs.add("n", 1), "")
 
 
-def take_turns(servers: Servers, repeat: int, calls: int) -> dict[str, list[dict[str, float]]]:
-    """Seconds of a call, and of those Redis' for its command, by name, several times over; the first time warms up."""
+def check_calls(clients: Clients) -> Iterator[Timed]:
+    """In the same order; a key is there if it has a value or a queue."""
+    bare, store = clients.bare, clients.store
+    queue = store.queue(b"k")
+    value, items = ("HEXISTS", store.data, "k"), ("EXISTS", queue)
+    yield Timed("HEXISTS", lambda: bare.ask(*value), "hexists")
+    yield Timed("HEXISTS, and EXISTS of the queue, sent together", lambda: bare.ask_both(value, items), "hexists")
+    yield Timed("a script that does nothing", clients.script("", [store.data, queue], ["k"]))
+    text = "return redis.call('HEXISTS', KEYS[1], ARGV[1]) + redis.call('EXISTS', KEYS[2])"
+    yield Timed("a script that looks for both", clients.script(text, [store.data, queue], ["k"]))
+    our_keys = [*clients.fixed_keys, clients.run.wake, store.stream(b"k"), queue]
+    yield Timed("our script", clients.script(STORE_WAIT.text, our_keys, ["", TTL, "check", "k"]))
+    yield Timed("our check", lambda: clients.ours.check(["k"]))
+    yield Timed("our get, for comparison", lambda: clients.ours.get("k"), "hget")
+    yield Timed(f"{TCP}: check", lambda: clients.theirs.check(["k"]), "")
+
+
+TABLES: Final = {
+    "store-script": ("A set as a script, on a bare socket: what each of its duties adds", set_calls),
+    "store-check": ("A check, on a bare socket", check_calls),
+}
+
+
+def take_turns(servers: Servers, repeat: int, calls: int) -> dict[str, dict[str, list[dict[str, float]]]]:
+    """Seconds of a call, and of those Redis' for its command, by table and call, several times over; one warms up."""
     os.sched_setaffinity(0, {servers.clients_core})
-    found: dict[str, list[dict[str, float]]] = {}
+    found: dict[str, dict[str, list[dict[str, float]]]] = {name: {} for name in TABLES}
     with ExitStack() as stack, redis.Redis.from_url(servers.redis) as client:
-        all_timed = list(timed_calls(stack, servers))
+        all_timed = [
+            (found[name], timed)
+            for name, (_, calls_of) in TABLES.items()
+            for timed in calls_of(Clients.opened(stack, servers, name))
+        ]
         for _ in range(repeat + 1):
-            for timed in all_timed:
+            for rows, timed in all_timed:
                 client.config_resetstat()
                 began = time.perf_counter()
                 for _ in range(calls):
@@ -117,17 +164,18 @@ def take_turns(servers: Servers, repeat: int, calls: int) -> dict[str, list[dict
                 if timed.command:
                     stats: Any = client.info("commandstats")
                     times[COMMAND] = stats[f"cmdstat_{timed.command}"]["usec"] / 1e6 / calls
-                found.setdefault(timed.name, []).append(times)
-    return {name: turns[1:] for name, turns in found.items()}
+                rows.setdefault(timed.name, []).append(times)
+    return {name: {call: turns[1:] for call, turns in rows.items()} for name, rows in found.items()}
 
 
-def script_table(servers: Servers, repeat: int, calls: int) -> Iterator[Table]:
+def script_tables(servers: Servers, repeat: int, calls: int) -> Iterator[Table]:
     """Means of many calls, each turn's."""
     with apart(servers):
         found = run_alone(take_turns, (servers, repeat, calls), 120)
-    found[f"the target: {TARGET} x that"] = [{WHOLE: TARGET * turn[WHOLE]} for turn in found[THEIRS]]
-    table = Table("store-script", "A set as a script, on a bare socket: what each of its duties adds", "call")
-    for name, turns in found.items():
-        for part in turns[0]:
-            table.put(name, part, [turn[part] for turn in turns])
-    yield table
+    for name, rows in found.items():
+        table = Table(name, TABLES[name][0], "call")
+        rows[f"the target: {TARGET} x that"] = [{WHOLE: TARGET * turn[WHOLE]} for turn in [*rows.values()][-1]]
+        for call, turns in rows.items():
+            for part in turns[0]:
+                table.put(call, part, [turn[part] for turn in turns])
+        yield table
