@@ -32,12 +32,7 @@ class DirectClient(redis.Redis):
 
     def execute_command(self, *args: Any, **options: Any) -> Any:
         """Send a command, and return redis-py's form of the reply to it."""
-        if self._idle_pid != os.getpid():  # a forked child: these connections are its parent's
-            self._idle, self._idle_pid = deque(), os.getpid()
-        try:
-            connection = self._idle.pop()
-        except IndexError:
-            connection = self.connection_pool.get_connection()
+        connection = self._take()
         try:
             connection.send_packed_command(_packed(connection, args), check_health=False)
             if options:
@@ -46,21 +41,46 @@ class DirectClient(redis.Redis):
                 reply = connection.read_response()
                 callback = dict.get(self.response_callbacks, args[0].upper())
                 reply = reply if callback is None else callback(reply)
-        except redis.ResponseError as e:
-            # A master that became a replica, or lost its own: where its name leads now is for a new connection.
-            if is_of_replica(e) or "NOREPLICAS" in str(e):
-                self._discard(connection)
-            else:
-                self._idle.append(connection)
+        except BaseException as e:
+            self._give_up(connection, e)
             raise
-        except BaseException:
+        self._idle.append(connection)
+        return reply
+
+    def execute_both(self, first: tuple[Any, ...], second: tuple[Any, ...]) -> tuple[Any, Any]:
+        """Send two commands together, and return both replies as they came."""
+        connection = self._take()
+        try:
+            packed = b"".join(_packed(connection, first) + _packed(connection, second))
+            connection.send_packed_command([packed], check_health=False)
+            replies = connection.read_response(), connection.read_response()
+        except BaseException as e:
+            connection.disconnect()  # the other reply may not have been read
+            self._give_up(connection, e)
+            raise
+        self._idle.append(connection)
+        return replies
+
+    def _take(self) -> Connection:
+        if self._idle_pid != os.getpid():  # a forked child: these connections are its parent's
+            self._idle, self._idle_pid = deque(), os.getpid()
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return self.connection_pool.get_connection()
+
+    def _give_up(self, connection: Connection, error: BaseException) -> None:
+        """A command failed on it: a connection on which the server has only refused that can be used again."""
+        if not isinstance(error, redis.ResponseError):
             self._discard(connection)
             with contextlib.suppress(IndexError):
                 while True:  # the others are to the same server; each is popped, so that no other thread has it
                     self._discard(self._idle.pop())
-            raise
-        self._idle.append(connection)
-        return reply
+        elif is_of_replica(error) or "NOREPLICAS" in str(error):
+            # A master that became a replica, or lost its own: where its name leads now is for a new connection.
+            self._discard(connection)
+        else:
+            self._idle.append(connection)
 
     def _discard(self, connection: Connection) -> None:
         connection.disconnect()

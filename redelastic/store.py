@@ -18,6 +18,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from . import scripts
+from .client import DirectClient
 from .connection import Connection, FencedError, Timeout, require_keys_of_types, text
 from .keys import DEFAULT_PREFIX, RunKeys
 from .settings import DEFAULT_TTL
@@ -212,7 +213,18 @@ class RedisStore(dist.Store):
 
     def check(self, keys: Sequence[Text]) -> bool:
         """Whether all keys are there now; a queue with items counts, as in TCPStore."""
-        return bool(self._look(self._all(keys), "check", self._seconds)[0] == 0)
+        full = self._all(keys)
+        if len(full) != 1:
+            return bool(self._look(full, "check", self._seconds)[0] == 0)
+        queue = self._keys.queue(full[0])
+        value, items = ("HEXISTS", self._keys.data, full[0]), ("EXISTS", queue)
+
+        def one_is_there(client: Any) -> bool:  # without a script, which takes a fifth longer
+            if isinstance(client, DirectClient):
+                return any(client.execute_both(value, items))
+            return bool(client.execute_command(*value) or client.execute_command(*items))
+
+        return bool(self._call(one_is_there, [queue]))
 
     def wait(self, keys: Sequence[Text], timeout: timedelta | None = None) -> None:
         """Block until all keys are there; raises as :meth:`get`."""

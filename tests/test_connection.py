@@ -445,6 +445,20 @@ def test_replies_are_in_redis_pys_form(own_server: RedisServer, protocol: int, c
         assert command == ("TIME",) or mine == its
 
 
+@pytest.mark.parametrize("refused", [0, 1], ids=["the first is refused", "the second is refused"])
+def test_of_two_commands_sent_together_no_reply_is_anothers(own_server: RedisServer, refused: int) -> None:
+    with DirectClient.from_url(own_server.url) as client:
+        client.rpush("list", "item")
+        client.hset("hash", "f", "1")
+        both = [("HEXISTS", "hash", "f"), ("EXISTS", "list")]
+        assert client.execute_both(*both) == (1, 1)
+        both[refused] = ("HGET", "list", "f")
+        with pytest.raises(redis.ResponseError, match="WRONGTYPE"):
+            client.execute_both(*both)
+        assert client.execute_command("PING") is True
+        assert client.execute_both(("LLEN", "list"), ("HGET", "hash", "f")) == (1, b"1")
+
+
 def test_redis_pys_defaults_would_send_twice(own_server: RedisServer) -> None:
     """The proxy would show it: this is the control of the test above."""
     with own_server.get_client() as admin, lossy_proxy(own_server, b"INCRBY") as (url, control):
