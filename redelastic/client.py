@@ -48,10 +48,10 @@ class DirectClient(redis.Redis):
         return reply
 
     def execute_both(self, first: tuple[Any, ...], second: tuple[Any, ...]) -> tuple[Any, Any]:
-        """Send two commands together, and return both replies as they came."""
+        """Send two commands of strings and bytes together, and return both replies as they came."""
         connection = self._take()
         try:
-            packed = b"".join(_packed(connection, first) + _packed(connection, second))
+            packed = hiredis.pack_command(first) + hiredis.pack_command(second)
             connection.send_packed_command([packed], check_health=False)
             replies = connection.read_response(), connection.read_response()
         except BaseException as e:

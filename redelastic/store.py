@@ -221,10 +221,12 @@ class RedisStore(dist.Store):
 
         def one_is_there(client: Any) -> bool:  # without a script, which takes a fifth longer
             if isinstance(client, DirectClient):
-                return any(client.execute_both(value, items))
+                has_value, has_items = client.execute_both(value, items)
+                return bool(has_value or has_items)
             return bool(client.execute_command(*value) or client.execute_command(*items))
 
-        return bool(self._call(one_is_there, [queue]))
+        there: bool = self._call(one_is_there, [queue])
+        return there
 
     def wait(self, keys: Sequence[Text], timeout: timedelta | None = None) -> None:
         """Block until all keys are there; raises as :meth:`get`."""
