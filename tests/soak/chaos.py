@@ -144,6 +144,8 @@ class Chaos:
                 self._wait(lambda at=began + action.at: time.monotonic() >= at)  # type: ignore[misc]
                 self._last = f"{action.what} {action.node}".strip()
                 self._do(action.what, action.node)
+                if action.what in WAITS:
+                    began = max(began, time.monotonic() - action.at)
             self._wait(lambda: time.monotonic() >= began + self.episode.seconds)
             self._note("calm")
             self._close(settled=self._wait(self._settled, self._limit + 2))

@@ -111,6 +111,14 @@ class Story:
             found.setdefault(stay.epoch, []).append(stay)
         return dict(sorted(found.items()))
 
+    @property
+    def stood_still(self) -> bool:
+        """Whether the machine did: a node did not run, or Redis did not answer, and nothing was done to it then."""
+        silences = [(self.slow, self.away), *((node.stalled, node.frozen) for node in self.nodes.values())]
+        return any(
+            not any(a < until and b > since for a, b in done) for found, done in silences for since, until in found
+        )
+
     def lost_between(self, since: float, until: float) -> bool:
         return any(a <= until and b >= since for a, b in self.lost)
 
