@@ -12,20 +12,27 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
+
+import psutil
 
 from benchmarks.report import RESULTS, markdown, regressions, summary, tables_of
 
 BENCHMARKS: Final = ("rendezvous", "scale", "store", "recovery", "agent", "load")
 DEFAULT: Final = BENCHMARKS[:-1]  # load looks for limits, and compares nothing
+WORK: Final = ("user", "nice", "system", "irq", "softirq")  # of /proc/stat, where `user` has what guests take
 README: Final = Path(__file__).parent / "README.md"
 BEGIN, END = "<!-- results -->", "<!-- end of results -->"
 
 
 def measure(name: str, folder: Path, *, quick: bool, limit: float) -> bool:
-    """Run one benchmark in a process group of its own; tells whether it ended well and in time."""
+    """Run one benchmark in a process group of its own; tells whether it ended well and in time.
+
+    What the host of a virtual machine took away meanwhile is said: it changes ratios too.
+    """
     command = [sys.executable, "-m", f"benchmarks.{name}", "--plots", str(folder)]
     command += ["--json", str(folder / f"{name}.json")]
+    before = psutil.cpu_times()
     with subprocess.Popen([*command, *(["--quick"] if quick else [])], start_new_session=True) as process:
         try:
             return process.wait(limit) == 0
@@ -35,6 +42,19 @@ def measure(name: str, folder: Path, *, quick: bool, limit: float) -> bool:
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+            share = stolen(before, psutil.cpu_times())
+            sys.stderr.write(f"{name}: of the cores' time that it wanted, the host gave {share:.1%} to others\n")
+
+
+def stolen(before: Any, after: Any) -> float:
+    """How much of the time for which this machine wanted its cores was not given to it.
+
+    Args:
+        before: ``psutil.cpu_times()``.
+        after: the same, later.
+    """
+    wanted: dict[str, float] = {name: getattr(after, name) - getattr(before, name) for name in (*WORK, "steal")}
+    return wanted["steal"] / max(sum(wanted.values()), 1e-9)
 
 
 def command_of(name: str) -> str:

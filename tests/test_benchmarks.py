@@ -8,12 +8,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 from commands import until
 
-from benchmarks.__main__ import BEGIN, BENCHMARKS, END, with_results
+from benchmarks.__main__ import BEGIN, BENCHMARKS, END, stolen, with_results
 from benchmarks.recovery_job import OURS, Job
 from benchmarks.report import Spread, Table, document, markdown, regressions, summary, tables_of
 
@@ -86,6 +87,15 @@ def test_lost_ground_is_told_from_a_slow_machine() -> None:
     assert list(regressions([before], [_table(redelastic=2, theirs=10)])) == [
         "t, 2, theirs / redelastic: 10 x before, 5 x now"
     ]
+
+
+def test_what_the_host_took_is_told_from_what_was_not_wanted() -> None:
+    names = ("user", "nice", "system", "irq", "softirq", "steal", "idle", "iowait")
+    before, after = (SimpleNamespace(**dict.fromkeys(names, 5.0)) for _ in range(2))
+    assert stolen(before, after) == 0
+    after.idle, after.iowait, after.user, after.softirq, after.steal = 90.0, 9.0, 10.0, 6.0, 7.0
+    assert stolen(before, after) == 0.25
+    assert stolen(psutil.cpu_times(), psutil.cpu_times()) >= 0  # this machine counts all of them
 
 
 def test_of_rates_more_is_better() -> None:
