@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Final
 
-from torch.distributed import DistError
+from torch.distributed import DistError, DistNetworkError, DistStoreError
 
 from redelastic.store import RedisStore, RoundBrokenError
 
@@ -26,6 +26,8 @@ class RoleExchange:
 
     def __init__(self, store: RedisStore) -> None:
         self._store = store
+        self._soon = store.clone()  # reads by it end soon: what was there may be lost before it is read
+        self._soon.set_timeout(min(store.timeout, timedelta(seconds=LOOK)))
         self._told: dict[str, bytes | str] = {}
         self._over = threading.Event()
 
@@ -43,17 +45,27 @@ class RoleExchange:
         return self.multi_get([key])[0]
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Wait for what all tell."""
-        deadline = time.monotonic() + self._store.timeout.total_seconds()
-        while (left := deadline - time.monotonic()) > LOOK:
+        """Wait for what all tell.
+
+        Raises:
+            DistNetworkError: Redis was away for longer than the store's time-out.
+            DistStoreError: they did not tell within the store's time-out.
+            RoundBrokenError: they cannot any more.
+        """
+        limit = self._store.timeout.total_seconds()
+        started = time.monotonic()
+        while True:
             try:
-                self._store.wait(keys, timedelta(seconds=min(LOOK, left)))
-                break
+                return self._soon.multi_get(keys)
             except RoundBrokenError:
                 raise
-            except DistError:  # not yet, or Redis is away
-                self._tell_again()
-        return self._store.multi_get(keys)
+            except DistStoreError as e:  # not yet
+                if time.monotonic() - started >= limit:
+                    raise DistStoreError(f"Not all agents told {', '.join(keys)} within {limit:g} s.") from e
+            except DistNetworkError:
+                if time.monotonic() - started >= limit:
+                    raise
+            self._tell_again()
 
     def _tell_again(self) -> None:
         # Who is promoted has seen a first part of what its master wrote: all of it, if it knows what was told last.

@@ -1,0 +1,52 @@
+"""Agents tell each other their roles, whatever a fail-over loses of that, and whenever (I9)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import pytest
+from torch.distributed import DistStoreError
+
+from redelastic.agent import role_exchange
+from redelastic.agent.role_exchange import RoleExchange
+from redelastic.connection import Connection
+from redelastic.store import RedisStore
+
+
+@pytest.fixture
+def store(connection: Connection, run_id: str, monkeypatch: pytest.MonkeyPatch) -> RedisStore:
+    monkeypatch.setattr(role_exchange, "LOOK", 0.2)
+    return RedisStore(connection, run_id, timeout=timedelta(seconds=5))
+
+
+def test_what_is_lost_before_it_is_waited_for_is_told_again(store: RedisStore) -> None:
+    exchange = RoleExchange(store)
+    exchange.multi_set(["a", "b"], ["1", "2"])
+    store.delete_key("a")
+    store.delete_key("b")
+    assert exchange.multi_get(["a", "b"]) == [b"1", b"2"]
+
+
+def test_what_is_lost_when_it_was_seen_and_not_yet_read_is_told_again(
+    store: RedisStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exchange = RoleExchange(store)
+    exchange.set("a", "1")
+    read = RedisStore.multi_get
+    lost: list[bool] = []
+
+    def late(self: RedisStore, keys: Sequence[str]) -> list[bytes]:
+        if not lost:
+            lost.append(store.delete_key("a"))
+        return read(self, keys)
+
+    monkeypatch.setattr(RedisStore, "multi_get", late)
+    assert exchange.get("a") == b"1"
+    assert lost == [True]
+
+
+def test_who_is_not_told_is_told_so(store: RedisStore) -> None:
+    store.set_timeout(timedelta(seconds=0.5))
+    with pytest.raises(DistStoreError, match=r"^Not all agents told a, b within 0.5 s\.$"):
+        RoleExchange(store).multi_get(["a", "b"])
