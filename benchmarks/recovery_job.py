@@ -49,14 +49,13 @@ POLL: Final = 0.02
 
 @dataclass
 class Worker:
-    """A worker's process: of which node, and when it was made, had imported torch and did its steps (monotonic)."""
+    """A worker's process: of which node, and when it was made and did its steps (monotonic)."""
 
     pid: int
     node: int
     rank: int
     world: int
     born: float
-    ready: float | None = None
     steps: list[float] = field(default_factory=list)
 
 
@@ -211,8 +210,6 @@ class Job:
             told = json.loads(line)
             if "step" in told:
                 self._workers[told["pid"]].steps.append(told["step"])
-            elif "ready" in told:
-                self._workers[told["pid"]].ready = told["ready"]
             else:
                 self._workers[told["pid"]] = Worker(**told)
         return list(self._workers.values())
@@ -281,7 +278,7 @@ class Watch:
     Attributes:
         fault: that moment, on the monotonic clock.
         detected: a survivor has noticed, or will not.
-        over: nothing more takes much computing: the workers of the new round have started, or there will be none.
+        over: the job has ended, and takes no computing any more.
     """
 
     def __init__(self, job: Job, victim: int) -> None:
@@ -317,8 +314,6 @@ class Watch:
         whole = {w.node: w for w in new if w.world == len(self._survivors)}  # the newest of each node
         if whole.keys() == self._survivors:
             found.grouped = max(w.born for w in whole.values()) - self.fault
-            if all(w.ready for w in whole.values()):
-                self.over.set()
             if all(w.steps for w in whole.values()):
                 found.stepped = max(w.steps[0] for w in whole.values()) - self.fault
                 found.restarts = max(Counter(w.node for w in new).values())

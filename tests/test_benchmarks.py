@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ import pytest
 from commands import until
 
 from benchmarks.__main__ import BEGIN, BENCHMARKS, END, stolen, with_results
+from benchmarks.recovery import Case, Runner
 from benchmarks.recovery_job import OURS, Job
 from benchmarks.report import Spread, Table, document, markdown, regressions, summary, tables_of
 
@@ -60,6 +62,15 @@ def test_of_a_frozen_node_nothing_is_left() -> None:
     job.close()
     assert len(frozen) == 2, "its warden and its worker"
     until(lambda: not any(process.is_running() for process in frozen), "they have ended")
+
+
+def test_a_job_has_ended_when_the_next_is_hurt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    turn = Case("terminate", "another", contenders=(OURS,)), OURS
+    with Runner(LIMIT) as runner:
+        recovery = runner.measure(turn)
+        assert not list(tmp_path.iterdir()), "its directory goes when its last process has gone"
+    assert recovery.result().stepped, recovery.result().missing
 
 
 def _living_with(token: str) -> list[psutil.Process]:
