@@ -13,8 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-FLOOD = 100_000_000  # bytes
-LINE = 1000  # with its end, in bytes
+LINE = 1024  # with its end, in bytes; Python writes whole ones, so that torch's copy of a log never finds a part of one
+FLOOD = 100_000 * LINE  # bytes
 
 
 def say(directory: Path, name: str, told: Any) -> None:
