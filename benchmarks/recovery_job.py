@@ -44,18 +44,20 @@ LAST_CALL: Final = 2
 MAX_RESTARTS: Final = 3
 START: Final = 90.0  # for a job to make its first steps, in seconds
 STEPS: Final = 20  # of every worker before the fault
+STUCK: Final = 3.0  # workers that have imported torch and made no step for so long wait for each other, in seconds
 POLL: Final = 0.02
 
 
 @dataclass
 class Worker:
-    """A worker's process: of which node, and when it was made and did its steps (monotonic)."""
+    """A worker's process: of which node, and when it was made, had imported torch and did its steps (monotonic)."""
 
     pid: int
     node: int
     rank: int
     world: int
     born: float
+    ready: float | None = None
     steps: list[float] = field(default_factory=list)
 
 
@@ -210,6 +212,8 @@ class Job:
             told = json.loads(line)
             if "step" in told:
                 self._workers[told["pid"]].steps.append(told["step"])
+            elif "ready" in told:
+                self._workers[told["pid"]].ready = told["ready"]
             else:
                 self._workers[told["pid"]] = Worker(**told)
         return list(self._workers.values())
@@ -278,7 +282,7 @@ class Watch:
     Attributes:
         fault: that moment, on the monotonic clock.
         detected: a survivor has noticed, or will not.
-        over: the job has ended, and takes no computing any more.
+        over: the job takes no computing any more: it has ended, or its new workers are stuck, as c10d's can be.
     """
 
     def __init__(self, job: Job, victim: int) -> None:
@@ -314,6 +318,8 @@ class Watch:
         whole = {w.node: w for w in new if w.world == len(self._survivors)}  # the newest of each node
         if whole.keys() == self._survivors:
             found.grouped = max(w.born for w in whole.values()) - self.fault
+            if all(w.ready and w.ready < time.monotonic() - STUCK for w in whole.values()):
+                self.over.set()
             if all(w.steps for w in whole.values()):
                 found.stepped = max(w.steps[0] for w in whole.values()) - self.fault
                 found.restarts = max(Counter(w.node for w in new).values())

@@ -59,6 +59,7 @@ def worker(record: Path, number: str) -> None:
     import torch  # noqa: PLC0415
     import torch.distributed as dist  # noqa: PLC0415
 
+    tell(ready=time.monotonic())
     dist.init_process_group("gloo")
     while True:
         dist.all_reduce(torch.ones(1))
