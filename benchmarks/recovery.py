@@ -34,6 +34,7 @@ ROLES: Final = ("rank 0", HOST_ROLE, "another")
 C10D_QUIET: Final = 10.0  # its keep-alive is 15 s, and comes every 5 s
 AWAY: Final = 1.0  # how long Redis is, in seconds
 LIMIT: Final = 30.0
+STUCK: Final = 3.0  # a new round's workers that have made no step for so long wait for each other, in seconds
 PARTS: Final = {
     "detected": "Until the first worker of a survivor has ended",
     "grouped": "Until all survivors have started the workers of their new round",
@@ -114,6 +115,7 @@ class Runner:
     def __init__(self, limit: float) -> None:
         self._limit = limit
         self._waiting: list[tuple[float, Watch]] = []  # until when, on the monotonic clock
+        self._hurt: list[Watch] = []
         self._start: dict[int, float] = {}  # seconds, of a job with so many nodes
         self._opened = ExitStack()
         self._watchers = self._opened.enter_context(ThreadPoolExecutor(max_workers=32))
@@ -140,6 +142,13 @@ class Runner:
             if time.monotonic() + seconds > until:
                 watch.over.wait()
 
+    def settle(self) -> None:
+        """Return when what was hurt and went on takes no computing any more: it has ended, or is stuck, as c10d can be."""
+        until = time.monotonic() + STUCK
+        for watch in self._hurt:
+            if watch.over.is_set():
+                watch.ended.wait(max(0.0, until - time.monotonic()))
+
     def measure(self, turn: Turn) -> Future[Recovery]:
         """Hurt a job, and have it watched."""
         case, contender = turn
@@ -152,7 +161,10 @@ class Runner:
         quiet = case.quiet(contender)
         if quiet < math.inf:
             self.make_room(math.inf if contender in C10DS else case.target + self._start[case.nodes])
+        if case.fault == "terminate":  # what a tenth of a second is measured of
+            self.settle()
         watch = job.hurt(case.fault, job.by_role(case.role))
+        self._hurt.append(watch)
         found = self._watchers.submit(_watched, job, watch, self._limit)
         if quiet == 0:
             watch.over.wait()
@@ -170,6 +182,7 @@ def _watched(job: Job, watch: Watch, limit: float) -> Recovery:
     finally:
         watch.detected.set()
         watch.over.set()
+        watch.ended.set()
 
 
 def tables(

@@ -44,7 +44,6 @@ LAST_CALL: Final = 2
 MAX_RESTARTS: Final = 3
 START: Final = 90.0  # for a job to make its first steps, in seconds
 STEPS: Final = 20  # of every worker before the fault
-STUCK: Final = 3.0  # workers that have imported torch and made no step for so long wait for each other, in seconds
 POLL: Final = 0.02
 
 
@@ -282,7 +281,8 @@ class Watch:
     Attributes:
         fault: that moment, on the monotonic clock.
         detected: a survivor has noticed, or will not.
-        over: the job takes no computing any more: it has ended, or its new workers are stuck, as c10d's can be.
+        over: nothing more takes much computing: the workers of the new round have started, or there will be none.
+        ended: nothing more takes any: all its processes have ended.
     """
 
     def __init__(self, job: Job, victim: int) -> None:
@@ -291,6 +291,7 @@ class Watch:
         self._old = [os.pidfd_open(w.pid) for w in job.current() if w.node != victim]
         self.detected = threading.Event()
         self.over = threading.Event()
+        self.ended = threading.Event()
         self.fault = time.monotonic()
 
     def result(self, limit: float) -> Recovery:
@@ -318,7 +319,7 @@ class Watch:
         whole = {w.node: w for w in new if w.world == len(self._survivors)}  # the newest of each node
         if whole.keys() == self._survivors:
             found.grouped = max(w.born for w in whole.values()) - self.fault
-            if all(w.ready and w.ready < time.monotonic() - STUCK for w in whole.values()):
+            if all(w.ready for w in whole.values()):
                 self.over.set()
             if all(w.steps for w in whole.values()):
                 found.stepped = max(w.steps[0] for w in whole.values()) - self.fault

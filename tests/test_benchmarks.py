@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import subprocess
 import sys
-import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
 from unittest.mock import create_autospec
 
 import psutil
 import pytest
 from commands import until
 
-from benchmarks import recovery_job
+from benchmarks import recovery
 from benchmarks.__main__ import BEGIN, BENCHMARKS, END, stolen, with_results
-from benchmarks.recovery import Case, Runner
-from benchmarks.recovery_job import OURS, Job, Watch, Worker
+from benchmarks.recovery_job import OURS, Job
 from benchmarks.report import Spread, Table, document, markdown, regressions, summary, tables_of
 
 ROOT = Path(__file__).parent.parent
@@ -70,33 +64,16 @@ def test_of_a_frozen_node_nothing_is_left() -> None:
     until(lambda: not any(process.is_running() for process in frozen), "they have ended")
 
 
-def test_a_job_has_ended_when_the_next_is_hurt(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_has_ended_before_one_is_terminated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recovery, "STUCK", LIMIT)
     hurt = create_autospec(Job.hurt, side_effect=Job.hurt)
     monkeypatch.setattr(Job, "hurt", hurt)
-    turn = Case("terminate", "another", contenders=(OURS,)), OURS
-    with Runner(LIMIT) as runner:
-        recovery = runner.measure(turn)
+    with recovery.Runner(LIMIT) as runner:
+        found = runner.measure((recovery.Case("terminate", "another", contenders=(OURS,)), OURS))
+        runner.settle()
         job = hurt.call_args.args[0]
         assert not any(node.is_alive() for node in job.nodes)
-    assert recovery.result().stepped, recovery.result().missing
-
-
-def test_stuck_workers_are_not_waited_for_until_their_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recovery_job, "STUCK", 0.1)
-    closed = threading.Event()
-    alive = SimpleNamespace(is_alive=lambda: True)
-    workers: list[Worker] = []
-    job = SimpleNamespace(size=3, nodes=[alive] * 3, over=closed.wait, current=list, workers=lambda: workers)
-    watch = Watch(cast("Job", job), victim=0)
-    now = time.monotonic()
-    workers += [Worker(pid=0, node=node, rank=node - 1, world=2, born=now, ready=now) for node in (1, 2)]
-    with ThreadPoolExecutor() as watcher, contextlib.ExitStack() as opened:
-        opened.callback(closed.set)
-        recovery = watcher.submit(watch.result, math.inf)
-        assert watch.over.wait(30)
-        assert not recovery.done(), "it is watched on"
-    assert recovery.result().grouped
-    assert not recovery.result().stepped
+    assert found.result().stepped, found.result().missing
 
 
 def _living_with(token: str) -> list[psutil.Process]:
