@@ -143,7 +143,7 @@ class Runner:
                 watch.over.wait()
 
     def settle(self) -> None:
-        """Return when what was hurt and went on takes no computing any more: it has ended, or is stuck, as c10d can be."""
+        """Return when what was hurt and went on takes no computing any more: it has ended, or is stuck."""
         until = time.monotonic() + STUCK
         for watch in self._hurt:
             if watch.over.is_set():
