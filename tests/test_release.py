@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import tarfile
 import zipfile
 from pathlib import Path
 from typing import Final
@@ -63,8 +62,7 @@ def test_the_wheel_is_the_package(wheel: zipfile.ZipFile) -> None:
 
 def test_the_sdist_has_what_belongs_to_the_source_and_builds_the_same_wheel(built: Path, tmp_path: Path) -> None:
     (path,) = built.glob("*.tar.gz")
-    with tarfile.open(path) as sdist:
-        sdist.extractall(tmp_path, filter="data")
+    subprocess.run(["tar", "-xzf", path, "-C", tmp_path], check=True)  # Python before 3.11.4 has no safe way of its own
     source = tmp_path / path.name.removesuffix(".tar.gz")
     expected = ("README.md", "CHANGELOG.md", "SECURITY.md", "LICENSE", "tests/conftest.py", "benchmarks/README.md")
     assert [name for name in expected if not (source / name).is_file()] == []
@@ -85,7 +83,7 @@ def test_the_wheel_alone_runs_a_job(
     launcher: list[str], wheel: zipfile.ZipFile, server: RedisServer, tmp_path: Path
 ) -> None:
     site, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
-    wheel.extractall(site)  # noqa: S202  (our own, and what an installer does with it)
+    wheel.extractall(site)  # our own, and what an installer does with it
     elsewhere.mkdir()
     (elsewhere / "worker.py").write_text(WORKER)
     environment = {**os.environ, "PYTHONPATH": str(site), "REDELASTIC_REDIS_URL": server.url, "OMP_NUM_THREADS": "1"}
