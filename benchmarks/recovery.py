@@ -12,11 +12,11 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import product, zip_longest
+from itertools import product
 from typing import TYPE_CHECKING, Final
 
 from benchmarks import report
@@ -34,7 +34,6 @@ ROLES: Final = ("rank 0", HOST_ROLE, "another")
 C10D_QUIET: Final = 10.0  # its keep-alive is 15 s, and comes every 5 s
 AWAY: Final = 1.0  # how long Redis is, in seconds
 LIMIT: Final = 30.0
-STUCK: Final = 3.0  # a new round's workers that have made no step for so long wait for each other, in seconds
 PARTS: Final = {
     "detected": "Until the first worker of a survivor has ended",
     "grouped": "Until all survivors have started the workers of their new round",
@@ -97,12 +96,16 @@ def _cases() -> Iterator[Case]:
         yield Case(fault, "rank 0", conf=SHORT, contenders=(OURS,))
 
 
-def _turns(cases: list[Case], repeat: int) -> Iterator[Turn]:
-    """All of them; between those in which c10d waits are others, the largest first, which start meanwhile."""
+def _turns(cases: list[Case], repeat: int) -> list[Turn]:
+    """All of them: first what takes a tenth of a second, alone; then those in which c10d waits, beside each other."""
+
+    def place(turn: Turn) -> tuple[bool, bool, int]:
+        case, contender = turn
+        alone = case.fault == "terminate" and contender not in C10DS
+        return not alone, case.quiet(contender) != C10D_QUIET, -case.nodes
+
     turns = [(case, contender) for case in cases for _ in range(repeat) for contender in case.contenders]
-    waits = [turn for turn in turns if turn[0].quiet(turn[1]) == C10D_QUIET]
-    others = sorted((turn for turn in turns if turn not in waits), key=lambda turn: -turn[0].nodes)
-    return (turn for pair in zip_longest(waits, others) for turn in pair if turn)
+    return sorted(turns, key=place)
 
 
 class Runner:
@@ -115,7 +118,6 @@ class Runner:
     def __init__(self, limit: float) -> None:
         self._limit = limit
         self._waiting: list[tuple[float, Watch]] = []  # until when, on the monotonic clock
-        self._hurt: list[Watch] = []
         self._start: dict[int, float] = {}  # seconds, of a job with so many nodes
         self._opened = ExitStack()
         self._watchers = self._opened.enter_context(ThreadPoolExecutor(max_workers=32))
@@ -142,13 +144,6 @@ class Runner:
             if time.monotonic() + seconds > until:
                 watch.over.wait()
 
-    def settle(self) -> None:
-        """Return when what was hurt and went on takes no computing any more: it has ended, or is stuck."""
-        until = time.monotonic() + STUCK
-        for watch in self._hurt:
-            if watch.over.is_set():
-                watch.ended.wait(max(0.0, until - time.monotonic()))
-
     def measure(self, turn: Turn) -> Future[Recovery]:
         """Hurt a job, and have it watched."""
         case, contender = turn
@@ -158,16 +153,12 @@ class Runner:
         except (TimeLimitError, RuntimeError) as e:
             found.set_result(Recovery(missing=str(e).splitlines()[0]))
             return found
-        quiet = case.quiet(contender)
-        if quiet < math.inf:
-            self.make_room(math.inf if contender in C10DS else case.target + self._start[case.nodes])
-        if case.fault == "terminate":  # what a tenth of a second is measured of
-            self.settle()
+        self.make_room(0 if contender in C10DS else case.target + self._start[case.nodes])
         watch = job.hurt(case.fault, job.by_role(case.role))
-        self._hurt.append(watch)
         found = self._watchers.submit(_watched, job, watch, self._limit)
+        quiet = case.quiet(contender)
         if quiet == 0:
-            watch.over.wait()
+            wait([found])
         elif quiet < math.inf:
             self._waiting.append((watch.fault + quiet, watch))
             if case.fault != "freeze":
@@ -182,7 +173,6 @@ def _watched(job: Job, watch: Watch, limit: float) -> Recovery:
     finally:
         watch.detected.set()
         watch.over.set()
-        watch.ended.set()
 
 
 def tables(
@@ -203,11 +193,11 @@ def tables(
     }
     parts[TARGETED].targets = {case.row: case.target for case in cases if case.role != HOST_ROLE}
     with Runner(limit) as runner:
+        outages = _restart_redis(runner, progress, restarts, repeat)  # first: what it takes are single steps
         found: defaultdict[tuple[str, str], list[Future[Recovery]]] = defaultdict(list)
         for case, contender in _turns(cases, repeat):
             progress(f"{case.row}: {contender}")
             found[case.row, contender].append(runner.measure((case, contender)))
-        outages = _restart_redis(runner, progress, restarts, repeat)
         progress("those in which everybody waits")
         for case, (name, table) in product(cases, parts.items()):
             if case.role == HOST_ROLE:
@@ -235,7 +225,6 @@ def _restart_redis(
     for nodes, contender in (restart for _ in range(repeat) for restart in restarts):
         progress(f"restart of Redis under {nodes} nodes: {contender}")
         with closing(runner.job(contender, nodes, {})) as job:
-            runner.make_room(math.inf)
             found[nodes, contender].append(job.restart_redis(AWAY, watched=LEASE + 2))
     return found
 

@@ -282,7 +282,6 @@ class Watch:
         fault: that moment, on the monotonic clock.
         detected: a survivor has noticed, or will not.
         over: nothing more takes much computing: the workers of the new round have started, or there will be none.
-        ended: nothing more takes any: all its processes have ended.
     """
 
     def __init__(self, job: Job, victim: int) -> None:
@@ -291,7 +290,6 @@ class Watch:
         self._old = [os.pidfd_open(w.pid) for w in job.current() if w.node != victim]
         self.detected = threading.Event()
         self.over = threading.Event()
-        self.ended = threading.Event()
         self.fault = time.monotonic()
 
     def result(self, limit: float) -> Recovery:
