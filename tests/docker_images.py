@@ -101,11 +101,16 @@ def _of_root(entry: tarfile.TarInfo) -> tarfile.TarInfo:
 
 
 def write_python(stream: IO[bytes]) -> None:
-    """This interpreter, and all packages of its environment but redelastic itself, as the public image has them."""
+    """This interpreter, and all packages of its environment but redelastic itself, as the public image has them.
+
+    /usr/local is a virtual environment, since Debian's own interpreter would else look for packages in places of Debian's.
+    """
     image = Rootfs(stream)
     stdlib, packages = Path(sysconfig.get_path("stdlib")), Path(sysconfig.get_path("purelib"))
-    image.program(str(Path(sys.executable).resolve()), f"usr/local/bin/{_PYTHON}")
-    image.tree(stdlib, f"usr/local/lib/{_PYTHON}", re.compile("^/(site-packages|test|idlelib|config-.*)/?"))
+    image.program(str(Path(sys.executable).resolve()), f"usr/bin/{_PYTHON}")
+    image.tree(stdlib, f"usr/lib/{_PYTHON}", re.compile("^/(site-packages|test|idlelib|config-.*)/?"))
+    image.link(f"usr/local/bin/{_PYTHON}", f"/usr/bin/{_PYTHON}")
+    image.write("usr/local/pyvenv.cfg", "home = /usr/bin\n")
     image.tree(packages, f"usr/local/lib/{_PYTHON}/site-packages", _LEFT_OUT)
     image.needs_libraries_of([*stdlib.glob("lib-dynload/*.so"), *packages.glob("torch/lib/*.so")])
     image.write("usr/local/bin/pip", _PIP, 0o755)
