@@ -97,12 +97,12 @@ def _cases() -> Iterator[Case]:
 
 
 def _turns(cases: list[Case], repeat: int) -> list[Turn]:
-    """All of them: first what takes a tenth of a second, alone; then those in which c10d waits, beside each other."""
+    """All of them: what takes a tenth of a second, c10d's, beginning with those that wait longest, and the rest of ours."""
 
-    def place(turn: Turn) -> tuple[bool, bool, int]:
+    def place(turn: Turn) -> tuple[bool, bool, float, int]:
         case, contender = turn
-        alone = case.fault == "terminate" and contender not in C10DS
-        return not alone, case.quiet(contender) != C10D_QUIET, -case.nodes
+        theirs = contender in C10DS
+        return theirs or case.fault != "terminate", not theirs, -case.quiet(contender), -case.nodes
 
     turns = [(case, contender) for case in cases for _ in range(repeat) for contender in case.contenders]
     return sorted(turns, key=place)
