@@ -97,7 +97,7 @@ def _cases() -> Iterator[Case]:
 
 
 def _turns(cases: list[Case], repeat: int) -> list[Turn]:
-    """All of them: what takes a tenth of a second, c10d's, beginning with those that wait longest, and the rest of ours."""
+    """First what takes a tenth of a second, then c10d's, those that wait longest before others, then the rest."""
 
     def place(turn: Turn) -> tuple[bool, bool, float, int]:
         case, contender = turn

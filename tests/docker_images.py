@@ -103,7 +103,7 @@ def _of_root(entry: tarfile.TarInfo) -> tarfile.TarInfo:
 def write_python(stream: IO[bytes]) -> None:
     """This interpreter, and all packages of its environment but redelastic itself, as the public image has them.
 
-    /usr/local is a virtual environment, since Debian's own interpreter would else look for packages in places of Debian's.
+    /usr/local is a virtual environment: else Debian's own interpreter would look for packages in places of Debian's.
     """
     image = Rootfs(stream)
     stdlib, packages = Path(sysconfig.get_path("stdlib")), Path(sysconfig.get_path("purelib"))
