@@ -145,8 +145,21 @@ def _killed_at_the_end(processes: list[BaseProcess]) -> Iterator[None]:
                 process.join()
 
 
-def _run_one(function: Callable[..., dict[str, Any]], arguments: tuple[Any, ...], results: Any) -> None:
+def _lead_group() -> None:
+    """Have a process group, which is killed when the process that started this one has ended, however that ended."""
     os.setpgid(0, 0)
+    starter = multiprocessing.parent_process()
+    assert starter is not None
+
+    def end_with_it() -> None:
+        starter.join()
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=end_with_it, daemon=True).start()
+
+
+def _run_one(function: Callable[..., dict[str, Any]], arguments: tuple[Any, ...], results: Any) -> None:
+    _lead_group()
     try:
         results.put(function(*arguments))
     except Exception as e:  # noqa: BLE001  # the parent decides
@@ -157,7 +170,7 @@ def _run_share(
     prepare: Prepare, rounds: list[dict[str, Any]], share: range, barriers: tuple[Any, Any], results: Any
 ) -> None:
     """One process: its nodes prepare, all processes wait for each other, and each node is timed in a thread."""
-    os.setpgid(0, 0)
+    _lead_group()
     logging.disable(logging.WARNING)
     sys.setswitchinterval(TURN)
     step, timed = barriers

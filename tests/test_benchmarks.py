@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -43,6 +44,21 @@ def test_each_answers_its_question(name: str, tmp_path: Path) -> None:
         assert table.cells, table.name
         ours = [cells.get(table.base, next(iter(cells.values()))) for cells in table.cells.values()]
         assert all(isinstance(cell, Spread) or "failed" not in cell for cell in ours), table
+
+
+def test_what_a_killed_benchmark_runs_ends_with_it(tmp_path: Path) -> None:
+    """Its nodes lead process groups of their own, so that no signal to its group reaches them."""
+    program = "from benchmarks.harness import run_alone; import time; run_alone(time.sleep, (600,), 600)"
+    environ = {**os.environ, "BENCHMARK": str(tmp_path)}
+
+    def leaders() -> list[int]:
+        found = [process.pid for process in _living_with(str(tmp_path)) if process.pid != started.pid]
+        return [pid for pid in found if os.getpgid(pid) == pid]
+
+    with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, env=environ, start_new_session=True) as started:
+        until(leaders, "it has begun")
+        os.killpg(started.pid, signal.SIGKILL)
+    until(lambda: not _living_with(str(tmp_path)), "all its processes have ended")
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core: nothing to keep apart")
