@@ -29,10 +29,11 @@ from benchmarks import report
 from benchmarks.harness import run_alone
 from benchmarks.report import Progress, Table
 from redelastic import RedisServer, worker
-from redelastic.agent import processes, telemetry
-from redelastic.agent.board import Board
-from redelastic.handler import RedisRendezvousHandler, create_handler
-from redelastic.membership import COARSE
+from redelastic.agent.host import telemetry
+from redelastic.agent.workers import processes
+from redelastic.agent.workers.board import Board
+from redelastic.rendezvous.handler import RedisRendezvousHandler, create_handler
+from redelastic.rendezvous.membership import COARSE
 
 STEP: Final = (
     0.005  # seconds of one step of the training: computed in Python, holding its lock, which is the worst case

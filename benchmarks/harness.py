@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 PROCESSES = 4
 # What is measured runs in processes that are forked from one which has imported what takes longest.
 CONTEXT: Final = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch.distributed.elastic.rendezvous.registry", "redelastic.handler"])
+CONTEXT.set_forkserver_preload(["torch.distributed.elastic.rendezvous.registry", "redelastic.rendezvous.handler"])
 # Seconds after which a thread gives up Python's lock that others wait for; it does so anyway when it blocks. By default
 # they ask for it every 5 ms: of 1,024 nodes, that alone takes half of the CPU.
 TURN = 0.1
@@ -287,8 +287,8 @@ def median_and_spread(values: list[float]) -> dict[str, float]:
 
 
 def redis_version() -> str:
-    """Of the server that :class:`redelastic.server.RedisServer` starts."""
-    from redelastic.server import find_binary  # noqa: PLC0415
+    """Of the server that :class:`redelastic.redis.server.RedisServer` starts."""
+    from redelastic.redis.server import find_binary  # noqa: PLC0415
 
     said = subprocess.run([find_binary(), "--version"], capture_output=True, text=True, check=False).stdout
     found = re.search(r"v=(\S+)", said)

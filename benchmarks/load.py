@@ -32,9 +32,9 @@ from benchmarks.harness import (
     run_nodes,
 )
 from benchmarks.simulated import connected, simulate, while_alive
-from redelastic.keys import RunKeys
-from redelastic.server import RedisServer
-from redelastic.settings import Settings
+from redelastic.redis.keys import RunKeys
+from redelastic.redis.server import RedisServer
+from redelastic.rendezvous.settings import Settings
 from redelastic.store import RedisStore
 
 TTL = 5.0  # of stores, in seconds

@@ -28,10 +28,10 @@ import psutil
 
 from benchmarks.harness import CONTEXT, TimeLimitError
 from benchmarks.recovery_processes import node as run_node
-from redelastic.connection import Connection
-from redelastic.control import RunControl, UnknownRunError
-from redelastic.keys import RunKeys
-from redelastic.server import RedisServer
+from redelastic.redis.connection import Connection
+from redelastic.redis.keys import RunKeys
+from redelastic.redis.server import RedisServer
+from redelastic.run.control import RunControl, UnknownRunError
 
 OURS, PLUGIN, C10D = "redelastic run", "torchrun, redis", "torchrun, c10d"
 UNSHARED: Final = "c10d, unshared"  # with a fresh store for the workers of each round, by an environment variable

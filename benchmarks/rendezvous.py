@@ -23,8 +23,8 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from benchmarks import report
 from benchmarks.harness import CONTEXT, TimeLimitError, Timing, run_nodes
 from benchmarks.report import Progress, Spread, Table
-from redelastic.handler import RedisRendezvousHandler
-from redelastic.server import RedisServer
+from redelastic.redis.server import RedisServer
+from redelastic.rendezvous.handler import RedisRendezvousHandler
 
 OURS: Final = "redelastic"
 PEERS: Final = (OURS, "dynamic", "c10d", "etcd-v2")

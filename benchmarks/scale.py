@@ -24,10 +24,10 @@ from benchmarks import report
 from benchmarks.harness import TimeLimitError, Watch, raise_limit_of_files, run_alone
 from benchmarks.report import Progress, Table, shown
 from benchmarks.simulated import Node, connected, simulate, while_alive
-from redelastic.connection import ATTEMPT_TIMEOUT
-from redelastic.keys import RunKeys
-from redelastic.server import RedisServer
-from redelastic.settings import Settings
+from redelastic.redis.connection import ATTEMPT_TIMEOUT
+from redelastic.redis.keys import RunKeys
+from redelastic.redis.server import RedisServer
+from redelastic.rendezvous.settings import Settings
 
 INTERVAL: Final = 2.0  # between heartbeats, in seconds: the default
 LEASE: Final = 3  # heartbeats: the default

@@ -17,12 +17,12 @@ import hiredis
 import redis
 
 from benchmarks.harness import raise_limit_of_files
-from redelastic import scripts
-from redelastic.connection import ATTEMPT_TIMEOUT, Connection, Timeout, text
-from redelastic.keys import RunKeys
-from redelastic.membership import COARSE, Membership
-from redelastic.settings import Settings
-from redelastic.view import Round
+from redelastic.redis import scripts
+from redelastic.redis.connection import ATTEMPT_TIMEOUT, Connection, Timeout, text
+from redelastic.redis.keys import RunKeys
+from redelastic.rendezvous.membership import COARSE, Membership
+from redelastic.rendezvous.settings import Settings
+from redelastic.rendezvous.view import Round
 
 T = TypeVar("T")
 PORT: Final = 29500  # on which they would serve the bootstrap store: nobody does

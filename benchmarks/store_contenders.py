@@ -21,7 +21,7 @@ from urllib.parse import unquote, urlsplit
 import hiredis
 import torch.distributed as dist
 
-from redelastic.server import RedisServer
+from redelastic.redis.server import RedisServer
 from redelastic.store import RedisStore
 
 OURS: Final = "redelastic"

@@ -15,8 +15,8 @@ import redis
 from benchmarks.harness import run_alone
 from benchmarks.report import Table
 from benchmarks.store_contenders import BARE, OURS, TCP, Servers, apart, opened
-from redelastic.keys import RunKeys, StoreKeys
-from redelastic.scripts import STORE_SET, STORE_WAIT
+from redelastic.redis.keys import RunKeys, StoreKeys
+from redelastic.redis.scripts import STORE_SET, STORE_WAIT
 
 # What lua/store_set.lua has to do for one key, each as short as can be: the duty, the keys and arguments that it takes
 # beyond those of the duties before it, and its text.

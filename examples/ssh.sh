@@ -19,7 +19,7 @@ else
   if [[ -z ${REDELASTIC_REDIS_URL:-} ]]; then # then the job has a Redis of its own on this host
     # It is told the password by its stdin, as the hosts are: it is on no command line. Ctrl-C must not reach it.
     password=$(python3 -c 'import secrets; print(secrets.token_hex())')
-    setsid "$(python3 -c 'import redelastic.server as s; print(s.find_binary())')" - >"$run/redis.log" <<<"
+    setsid "$(python3 -c 'import redelastic.redis.server as s; print(s.find_binary())')" - >"$run/redis.log" <<<"
       port $port
       requirepass $password
       save ''

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .agent import AgentOptions, RedisElasticAgent
-    from .backend import RedisRendezvousBackend, create_backend
-    from .handler import RedisRendezvousHandler, create_handler, handler_from_url
-    from .init_method import register_init_method
-    from .server import RedisServer
+    from .redis.server import RedisServer
+    from .rendezvous.backend import RedisRendezvousBackend, create_backend
+    from .rendezvous.handler import RedisRendezvousHandler, create_handler, handler_from_url
+    from .rendezvous.init_method import register_init_method
     from .store import RedisStore, RoundBrokenError
     from .worker import progress, should_checkpoint
 
@@ -38,13 +38,13 @@ __version__ = "0.1.0"
 _HOMES = {
     "AgentOptions": "agent.options",
     "RedisElasticAgent": "agent.agent",
-    "RedisRendezvousBackend": "backend",
-    "create_backend": "backend",
-    "RedisRendezvousHandler": "handler",
-    "create_handler": "handler",
-    "handler_from_url": "handler",
-    "register_init_method": "init_method",
-    "RedisServer": "server",
+    "RedisRendezvousBackend": "rendezvous.backend",
+    "create_backend": "rendezvous.backend",
+    "RedisRendezvousHandler": "rendezvous.handler",
+    "create_handler": "rendezvous.handler",
+    "handler_from_url": "rendezvous.handler",
+    "register_init_method": "rendezvous.init_method",
+    "RedisServer": "redis.server",
     "RedisStore": "store",
     "RoundBrokenError": "store",
     "progress": "worker",

@@ -19,13 +19,13 @@ def handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
 
 
 def create(params: RendezvousParameters) -> RendezvousHandler:
-    """Make the handler that torchrun asks for; see :func:`redelastic.handler.handler_from_parameters`.
+    """Make the handler that torchrun asks for; see :func:`redelastic.rendezvous.handler.handler_from_parameters`.
 
     Raises:
         ValueError: as there; or torchrun got no ``--rdzv-id``, and jobs without one would all be the same run.
     """
-    from .agent.regrouping import teach_torchrun
-    from .handler import handler_from_parameters
+    from .agent.torchrun.regrouping import teach_torchrun
+    from .rendezvous.handler import handler_from_parameters
 
     if params.run_id == "none":  # torchrun's default
         raise ValueError("--rdzv-id is missing: it tells this job from others on the same Redis.")

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import redelastic.cli
 
 if TYPE_CHECKING:  # whether a command imports what it does not need is seen by what this module does not
-    from redelastic.handler import RedisRendezvousHandler
+    from redelastic.rendezvous.handler import RedisRendezvousHandler
 
 
 @dataclass

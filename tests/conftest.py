@@ -19,11 +19,11 @@ import pytest
 import redis
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
-from redelastic.backend import create_backend
-from redelastic.connection import Connection
-from redelastic.handler import RedisRendezvousHandler, create_handler
-from redelastic.keys import RunKeys
-from redelastic.server import RedisServer
+from redelastic.redis.connection import Connection
+from redelastic.redis.keys import RunKeys
+from redelastic.redis.server import RedisServer
+from redelastic.rendezvous.backend import create_backend
+from redelastic.rendezvous.handler import RedisRendezvousHandler, create_handler
 
 pytest_plugins = ["fault_matrix"]
 _MEMORY = "/dev/shm"

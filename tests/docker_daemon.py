@@ -20,7 +20,7 @@ from typing import IO, TYPE_CHECKING, Final
 import psutil
 from servers import wait_until
 
-from redelastic import server as server_module
+from redelastic.redis import server as server_module
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Final
 
-from redelastic.server import find_binary
+from redelastic.redis.server import find_binary
 
 _COMMANDS: Final = ("cat", "cut", "getent", "grep", "install", "sh", "useradd")  # what is called in containers
 _REDIS: Final = 999  # its user and group

@@ -10,8 +10,8 @@ import redis
 
 from redelastic import cli
 from redelastic.doctor import Finding, examine
-from redelastic.endpoint import parse_endpoint
-from redelastic.server import RedisServer
+from redelastic.redis.endpoint import parse_endpoint
+from redelastic.redis.server import RedisServer
 
 Found = dict[str, Finding]
 

@@ -19,11 +19,11 @@ import pytest
 from torchrun_job import _REAPER, TOKEN
 from typing_extensions import Self
 
-from redelastic import server as server_module
-from redelastic.connection import Connection
-from redelastic.control import RunControl
-from redelastic.endpoint import URL_VARIABLE, parse_endpoint
-from redelastic.keys import RunKeys
+from redelastic.redis import server as server_module
+from redelastic.redis.connection import Connection
+from redelastic.redis.endpoint import URL_VARIABLE, parse_endpoint
+from redelastic.redis.keys import RunKeys
+from redelastic.run.control import RunControl
 
 T = TypeVar("T")
 

@@ -13,9 +13,9 @@ from conftest import NodeFactory
 from servers import Shard, wait_until
 from test_outages import state
 
-from redelastic.control import RunControl
-from redelastic.handler import RedisRendezvousHandler
-from redelastic.keys import RunKeys
+from redelastic.redis.keys import RunKeys
+from redelastic.rendezvous.handler import RedisRendezvousHandler
+from redelastic.run.control import RunControl
 
 T = TypeVar("T")
 INTERVAL: Final = 0.4

@@ -11,10 +11,10 @@ from typing import Any, Final, cast
 
 from hostile import EVENTS, NODES, REASONS, RECORD, Dice
 
-from redelastic.connection import Connection
-from redelastic.control import RunControl
-from redelastic.keys import RunKeys
-from redelastic.records import Event, Run, decode_event
+from redelastic.redis.connection import Connection
+from redelastic.redis.keys import RunKeys
+from redelastic.run.control import RunControl
+from redelastic.run.records import Event, Run, decode_event
 
 INPUTS: Final = int(os.environ.get("REDELASTIC_FUZZ", "30000"))
 SEED: Final = int(os.environ.get("REDELASTIC_FUZZ_SEED", "0"))

@@ -12,7 +12,7 @@ import redis
 from commands import command
 
 import redelastic
-from redelastic.server import RedisServer
+from redelastic.redis.server import RedisServer
 
 PACKAGE: Final = Path(redelastic.__file__).parent
 README: Final = (Path(__file__).parents[1] / "README.md").read_text()

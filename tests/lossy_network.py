@@ -10,9 +10,9 @@ from typing import Final, TypeVar
 
 from faulty_proxy import Chance, FaultyProxy
 
-from redelastic import scripts
-from redelastic.scripts import Script
-from redelastic.server import RedisServer
+from redelastic.redis import scripts
+from redelastic.redis.scripts import Script
+from redelastic.redis.server import RedisServer
 
 T = TypeVar("T")
 

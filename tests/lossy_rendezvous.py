@@ -22,10 +22,10 @@ from oracle import NOTHING, Beat, Join, Known, Leave, Request, Settings, State, 
 from test_oracle import Server, stored
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters
 
-from redelastic import scripts
-from redelastic.handler import RedisRendezvousHandler, handler_from_parameters
-from redelastic.keys import RunKeys
-from redelastic.server import RedisServer
+from redelastic.redis import scripts
+from redelastic.redis.keys import RunKeys
+from redelastic.redis.server import RedisServer
+from redelastic.rendezvous.handler import RedisRendezvousHandler, handler_from_parameters
 from redelastic.store import RedisStore, RoundBrokenError
 
 ROUNDS: Final = 10  # of a batch

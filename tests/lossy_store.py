@@ -16,7 +16,7 @@ from typing import Final
 import torch.distributed as dist
 from lossy_network import ATTEMPT, PATIENCE, LossyNetwork, all_at_once
 
-from redelastic.connection import Connection
+from redelastic.redis.connection import Connection
 from redelastic.store import RedisStore
 
 OPERATIONS: Final = 5_000  # of a batch

@@ -23,7 +23,7 @@ from typing import Final
 
 from typing_extensions import Self
 
-from redelastic.server import RedisServer
+from redelastic.redis.server import RedisServer
 
 LINK: Final = "eth0"  # of each host; the router's end of it has the host's name
 _CLONE_NEWNET: Final = 0x40000000

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from servers import HOST, port_of
 
-from redelastic.server import RedisServer
+from redelastic.redis.server import RedisServer
 
 
 @dataclass

@@ -12,8 +12,8 @@ import redis
 from conftest import NodeFactory
 from servers import reserved_port, wait_until
 
-from redelastic.handler import RedisRendezvousHandler
-from redelastic.server import RedisServer
+from redelastic.redis.server import RedisServer
+from redelastic.rendezvous.handler import RedisRendezvousHandler
 
 INTERVAL: Final = 0.4
 LEASE: Final = 3 * INTERVAL

@@ -14,8 +14,8 @@ from typing import Any, Final
 
 import redis
 
-from redelastic import server as server_module
-from redelastic.server import RedisServer, find_binary
+from redelastic.redis import server as server_module
+from redelastic.redis.server import RedisServer, find_binary
 
 HOST = "127.0.0.1"
 MASTER_NAME = "mymaster"

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from redelastic.server import RedisServer
+from redelastic.redis.server import RedisServer
 from redelastic.store import RedisStore
 
 SHORT = timedelta(milliseconds=30)

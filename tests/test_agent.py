@@ -24,13 +24,13 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torchrun_job import LIMIT, Job
 
 from redelastic.agent import AgentOptions, RedisElasticAgent
-from redelastic.agent.health_endpoint import HealthEndpoint
-from redelastic.connection import Connection
-from redelastic.control import RunControl
-from redelastic.keys import RunKeys
-from redelastic.membership import RunStoppedError
-from redelastic.records import Event
-from redelastic.server import RedisServer
+from redelastic.agent.host.health_endpoint import HealthEndpoint
+from redelastic.redis.connection import Connection
+from redelastic.redis.keys import RunKeys
+from redelastic.redis.server import RedisServer
+from redelastic.rendezvous.membership import RunStoppedError
+from redelastic.run.control import RunControl
+from redelastic.run.records import Event
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -16,7 +16,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
 from redelastic.agent import RedisElasticAgent
-from redelastic.server import RedisServer
+from redelastic.redis.server import RedisServer
 
 pytestmark = pytest.mark.timeout(180)
 

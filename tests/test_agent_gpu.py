@@ -13,8 +13,8 @@ import pytest
 import torch
 from servers import wait_until
 
-from redelastic.agent.gpus import assign, open_nvml
-from redelastic.agent.telemetry import Telemetry
+from redelastic.agent.host.gpus import assign, open_nvml
+from redelastic.agent.host.telemetry import Telemetry
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"),

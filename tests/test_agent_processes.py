@@ -14,8 +14,8 @@ import psutil
 import pytest
 from worker_processes import BARE_IN_SESSION, DAEMON, DEAF, LIFE, PRELUDE, SECRETIVE, lives, reuse, said, until
 
-from redelastic.agent import warden
-from redelastic.agent.processes import TOKEN_VARIABLE, ProcessTree
+from redelastic.agent.workers import warden
+from redelastic.agent.workers.processes import TOKEN_VARIABLE, ProcessTree
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 

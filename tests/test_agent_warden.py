@@ -15,8 +15,8 @@ import psutil
 import pytest
 from worker_processes import DAEMON, DEADLINE, DEAF, LIFE, PRELUDE, SECRETIVE, VANISHING, lives, reuse, said, until
 
-from redelastic.agent.processes import ProcessTree
-from redelastic.agent.warden import processes
+from redelastic.agent.workers.processes import ProcessTree
+from redelastic.agent.workers.warden import processes
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -44,7 +44,7 @@ class Driven:
 
 AGENT = """
 import json, os, subprocess, sys
-from redelastic.agent.processes import ProcessTree
+from redelastic.agent.workers.processes import ProcessTree
 
 tree, workers = ProcessTree(), []
 popen = lambda *command, **options: subprocess.Popen(command, stdout=subprocess.DEVNULL, **options)

@@ -21,9 +21,9 @@ from torch.distributed.elastic.rendezvous.api import (
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousBackend
 
 from redelastic import RedisRendezvousBackend, create_backend, create_handler
-from redelastic.connection import Connection, UnreachableError
-from redelastic.keys import RunKeys
-from redelastic.server import RedisServer
+from redelastic.redis.connection import Connection, UnreachableError
+from redelastic.redis.keys import RunKeys
+from redelastic.redis.server import RedisServer
 
 
 @pytest.fixture

@@ -21,10 +21,10 @@ from torchrun_job import LIMIT
 from workers.unruly import FLOOD, LINE
 
 from redelastic.cli import main
-from redelastic.connection import Connection
-from redelastic.control import RunControl
-from redelastic.keys import RunKeys
-from redelastic.server import RedisServer
+from redelastic.redis.connection import Connection
+from redelastic.redis.keys import RunKeys
+from redelastic.redis.server import RedisServer
+from redelastic.run.control import RunControl
 
 pytestmark = pytest.mark.timeout(150)
 

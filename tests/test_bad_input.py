@@ -22,10 +22,10 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from redelastic import RedisRendezvousBackend, RedisStore, create_handler
-from redelastic.connection import Connection
-from redelastic.handler import RedisRendezvousHandler
-from redelastic.keys import RunKeys
-from redelastic.server import RedisServer
+from redelastic.redis.connection import Connection
+from redelastic.redis.keys import RunKeys
+from redelastic.redis.server import RedisServer
+from redelastic.rendezvous.handler import RedisRendezvousHandler
 
 pytestmark = pytest.mark.timeout(30)
 

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from redelastic.agent import stacks
-from redelastic.agent.board import Board, HangWatch
-from redelastic.agent.stacks import catches, dump_stacks
+from redelastic.agent.workers import stacks
+from redelastic.agent.workers.board import Board, HangWatch
+from redelastic.agent.workers.stacks import catches, dump_stacks
 from redelastic.worker import CALLS, STACK_SIGNAL, VARIABLE
 
 Start = Callable[..., int]

@@ -16,8 +16,8 @@ import pytest
 from checking import gone
 from servers import wait_until
 
-from redelastic.agent import checks
-from redelastic.agent.checks import Node, disk, gpu, known_checks, memory, run_checks
+from redelastic.agent.host import checks
+from redelastic.agent.host.checks import Node, disk, gpu, known_checks, memory, run_checks
 
 HOOKS = """
 import sys, threading
@@ -44,7 +44,7 @@ def hooks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: hooks\nVersion: 1.0\n")
     names = re.findall(r"def (\w+)", HOOKS)
     lines = [f"{name} = {module}:{name}" for name in names] + ["absent = no_such_module:check"]
-    lines += [f"our-{name} = redelastic.agent.checks:{name}" for name in ("gpu", "disk", "memory")]
+    lines += [f"our-{name} = redelastic.agent.host.checks:{name}" for name in ("gpu", "disk", "memory")]
     (info / "entry_points.txt").write_text("\n".join([f"[{checks.GROUP}]", *lines]))
     monkeypatch.syspath_prepend(site)
     yield module
@@ -189,7 +189,7 @@ def test_a_process_that_sigkill_does_not_end_is_given_up(tmp_path: Path, monkeyp
 
 def test_an_agent_that_ends_in_mid_check_leaves_no_process(tmp_path: Path) -> None:
     program = (
-        "import signal, sys; from pathlib import Path; from redelastic.agent.checks import Node, run_checks\n"
+        "import signal, sys; from pathlib import Path; from redelastic.agent.host.checks import Node, run_checks\n"
         "signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))\n"
         "run_checks([], f'echo $$ >{sys.argv[1]}/part; mv {sys.argv[1]}/part {sys.argv[1]}/pid; exec sleep 300',"
         " Node(Path(sys.argv[1]), 1, timeout=200))"

@@ -15,14 +15,14 @@ import torch
 from checking import gone
 from servers import wait_until
 
-from redelastic.agent import checks, gpu_probe
-from redelastic.agent.checks import Node, gpu
+from redelastic.agent.host import checks, gpu_probe
+from redelastic.agent.host.checks import Node, gpu
 
 node = checking.node
 
 
 def probe(kind: str, expected: int) -> subprocess.CompletedProcess[str]:
-    argv = [sys.executable, "-m", "redelastic.agent.gpu_probe", kind, str(expected)]
+    argv = [sys.executable, "-m", "redelastic.agent.host.gpu_probe", kind, str(expected)]
     return subprocess.run(argv, capture_output=True, text=True, timeout=100, check=False)
 
 
@@ -46,7 +46,7 @@ def test_the_probe_names_a_device_that_raises() -> None:
 
 def test_the_probe_has_named_the_device_before_it_dies_of_it() -> None:
     program = (
-        "import os, torch; from redelastic.agent.gpu_probe import ask_devices\n"
+        "import os, torch; from redelastic.agent.host.gpu_probe import ask_devices\n"
         "torch.Tensor.cpu = lambda tensor: os.kill(os.getpid(), 9)\n"
         "ask_devices('cpu', 1)"
     )

@@ -15,8 +15,8 @@ import checking
 import pytest
 from servers import wait_until
 
-from redelastic.agent import checks
-from redelastic.agent.checks import Node, disk, memory
+from redelastic.agent.host import checks
+from redelastic.agent.host.checks import Node, disk, memory
 
 node = checking.node
 
@@ -193,7 +193,7 @@ def limited_cgroup(limit: int) -> Iterator[Path]:
 
 def test_memory_in_a_real_cgroup(tmp_path: Path) -> None:
     program = (
-        "import os, sys; from pathlib import Path; from redelastic.agent.checks import Node, memory\n"
+        "import os, sys; from pathlib import Path; from redelastic.agent.host.checks import Node, memory\n"
         "Path(sys.argv[1], 'cgroup.procs').write_text(str(os.getpid()))\n"
         "print(memory(Node(Path(), int(sys.argv[2]))))"
     )

@@ -17,12 +17,12 @@ from commands import Done, command, form, started, until
 from conftest import NodeFactory
 
 from redelastic.cli import drain
-from redelastic.connection import Connection
-from redelastic.control import RunControl
-from redelastic.handler import RedisRendezvousHandler
-from redelastic.keys import RunKeys
-from redelastic.membership import Membership
-from redelastic.server import RedisServer
+from redelastic.redis.connection import Connection
+from redelastic.redis.keys import RunKeys
+from redelastic.redis.server import RedisServer
+from redelastic.rendezvous.handler import RedisRendezvousHandler
+from redelastic.rendezvous.membership import Membership
+from redelastic.run.control import RunControl
 
 Cli = Callable[..., Done]
 HOSTILE = "\x1b[2J\x9b[red]bold[/red]\r\n\u202e\u2066"  # clears screens, reverses text, is markup
@@ -90,7 +90,7 @@ class TestErrors:
 
     def test_an_unreachable_server_that_nobody_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("redelastic.cli.common.TIMEOUT", 0.1)
-        monkeypatch.setattr("redelastic.endpoint.DEFAULT_PORT", 1)
+        monkeypatch.setattr("redelastic.redis.endpoint.DEFAULT_PORT", 1)
         monkeypatch.delenv("REDELASTIC_REDIS_URL", raising=False)
         done = command("status", "RUN")
         assert (done.code, done.err.count("\n")) == (3, 1)

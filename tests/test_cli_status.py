@@ -21,12 +21,12 @@ from rich.console import Console
 
 from redelastic.cli.status.report import describe
 from redelastic.cli.status.view import Screen
-from redelastic.connection import Connection
-from redelastic.control import RunControl
-from redelastic.handler import RedisRendezvousHandler
-from redelastic.keys import RunKeys
-from redelastic.records import Event, Node, Run
-from redelastic.server import RedisServer
+from redelastic.redis.connection import Connection
+from redelastic.redis.keys import RunKeys
+from redelastic.redis.server import RedisServer
+from redelastic.rendezvous.handler import RedisRendezvousHandler
+from redelastic.run.control import RunControl
+from redelastic.run.records import Event, Node, Run
 
 GIB = 2**30
 Cli = Callable[..., Done]

@@ -23,12 +23,13 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
-from redelastic import RedisStore, scripts
-from redelastic.client import DirectClient
-from redelastic.connection import CONNECT_TIMEOUT, Connection, UnreachableError
-from redelastic.endpoint import Client
-from redelastic.keys import RunKeys
-from redelastic.server import RedisServer
+from redelastic import RedisStore
+from redelastic.redis import scripts
+from redelastic.redis.client import DirectClient
+from redelastic.redis.connection import CONNECT_TIMEOUT, Connection, UnreachableError
+from redelastic.redis.endpoint import Client
+from redelastic.redis.keys import RunKeys
+from redelastic.redis.server import RedisServer
 
 ATTEMPT = 0.5  # time-out of one attempt, in seconds
 SLOW = 3.0  # what a busy machine may add to a bound, in seconds

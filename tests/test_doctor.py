@@ -20,7 +20,7 @@ from servers import HOST, frozen, redis_cluster, replica_of, reserved_port, sent
 import redelastic.doctor as doctor_module
 from redelastic.cli import doctor as command
 from redelastic.doctor import LEVELS, Finding, trial
-from redelastic.server import RedisServer
+from redelastic.redis.server import RedisServer
 
 # -- Servers that are fit
 

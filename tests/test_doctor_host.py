@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from doctoring import look
 
-from redelastic.addresses import LocalAddress
 from redelastic.doctor import host
 from redelastic.doctor.weaknesses import WEAKNESSES, mended_in, weaknesses_of
-from redelastic.endpoint import parse_endpoint
-from redelastic.server import RedisServer
+from redelastic.redis.endpoint import parse_endpoint
+from redelastic.redis.server import RedisServer
+from redelastic.rendezvous.addresses import LocalAddress
 
 # -- Weaknesses by version
 
@@ -92,7 +92,7 @@ def test_the_address_that_peers_are_told(url: str, address: str, reached: bool, 
 
 def test_a_store_that_nobody_reaches_is_a_problem(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     nowhere = LocalAddress("no-such-host.invalid", "a test")
-    monkeypatch.setattr("redelastic.handler.find_address", lambda *_: nowhere)
+    monkeypatch.setattr("redelastic.rendezvous.handler.find_address", lambda *_: nowhere)
     found = look(server.url)
     assert found["rendezvous"].level == "ok"
     assert found["bootstrap"].level == "problem"

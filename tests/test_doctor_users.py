@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from doctoring import bad, look, untouched
 
-from redelastic.connection import ACL_RULES, Connection
 from redelastic.doctor import server as server_checks
 from redelastic.doctor import trial
-from redelastic.endpoint import parse_endpoint
-from redelastic.server import RedisServer
+from redelastic.redis.connection import ACL_RULES, Connection
+from redelastic.redis.endpoint import parse_endpoint
+from redelastic.redis.server import RedisServer
 
 
 def add_user(server: RedisServer, rules: str) -> str:

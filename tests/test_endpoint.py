@@ -13,9 +13,9 @@ import redis
 import servers
 from redis.cluster import RedisCluster
 
-from redelastic.connection import Connection
-from redelastic.endpoint import SCHEMES, URL_VARIABLE, Endpoint, parse_endpoint
-from redelastic.settings import Settings, parameters_from_url
+from redelastic.redis.connection import Connection
+from redelastic.redis.endpoint import SCHEMES, URL_VARIABLE, Endpoint, parse_endpoint
+from redelastic.rendezvous.settings import Settings, parameters_from_url
 
 SECRET = "hünter2/?#@:% x"  # every sign that means something in a URL
 ENCODED = quote(SECRET, safe="")

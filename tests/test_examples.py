@@ -38,10 +38,10 @@ from examples_site import (
 from tls_files import make_certificates
 from typing_extensions import Self
 
-from redelastic.connection import ACL_RULES
-from redelastic.control import RunControl, UnknownRunError
-from redelastic.records import Node
-from redelastic.server import RedisServer
+from redelastic.redis.connection import ACL_RULES
+from redelastic.redis.server import RedisServer
+from redelastic.run.control import RunControl, UnknownRunError
+from redelastic.run.records import Node
 
 pytestmark = pytest.mark.timeout(300)
 

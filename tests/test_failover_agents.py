@@ -12,11 +12,11 @@ from fault_matrix import Measured
 from servers import Shard, wait_until
 from test_agent import AgentJob
 
-from redelastic.connection import Connection
-from redelastic.control import RunControl, UnknownRunError
-from redelastic.keys import RunKeys
-from redelastic.records import Run
-from redelastic.server import RedisServer
+from redelastic.redis.connection import Connection
+from redelastic.redis.keys import RunKeys
+from redelastic.redis.server import RedisServer
+from redelastic.run.control import RunControl, UnknownRunError
+from redelastic.run.records import Run
 
 pytest_plugins = ["failover_servers"]
 pytestmark = pytest.mark.timeout(300)

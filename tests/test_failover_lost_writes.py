@@ -18,7 +18,7 @@ from test_outages import events, join, record, state
 from torch.distributed.elastic.rendezvous import RendezvousClosedError
 
 from redelastic import RedisStore
-from redelastic.handler import RedisRendezvousHandler
+from redelastic.rendezvous.handler import RedisRendezvousHandler
 
 pytest_plugins = ["failover_servers"]
 pytestmark = pytest.mark.timeout(300)

@@ -16,12 +16,12 @@ from failovers import CONFIRMED, INTERVAL, LIMIT, NO_LOSS, Group, new_group, set
 from servers import HOST, MASTER_NAME, SentinelGroup, Shard, port_of, wait_until
 from test_outages import events, join, record, state
 
-from redelastic.connection import Connection
-from redelastic.control import RunControl
-from redelastic.handler import RedisRendezvousHandler
-from redelastic.keys import RunKeys
-from redelastic.records import Run
-from redelastic.server import RedisServer
+from redelastic.redis.connection import Connection
+from redelastic.redis.keys import RunKeys
+from redelastic.redis.server import RedisServer
+from redelastic.rendezvous.handler import RedisRendezvousHandler
+from redelastic.run.control import RunControl
+from redelastic.run.records import Run
 
 pytest_plugins = ["failover_servers"]
 pytestmark = pytest.mark.timeout(300)

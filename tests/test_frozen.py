@@ -21,11 +21,11 @@ from servers import wait_until
 from test_agent import AgentJob
 from workers.frozen_node import JOINS, REQUESTS, WRITES
 
-from redelastic import scripts
-from redelastic.handler import RedisRendezvousHandler
-from redelastic.keys import RunKeys
-from redelastic.scripts import Script
-from redelastic.server import RedisServer
+from redelastic.redis import scripts
+from redelastic.redis.keys import RunKeys
+from redelastic.redis.scripts import Script
+from redelastic.redis.server import RedisServer
+from redelastic.rendezvous.handler import RedisRendezvousHandler
 from redelastic.store import RedisStore
 
 pytestmark = pytest.mark.timeout(150)

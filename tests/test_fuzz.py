@@ -31,17 +31,18 @@ from hostile import CANARY, NODES, QUERY, URLS, Dice
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousStateError
 
-from redelastic import RedisRendezvousBackend, init_method
+from redelastic import RedisRendezvousBackend
 from redelastic.cli.output import moment
 from redelastic.cli.status.report import describe
-from redelastic.connection import Connection, UnreachableError
-from redelastic.control import UnknownRunError
-from redelastic.endpoint import parse_endpoint
-from redelastic.history import STATES, replay
-from redelastic.keys import RunKeys, check_key_part
-from redelastic.membership import Membership
-from redelastic.records import decode_status
-from redelastic.settings import Settings, parameters_from_url
+from redelastic.redis.connection import Connection, UnreachableError
+from redelastic.redis.endpoint import parse_endpoint
+from redelastic.redis.keys import RunKeys, check_key_part
+from redelastic.rendezvous import init_method
+from redelastic.rendezvous.membership import Membership
+from redelastic.rendezvous.settings import Settings, parameters_from_url
+from redelastic.run.control import UnknownRunError
+from redelastic.run.history import STATES, replay
+from redelastic.run.records import decode_status
 
 pytestmark = pytest.mark.timeout(3600 if "REDELASTIC_FUZZ" in os.environ else 120)
 

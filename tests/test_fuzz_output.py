@@ -20,15 +20,15 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from torch.distributed.elastic.rendezvous.api import RendezvousStateError
 
-from redelastic.agent.board import Board, HangWatch
-from redelastic.agent.health_endpoint import _Handler, _Server, _StatusCollector
-from redelastic.agent.telemetry import STATUS_LIMIT, bounded
+from redelastic.agent.host.health_endpoint import _Handler, _Server, _StatusCollector
+from redelastic.agent.host.telemetry import STATUS_LIMIT, bounded
+from redelastic.agent.workers.board import Board, HangWatch
 from redelastic.cli.output import clean, duration, moment, size
 from redelastic.cli.status.report import describe
 from redelastic.cli.status.view import Screen
 from redelastic.cli.timeline.page import page
-from redelastic.control import UnknownRunError
-from redelastic.history import replay
+from redelastic.run.control import UnknownRunError
+from redelastic.run.history import replay
 
 pytestmark = pytest.mark.timeout(3600 if "REDELASTIC_FUZZ" in os.environ else 120)
 

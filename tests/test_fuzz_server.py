@@ -17,13 +17,13 @@ from torch.distributed import DistError
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from redelastic import RedisRendezvousBackend, RedisStore
-from redelastic.connection import Connection
-from redelastic.control import RunControl, UnknownNodeError, UnknownRunError
-from redelastic.history import replay
-from redelastic.keys import RunKeys
-from redelastic.membership import Membership
-from redelastic.server import RedisServer
-from redelastic.settings import Settings
+from redelastic.redis.connection import Connection
+from redelastic.redis.keys import RunKeys
+from redelastic.redis.server import RedisServer
+from redelastic.rendezvous.membership import Membership
+from redelastic.rendezvous.settings import Settings
+from redelastic.run.control import RunControl, UnknownNodeError, UnknownRunError
+from redelastic.run.history import replay
 
 pytestmark = pytest.mark.timeout(3600 if "REDELASTIC_FUZZ" in os.environ else 120)
 

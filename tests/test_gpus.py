@@ -12,8 +12,8 @@ import pytest
 import torch
 from fake_nvml import FakeGpu, FakeMig, FakeNvml, pynvml
 
-from redelastic.agent import gpus, telemetry
-from redelastic.agent.gpus import Assignment, assign, host_devices
+from redelastic.agent.host import gpus, telemetry
+from redelastic.agent.host.gpus import Assignment, assign, host_devices
 
 A, B, C, D = (f"GPU-{letter * 8}-0000-0000-0000-000000000000" for letter in "abcd")
 M1, M2, M3 = (f"MIG-{digit * 8}-0000-0000-0000-000000000000" for digit in "123")

@@ -31,10 +31,10 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from redelastic import plugin
-from redelastic.handler import EPOCH_VARIABLE, RedisRendezvousHandler
-from redelastic.keys import RunKeys
-from redelastic.membership import COARSE, SPREAD
-from redelastic.server import RedisServer
+from redelastic.redis.keys import RunKeys
+from redelastic.redis.server import RedisServer
+from redelastic.rendezvous.handler import EPOCH_VARIABLE, RedisRendezvousHandler
+from redelastic.rendezvous.membership import COARSE, SPREAD
 from redelastic.store import RoundBrokenError
 
 Node = RedisRendezvousHandler
@@ -95,7 +95,7 @@ class TestForming:
         caplog: pytest.LogCaptureFixture,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        monkeypatch.setattr("redelastic.membership.LONG_WAIT", 0.1)
+        monkeypatch.setattr("redelastic.rendezvous.membership.LONG_WAIT", 0.1)
         first = new_node(2, 3, last_call_timeout=0, keep_alive_interval=0.1)
         joining = pool.submit(first.next_rendezvous)
         until(lambda: caplog.messages, "it says so")
@@ -228,7 +228,7 @@ class TestRegrouping:
     def test_who_does_not_look_finds_a_silent_member_if_nobody_else_does(
         self, new_node: NodeFactory, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("redelastic.membership.LOOKERS", 0)
+        monkeypatch.setattr("redelastic.rendezvous.membership.LOOKERS", 0)
         nodes = [new_node(1, 3, keep_alive_interval=1) for _ in range(3)]
         join_all(pool, *nodes)
         nodes[0].membership.stop()
@@ -511,7 +511,7 @@ class TestProcesses:
     @pytest.mark.parametrize("seconds", [0, 0.001, 0.01])
     def test_a_process_may_end_while_its_bootstrap_store_starts(self, seconds: float) -> None:
         script = (
-            "import time; from redelastic.bootstrap import BootstrapPort\n"
+            "import time; from redelastic.rendezvous.bootstrap import BootstrapPort\n"
             f"port = BootstrapPort(); port.serve(5); time.sleep({seconds})"
         )
         ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)

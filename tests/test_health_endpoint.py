@@ -13,8 +13,8 @@ import prometheus_client
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from redelastic.agent import health_endpoint
-from redelastic.agent.health_endpoint import HealthEndpoint
+from redelastic.agent.host import health_endpoint
+from redelastic.agent.host.health_endpoint import HealthEndpoint
 
 STATUS: Mapping[str, Any] = {
     "run_id": "job",

@@ -15,12 +15,12 @@ from conftest import NodeFactory
 from scenes import HOSTILE, SCENES, START, Story, three_nodes
 from servers import wait_until
 
-from redelastic.connection import Connection
-from redelastic.control import RunControl
-from redelastic.handler import RedisRendezvousHandler
-from redelastic.history import History, replay
-from redelastic.keys import RunKeys
-from redelastic.records import Event
+from redelastic.redis.connection import Connection
+from redelastic.redis.keys import RunKeys
+from redelastic.rendezvous.handler import RedisRendezvousHandler
+from redelastic.run.control import RunControl
+from redelastic.run.history import History, replay
+from redelastic.run.records import Event
 
 SEQUENCES = int(os.environ.get("REDELASTIC_REPLAY_SEQUENCES", "120"))  # of random requests, replayed
 FIELDS = ("event", "epoch", "size", "node", "reason", "detail")

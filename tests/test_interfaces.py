@@ -29,14 +29,14 @@ from servers import wait_until
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torchrun_job import LIMIT, Job
 
-from redelastic import addresses
-from redelastic.addresses import INTERFACE_VARIABLES, LocalAddress, find_address
-from redelastic.connection import Connection
-from redelastic.control import RunControl
 from redelastic.doctor.host import examine_host
-from redelastic.endpoint import parse_endpoint
-from redelastic.handler import REACH_THREAD, RedisRendezvousHandler, handler_from_parameters
-from redelastic.server import RedisServer
+from redelastic.redis.connection import Connection
+from redelastic.redis.endpoint import parse_endpoint
+from redelastic.redis.server import RedisServer
+from redelastic.rendezvous import addresses
+from redelastic.rendezvous.addresses import INTERFACE_VARIABLES, LocalAddress, find_address
+from redelastic.rendezvous.handler import REACH_THREAD, RedisRendezvousHandler, handler_from_parameters
+from redelastic.run.control import RunControl
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -324,7 +324,7 @@ def test_a_rank_0_that_is_not_reached(
     *,
     fault: bool,
 ) -> None:
-    monkeypatch.setattr("redelastic.handler.REACH_TIMEOUT", 1.0)
+    monkeypatch.setattr("redelastic.rendezvous.handler.REACH_TIMEOUT", 1.0)
     with ExitStack() as opened:
         first, second = opened.enter_context(pair(network, redis, a=local_addr))
         place = second._entered
@@ -358,7 +358,7 @@ def test_a_rank_0_that_is_reached(network: Network, redis: RedisServer) -> None:
 def test_a_round_that_is_over_is_not_told_of(
     network: Network, redis: RedisServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("redelastic.handler.REACH_TIMEOUT", LIMIT)
+    monkeypatch.setattr("redelastic.rendezvous.handler.REACH_TIMEOUT", LIMIT)
     with pair(network, redis, a="127.0.0.1") as (first, second):
         with network.inside("b"):
             second.num_nodes_waiting()

@@ -14,12 +14,12 @@ from job_user import CANARY, as_user_of, command_line, readme_rules, run_command
 from test_agent import DRAINED, STOPPED, AgentJob
 from test_topologies import live_a_whole_life
 
-from redelastic.connection import ACL_RULES, Connection
-from redelastic.control import RunControl
 from redelastic.doctor.trial import PROBES
-from redelastic.keys import RunKeys
-from redelastic.records import Node
-from redelastic.server import RedisServer
+from redelastic.redis.connection import ACL_RULES, Connection
+from redelastic.redis.keys import RunKeys
+from redelastic.redis.server import RedisServer
+from redelastic.run.control import RunControl
+from redelastic.run.records import Node
 
 pytestmark = pytest.mark.timeout(300)
 

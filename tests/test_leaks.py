@@ -24,10 +24,10 @@ from fault_matrix import Measured
 from servers import wait_until
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
-from redelastic.connection import Connection
-from redelastic.handler import RedisRendezvousHandler, handler_from_parameters
-from redelastic.server import RedisServer
-from redelastic.store import RedisStore, _alive
+from redelastic.redis.connection import Connection
+from redelastic.redis.server import RedisServer
+from redelastic.rendezvous.handler import RedisRendezvousHandler, handler_from_parameters
+from redelastic.store.redis_store import RedisStore, _alive
 
 LONG: Final = bool(os.environ.get("REDELASTIC_LONG"))
 TIMES: Final = 1000 if LONG else 200

@@ -19,7 +19,7 @@ import pytest
 import torch.distributed as dist
 from fault_matrix import UNITS, Measured
 
-from redelastic.server import RedisServer
+from redelastic.redis.server import RedisServer
 from redelastic.store import RedisStore
 
 LONG: Final = bool(os.environ.get("REDELASTIC_LONG"))

@@ -30,7 +30,7 @@ from servers import Shard, wait_until
 from test_outages import events, join, record, state
 from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
 
-from redelastic.server import RedisServer
+from redelastic.redis.server import RedisServer
 
 pytest_plugins = ["failover_servers"]
 pytestmark = pytest.mark.timeout(300)

@@ -25,10 +25,10 @@ from test_agent import AWARE
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters
 from torchrun_job import LIMIT, Job
 
-from redelastic.connection import Connection
-from redelastic.control import RunControl
-from redelastic.handler import RedisRendezvousHandler, handler_from_parameters
-from redelastic.server import RedisServer
+from redelastic.redis.connection import Connection
+from redelastic.redis.server import RedisServer
+from redelastic.rendezvous.handler import RedisRendezvousHandler, handler_from_parameters
+from redelastic.run.control import RunControl
 
 pytestmark = pytest.mark.timeout(300)
 

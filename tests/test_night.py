@@ -12,7 +12,7 @@ from commands import command
 from prometheus_client.parser import text_string_to_metric_families
 from test_agent import DRAINED, AgentJob
 
-from redelastic.server import RedisServer
+from redelastic.redis.server import RedisServer
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -11,8 +11,8 @@ import pytest
 from cgroups import limited_memory
 from worker_processes import DEADLINE
 
-from redelastic.agent import warden
-from redelastic.agent.processes import oom_kills
+from redelastic.agent.workers import warden
+from redelastic.agent.workers.processes import oom_kills
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -21,7 +21,7 @@ def test_the_kernels_oom_kills_are_counted() -> None:
     source = """
 import json, os, subprocess, sys
 open(sys.argv[1], "w").write(str(os.getpid()))
-from redelastic.agent.processes import oom_kills
+from redelastic.agent.workers.processes import oom_kills
 before = oom_kills()
 hog = subprocess.run([sys.executable, "-I", "-S", "-c", "kept = [bytearray(b'x' * (1 << 20)) for _ in range(256)]"])
 print(json.dumps([before, hog.returncode, oom_kills()]))

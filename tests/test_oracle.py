@@ -37,9 +37,9 @@ from oracle import (
     apply,
 )
 
-from redelastic import scripts
-from redelastic.keys import RunKeys
-from redelastic.membership import RunThen
+from redelastic.redis import scripts
+from redelastic.redis.keys import RunKeys
+from redelastic.rendezvous.membership import RunThen
 
 EXAMPLES: Final = int(os.environ.get("REDELASTIC_ORACLE_EXAMPLES", "500"))
 NODES: Final = "abcdefgh"

@@ -22,11 +22,11 @@ from servers import HOST, port_of, wait_until
 from test_agent import AgentJob
 from torchrun_job import Job
 
-from redelastic.control import RunControl, UnknownRunError
-from redelastic.handler import RedisRendezvousHandler
-from redelastic.membership import RunThen
-from redelastic.records import Run
-from redelastic.server import RedisServer
+from redelastic.redis.server import RedisServer
+from redelastic.rendezvous.handler import RedisRendezvousHandler
+from redelastic.rendezvous.membership import RunThen
+from redelastic.run.control import RunControl, UnknownRunError
+from redelastic.run.records import Run
 
 pytestmark = pytest.mark.timeout(300)
 

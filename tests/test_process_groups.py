@@ -21,7 +21,7 @@ from conftest import NodeFactory
 from torch import nn
 
 from redelastic import RedisStore, register_init_method
-from redelastic.server import RedisServer
+from redelastic.redis.server import RedisServer
 
 LIMIT = 40.0  # for a process to do its part, in seconds
 TIMEOUT = timedelta(seconds=20)  # of the groups

@@ -16,11 +16,11 @@ import stores
 import torch.distributed as dist
 from stores import SHORT, SOON, in_thread, opened, until
 
-from redelastic import store as store_module
-from redelastic.connection import Connection
-from redelastic.keys import RunKeys
-from redelastic.server import RedisServer
+from redelastic.redis.connection import Connection
+from redelastic.redis.keys import RunKeys
+from redelastic.redis.server import RedisServer
 from redelastic.store import RedisStore
+from redelastic.store import redis_store as store_module
 
 store = stores.store
 

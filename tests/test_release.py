@@ -12,7 +12,7 @@ from typing import Final
 import pytest
 
 import redelastic
-from redelastic.server import RedisServer
+from redelastic.redis.server import RedisServer
 
 pytest.importorskip("hatchling", reason="hatchling is not installed: it builds the wheel")
 

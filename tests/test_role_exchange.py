@@ -8,9 +8,9 @@ from datetime import timedelta
 import pytest
 from torch.distributed import DistStoreError
 
-from redelastic.agent import role_exchange
-from redelastic.agent.role_exchange import RoleExchange
-from redelastic.connection import Connection
+from redelastic.agent.torchrun import role_exchange
+from redelastic.agent.torchrun.role_exchange import RoleExchange
+from redelastic.redis.connection import Connection
 from redelastic.store import RedisStore
 
 

@@ -20,9 +20,9 @@ from typing import Any, Final
 import psutil
 import pytest
 
-from redelastic.addresses import INTERFACE_VARIABLES
 from redelastic.cli import main
-from redelastic.server import RedisServer
+from redelastic.redis.server import RedisServer
+from redelastic.rendezvous.addresses import INTERFACE_VARIABLES
 
 pytestmark = pytest.mark.timeout(180)
 

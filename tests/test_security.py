@@ -20,11 +20,11 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousStateError
 
 from redelastic import RedisStore, create_backend, create_handler
-from redelastic.connection import Connection
-from redelastic.control import MAX_REASON, RunControl
-from redelastic.endpoint import parse_endpoint
-from redelastic.keys import RunKeys
-from redelastic.server import RedisServer
+from redelastic.redis.connection import Connection
+from redelastic.redis.endpoint import parse_endpoint
+from redelastic.redis.keys import RunKeys
+from redelastic.redis.server import RedisServer
+from redelastic.run.control import MAX_REASON, RunControl
 
 pytestmark = pytest.mark.timeout(300)
 

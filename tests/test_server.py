@@ -19,8 +19,8 @@ import psutil
 import pytest
 import redis
 
-from redelastic import server as server_module
-from redelastic.server import RedisServer, find_binary
+from redelastic.redis import server as server_module
+from redelastic.redis.server import RedisServer, find_binary
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

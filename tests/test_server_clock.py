@@ -21,7 +21,7 @@ from faulty_proxy import FaultyProxy
 from servers import HOST, port_of, wait_until
 from test_outages import events, join, record, state
 
-from redelastic.server import RedisServer, find_binary
+from redelastic.redis.server import RedisServer, find_binary
 
 LIBRARY: Final = next(Path("/usr").glob("lib*/**/faketime/libfaketime.so.1"), None)
 pytestmark = [

@@ -19,8 +19,8 @@ from servers import wait_until
 from test_outages import events, join, record, state
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
-from redelastic.handler import RedisRendezvousHandler
-from redelastic.server import RedisServer
+from redelastic.redis.server import RedisServer
+from redelastic.rendezvous.handler import RedisRendezvousHandler
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -10,9 +10,9 @@ import pytest
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
 
-from redelastic.endpoint import SCHEMES, Endpoint
-from redelastic.keys import RunKeys, check_key_part
-from redelastic.settings import Settings, parameters_from_url
+from redelastic.redis.endpoint import SCHEMES, Endpoint
+from redelastic.redis.keys import RunKeys, check_key_part
+from redelastic.rendezvous.settings import Settings, parameters_from_url
 
 SECONDS = (
     "join_timeout",

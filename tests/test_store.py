@@ -17,7 +17,7 @@ import stores
 import torch.distributed as dist
 from stores import LONG, SHORT, SOON, in_thread, opened, until
 
-from redelastic.server import RedisServer
+from redelastic.redis.server import RedisServer
 from redelastic.store import RedisStore, RoundBrokenError
 
 shared_tcp_store, tcp_store = stores.shared_tcp_store, stores.tcp_store

@@ -14,11 +14,11 @@ from conftest import NodeFactory
 from faulty_proxy import Fault, FaultyProxy
 from stores import SOON, in_thread, until
 
-from redelastic import scripts
-from redelastic.handler import RedisRendezvousHandler
-from redelastic.keys import RunKeys
-from redelastic.scripts import Script
-from redelastic.server import RedisServer
+from redelastic.redis import scripts
+from redelastic.redis.keys import RunKeys
+from redelastic.redis.scripts import Script
+from redelastic.redis.server import RedisServer
+from redelastic.rendezvous.handler import RedisRendezvousHandler
 from redelastic.store import RedisStore, RoundBrokenError
 
 store = stores.store

@@ -26,7 +26,7 @@ from test_outages import events
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
 from redelastic import RedisStore
-from redelastic.server import RedisServer
+from redelastic.redis.server import RedisServer
 
 pytestmark = pytest.mark.timeout(180)
 

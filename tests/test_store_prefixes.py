@@ -11,7 +11,7 @@ import test_store as contract
 import torch.distributed as dist
 from stores import opened
 
-from redelastic.server import RedisServer
+from redelastic.redis.server import RedisServer
 
 shared_tcp_store, tcp_store = stores.shared_tcp_store, stores.tcp_store
 

@@ -17,8 +17,8 @@ import pytest
 import redis
 import torch.distributed as dist
 
-from redelastic.keys import RunKeys
-from redelastic.server import RedisServer
+from redelastic.redis.keys import RunKeys
+from redelastic.redis.server import RedisServer
 from redelastic.store import RedisStore
 
 # Python 3.12 warns of forks in processes with threads: that such forks are safe here is what is tested.

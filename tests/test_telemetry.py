@@ -13,8 +13,8 @@ import psutil
 import pytest
 from fake_nvml import MIB, FakeGpu, FakeMig, FakeNvml, pynvml
 
-from redelastic.agent.gpus import Gpu, assign, host_devices, open_nvml
-from redelastic.agent.telemetry import XIDS_AT_ONCE, Telemetry, bounded
+from redelastic.agent.host.gpus import Gpu, assign, host_devices, open_nvml
+from redelastic.agent.host.telemetry import XIDS_AT_ONCE, Telemetry, bounded
 
 PUPPET = """
 import mmap, os, signal, subprocess, sys, time

@@ -28,10 +28,10 @@ from redelastic.cli.timeline import picture
 from redelastic.cli.timeline.page import page
 from redelastic.cli.timeline.picture import FORMATS, LOOK, render
 from redelastic.cli.timeline.summary import MARKS
-from redelastic.history import replay
-from redelastic.keys import RunKeys
-from redelastic.records import Event
-from redelastic.server import RedisServer
+from redelastic.redis.keys import RunKeys
+from redelastic.redis.server import RedisServer
+from redelastic.run.history import replay
+from redelastic.run.records import Event
 
 
 class TestPicture:

@@ -18,11 +18,11 @@ from test_agent import AWARE, AgentJob
 from tls_files import Certificates, make_certificates
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
-from redelastic.connection import Connection
-from redelastic.control import RunControl
-from redelastic.endpoint import parse_endpoint
-from redelastic.keys import RunKeys
-from redelastic.server import RedisServer
+from redelastic.redis.connection import Connection
+from redelastic.redis.endpoint import parse_endpoint
+from redelastic.redis.keys import RunKeys
+from redelastic.redis.server import RedisServer
+from redelastic.run.control import RunControl
 
 pytestmark = pytest.mark.timeout(300)
 

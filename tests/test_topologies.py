@@ -19,11 +19,11 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError, Rendezvo
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
 from redelastic import RedisRendezvousBackend, RedisStore, create_backend, create_handler
-from redelastic.connection import ACL_RULES, Connection, UnreachableError
-from redelastic.endpoint import parse_endpoint
-from redelastic.handler import RedisRendezvousHandler
-from redelastic.keys import RunKeys
-from redelastic.server import RedisServer
+from redelastic.redis.connection import ACL_RULES, Connection, UnreachableError
+from redelastic.redis.endpoint import parse_endpoint
+from redelastic.redis.keys import RunKeys
+from redelastic.redis.server import RedisServer
+from redelastic.rendezvous.handler import RedisRendezvousHandler
 
 
 def make_node(url: str, run_id: str, low: int, high: int, **config: Any) -> RedisRendezvousHandler:

@@ -15,7 +15,7 @@ import pytest
 from conftest import NodeFactory
 from torchrun_job import Job
 
-from redelastic.server import RedisServer
+from redelastic.redis.server import RedisServer
 
 pytestmark = pytest.mark.timeout(400)
 

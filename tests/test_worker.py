@@ -15,7 +15,7 @@ import torch
 from typing_extensions import Self
 
 from redelastic import worker
-from redelastic.agent.board import Board
+from redelastic.agent.workers.board import Board
 
 
 @pytest.fixture
@@ -243,7 +243,7 @@ for line in sys.stdin:
 """
     code = f"""
 import signal, subprocess, tempfile
-from redelastic.agent.board import Board
+from redelastic.agent.workers.board import Board
 tempfile.tempdir = {str(tmp_path)!r}
 board = Board(1)
 subprocess.Popen([sys.executable, "-c", {training!r}], env=os.environ | board.environment(0))

@@ -21,7 +21,7 @@ import psutil
 import pytest
 from workers.train import reference
 
-from redelastic.server import RedisServer
+from redelastic.redis.server import RedisServer
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
-from redelastic.agent import warden
+from redelastic.agent.workers import warden
 
 DEADLINE = 30.0  # for what takes well below a second, in seconds
 LIFE = 90  # of a process that nobody ends, in seconds

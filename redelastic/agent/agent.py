@@ -22,23 +22,23 @@ from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, 
 from torch.distributed.elastic.multiprocessing import LogsSpecs
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousError
 
-from redelastic.control import RunControl
-from redelastic.handler import RedisRendezvousHandler
-from redelastic.membership import DrainedError, RunStoppedError
+from redelastic.rendezvous.handler import RedisRendezvousHandler
+from redelastic.rendezvous.membership import DrainedError, RunStoppedError
+from redelastic.run.control import RunControl
 from redelastic.store import RedisStore
 
-from .checks import Node, run_checks
 from .courier import Courier
-from .drains import Drains
-from .exit_barrier import wait_for_others
-from .gpus import assign
-from .health_endpoint import HealthEndpoint
+from .host.checks import Node, run_checks
+from .host.gpus import assign
+from .host.health_endpoint import HealthEndpoint
+from .host.telemetry import Telemetry, bounded, trees
 from .options import AgentOptions
-from .processes import ProcessTree
-from .regrouping import RegroupingAgent
-from .signals import TORCH_SIGNALS, drain_on_signals, torch_signals
-from .telemetry import Telemetry, bounded, trees
-from .workers import Workers
+from .torchrun.exit_barrier import wait_for_others
+from .torchrun.regrouping import RegroupingAgent
+from .workers.drains import Drains
+from .workers.group import Workers
+from .workers.processes import ProcessTree
+from .workers.signals import TORCH_SIGNALS, drain_on_signals, torch_signals
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ class RedisElasticAgent(RegroupingAgent):
         self._assignment = assign(spec.local_world_size, share=self._options.share_gpus, environ=os.environ)
         if self._assignment.isolate and not spec.virtual_local_rank:
             log.warning(
-                "Each worker sees its own GPU only, as device 0, and LOCAL_RANK is 0: see redelastic.agent.gpus."
+                "Each worker sees its own GPU only, as device 0, and LOCAL_RANK is 0: see redelastic.agent.host.gpus."
             )
             spec.virtual_local_rank = True
         super().__init__(

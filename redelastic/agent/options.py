@@ -81,7 +81,7 @@ class AgentOptions:
 
     @property
     def limits(self) -> tuple[int, int, int]:
-        """Of restarts, as :meth:`redelastic.membership.Membership.charge` takes them."""
+        """Of restarts, as :meth:`redelastic.rendezvous.membership.Membership.charge` takes them."""
         limits = (self.max_job_restarts, self.max_idle_restarts, self.max_failed_rounds)
         budget, patience, rounds = (-1 if limit is None else limit for limit in limits)
         return budget, patience, rounds

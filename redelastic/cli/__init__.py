@@ -77,7 +77,7 @@ def exit_code(error: Exception) -> int:
     """What the command ends with because of an error; 0 if that error is a fault of ours."""
     from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-    from redelastic.control import UnknownNodeError, UnknownRunError
+    from redelastic.run.control import UnknownNodeError, UnknownRunError
 
     if isinstance(error, UnknownNodeError | UnknownRunError):
         return common.UNKNOWN

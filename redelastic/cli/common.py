@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Final
 
-from redelastic.keys import DEFAULT_PREFIX, RunKeys
+from redelastic.redis.keys import DEFAULT_PREFIX, RunKeys
 
 if TYPE_CHECKING:  # importing them takes as long as importing torch: not for --help, or a bad run id
-    from redelastic.connection import Connection
-    from redelastic.control import RunControl
-    from redelastic.endpoint import Endpoint
+    from redelastic.redis.connection import Connection
+    from redelastic.redis.endpoint import Endpoint
+    from redelastic.run.control import RunControl
 
 OK: Final = 0
 NO: Final = 1  # the answer is no: something was found to be wrong
@@ -41,7 +41,7 @@ def add_run_argument(parser: argparse.ArgumentParser) -> None:
 
 def endpoint(arguments: argparse.Namespace) -> Endpoint:
     """The Redis that the arguments name."""
-    from redelastic.endpoint import parse_endpoint
+    from redelastic.redis.endpoint import parse_endpoint
 
     tls = {name: getattr(arguments, name) for name in ("ca_cert", "ssl_cert", "ssl_cert_key")}
     return parse_endpoint(arguments.endpoint, **tls)
@@ -49,7 +49,7 @@ def endpoint(arguments: argparse.Namespace) -> Endpoint:
 
 def open_connection(arguments: argparse.Namespace) -> Connection:
     """Connect to the Redis that the arguments name."""
-    from redelastic.connection import Connection
+    from redelastic.redis.connection import Connection
 
     return Connection.open(endpoint(arguments), TIMEOUT, TIMEOUT, TIMEOUT)
 
@@ -57,6 +57,6 @@ def open_connection(arguments: argparse.Namespace) -> Connection:
 def open_run(arguments: argparse.Namespace) -> RunControl:
     """Connect, and name the run that the arguments name."""
     keys = RunKeys(arguments.run, arguments.key_prefix)  # before anything is asked: a bad id is said at once
-    from redelastic.control import RunControl
+    from redelastic.run.control import RunControl
 
     return RunControl(open_connection(arguments), keys)

@@ -11,8 +11,8 @@ from .common import NO, OK, add_run_argument, add_server_arguments, open_run
 from .output import add_json_argument, answer, by_whom, duration, follow, last_event_id, write_line
 
 if TYPE_CHECKING:
-    from redelastic.control import RunControl
-    from redelastic.records import Node
+    from redelastic.run.control import RunControl
+    from redelastic.run.records import Node
 
 NAME = "drain"
 SUMMARY = "have a node save, and leave; the others go on"

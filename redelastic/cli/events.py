@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from redelastic.records import Event
+    from redelastic.run.records import Event
 
 NAME = "events"
 SUMMARY = "what happened in a run, and why"

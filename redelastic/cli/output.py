@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-    from redelastic.control import RunControl
-    from redelastic.records import Event
+    from redelastic.run.control import RunControl
+    from redelastic.run.records import Event
 
 PIPE_WIDTH: Final = 10_000  # columns where there is no terminal: nothing is wrapped or cut
 LARGEST: Final = 10**18  # a number beyond this is none of ours

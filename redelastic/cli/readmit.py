@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
         UnknownNodeError: the host has no failures.
     """
     control = open_run(arguments)
-    from redelastic.control import UnknownNodeError
+    from redelastic.run.control import UnknownNodeError
 
     before, name = control.state(), arguments.name
     if not control.readmit(name, by_whom(arguments.reason)):

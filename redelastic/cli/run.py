@@ -75,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
             sys.stderr.write(f"redelastic {NAME}: {e}\n")
             return common.USAGE
 
-        from redelastic.agent.launch import launch
+        from redelastic.agent.torchrun.launch import launch
 
         return launch(config, options, entrypoint, args)
 
@@ -140,7 +140,7 @@ def _place(arguments: argparse.Namespace, opened: ExitStack) -> None:
     if arguments.rdzv_backend not in ("redis", "static"):
         raise ValueError(f"--rdzv-backend={arguments.rdzv_backend} is torchrun's; redelastic run needs Redis.")
     if arguments.standalone:
-        from redelastic.server import RedisServer
+        from redelastic.redis.server import RedisServer
 
         if arguments.max_failed_rounds is not None:
             raise ValueError(

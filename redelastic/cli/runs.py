@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from redelastic.keys import RunKeys
+from redelastic.redis.keys import RunKeys
 
 from .common import OK, add_server_arguments, open_connection
 from .output import add_json_argument, clean, duration, open_console, write_json, write_line
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; see :data:`DESCRIPTION`."""
-    from redelastic.control import list_runs
+    from redelastic.run.control import list_runs
 
     connection = open_connection(arguments)
     prefix = arguments.key_prefix
@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _summary(connection: Any, prefix: str, run_id: str) -> dict[str, Any] | None:
     from torch.distributed.elastic.rendezvous.api import RendezvousStateError
 
-    from redelastic.control import RunControl, UnknownRunError
+    from redelastic.run.control import RunControl, UnknownRunError
 
     from .status.report import phase_of
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 from .common import NO, OK
 
 if TYPE_CHECKING:
-    from redelastic.server import RedisServer
+    from redelastic.redis.server import RedisServer
 
 NAME = "server"
 SUMMARY = "run a private Redis until Ctrl-C: for a try or a test on this host"
@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     Returns:
         0 after Ctrl-C or SIGTERM; 1 if the server could not be started, or ended by itself.
     """
-    from redelastic.server import RedisServer
+    from redelastic.redis.server import RedisServer
 
     file: Path | None = arguments.url_file
     if file is not None and (file.is_dir() or not file.parent.is_dir()):

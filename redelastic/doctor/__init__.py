@@ -12,8 +12,8 @@ from typing import Final
 
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-from redelastic.connection import Connection, UnreachableError
-from redelastic.endpoint import Endpoint
+from redelastic.redis.connection import Connection, UnreachableError
+from redelastic.redis.endpoint import Endpoint
 
 from .finding import LEVELS, Finding, Group, Level
 from .host import examine_host

@@ -14,18 +14,18 @@ import redis.utils
 import torch
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
-from redelastic.addresses import (
+from redelastic.redis.connection import Connection
+from redelastic.redis.endpoint import Endpoint
+from redelastic.redis.routes import is_loopback
+from redelastic.rendezvous.addresses import (
     INTERFACE_VARIABLES,
     LocalAddress,
     find_address,
     interface_of,
     interfaces,
-    is_loopback,
     meant_by_hostname,
     set_by_user,
 )
-from redelastic.connection import Connection
-from redelastic.endpoint import Endpoint
 
 from .finding import Finding
 

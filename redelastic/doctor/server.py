@@ -10,8 +10,8 @@ from typing import Any, Final
 import redis
 from redis.cluster import RedisCluster
 
-from redelastic.connection import Connection, text
-from redelastic.endpoint import Endpoint
+from redelastic.redis.connection import Connection, text
+from redelastic.redis.endpoint import Endpoint
 
 from .finding import LEVELS, Finding, Level
 from .host import is_local

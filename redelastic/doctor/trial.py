@@ -17,12 +17,12 @@ import torch.distributed as dist
 from redis.cluster import RedisCluster
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-from redelastic.backend import RedisRendezvousBackend
-from redelastic.connection import ACL_RULES, Connection, UnreachableError, text
-from redelastic.endpoint import Endpoint
-from redelastic.handler import RedisRendezvousHandler
-from redelastic.keys import RunKeys
-from redelastic.settings import Settings
+from redelastic.redis.connection import ACL_RULES, Connection, UnreachableError, text
+from redelastic.redis.endpoint import Endpoint
+from redelastic.redis.keys import RunKeys
+from redelastic.rendezvous.backend import RedisRendezvousBackend
+from redelastic.rendezvous.handler import RedisRendezvousHandler
+from redelastic.rendezvous.settings import Settings
 from redelastic.store import RedisStore
 
 from .finding import Finding, Level

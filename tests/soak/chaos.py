@@ -20,10 +20,10 @@ from typing import Any, Final
 import redis
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-from redelastic.connection import Connection
-from redelastic.control import RunControl
-from redelastic.keys import RunKeys
-from redelastic.server import RedisServer
+from redelastic.redis.connection import Connection
+from redelastic.redis.keys import RunKeys
+from redelastic.redis.server import RedisServer
+from redelastic.run.control import RunControl
 
 from .history import Event, Tail, Writer, read
 from .schedule import ATTEMPTS, Episode

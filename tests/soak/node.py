@@ -35,11 +35,11 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousParameters,
 )
 
-from redelastic import scripts
-from redelastic.backend import create_backend
-from redelastic.client import DirectClient
-from redelastic.handler import EPOCH_VARIABLE, RedisRendezvousHandler, create_handler
-from redelastic.membership import DrainedError
+from redelastic.redis import scripts
+from redelastic.redis.client import DirectClient
+from redelastic.rendezvous.backend import create_backend
+from redelastic.rendezvous.handler import EPOCH_VARIABLE, RedisRendezvousHandler, create_handler
+from redelastic.rendezvous.membership import DrainedError
 from redelastic.store import RedisStore, RoundBrokenError
 
 from .history import Writer

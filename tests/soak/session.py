@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from redelastic.server import RedisServer
+from redelastic.redis.server import RedisServer
 
 from .chaos import Chaos, zygote
 from .checker import Verdict, check

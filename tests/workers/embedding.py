@@ -23,7 +23,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from redelastic.agent import AgentOptions, RedisElasticAgent
-from redelastic.handler import handler_from_parameters
+from redelastic.rendezvous.handler import handler_from_parameters
 
 NAMES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE")
 

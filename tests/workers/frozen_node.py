@@ -11,8 +11,9 @@ import threading
 from collections.abc import Callable
 from typing import Any, Final
 
-from redelastic import handler_from_url, scripts
-from redelastic.handler import RedisRendezvousHandler
+from redelastic import handler_from_url
+from redelastic.redis import scripts
+from redelastic.rendezvous.handler import RedisRendezvousHandler
 from redelastic.store import RedisStore
 
 

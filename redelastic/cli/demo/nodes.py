@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, Final
 import psutil
 import redis
 
-from redelastic.keys import RunKeys
-from redelastic.server import RedisServer
+from redelastic.redis.keys import RunKeys
+from redelastic.redis.server import RedisServer
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from redelastic.server import RedisServer
+from redelastic.redis.server import RedisServer
 
 from .nodes import Events, Interrupted, Nodes
 from .story import BATCH, PACE, SAVE_EVERY, STEPS, DemoError, InterruptedDemoError, Plan, Story

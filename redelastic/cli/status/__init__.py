@@ -10,7 +10,7 @@ from redelastic.cli.common import NO, OK, add_run_argument, add_server_arguments
 from redelastic.cli.output import add_json_argument, follow, last_event_id, open_console, write_json
 
 if TYPE_CHECKING:
-    from redelastic.control import RunControl
+    from redelastic.run.control import RunControl
 
     from .view import Screen
 
@@ -98,7 +98,7 @@ def _watch(control: RunControl, arguments: argparse.Namespace, report: dict[str,
     """Show the run until a signal ends this."""
     from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-    from redelastic.control import UnknownRunError
+    from redelastic.run.control import UnknownRunError
 
     screen = _screen(arguments)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from redelastic.cli.output import count, duration, number, whole
 
 if TYPE_CHECKING:
-    from redelastic.records import Event, Node, Run
+    from redelastic.run.records import Event, Node, Run
 
 MISSED: Final = 2 / 3  # of its lease: a node that was silent for longer has missed a heartbeat, with the defaults
 TOLD: Final = ("cpu", "memory", "memory_available", "memory_total")

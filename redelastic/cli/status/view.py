@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from redelastic.cli.output import clean, count, duration, event_table, short, size, styled
-from redelastic.records import Event
+from redelastic.run.records import Event
 
 Document = Mapping[str, Any]
 

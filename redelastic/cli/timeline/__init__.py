@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from redelastic.cli import common, output
-from redelastic.history import History, replay
+from redelastic.run.history import History, replay
 
 if TYPE_CHECKING:
-    from redelastic.records import Event, Run
+    from redelastic.run.records import Event, Run
 
 NAME: Final = "timeline"
 SUMMARY: Final = "draw a run: nodes over time, rounds, deaths, where the time went"

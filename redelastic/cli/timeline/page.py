@@ -5,12 +5,12 @@ from __future__ import annotations
 import html
 from typing import TYPE_CHECKING, Final
 
-from redelastic.history import History
+from redelastic.run.history import History
 
 from .picture import date, shown
 
 if TYPE_CHECKING:
-    from redelastic.records import Event
+    from redelastic.run.records import Event
 
 _PAGE: Final = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8">

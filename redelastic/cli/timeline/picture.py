@@ -19,13 +19,13 @@ from matplotlib.figure import Figure
 from matplotlib.transforms import Bbox
 
 from redelastic.cli.output import clean, duration
-from redelastic.history import History, NodeHistory, Span
+from redelastic.run.history import History, NodeHistory, Span
 
 from .summary import ANNOTATED, INK, LOOKS, MARKS, OUTAGE, draw_summary, edge, hatch, marked
 from .summary import WIDTH as SIDE_WIDTH
 
 if TYPE_CHECKING:
-    from redelastic.records import Event
+    from redelastic.run.records import Event
 
 FORMATS: Final = ("png", "svg", "pdf")
 _SVG: Final = "http://www.w3.org/2000/svg"

@@ -10,10 +10,10 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
 from redelastic.cli.output import duration
-from redelastic.history import History
+from redelastic.run.history import History
 
 if TYPE_CHECKING:
-    from redelastic.records import Event
+    from redelastic.run.records import Event
 
 INK: Final = "#222222"
 # Colours are apart for the colour-blind, and in grey by lightness, thickness or hatching.

@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from .connection import Entries, text, words
+from redelastic.redis.connection import Entries, text, words
 
 log = logging.getLogger(__name__)
 

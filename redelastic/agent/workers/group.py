@@ -12,9 +12,10 @@ from typing import Any, Final
 from torch.distributed.elastic.agent.server.api import RunResult, Worker
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from redelastic.agent.options import AgentOptions
+
 from .board import FROZEN, Board, HangWatch
 from .deaths import Deaths
-from .options import AgentOptions
 from .processes import oom_kills
 from .stacks import catches, dump_stacks
 

@@ -19,9 +19,9 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousStateError,
 )
 
-from .addresses import is_loopback, source_address
 from .client import is_of_replica
 from .endpoint import URL_VARIABLE, Client, Endpoint, parse_endpoint
+from .routes import is_loopback, source_address
 
 T = TypeVar("T")
 Timeout = float | Callable[[], float] | None  # in seconds

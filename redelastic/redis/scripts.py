@@ -24,7 +24,7 @@ class Script:
 
     def __init__(self, *parts: str) -> None:
         self.name = parts[-1]
-        folder = files(__package__) / "lua"
+        folder = files("redelastic") / "lua"
         self.text = "".join((folder / f"{part}.lua").read_text() for part in parts)
         self._digest = hashlib.sha1(self.text.encode(), usedforsecurity=False).hexdigest()
 

@@ -1,6 +1,6 @@
 """A program of its own: asks every visible device for a small matmul. Exit status 0: all are well.
 
-``python -m redelastic.agent.gpu_probe KIND EXPECTED``: KIND is ``cuda`` (or a stand-in for it, such as ``cpu``),
+``python -m redelastic.agent.host.gpu_probe KIND EXPECTED``: KIND is ``cuda`` (or a stand-in for it, such as ``cpu``),
 EXPECTED how many devices have to be there (0: at least one GPU, if torch is built for GPUs). What it says of a device
 begins with ``device INDEX:``; the last such line is of the device that failed, or that it waited for when it was ended.
 """

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final
 
-from redelastic.membership import DrainedError, Membership
+from redelastic.agent.courier import Courier
+from redelastic.rendezvous.membership import DrainedError, Membership
 from redelastic.store import RedisStore, RoundBrokenError
 
-from .courier import Courier
-from .workers import Workers
+from .group import Workers
 
 log = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from typing import Any, Final
 
 from torch.distributed.elastic.rendezvous.api import RendezvousStateError
 
-from .connection import text
-from .keys import MAX_KEY_PART, RunKeys
+from redelastic.redis.connection import text
+from redelastic.redis.keys import MAX_KEY_PART, RunKeys
 
 MAX_DETAIL: Final = 16_384  # characters of an event's detail, and of any text of a run that is read
 MAX_STATUS: Final = 65_536  # bytes of a node's status that are looked at; ours have 8,192 at most

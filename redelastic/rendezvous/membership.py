@@ -25,9 +25,17 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
-from . import scripts
-from .connection import Connection, RefusesWritesError, UnreachableError, require_keys_of_types, text, words
-from .keys import RunKeys, check_key_part
+from redelastic.redis import scripts
+from redelastic.redis.connection import (
+    Connection,
+    RefusesWritesError,
+    UnreachableError,
+    require_keys_of_types,
+    text,
+    words,
+)
+from redelastic.redis.keys import RunKeys, check_key_part
+
 from .settings import Settings
 from .view import Round, View
 

@@ -24,14 +24,15 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
+from redelastic.redis.connection import UnreachableError
+from redelastic.run.control import RunControl
+from redelastic.store import RedisStore
+
 from .addresses import find_address, why_unreached
 from .backend import RedisRendezvousBackend, open_backend
 from .bootstrap import BootstrapPort
-from .connection import UnreachableError
-from .control import RunControl
 from .membership import Membership, RunThen
 from .settings import Settings, parameters_from_url
-from .store import RedisStore
 from .view import Round
 
 log = logging.getLogger(__name__)
@@ -273,7 +274,7 @@ def create_handler(backend: RedisRendezvousBackend, params: RendezvousParameters
 
     Args:
         backend: as :func:`create_backend` or :class:`RedisRendezvousBackend` makes it.
-        params: the parameters of :class:`redelastic.settings.Settings`.
+        params: the parameters of :class:`redelastic.rendezvous.settings.Settings`.
 
     Returns:
         The native handler; with ``protocol=dynamic`` torch's own ``DynamicRendezvousHandler`` on ``backend``.
@@ -327,7 +328,7 @@ def handler_from_url(url: str) -> RendezvousHandler:
 
     Args:
         url: such as ``redis://host:6379/0?run_id=job&min_nodes=1&max_nodes=3&last_call_timeout=5``; see
-            :func:`redelastic.settings.parameters_from_url`.
+            :func:`redelastic.rendezvous.settings.parameters_from_url`.
 
     Raises:
         RendezvousConnectionError: no Redis answers there, or it refuses us.

@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters, RendezvousStateError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
 
-from . import scripts
-from .connection import Connection, require_keys_of_types
-from .keys import DEFAULT_PREFIX, RunKeys
-from .settings import DEFAULT_TTL, Settings
-from .store import RedisStore
+from redelastic.redis import scripts
+from redelastic.redis.connection import Connection, require_keys_of_types
+from redelastic.redis.keys import DEFAULT_PREFIX, DEFAULT_TTL, RunKeys
+from redelastic.store import RedisStore
+
+from .settings import Settings
 
 if TYPE_CHECKING:
-    from .endpoint import Client
+    from redelastic.redis.endpoint import Client
 
 Token = int
 MAX_TOKEN = 19  # digits; ours are microseconds since 1970
@@ -125,7 +126,7 @@ def create_backend(params: RendezvousParameters) -> tuple[RedisRendezvousBackend
     """Connect to the endpoint of ``params``; contract: torch's ``c10d_rendezvous_backend.create_backend``.
 
     Args:
-        params: endpoint, run id and the settings of :class:`redelastic.settings.Settings`.
+        params: endpoint, run id and the settings of :class:`redelastic.rendezvous.settings.Settings`.
 
     Returns:
         The backend, and a store of the whole run.

@@ -12,11 +12,10 @@ from urllib.parse import urlencode
 
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
-from .endpoint import Endpoint, parse_endpoint, parse_query, split_url
-from .keys import DEFAULT_PREFIX, check_key_part
+from redelastic.redis.endpoint import Endpoint, parse_endpoint, parse_query, split_url
+from redelastic.redis.keys import DEFAULT_PREFIX, DEFAULT_TTL, check_key_part
 
 PROTOCOLS: Final = ("native", "dynamic")
-DEFAULT_TTL: Final = 7200.0
 MIN_SECONDS: Final = 0.001  # Redis counts in whole ms
 MAX_SECONDS: Final = 1e9
 MAX_COUNT: Final = 1_000_000

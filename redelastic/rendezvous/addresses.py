@@ -14,6 +14,8 @@ from typing import Any, Final
 
 import psutil
 
+from redelastic.redis.routes import is_loopback, source_address
+
 # By which torch's gloo and its RPC are told where to listen. Without them they take what the hostname means: on Debian
 # that is a loopback, on a host without a name service as well, and then no peer gets through.
 INTERFACE_VARIABLES: Final = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
@@ -150,17 +152,6 @@ def _bound(place: Any) -> str:
     return f"{where[0]}%{socket.if_indextoname(scope)}" if scope else str(where[0])
 
 
-def source_address(target: str) -> str:
-    """The address of this host on its way to another one; "" if there is none, or on a link alone. Nothing is sent."""
-    try:
-        [place, *_] = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM, flags=socket.AI_NUMERICHOST)
-        with socket.socket(place[0], socket.SOCK_DGRAM) as probe:
-            probe.connect(place[4])
-            return str(probe.getsockname()[0])
-    except OSError:
-        return ""
-
-
 def interfaces() -> dict[str, list[_IPAddress]]:
     """The addresses of this host, by interface."""
     return {
@@ -173,14 +164,6 @@ def interface_of(address: str) -> str:
     """The interface that has an address; "" if none has."""
     wanted = ipaddress.ip_address(address)
     return next((name for name, own in interfaces().items() if wanted in own), "")
-
-
-def is_loopback(address: str) -> bool:
-    """Whether only this host reaches it; False for a name."""
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return False
 
 
 def _best(own: list[_IPAddress]) -> str:

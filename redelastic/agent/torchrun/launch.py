@@ -18,11 +18,10 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, g
 from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousParameters
 from torch.distributed.launcher.api import LaunchConfig
 
-from redelastic.handler import RedisRendezvousHandler, handler_from_parameters
-from redelastic.membership import DrainedError, RunStoppedError, RunThen
-
-from .agent import RedisElasticAgent, RefusedError
-from .options import AgentOptions
+from redelastic.agent.agent import RedisElasticAgent, RefusedError
+from redelastic.agent.options import AgentOptions
+from redelastic.rendezvous.handler import RedisRendezvousHandler, handler_from_parameters
+from redelastic.rendezvous.membership import DrainedError, RunStoppedError, RunThen
 
 log = logging.getLogger(__name__)
 

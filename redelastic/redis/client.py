@@ -22,7 +22,7 @@ class DirectClient(redis.Redis):
 
     redis-py gives a connection back to its pool after each command and asks the kernel before the next whether it still
     stands; it retries and counts by itself. Here a broken connection is found by the command that fails on it, and
-    whoever calls repeats that: see :class:`redelastic.connection.Connection`.
+    whoever calls repeats that: see :class:`redelastic.redis.connection.Connection`.
     """
 
     def __init__(self, **options: Any) -> None:

@@ -9,7 +9,7 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 if TYPE_CHECKING:  # importing it takes as long as importing torch
-    from redelastic.records import Event
+    from redelastic.run.records import Event
 
 State = Literal["training", "starting", "regrouping", "waiting", "unknown"]
 STATES: Final[tuple[State, ...]] = get_args(State)

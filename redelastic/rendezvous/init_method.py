@@ -14,12 +14,13 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.elastic.rendezvous import RendezvousInfo
 from torch.distributed.rendezvous import _rendezvous_handlers, register_rendezvous_handler
 
+from redelastic.redis.connection import Connection
+from redelastic.redis.endpoint import SCHEMES
+from redelastic.store import RedisStore
+
 from .backend import RedisRendezvousBackend
-from .connection import Connection
-from .endpoint import SCHEMES
 from .handler import EPOCH_VARIABLE, EXIT_TIMEOUT, PREFIX_VARIABLE, RedisRendezvousHandler
 from .settings import Settings, parameters_from_url
-from .store import RedisStore
 
 RUN_VARIABLE: Final = "TORCHELASTIC_RUN_ID"
 

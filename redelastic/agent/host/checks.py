@@ -36,7 +36,7 @@ KILL_PATIENCE: Final = 2.0  # how long a killed process may take to be gone, in 
 GRACE: Final = 2 * KILL_PATIENCE  # beyond its time, for a check that has to end a process of its own, in seconds
 REASON_LENGTH: Final = 300  # of a reason, in characters
 OUTPUT_KEPT: Final = 8192  # of a process, in bytes
-PROBE: Final = (sys.executable, "-m", "redelastic.agent.gpu_probe")
+PROBE: Final = (sys.executable, "-m", "redelastic.agent.host.gpu_probe")
 DEVICE_NODES: Final = ("nvidia[0-9]*", "kfd", "dxg")  # in /dev: where a GPU's driver is to be reached
 
 _running: set[subprocess.Popen[bytes]] = set()

@@ -17,14 +17,13 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousStateError,
 )
 
-from . import scripts
-from .client import DirectClient
-from .connection import Connection, FencedError, Timeout, require_keys_of_types, text
-from .keys import DEFAULT_PREFIX, RunKeys
-from .settings import DEFAULT_TTL
+from redelastic.redis import scripts
+from redelastic.redis.client import DirectClient
+from redelastic.redis.connection import Connection, FencedError, Timeout, require_keys_of_types, text
+from redelastic.redis.keys import DEFAULT_PREFIX, DEFAULT_TTL, RunKeys
 
 if TYPE_CHECKING:
-    from .endpoint import Client
+    from redelastic.redis.endpoint import Client
 
 Text = str | bytes
 

@@ -9,9 +9,10 @@ from redis import RedisCluster
 from redis.exceptions import NoPermissionError
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousStateError
 
-from . import scripts
-from .connection import Connection, Entries, require_keys_of_types, text
-from .keys import RunKeys, check_key_part
+from redelastic.redis import scripts
+from redelastic.redis.connection import Connection, Entries, require_keys_of_types, text
+from redelastic.redis.keys import RunKeys, check_key_part
+
 from .records import MAX_DETAIL, Event, Node, Run, decode_event, decode_events, decode_run, ids_in, whole
 
 T = TypeVar("T")

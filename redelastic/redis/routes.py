@@ -1,0 +1,25 @@
+"""Routes: the address of this host on its way to another one, and whether an address is this host's alone."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+
+
+def source_address(target: str) -> str:
+    """The address of this host on its way to another one; "" if there is none, or on a link alone. Nothing is sent."""
+    try:
+        [place, *_] = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM, flags=socket.AI_NUMERICHOST)
+        with socket.socket(place[0], socket.SOCK_DGRAM) as probe:
+            probe.connect(place[4])
+            return str(probe.getsockname()[0])
+    except OSError:
+        return ""
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this host reaches it; False for a name."""
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False

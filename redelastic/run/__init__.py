@@ -1,0 +1,1 @@
+"""A run from outside: its records, what people may ask of it, and its history."""
