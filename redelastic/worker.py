@@ -1,8 +1,8 @@
 """What a training script says to its agent, and hears from it.
 
-Both write into 64 bytes of shared memory that the agent made for this worker (`agent/board.py`), so that a call costs a
-fraction of a microsecond, and works while the agent is busy or gone. Each field is an aligned 8-byte integer with one
-writer: on x86-64 and arm64 it is stored and read in one piece, so that neither side needs a lock.
+Both write into 64 bytes of shared memory that the agent made for this worker (`agent/workers/board.py`), so that a call
+costs a fraction of a microsecond, and works while the agent is busy or gone. Each field is an aligned 8-byte integer
+with one writer: on x86-64 and arm64 it is stored and read in one piece, so that neither side needs a lock.
 
 The stacks of a worker that hangs are asked for with a signal. What answers it is `faulthandler`, in C: it works while
 the main thread hangs, with or without the interpreter's lock.

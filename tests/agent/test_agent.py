@@ -1,0 +1,398 @@
+"""`redelastic run` and its agent: real jobs whose nodes drain, hang, fail, are kept out, and are killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from agent_job import DRAINED, STOPPED, AgentJob
+from nodes import NodeFactory
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torchrun_job import LIMIT, Job
+
+from redelastic.agent import AgentOptions, RedisElasticAgent
+from redelastic.agent.host.health_endpoint import HealthEndpoint
+from redelastic.redis.server import RedisServer
+from redelastic.rendezvous.membership import RunStoppedError
+
+pytestmark = pytest.mark.timeout(300)
+
+REFUSED = 77
+
+
+@pytest.mark.fault("an agent gets SIGTERM", "all workers save, the node leaves, the others go on at once")
+def test_a_node_that_is_terminated_drains(server: RedisServer, tmp_path: Path) -> None:
+    """All workers of the job save, then the node leaves, and its spare is promoted."""
+    with AgentJob(server, tmp_path, "1:2") as job:
+        job.begin("a", "b")
+        epoch = job.wait_round("ab")
+        job.begin("c")
+        job.wait("c is a spare", lambda: [node for node in job.control.state().spares if node.name == "c"])
+        node = job.id_of("b")
+        fault = job.note("SIGTERM to b of a, b and the spare c")
+        job.nodes["b"].terminate()
+        assert job.wait_end("b") == DRAINED
+        epoch = job.wait_round("ac", epoch, fault=fault)
+
+        assert [event.reason for event in job.events("drain")] == ["SIGTERM"]
+        saved = {line.node for line in job.lines("saved")}
+        assert saved == {"a", "b"}, "every worker of the round saves, and only once it is told"
+        order = [event.event for event in job.control.events() if event.event in ("saved", "left", "completed")]
+        assert order[1:] == ["saved", "saved", "left", "completed"]
+        assert [event.reason for event in job.events("left")] == ["drained: SIGTERM"]
+        assert job.events("saved")[0].reason == f"for {node}, which drains"
+        assert job.control.state().restarts == 0
+        job.tell("finish")
+        assert job.wait_end("a") == job.wait_end("c") == 0
+
+
+@pytest.mark.parametrize("agent", [True, False], ids=["redelastic run", "torchrun"])
+def test_news_of_the_run_does_not_wait_for_the_next_look_at_the_workers(
+    server: RedisServer, tmp_path: Path, agent: bool
+) -> None:
+    with Job(server, tmp_path, "1:3", agent=agent) as job:
+        job.start("a", "b", "c", options=(f"--monitor-interval={20 * LIMIT}",))
+        epoch = job.wait_round("abc")
+        job.nodes["b"].terminate()  # with our agent this takes a drain first
+        epoch = job.wait_round("ac", epoch)
+        job.nodes["a"].kill()
+        job.wait_round("c", epoch)
+
+
+def test_the_end_of_a_worker_does_not_wait_for_the_next_look_at_them(server: RedisServer, tmp_path: Path) -> None:
+    with AgentJob(server, tmp_path, "1:1") as job:
+        job.begin("a", options=(f"--monitor-interval={20 * LIMIT}", "--max-job-restarts=1"))
+        epoch = job.wait_round("a")
+        os.kill(job.lines("step")[-1].pid, signal.SIGKILL)
+        job.wait_round("a", epoch)
+        job.tell("finish")
+        assert job.wait_end("a") == 0
+
+
+@pytest.mark.parametrize("how", ["SIGUSR1", "command", "file"])
+def test_other_ways_to_drain(server: RedisServer, tmp_path: Path, how: str) -> None:
+    with AgentJob(server, tmp_path, "1:2") as job:
+        drain_file = tmp_path / "notice"
+        job.begin("a", "b", options=(f"--drain-file={drain_file}-b",))
+        job.wait_round("ab")
+        job.nodes["b"].may_end = job.nodes["a"].may_end = True
+        if how == "SIGUSR1":
+            job.nodes["b"].process.send_signal(signal.SIGUSR1)
+        elif how == "command":
+            assert job.control.drain(job.id_of("b"), "by a test", 20)
+        else:
+            Path(f"{drain_file}-b").touch()  # both nodes look for it
+        assert job.wait_end("b") == DRAINED
+        assert {line.node for line in job.lines("saved")} == {"a", "b"}
+        reasons = {"SIGUSR1": "SIGUSR1", "command": "by a test", "file": f"the file {drain_file}-b is there"}
+        assert job.events("drain")[0].reason == reasons[how]
+        if how == "file":
+            assert job.wait_end("a") == DRAINED
+        else:
+            job.wait_round("a", 1)
+
+
+@pytest.mark.fault("a node drains, and its workers do not save", "it leaves when the time is up")
+def test_a_drain_ends_when_its_time_is_up(server: RedisServer, tmp_path: Path) -> None:
+    with AgentJob(server, tmp_path, "1:2") as job:
+        job.tell("no-save")
+        job.begin("a", "b", options=("--drain-timeout=1.5",))
+        epoch = job.wait_round("ab")
+        job.nodes["b"].terminate()
+        assert job.wait_end("b") == DRAINED
+        job.wait_round("a", epoch)
+        [asked], [left] = job.events("drain"), job.events("left")
+        assert 1.4 <= left.time - asked.time < LIMIT
+        assert all(event.reason.startswith("not in time") for event in job.events("saved"))
+
+
+def test_a_drain_of_a_node_that_waits_is_at_once(server: RedisServer, tmp_path: Path) -> None:
+    with AgentJob(server, tmp_path, "2:2") as job:
+        job.begin("a")
+        job.wait("a waits", lambda: job.redis("candidates"))
+        job.nodes["a"].terminate()
+        assert job.wait_end("a") == DRAINED
+        assert not job.redis("candidates")
+
+
+def test_a_second_sigterm_ends_the_node_at_once(server: RedisServer, tmp_path: Path) -> None:
+    with AgentJob(server, tmp_path, "1:2") as job:
+        job.tell("no-save")
+        job.begin("a", "b", options=("--drain-timeout=50",))
+        epoch = job.wait_round("ab")
+        job.nodes["b"].terminate()
+        job.wait_event("drain")
+        job.nodes["b"].terminate()
+        assert job.wait_end("b", 20) == 1
+        job.wait_round("a", epoch)
+
+
+@pytest.mark.fault("an agent gets SIGTERM twice", "it ends at once, and no worker is left")
+def test_a_second_sigterm_leaves_no_worker_behind(server: RedisServer, tmp_path: Path) -> None:
+    """Not even one that does not hear it, when the second comes while the agent waits for its end."""
+    with AgentJob(server, tmp_path, "1:1") as job:
+        job.tell("deaf-a")
+        job.begin("a", options=("--drain-timeout=0",))
+        job.wait_round("a")
+        workers = job.nodes["a"].tree()[1:]
+        job.nodes["a"].terminate()
+        job.wait("its worker is asked to end", lambda: "closing signal SIGTERM" in job.nodes["a"].stderr)
+        job.nodes["a"].terminate()
+        assert job.wait_end("a", 20) == 1
+        assert not any(map(_lives, workers))
+
+
+@pytest.mark.fault("a node drains while others are slow", "it costs nobody a restart")
+@pytest.mark.parametrize("way", ["slow", "saver"])
+def test_a_drain_costs_the_others_no_restart(server: RedisServer, tmp_path: Path, way: str) -> None:
+    """They have none, and their workers fail before the node that drains has left: its workers end slowly, or early."""
+    with AgentJob(server, tmp_path, "1:2") as job:
+        job.tell(f"{way}-b")
+        job.begin("a", "b", max_restarts=0)
+        epoch = job.wait_round("ab")
+        job.nodes["b"].terminate()
+        assert job.wait_end("b") == DRAINED
+        job.wait_round("a", epoch)
+        assert job.control.state().closed == ""
+        job.tell("finish")
+        assert job.wait_end("a") == 0
+
+
+def test_a_signal_to_all_processes_of_a_node_drains_it(server: RedisServer, tmp_path: Path) -> None:
+    """As some schedulers send it: its workers are dead, but that is no failure."""
+    with AgentJob(server, tmp_path, "1:2") as job:
+        job.begin("a", "b", max_restarts=0)
+        epoch = job.wait_round("ab")
+        agent, *others = job.nodes["b"].tree()
+        job.nodes["b"].may_end = True
+        agent.send_signal(signal.SIGSTOP)  # so that it learns of both at once
+        for process in others:
+            process.terminate()
+        agent.terminate()
+        agent.send_signal(signal.SIGCONT)
+        assert job.wait_end("b") == DRAINED
+        job.wait_round("a", epoch)
+        assert job.control.state().restarts == 0
+        job.tell("finish")
+        assert job.wait_end("a") == 0
+
+
+@pytest.mark.fault("a worker hangs", "it is found after `--hang-timeout`, its stack is told, workers are restarted")
+def test_a_worker_that_hangs_is_found_and_restarted(server: RedisServer, tmp_path: Path) -> None:
+    with AgentJob(server, tmp_path, "2:2") as job:
+        job.begin("a", options=("--hang-timeout=9", "--hang-start-timeout=50"))  # its worker waits for b's
+        job.begin("b", options=("--hang-timeout=6", "--hang-start-timeout=50"))
+        epoch = job.wait_round("ab")
+        job.tell("hang-b")
+        job.wait_round("ab", epoch)
+        hung = {event.node: event for event in job.events("hung")}
+        node = job.id_of("b")
+        assert "made no progress for 6." in hung[node].reason
+        assert "since step" in hung[node].reason
+        assert "in hang" in hung[node].detail, "the stacks tell where"
+        assert "in hang" in job.nodes["b"].stderr, "in the log as well"
+        assert job.control.state().restarts == 1, "the hang of a round counts once"
+        job.tell("finish")
+        assert job.wait_end("a") == job.wait_end("b") == 0
+
+
+@pytest.mark.fault("an agent is killed", "its workers end with it")
+def test_an_agent_that_is_killed_takes_its_workers_along(server: RedisServer, tmp_path: Path) -> None:
+    with AgentJob(server, tmp_path, "1:2") as job:
+        job.begin("a", "b")
+        epoch = job.wait_round("ab")
+        node = job.id_of("b")
+        workers = job.nodes["b"].kill_agent_alone()
+        assert workers
+        job.wait("no worker of b is left", lambda: not any(map(_lives, workers)))
+        job.wait_round("a", epoch)
+        [lost] = [event for event in job.events("lost") if event.node == node]
+        assert lost.reason.startswith("lost its lease after 1.")
+
+
+def _lives(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.fault("workers fail again and again", "the job has one budget of restarts")
+def test_the_job_has_one_budget_of_restarts(server: RedisServer, tmp_path: Path) -> None:
+    with AgentJob(server, tmp_path, "2:2") as job:
+        job.tell("patient")  # both agents would report a failure, and either may be heard first
+        job.begin("a", "b", options=("--max-job-restarts=2",), max_restarts=9)
+        epoch = job.wait_round("ab")
+        for restarts, name in ((1, "a"), (2, "b")):
+            job.tell(f"fail-{name}")
+            epoch = job.wait_round("ab", epoch)
+            assert job.control.state().restarts == restarts
+        for node in job.nodes.values():
+            node.may_end = True
+        job.tell("fail-a")
+        assert job.wait_end("a") == job.wait_end("b") == STOPPED
+        state = job.control.state()
+        assert state.phase == "stopped"
+        assert state.closed.startswith("the job has used up its 2 restarts: a-")
+        assert "exited with 1" in state.closed
+        assert "the job has used up its 2 restarts" in job.nodes["b"].stderr
+
+
+@pytest.mark.fault("workers fail without any progress", "the job stops")
+def test_a_job_that_makes_no_progress_stops(server: RedisServer, tmp_path: Path) -> None:
+    with AgentJob(server, tmp_path, "2:2") as job:
+        job.tell("fail")
+        job.begin("a", "b", options=("--max-idle-restarts=2",), max_restarts=9, may_end=True)
+        assert job.wait_end("a") == job.wait_end("b") == STOPPED
+        state = job.control.state()
+        assert state.closed.startswith("no progress in 2 restarts, no step was reported: ")
+        assert state.epoch == 3
+
+
+@pytest.mark.fault("a host's worker fails first, again and again", "it is kept out until it is readmitted")
+def test_a_host_that_fails_again_and_again_is_kept_out(server: RedisServer, tmp_path: Path) -> None:
+    with AgentJob(server, tmp_path, "1:2") as job:
+        job.tell("patient")  # both agents would report a failure, and under load their times are off by milliseconds
+        job.begin("a", "b", options=("--max-failed-rounds=2",), max_restarts=9)
+        epoch = job.wait_round("ab")
+        job.tell("fail-b")
+        epoch = job.wait_round("ab", epoch)
+        job.tell("fail-b")
+        job.wait_event("barred")
+        job.wait_round("a", epoch)
+        state = job.control.state()
+        assert state.barred == ["b"]
+        assert state.failures == {"b": 2}
+        assert job.nodes["b"].process.poll() is None, "it waits"
+        epoch = job.epoch
+        assert job.control.readmit("b", "a test")
+        job.wait_round("ab", epoch)
+        job.tell("finish")
+        assert job.wait_end("a") == job.wait_end("b") == 0
+
+
+def test_a_node_that_is_not_fit_does_not_join(server: RedisServer, tmp_path: Path) -> None:
+    with AgentJob(server, tmp_path, "1:1") as job:
+        job.begin("a", options=("--health-command=echo the fan is broken; exit 3",), may_end=True)
+        assert job.wait_end("a") == REFUSED
+        assert "the fan is broken" in job.nodes["a"].stderr
+        assert job.wait_event("refused").reason == "command: the fan is broken"
+        assert not job.lines()
+
+
+def test_its_heartbeat_tells_how_a_node_is(server: RedisServer, tmp_path: Path) -> None:
+    with AgentJob(server, tmp_path, "1:1", nproc=2) as job:
+        job.begin("a")
+        job.wait_round("a")
+
+        def told() -> dict[str, Any]:
+            [node] = job.control.state().nodes
+            return dict(node.status) if node.step and "cpu" in node.status else {}
+
+        status = job.wait("the node tells of its workers' steps and cpu", told)
+        agent, *workers = job.nodes["a"].tree()
+        assert (status["name"], status["pid"], status["state"], status["agent"]) == (
+            "a",
+            agent.pid,
+            "running",
+            "redelastic",
+        )
+        assert [worker["rank"] for worker in status["workers"]] == [0, 1]
+        assert {worker["pid"] for worker in status["workers"]} <= {process.pid for process in workers}
+        for worker in status["workers"]:
+            assert worker["state"] == "running"
+            assert worker["memory"] == pytest.approx(psutil.Process(worker["pid"]).memory_info().rss, rel=0.2)
+            assert worker["idle"] < LIMIT
+        assert len(json.dumps(status)) < 8192
+        job.tell("finish")
+        assert job.wait_end("a") == 0
+
+
+def test_standalone_needs_nothing(tmp_path: Path) -> None:
+    """An embedded server, two workers, unmodified DDP."""
+    train = Path(__file__).parents[1] / "support" / "workers" / "train.py"
+    (tmp_path / "finish").touch()
+    env = {name: value for name, value in os.environ.items() if name != "REDELASTIC_REDIS_URL"}
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "redelastic.cli",
+            "run",
+            "--standalone",
+            "--nproc-per-node=2",
+            str(train),
+            str(tmp_path),
+        ],
+        env=env | {"TEST_NODE": "a", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "record.jsonl").read_text().splitlines()]
+    assert [line["rank"] for line in lines if line["event"] == "end"] in ([0, 1], [1, 0])
+
+
+def test_torchs_own_events_carry_ours(server: RedisServer, tmp_path: Path) -> None:
+    with AgentJob(server, tmp_path, "1:1") as job:
+        job.begin("a", options=("--event-log-handler=console",))
+        job.wait_round("a")
+        job.tell("finish")
+        assert job.wait_end("a") == 0
+        lines = [
+            json.loads(line[line.index("{") :]) for line in job.nodes["a"].stderr.splitlines() if '"source"' in line
+        ]
+        [started] = [line for line in lines if line["name"] == "redelastic.started"]
+        assert started["source"] == "AGENT"
+        assert started["metadata"]["run_id"] == job.run_id
+        assert started["metadata"]["reason"] == "rank 0 of 1"
+
+
+def test_livez_fails_when_the_loop_has_stalled(new_node: NodeFactory, tmp_path: Path) -> None:
+    """The loop stands still in the middle of its round, and the endpoint, which has threads of its own, says so."""
+    entered, release = threading.Event(), threading.Event()
+
+    class Stalling(RedisElasticAgent):
+        def _come_round(self) -> None:
+            super()._come_round()
+            self._due_by = time.monotonic()  # as if STALL and more had passed
+            entered.set()
+            assert release.wait(LIMIT)
+
+    node = new_node(1, 1)
+    spec = WorkerSpec("test", 1, node, entrypoint="sleep", args=("60",))
+    agent = Stalling(spec, DefaultLogsSpecs(str(tmp_path)), AgentOptions(health_port=0), shutdown_timeout=1)
+    ports: list[int] = []
+    start = HealthEndpoint.start
+
+    def start_and_tell(self: HealthEndpoint) -> None:
+        start(self)
+        ports.append(self.port)
+
+    with pytest.MonkeyPatch.context() as patched, ThreadPoolExecutor(1) as pool:
+        patched.setattr(HealthEndpoint, "start", start_and_tell)
+        ended = pool.submit(agent.run)
+        try:
+            assert entered.wait(LIMIT)
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                urllib.request.urlopen(f"http://127.0.0.1:{ports[0]}/livez", timeout=10)
+            assert refused.value.code == 503
+            assert re.fullmatch(r"the agent's loop is \d+ s late", refused.value.read().decode().strip())
+        finally:
+            node.membership._stop, node.membership._closed = True, "the test is over"
+            release.set()
+        with pytest.raises(RunStoppedError, match="the test is over"):
+            ended.result(LIMIT)

@@ -1,0 +1,96 @@
+"""RedisElasticAgent in programs of other people: torch's `WorkerSpec` in, torch's `RunResult` out, nothing left."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+
+from redelastic.agent import RedisElasticAgent
+from redelastic.redis.server import RedisServer
+
+pytestmark = pytest.mark.timeout(180)
+
+PROGRAM: Final = Path(__file__).parents[1] / "support" / "workers" / "embedding.py"
+LIMIT: Final = 120.0
+
+
+def embed(server: RedisServer, *runs: dict[str, Any]) -> list[dict[str, Any]]:
+    """Have a program run these; returns what it said of each."""
+    command = [sys.executable, str(PROGRAM), server.url, json.dumps(runs)]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT, check=False)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def test_return_values_roles_and_ranks_of_two_agents(server: RedisServer, run_id: str) -> None:
+    """Each agent tells of its own workers, by global rank; one forks them, the other spawns them."""
+    common = {"run_id": run_id, "entrypoint": "tell", "args": ("a", "b"), "nodes": 2}
+    first = common | {"topology": "1", "role": "trainer", "workers": 1, "start_method": "spawn"}
+    second = common | {"topology": "2", "role": "reader", "workers": 2, "start_method": "fork"}
+    with ThreadPoolExecutor(2) as pool:
+        [[one], [two]] = pool.map(lambda runs: embed(server, runs), (first, second))
+    assert one["state"] == two["state"] == "SUCCEEDED"
+    assert [*one["values"]] == ["0"]
+    assert [*two["values"]] == ["1", "2"]
+    same = {"WORLD_SIZE": 3, "words": ["a", "b"], "catches": []}
+    trainer = {"role": "trainer", "GROUP_RANK": 0, "LOCAL_WORLD_SIZE": 1, "ROLE_WORLD_SIZE": 1}
+    reader = {"role": "reader", "GROUP_RANK": 1, "LOCAL_WORLD_SIZE": 2, "ROLE_WORLD_SIZE": 2}
+    assert one["values"]["0"] == same | trainer | {"RANK": 0, "LOCAL_RANK": 0, "ROLE_RANK": 0}
+    assert two["values"]["1"] == same | reader | {"RANK": 1, "LOCAL_RANK": 0, "ROLE_RANK": 0}
+    assert two["values"]["2"] == same | reader | {"RANK": 2, "LOCAL_RANK": 1, "ROLE_RANK": 1}
+
+
+def test_one_program_runs_agent_after_agent_and_nothing_stays(server: RedisServer, run_id: str) -> None:
+    """However a run ends: its threads, files, processes and signal handlers end with it, the program's own stay."""
+    function = {"entrypoint": "tell", "start_method": "fork"}
+    kinds: list[dict[str, Any]] = [
+        function | {"start_method": "spawn"},  # which leaves multiprocessing's own tracker
+        function,
+        {"entrypoint": sys.executable, "args": ["-c", "import os; os.environ['RANK']"]},
+        {"entrypoint": "false"},
+        {"entrypoint": "fail", "args": ["bad", "words"], "start_method": "fork", "max_restarts": 1},
+        {"entrypoint": "fail_beside_a_lazy_one", "workers": 2, "start_method": "fork"},
+        function | {"unfit": True},
+        function | {"times": 2},
+    ]
+    told = embed(server, *(kind | {"run_id": f"{run_id}-{i}"} for i, kind in enumerate(kinds)))
+    assert len(told) == len(kinds)
+    _, succeeded, command, false, raised, beside, unfit, twice = told
+
+    assert (succeeded["state"], succeeded["values"]["0"]["RANK"]) == ("SUCCEEDED", 0)
+    assert (command["state"], command["values"]) == ("SUCCEEDED", {"0": None})
+    assert (false["state"], false["failures"]["0"][0]) == ("FAILED", 1)
+    assert raised["state"] == "FAILED"
+    assert raised["epoch"] == "2", "it was given another chance"
+    assert raised["failures"]["0"][1]["message"] == "ValueError: bad words are no good"
+    assert beside["failures"]["1"][1]["message"] == "ValueError: lazy workers are no good"
+    assert beside["seconds"] < 18, "a forked worker is ended by SIGTERM, not only by the SIGKILL after 20 s"
+    assert unfit["error"].startswith("RefusedError: ")
+    assert "no hands" in unfit["error"]
+    assert (twice["state"], twice["epoch"]) == ("SUCCEEDED", "2")
+
+    for one in told:
+        assert one["own child lives"]
+        assert one["left"] == told[0]["left"]
+    assert told[0]["left"]["threads"] == ["MainThread"]
+    assert told[0]["left"]["handlers"] == ["<Handlers.SIG_DFL: 0>"] * 2
+    assert "sleep" in told[0]["left"]["children"]
+    assert len(told[0]["left"]["children"]) == 2, "the program's own, and multiprocessing's tracker"
+
+
+def test_another_handler_is_refused() -> None:
+    handler = DynamicRendezvousHandler.__new__(DynamicRendezvousHandler)
+    spec = WorkerSpec(role="a", local_world_size=1, entrypoint="true", rdzv_handler=handler)
+    with pytest.raises(TypeError, match="needs a RedisRendezvousHandler, not a DynamicRendezvousHandler"):
+        RedisElasticAgent(spec, DefaultLogsSpecs())

@@ -1,0 +1,369 @@
+"""`redelastic run` beside torchrun: the same scripts under both see, print, log and end the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import psutil
+import pytest
+
+from redelastic.cli import main
+from redelastic.redis.server import RedisServer
+from redelastic.rendezvous.addresses import INTERFACE_VARIABLES
+
+pytestmark = pytest.mark.timeout(180)
+
+TORCHRUN: Final = ("-m", "torch.distributed.run")
+OURS: Final = ("-m", "redelastic.cli", "run")
+ALONE: Final = ("--standalone",)
+WITNESS: Final = Path(__file__).parents[1] / "support" / "workers" / "witness.py"
+TOKEN: Final = "TEST_TOKEN"
+GRACE: Final = 10.0  # for what a launcher that was killed leaves to end, in seconds
+LIMIT: Final = 90.0  # for anything to happen, in seconds: far above what it takes
+# What differs from one run to the next, and what only we give.
+OWN: Final = re.compile(
+    r"TEST_TOKEN|MASTER_PORT|TORCHELASTIC_(RUN_ID|ERROR_FILE|TIMER_FILE)|REDELASTIC_(AGENT|WORKER|EPOCH|KEY_PREFIX)"
+)
+
+
+@dataclass
+class Ended:
+    """A launcher that has ended."""
+
+    code: int
+    out: str
+    err: str
+    directory: Path  # the workers'
+    time: float  # when it had ended
+    left: list[int]  # pids of what it started and did not end
+
+    def workers(self, attempt: int = 0) -> dict[int, dict[str, Any]]:
+        """What the workers of an attempt said of themselves, by rank."""
+        found = {int(path.name.split("-")[0]): path for path in self.directory.glob(f"[0-9]*-{attempt}.json")}
+        return {rank: json.loads(found[rank].read_text()) for rank in sorted(found)}
+
+    @property
+    def report(self) -> str:
+        """The report of the worker that failed first, without what differs from run to run."""
+        [report] = re.findall(r"={20,}\n([^\n]* FAILED\n.*)={20,}", self.err, re.DOTALL)
+        title, root = report.split("\n", 1)[0], report.split("Root Cause")[1]
+        return re.sub(r"(time +: |pid: |error_file: |PID |\[)[^\s)\]]+", r"\1", f"{title}\n{root}")
+
+    @property
+    def log_files(self) -> dict[str, str]:
+        """What is in each file below the log directory, without the run's id and the random part of names."""
+        base = self.directory / "logs"
+        named = {str(path.relative_to(base)): path.read_text() for path in sorted(base.rglob("*")) if path.is_file()}
+        return {re.sub(r"^[^/]+_\w{8}/", "RUN/", name): text for name, text in named.items()}
+
+
+def command(launcher: Sequence[str], directory: Path, options: Sequence[str], script: Sequence[str]) -> list[str]:
+    """A command line, in which @here stands for the directory."""
+    directory.mkdir(parents=True, exist_ok=True)
+    return [sys.executable, *launcher, *(word.replace("@here", str(directory)) for word in (*options, *script))]
+
+
+def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("REDELASTIC_", "TORCHELASTIC_"))}
+    # Which interface gloo is to take we tell workers ourselves, unless the user has: a test of ours before has, or not.
+    return env | {"OMP_NUM_THREADS": "1"} | dict.fromkeys(INTERFACE_VARIABLES, "lo") | dict(more or {})
+
+
+def survivors(token: str) -> list[psutil.Process]:
+    """The processes that a launcher has left, as it was given a token."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(TOKEN) == token and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:
+            pass
+    return found
+
+
+@contextmanager
+def started(arguments: list[str], token: str, env: Mapping[str, str], **more: Any) -> Iterator[subprocess.Popen[str]]:
+    """A launcher, of which nothing is left afterwards."""
+    process = subprocess.Popen(arguments, start_new_session=True, text=True, env={**env, TOKEN: token}, **more)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        for other in survivors(token):
+            other.kill()
+
+
+def run(
+    launcher: Sequence[str],
+    directory: Path,
+    options: Sequence[str],
+    script: Sequence[str],
+    env: Mapping[str, str] | None = None,
+    *,
+    act: Callable[[subprocess.Popen[str], Path], None] | None = None,
+) -> Ended:
+    """Run a launcher to its end; `act` may do something to it meanwhile."""
+    out, err = directory.with_suffix(".out"), directory.with_suffix(".err")
+    arguments = command(launcher, directory, options, script)
+    given = {name: value.replace("@here", str(directory)) for name, value in (env or {}).items()}
+    token = uuid.uuid4().hex
+    with (
+        out.open("w") as o,
+        err.open("w") as e,
+        Path(__file__).open() as stdin,
+        started(
+            arguments, token, env=environment(given), stdin=stdin, stdout=o, stderr=e, cwd=directory.parent
+        ) as process,
+    ):
+        if act is not None:
+            act(process, directory)
+        code, ended = process.wait(LIMIT), time.time()
+        deadline = time.monotonic() + GRACE
+        while (left := survivors(token)) and time.monotonic() < deadline:
+            time.sleep(0.02)
+    return Ended(code, out.read_text(), err.read_text(), directory, ended, [one.pid for one in left])
+
+
+def both(directory: Path, options: Sequence[str], *more: Any, **named: Any) -> tuple[Ended, Ended]:
+    """The same under torchrun and under us, at the same time; both with a rendezvous of their own."""
+    with ThreadPoolExecutor(2) as pool:
+        theirs = pool.submit(run, TORCHRUN, directory / "theirs", (*ALONE, *options), *more, **named)
+        ours = pool.submit(run, OURS, directory / "ours", (*ALONE, *options), *more, **named)
+        return theirs.result(), ours.result()
+
+
+def seen(ended: Ended, *, alone: bool = True) -> list[dict[str, Any]]:
+    """What the workers saw, by rank, without what differs from one run to the next and what we add on purpose."""
+    told: list[dict[str, Any]] = json.loads(
+        json.dumps([*ended.workers().values()]).replace(str(ended.directory), "@here")
+    )
+    for worker in told:
+        env, ours = worker["environment"], "REDELASTIC_AGENT" in worker["environment"]
+        assert env.pop("PYTHONFAULTHANDLER", None) == ("1" if ours else None), "a crash in C says where"
+        worker["names"] = sorted(name for name in env if not name.startswith("REDELASTIC_"))
+        if alone:  # the same host, by name or by address
+            assert env.pop("MASTER_ADDR") in ("localhost", "127.0.0.1")
+        worker["environment"] = {name: value for name, value in env.items() if not OWN.fullmatch(name)}
+        if not {str(WITNESS), "workers.witness"} & set(worker["orig_argv"][:3]):  # multiprocessing's
+            del worker["orig_argv"], worker["files"]
+    return told
+
+
+def until(condition: Callable[[], Any], what: str) -> None:
+    deadline = time.monotonic() + LIMIT
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {LIMIT} s: {what}"
+        time.sleep(0.02)
+
+
+# -- what workers are given
+
+
+def test_workers_are_given_the_same(server: RedisServer, tmp_path: Path) -> None:
+    """Both on Redis, each as a run of its own."""
+    where = ("--rdzv-backend=redis", f"--rdzv-endpoint={server.url}", "--nproc-per-node=2", "--role=trainer")
+    script = (str(WITNESS), "@here", "", "-x", "--y=1")
+
+    def one(launcher: Sequence[str], name: str) -> Ended:
+        return run(launcher, tmp_path / name, (*where, f"--rdzv-id={uuid.uuid4().hex}"), script)
+
+    with ThreadPoolExecutor(2) as pool:
+        theirs, ours = pool.map(one, (TORCHRUN, OURS), ("theirs", "ours"))
+    assert (theirs.code, ours.code) == (0, 0), ours.err
+    assert [worker["environment"]["RANK"] for worker in seen(theirs, alone=False)] == ["0", "1"]
+    assert seen(ours, alone=False) == seen(theirs, alone=False)
+    assert seen(ours, alone=False)[1]["argv"] == [str(WITNESS), "@here", "", "-x", "--y=1"]
+    assert seen(ours, alone=False)[0]["stdin"] == __file__, "standard input is the launcher's"
+
+
+@pytest.mark.parametrize(
+    ("options", "script"),
+    [
+        (("-m", "--role=a", "--nproc-per-node=cpu", "--monitor-interval=0.3"), ("workers.witness", "@here")),
+        (
+            ("--no-python", "--virtual-local-rank", "--nproc-per-node=2"),
+            (sys.executable, str(WITNESS), "@here", "", "${local_rank}"),
+        ),
+        (("--run-path", "--start-method=fork", "--max-restarts=3", "--nproc-per-node=auto"), (str(WITNESS), "@here")),
+        (("--run-path", "--start-method=spawn"), (str(WITNESS), "@here", "", "x")),
+        (("--run-path", "--start-method=forkserver"), (str(WITNESS), "@here", "", "x")),
+    ],
+    ids=["module", "no-python", "fork", "spawn", "forkserver"],
+)
+def test_ways_to_start_workers(tmp_path: Path, options: tuple[str, ...], script: tuple[str, ...]) -> None:
+    more = {"PYTHONPATH": str(WITNESS.parents[1]), "CUDA_VISIBLE_DEVICES": "3,5"}
+    theirs, ours = both(tmp_path, options, script, more)
+    assert (theirs.code, ours.code) == (0, 0), ours.err
+    assert seen(theirs)
+    assert seen(ours) == seen(theirs)
+
+
+# -- what they print
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--redirects=3",),
+        ("--tee=3", "--duplicate-stdout-filters=line 1 ,line 2 ", "--duplicate-stderr-filters=rank 1"),
+        ("--tee=0:1,1:2", "--redirects=0:2,1:1", "--local-ranks-filter=1"),
+    ],
+    ids=["redirects", "tee", "each its own"],
+)
+def test_logs_are_the_same(tmp_path: Path, options: tuple[str, ...]) -> None:
+    more = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "<${role_name} ${rank}/${local_rank}> "}
+    theirs, ours = both(
+        tmp_path, ("--nproc-per-node=2", "--log-dir=@here/logs", *options), (str(WITNESS), "@here", "print", "5"), more
+    )
+    assert (theirs.code, ours.code) == (0, 0), ours.err
+    assert any("line 4 of rank" in text for text in theirs.log_files.values())
+    # which worker's lines come first in a file that several share is theirs to decide
+    ours_lines, their_lines = (
+        {name: sorted(text.splitlines()) for name, text in run.log_files.items()} for run in (ours, theirs)
+    )
+    assert ours_lines == their_lines
+    assert sorted(ours.out.splitlines()) == sorted(theirs.out.splitlines())
+    assert sorted(ours.err.splitlines()) == sorted(theirs.err.splitlines())
+
+
+# -- how they end
+
+
+@pytest.mark.parametrize(
+    ("action", "told"),
+    [
+        (("exit", "3"), "exitcode  : 3 ("),
+        (("die", "SIGSEGV"), "(SIGSEGV)"),
+        (("raise",), "exitcode  : 1 ("),
+        (("record",), "RuntimeError: the worker was told to record"),
+    ],
+    ids=["exit", "signal", "exception", "record"],
+)
+def test_failures_are_reported_alike(tmp_path: Path, action: tuple[str, ...], told: str) -> None:
+    more = {"TORCHELASTIC_ERROR_FILE": "@here/error.json"}
+    theirs, ours = both(tmp_path, ("--nproc-per-node=2",), (str(WITNESS), "@here", *action), more)
+    assert (theirs.code, ours.code) == (1, 1), ours.err
+    assert told in theirs.report
+    assert "rank      : 1 (local_rank: 1)" in theirs.report
+    assert ours.report == theirs.report
+    handed_up = [json.loads(p.read_text()) for e in (theirs, ours) if (p := e.directory / "error.json").exists()]
+    assert len(handed_up) == (2 if action == ("record",) else 0), (
+        "the first error is handed to who started the launcher"
+    )
+    assert all(told.endswith(one["message"]["message"]) for one in handed_up)
+
+
+def test_a_second_attempt(tmp_path: Path) -> None:
+    theirs, ours = both(tmp_path, ("--max-restarts=2",), (str(WITNESS), "@here", "fail-once"))
+    assert (theirs.code, ours.code) == (0, 0), ours.err
+    for ended in (theirs, ours):
+        counts = [ended.workers(n)[0]["environment"]["TORCHELASTIC_RESTART_COUNT"] for n in (0, 1)]
+        assert counts == ["0", "1"]
+        assert not ended.workers(2)
+
+
+def waits(launcher: subprocess.Popen[str], directory: Path, attempt: str = "0-0") -> None:
+    until(lambda: (directory / f"{attempt}-waits.json").exists() or launcher.poll() is not None, "the worker waits")
+    assert launcher.poll() is None, "it ended"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR2])
+def test_a_signal_is_handed_on(tmp_path: Path, number: signal.Signals) -> None:
+    """The workers get the signal that ends the launcher; both then end with 1."""
+
+    def act(launcher: subprocess.Popen[str], directory: Path) -> None:
+        waits(launcher, directory)
+        launcher.send_signal(number)
+        until((directory / f"0-0-{number.name}.json").exists, "the worker got the signal")
+
+    options = ("--shutdown-timeout=1", "--signals-to-handle=SIGINT,SIGUSR2")
+    theirs, ours = both(tmp_path, options, (str(WITNESS), "@here", "wait", number.name), act=act)
+    assert (theirs.code, ours.code) == (1, 1), ours.err
+    assert f"ended by {signal.Signals(number).name}" in ours.err
+    assert not ours.left, "a worker that goes on is killed when its time is up"
+    assert "Traceback" not in ours.err
+
+
+def test_the_shutdown_timeout_is_heeded(tmp_path: Path) -> None:
+    """Rank 1 fails; rank 0 ignores SIGTERM for as long as it may, which is neither 0 nor the default of 30 s."""
+    ours = run(
+        OURS, tmp_path / "ours", (*ALONE, "--nproc-per-node=2", "--shutdown-timeout=2"), (str(WITNESS), "@here", "deaf")
+    )
+    assert ours.code == 1
+    failed = ours.directory / "0-0-SIGTERM.json"
+    assert failed.exists(), "it was sent SIGTERM"
+    assert "(SIGKILL)" in ours.err
+    assert 2 <= ours.time - failed.stat().st_mtime < 20
+    assert not ours.left
+
+
+def test_torchs_file_timer_ends_a_worker_that_overstays(tmp_path: Path) -> None:
+    """With torch's own timer the launcher ends itself by the same signal."""
+    theirs, ours = both(tmp_path, (), (str(WITNESS), "@here", "timer"), {"TORCHELASTIC_ENABLE_FILE_TIMER": "1"})
+    for ended in (theirs, ours):
+        assert (ended.directory / "0-0-overstays.json").exists()
+        assert not ended.left
+    assert ours.code == theirs.code == -signal.SIGKILL
+
+
+# -- what is wrong with the command line
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--nnodes=2:1",), "--nnodes="),
+        (("--nnodes=1:2:3",), "1:2:3"),
+        (("--nnodes=one",), "one"),
+        (("--nnodes=0",), "--nnodes="),
+        (("--nproc-per-node=many",), "many"),
+        (("--nproc-per-node=gpu",), "Cuda"),
+        (("--max-restarts=-1",), "max_restarts"),
+        (("--max-restarts=x",), "--max-restarts"),
+        (("--redirects=9",), "9"),
+        (("--local-ranks-filter=a",), "local_ranks_filter"),
+        (("--start-method=clone",), "clone"),
+        (("--shutdown-timeout=-1",), "-1"),
+        (("--no-such-option",), "--no-such-option"),
+        (("--rdzv-conf=what",), "what"),
+        (("--rdzv-conf=lease=3",), "lease"),
+        (("--rdzv-backend=c10d",), "c10d"),
+        (("--logs-specs=mine",), "mine"),
+        (("--no-python", "-m"), "--module"),
+        (("--monitor-interval=-1",), "monitor"),
+    ],
+)
+def test_a_wrong_command_line_is_told_in_few_words(
+    options: tuple[str, ...], told: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    try:
+        code: object = main(["run", "--rdzv-endpoint=127.0.0.1:1", "--rdzv-id=x", *options, str(WITNESS)])
+    except SystemExit as e:
+        code = e.code
+    err = capfd.readouterr().err
+    assert code == 2, err
+    assert told in err
+    assert err.startswith(("redelastic run: ", "usage: redelastic run"))
+    assert len(err.splitlines()[-1]) < 400
+    assert err.startswith("usage") or err.count("\n") == 1
+
+
+def test_no_script_is_a_usage_error(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["run", "--standalone"])
+    assert "training_script" in capfd.readouterr().err

@@ -1,0 +1,387 @@
+"""`redelastic status`: the truth about real runs, whatever somebody wrote into them, in every width."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import time
+import unicodedata
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import redis
+from commands import Done, command, form, started, until
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from nodes import NodeFactory
+from rich.console import Console
+
+from redelastic.cli.status.report import describe
+from redelastic.cli.status.view import Screen
+from redelastic.redis.connection import Connection
+from redelastic.redis.keys import RunKeys
+from redelastic.redis.server import RedisServer
+from redelastic.rendezvous.handler import RedisRendezvousHandler
+from redelastic.run.control import RunControl
+from redelastic.run.records import Event, Node, Run
+
+GIB = 2**30
+Cli = Callable[..., Done]
+
+
+@pytest.fixture
+def cli(server: RedisServer) -> Cli:
+    def run(*argv: str) -> Done:
+        return command("status", *argv, "--endpoint", server.url)
+
+    return run
+
+
+def tell(node: RedisRendezvousHandler, **status: Any) -> RedisRendezvousHandler:
+    """Have a node say more of itself, as our agent does."""
+    node.membership.describe = lambda base: json.dumps(base | {"agent": "redelastic"} | status)
+    return node
+
+
+def workers(*steps: int, **more: Any) -> list[dict[str, Any]]:
+    return [{"local_rank": i, "rank": i, "pid": 100 + i, "step": s, "idle": 0.5} | more for i, s in enumerate(steps)]
+
+
+class TestPhases:
+    def test_running(self, cli: Cli, new_node: NodeFactory, pool: ThreadPoolExecutor, run_id: str) -> None:
+        nodes = [tell(new_node(2, 2, node_name=f"host-{i}"), restarts=i) for i in range(2)]
+        form(pool, *nodes)
+        done = cli(run_id, "--json")
+        assert done.code == 0
+        report = done.json
+        assert re.fullmatch(r"running: round 1 of 2 nodes since \d.*", report["verdict"])
+        assert [report[k] for k in ("phase", "epoch", "size", "waits_for", "problems")] == ["running", 1, 2, "", []]
+        assert [node["rank"] for node in report["nodes"]] == [0, 1]
+        assert {node["name"]: node["restarts"] for node in report["nodes"]} == {"host-0": 0, "host-1": 1}
+        assert {node["state"] for node in report["nodes"]} == {"running"}
+        assert all(0 <= node["heard"] <= node["lease"] + node["heard"] <= 0.91 for node in report["nodes"])
+        assert report["events"][-1]["event"] == "completed"
+        lines = cli(run_id).out.splitlines()
+        assert lines[0].startswith("running: round 1 of 2 nodes")
+        assert lines[1].startswith(f"run {run_id} · epoch 1 · 2 members of 2")
+        assert lines[-1].endswith("max_nodes joined")
+
+    def test_forming(self, cli: Cli, new_node: NodeFactory, pool: ThreadPoolExecutor, run_id: str) -> None:
+        joining = pool.submit(new_node(2, 2).next_rendezvous)
+        until(lambda: cli(run_id, "--json").code == 0, "it has joined")
+        done = cli(run_id)
+        assert done.code == 0
+        assert done.out.splitlines()[0] == "forming round 1"
+        assert "not complete: 1 of at least 2 nodes have joined." in done.out
+        assert "waiting" in done.out
+        form(pool, new_node(2, 2))
+        joining.result(20)
+
+    def test_regrouping(self, cli: Cli, new_node: NodeFactory, pool: ThreadPoolExecutor, run_id: str) -> None:
+        first, late = new_node(1, 2, last_call_timeout=0.1), new_node(1, 2)
+        first.next_rendezvous()
+        joining = pool.submit(late.next_rendezvous)
+        until(first.num_nodes_waiting, "its round is broken")
+        done = cli(run_id)
+        assert done.code == 0
+        assert re.match(r"regrouping: round 1 is broken: \S+ waits to join\n", done.out)
+        assert "not complete: 1 of 1 members still hold round 1" in done.out
+        form(pool, first)
+        joining.result(20)
+
+    def test_spares_are_told_from_those_who_wait(
+        self, cli: Cli, new_node: NodeFactory, pool: ThreadPoolExecutor, run_id: str
+    ) -> None:
+        new_node(1, 1).next_rendezvous()
+        spare = new_node(1, 1)
+        joining = pool.submit(spare.next_rendezvous)
+        until(lambda: "1 spare" in cli(run_id).out, "a spare is shown")
+        assert [node["state"] for node in cli(run_id, "--json").json["nodes"]] == ["running", "spare"]
+        spare.set_closed()
+        assert joining.exception(20)
+
+    def test_closed(self, cli: Cli, new_node: NodeFactory, run_id: str) -> None:
+        node = new_node(1, 1)
+        node.next_rendezvous()
+        node.set_closed()
+        done = cli(run_id)
+        assert done.code == 0
+        assert done.out.startswith("closed: by ")
+        assert done.out.splitlines()[0].endswith("; 1 node is still there")
+
+    def test_stopped(self, cli: Cli, new_node: NodeFactory, connection: Connection, keys: RunKeys) -> None:
+        new_node(1, 1).next_rendezvous()
+        RunControl(connection, keys).close("by hand", stop=True, ttl=60)
+        done = cli(keys.run_id, "--json")
+        assert (done.code, done.json["phase"]) == (1, "stopped")
+        assert done.json["verdict"].startswith("stopped: by hand")
+
+    def test_empty(self, cli: Cli, new_node: NodeFactory, run_id: str) -> None:
+        node = new_node(1, 1)
+        node.next_rendezvous()
+        node.end("exited", "goes on")
+        done = cli(run_id)
+        assert done.code == 1
+        assert done.out.startswith("empty: nobody is in the run; its last round was 1")
+
+    def test_dead(self, cli: Cli, new_node: NodeFactory, run_id: str) -> None:
+        """The last node of a run leaves nobody who could notice: only the clock tells."""
+        node = new_node(1, 1)
+        node.next_rendezvous()
+        assert cli(run_id).code == 0
+        node.membership.stop()
+        until(lambda: cli(run_id).code == 1, "its lease is over")
+        done = cli(run_id)
+        assert done.out.startswith("dead: nobody has been heard of for ")
+        assert "! " in done.out
+        assert "its lease is over, and nobody has noticed yet" in done.out
+
+
+class TestProblems:
+    def test_what_is_wrong_comes_first(
+        self, cli: Cli, new_node: NodeFactory, pool: ThreadPoolExecutor, run_id: str
+    ) -> None:
+        gpus = [
+            {"index": 0, "utilization": 98, "memory_used": 70 * GIB, "memory_total": 80 * GIB, "temperature": 66},
+            {"index": 1, "utilization": 0, "temperature": 71, "ecc": 0, "xid": 2},
+            {"index": 2, "lost": True},
+        ]
+        hung = [*workers(400, 400), {"local_rank": 2, "rank": 10, "state": "hung", "step": 388, "idle": 312.4}]
+        tell(
+            slow := new_node(2, 2, node_name="slow", topology="a"), workers=hung, gpus=gpus, cpu=780.4, memory=31 * GIB
+        )
+        tell(fast := new_node(2, 2, node_name="fast", topology="b"), workers=workers(400, 412))
+        form(pool, slow, fast)
+        done = cli(run_id)
+        assert done.code == 0  # it runs
+        lines = done.out.splitlines()
+        assert lines[0].endswith("step 412, last progress 0.5 s ago")
+        assert [line for line in lines if line.startswith("!")] == [
+            "! slow (rank 0) worker 2 (rank 10) hangs at step 388 for 5 min",
+            "! slow (rank 0) GPU 1 has 2 Xid errors",
+            "! slow (rank 0) GPU 2 is lost: it is gone from the bus",
+        ]
+        [row] = [line for line in lines if line.split()[:2] == ["0", "slow"]]
+        assert " ".join(row.split()).endswith(" 388 24 5 min 780% 31.0G 3: 0-98% 70.0G/80.0G 71°C !")
+        assert " running " in row
+        assert [node["lag"] for node in cli(run_id, "--json").json["nodes"]] == [24, 12]
+        assert "  2: rank 10" in cli(run_id, "--workers").out
+
+    def test_a_drain_and_a_host_that_is_kept_out(
+        self, cli: Cli, new_node: NodeFactory, connection: Connection, keys: RunKeys
+    ) -> None:
+        node = tell(new_node(1, 1, node_name="host-1"))
+        node.next_rendezvous()
+        node.membership.charge(time.monotonic(), 7, "worker 0 failed", (-1, -1, 1), final=True)
+        RunControl(connection, keys).drain(node.membership.node, "by spot", 10)
+        out = cli(keys.run_id).out
+        assert "! host host-1 is kept out" in out
+        assert f"`redelastic readmit {keys.run_id} host-1` lets it in" in out
+        assert "- host-1 is to drain, by spot" in out
+        assert "draining" in out
+
+    def test_events_of_a_regroup_hide_no_loss(
+        self, cli: Cli, new_node: NodeFactory, pool: ThreadPoolExecutor, run_id: str
+    ) -> None:
+        nodes = [new_node(1, 8, last_call_timeout=60 if i else 1) for i in range(8)]
+        form(pool, *nodes)
+        nodes.pop().membership.stop()
+        until(nodes[0].num_nodes_waiting, "the loss is known")
+        form(pool, *nodes)
+        told = [event["event"] for event in cli(run_id, "--json").json["events"]]
+        assert told[-3:] == ["completed", "lost", "completed"]
+
+
+# -- whatever somebody wrote
+
+
+HOSTILE = "\x1b[2J[bold]\x9b\n\u202e"
+INVISIBLE = {"Cc", "Cf", "Cn", "Co", "Cs", "Zl", "Zp"}  # categories of signs that a terminal may obey
+NUMBERS = st.integers() | st.floats() | st.sampled_from([10**400, -1, float("nan"), float("inf"), 1e308])
+WORDS = st.text() | st.just(HOSTILE)
+JSON = (
+    NUMBERS
+    | WORDS
+    | st.none()
+    | st.booleans()
+    | st.lists(NUMBERS | WORDS, max_size=2)
+    | st.dictionaries(WORDS, NUMBERS, max_size=2)
+)
+
+
+def made_of(*names: str, **more: Any) -> Any:
+    return st.fixed_dictionaries({}, optional=dict.fromkeys(names, JSON) | more)
+
+
+WORKER = made_of("local_rank", "rank", "pid", "state", "step", "idle", "cpu", "memory")
+GPU = made_of("index", "uuid", "memory_used", "memory_total", "utilization", "temperature", "ecc", "xid", "lost")
+STATUS = made_of(
+    *("pid", "agent", "restarts", "cpu", "memory", "memory_available", "memory_total"),
+    workers=JSON | st.lists(WORKER, max_size=3),
+    gpus=JSON | st.lists(GPU, max_size=3),
+)
+
+
+def node_of(i: int, *, standing: str = "member", silence: float = 0.5, **status: Any) -> Node:
+    told = {"name": f"host-{i:04d}", "host": f"10.0.0.{i}", "state": "running"} | status
+    rank = i if standing == "member" else None
+    return Node(f"host-{i:04d}-7-{i:012x}", standing, rank, 6 - silence, silence, "", told)
+
+
+def run_of(*nodes: Node, **more: Any) -> Run:
+    known: dict[str, Any] = {"run_id": "job", "epoch": 3, "size": len(nodes), "min_nodes": 2, "max_nodes": 4}
+    known |= {"age": 700.0, "broken": "", "closed": "", "stopped": False, "deadline": None, "lease": 6.0}
+    known |= {"restarts": 1, "idle": 0, "failures": {}, "barred": [], "nodes": nodes}
+    return Run(**known | more)
+
+
+def shown(run: Run, *events: Event, width: int = 80, rows: int | None = 25, **options: Any) -> str:
+    out = io.StringIO()
+    console = Console(file=out, width=width, highlight=False, markup=False, emoji=False, **options)
+    Screen(console, rows=rows, workers=True).print(describe(run, events, 1.7e9))
+    return out.getvalue()
+
+
+@settings(max_examples=150, deadline=None)
+@given(STATUS, WORDS, st.sampled_from(["member", "candidate", "spare"]))
+def test_no_status_crashes_it_or_gets_to_the_terminal(status: dict[str, Any], word: str, standing: str) -> None:
+    names = {"name": word, "host": word, "state": word}
+    hostile = run_of(node_of(1, standing=standing, **status | names), broken=word, failures={word: 1}, barred=[word])
+    event = Event("1-0", 1.7e9, word, 1, 1, word, word, word)
+    out = shown(hostile, event, width=140)
+    assert {unicodedata.category(sign) for sign in out.replace("\n", "")}.isdisjoint(INVISIBLE)
+    document = json.loads(json.dumps(describe(hostile, [event], 1.7e9), allow_nan=False))
+    [node] = document["nodes"]
+    for name in ("pid", "restarts", "cpu", "memory", "memory_available", "memory_total", "step", "lag", "idle"):
+        assert node[name] is None or isinstance(node[name], int | float)
+
+
+def test_markup_is_text() -> None:
+    assert "[bold red]closed[/]" in shown(run_of(node_of(0), broken="[bold red]closed[/]"))
+
+
+# -- widths and sizes
+
+
+RICH_STATUS: dict[str, Any] = {
+    "restarts": 1,
+    "cpu": 780.2,
+    "memory": 31 * GIB,
+    "memory_total": 1007 * GIB,
+    "workers": workers(412, 412, state="running"),
+    "gpus": [
+        {"index": i, "utilization": 98, "memory_used": 71 * GIB, "memory_total": 80 * GIB, "temperature": 66}
+        for i in range(8)
+    ],
+}
+
+
+@pytest.mark.parametrize("width", [80, 140])
+def test_it_fits_a_terminal(width: int) -> None:
+    out = shown(
+        run_of(*(node_of(i, **RICH_STATUS) for i in range(4))), width=width, force_terminal=True, color_system=None
+    )
+    lines = out.splitlines()
+    assert max(map(len, lines)) <= width
+    assert (
+        len([line for line in lines if re.match(r" +\d  ?host-000\d .*running.*412.*780%.*31\.0G.*8: 98%.*66°C", line)])
+        == 4
+    )
+
+
+def test_a_thousand_nodes() -> None:
+    nodes = [node_of(i, **RICH_STATUS) for i in range(1000)]
+    nodes[700] = node_of(700, gpus=[{"index": 0, "xid": 1}])
+    nodes[900] = node_of(900, silence=5.0)
+    out = shown(run_of(*nodes))
+    rows = [line for line in out.splitlines() if re.match(r" *\d+ host-", line)]
+    assert len(rows) == 25
+    assert [row.split()[1] for row in rows[-2:]] == ["host-0700", "host-0900"]
+    assert "and 975 more nodes (--all)" in out
+    assert "! host-0700 (rank 700) GPU 0 has 1 Xid error\n" in out
+    assert "! host-0900 (rank 900) silent for 5.0 s: out in 1.0 s if it stays so\n" in out
+    assert (
+        len([line for line in shown(run_of(*nodes), rows=None).splitlines() if re.match(r" *\d+ host-", line)]) == 1000
+    )
+
+
+def test_a_thousand_nodes_with_something_wrong() -> None:
+    out = shown(run_of(*(node_of(i, silence=5.0) for i in range(1000))))
+    assert out.count("! ") == 9
+    assert "and 991 more of the kind" in out
+    assert "and 975 more nodes, 975 of them with something wrong (--all)" in out
+
+
+def test_nodes_on_one_host_are_told_apart() -> None:
+    out = shown(run_of(*(node_of(i, name="host") for i in range(2))))
+    assert "host-0000-7 " in out
+    assert "host-0001-7 " in out
+
+
+def test_a_pipe_gets_no_colours_and_nothing_cut(
+    server: RedisServer, new_node: NodeFactory, client: redis.Redis, keys: RunKeys
+) -> None:
+    new_node(1, 1).next_rendezvous()
+    reason = 300 * "long "
+    client.xadd(keys.events, {"event": "saved", "reason": reason})
+    with started("status", keys.run_id, "--endpoint", server.url) as one:
+        assert one.process.wait(20) == 0
+        one.until(reason.strip())
+        assert "\x1b" not in one.out
+    with started("status", keys.run_id, "--endpoint", server.url, columns=80) as one:
+        assert one.process.wait(20) == 0
+        until(lambda: "\x1b[1;32mrunning: round 1" in one.out, "green in a terminal")
+
+
+# -- watching
+
+
+class TestWatch:
+    def test_nodes_come_and_go(
+        self, server: RedisServer, new_node: NodeFactory, pool: ThreadPoolExecutor, run_id: str
+    ) -> None:
+        nodes = [new_node(1, 3, last_call_timeout=0.1) for _ in range(2)]
+        form(pool, *nodes)
+        with started("status", run_id, "--watch", "--endpoint", server.url, columns=80) as watching:
+            watching.until("running: round 1 of 2 nodes")
+            nodes.pop().membership.stop()
+            until(nodes[0].num_nodes_waiting, "the loss is known")
+            watching.until("lost its lease after")
+            form(pool, *nodes)
+            watching.until("running: round 2 of 1 node")
+            before = len(watching.out)
+            assert watching.interrupt() == 0
+        assert "running: round 2 of 1 node" in watching.out[before:]  # the last picture stays
+        assert watching.err == ""
+
+    def test_redis_is_away(self, own_server: RedisServer, new_node: NodeFactory, run_id: str) -> None:
+        new_node(1, 1, url=own_server.url).next_rendezvous()
+        with started("status", run_id, "--watch", "--endpoint", own_server.url, columns=80) as watching:
+            watching.until("running: round 1")
+            own_server.kill()
+            watching.until("Not up to date")
+            before = len(watching.out)
+            own_server.start()  # without its data
+            watching.until("running: round 1", after=before)  # the node has put it back
+            watching.until("restored", after=before)
+            RunControl(connection := Connection.open(own_server.url), RunKeys(run_id)).close(
+                "by hand", stop=False, ttl=60
+            )
+            connection.close()
+            watching.until("closed: by hand")
+            assert watching.interrupt() == 0
+
+    def test_as_json(self, server: RedisServer, new_node: NodeFactory, run_id: str) -> None:
+        node = new_node(1, 1)
+        node.next_rendezvous()
+        with started("status", run_id, "--watch", "--json", "--endpoint", server.url) as watching:
+            watching.until('"phase": "running"')
+            node.set_closed()
+            watching.until('"phase": "closed"')
+            assert watching.interrupt() == 0
+        documents = [json.loads(line) for line in watching.out.splitlines()]
+        assert {document["trouble"] for document in documents} == {""}
+        assert [documents[0]["phase"], documents[-1]["phase"]] == ["running", "closed"]

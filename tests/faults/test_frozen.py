@@ -1,0 +1,233 @@
+"""Nodes are frozen for longer than their lease, and thawed: nothing that they still do lands anywhere (I4)"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import urlencode
+
+import psutil
+import pytest
+import redis
+from agent_job import AgentJob
+from faulty_proxy import Fault, FaultyProxy
+from nodes import NodeFactory
+from servers import wait_until
+from workers.frozen_node import JOINS, REQUESTS, WRITES
+
+from redelastic.redis import scripts
+from redelastic.redis.keys import RunKeys
+from redelastic.redis.scripts import Script
+from redelastic.redis.server import RedisServer
+from redelastic.rendezvous.handler import RedisRendezvousHandler
+from redelastic.store import RedisStore
+
+pytestmark = pytest.mark.timeout(150)
+
+WORKERS: Final = Path(__file__).parents[1] / "support" / "workers"
+INTERVAL: Final = 0.3  # between heartbeats; three of them are a lease
+LIMIT: Final = 60.0
+STORE: Final = {"k": b"v", "n": b"5", "k of the other": b"v"}
+
+
+class FrozenNode:
+    """A process that runs `workers/frozen_node.py`."""
+
+    def __init__(self, url: str, run_id: str) -> None:
+        query = {"run_id": run_id, "min_nodes": 1, "max_nodes": 2, "keep_alive_interval": INTERVAL}
+        command = [sys.executable, str(WORKERS / "frozen_node.py"), f"{url}?{urlencode(query)}"]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def read(self) -> str:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, "it has ended"
+        return line.strip()
+
+    def tell(self, *verbs: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.writelines(f"{verb}\n" for verb in verbs)
+        self.process.stdin.flush()
+
+    def told(self, n: int) -> dict[str, str]:
+        """How the next n verbs ended."""
+        return dict(json.loads(self.read()) for _ in range(n))
+
+    def freeze(self) -> None:
+        self.process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.communicate(timeout=LIMIT)
+
+
+@pytest.fixture
+def proxy(server: RedisServer, client: redis.Redis) -> Iterator[FaultyProxy]:
+    for script in vars(scripts).values():
+        if isinstance(script, Script):
+            client.script_load(script.text)  # else the first request of a verb would be sent twice
+    host, _, port = server.endpoint.rpartition(":")
+    with FaultyProxy(host, int(port)) as started:
+        yield started
+
+
+class Pair:
+    """A node that is to be frozen and one that is not, in one round."""
+
+    def __init__(self, frozen: FrozenNode, other: RedisRendezvousHandler, client: redis.Redis, keys: RunKeys) -> None:
+        self.frozen, self.other, self._client, self._keys = frozen, other, client, keys
+        store = other.next_rendezvous().store
+        assert isinstance(store, RedisStore)
+        assert frozen.read() == "joined"
+        store.multi_set(list(STORE), list(STORE.values()))
+        store.queue_push("q", "item")
+
+    def go_on_without_it(self) -> None:
+        wait_until(lambda: self.other.num_nodes_waiting() > 0, "the other knows", LIMIT)
+        assert self.other.next_rendezvous().world_size == 1
+
+    def stored(self) -> dict[str, Any]:
+        """All that the run has in Redis but events, and what the other node's heartbeats renew."""
+        read: dict[Any, Callable[[str], Any]] = {
+            b"hash": self._client.hgetall,
+            b"zset": lambda key: self._client.zrange(key, 0, -1, withscores=True),
+            b"set": self._client.smembers,
+            b"stream": self._client.xrange,
+            b"list": lambda key: self._client.lrange(key, 0, -1),
+        }
+        prefix = self._keys.run.removesuffix("run")
+        names = {name.decode() for name in self._client.scan_iter(match=f"{prefix}*", count=1000)}
+        names = {name for name in names if not name.startswith((self._keys.status(""), self._keys.events))}
+        found: dict[str, Any] = {name: read[self._client.type(name)](name) for name in sorted(names)}
+        del found[self._keys.run][b"beat_at"]
+        found[self._keys.leases] = [node for node, _ in found[self._keys.leases]]
+        assert found[self._keys.store(1).data] == {key.encode(): value for key, value in STORE.items()}
+        return found
+
+
+@pytest.fixture
+def pair(
+    new_node: NodeFactory, server: RedisServer, proxy: FaultyProxy, client: redis.Redis, keys: RunKeys
+) -> Iterator[Pair]:
+    """The one that is to be frozen reaches Redis through the proxy."""
+    frozen = FrozenNode(server.url.replace(server.endpoint, f"127.0.0.1:{proxy.port}"), keys.run_id)
+    try:
+        other = new_node(1, 2, keep_alive_interval=INTERVAL, last_call_timeout=30, join_timeout=LIMIT)
+        yield Pair(frozen, other, client, keys)
+    finally:
+        frozen.end()
+
+
+VERBS: Final = WRITES | REQUESTS
+TOLD: Final = {  # to a node that is gone
+    **dict.fromkeys(WRITES, "RoundBrokenError"),
+    "drain": "0",
+    "charge": "[0, 0, b'']",
+    "leave": "None",
+}
+
+
+@pytest.mark.fault(
+    "a process is frozen for longer than its lease, thawed, and goes on", "I4: its writes are refused, nothing counts"
+)
+def test_what_a_thawed_node_still_asks_for(pair: Pair) -> None:
+    pair.frozen.freeze()
+    pair.go_on_without_it()
+    before = pair.stored()
+    pair.frozen.tell(*VERBS)
+    pair.frozen.thaw()
+    told = pair.frozen.told(len(VERBS))
+    assert told.pop("beat").startswith("[b'fenced', 2,")
+    assert told == TOLD
+    assert pair.stored() == before
+    assert pair.other.num_nodes_waiting() == 0
+
+
+@pytest.mark.fault("a node is frozen while its requests are under way, which arrive late", "I4: none has an effect")
+def test_requests_of_before_arrive_late(pair: Pair, proxy: FaultyProxy) -> None:
+    """The network keeps them for longer than the lease, and nobody takes them back."""
+    held = [proxy.add(Fault(digest(verb), hold_request=True, keep=None, hold=LIMIT)) for verb in VERBS]
+    pair.frozen.tell(*VERBS)
+    wait_until(lambda: all(fault.fired.is_set() for fault in held), "all are under way", LIMIT)
+    pair.frozen.freeze()
+    pair.go_on_without_it()
+    before = pair.stored()
+    for fault in held:
+        fault.release()
+    assert pair.stored() == before
+    pair.frozen.thaw()
+    told = pair.frozen.told(len(VERBS))
+    assert told.pop("beat").startswith(("[b'fenced', 2,", "[b'member', 1,"))  # one of the node's own was under way
+    assert told == TOLD
+    assert pair.stored() == before
+
+
+def digest(verb: str) -> bytes:
+    """What every request of a verb contains."""
+    if verb in WRITES:
+        name = {"multi_set": "STORE_SET", "delete_key": "STORE_DELETE"}.get(verb, f"STORE_{verb.upper()}")
+        name = name.replace("STORE_QUEUE", "QUEUE")
+    else:
+        name = verb.upper()
+    script = getattr(scripts, name)
+    assert isinstance(script, Script)
+    return script._digest.encode()
+
+
+@pytest.mark.fault("a join of a node that was fenced arrives late", "I4: it brings nobody back")
+def test_a_late_join_of_the_old_identity(pair: Pair) -> None:
+    pair.frozen.freeze()
+    pair.go_on_without_it()
+    before = pair.stored()
+    pair.frozen.tell(*JOINS)
+    pair.frozen.thaw()
+    told = pair.frozen.told(len(JOINS))
+    assert pair.stored() == before, told
+    assert pair.other.num_nodes_waiting() == 0
+
+
+def lives(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.mark.fault(
+    "an agent and its workers are frozen for longer than the lease, and thawed",
+    "I4: REDELASTIC_EPOCH tells the workers' writes, they are stopped, the node comes back as a new one",
+)
+def test_a_frozen_tree_is_replaced_and_its_worker_overwrites_no_checkpoint(server: RedisServer, tmp_path: Path) -> None:
+    with AgentJob(server, tmp_path, "1:2") as job:
+        job.start("a", "b", script=WORKERS / "frozen_saver.py")
+
+        def epoch_of(name: str, after: int = 0) -> int:
+            found = [int(path.name.split("-")[1]) for path in tmp_path.glob(f"{name}-*-saves")]
+            return max((epoch for epoch in found if epoch > after), default=0)
+
+        first = job.wait("both save in one round", lambda: epoch_of("a") == epoch_of("b") and epoch_of("a"))
+        before = job.id_of("b")
+        stale = int((tmp_path / f"b-{first}-pid").read_text())
+        job.nodes["b"].freeze()
+        second = job.wait("a saves in a later round", lambda: epoch_of("a", first))
+        [lost] = job.events("lost")
+        assert lost.node == before
+        os.kill(stale, signal.SIGCONT)  # first: its agent would have stopped it
+        job.wait("it is refused", (tmp_path / f"b-{first}-refused").exists)
+        assert json.loads((tmp_path / "checkpoint").read_text())[0] == second
+        job.nodes["b"].thaw()
+        job.wait("its agent stops it", lambda: not lives(stale))
+        job.wait("b saves in a later round", lambda: epoch_of("b", second))
+        assert job.id_of("b") != before
+        assert json.loads((tmp_path / "checkpoint").read_text())[0] > second
+        job.tell("finish")
+        assert job.wait_end("a") == job.wait_end("b") == 0

@@ -1,0 +1,266 @@
+"""Redis goes away, comes back, and may have forgotten everything: nobody is evicted, no worker restarts (I9).
+
+REDELASTIC_LONG=1 adds an outage of a minute.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+from agent_job import AgentJob
+from fault_matrix import Measured
+from faulty_proxy import Fault, FaultyProxy
+from nodes import NodeFactory
+from rounds import events, join, record, state
+from servers import HOST, port_of, wait_until
+from torchrun_job import Job
+
+from redelastic.redis.server import RedisServer
+from redelastic.rendezvous.handler import RedisRendezvousHandler
+from redelastic.rendezvous.membership import RunThen
+from redelastic.run.control import RunControl
+
+pytestmark = pytest.mark.timeout(300)
+
+INTERVAL: Final = 0.4
+LEASE: Final = 3 * INTERVAL
+LONG: Final = [60.0] if os.environ.get("REDELASTIC_LONG") else []
+
+
+PROMISE: Final = "I9: nobody is evicted, no worker restarts, the record is there again"
+
+
+def killed(server: RedisServer, away: float) -> None:
+    """SIGKILL, and a new server on the same port."""
+    server.kill()
+    time.sleep(away)
+    server.start()
+
+
+def frozen(server: RedisServer, away: float) -> None:
+    pid = server.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    time.sleep(away)
+    os.kill(pid, signal.SIGCONT)
+
+
+def flushed(server: RedisServer, away: float) -> None:
+    del away
+    server.get_client().flushall()
+
+
+Outage = Callable[[RedisServer, float], None]
+AWAY: Final = (1.0, 2 * LEASE, *LONG)
+
+
+def case(name: str, what: str, how: Outage, away: float, *, keeps: bool = False) -> Any:
+    return pytest.param((keeps, how, away), id=f"{name}-{away:g}", marks=pytest.mark.fault(what, PROMISE))
+
+
+OUTAGES: Final = [
+    *(case("killed-kept", "Redis is killed and comes back with its data", killed, a, keeps=True) for a in AWAY),
+    *(case("killed-empty", "Redis is killed and comes back empty", killed, a) for a in AWAY),
+    *(case("frozen", "Redis is frozen, and thawed", frozen, a) for a in AWAY),
+    case("flushed", "Redis is flushed under a running job", flushed, 0.0),
+]
+
+
+@pytest.fixture(params=OUTAGES)
+def outage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[RedisServer, Callable[[], None]]]:
+    """A server, and what makes it go away and come back."""
+    keeps, how, away = request.param
+    with RedisServer(data_dir=tmp_path if keeps else None) as server:
+        yield server, lambda: how(server, away)
+
+
+def test_a_running_group_outlives_it(
+    outage: tuple[RedisServer, Callable[[], None]], new_node: NodeFactory, measured: Measured
+) -> None:
+    server, happens = outage
+    nodes = [new_node(1, 4, url=server.url, keep_alive_interval=INTERVAL, join_timeout=120) for _ in range(3)]
+    places = join(*nodes)
+    before = record(nodes[0])
+    happens()
+    back = time.monotonic()
+    wait_until(lambda: record(nodes[0]) == before, "the record is there again", 20)
+    measured("record as before", time.monotonic() - back)
+    told = RunControl(nodes[0].backend.connection, nodes[0].backend.keys)
+
+    def fresh() -> bool:
+        """Each has beaten since."""
+        run = told.state()
+        return all(node.silence < 2 * INTERVAL for node in run.members)
+
+    wait_until(fresh, "all beat again", 20)
+    assert [node.num_nodes_waiting() for node in nodes] == [0, 0, 0]
+    assert record(nodes[0]) == before
+
+    dead, *others = nodes
+    dead.membership.stop()
+    silent = time.monotonic()
+    wait_until(lambda: all(node.num_nodes_waiting() for node in others), "its death is known", 20)
+    measured("a later death known", time.monotonic() - silent)
+    assert sorted(join(*others)) == [(0, 2), (1, 2)]
+    run = state(others[0])
+    assert run is not None
+    assert run.epoch == 2 > before[0]
+    assert sorted(rank for rank, _ in places) == [0, 1, 2]
+
+
+def test_a_rendezvous_outlives_it(
+    outage: tuple[RedisServer, Callable[[], None]], new_node: NodeFactory, measured: Measured
+) -> None:
+    server, happens = outage
+    nodes = [new_node(3, 3, url=server.url, keep_alive_interval=INTERVAL, join_timeout=120) for _ in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        early = [pool.submit(node.next_rendezvous) for node in nodes[:2]]
+        wait_until(lambda: (run := state(nodes[0])) is not None and len(run.candidates) == 2, "two wait", 20)
+        happens()
+        back = time.monotonic()
+        infos = [pool.submit(nodes[2].next_rendezvous).result(60), *(future.result(60) for future in early)]
+    measured("rendezvous complete", time.monotonic() - back)
+    assert sorted((info.rank, info.world_size) for info in infos) == [(0, 3), (1, 3), (2, 3)]
+    assert [event.epoch for event in events(nodes[0], "completed")] == [1], "it completes once"
+
+
+def test_a_regrouping_outlives_it(outage: tuple[RedisServer, Callable[[], None]], new_node: NodeFactory) -> None:
+    """Two of three wait for the next round, the third still holds the last one."""
+    server, happens = outage
+    nodes = [new_node(1, 3, url=server.url, keep_alive_interval=INTERVAL, join_timeout=120) for _ in range(3)]
+    places = join(*nodes)
+    with ThreadPoolExecutor(2) as pool:
+        early = [pool.submit(node.next_rendezvous) for node in nodes[:2]]
+        wait_until(lambda: (run := state(nodes[0])) is not None and len(run.candidates) == 2, "two wait", 20)
+        wait_until(lambda: nodes[2].num_nodes_waiting() > 0, "the third is told", 20)
+        happens()
+        [late] = join(nodes[2])
+        again = [future.result(60) for future in early]
+    assert [(info.rank, info.world_size) for info in again] + [late] == places, "with their old ranks"
+    run = state(nodes[0])
+    assert run is not None
+    assert run.epoch == 2
+
+
+@pytest.mark.fault("Redis is flushed, and a member dies with it", "I1, I7: the others regroup after one lease")
+def test_the_member_that_does_not_come_back_is_lost(own_server: RedisServer, new_node: NodeFactory) -> None:
+    nodes = [new_node(1, 3, url=own_server.url, keep_alive_interval=INTERVAL, join_timeout=120) for _ in range(3)]
+    join(*nodes)
+    nodes[1].membership.stop()
+    own_server.get_client().flushall()
+    others = [nodes[0], nodes[2]]
+    wait_until(lambda: all(node.num_nodes_waiting() for node in others), "the others regroup", 20)
+    assert sorted(join(*others)) == [(0, 2), (1, 2)]
+    run = state(nodes[0])
+    assert run is not None
+    assert run.epoch == 2
+
+
+@pytest.mark.fault("newcomers are first at an empty Redis", "I4, I9: the higher epoch wins, the newcomers join it")
+def test_whoever_comes_first_to_an_empty_server_gives_way(own_server: RedisServer, new_node: NodeFactory) -> None:
+    """A newcomer forms a group of its own there; the old one's epoch is higher."""
+    old = [new_node(1, 3, url=own_server.url, keep_alive_interval=INTERVAL) for _ in range(2)]
+    join(*old)
+    join(*old)
+    with ExitStack() as thaw:
+        for node in old:  # they come later
+            beat = node.membership._beat
+            node.membership._beat = lambda: None  # type: ignore[method-assign]
+            thaw.callback(setattr, node.membership, "_beat", beat)
+        own_server.get_client().flushall()
+        newcomer = new_node(1, 3, url=own_server.url, keep_alive_interval=INTERVAL, last_call_timeout=0)
+        assert join(newcomer) == [(0, 1)]
+    wait_until(lambda: newcomer.num_nodes_waiting() > 0, "the newcomer is fenced", 20)
+    assert all(node.num_nodes_waiting() == 0 for node in old)
+    with ThreadPoolExecutor(1) as pool:
+        joined = pool.submit(newcomer.next_rendezvous)
+        wait_until(lambda: all(node.num_nodes_waiting() for node in old), "there is room for it", 20)
+        assert sorted([*join(*old), (joined.result(20).rank, 3)]) == [(0, 3), (1, 3), (2, 3)]
+
+
+@pytest.mark.fault("Redis forgets that a run was closed", "I5: it is closed again")
+def test_what_was_closed_stays_closed(own_server: RedisServer, new_node: NodeFactory) -> None:
+    nodes = [new_node(2, 2, url=own_server.url, keep_alive_interval=INTERVAL) for _ in range(2)]
+    join(*nodes)
+    nodes[0].set_closed()
+    wait_until(lambda: nodes[1].membership._record_of_closing[0] != "", "the other has heard it", 20)
+    own_server.get_client().flushall()
+    wait_until(lambda: bool((run := state(nodes[0])) and run.closed), "it is put back", 20)
+
+
+@pytest.mark.fault("Redis is flushed, and a member finishes before anybody has spoken", "I5, I9: that closes the run")
+@pytest.mark.parametrize("run_then", ["closes", "stops"])
+def test_who_finishes_closes_a_run_that_is_forgotten(
+    own_server: RedisServer, new_node: NodeFactory, run_then: RunThen
+) -> None:
+    nodes = [new_node(1, 2, url=own_server.url, keep_alive_interval=INTERVAL) for _ in range(2)]
+    join(*nodes)
+    beat = nodes[1].membership._beat
+    nodes[1].membership._beat = lambda: None  # type: ignore[method-assign]  # the other speaks later
+    own_server.get_client().flushall()
+    assert nodes[0].end("finished", run_then)
+    nodes[1].membership._beat = beat  # type: ignore[method-assign]
+    wait_until(lambda: nodes[1].membership.closed, "the other has heard of it", 20)
+    assert bool(nodes[1].membership.stopped) == (run_then == "stops")
+    assert nodes[1].num_nodes_waiting() == 0
+
+
+@pytest.mark.fault("Redis hears later of the worker that failed first", "the host where it failed first is charged")
+def test_a_late_report_tells_who_failed_first(own_server: RedisServer, new_node: NodeFactory) -> None:
+    """It was sent in time, and lost: what is sent again says how long ago that is by now."""
+    with FaultyProxy(HOST, port_of(own_server)) as proxy:
+        through = own_server.url.replace(str(port_of(own_server)), str(proxy.port))
+        first = new_node(2, 2, url=through, node_name="first", keep_alive_interval=2)
+        second = new_node(2, 2, url=own_server.url, node_name="second", keep_alive_interval=2)
+        join(first, second)
+        failed_at = time.monotonic()
+
+        def fail_later() -> None:
+            wait_until(lambda: time.monotonic() > failed_at + 0.01, "what Redis can tell apart")
+            assert charge(second, time.monotonic()) == (1, 1, "")
+
+        lost = proxy.add(Fault(b"CAUSE", lose_request=True, meanwhile=fail_later))
+        assert charge(first, failed_at) == (1, 1, "")
+        assert lost.fired.is_set()
+        assert charge(second, time.monotonic()) == (1, 0, "")
+        lost.release()
+        first.shutdown()
+
+
+def charge(node: RedisRendezvousHandler, failed_at: float) -> tuple[int, int, str]:
+    """Restarts of the job, rounds in a row that this host has to answer for, and why the run is to be stopped."""
+    return node.membership.charge(failed_at, -1, "CAUSE", (-1, -1, -1), final=False)
+
+
+@pytest.mark.fault("Redis is killed and comes back empty", PROMISE)
+@pytest.mark.parametrize("agent", [False, True], ids=["torchrun", "redelastic run"])
+def test_a_training_outlives_a_server_that_comes_back_empty(
+    own_server: RedisServer, tmp_path: Path, *, agent: bool
+) -> None:
+    new_job = AgentJob if agent else Job
+    with new_job(own_server, tmp_path, "1:3") as job:
+        job.start("a", "b", "c")
+        epoch = job.wait_round("abc")
+        workers = {line.pid for line in job.lines("start")}
+        killed(own_server, 2 * 1.2)
+        steps = len(job.lines("step"))
+        job.wait("the record is there again", lambda: len(job.redis("members") or []) == 3)
+        job.wait("they train on", lambda: len(job.lines("step")) > steps + 30)
+        assert {line.pid for line in job.lines("start")} == workers, "no worker was restarted"
+        assert job.epoch == epoch
+        assert job.redis("run")["epoch"] == str(epoch)
+
+        fault = job.note("SIGKILL of rank 0")
+        victim = job.by_rank(epoch)[0]
+        victim.kill()
+        names = set("abc") - {victim.name}
+        job.wait_round(names, epoch, fault=fault)
+        job.finish(*names)

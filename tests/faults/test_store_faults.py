@@ -1,0 +1,133 @@
+"""Redis answers a store, but not as it should: operations are retried up to their time-out, or say why."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
+
+import pytest
+import torch.distributed as dist
+from nodes import NodeFactory
+from rounds import events
+from server_faults import (
+    AT_ONCE,
+    FAULTS,
+    INTERVAL,
+    Fault,
+    configured,
+    failing_disk,
+    full_memory,
+    group,
+    read_only,
+    told,
+)
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
+
+from redelastic import RedisStore
+from redelastic.redis.server import RedisServer
+
+pytestmark = pytest.mark.timeout(180)
+
+RETRIED: Final = "a store's operation is retried up to its time-out"
+
+
+@pytest.mark.parametrize(
+    "inflicted",
+    [
+        pytest.param(inflicted, marks=pytest.mark.fault(f"{what}, under a store", RETRIED))
+        for inflicted, what, _, _ in FAULTS
+        if inflicted not in (full_memory, failing_disk)
+    ],
+)
+def test_a_store_retries(inflicted: Fault, own_server: RedisServer, run_id: str) -> None:
+    store = RedisStore(own_server.url, run_id, timeout=60)
+    store.add("n", 1)
+    with ThreadPoolExecutor(2) as pool:
+        waiting = pool.submit(store.get, "later")
+        with inflicted(own_server):
+            added = pool.submit(store.add, "n", 1)
+            time.sleep(INTERVAL)
+        assert added.result(60) == 2, "once"
+        store.set("later", "value")
+        assert waiting.result(60) == b"value"
+    store.close()
+
+
+@pytest.mark.fault("the master becomes a read-only replica, under a store", RETRIED)
+def test_a_store_gives_up_at_its_time(own_server: RedisServer, run_id: str) -> None:
+    store = RedisStore(own_server.url, run_id, timeout=1.5)
+    store.set("key", "value")
+    with read_only(own_server):
+        started = time.monotonic()
+        with pytest.raises(dist.DistNetworkError, match="read-only replica"):
+            store.set("key", "other")
+        assert time.monotonic() - started >= 1
+        assert store.get("key") == b"value", "it can be read"
+    store.set("key", "other")
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("inflicted", "says"),
+    [
+        pytest.param(inflicted, says, marks=pytest.mark.fault(f"{what}, under a store", "it is told at once, and why"))
+        for inflicted, what, says, _ in FAULTS
+        if inflicted in (full_memory, failing_disk)
+    ],
+)
+def test_a_store_says_at_once_what_will_not_pass(
+    inflicted: Fault, says: str, own_server: RedisServer, run_id: str
+) -> None:
+    store = RedisStore(own_server.url, run_id, timeout=120)
+    store.set("key", "value")
+    writes: list[Callable[[], object]] = [
+        lambda: store.set("key", "other"),
+        lambda: store.add("n", 1),
+        lambda: store.append("key", "more"),
+        lambda: store.compare_set("key", "value", "other"),
+        lambda: store.queue_push("queue", "item"),
+    ]
+    with inflicted(own_server):
+        for write in writes:
+            started = time.monotonic()
+            with pytest.raises((dist.DistNetworkError, dist.DistStoreError), match=says):
+                write()
+            assert time.monotonic() - started < AT_ONCE
+        assert store.get("key") == b"value", "it can be read"
+    assert store.add("n", 1) == 1, "nothing of it had an effect"
+    store.close()
+
+
+@pytest.mark.fault(
+    "a reply is larger than client-output-buffer-limit", "I9: that read fails and says so, the round goes on"
+)
+@pytest.mark.parametrize("read", ["get", "multi_get", "list_keys", "events"])
+def test_a_reply_too_large_for_the_servers_buffer(read: str, own_server: RedisServer, new_node: NodeFactory) -> None:
+    nodes = group(new_node, own_server, 1, 3, read_timeout=1.5)
+    with ThreadPoolExecutor(3) as pool:
+        infos = [future.result(60) for future in [pool.submit(node.next_rendezvous) for node in nodes]]
+    store: Any = infos[0].store
+    many = [f"{i}-{'k' * 1000}" for i in range(500)]
+    store.multi_set(["large", *many], ["v" * 1_000_000] + ["v" * 1000] * 500)
+    with own_server.get_client() as admin:
+        pipe = admin.pipeline()
+        one: Any = {"event": "x", "epoch": 1, "size": 1, "node": "n", "reason": "r" * 1000}
+        for _ in range(500):
+            pipe.xadd(nodes[0].backend.keys.events, one)
+        pipe.execute()
+    operation: Callable[[], object] = {
+        "get": lambda: store.get("large"),
+        "multi_get": lambda: store.multi_get(many),
+        "list_keys": store.list_keys,
+        "events": lambda: events(nodes[0], "x"),
+    }[read]
+    with configured(own_server, client_output_buffer_limit="normal 65536 0 0"):
+        wanted = RendezvousConnectionError if read == "events" else dist.DistNetworkError
+        with pytest.raises(wanted, match="could not be reached"):
+            operation()
+        assert told(nodes) == [0, 0, 0]
+    assert operation()
+    assert told(nodes) == [0, 0, 0]
+    assert not events(nodes[0], "lost")

@@ -1,0 +1,294 @@
+"""Nodes of a soak: each a process of its own, forked from one that has imported torch already.
+
+As torch's agent does it: join; let a worker use the round's store and ask ``num_nodes_waiting`` meanwhile; join again.
+``python -m tests.proofs.soak.node`` reads what nodes to make from its standard input, and ends with it.
+
+REDELASTIC_SOAK_BREAK names a defect (see DEFECTS) to be put into the Lua texts of all nodes, for tests of the checker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import itertools
+import json
+import logging
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+import torch.distributed as dist
+from redis.exceptions import ConnectionError as RedisConnectionError
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousGracefulExitError,
+    RendezvousInfo,
+    RendezvousParameters,
+)
+
+from redelastic.redis import scripts
+from redelastic.redis.client import DirectClient
+from redelastic.rendezvous.backend import create_backend
+from redelastic.rendezvous.handler import EPOCH_VARIABLE, RedisRendezvousHandler, create_handler
+from redelastic.rendezvous.membership import DrainedError
+from redelastic.store import RedisStore, RoundBrokenError
+
+from .history import Writer
+
+log = logging.getLogger(__name__)
+
+POLL: Final = 0.05  # in seconds, as everything here
+STEP: Final = 0.15
+LATE: Final = 0.25  # a pulse that comes so late tells that this process did not run
+
+# What is replaced in the Lua texts, by the name of the defect.
+DEFECTS: Final[dict[str, tuple[tuple[str, str], ...]]] = {
+    "I1: completes over members": (("redis.call('SCARD', MEMBERS) > 0 or run.restoring", "run.restoring"),),
+    "I1: completes while a round is put back": (("MEMBERS) > 0 or run.restoring", "MEMBERS) > 0"),),
+    "I2: all are rank 0": (("tonumber(redis.call('ZSCORE', RANKS, node)), run.size", "0, run.size"),),
+    "I3: max_nodes is not kept": (("CANDIDATES, 0, run.max - 1,", "CANDIDATES, 0, -1,"),),
+    "I4: stores are not fenced": (("elseif superseded() then", "elseif false then"),),
+    "I5: closing is forgotten": (
+        ("  set('closed', reason)", "  set('closed', nil)"),
+        ("return run.closed\n", "return ARGV[1]\n"),
+    ),
+    "I6: the last call never ends": (("if now >= run.deadline then", "if false then"),),
+    "I7: leases do not end": (("LEASES, '-inf', now, 'WITHSCORES'", "LEASES, '-inf', now - 60000, 'WITHSCORES'"),),
+    "I8: requests count twice": (("'HGET', ONCE, SENDER)", "'HGET', ONCE, SENDER .. '?')"),),
+    "I9: an outage evicts": (("if run.interval and (silence", "if false and (silence"),),
+}
+
+
+_adds: Final = itertools.count(1)
+
+
+class LeaveError(BaseException):
+    """SIGTERM: this node is to leave, wherever it is."""
+
+
+def leave(*_: object) -> NoReturn:
+    raise LeaveError
+
+
+class Node:
+    def __init__(self, told: dict[str, Any]) -> None:
+        self._told = told
+        self._note = Writer(Path(told["history"]), told["name"])
+        self._asked_to_close = threading.Event()
+        self._finished = False
+
+    def run(self) -> None:
+        threading.Thread(target=self._pulse, daemon=True).start()
+        try:
+            handler = self._connect()
+            try:
+                self._take_part(handler)
+            except (RendezvousClosedError, RendezvousGracefulExitError) as e:
+                self._note("refused", why=str(e))
+            except DrainedError:
+                self._note("leaving", why="drained")
+                handler.end("drained", "goes on")
+            except LeaveError:
+                self._note("leaving", why="SIGTERM")
+                handler.end("left", "goes on")
+            self._note("left")
+        except LeaveError:  # it was not connected yet
+            self._note("leaving", why="SIGTERM")
+        except Exception as e:
+            log.exception("node %s", self._told["name"])
+            self._note("error", error=f"{type(e).__name__}: {e}")
+
+    def _pulse(self) -> None:
+        """Notes when this process did not run: nobody can demand of it then that its lease is renewed."""
+        last = time.monotonic()
+        never = threading.Event()
+        while True:
+            never.wait(POLL)
+            now = time.monotonic()
+            if now - last > LATE:
+                self._note("stalled", since=last, until=now)
+            last = now
+
+    def _connect(self) -> RedisRendezvousHandler:
+        told = self._told
+        times = {name: told[name] for name in ("last_call_timeout", "replacement_timeout", "keep_alive_interval")}
+        config: dict[str, Any] = times | {"keep_alive_max_attempt": told["attempts"], "join_timeout": 600}
+        config |= {"node_name": told["name"], "read_timeout": 30}
+        params = RendezvousParameters(
+            "redis", told["url"], told["run"], told["min"], told["max"], "127.0.0.1", **config
+        )
+        while True:
+            try:
+                backend, store = create_backend(params)
+            except RendezvousConnectionError:
+                self._note("no server")
+                continue
+            store.close()
+            handler = create_handler(backend, params)
+            assert isinstance(handler, RedisRendezvousHandler)
+            return handler
+
+    def _take_part(self, handler: RedisRendezvousHandler) -> None:
+        signal.signal(signal.SIGUSR1, lambda *_: self._asked_to_close.set())
+        signal.signal(signal.SIGUSR2, lambda *_: setattr(self, "_finished", True))
+        worker: Worker | None = None
+        while True:
+            self._note("asks")
+            info = handler.next_rendezvous()
+            epoch = int(os.environ[EPOCH_VARIABLE])
+            at = info.bootstrap_store_info
+            assert at is not None
+            told = {"rank": info.rank, "size": info.world_size, "master": f"{at.master_addr}:{at.master_port}"}
+            self._note("entered", epoch=epoch, node=handler.membership.node, **told)
+            worker = Worker(self._note, info, epoch, handler.membership.node, worker)
+            why = self._train(handler)
+            if why:
+                self._note("leaving", why=why)
+                handler.end(why, "closes" if why == "finished" else "goes on")
+                return
+            self._note("broken", epoch=epoch, why=handler.membership._broken)
+            time.sleep(self._told["lag"])  # so long it takes to stop workers, who train until then
+            worker.stop()
+
+    def _train(self, handler: RedisRendezvousHandler) -> str:
+        """Returns why it leaves, or nothing: its round is broken."""
+        while not handler.num_nodes_waiting():
+            if self._asked_to_close.is_set():
+                self._asked_to_close.clear()
+                self._note("closing")
+                handler.set_closed()
+                self._note("closed")
+            if self._finished:
+                return "finished"
+            if handler.membership.closed:
+                self._note("heard", why=handler.membership.closed)
+                return "heard"
+            if any(drain.node == handler.membership.node for drain in handler.membership.drains):
+                return "drained"
+            time.sleep(POLL)
+        return ""
+
+
+class Worker(threading.Thread):
+    """Uses the store of a round: says who it is, waits for the others, and counts; first it tries the last one's."""
+
+    def __init__(self, note: Writer, info: RendezvousInfo, epoch: int, node: str, last: Worker | None) -> None:
+        super().__init__(daemon=True)
+        assert isinstance(info.store, RedisStore)
+        self._note, self._node, self.epoch, self.store = note, node, epoch, info.store
+        self._rank, self._size = info.rank, info.world_size
+        self._last = last and (last.store, last.epoch)
+        self._over = threading.Event()
+        self.start()
+
+    def stop(self) -> None:
+        self._over.set()
+
+    def run(self) -> None:
+        try:
+            if self._last:
+                self._add(*self._last)
+            self._last = None
+            if self._meet():
+                while not self._over.is_set() and self._add(self.store, self.epoch):
+                    self._over.wait(STEP)
+        except Exception as e:
+            log.exception("worker of %s", self._node)
+            self._note("error", error=f"worker: {type(e).__name__}: {e}")
+
+    def _meet(self) -> bool:
+        keys = [f"rank/{rank}" for rank in range(self._size)]
+        while not self._over.is_set():
+            try:  # anew each time: a server may forget what it was told
+                self.store.set(keys[self._rank], self._node)
+                self.store.wait(keys, timedelta(seconds=1))
+                peers = [peer.decode() for peer in self.store.multi_get(keys)]
+            except RoundBrokenError:
+                return False
+            except dist.DistError as e:
+                self._note("apart", epoch=self.epoch, error=str(e)[:200])
+            else:
+                self._note("met", epoch=self.epoch, peers=peers)
+                return True
+        return False
+
+    def _add(self, store: RedisStore, epoch: int) -> bool:
+        this = {"epoch": epoch, "add": next(_adds)}
+        self._note("adds", **this)
+        try:
+            value = store.add("steps", 1)
+        except RoundBrokenError:
+            self._note("fenced", **this)
+            return False
+        except dist.DistError as e:
+            self._note("unsure", error=str(e)[:200], **this)
+            return True
+        self._note("added", value=value, **this)
+        return True
+
+
+def lose_replies(rate: float) -> None:
+    """Has some replies get lost after their request took effect, as a connection that breaks does it."""
+    execute: Callable[..., Any] = DirectClient.execute_command
+
+    def execute_or_lose(self: DirectClient, *command: Any, **options: Any) -> Any:
+        reply = execute(self, *command, **options)
+        if command[0].startswith("EVAL") and random.random() < rate:
+            with contextlib.suppress(IndexError):
+                self._discard(self._idle.pop())
+            raise RedisConnectionError("the soak has lost this reply")
+        return reply
+
+    DirectClient.execute_command = execute_or_lose  # type: ignore[method-assign]
+
+
+def put_in(defect: str) -> None:
+    """Breaks the Lua texts; a defect that is nowhere to be put is an error."""
+    for old, new in DEFECTS[defect]:
+        found = [s for s in vars(scripts).values() if isinstance(s, scripts.Script) and old in s.text]
+        if not found:
+            raise LookupError(f"no script has the text {old!r}: DEFECTS is out of date")
+        for script in found:
+            script.text = script.text.replace(old, new)
+            script._digest = hashlib.sha1(script.text.encode(), usedforsecurity=False).hexdigest()
+
+
+def main() -> None:
+    """The process that nodes are forked from; it has one thread only."""
+    logging.basicConfig(format="%(asctime)s %(process)d %(message)s")
+    signal.signal(signal.SIGTERM, leave)  # as nodes have it from their first moment
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them here: chaos does
+    if defect := os.environ.get("REDELASTIC_SOAK_BREAK"):
+        put_in(defect)
+    os.write(1, b"ready\n")
+    parent = os.getpid()
+    for line in sys.stdin:
+        pid = os.fork()
+        if pid == 0:
+            be_a_node(json.loads(line), parent)
+        os.write(1, f"{pid}\n".encode())
+
+
+def be_a_node(told: dict[str, Any], parent: int) -> NoReturn:
+    try:
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: nothing is left when the parent ends
+        if os.getppid() == parent:
+            random.seed()  # else all nodes would have the same jitter
+            if told["loss"]:
+                lose_replies(told["loss"])
+            Node(told).run()
+    finally:
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

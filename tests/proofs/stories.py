@@ -1,0 +1,87 @@
+"""Golden transcripts: stories as text, told by the oracle and by the Lua alike.
+
+A line is a time in ms, who does what, and the reply, in which `-` is nothing. Below it: `|` what wakes those who are
+blocked, and `*` what is on record for people, but for those who joined and rounds that were completed. The test reads
+the commands from the text and writes it anew from the replies.
+
+`x1 fails 20 ago in 3 at 7 of 2/1/3, finally` is a charge: a worker of the node x1, on the host x, failed 20 ms ago in
+round 3, when it had done step 7; the job may make 2 restarts, of those 1 in a row without progress, and a host may be
+the first to fail in 3 rounds in a row. `finally`: a loss of a member would be known by now.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Final
+
+from oracle import Beat, Charge, Close, Drain, Join, Leave, Readmit, Request, Settings, State, apply
+from twin import START, Server, stored
+
+COMMAND: Final = re.compile(
+    r" *(?P<at>\d+)  (?P<node>\w+)"
+    r" (?P<verb>joins|beats|leaves|finishes|gives up|closes|stops|drains|fails|is readmitted)"
+    r"(?: after (?P<after>\d+))?(?: from (?P<label>\w+))?(?: of (?P<min>\d):(?P<max>\d))?"
+    r"(?: (?P<ago>\d+) ago)?(?: in (?P<epoch>\d+))?(?: at (?P<step>\d+))?"
+    r"(?: of (?P<limits>[-\d]+/[-\d]+/[-\d]+))?(?P<final>, finally)?"
+)
+
+
+def parse(line: str) -> tuple[int, Request]:
+    found = COMMAND.match(line)
+    assert found, line
+    node, verb, settings = found["node"], found["verb"], Settings(int(found["min"] or 1), int(found["max"] or 1))
+    request: Request
+    if verb == "joins":
+        request = Join(node, int(found["after"] or 0), f"{node}:1", found["label"] or "", settings)
+    elif verb == "beats":
+        request = Beat(node, settings)
+    elif verb in ("closes", "stops"):
+        request = Close(f"by {node}", settings.ttl, int(verb == "stops"))
+    elif verb == "drains":
+        request = Drain(node, "preempted", 30_000)
+    elif verb == "is readmitted":
+        request = Readmit(node, "by hand")
+    elif verb == "fails":
+        budget, patience, limit = (-1 if part == "-" else int(part) for part in (found["limits"] or "-/-/-").split("/"))
+        when = int(found["epoch"] or 1), int(found["ago"] or 0), int(found["step"] or -1)
+        request = Charge(node, node[0], *when, "died", budget, patience, limit, int(bool(found["final"])))
+    else:
+        request = LEAVES[verb](node)
+    return START + int(found["at"]), request
+
+
+LEAVES: Final[dict[str, Callable[[str], Leave]]] = {
+    "leaves": lambda node: Leave(node, "left", "goes on"),
+    "finishes": lambda node: Leave(node, "finished", "closes"),
+    "gives up": lambda node: Leave(node, "gave up", "stops"),
+}
+
+
+def tell(story: str, server: Server | None = None) -> str:
+    """The story as it goes: on the server if there is one, else on the oracle."""
+    state, told = State(), {"wake": 0, "events": 0}
+    lines = [""]
+    commands = [line.partition(" -> ")[0].rstrip() for line in story.strip("\n").splitlines() if line[8] not in "|*"]
+    width = max(38, *map(len, commands))
+    for command in commands:
+        now, request = parse(command)
+        state, reply = apply(state, now, request)
+        if server:
+            reply = server.apply(now, request)
+        if reply[:1] == ("complete",):
+            reply = reply[:5] + reply[6:]  # without the time: it is that of the line above
+        reply_text = ", ".join(str(part) if part != "" else "-" for part in reply)
+        lines.append(f"{command:<{width}} -> {reply_text or 'nothing'}")
+        whole = server.stored() if server else stored(state)
+        lines += [f"{'':8}| {wake_text(entry)}" for entry in whole["wake"][told["wake"] :]]
+        recorded = [e for e in whole["events"][told["events"] :] if e["event"] not in {"joined", "completed"}]
+        lines += [f"{'':8}* {e['event']} {e['node']}: {e['reason']}".replace(" :", ":") for e in recorded]
+        told = {stream: len(whole[stream]) for stream in told}
+    return "\n".join(lines) + "\n"
+
+
+def wake_text(entry: dict[str, str]) -> str:
+    if entry["event"] == "drain":
+        return "drain {epoch}: {node} {reason} ({timeout} ms)".format_map(entry)
+    return "{event} {epoch}: {reason} ({waiting} waiting)".format_map(entry)

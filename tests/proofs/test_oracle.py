@@ -1,0 +1,263 @@
+"""The Lua does what the oracle says: the same random events on both, every reply and all that is stored compared.
+
+``REDELASTIC_ORACLE_EXAMPLES=20000`` makes it a long run. A failure prints the events in their order, and a line that,
+put above the test, repeats it exactly.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, ClassVar, Final
+
+import pytest
+import redis
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+from oracle import (
+    NOTHING,
+    Beat,
+    Charge,
+    Close,
+    Drain,
+    Join,
+    Known,
+    Leave,
+    Readmit,
+    Reply,
+    Request,
+    Settings,
+    State,
+    apply,
+)
+from twin import HOSTS, NODES, START, Server, stored
+
+from redelastic.rendezvous.membership import RunThen
+
+EXAMPLES: Final = int(os.environ.get("REDELASTIC_ORACLE_EXAMPLES", "500"))
+
+nodes = st.sampled_from(NODES)
+labels = st.sampled_from(("", "", "rack-1", "rack-2"))
+sizes = st.sampled_from(((1, 1), (1, 2), (1, 4), (2, 2), (2, 3), (2, 4), (2, 5), (3, 4), (3, 5)))
+# Below, at and above: one beat, a last call, a silence that is the server's own (1.5 beats), a lease; and back.
+durations = st.sampled_from((1, 400, 1999, 2000, 2500, 3000, 3001, 5999, 6000, 6001, 60_000, -1, -700, -10_000))
+run_thens = st.sampled_from(("goes on", "goes on", "goes on", "goes on", "closes", "stops"))
+steps = st.sampled_from((-1, -1, -1, 0, 0, 1, 2, 7, 2**63 - 1))
+limits = st.tuples(*(st.sampled_from((-1, -1, 0, 1, 2, 3)) for _ in range(3)))
+finals = st.sampled_from((0, 0, 0, 0, 1))
+
+
+class Equivalence(RuleBasedStateMachine):
+    """Nodes that do what they like, in any order, with replies and requests lost, late and doubled."""
+
+    connect: ClassVar[Callable[[], redis.Redis]]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.server = Server(type(self).connect())
+        self.state, self.now = State(), START
+        self.sent: list[Request] = []
+        self.applied: list[tuple[Request, int, Reply]] = []
+        self.held = dict.fromkeys(NODES, NOTHING)  # what each knows of its round,
+        self.last = dict.fromkeys(NODES, 0)  # and of the last epoch that it held, perhaps by another id
+        self.replica: tuple[dict[str, tuple[bytes, int]], State] | None = None
+        self.settings = Settings(1, 2)
+
+    def send(self, request: Request) -> Reply:
+        """Apply to both; compare."""
+        before = self.state
+        self.state, reply = apply(before, self.now, request)
+        assert self.server.apply(self.now, request) == reply
+        found, expected = self.server.stored(), stored(self.state)
+        assert found == expected, f"{request}: {stored(before)}"
+        self.applied.append((request, self.now, reply))
+        return reply
+
+    def send_new(self, request: Request, lost: bool = False) -> None:
+        self.sent.append(request)
+        reply = self.send(request)
+        if reply[:1] == ("complete",) and not lost:
+            self.held[request[0]] = Known(*reply[1:6])  # type: ignore[arg-type]
+            self.last[request[0]] = self.held[request[0]].epoch
+        if reply == ("left",):
+            self.held[request[0]] = NOTHING  # it comes back as another one
+
+    @initialize(
+        size=sizes,
+        times=st.sampled_from(((3000, 0), (3000, 2500), (0, 0))),
+        first=st.permutations(NODES),
+        others=st.integers(-1, 2),
+    )
+    def begin(self, size: tuple[int, int], times: tuple[int, int], first: list[str], others: int) -> None:
+        self.settings = Settings(*size, *times)
+        for node in first[: size[0] + others]:
+            self.join(node, "", False)
+
+    @rule(node=nodes, label=labels, lost=st.booleans())
+    def join(self, node: str, label: str, lost: bool) -> None:
+        endpoint = f"{node} {40_000 + len(self.sent)}"
+        self.send_new(Join(node, self.last[node], endpoint, label, self.settings, self.held[node]), lost)
+
+    @rule(lost=st.booleans())
+    def all_candidates_ask_again(self, lost: bool) -> None:
+        """As they do when they are woken: so that rounds follow on rounds."""
+        for node in sorted(self.state.candidates | dict.fromkeys(self.state.members)):
+            self.join(node, "", lost)
+
+    @rule(node=nodes, size=sizes)
+    def join_a_run_of_another_size(self, node: str, size: tuple[int, int]) -> None:
+        self.send_new(Join(node, self.held[node].epoch, f"{node} 1", "", Settings(*size)))
+
+    @rule(node=nodes)
+    def beat(self, node: str) -> None:
+        self.send_new(Beat(node, self.settings, self.held[node]))
+
+    @rule(silent=st.sets(nodes, max_size=2), times=st.integers(1, 3), late=st.sampled_from((0, 0, 1000, 1001)))
+    def some_beat_for_a_while(self, silent: set[str], times: int, late: int) -> None:
+        for _ in range(times):
+            self.now += self.settings.interval + late
+            for node in sorted(set(self.state.leases) - silent):
+                self.beat(node)
+
+    def present(self, pick: int) -> str:
+        """Some candidate or member."""
+        nodes = sorted(self.state.candidates) + sorted(self.state.members) or ["a"]
+        return nodes[pick % len(nodes)]
+
+    @rule(pick=st.integers(0, 7), run_then=run_thens)
+    def leave(self, pick: int, run_then: RunThen) -> None:
+        node = self.present(pick)
+        self.send_new(Leave(node, "went", run_then, self.settings, self.held[node]))
+
+    @rule(node=nodes, run_then=run_thens)
+    def leave_without_having_come(self, node: str, run_then: RunThen) -> None:
+        if node not in self.state.leases:
+            self.send_new(Leave(node, "went", run_then, self.settings, self.held[node]))
+
+    @rule(pick=st.integers(0, 7), reason=st.sampled_from(("preempted", "by hand: 12:00")), timeout=st.integers(0, 9))
+    def drain(self, pick: int, reason: str, timeout: int) -> None:
+        self.send_new(Drain(self.present(pick), reason, timeout))
+
+    @rule(node=nodes)
+    def drain_whoever_it_is(self, node: str) -> None:
+        self.send_new(Drain(node, "gone?", 1000))
+
+    @rule(
+        failures=st.lists(st.tuples(st.integers(0, 7), st.integers(0, 3), steps), min_size=1, max_size=4),
+        limits=limits,
+        final=finals,
+        then=st.sampled_from(("", "regroup", "regroup", "one goes", "one goes")),
+    )
+    def workers_fail(
+        self, failures: list[tuple[int, int, int]], limits: tuple[int, int, int], final: int, then: str
+    ) -> None:
+        """On several nodes, which say so in another order than they failed; then a member that did not may go."""
+        for pick, ago, step in failures:
+            self.charge(self.present(pick), self.state.epoch or 0, (ago, step), limits, final)
+        innocent = sorted(node for node in self.state.members if self.state.failed.get(node) != self.state.epoch)
+        if then == "one goes" and innocent:
+            self.send_new(Leave(innocent[0], "went", "goes on"))
+        if then:
+            self.all_candidates_ask_again(lost=False)
+
+    @rule(node=nodes, off=st.integers(-2, 1), ago=st.integers(0, 3), step=steps, limits=limits)
+    def charge_whatever_it_is(self, node: str, off: int, ago: int, step: int, limits: tuple[int, int, int]) -> None:
+        self.charge(node, max(0, (self.state.epoch or 0) + off), (ago, step), limits, 0)
+
+    @rule(host=st.sampled_from("xyz"))
+    def readmit(self, host: str) -> None:
+        self.send_new(Readmit(host, "by hand"))
+
+    def charge(self, node: str, epoch: int, when: tuple[int, int], limits: tuple[int, int, int], final: int) -> None:
+        self.send_new(Charge(node, HOSTS[node], epoch, *when, "exit code 1", *limits, final))
+
+    @rule(pick=st.integers(0, 7), lost=st.booleans())
+    def member_regroups(self, pick: int, lost: bool) -> None:
+        if members := sorted(self.state.members):
+            self.join(members[pick % len(members)], "", lost)
+
+    @rule(node=nodes, odds=st.integers(0, 5), stop=st.integers(0, 1))
+    def close(self, node: str, odds: int, stop: int) -> None:
+        if odds == 5 or self.state.closed is not None:  # little happens any more in a run that is closed
+            self.send_new(Close(f"by {node}", self.settings.ttl, stop))
+
+    @rule()
+    def last_request_again(self) -> None:
+        """I8: the reply was lost, so it is sent again, and nothing changes."""
+        if not self.applied:
+            return
+        request, at, reply = self.applied[-1]
+        if at != self.now:
+            return
+        before = stored(self.state)
+        again = self.send(request)
+        assert stored(self.state) == before
+        assert again == reply or isinstance(request, Beat | Leave | Readmit)  # those tell how it stood before
+
+    @rule(data=st.data())
+    def old_request_again(self, data: st.DataObject) -> None:
+        if self.sent:
+            self.send(data.draw(st.sampled_from(self.sent[-20:])))
+
+    @rule(by=durations)
+    def time_passes(self, by: int) -> None:
+        self.now += by
+
+    @rule(late=st.sampled_from((-1, 0, 1)))
+    def deadline_passes(self, late: int) -> None:
+        if self.state.deadline is not None:
+            self.now = self.state.deadline + late
+
+    @rule(late=st.sampled_from((-1, 0, 1)))
+    def first_lease_runs_out(self, late: int) -> None:
+        if self.state.leases:
+            self.now = min(self.state.leases.values()) + late
+
+    @rule(odds=st.integers(0, 5))
+    def data_are_lost(self, odds: int) -> None:
+        if odds == 5:
+            self.server.wipe()
+            self.state = State()
+            self.applied.clear()
+
+    @rule(odds=st.integers(0, 3))
+    def the_replica_stops_to_follow(self, odds: int) -> None:
+        if odds == 3:
+            self.replica = self.server.save(), self.state
+
+    @rule()
+    def the_server_fails_over(self) -> None:
+        """To a replica that has not seen the last writes."""
+        if self.replica:
+            (saved, self.state), self.replica = self.replica, None
+            self.server.load(saved)
+            self.applied.clear()
+
+    @rule(node=nodes, other=nodes, wrong=st.sampled_from(("rank", "size", "master", "completed_at", "closed")))
+    def beat_of_another_round(self, node: str, other: str, wrong: str) -> None:
+        """Of the same epoch: as after a split brain."""
+        known = self.held[other]
+        others = {"rank": known.rank + 1, "size": known.size + 1, "master": "x 1", "completed_at": 1, "closed": "over"}
+        value: Any = others[wrong]
+        if wrong != "closed" or len(self.sent) % 9 == 0:
+            self.send_new(Beat(node, self.settings, known._replace(**{wrong: value})))
+
+
+@pytest.mark.timeout(600)  # half a minute, and more where others compute as well
+def test_the_lua_does_what_the_oracle_says(client: redis.Redis) -> None:
+    class Machine(Equivalence):
+        connect = staticmethod(lambda: client)
+
+    run_state_machine_as_test(
+        Machine,
+        settings=settings(
+            max_examples=EXAMPLES,
+            derandomize="REDELASTIC_ORACLE_EXAMPLES"
+            not in os.environ,  # CI is to say the same twice; a long run explores
+            stateful_step_count=40,
+            deadline=None,
+            print_blob=True,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )

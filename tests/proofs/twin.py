@@ -1,0 +1,192 @@
+"""The Lua on a real server whose clock the tests inject, and the oracle's state in the same terms."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from functools import cache
+from typing import Any, Final
+
+import redis
+from oracle import (
+    Beat,
+    Charge,
+    Close,
+    Drain,
+    DrainWake,
+    Event,
+    Join,
+    Leave,
+    Readmit,
+    Reply,
+    Request,
+    State,
+    Wake,
+)
+
+from redelastic.redis import scripts
+from redelastic.redis.keys import RunKeys
+
+NODES: Final = "abcdefgh"
+
+
+HOSTS: Final = dict(zip(NODES, "xxxyyyzz", strict=True))  # a node that comes back is another one on the same host
+
+
+START: Final = 1_000_000_000  # of the clock that the test injects, in milliseconds
+
+
+STATUS: Final = '{"state": "test"}'
+
+
+FIELDS: Final = (  # of the run's hash, and of the oracle's state alike
+    *(
+        "epoch",
+        "size",
+        "master",
+        "lost",
+        "completed_at",
+        "closed",
+        "stop",
+        "broken",
+        "member_lost",
+        "deadline",
+        "beat_at",
+        "restoring",
+    ),
+    *("charged", "restarts", "idle", "progress", "failed_at", "blamed", "limit"),
+)
+
+
+class Server:
+    """The verbs on a real server, whose clock the test sets.
+
+    The scripts' text is the real one but for the call of TIME. Only the status keys live by the server's own clock; of
+    those nothing but the `left` of nodes that have gone is compared: it lives for two hours.
+    """
+
+    _numbers = itertools.count()
+
+    def __init__(self, client: redis.Redis) -> None:
+        self.keys = RunKeys(f"oracle-{os.getpid()}-{next(self._numbers)}")
+        self._client = client
+        self._read: dict[str, list[tuple[str, dict[str, str]]]] = {}  # of each stream, so far: ids and fields
+        self._clock = f"{self.keys.run}:clock"
+        self._verbs = {
+            request: client.register_script(on_injected_clock(script.text))
+            for request, script in (
+                (Join, scripts.JOIN),
+                (Beat, scripts.BEAT),
+                (Leave, scripts.LEAVE),
+                (Close, scripts.CLOSE),
+                (Drain, scripts.DRAIN),
+                (Charge, scripts.CHARGE),
+                (Readmit, scripts.READMIT),
+            )
+        }
+
+    def apply(self, now: int, request: Request) -> Reply:
+        keys = [*self.keys.types, self.keys.status(request[0])]
+        args: list[Any] = [*request]
+        if isinstance(request, Join | Beat):
+            store = self.keys.store(request.after if isinstance(request, Join) else 0)
+            keys += [store.data, store.waits, store.once]
+            args = [request.node, STATUS, *request.settings, *request.known]
+        if isinstance(request, Leave):
+            args = [request.node, STATUS, *request.settings, *request.known, request.reason, request.run_then]
+        if isinstance(request, Join):
+            args += [request.after, request.endpoint, request.label]
+        with self._client.pipeline(transaction=False) as pipeline:
+            pipeline.delete(self._clock)
+            pipeline.rpush(self._clock, now // 1000, now % 1000 * 1000 + 999)  # no script may round up
+            self._verbs[type(request)](keys, args, client=pipeline)
+            raw = pipeline.execute()[-1]
+        reply = tuple(
+            part.decode() if isinstance(part, bytes) else part
+            for part in (raw if isinstance(raw, list) else [raw])
+            if part is not None
+        )
+        if reply[:1] == ("waiting",):
+            last: Any = self._client.xrevrange(self.keys.wake, count=1)
+            assert reply[2] == (last[0][0].decode() if last else "0-0")
+            reply = (*reply[:2], int(self._client.xlen(self.keys.wake)), *reply[3:])
+        return reply
+
+    def stored(self) -> dict[str, Any]:
+        """Everything, in the form of :func:`stored`."""
+        run, ranks, members, candidates, leases, endpoints, node_labels, wake, events, failures = self.keys.types
+        statuses = [self.keys.status(node) for node in NODES]
+        with self._client.pipeline(transaction=False) as pipeline:
+            for key in (run, endpoints, node_labels, failures):
+                pipeline.hgetall(key)
+            pipeline.smembers(members)
+            for key in (ranks, candidates, leases):
+                pipeline.zrange(key, 0, -1, withscores=True)
+            for key in (wake, events):
+                pipeline.xrange(key, min=f"({self._read[key][-1][0]}" if self._read.get(key) else "-")
+            pipeline.mget(statuses)
+            for key in (*self.keys.types, *statuses):
+                pipeline.pttl(key)
+            replies = pipeline.execute()
+        hashes = [{k.decode(): v.decode() for k, v in reply.items()} for reply in replies[:4]]
+        zsets = [{k.decode(): int(v) for k, v in reply} for reply in replies[5:8]]
+        for key, entries in zip(
+            (wake, events), replies[8:10], strict=True
+        ):  # nothing is ever removed: read what is new
+            self._read.setdefault(key, []).extend(
+                (entry_id.decode(), {k.decode(): v.decode() for k, v in fields.items()}) for entry_id, fields in entries
+            )
+        streams = [[fields for _, fields in self._read[key]] for key in (wake, events)]
+        assert all(ttl != -1 for ttl in replies[11:]), "every key has a time to live"
+        return {
+            **dict(zip(("run", "endpoints", "labels", "failures"), hashes, strict=True)),
+            "members": {node.decode() for node in replies[4]},
+            **dict(zip(("ranks", "candidates", "leases"), zsets, strict=True)),
+            **dict(zip(("wake", "events"), streams, strict=True)),
+            "left": {node for node, status in zip(NODES, replies[10], strict=True) if status == b"left"},
+        }
+
+    def save(self) -> dict[str, tuple[bytes, int]]:
+        """A copy of all that is stored, for :meth:`load`."""
+        keys = [*self.keys.types, *(self.keys.status(node) for node in NODES)]
+        copies = {key: (self._client.dump(key), self._client.pttl(key)) for key in keys}
+        return {key: (copy, int(ttl)) for key, (copy, ttl) in copies.items() if copy is not None}
+
+    def load(self, saved: dict[str, tuple[bytes, int]]) -> None:
+        self.wipe()
+        for key, (copy, ttl) in saved.items():
+            self._client.restore(key, ttl, copy)
+
+    def wipe(self) -> None:
+        self._read.clear()
+        self._client.delete(*self.keys.types, *(self.keys.status(node) for node in NODES))
+
+
+def on_injected_clock(text: str) -> str:
+    """The script with its clock read from a key that the test sets: seconds and microseconds, as TIME gives them."""
+    assert text.count("redis.call('TIME')") == 1
+    return text.replace("redis.call('TIME')", "redis.call('LRANGE', KEYS[1] .. ':clock', 0, -1)")
+
+
+def stored(state: State) -> dict[str, Any]:
+    """How the oracle's state has to look in Redis."""
+    run: dict[str, Any] = {name: getattr(state, name) for name in FIELDS} | {"arrivals": state.arrivals or None}
+    run |= state.settings._asdict() if state.settings else {}
+    run["ttl"] = state.ttl
+    for what in ("draining", "failed"):
+        run |= {f"{what} {node}": value for node, value in getattr(state, what).items()}
+    parts = ("endpoints", "labels", "members", "ranks", "candidates", "leases", "left")
+    return {
+        "run": {name: str(value) for name, value in run.items() if value is not None},
+        **{part: getattr(state, part) for part in parts},
+        "failures": {host: str(n) for host, n in state.failures.items()},
+        **{
+            stream: [as_text(entry) for entry in entries]
+            for stream, entries in (("wake", state.wake), ("events", state.events))
+        },
+    }
+
+
+@cache
+def as_text(entry: Wake | DrainWake | Event) -> dict[str, str]:
+    return {name: str(value) for name, value in entry._asdict().items()}

@@ -1,0 +1,541 @@
+"""Calls to Redis: every way a server can fail ends in torch's right error, within its time, and sends nothing twice."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+import redis
+import servers
+from nodes import NodeFactory
+from peers import lossy_proxy, peer, say_nothing, speak_http
+from redis.backoff import NoBackoff
+from redis.cluster import RedisCluster
+from redis.retry import Retry
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousStateError,
+    RendezvousTimeoutError,
+)
+
+from redelastic import RedisStore
+from redelastic.redis import scripts
+from redelastic.redis.client import DirectClient
+from redelastic.redis.connection import CONNECT_TIMEOUT, Connection, UnreachableError
+from redelastic.redis.endpoint import Client
+from redelastic.redis.keys import RunKeys
+from redelastic.redis.server import RedisServer
+
+ATTEMPT = 0.5  # time-out of one attempt, in seconds
+SLOW = 3.0  # what a busy machine may add to a bound, in seconds
+
+
+def opened(url: str, *, attempt: float = ATTEMPT, connect: float = 1.0, read: float = 10.0) -> Connection:
+    return Connection.open(url, attempt, read, connect)
+
+
+@contextmanager
+def takes(least: float, most: float) -> Iterator[None]:
+    started = time.monotonic()
+    yield
+    assert least <= time.monotonic() - started <= most + SLOW
+
+
+def increment(client: Client) -> int:
+    return int(client.incr("counter"))
+
+
+# -- Nobody there, or somebody else
+
+
+def test_connecting_is_given_up_after_its_time(tmp_path_factory: pytest.TempPathFactory) -> None:
+    with servers.reserved_port() as port:
+        for url in (
+            f"redis://127.0.0.1:{port}",
+            "redis://no-such-host.invalid",
+            f"unix://{tmp_path_factory.getbasetemp()}/no",
+        ):
+            with (
+                takes(0.3, 2),
+                pytest.raises(UnreachableError, match=r"could not be reached .*Check that it runs") as raised,
+            ):
+                opened(url, connect=0.5)
+            assert isinstance(raised.value, RendezvousConnectionError)
+            assert url in str(raised.value)
+
+
+def test_the_default_time_to_connect_is_ten_seconds() -> None:
+    assert CONNECT_TIMEOUT == 10
+    assert Connection.open.__func__.__defaults__ == (5, 60, 10)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("scheme", ["redis", "rediss", "redis+cluster", "redis+sentinel"])
+def test_a_peer_that_says_nothing(scheme: str) -> None:
+    with peer(say_nothing) as mute:
+        rest = f"127.0.0.1:{mute.port}" + ("/m" if scheme.endswith("sentinel") else "")
+        with takes(0.5, 2), pytest.raises(UnreachableError, match=r"(could not be reached|named no master) within"):
+            opened(f"{scheme}://{rest}", connect=0.5)
+        assert mute.accepted >= 1
+
+
+@pytest.mark.parametrize("login", ["", ":password@", "user:password@"])
+@pytest.mark.parametrize("scheme", ["redis", "rediss", "redis+cluster", "redis+sentinel"])
+def test_a_peer_that_is_no_redis_is_refused_at_once(scheme: str, login: str) -> None:
+    with peer(speak_http) as http:
+        rest = f"{login}127.0.0.1:{http.port}" + ("/m" if scheme.endswith("sentinel") else "")
+        says = (
+            r"TLS with Redis at .* failed" if scheme == "rediss" else r"is not a Redis server: .* Check host and port"
+        )
+        with takes(0, 1), pytest.raises(RendezvousConnectionError, match=says) as raised:
+            opened(f"{scheme}://{rest}", connect=30)
+        assert not isinstance(raised.value, UnreachableError)
+
+
+# -- Refused
+
+
+@pytest.mark.parametrize("login", [":wrong@", "", "nobody:wrong@", "default:@"])
+def test_a_refused_login_is_final_and_says_where_to_put_it(server: RedisServer, login: str) -> None:
+    with (
+        takes(0, 1),
+        pytest.raises(RendezvousConnectionError, match=r"refused the login: .*REDELASTIC_REDIS_URL") as raised,
+    ):
+        opened(f"redis://{login}{server.endpoint}", connect=30)
+    assert not isinstance(raised.value, UnreachableError)
+
+
+def test_a_user_that_is_switched_off_while_we_are_connected(own_server: RedisServer) -> None:
+    with own_server.get_client() as admin:
+        admin.acl_setuser("u", enabled=True, passwords=["+p"], categories=["+@all"], keys=["*"])
+        connection = opened(f"redis://u:p@{own_server.endpoint}")
+        admin.acl_setuser("u", enabled=False)
+        admin.client_kill_filter(_type="normal", skipme=True)
+        with takes(0, 1), pytest.raises(RendezvousConnectionError, match="refused the login"):
+            connection.call(increment)
+        connection.close()
+
+
+def test_a_database_that_is_not_there(server: RedisServer) -> None:
+    with (
+        takes(0, 1),
+        pytest.raises(RendezvousConnectionError, match=r"does not have that database.*Leave the number out"),
+    ):
+        opened(server.url.removesuffix("/0") + "/99", connect=30)
+
+
+def test_a_server_that_is_no_cluster_and_no_sentinel(server: RedisServer) -> None:
+    for scheme, rest, says in (
+        ("redis+cluster", "", r"is no Cluster. Use redis://"),
+        ("redis+sentinel", "/m", r"is no sentinel. Use redis://"),
+    ):
+        url = server.url.replace("redis://", f"{scheme}://").removesuffix("/0") + rest
+        with takes(0, 1), pytest.raises(RendezvousConnectionError, match=says):
+            opened(url, connect=30)
+
+
+@pytest.mark.fault("the endpoint is a read-only replica", "it is told at once, with what to do")
+def test_a_replica_is_refused(server: RedisServer) -> None:
+    with servers.replica_of(server) as replica:
+        connection = opened(replica.url)
+        for write in (increment, lambda _: scripts.CLOSE(connection, [*RunKeys("r").types, "n"], ["me", 1])):
+            with takes(0, 1), pytest.raises(RendezvousConnectionError, match=r"read-only replica. Name its master"):
+                connection.call(write)
+        connection.close()
+
+
+@pytest.mark.fault("maxmemory is reached, at a call", "it is told at once, with what to do")
+def test_a_server_out_of_memory(own_server: RedisServer) -> None:
+    with own_server.get_client() as admin:
+        connection = opened(own_server.url)
+        admin.config_set("maxmemory", "1")
+        with pytest.raises(RendezvousConnectionError, match=r"out of memory.*Raise its maxmemory"):
+            connection.call(increment)
+        connection.close()
+
+
+def test_a_client_that_decodes_or_waits_for_ever_is_refused(server: RedisServer) -> None:
+    with pytest.raises(ValueError, match=r"decode_responses=True; make it without"):
+        Connection(server.get_client(decode_responses=True))
+    with pytest.raises(ValueError, match=r"no socket_timeout; make it with one"):
+        Connection(server.get_client(socket_timeout=None))
+
+
+# -- Passing trouble: the call gets through
+
+
+def in_background(work: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=work)
+    thread.start()
+    return thread
+
+
+@pytest.mark.fault("maxclients is reached during a call", "the call is retried up to its time-out")
+def test_too_many_clients_passes(own_server: RedisServer) -> None:
+    admin = own_server.get_client()
+    admin.ping()
+    connection = opened(own_server.url)
+    connection.client.connection_pool.disconnect()  # type: ignore[union-attr]
+    admin.config_set("maxclients", 1)
+    with takes(0.5, 2), pytest.raises(UnreachableError, match=r"max number of clients|could not be reached"):
+        connection.call(increment, 0.5)
+    with pytest.raises(UnreachableError):
+        opened(own_server.url, connect=0.5)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(connection.call, increment)
+        servers.wait_until(lambda: admin.info("stats")["rejected_connections"] > 10, "the call tries again")
+        admin.config_set("maxclients", 100)
+        assert waiting.result(10) == 1
+    connection.close()
+    admin.close()
+
+
+def test_a_server_that_still_loads_its_data_is_waited_for(tmp_path: object) -> None:
+    with RedisServer(data_dir=str(tmp_path)) as server:
+        with server.get_client() as client:
+            pipe = client.pipeline(transaction=False)
+            for i in range(16384):  # it looks at its clients after each 1,024 commands that it loads
+                pipe.set(f"k{i}", "x")
+            pipe.execute()
+        connection = opened(server.url, connect=20)
+        server.kill()
+        server._config["key-load-delay"] = "300"  # in microseconds, for each key
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(connection.call, lambda c: (c.get("k16383"), c.info("persistence")["loading"]), 30)
+            server._await_answer = lambda *_: None  # type: ignore[method-assign]
+            server.start()
+            seen: list[str] = []
+
+            def loading() -> bool:
+                with server.get_client(socket_timeout=5, retry=Retry(NoBackoff(), 0)) as probe:
+                    try:
+                        probe.get("k0")
+                    except redis.BusyLoadingError as e:
+                        seen.append(str(e))
+                return bool(seen)
+
+            servers.wait_until(loading, "the server loads")
+            assert waiting.result(30) == (b"x", 0)
+        connection.close()
+
+
+FOREVER = "while true do end"
+
+
+def test_a_script_that_runs_for_ever_is_waited_for_until_it_is_killed(own_server: RedisServer) -> None:
+    with own_server.get_client() as admin:
+        admin.config_set("busy-reply-threshold", 10)
+        connection = opened(own_server.url)
+        with own_server.get_client(socket_timeout=60) as culprit:
+
+            def run_forever() -> None:
+                with pytest.raises(redis.ResponseError, match=r"[Ss]cript killed"):
+                    culprit.eval(FOREVER, 0)
+
+            thread = in_background(run_forever)
+            busy: list[str] = []
+
+            def is_busy() -> bool:
+                try:
+                    admin.get("x")
+                except redis.ResponseError as e:
+                    busy.append(str(e))
+                return bool(busy)
+
+            servers.wait_until(is_busy, "the script blocks the server")
+            assert busy[0].startswith("BUSY")
+            with takes(0.3, 1), pytest.raises(UnreachableError, match="BUSY"):
+                connection.call(increment, 0.3)
+            with ThreadPoolExecutor(1) as pool:
+                waiting = pool.submit(connection.call, increment)
+                assert not waiting.done()
+                admin.script_kill()
+                assert waiting.result(10) == 1
+            thread.join(10)
+        connection.close()
+
+
+def test_our_own_script_killed_by_somebody_is_sent_again(own_server: RedisServer) -> None:
+    with own_server.get_client() as admin:
+        admin.config_set("busy-reply-threshold", 10)
+        connection = opened(own_server.url, attempt=30)
+        admin.set("spin", 1)
+        code = "while redis.call('GET', KEYS[1]) == '1' do end return 7"
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(connection.call, lambda c: c.eval(code, 1, "spin"))
+
+            def killed() -> bool:
+                try:
+                    admin.script_kill()
+                except redis.ResponseError:  # NOTBUSY: it does not run yet
+                    return False
+                return True
+
+            servers.wait_until(killed, "the script is killed")
+
+            def let_go() -> bool:  # it runs again by now, and spins again
+                try:
+                    admin.set("spin", 0)
+                except redis.ResponseError:
+                    admin.script_kill()
+                    return False
+                return True
+
+            servers.wait_until(let_go, "the key is changed between two attempts")
+            assert waiting.result(20) == 7
+        connection.close()
+
+
+@pytest.mark.fault("SCRIPT FLUSH between two calls", "I8: the script is sent again, and has its effect once")
+def test_scripts_that_were_flushed_are_sent_again(own_server: RedisServer) -> None:
+    connection = opened(own_server.url)
+    keys = [*RunKeys("r").types, RunKeys("r").status("n")]
+    with own_server.get_client() as admin:
+        assert scripts.CLOSE(connection, keys, ["me", 1000]) == b"me"
+        admin.script_flush()
+        assert scripts.CLOSE(connection, keys, ["you", 1000]) == b"me"
+        stats = admin.info("commandstats")
+        # the first call and the one after the flush had to send the text
+        assert stats["cmdstat_eval"]["calls"] == 2
+        assert scripts.CLOSE(connection, keys, ["you", 1000]) == b"me"
+        assert admin.info("commandstats")["cmdstat_eval"]["calls"] == 2
+    connection.close()
+
+
+def test_a_server_killed_and_restarted_between_calls(own_server: RedisServer) -> None:
+    connection = opened(own_server.url)
+    assert connection.call(increment) == 1
+    own_server.kill()
+    with takes(0.5, 2), pytest.raises(UnreachableError, match=r"within .* s: .*Connection refused"):
+        connection.call(increment, 0.5)
+    with takes(0, 0.1), pytest.raises(UnreachableError):
+        connection.call(increment, 0)
+    own_server.start()
+    assert connection.call(increment) == 1  # its data are gone
+    connection.close()
+
+
+def test_a_server_killed_and_restarted_during_a_call(own_server: RedisServer) -> None:
+    connection = opened(own_server.url, attempt=10)
+    with own_server.get_client() as admin, ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(connection.call, lambda c: c.blpop(["queue"], 0), 20)
+        servers.wait_until(lambda: admin.info("clients")["blocked_clients"] == 1, "the call blocks")
+        own_server.kill()
+        own_server.start()
+        servers.wait_until(lambda: admin.info("clients")["blocked_clients"] == 1, "the call blocks again")
+        admin.rpush("queue", "item")
+        assert waiting.result(10) == (b"queue", b"item") or waiting.result() == [b"queue", b"item"]
+    connection.close()
+
+
+def test_a_server_killed_during_a_call_for_good(own_server: RedisServer) -> None:
+    connection = opened(own_server.url, attempt=10)
+    with own_server.get_client() as admin, ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(connection.call, lambda c: c.blpop(["queue"], 0), 1.0)
+        servers.wait_until(lambda: admin.info("clients")["blocked_clients"] == 1, "the call blocks")
+        own_server.kill()
+        with pytest.raises(UnreachableError):
+            waiting.result(10)
+    connection.close()
+
+
+def test_a_frozen_server_is_noticed_and_waited_for(own_server: RedisServer) -> None:
+    connection = opened(own_server.url)
+    with own_server.get_client(), ThreadPoolExecutor(4) as pool:
+        assert connection.call(increment) == 1
+        with servers.frozen(own_server):
+            with takes(ATTEMPT, ATTEMPT), pytest.raises(UnreachableError, match="Timeout"):
+                connection.call(increment, 0)
+            with takes(1, 1 + ATTEMPT), pytest.raises(UnreachableError, match="Timeout"):
+                connection.call(lambda c: c.get("counter"), 1)
+            waiting = [pool.submit(connection.call, lambda c: c.get("counter")) for _ in range(4)]
+            with takes(ATTEMPT, ATTEMPT), pytest.raises(UnreachableError):
+                connection.read({b"stream": "0-0"}, 60)
+        assert [w.result(10) for w in waiting] == [b"2"] * 4  # what was on its way arrived once
+    connection.close()
+
+
+def test_a_blocking_read_ends_before_the_time_out_of_its_socket(own_server: RedisServer) -> None:
+    """Were it not so, each quiet wait would look like a server that is away."""
+    connection = opened(own_server.url)
+    with takes(ATTEMPT / 2, ATTEMPT):
+        assert connection.read({b"stream": "0-0"}, 60) == {}
+    with own_server.get_client() as admin:
+        admin.xadd("stream", {"a": "1"}, id="5-0")
+        assert connection.read({b"stream": "0-0", b"other": "0-0"}, 60) == {b"stream": [("5-0", {"a": "1"})]}
+        admin.set("text", 1)
+        with pytest.raises(RendezvousStateError, match="wrong type"):
+            connection.read({b"text": "0-0"}, 60)
+    connection.close()
+
+
+@pytest.mark.parametrize("method", ["next_rendezvous", "set_closed", "is_closed", "store.set", "store.get", "shutdown"])
+def test_every_call_of_a_handler_ends_on_a_frozen_server(
+    own_server: RedisServer, new_node: NodeFactory, method: str
+) -> None:
+    times = {"heartbeat_timeout": 0.3, "join_timeout": 1.0, "close_timeout": 1.0, "read_timeout": 1.0}
+    node = new_node(1, 1, url=own_server.url, **times)
+    info = None if method == "next_rendezvous" else node.next_rendezvous()
+    with servers.frozen(own_server), takes(0.3, 4):
+        if method == "shutdown":
+            assert node.shutdown() is False
+            return
+        call = getattr(node, method, None)
+        if info is not None and call is None:
+            call = {"store.set": lambda: info.store.set("k", "v"), "store.get": lambda: info.store.get("k")}[method]
+        assert call is not None
+        with pytest.raises((RendezvousConnectionError, RendezvousTimeoutError, RuntimeError), match=r"reached|in time"):
+            call()
+
+
+# -- What is sent twice
+
+
+def careless_client(url: str) -> redis.Redis:
+    """A client with redis-py's own defaults, which `from_url` does not give it."""
+    options = redis.connection.parse_url(url)
+    return redis.Redis(options["host"], options["port"], password=options["password"])
+
+
+def counts(client: redis.Redis | RedisCluster) -> int:
+    return int(client.get("counter") or 0)
+
+
+def test_redis_py_sends_nothing_twice_when_the_connection_breaks(own_server: RedisServer) -> None:
+    """Each lost reply is an effect that redis-py's own retry would double."""
+    with own_server.get_client() as admin, lossy_proxy(own_server, b"INCRBY") as (url, control):
+        connection = opened(url)
+        for n in range(1, 6):
+            control.losses = 1
+            with pytest.raises(UnreachableError):
+                connection.call(increment, 0)
+            assert control.losses == 0
+            assert control.sends_of(b"INCRBY") == n
+            assert counts(admin) == n
+        control.losses = 3
+        assert connection.call(increment) == 9  # our own retries are counted too: three lost, one answered
+        assert control.sends_of(b"INCRBY") == 9
+        connection.close()
+
+
+@pytest.mark.parametrize("protocol", [2, 3])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("HGETALL", "hash"),  # redis-py makes a dict of it
+        ("hgetall", "hash"),
+        ("HEXISTS", "hash", "f"),  # and a bool of this
+        ("HGET", "hash", "f"),
+        ("XREAD", "STREAMS", "stream", "0"),
+        ("ZRANGE", "zset", 0, -1, "WITHSCORES"),
+        ("TIME",),
+    ],
+)
+def test_replies_are_in_redis_pys_form(own_server: RedisServer, protocol: int, command: tuple[str | int, ...]) -> None:
+    clients = [kind.from_url(own_server.url, protocol=protocol) for kind in (DirectClient, redis.Redis)]
+    with clients[0] as ours, clients[1] as theirs:
+        ours.hset("hash", "f", "1")
+        ours.xadd("stream", {"f": "1"})
+        ours.zadd("zset", {"member": 1})
+        mine, its = (client.execute_command(*command) for client in (ours, theirs))
+        assert type(mine) is type(its)
+        assert command == ("TIME",) or mine == its
+
+
+@pytest.mark.parametrize("refused", [0, 1], ids=["the first is refused", "the second is refused"])
+def test_of_two_commands_sent_together_no_reply_is_anothers(own_server: RedisServer, refused: int) -> None:
+    with DirectClient.from_url(own_server.url) as client:
+        client.rpush("list", "item")
+        client.hset("hash", "f", "1")
+        both = [("HEXISTS", "hash", "f"), ("EXISTS", "list")]
+        assert client.execute_both(*both) == (1, 1)
+        both[refused] = ("HGET", "list", "f")
+        with pytest.raises(redis.ResponseError, match="WRONGTYPE"):
+            client.execute_both(*both)
+        assert client.execute_command("PING") is True
+        assert client.execute_both(("LLEN", "list"), ("HGET", "hash", "f")) == (1, b"1")
+
+
+def test_redis_pys_defaults_would_send_twice(own_server: RedisServer) -> None:
+    """The proxy would show it: this is the control of the test above."""
+    with own_server.get_client() as admin, lossy_proxy(own_server, b"INCRBY") as (url, control):
+        with careless_client(url) as careless:
+            control.losses = 1
+            careless.incr("counter")
+        assert control.losses == 0
+        assert counts(admin) == 2
+
+
+def test_redis_py_sends_nothing_twice_when_the_time_is_up(own_server: RedisServer) -> None:
+    connection = opened(own_server.url)
+    with own_server.get_client() as admin:
+        assert connection.call(increment) == 1
+        with servers.frozen(own_server), pytest.raises(UnreachableError):
+            connection.call(increment, 0)
+        assert counts(admin) == 2
+    connection.close()
+
+
+def test_a_callers_own_client_may_send_twice_and_nothing_doubles(own_server: RedisServer, run_id: str) -> None:
+    with lossy_proxy(own_server) as (url, control), careless_client(url) as careless:
+        store = RedisStore(careless, run_id)
+        assert store.add("n", 1) == 1
+        before = control.sends_of(b"EVALSHA")
+        control.losses = 2
+        assert store.add("n", 1) == 2
+        store.queue_push("q", "item")
+        assert store.queue_len("q") == 1
+        assert control.losses == 0
+        assert control.sends_of(b"EVALSHA") >= before + 4
+        store.close()
+
+
+# -- The map of errors
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "says"),
+    [
+        ("return redis.error_reply('CORRUPT the key')", RendezvousStateError, "the key. Remove that key"),
+        ("return redis.error_reply('NOREPLICAS Not enough good replicas')", UnreachableError, "NOREPLICAS"),
+        ("return redis.error_reply('CLUSTERDOWN Hash slot not served')", UnreachableError, "not served"),
+        ("return redis.error_reply('TRYAGAIN Multiple keys')", UnreachableError, "Multiple keys"),
+        ("return redis.error_reply('MASTERDOWN Link')", UnreachableError, "Link"),
+        ("return redis.error_reply('LOADING Redis is loading')", UnreachableError, "is loading"),
+        ("return redis.error_reply('MOVED 1 127.0.0.1:7')", RendezvousConnectionError, r"Use redis\+cluster://"),
+        ("return redis.error_reply('ERR whatever')", RendezvousError, "answered with an error: whatever"),
+        ("return redis.call('LPUSH', KEYS[1], 1), redis.call('GET', KEYS[1])", RendezvousStateError, "wrong type"),
+        ("return nil + 1", RendezvousStateError, "our script cannot read"),
+    ],
+)
+def test_replies_become_torchs_errors(server: RedisServer, run_id: str, code: str, kind: type, says: str) -> None:
+    connection = opened(server.url)
+    with pytest.raises(RendezvousError, match=says) as raised:
+        connection.call(lambda c: c.eval(code, 1, run_id), 0)
+    assert type(raised.value) is kind
+    assert server.endpoint in str(raised.value)
+    assert isinstance(raised.value.__cause__, redis.RedisError)
+    assert ".." not in str(raised.value)
+    connection.close()
+
+
+def test_what_redis_py_itself_refuses_is_no_outage(connection: Connection) -> None:
+    with takes(0, 0.5), pytest.raises(RendezvousError, match="redis-py refused") as raised:
+        connection.call(lambda c: c.set("k", object()))  # type: ignore[arg-type]
+    assert not isinstance(raised.value, RendezvousConnectionError)
+
+
+def test_a_connection_serves_many_threads_at_once(server: RedisServer, run_id: str) -> None:
+    connection = opened(server.url, attempt=5)
+    with ThreadPoolExecutor(32) as pool:
+        blocked = [pool.submit(connection.read, {f"{run_id}{i}".encode(): "0-0"}, 10) for i in range(31)]
+        with server.get_client() as admin:
+            servers.wait_until(lambda: admin.info("clients")["blocked_clients"] >= 31, "all threads block at once")
+            for i in range(31):
+                admin.xadd(f"{run_id}{i}", {"n": i})
+        assert [list(b.result(10)) for b in blocked] == [[f"{run_id}{i}".encode()] for i in range(31)]
+    connection.close()

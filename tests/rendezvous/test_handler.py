@@ -1,0 +1,531 @@
+"""The native handler: real nodes (handlers, mostly in threads of this process) on a real server."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError  # the built-in one from Python 3.11 on
+from datetime import timedelta
+from typing import Any
+
+import psutil
+import pytest
+import redis
+import torch.distributed as dist
+from nodes import NodeFactory
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousGracefulExitError,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousTimeoutError,
+)
+
+from redelastic import plugin
+from redelastic.redis.keys import RunKeys
+from redelastic.redis.server import RedisServer
+from redelastic.rendezvous.handler import EPOCH_VARIABLE, RedisRendezvousHandler
+from redelastic.rendezvous.membership import COARSE, SPREAD
+from redelastic.store import RoundBrokenError
+
+Node = RedisRendezvousHandler
+LOOK_UP = timedelta(seconds=30)  # torch's TCPStore looks names up, which takes 5 s where a name server loses a query
+
+
+def join_all(pool: ThreadPoolExecutor, *nodes: Node) -> list[RendezvousInfo]:
+    joining = [pool.submit(node.next_rendezvous) for node in nodes]
+    return [future.result(30) for future in joining]
+
+
+def until(condition: Callable[[], Any], what: str, seconds: float = 10) -> None:
+    """Wait for something that another process or thread brings about."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        time.sleep(0.005)
+
+
+def until_joined(client: redis.Redis, keys: RunKeys, n: int) -> None:
+    until(lambda: client.zcard(keys.candidates) == n, f"{n} candidates")
+
+
+def ranks(infos: list[RendezvousInfo]) -> list[int]:
+    return [info.rank for info in infos]
+
+
+class TestForming:
+    def test_all_members_agree(self, new_node: NodeFactory, pool: ThreadPoolExecutor) -> None:
+        infos = join_all(pool, *(new_node(5, 5) for _ in range(5)))
+        assert sorted(ranks(infos)) == [0, 1, 2, 3, 4]  # I2
+        assert {info.world_size for info in infos} == {5}
+        assert len({(i.bootstrap_store_info.master_addr, i.bootstrap_store_info.master_port) for i in infos}) == 1  # type: ignore[union-attr]
+
+    def test_max_nodes_complete_at_once(self, new_node: NodeFactory, pool: ThreadPoolExecutor) -> None:
+        started = time.monotonic()
+        join_all(pool, *(new_node(1, 3, last_call_timeout=60) for _ in range(3)))
+        assert time.monotonic() - started < 30  # I6: the last call is for those who are missing
+
+    def test_last_call_completes_with_fewer(self, new_node: NodeFactory, pool: ThreadPoolExecutor) -> None:
+        infos = join_all(pool, *(new_node(2, 4, last_call_timeout=0.3) for _ in range(3)))
+        assert sorted(ranks(infos)) == [0, 1, 2]  # I3, I6
+
+    def test_below_min_times_out_and_harms_nobody(
+        self, new_node: NodeFactory, pool: ThreadPoolExecutor, client: redis.Redis, keys: RunKeys
+    ) -> None:
+        with pytest.raises(RendezvousTimeoutError, match="fewer than 2 nodes joined"):
+            new_node(2, 2, join_timeout=0.3).next_rendezvous()
+        assert client.zcard(keys.candidates) == 0
+        assert not new_node(2, 2).is_closed()
+        join_all(pool, new_node(2, 2), new_node(2, 2))
+
+    def test_a_long_wait_says_what_for(
+        self,
+        new_node: NodeFactory,
+        pool: ThreadPoolExecutor,
+        run_id: str,
+        caplog: pytest.LogCaptureFixture,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        monkeypatch.setattr("redelastic.rendezvous.membership.LONG_WAIT", 0.1)
+        first = new_node(2, 3, last_call_timeout=0, keep_alive_interval=0.1)
+        joining = pool.submit(first.next_rendezvous)
+        until(lambda: caplog.messages, "it says so")
+        assert (
+            f"waits for a round of run '{run_id}', of 2 to 3 nodes; `redelastic status {run_id}`" in caplog.messages[0]
+        )
+        new_node(2, 3, last_call_timeout=0, keep_alive_interval=0.1).next_rendezvous()
+        assert joining.result(10).world_size == 2
+        assert sum("waits for a round" in text for text in caplog.messages) == 1, "once"
+
+    def test_topology_orders_new_nodes(self, new_node: NodeFactory, pool: ThreadPoolExecutor) -> None:
+        labels = ["rack2", "rack1", "rack2", "rack1"]
+        nodes = [new_node(4, 4, topology=label) for label in labels]
+        infos = join_all(pool, *nodes)
+        assert [labels[i] for i in sorted(range(4), key=lambda i: infos[i].rank)] == [
+            "rack1",
+            "rack1",
+            "rack2",
+            "rack2",
+        ]
+
+    def test_the_environment_carries_the_epoch(self, new_node: NodeFactory) -> None:
+        node = new_node(1, 1)
+        node.next_rendezvous()
+        assert os.environ[EPOCH_VARIABLE] == "1"
+        node.next_rendezvous()
+        assert os.environ[EPOCH_VARIABLE] == "2"  # I4
+
+    def test_torchrun_without_an_id_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="--rdzv-id is missing"):
+            plugin.create(RendezvousParameters("redis", "127.0.0.1:1", "none", 1, 1))  # as torchrun has it then
+
+    def test_two_runs_do_not_meet(self, new_node: NodeFactory, pool: ThreadPoolExecutor, run_id: str) -> None:
+        a = [new_node(2, 2) for _ in range(2)]
+        b = [new_node(2, 2, run_id=run_id + "-b") for _ in range(2)]
+        infos = join_all(pool, *a, *b)
+        assert sorted(ranks(infos[:2])) == sorted(ranks(infos[2:])) == [0, 1]
+        infos[0].store.set("key", "of a")
+        assert not infos[2].store.check(["key"])
+
+
+class TestRegrouping:
+    def test_a_late_node_is_taken_in_and_ranks_stick(self, new_node: NodeFactory, pool: ThreadPoolExecutor) -> None:
+        nodes = [new_node(2, 3) for _ in range(2)]
+        before = join_all(pool, *nodes)
+        assert [n.num_nodes_waiting() for n in nodes] == [0, 0]
+        late = new_node(2, 3)
+        joining = pool.submit(late.next_rendezvous)
+        until(lambda: all(n.num_nodes_waiting() for n in nodes), "the members know of the late node")
+        assert not joining.done()  # I1: it waits for the members
+        after = join_all(pool, *nodes)
+        assert ranks(after) == ranks(before)
+        assert joining.result(10).rank == 2
+        assert [n.num_nodes_waiting() for n in (*nodes, late)] == [0, 0, 0]
+
+    def test_exclusivity_waits_for_every_member(
+        self, new_node: NodeFactory, pool: ThreadPoolExecutor, client: redis.Redis, keys: RunKeys
+    ) -> None:
+        nodes = [new_node(1, 3) for _ in range(3)]
+        join_all(pool, *nodes)
+        first = pool.submit(nodes[0].next_rendezvous)
+        until(nodes[2].num_nodes_waiting, "the others know")
+        second = pool.submit(nodes[1].next_rendezvous)
+        until_joined(client, keys, 2)
+        assert [first.done(), second.done()] == [False, False]  # I1, though two are enough
+        assert sorted(ranks([nodes[2].next_rendezvous(), first.result(10), second.result(10)])) == [0, 1, 2]
+
+    def test_a_spare_is_promoted_when_a_member_leaves(
+        self, new_node: NodeFactory, pool: ThreadPoolExecutor, client: redis.Redis, keys: RunKeys
+    ) -> None:
+        nodes = [new_node(2, 2) for _ in range(2)]
+        before = join_all(pool, *nodes)
+        spare = new_node(2, 2, join_timeout=0.5)
+        joining = pool.submit(spare.next_rendezvous)
+        until_joined(client, keys, 1)
+        assert [n.num_nodes_waiting() for n in nodes] == [0, 0]  # nobody restarts for a spare
+        with pytest.raises(FutureTimeoutError):
+            joining.result(1)  # a spare has no join time-out
+        nodes[0].end("drained", run_then="goes on", timeout=5)
+        until(nodes[1].num_nodes_waiting, "the survivor knows")
+        assert nodes[1].next_rendezvous().rank == before[1].rank
+        assert joining.result(10).rank == before[0].rank  # it takes the place that is free
+
+    def test_a_spare_that_is_needed_has_its_whole_join_timeout(
+        self, new_node: NodeFactory, pool: ThreadPoolExecutor, client: redis.Redis, keys: RunKeys
+    ) -> None:
+        nodes = [new_node(2, 2) for _ in range(2)]
+        join_all(pool, *nodes)
+        spare = new_node(2, 2, join_timeout=2)
+        joining = pool.submit(spare.next_rendezvous)
+        until_joined(client, keys, 1)
+        with pytest.raises(FutureTimeoutError):
+            joining.result(1.8)  # most of the time that passes between two of its requests
+        nodes[0].end("drained", run_then="goes on", timeout=5)
+        with pytest.raises(FutureTimeoutError):
+            joining.result(1)  # the survivor takes its time to stop its workers
+        assert nodes[1].next_rendezvous().world_size == 2
+        assert joining.result(10).world_size == 2
+
+    def test_a_silent_member_is_out_within_its_lease(
+        self, new_node: NodeFactory, pool: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        nodes = [new_node(1, 3, keep_alive_interval=0.2) for _ in range(3)]
+        before = join_all(pool, *nodes)
+        nodes[0].membership.stop()  # no heartbeat any more: it died
+        died = time.monotonic()
+        until(lambda: nodes[1].num_nodes_waiting() and nodes[2].num_nodes_waiting(), "both survivors know")  # I7
+        assert time.monotonic() - died < 5
+        assert caplog.text.count(f"is broken: {nodes[0].membership.node} lost its lease after 0.6 s") == 2
+        after = join_all(pool, *nodes[1:])
+        assert {info.world_size for info in after} == {2}
+        assert all(a.rank == b.rank for a, b in zip(after, before[1:], strict=True) if b.rank < 2)
+
+    def test_of_a_large_group_few_look_at_a_silent_members_lease_and_the_others_listen(
+        self, new_node: NodeFactory, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        beats: list[tuple[float, bool]] = []
+        member = new_node(keep_alive_interval=30).membership
+        monkeypatch.setattr(member, "_beat_is_due_in", lambda seconds, *, urgent: beats.append((seconds, urgent)))
+        for size in (1, 2, 16, 1000):
+            beats.clear()
+            for _ in range(1000):
+                member._look_after_lease_that_ends_in(0.0, size)
+            looks = [due_in for due_in, urgent in beats if urgent]
+            assert len(looks) == 1000 if size <= 16 else 2 <= len(looks) <= 50, size
+            assert max(looks) <= SPREAD
+            # who is not in a hurry blocks in a read until COARSE before its beat
+            assert all(SPREAD < due_in - COARSE <= 2 * SPREAD for due_in, urgent in beats if not urgent)
+
+    def test_who_does_not_look_finds_a_silent_member_if_nobody_else_does(
+        self, new_node: NodeFactory, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("redelastic.rendezvous.membership.LOOKERS", 0)
+        nodes = [new_node(1, 3, keep_alive_interval=1) for _ in range(3)]
+        join_all(pool, *nodes)
+        nodes[0].membership.stop()
+        until(lambda: nodes[1].num_nodes_waiting() and nodes[2].num_nodes_waiting(), "both survivors know")
+
+    def test_a_join_puts_off_no_heartbeat_that_is_due_before(self, new_node: NodeFactory) -> None:
+        """It may be the one that looks after the lease of another silent node (I7)."""
+        node = new_node(1, 2, keep_alive_interval=30)
+        node.next_rendezvous()
+        node.membership._beat_is_due_in(20)
+        due = node.membership._next_beat
+        node.membership._ask_to_join(1, time.monotonic() + 5)
+        assert node.membership._next_beat == due
+
+    @pytest.mark.parametrize("field", ["completed_at", "master", "rank"])
+    def test_a_member_of_another_round_with_the_same_epoch_is_fenced(
+        self, field: str, new_node: NodeFactory, pool: ThreadPoolExecutor, client: redis.Redis, keys: RunKeys
+    ) -> None:
+        """As after a fail-over that lost a round, when others have completed one in its place."""
+        nodes = [new_node(1, 2, keep_alive_interval=0.2) for _ in range(2)]
+        before = join_all(pool, *nodes)
+        names = [node.membership.node for node in nodes]
+        if field == "rank":
+            client.zadd(keys.ranks, {name: 1 - info.rank for name, info in zip(names, before, strict=True)})
+        else:
+            client.hset(keys.run, field, "1" if field == "completed_at" else "elsewhere 1")
+        until(lambda: nodes[0].num_nodes_waiting() and nodes[1].num_nodes_waiting(), "both know")
+        assert {info.world_size for info in join_all(pool, *nodes)} == {2}
+        assert not {node.membership.node for node in nodes} & set(names), "they come back as new nodes"
+        assert client.hget(keys.run, "epoch") == b"2"
+
+    def test_a_fenced_node_knows_and_comes_back_as_another(
+        self, new_node: NodeFactory, pool: ThreadPoolExecutor, client: redis.Redis, keys: RunKeys
+    ) -> None:
+        nodes = [new_node(1, 2, keep_alive_interval=0.2) for _ in range(2)]
+        infos = join_all(pool, *nodes)
+        name = nodes[0].membership.node
+        client.zadd(keys.leases, {name: 1})  # as if it had been frozen for longer than its lease
+        until(lambda: nodes[0].num_nodes_waiting() and nodes[1].num_nodes_waiting(), "both know")
+        alone = pool.submit(nodes[1].next_rendezvous).result(10)
+        assert alone.world_size == 1
+        with pytest.raises(dist.DistStoreError):
+            infos[0].store.set("late", "write")  # I4
+        back = pool.submit(nodes[0].next_rendezvous)
+        until(nodes[1].num_nodes_waiting, "it waits to join")
+        nodes[1].next_rendezvous()
+        assert back.result(10).world_size == 2
+        assert nodes[0].membership.node != name
+
+    def test_replacement_timeout_waits_for_a_new_node(
+        self, new_node: NodeFactory, pool: ThreadPoolExecutor, client: redis.Redis, keys: RunKeys
+    ) -> None:
+        nodes = [new_node(1, 2, replacement_timeout=20) for _ in range(2)]
+        join_all(pool, *nodes)
+        nodes[1].end("drained", run_then="goes on", timeout=5)
+        survivor = pool.submit(nodes[0].next_rendezvous)
+        until_joined(client, keys, 1)
+        with pytest.raises(FutureTimeoutError):
+            survivor.result(0.5)
+        join_all(pool, new_node(1, 2, replacement_timeout=20))
+        assert survivor.result(10).world_size == 2
+
+    def test_replacement_timeout_ends(self, new_node: NodeFactory, pool: ThreadPoolExecutor) -> None:
+        nodes = [new_node(1, 2, replacement_timeout=0.3) for _ in range(2)]
+        join_all(pool, *nodes)
+        nodes[1].end("drained", run_then="goes on", timeout=5)
+        assert pool.submit(nodes[0].next_rendezvous).result(10).world_size == 1
+
+    def test_a_broken_round_ends_the_waits_on_its_store(self, new_node: NodeFactory, pool: ThreadPoolExecutor) -> None:
+        nodes = [new_node(1, 3, keep_alive_interval=0.2) for _ in range(2)]
+        infos = join_all(pool, *nodes)
+        infos[0].store.set("there", "yes")
+        blocked: Future[bytes] = pool.submit(infos[0].store.get, "never set")
+        nodes[1].membership.stop()
+        with pytest.raises(RoundBrokenError, match="lost its lease"):
+            blocked.result(10)
+        assert infos[0].store.get("there") == b"yes"
+
+    def test_a_lost_node_is_told_from_one_that_regroups(self, new_node: NodeFactory, pool: ThreadPoolExecutor) -> None:
+        nodes = [new_node(1, 3, keep_alive_interval=0.2) for _ in range(3)]
+        join_all(pool, *nodes)
+        regrouping = pool.submit(nodes[0].next_rendezvous)
+        until(nodes[1].num_nodes_waiting, "the others know")
+        assert not nodes[1].wait_for_loss()
+        nodes[2].membership.stop()
+        assert nodes[1].wait_for_loss()
+        assert nodes[1].next_rendezvous().world_size == 2
+        assert regrouping.result(10).world_size == 2
+        assert [nodes[0].nodes_lost, nodes[1].nodes_lost] == [1, 1]
+
+    def test_a_loss_is_told_though_the_round_was_broken_before(
+        self, new_node: NodeFactory, pool: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """Its survivors' workers fail first, on the broken connection."""
+        nodes = [new_node(1, 3, keep_alive_interval=0.2) for _ in range(2)]
+        join_all(pool, *nodes)
+        nodes[1].membership.stop()
+        assert nodes[0].next_rendezvous().world_size == 1
+        told = [text for text in caplog.messages if "is broken" in text]
+        assert [lost for text in told for lost in re.findall(r"(\S+) lost its lease", text)] == [
+            nodes[1].membership.node
+        ]
+        assert told[0].endswith(f"{nodes[0].membership.node} regroups.")
+
+    def test_a_loss_is_told_once(self, new_node: NodeFactory, caplog: pytest.LogCaptureFixture) -> None:
+        """A heartbeat's reply may say that the round is broken before the wake-up says that a member is lost."""
+        node = new_node(1, 1)
+        node.next_rendezvous()
+        with node.membership._lock:
+            for member_lost in (False, True, True):
+                node.membership._break("n1 lost its lease", 0, member_lost)
+        assert sum("n1 lost its lease" in text for text in caplog.messages) == 1
+
+    def test_a_late_node_does_not_end_the_waits(self, new_node: NodeFactory, pool: ThreadPoolExecutor) -> None:
+        nodes = [new_node(1, 3) for _ in range(2)]
+        infos = join_all(pool, *nodes)
+        blocked: Future[bytes] = pool.submit(infos[0].store.get, "key")
+        late = pool.submit(new_node(1, 3).next_rendezvous)
+        until(nodes[0].num_nodes_waiting, "the members know")
+        infos[1].store.set("key", "value")
+        assert blocked.result(10) == b"value"
+        join_all(pool, *nodes)
+        late.result(10)
+
+
+class TestBootstrapStore:
+    def test_each_round_has_a_fresh_one(self, new_node: NodeFactory, pool: ThreadPoolExecutor) -> None:
+        nodes = [new_node(2, 2) for _ in range(2)]
+        for round_number in range(3):
+            infos = join_all(pool, *nodes)
+            where = infos[0].bootstrap_store_info
+            assert where is not None
+            store = dist.TCPStore("localhost", where.master_port, is_master=False, timeout=LOOK_UP)
+            assert store.num_keys() == 0, f"round {round_number} sees older keys"
+            store.set("key", "value")
+
+    def test_a_new_rank_0_serves_it(self, new_node: NodeFactory, pool: ThreadPoolExecutor) -> None:
+        nodes = [new_node(1, 2) for _ in range(2)]
+        infos = join_all(pool, *nodes)
+        leader = nodes[ranks(infos).index(0)]
+        leader.end("drained", run_then="goes on", timeout=5)
+        survivor = nodes[1 - nodes.index(leader)]
+        where = pool.submit(survivor.next_rendezvous).result(10).bootstrap_store_info
+        assert where is not None
+        dist.TCPStore("localhost", where.master_port, is_master=False, timeout=LOOK_UP).set("a", "b")
+
+    def test_torchs_switch_leaves_the_port_to_the_workers(
+        self, new_node: NodeFactory, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+        node = new_node(1, 1)
+        where = node.next_rendezvous().bootstrap_store_info
+        assert where is not None
+        assert not node.use_agent_store
+        dist.TCPStore("localhost", where.master_port, is_master=True, wait_for_workers=False)
+
+
+class TestClosing:
+    def test_it_reaches_members_and_waiting_nodes(
+        self, new_node: NodeFactory, pool: ThreadPoolExecutor, client: redis.Redis, keys: RunKeys
+    ) -> None:
+        nodes = [new_node(2, 2) for _ in range(2)]
+        join_all(pool, *nodes)
+        spare = pool.submit(new_node(2, 2).next_rendezvous)
+        until_joined(client, keys, 1)
+        nodes[0].set_closed()
+        nodes[0].set_closed()  # I8
+        with pytest.raises(RendezvousGracefulExitError, match="is closed"):
+            spare.result(10)
+        until(nodes[1].is_closed, "the other member knows")
+        assert new_node(2, 2).is_closed()
+        with pytest.raises(RendezvousClosedError, match="use another run id"):
+            nodes[1].next_rendezvous()  # I5
+
+    def test_it_ends_a_forming_group(
+        self, new_node: NodeFactory, pool: ThreadPoolExecutor, client: redis.Redis, keys: RunKeys
+    ) -> None:
+        joining = pool.submit(new_node(2, 2).next_rendezvous)
+        until_joined(client, keys, 1)
+        new_node(2, 2).set_closed()
+        with pytest.raises(RendezvousClosedError):
+            joining.result(10)
+
+    def test_a_finished_member_closes_and_the_others_finish_in_peace(
+        self, new_node: NodeFactory, pool: ThreadPoolExecutor
+    ) -> None:
+        nodes = [new_node(1, 2) for _ in range(2)]
+        infos = join_all(pool, *nodes)
+        assert [nodes[0].shutdown(), nodes[0].shutdown()] == [True, True]
+        until(nodes[1].is_closed, "the other knows")
+        assert nodes[1].num_nodes_waiting() == 0
+        infos[1].store.set("last", "words")
+        with pytest.raises(RendezvousClosedError, match="was shut down"):
+            nodes[0].next_rendezvous()
+
+    def test_a_node_that_is_no_member_closes_nothing(self, new_node: NodeFactory, pool: ThreadPoolExecutor) -> None:
+        nodes = [new_node(2, 2) for _ in range(2)]
+        join_all(pool, *nodes)
+        stranger = new_node(2, 2)
+        assert stranger.shutdown()
+        assert not nodes[0].is_closed()
+        assert nodes[1].num_nodes_waiting() == 0
+
+    def test_shutdown_ends_a_join_of_another_thread(
+        self, new_node: NodeFactory, pool: ThreadPoolExecutor, client: redis.Redis, keys: RunKeys
+    ) -> None:
+        node = new_node(2, 2)
+        joining = pool.submit(node.next_rendezvous)
+        until_joined(client, keys, 1)
+        assert node.shutdown()
+        with pytest.raises(RendezvousClosedError, match="was shut down"):
+            joining.result(10)
+        assert client.zcard(keys.candidates) == 0  # and nothing of it comes back
+
+    def test_shutdown_without_redis_says_false(self, own_server: RedisServer, new_node: NodeFactory) -> None:
+        node = new_node(1, 1, url=own_server.url, close_timeout=0.2, read_timeout=0.5)
+        node.next_rendezvous()
+        own_server.kill()
+        assert node.num_nodes_waiting() == 0  # from memory
+        with pytest.raises(RendezvousTimeoutError, match="could not be closed in time"):
+            node.set_closed()
+        with pytest.raises(RendezvousConnectionError):
+            node.is_closed()
+        assert not node.shutdown()
+
+
+class TestProcesses:
+    SCRIPT = textwrap.dedent(
+        """
+        import sys, time
+        from redelastic import handler_from_url
+        handler = handler_from_url(sys.argv[1])
+        print(handler.next_rendezvous().rank, flush=True)
+        sys.stdin.read()
+        """
+    )
+
+    def start(self, url: str, run_id: str, **parameters: Any) -> subprocess.Popen[str]:
+        query = "&".join(f"{k}={v}" for k, v in parameters.items())
+        url = f"{url}?run_id={run_id}&min_nodes=1&max_nodes=2&last_call_timeout=20&{query}"
+        return subprocess.Popen(
+            [sys.executable, "-c", self.SCRIPT, url], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    @pytest.mark.parametrize("how", ["exit", "SIGTERM", "SIGKILL", "SIGSTOP"])
+    def test_a_process_that_goes_is_missed(
+        self, how: str, server: RedisServer, run_id: str, new_node: NodeFactory
+    ) -> None:
+        process = self.start(server.url, run_id, keep_alive_interval=0.3)
+        try:
+            node = new_node(1, 2, last_call_timeout=20)
+            assert node.next_rendezvous().world_size == 2
+            assert process.stdout is not None
+            process.stdout.readline()
+            if how == "exit":
+                process.communicate("", timeout=10)
+            else:
+                process.send_signal(getattr(signal, how))
+            until(node.num_nodes_waiting, f"the other knows of the {how}")
+            assert node.next_rendezvous().world_size == 1
+        finally:
+            process.kill()
+            process.communicate()
+
+    def test_a_quiet_job_costs_less_than_two_commands_a_second_and_node(
+        self, own_server: RedisServer, new_node: NodeFactory, pool: ThreadPoolExecutor
+    ) -> None:
+        nodes = [new_node(4, 4, url=own_server.url, keep_alive_interval=0.2) for _ in range(4)]
+        join_all(pool, *nodes)
+        with own_server.get_client() as client:
+
+            def calls(command: str) -> int:
+                return int(client.info("commandstats").get(f"cmdstat_{command}", {"calls": 0})["calls"])
+
+            client.config_resetstat()
+            until(lambda: calls("evalsha") >= 40, "10 heartbeats of each node")
+            assert calls("xread") <= calls("evalsha") + 8  # one read for each beat: two commands in two seconds
+        assert [n.num_nodes_waiting() for n in nodes] == [0] * 4
+
+    @pytest.mark.parametrize("seconds", [0, 0.001, 0.01])
+    def test_a_process_may_end_while_its_bootstrap_store_starts(self, seconds: float) -> None:
+        script = (
+            "import time; from redelastic.rendezvous.bootstrap import BootstrapPort\n"
+            f"port = BootstrapPort(); port.serve(5); time.sleep({seconds})"
+        )
+        ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+        assert ended.returncode == 0, ended.stderr
+
+    def test_threads_and_connections_end_with_their_handlers(
+        self, own_server: RedisServer, new_node: NodeFactory
+    ) -> None:
+        process = psutil.Process()
+        threads, files = threading.active_count(), process.num_fds()
+        for _ in range(20):
+            node = new_node(1, 1, url=own_server.url, run_id=f"leak-{time.monotonic_ns()}")
+            node.next_rendezvous()
+            assert node.shutdown()
+            del node
+        until(lambda: threading.active_count() <= threads, "the threads end")
+        until(lambda: process.num_fds() <= files + 2, "the files are closed")

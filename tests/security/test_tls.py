@@ -1,0 +1,97 @@
+"""TLS with client certificates: a job, its workers and the commands; and certificates that have expired."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import servers
+from agent_job import AWARE, AgentJob
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from job_user import CANARY, AsUser, run_command
+from tls_files import Certificates, make_certificates
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
+
+from redelastic.redis.connection import Connection
+from redelastic.redis.endpoint import parse_endpoint
+from redelastic.redis.keys import RunKeys
+from redelastic.redis.server import RedisServer
+from redelastic.run.control import RunControl
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    return make_certificates(tmp_path_factory.mktemp("tls"))
+
+
+@contextmanager
+def tls_server(certificates: Certificates, certificate: str) -> Iterator[AsUser]:
+    """A server that asks for client certificates and speaks nothing but TLS to the network."""
+    with servers.reserved_port() as port:
+        config = {"tls-port": str(port), "tls-cert-file": certificate, "tls-key-file": certificates.server_key}
+        config |= {"tls-ca-cert-file": certificates.ca, "tls-auth-clients": "yes"}
+        with servers.redis_server(CANARY, config) as server:
+            yield AsUser(server, f"rediss://:{CANARY}@127.0.0.1:{port}")
+
+
+def files(certificates: Certificates) -> dict[str, str]:
+    return {"ca_cert": certificates.ca, "ssl_cert": certificates.client, "ssl_cert_key": certificates.client_key}
+
+
+def expired(certificate: str, ca: str, target: Path) -> str:
+    """The same certificate, as its CA signed it for a day that is over."""
+    old = x509.load_pem_x509_certificate(Path(certificate).read_bytes())
+    key = serialization.load_pem_private_key(Path(ca).with_suffix(".key").read_bytes(), None)
+    now = dt.datetime.now(dt.timezone.utc)
+    builder = x509.CertificateBuilder().subject_name(old.subject).issuer_name(old.issuer).public_key(old.public_key())
+    builder = builder.serial_number(x509.random_serial_number()).not_valid_before(now - dt.timedelta(days=3))
+    builder = builder.not_valid_after(now - dt.timedelta(days=2))
+    for extension in old.extensions:
+        builder = builder.add_extension(extension.value, critical=extension.critical)
+    target.write_bytes(builder.sign(cast("Any", key), hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
+    return str(target)
+
+
+@pytest.mark.fault("a certificate that has expired", "refused at once, with what to look at")
+@pytest.mark.parametrize("whose", ["server", "client"])
+def test_an_expired_certificate(certificates: Certificates, tmp_path: Path, whose: str) -> None:
+    old = expired(getattr(certificates, whose), certificates.ca, tmp_path / "old.crt")
+    given = files(certificates) | ({"ssl_cert": old} if whose == "client" else {})
+    with tls_server(certificates, old if whose == "server" else certificates.server) as server:
+        with pytest.raises(
+            RendezvousConnectionError, match=r"(?i)TLS with Redis at .* failed: .*expired.*Check"
+        ) as raised:
+            Connection.open(parse_endpoint(server.url, **given), connect_timeout=30)
+        assert CANARY not in str(raised.value)
+
+
+def test_a_job_over_tls_with_client_certificates(certificates: Certificates, tmp_path: Path) -> None:
+    """`redelastic run`, its workers and the commands; and the store of a script's own."""
+    with tls_server(certificates, certificates.server) as server:
+        conf = cast("Any", files(certificates))
+        job = AgentJob.__new__(AgentJob)
+        super(AgentJob, job).__init__(cast("RedisServer", server), tmp_path, "1:2", agent=True, conf=conf)
+        with job:
+            job.control = RunControl(Connection.open(parse_endpoint(server.url, **conf)), RunKeys(job.run_id))
+            job.start("a", "b", script=AWARE)
+            job.wait_round("ab")
+            options = (
+                "--ca-cert",
+                conf["ca_cert"],
+                "--ssl-cert",
+                conf["ssl_cert"],
+                "--ssl-cert-key",
+                conf["ssl_cert_key"],
+            )
+            told = json.loads(run_command("status", job.run_id, "--json", *options, url=server.url))
+            assert {node["name"] for node in told["nodes"]} == {"a", "b"}
+            job.tell("finish")
+            assert job.wait_end("a") == job.wait_end("b") == 0

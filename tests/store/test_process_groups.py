@@ -1,0 +1,342 @@
+"""Process groups on RedisStore: real processes with gloo, by ``store=`` and by ``init_method="redis://…"``."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection as Pipe
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from nodes import NodeFactory
+from torch import nn
+
+from redelastic import RedisStore, register_init_method
+from redelastic.redis.server import RedisServer
+
+LIMIT = 40.0  # for a process to do its part, in seconds
+TIMEOUT = timedelta(seconds=20)  # of the groups
+LEASE = 0.9  # of the nodes, in seconds: keep_alive_interval=0.3, three times
+SOON = 4.0  # within which what is due at once has to happen on a busy machine, in seconds
+
+
+@dataclass
+class Outcome:
+    """What became of a process: what its function returned or raised, and after how many seconds."""
+
+    value: Any = None
+    error: str = ""
+    seconds: float = 0.0
+
+
+def _child(pipe: Pipe, environment: dict[str, str], function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    os.environ.update({"GLOO_SOCKET_IFNAME": "lo"} | environment)
+    torch.set_num_threads(1)
+    register_init_method()
+    started = time.monotonic()
+    try:
+        outcome = Outcome(value=function(*arguments))
+    except Exception as e:  # noqa: BLE001
+        outcome = Outcome(error=f"{type(e).__name__}: {e}")
+    outcome.seconds = time.monotonic() - started
+    pipe.send(outcome)
+    pipe.recv()  # the others may still need this process
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    atexit._run_exitfuncs()  # as at the end of a program; multiprocessing leaves it out
+
+
+class Processes:
+    """Starts processes that have imported torch and no more; those that have not ended at the end are killed."""
+
+    def __init__(self) -> None:
+        self._context: Any = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["torch.distributed", "torch.nn.parallel"])
+        self._made: list[tuple[Any, Any]] = []
+
+    def start(self, function: Callable[..., Any], *arguments: Any, **environment: str) -> None:
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(target=_child, args=(theirs, environment, function, arguments))
+        process.start()
+        theirs.close()
+        self._made.append((process, ours))
+
+    def results(self) -> list[Outcome]:
+        """Wait for all, let them end, and forget them; a process that was killed has "killed" for an error."""
+        outcomes = []
+        for _, pipe in self._made:
+            assert pipe.poll(LIMIT), "a process hangs"
+            try:
+                outcomes.append(pipe.recv())
+            except EOFError:
+                outcomes.append(Outcome(error="killed"))
+        for process, pipe in self._made:
+            if process.is_alive():
+                pipe.send("end")
+            process.join(LIMIT)
+            assert process.exitcode in (0, -signal.SIGKILL)
+        self._made.clear()
+        return outcomes
+
+    def values(self) -> list[Any]:
+        outcomes = self.results()
+        assert [outcome.error for outcome in outcomes] == [""] * len(outcomes)
+        return [outcome.value for outcome in outcomes]
+
+    def kill(self) -> None:
+        for process, _ in self._made:
+            process.kill()
+            process.join()
+
+
+@pytest.fixture
+def processes() -> Iterator[Processes]:
+    started = Processes()
+    yield started
+    started.kill()
+
+
+def total() -> float:
+    """The sum of rank + 1 over the default group: a proof that it works, and of its size."""
+    number = torch.tensor([dist.get_rank() + 1.0])
+    dist.all_reduce(number)
+    return float(number)
+
+
+# -- store=
+
+
+def _init(url: str, run_id: str, rank: int, size: int, name: str = "default") -> None:
+    """Nothing in Python holds the store afterwards."""
+    dist.init_process_group("gloo", store=RedisStore(url, run_id, name), rank=rank, world_size=size, timeout=TIMEOUT)
+    gc.collect()
+
+
+def _collectives(url: str, run_id: str, rank: int, size: int) -> dict[str, Any]:
+    _init(url, run_id, rank, size)
+    seen: dict[str, Any] = {"total": total()}
+    first_two = dist.new_group([0, 1])
+    if rank < 2:
+        number = torch.tensor([1.0])
+        dist.all_reduce(number, group=first_two)
+        seen["new group"] = float(number)
+    dist.barrier()
+    dist.monitored_barrier(timeout=TIMEOUT)
+    gathered: list[Any] = [None] * size
+    dist.all_gather_object(gathered, {"rank": rank})
+    seen["gathered"] = [each["rank"] for each in gathered]
+    sent: list[Any] = ["from 1", (1, 2)] if rank == 1 else [None, None]
+    dist.broadcast_object_list(sent, src=1)
+    seen["broadcast"] = sent
+    mine: list[Any] = [None]
+    dist.scatter_object_list(mine, [f"for {i}" for i in range(size)] if rank == 0 else None, src=0)
+    seen["scattered"] = mine[0]
+    return seen
+
+
+def test_collectives_on_a_store_that_only_torch_holds(server: RedisServer, run_id: str, processes: Processes) -> None:
+    for rank in range(3):
+        processes.start(_collectives, server.url, run_id, rank, 3)
+    for rank, seen in enumerate(processes.values()):
+        expected: dict[str, Any] = {"total": 6.0, "gathered": [0, 1, 2], "broadcast": ["from 1", (1, 2)]}
+        expected["scattered"] = f"for {rank}"
+        if rank < 2:
+            expected["new group"] = 2.0
+        assert seen == expected
+
+
+def _ddp_step(url: str, run_id: str, rank: int, size: int) -> list[float]:
+    _init(url, run_id, rank, size)
+    torch.manual_seed(rank)  # each rank begins elsewhere: DDP hands out rank 0's weights
+    model = nn.parallel.DistributedDataParallel(nn.Linear(4, 1))
+    model(torch.full((2, 4), float(rank))).sum().backward()
+    weights, gradients = model.module.weight, model.module.weight.grad
+    assert gradients is not None
+    return [*weights.detach().flatten().tolist(), *gradients.flatten().tolist()]
+
+
+def test_a_ddp_step_gives_all_ranks_the_same_gradients(server: RedisServer, run_id: str, processes: Processes) -> None:
+    for rank in range(2):
+        processes.start(_ddp_step, server.url, run_id, rank, 2)
+    first, second = processes.values()
+    assert first == second
+    assert first[4:] == [1.0] * 4, "the mean of 2 * 0 and 2 * 1"
+
+
+def _again(url: str, run_id: str, rank: int, size: int) -> list[float]:
+    totals = []
+    for attempt in range(3):
+        _init(url, run_id, rank, size, f"attempt-{attempt}")
+        totals.append(total())
+        dist.destroy_process_group()
+    return totals
+
+
+def test_a_group_is_destroyed_and_made_again(server: RedisServer, run_id: str, processes: Processes) -> None:
+    for rank in range(2):
+        processes.start(_again, server.url, run_id, rank, 2)
+    assert processes.values() == [[3.0] * 3] * 2
+
+
+# -- init_method="redis://…"
+
+
+def _join(url: str, **arguments: Any) -> tuple[int, int, float]:
+    dist.init_process_group("gloo", init_method=url, timeout=TIMEOUT, **arguments)
+    return dist.get_rank(), dist.get_world_size(), total()
+
+
+def _url(server: RedisServer, run_id: str, **options: object) -> str:
+    options = {"run_id": run_id, "keep_alive_interval": 0.3} | options
+    return f"{server.url}?" + "&".join(f"{name}={value}" for name, value in options.items())
+
+
+def _join_as(url: str, rank: int, size: int) -> tuple[int, int, float]:
+    return _join(url, rank=rank, world_size=size)
+
+
+@pytest.mark.parametrize("source", ["arguments", "environment", "size alone", "rendezvous"])
+def test_rank_and_world_size(server: RedisServer, run_id: str, processes: Processes, source: str) -> None:
+    url = _url(server, run_id)
+    for rank in range(2):
+        if source == "arguments":
+            processes.start(_join_as, url, rank, 2)
+        elif source == "environment":
+            processes.start(_join, url, RANK=str(rank), WORLD_SIZE="2")
+        elif source == "size alone":
+            processes.start(_join, url, WORLD_SIZE="2")
+        else:
+            processes.start(_join, _url(server, run_id, min_nodes=2, max_nodes=2))
+    joined = processes.values()
+    if source in ("arguments", "environment"):
+        assert joined == [(0, 2, 3.0), (1, 2, 3.0)]
+    assert sorted(joined) == [(0, 2, 3.0), (1, 2, 3.0)]
+
+
+def test_a_group_of_as_many_as_come(server: RedisServer, run_id: str, processes: Processes) -> None:
+    url = _url(server, run_id, min_nodes=2, max_nodes=4, last_call_timeout=1.5)
+    for _ in range(3):
+        processes.start(_join, url)
+    assert sorted(processes.values()) == [(0, 3, 6.0), (1, 3, 6.0), (2, 3, 6.0)]
+
+
+@pytest.mark.parametrize("ranks", [(0, 0), (0, 2)], ids=["twice", "too high"])
+def test_a_wrong_rank_fails_all_processes_at_once(
+    server: RedisServer, run_id: str, processes: Processes, ranks: tuple[int, int]
+) -> None:
+    for rank in ranks:
+        processes.start(_join_as, _url(server, run_id), rank, 2)
+    outcomes = processes.results()
+    refused = [o for o in outcomes if o.error.startswith("ValueError")]
+    others = [o for o in outcomes if o not in refused]
+    assert len(refused) == len(others) == 1
+    assert ("taken twice" if ranks == (0, 0) else "rank=2 is not below the world size of 2") in refused[0].error
+    assert "Round 1" in others[0].error
+    assert refused[0].error.partition(": ")[2][:20] in others[0].error, "they are told why"
+    assert max(o.seconds for o in outcomes) < SOON
+
+
+def test_processes_that_disagree_on_the_world_size(server: RedisServer, run_id: str, processes: Processes) -> None:
+    url = _url(server, run_id, join_timeout=4)
+    for rank, size in ((0, 2), (1, 3)):
+        processes.start(_join_as, url, rank, size)
+    errors = [outcome.error for outcome in processes.results()]
+    assert sum("to 3 nodes, but" in error or "to 2 nodes, but" in error for error in errors) == 1, errors
+    assert sum("had no new round" in error for error in errors) == 1, errors
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK|rank='one' must be a whole number"),
+        ({"RANK": "0"}, "lacks min_nodes"),
+    ],
+)
+def test_a_wrong_environment(
+    server: RedisServer,
+    run_id: str,
+    monkeypatch: pytest.MonkeyPatch,
+    environment: dict[str, str],
+    message: str,
+) -> None:
+    register_init_method()
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=message):
+        dist.init_process_group("gloo", init_method=_url(server, run_id))
+    assert not dist.is_initialized()
+
+
+def _join_and_leave_a_key(url: str) -> tuple[bool, float]:
+    _join(url)
+    store = dist.distributed_c10d._get_default_store()
+    found = store.check(["left behind"])
+    dist.barrier()
+    store.set("left behind", "v")
+    return found, total()
+
+
+def test_two_groups_one_after_the_other_do_not_meet(server: RedisServer, run_id: str, processes: Processes) -> None:
+    for _ in range(2):
+        for _ in range(2):
+            processes.start(_join_and_leave_a_key, _url(server, run_id, min_nodes=2, max_nodes=2))
+        assert processes.values() == [(False, 3.0)] * 2
+
+
+def _join_again_and_again(url: str) -> list[float]:
+    totals = []
+    for _ in range(3):
+        totals.append(_join(url)[2])
+        dist.destroy_process_group()
+    return totals
+
+
+@pytest.mark.parametrize("given", ["rank", "nothing"])
+def test_a_group_by_url_is_made_again(server: RedisServer, run_id: str, processes: Processes, given: str) -> None:
+    for rank in range(2):
+        if given == "rank":
+            processes.start(_join_again_and_again, _url(server, run_id), RANK=str(rank), WORLD_SIZE="2")
+        else:
+            processes.start(_join_again_and_again, _url(server, run_id, min_nodes=2, max_nodes=2))
+    assert processes.values() == [[3.0] * 3] * 2
+
+
+def _die_in_the_round(url: str, rank: int, size: int) -> None:
+    """Goes as far as init_process_group does before it makes the group."""
+    next(dist.rendezvous(url, rank, size, timeout=TIMEOUT))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_process_killed_in_the_middle_ends_the_wait_of_the_others(
+    server: RedisServer, run_id: str, processes: Processes
+) -> None:
+    url = _url(server, run_id)
+    for rank in range(2):
+        processes.start(_join_as, url, rank, 3)
+    processes.start(_die_in_the_round, url, 2, 3)
+    *others, killed = processes.results()
+    assert killed.error == "killed"
+    for outcome in others:
+        assert "lost its lease" in outcome.error
+        assert "Round 1" in outcome.error
+        assert outcome.seconds < LEASE + SOON
+
+
+def test_workers_of_our_agents_join_the_store_of_their_round(
+    server: RedisServer, run_id: str, new_node: NodeFactory, processes: Processes
+) -> None:
+    info = new_node(1, 1).next_rendezvous()
+    environment = {"TORCHELASTIC_RUN_ID": run_id, "REDELASTIC_EPOCH": "1", "WORLD_SIZE": "2"}
+    for rank in range(2):
+        processes.start(_join_again_and_again, server.url, RANK=str(rank), **environment)
+    assert processes.values() == [[3.0] * 3] * 2
+    assert any(key.startswith("worker/") for key in info.store.list_keys())

@@ -1,0 +1,37 @@
+"""A job of `redelastic run` processes that report progress and save when asked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+from torchrun_job import Job
+
+from redelastic.redis.connection import Connection
+from redelastic.redis.keys import RunKeys
+from redelastic.redis.server import RedisServer
+from redelastic.run.control import RunControl
+from redelastic.run.records import Event
+
+DRAINED, STOPPED = 75, 76  # exit codes
+AWARE: Final = Path(__file__).parent / "workers" / "aware.py"
+
+
+class AgentJob(Job):
+    """Nodes with our agent, whose workers know of it."""
+
+    def __init__(self, server: RedisServer, directory: Path, nnodes: str, **more: Any) -> None:
+        super().__init__(server, directory, nnodes, agent=True, **more)
+        self.control = RunControl(Connection.open(server.url), RunKeys(self.run_id))
+
+    def begin(self, *names: str, options: tuple[str, ...] = (), **more: Any) -> None:
+        self.start(*names, script=AWARE, options=options, **more)
+
+    def events(self, kind: str) -> list[Event]:
+        return [event for event in self.control.events() if event.event == kind]
+
+    def wait_event(self, kind: str) -> Event:
+        return self.wait(f"there is an event {kind}", lambda: self.events(kind))[-1]
+
+    def id_of(self, name: str) -> str:
+        return self.control.find(name).id

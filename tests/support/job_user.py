@@ -1,0 +1,56 @@
+"""The user of one job, with the README's rules: how the tests make it, and reach a server and the commands as it."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import psutil
+import redis
+from commands import command
+
+import redelastic
+from redelastic.redis.server import RedisServer
+
+PACKAGE: Final = Path(redelastic.__file__).parent
+README: Final = (Path(__file__).parents[2] / "README.md").read_text()
+CANARY: Final = "c4n4ry-s3cr3t"
+
+
+def readme_rules(run_id: str) -> list[str]:
+    """What the README's `ACL SETUSER` says after the user's name, for that run."""
+    block = README.partition("ACL SETUSER my-job ")[2].partition("```")[0]
+    words = shlex.split(block.replace("\\\n", " "))
+    return [word.replace("my-job", run_id).replace(">password", f">{CANARY}") for word in words]
+
+
+@dataclass
+class AsUser:
+    """A server as a job's user reaches it; what the tests look at with `get_client` they see as its administrator."""
+
+    server: RedisServer
+    url: str
+
+    def get_client(self, **options: Any) -> redis.Redis:
+        return self.server.get_client(**options)
+
+
+def as_user_of(server: RedisServer, run_id: str, *more: str) -> AsUser:
+    with server.get_client() as admin:
+        admin.execute_command("ACL SETUSER", run_id, *readme_rules(run_id), *more)
+    return AsUser(server, f"redis://{run_id}:{CANARY}@{server.endpoint}")
+
+
+def command_line(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
+def run_command(*argv: str, url: str, code: int = 0) -> str:
+    done = command(*argv, "--endpoint", url)
+    assert done.code == code, (argv, done)
+    return done.out + done.err if "--json" not in argv else done.out

