@@ -19,7 +19,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parents[1] / folder) for folder in ("proofs", "support")]  # as pytest has it
+sys.path.extend([str(Path(__file__).parents[1] / folder) for folder in ("proofs", "support")])  # as pytest has it
 
 import lossy_rendezvous
 import lossy_store
