@@ -33,7 +33,7 @@ from redelastic.agent.host import telemetry
 from redelastic.agent.workers import processes
 from redelastic.agent.workers.board import Board
 from redelastic.rendezvous.handler import RedisRendezvousHandler, create_handler
-from redelastic.rendezvous.membership import COARSE
+from redelastic.rendezvous.heartbeat import COARSE
 
 STEP: Final = (
     0.005  # seconds of one step of the training: computed in Python, holding its lock, which is the worst case
@@ -176,7 +176,7 @@ def pause(interval: float) -> float:
 def keeper_alone(url: str, seconds: float) -> dict[str, Any]:
     """CPU of a keeper's thread at its usual pace, in percent of a core."""
     handler = handler_of(url, INTERVAL)
-    keeper: Any = handler.membership._keeper  # noqa: SLF001
+    keeper: Any = handler.membership.heartbeat._keeper  # noqa: SLF001
     clock = time.pthread_getcpuclockid(keeper.ident)
     began, computed = time.monotonic(), time.clock_gettime(clock)
     time.sleep(seconds)

@@ -20,7 +20,8 @@ from benchmarks.harness import raise_limit_of_files
 from redelastic.redis import scripts
 from redelastic.redis.connection import ATTEMPT_TIMEOUT, Connection, Timeout, text
 from redelastic.redis.keys import RunKeys
-from redelastic.rendezvous.membership import COARSE, Membership
+from redelastic.rendezvous.heartbeat import COARSE
+from redelastic.rendezvous.membership import Membership
 from redelastic.rendezvous.settings import Settings
 from redelastic.rendezvous.view import Round
 
@@ -71,7 +72,7 @@ class Node(asyncio.Protocol):
         host = f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}"
         self.connection = Recorder()
         self.membership = Membership(self.connection, keys, settings, host)
-        self.membership._keeper = threading.current_thread()  # noqa: SLF001  # it needs none: this node beats
+        self.membership.heartbeat._keeper = threading.current_thread()  # noqa: SLF001  # it needs none: this node beats
         self.wake, self.interval = keys.wake.encode(), settings.keep_alive_interval
         self.parked, self.epoch = False, 0
         self.entered_at = self.broken_at = self.renewed_at = 0.0
@@ -128,7 +129,7 @@ class Node(asyncio.Protocol):
     async def join(self) -> Round:
         """As Membership.join: returns once this node is in a new round."""
         node = self.membership
-        node._joining = True  # noqa: SLF001
+        node.view.joining = True
         while True:
             self.renewed_at = time.monotonic()
             outcome, *told = await self.through(lambda: node._ask_to_join(PORT, 0.0))  # noqa: SLF001
@@ -139,9 +140,9 @@ class Node(asyncio.Protocol):
                 raise RuntimeError(f"a node that joins is told {text(outcome)!r}: {told}")
             _, wake_id, completes_in, _ = told
             until = time.monotonic() + completes_in / 1000 if completes_in >= 0 else float("inf")
-            self.parked, node._standing = True, "candidate"  # noqa: SLF001
+            self.parked, node.view.standing = True, "candidate"
             self._heard = before = text(wake_id)
-            while self._heard == before and node._standing == "candidate":  # noqa: SLF001
+            while self._heard == before and node.view.standing == "candidate":
                 if (left := until - time.monotonic()) <= 0:
                     break
                 await self._pump(left)
@@ -151,7 +152,7 @@ class Node(asyncio.Protocol):
         while True:
             entered = await self.join()
             self.epoch, self.entered_at = entered.epoch, time.monotonic()
-            while not self.membership.nodes_waiting:
+            while not self.membership.view.nodes_waiting:
                 await self._pump(self.interval)
             self.broken_at = time.monotonic()
             await self.may_join.wait()
@@ -167,22 +168,22 @@ class Node(asyncio.Protocol):
         """Renew the lease."""
         node = self.membership
         self.renewed_at = time.monotonic()
-        await self.through(node._beat)  # noqa: SLF001
+        await self.through(node.heartbeat.beat)
         # not counted from the reply
-        node._next_beat = min(node._next_beat, self.renewed_at + self.interval)  # noqa: SLF001
+        node.heartbeat._next_beat = min(node.heartbeat._next_beat, self.renewed_at + self.interval)  # noqa: SLF001
 
     async def _pump(self, longest: float) -> None:
         node, early = self.membership, min(COARSE, self.interval / 2)
-        if time.monotonic() >= node._next_beat - (0 if node._beat_is_urgent else early):  # noqa: SLF001
+        if time.monotonic() >= node.heartbeat._next_beat - (0 if node.heartbeat._beat_is_urgent else early):  # noqa: SLF001
             await self.beat()
-        until_beat = node._next_beat - early - time.monotonic()  # noqa: SLF001
+        until_beat = node.heartbeat._next_beat - early - time.monotonic()  # noqa: SLF001
         if until_beat <= 0:
             await asyncio.sleep(max(0.0, until_beat + early))
             return
         since, block = {self.wake: self._heard}, min(longest, until_beat)
         if entries := (await self.through(lambda: self.connection.read(since, block))).get(self.wake):
             self._heard = entries[-1][0]
-            node._take_in_wake_ups(entries)  # noqa: SLF001
+            node.view.take_in_wake_ups(entries)
 
 
 async def connected(n: int, login: dict[str, Any], keys: RunKeys, settings: Callable[[int], Settings]) -> list[Node]:

@@ -150,8 +150,8 @@ class RedisElasticAgent(RegroupingAgent):
             opened.callback(ended.set)
             threading.Thread(target=self._observe, args=(ended,), name="redelastic-telemetry", daemon=True).start()
             opened.enter_context(drain_on_signals(self._drain))
-            self._membership.describe = self._describe
-            opened.callback(setattr, self._membership, "describe", json.dumps)
+            self._membership.heartbeat.describe = self._describe
+            opened.callback(setattr, self._membership.heartbeat, "describe", json.dumps)
             try:
                 return super().run(role)
             finally:
@@ -162,7 +162,7 @@ class RedisElasticAgent(RegroupingAgent):
         if not self._asked_to_drain:
             self._asked_to_drain = True
             timeout = self._options.drain_timeout if timeout is None else timeout
-            self._membership.begin_drain(reason, timeout)
+            self._membership.view.begin_drain(reason, timeout)
             self._courier.send(lambda: self._membership.drain(reason, timeout))
 
     # -- rounds
@@ -221,7 +221,9 @@ class RedisElasticAgent(RegroupingAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._close_workers()
         spec = worker_group.spec
-        self._workers = workers = Workers(spec.local_world_size, self._options, self._interval, self._membership.notify)
+        self._workers = workers = Workers(
+            spec.local_world_size, self._options, self._interval, self._membership.view.notify
+        )
         pids: dict[int, Any] = super()._start_workers(worker_group)
         workers.started(pids)
         size = int(worker_group.group_world_size or 0)
@@ -288,8 +290,8 @@ class RedisElasticAgent(RegroupingAgent):
         # Then torch may end the workers that are left when one has failed, and a lost lease may be waited for.
         lease = self._rendezvous_handler.settings.lease
         self._due_by = time.monotonic() + STALL + self._shutdown_timeout + lease
-        if self._membership.stopped:
-            raise RunStoppedError(f"Run {self._membership.run_id!r} was stopped: {self._membership.stopped}.")
+        if self._membership.view.stopped:
+            raise RunStoppedError(f"Run {self._membership.run_id!r} was stopped: {self._membership.view.stopped}.")
         if self._drains:
             self._drains.attend()
 
@@ -307,7 +309,7 @@ class RedisElasticAgent(RegroupingAgent):
             )
 
     def _is_patient(self) -> bool:
-        return self._membership.away < self._rendezvous_handler.settings.read_timeout
+        return self._membership.view.away < self._rendezvous_handler.settings.read_timeout
 
     # -- failures
 
@@ -318,7 +320,7 @@ class RedisElasticAgent(RegroupingAgent):
         return super()._may_restart(result) and not self._verdict
 
     def _leave_if_drained(self) -> None:
-        for drain in self._membership.drains:
+        for drain in self._membership.view.drains:
             if drain.node == self._membership.node:
                 raise DrainedError(drain.node, self._membership.run_id, drain.reason)
 
@@ -326,9 +328,9 @@ class RedisElasticAgent(RegroupingAgent):
         """A node that drains is lost once its workers have ended; ours may have failed for that long before."""
         lost = super()._wait_for_loss(handler)
         self._leave_if_drained()
-        while not lost and self._membership.drains:  # others', which their leases end if nothing else does
+        while not lost and self._membership.view.drains:  # others', which their leases end if nothing else does
             self._come_round()
-            lost = self._membership.wait_for_loss(self._interval)
+            lost = self._membership.view.wait_for_loss(self._interval)
         return lost
 
     def _give_up(self, result: RunResult) -> None:
@@ -434,8 +436,8 @@ class RedisElasticAgent(RegroupingAgent):
     def status(self) -> dict[str, Any]:
         """What this node's heartbeat says, and which run and node it is."""
         membership = self._membership
-        who = {"run_id": membership.run_id, "node": membership.node, "redis_away": membership.away}
-        return {**who, **self._extended(membership.status())}
+        who = {"run_id": membership.run_id, "node": membership.node, "redis_away": membership.view.away}
+        return {**who, **self._extended(membership.heartbeat.status())}
 
     def stalled(self) -> str:
         """Why the agent's loop is taken for dead; empty while it lives."""
@@ -444,7 +446,7 @@ class RedisElasticAgent(RegroupingAgent):
 
     def unready(self) -> str:
         """Why no workers run in a round; empty while they do."""
-        state = {**self._membership.status(), **self._own_state()}["state"]
+        state = {**self._membership.heartbeat.status(), **self._own_state()}["state"]
         if state != "running":
             return f"the node is {state}"
         return "" if self._worker_group.state == WorkerState.HEALTHY else "the workers do not run"

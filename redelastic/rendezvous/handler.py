@@ -157,11 +157,11 @@ class RedisRendezvousHandler(RendezvousHandler):
         if self._not_yet_reached and self._entered:
             self._not_yet_reached = False
             threading.Thread(target=self._try_to_reach, args=(self._entered,), name=REACH_THREAD, daemon=True).start()
-        return self.membership.nodes_waiting
+        return self.membership.view.nodes_waiting
 
     def _try_to_reach(self, entered: Round) -> None:
         def is_over() -> bool:
-            return self._shut_down or self._entered is not entered or self.membership.nodes_waiting > 0
+            return self._shut_down or self._entered is not entered or self.membership.view.nodes_waiting > 0
 
         host, port = entered.host, entered.port
         if not (why := why_unreached(host, port, REACH_TIMEOUT, is_over)):
@@ -184,7 +184,7 @@ class RedisRendezvousHandler(RendezvousHandler):
     @property
     def nodes_lost(self) -> int:
         """How many nodes of the round before did not come back for this one."""
-        return self.membership.nodes_lost
+        return self.membership.view.nodes_lost
 
     @property
     def settings(self) -> Settings:
@@ -198,7 +198,7 @@ class RedisRendezvousHandler(RendezvousHandler):
 
     def wait_for_loss(self) -> bool:
         """Wait for as long as it can take until the loss of a member is known; returns whether one is lost."""
-        return self.membership.wait_for_loss(self._settings.lease + DETECTION)
+        return self.membership.view.wait_for_loss(self._settings.lease + DETECTION)
 
     def is_closed(self) -> bool:
         """Whether the run is closed.
@@ -206,7 +206,7 @@ class RedisRendezvousHandler(RendezvousHandler):
         Raises:
             RendezvousConnectionError: Redis could not be reached.
         """
-        return bool(self.membership.closed) or self.membership.ask_whether_closed()
+        return bool(self.membership.view.closed) or self.membership.ask_whether_closed()
 
     def set_closed(self) -> None:
         """Close the run, for ever and for every node (I5).

@@ -62,26 +62,32 @@ class View:
     Attributes:
         run_id: the run's id.
         node: id of this node.
+        round: the one that this node is in; None while it is in none.
+        joining: whether this node has asked to join the next one.
+        fenced: whether it lost its lease.
+        standing: what Redis last said of it: "candidate", "member", "fenced" or "unknown".
+        drain: that this node was asked to drain; None if it was not.
+        record_of_closing: why the run's record says that it is closed, and whether that means a stop.
     """
 
     def __init__(self, run_id: str) -> None:
         self.run_id = run_id
         self.node = ""
         self._lock = threading.Condition()  # guards what follows; never held while Redis is asked
-        self._round: Round | None = None
-        self._joining = False
+        self.round: Round | None = None
+        self.joining = False
         self._broken = ""  # why the round is broken; "" while it is not
         self._last_break = (0, "", 0, False)  # epoch, and what `_break` takes: it may be heard of before that round
         self._news = False  # whether there is something that an agent has not seen yet, and may have to act upon
         self._member_lost = False  # whether it is broken because a member died or left
-        self._fenced = False  # whether this node lost its lease
-        self._standing = ""  # what Redis last said of this node: "candidate", "member", "fenced" or "unknown"
+        self.fenced = False
+        self.standing = ""
         self._waiting = 0  # nodes that wait for the next round, as far as known
         self._closed = ""  # why; "" while it is not
         self._stop = False  # whether that means that workers have to end too
-        self._record_of_closing = ("", 0)  # as the run's record had it; a wake-up alone proves nothing
+        self.record_of_closing = ("", 0)  # a wake-up alone proves nothing
         self._drains: dict[str, tuple[int, Drain]] = {}  # of others, by node, with the epoch in which they were asked
-        self._drain: Drain | None = None  # of this one, whatever its id; set by a signal's handler too, so not guarded
+        self.drain: Drain | None = None  # whatever this node's id; set by a signal's handler too, so not guarded
         self._away_since: float | None = None  # since when Redis does not answer; None while it does
         self._complain_at: dict[str, float] = {}  # of it, again, by kind of error
 
@@ -91,18 +97,18 @@ class View:
     def nodes_waiting(self) -> int:
         """How many nodes wait for this one to regroup; 0 while its round stands."""
         with self._lock:
-            return max(1, self._waiting) if self._round and self._broken else 0
+            return max(1, self._waiting) if self.round and self._broken else 0
 
     @property
     def nodes_lost(self) -> int:
         """How many nodes of the round before did not come back for this one."""
-        entered = self._round
+        entered = self.round
         return entered.lost if entered else 0
 
     def wait_for_loss(self, timeout: float) -> bool:
         """Wait until a member of this node's round is lost, for ``timeout`` seconds; returns whether one is."""
         with self._lock:
-            timeout = 0.0 if self._round and self._round.size == 1 else timeout
+            timeout = 0.0 if self.round and self.round.size == 1 else timeout
             return self._lock.wait_for(lambda: self._member_lost, timeout)
 
     def wait_for_news(self, timeout: float) -> None:
@@ -133,9 +139,9 @@ class View:
     def drains(self) -> list[Drain]:
         """Which nodes were asked to drain since this node entered its round, as far as is known."""
         with self._lock:
-            epoch = self._round.epoch if self._round else 0
+            epoch = self.round.epoch if self.round else 0
             others = [drain for asked_in, drain in self._drains.values() if asked_in == epoch]
-        return [*others, replace(self._drain, node=self.node)] if self._drain else others
+        return [*others, replace(self.drain, node=self.node)] if self.drain else others
 
     @property
     def away(self) -> float:
@@ -145,19 +151,35 @@ class View:
 
     # -- what it is told
 
+    def become(self, node: str) -> None:
+        """This node comes back as another one, which is in no round."""
+        with self._lock:
+            self.node, self.round = node, None
+
+    def forget_round(self) -> None:
+        """This node has left."""
+        with self._lock:
+            self.round, self.joining = None, False
+
+    def take_in_closing(self, why: str, *, stop: bool = False) -> None:
+        """The run is closed; ``stop`` says whether workers have to end too, which is never taken back."""
+        self._closed, self._stop = why, stop or self._stop
+
     def begin_drain(self, reason: str, timeout: float) -> None:
         """This node is to drain; ``timeout`` is in seconds. Needs no lock: a signal's handler may call it."""
-        self._drain = self._drain or Drain(self.node, reason, timeout)
+        self.drain = self.drain or Drain(self.node, reason, timeout)
 
-    def _take_in_round(self, entered: Round) -> None:
+    def take_in_round(self, entered: Round) -> None:
+        """This node has entered a round."""
         with self._lock:
-            self._round = entered
-            self._broken, self._member_lost, self._fenced, self._waiting, self._joining = "", False, False, 0, False
+            self.round = entered
+            self._broken, self._member_lost, self.fenced, self._waiting, self.joining = "", False, False, 0, False
             self._drains = {node: asked for node, asked in self._drains.items() if asked[0] == entered.epoch}
             if self._last_break[0] == entered.epoch:
                 self._break(*self._last_break[1:])
 
-    def _take_in_wake_ups(self, entries: Entries) -> None:
+    def take_in_wake_ups(self, entries: Entries) -> None:
+        """What the run's stream of wake-ups says."""
         with self._lock:
             for _, change in entries:
                 event, reason = change.get("event"), words(change.get("reason", ""))
@@ -174,36 +196,36 @@ class View:
                 elif event == "broken":
                     epoch, waiting = _number(change.get("epoch")), _number(change.get("waiting"))
                     self._last_break = (epoch, reason or "nobody says why", waiting, change.get("lost") == "1")
-                    if self._round and self._round.epoch == epoch:
+                    if self.round and self.round.epoch == epoch:
                         self._break(*self._last_break[1:])
 
-    def _take_in_beat(self, asked_as: str, asked_in: Round | None, told: list[Any]) -> None:
+    def take_in_beat(self, asked_as: str, asked_in: Round | None, told: list[Any]) -> None:
         """The reply of ``lua/beat.lua`` to the node ``asked_as``, which held the round ``asked_in``."""
         standing, epoch, broken, candidates, closed, _, stop, drain = told
         with self._lock:
             self._closed, self._stop = words(closed) or self._closed, bool(stop) or self._stop
-            self._record_of_closing = (text(closed), stop) if closed else self._record_of_closing
+            self.record_of_closing = (text(closed), stop) if closed else self.record_of_closing
             if asked_as != self.node:
                 return
-            self._standing = text(standing)
+            self.standing = text(standing)
             timeout, _, why = text(drain).partition(" ")
-            if timeout and self._drain is None:
+            if timeout and self.drain is None:
                 self.begin_drain(words(why), _number(timeout) / 1000)
                 self._tell()
-            if asked_in and self._round is asked_in and not self._joining:
+            if asked_in and self.round is asked_in and not self.joining:
                 self._judge(asked_in, epoch, words(broken), candidates)
 
     def _judge(self, mine: Round, epoch: int, broken: str, candidates: int) -> None:
-        if self._standing == "member" and epoch == mine.epoch:
+        if self.standing == "member" and epoch == mine.epoch:
             if broken:
                 self._break(broken, candidates, member_lost=False)
-        elif self._standing != "unknown" and not self._fenced:  # "unknown": the server lost its data, and judges nobody
-            self._fenced = True
+        elif self.standing != "unknown" and not self.fenced:  # "unknown": the server lost its data, and judges nobody
+            self.fenced = True
             self._break(f"{self.node}, which is this node, lost its lease", candidates, member_lost=True)
 
     def _break(self, reason: str, waiting: int, member_lost: bool) -> None:
-        if self._round and (not self._broken or (member_lost and reason != self._broken)):
-            log.warning("Round %s of run %r is broken: %s.", self._round.epoch, self.run_id, reason)
+        if self.round and (not self._broken or (member_lost and reason != self._broken)):
+            log.warning("Round %s of run %r is broken: %s.", self.round.epoch, self.run_id, reason)
         self._broken, self._waiting, self._member_lost = reason, waiting, self._member_lost or member_lost
         self._tell()
 
@@ -211,7 +233,8 @@ class View:
         self._news = True
         self._lock.notify_all()
 
-    def _take_in_outage(self, error: Exception) -> None:
+    def take_in_outage(self, error: Exception) -> None:
+        """Redis does not answer this node."""
         now, kind = time.monotonic(), re.sub(r"[0-9]+", "", str(error))
         if self._away_since is None:
             self._away_since = now
@@ -222,7 +245,8 @@ class View:
                 *(self.node, self.run_id, self.away, error),
             )
 
-    def _take_in_return(self) -> None:
+    def take_in_return(self) -> None:
+        """Redis has answered this node, and may have been away."""
         if self._away_since is not None:
             log.warning("Redis is back for node %s of run %r, after %.1f s.", self.node, self.run_id, self.away)
             self._away_since = None

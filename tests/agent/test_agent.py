@@ -392,7 +392,7 @@ def test_livez_fails_when_the_loop_has_stalled(new_node: NodeFactory, tmp_path: 
             assert refused.value.code == 503
             assert re.fullmatch(r"the agent's loop is \d+ s late", refused.value.read().decode().strip())
         finally:
-            node.membership._stop, node.membership._closed = True, "the test is over"
+            node.membership.view._stop, node.membership.view._closed = True, "the test is over"
             release.set()
         with pytest.raises(RunStoppedError, match="the test is over"):
             ended.result(LIMIT)

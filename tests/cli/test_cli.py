@@ -44,7 +44,7 @@ def control(connection: Connection, keys: RunKeys) -> RunControl:
 
 
 def with_agent(node: RedisRendezvousHandler) -> RedisRendezvousHandler:
-    node.membership.describe = lambda base: json.dumps(base | {"agent": "redelastic"})
+    node.membership.heartbeat.describe = lambda base: json.dumps(base | {"agent": "redelastic"})
     return node
 
 
@@ -250,8 +250,8 @@ class TestDrain:
         assert done.code == 0
         assert (done.json["node"], done.json["asked"], done.json["left"]) == (members[1].node, True, None)
         for member in members:
-            until(lambda member=member: member.drains, "the node hears of it")  # type: ignore[misc]
-            [told] = member.drains
+            until(lambda member=member: member.view.drains, "the node hears of it")  # type: ignore[misc]
+            [told] = member.view.drains
             assert (told.node, told.timeout) == (members[1].node, 12)
             assert told.reason.endswith(": spot VM goes")
         again = cli("drain", run_id, named)
@@ -265,7 +265,7 @@ class TestDrain:
         node.next_rendezvous()
 
         def agent() -> None:
-            until(lambda: node.membership.drains, "it is asked")
+            until(lambda: node.membership.view.drains, "it is asked")
             node.end("drained", "goes on")
 
         leaving = pool.submit(agent)
@@ -281,7 +281,7 @@ class TestDrain:
         victim = nodes[0].membership
 
         def die() -> None:
-            until(lambda: victim.drains, "it is asked")
+            until(lambda: victim.view.drains, "it is asked")
             victim.stop()
 
         dying = pool.submit(die)
@@ -311,8 +311,8 @@ class TestClose:
         done = cli("close", run_id, "--reason", "enough", "--json")
         assert (done.code, done.json["before"], done.json["stopped"]) == (0, False, False)
         assert done.json["closed"].endswith(": enough")
-        until(lambda: node.membership.closed, "the node hears of it")
-        assert not node.membership.stopped
+        until(lambda: node.membership.view.closed, "the node hears of it")
+        assert not node.membership.view.stopped
         again = cli("close", run_id, "--reason", "enough", "--json")  # in the same words
         assert (again.code, again.json["before"]) == (0, True)
 
@@ -321,7 +321,7 @@ class TestClose:
         node.next_rendezvous()
         done = cli("close", run_id, "--stop")
         assert (done.code, "end their workers" in done.out) == (0, True)
-        until(lambda: node.membership.stopped, "the node hears of it")
+        until(lambda: node.membership.view.stopped, "the node hears of it")
         assert "was closed before, by" in cli("close", run_id, "--stop").out
 
     def test_stop_after_close(self, cli: Cli, new_node: NodeFactory, run_id: str) -> None:
@@ -331,7 +331,7 @@ class TestClose:
         done = cli("close", run_id, "--stop", "--json")
         assert (done.code, done.json["before"], done.json["stopped"]) == (0, True, True)
         assert done.json["closed"].endswith(": enough")
-        until(lambda: node.membership.stopped, "the node hears of it")
+        until(lambda: node.membership.view.stopped, "the node hears of it")
         assert cli("close", run_id, "--json").json["stopped"]
 
 
@@ -379,6 +379,6 @@ def _wake_ups(connection: Connection, keys: RunKeys) -> list[str]:
 
 
 def rank_of(member: Membership) -> int:
-    entered = member._round
+    entered = member.view.round
     assert entered is not None
     return entered.rank

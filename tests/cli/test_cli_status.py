@@ -42,7 +42,7 @@ def cli(server: RedisServer) -> Cli:
 
 def tell(node: RedisRendezvousHandler, **status: Any) -> RedisRendezvousHandler:
     """Have a node say more of itself, as our agent does."""
-    node.membership.describe = lambda base: json.dumps(base | {"agent": "redelastic"} | status)
+    node.membership.heartbeat.describe = lambda base: json.dumps(base | {"agent": "redelastic"} | status)
     return node
 
 

@@ -79,7 +79,7 @@ def test_a_lost_closing(shard: Shard, new_node: NodeFactory, run_id: str) -> Non
     join(*nodes)
     with lost_writes(shard, run_id):
         nodes[0].set_closed()
-        wait_until(lambda: nodes[1].membership._record_of_closing[0] != "", "the other has heard it", LIMIT)
+        wait_until(lambda: nodes[1].membership.view.record_of_closing[0] != "", "the other has heard it", LIMIT)
     wait_until(lambda: bool((run := state(nodes[0])) and run.closed), "it is put back", LIMIT)
     for node in nodes:
         with pytest.raises(RendezvousClosedError):
@@ -112,10 +112,10 @@ class Way:
 
     def __init__(self, node: RedisRendezvousHandler) -> None:
         self._membership = node.membership
-        self._inner = node.membership._connection
+        self._inner = node.membership.heartbeat.connection
         self._open = threading.Event()
         self._open.set()
-        node.membership._connection = cast("Any", self)
+        node.membership.heartbeat.connection = cast("Any", self)
         self.shut, self.open = self._open.clear, self._open.set
 
     def __getattr__(self, name: str) -> Any:
@@ -125,9 +125,9 @@ class Way:
 
     def join_and_lose_the_reply(self) -> None:
         """Shut it first: only this request passes."""
-        self._membership._connection = self._inner
+        self._membership.heartbeat.connection = self._inner
         self._membership._ask_to_join(1, time.monotonic() + LIMIT)
-        self._membership._connection = cast("Any", self)
+        self._membership.heartbeat.connection = cast("Any", self)
 
 
 @pytest.mark.fault(
@@ -157,8 +157,8 @@ def test_a_lost_round_that_one_node_entered(
             ways[two].join_and_lose_the_reply()
             assert heard.result(LIMIT).world_size == 3
             ways[lucky].shut()
-        assert lucky.membership._round is not None
-        assert lucky.membership._round.epoch == 2
+        assert lucky.membership.view.round is not None
+        assert lucky.membership.view.round.epoch == 2
         if case == "it comes first":
             ways[lucky].open()
             wait_until(lambda: (run := state(newcomer)) is not None and run.epoch == 2, "it is put back", LIMIT)

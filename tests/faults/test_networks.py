@@ -189,7 +189,7 @@ def test_a_member_is_cut_off(
         ranks = join(*others)
         assert sorted(ranks.values()) == [(0, 2), (1, 2)]
         measured("survivors regrouped", time.monotonic() - since)
-        wait_until(lambda: cut.handler.membership.away > 0, "it has noticed that Redis is away")
+        wait_until(lambda: cut.handler.membership.view.away > 0, "it has noticed that Redis is away")
         assert not cut.told, "it keeps its round, and its workers (I9)"
     healed = time.monotonic()
     wait_until(lambda: cut.told, "it hears that it was fenced")

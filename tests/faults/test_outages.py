@@ -172,9 +172,9 @@ def test_whoever_comes_first_to_an_empty_server_gives_way(own_server: RedisServe
     join(*old)
     with ExitStack() as thaw:
         for node in old:  # they come later
-            beat = node.membership._beat
-            node.membership._beat = lambda: None  # type: ignore[method-assign]
-            thaw.callback(setattr, node.membership, "_beat", beat)
+            beat = node.membership.heartbeat.beat
+            node.membership.heartbeat.beat = lambda: None  # type: ignore[method-assign]
+            thaw.callback(setattr, node.membership.heartbeat, "beat", beat)
         own_server.get_client().flushall()
         newcomer = new_node(1, 3, url=own_server.url, keep_alive_interval=INTERVAL, last_call_timeout=0)
         assert join(newcomer) == [(0, 1)]
@@ -191,7 +191,7 @@ def test_what_was_closed_stays_closed(own_server: RedisServer, new_node: NodeFac
     nodes = [new_node(2, 2, url=own_server.url, keep_alive_interval=INTERVAL) for _ in range(2)]
     join(*nodes)
     nodes[0].set_closed()
-    wait_until(lambda: nodes[1].membership._record_of_closing[0] != "", "the other has heard it", 20)
+    wait_until(lambda: nodes[1].membership.view.record_of_closing[0] != "", "the other has heard it", 20)
     own_server.get_client().flushall()
     wait_until(lambda: bool((run := state(nodes[0])) and run.closed), "it is put back", 20)
 
@@ -203,13 +203,13 @@ def test_who_finishes_closes_a_run_that_is_forgotten(
 ) -> None:
     nodes = [new_node(1, 2, url=own_server.url, keep_alive_interval=INTERVAL) for _ in range(2)]
     join(*nodes)
-    beat = nodes[1].membership._beat
-    nodes[1].membership._beat = lambda: None  # type: ignore[method-assign]  # the other speaks later
+    beat = nodes[1].membership.heartbeat.beat
+    nodes[1].membership.heartbeat.beat = lambda: None  # type: ignore[method-assign]  # the other speaks later
     own_server.get_client().flushall()
     assert nodes[0].end("finished", run_then)
-    nodes[1].membership._beat = beat  # type: ignore[method-assign]
-    wait_until(lambda: nodes[1].membership.closed, "the other has heard of it", 20)
-    assert bool(nodes[1].membership.stopped) == (run_then == "stops")
+    nodes[1].membership.heartbeat.beat = beat  # type: ignore[method-assign]
+    wait_until(lambda: nodes[1].membership.view.closed, "the other has heard of it", 20)
+    assert bool(nodes[1].membership.view.stopped) == (run_then == "stops")
     assert nodes[1].num_nodes_waiting() == 0
 
 

@@ -253,12 +253,12 @@ def test_small_jumps_ahead_count_as_time(site: Site, new_node: NodeFactory) -> N
     join(*nodes)
     beating, other = (node.membership for node in nodes)
     site.jump()
-    beating._beat()
+    beating.heartbeat.beat()
     assert [node.num_nodes_waiting() for node in nodes] == [0, 0], "one is harmless"
-    other._beat()
+    other.heartbeat.beat()
     for _ in range(3):  # within less than an interval of the other's own time
         site.jump()
-        beating._beat()
+        beating.heartbeat.beat()
     assert [event.node for event in events(nodes[0], "lost")] == [other.node]
     assert not events(nodes[0], "outage"), "none was taken for one"
     wait_until(lambda: all(node.num_nodes_waiting() for node in nodes), "both are told", 20)

@@ -44,7 +44,7 @@ def wait_for_a_lease(nodes: list[RedisRendezvousHandler], joins: list[Future[Any
     def noticed() -> bool:
         for ended in (one for one in joins if one.done()):
             raise AssertionError(f"a join did not wait: {ended.exception() or ended.result()!r}")
-        return time.monotonic() > over and all(node.membership.away for node in nodes)
+        return time.monotonic() > over and all(node.membership.view.away for node in nodes)
 
     wait_until(noticed, "all notice it")
 

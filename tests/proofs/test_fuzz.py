@@ -150,7 +150,7 @@ def fuzz_histories(dice: Dice) -> None:
 def member(*replies: Any) -> Membership:
     settings = Settings(run_id="job", min_nodes=1, max_nodes=3)
     made = Membership(cast("Connection", Replies(*replies)), RunKeys("job"), settings, "127.0.0.1")
-    made._keeper = cast("Any", "none: these replies are not asked for")
+    made.heartbeat._keeper = cast("Any", "none: these replies are not asked for")
     return made
 
 
@@ -169,9 +169,9 @@ def fuzz_wake_ups(dice: Dice) -> None:
         entries.append(
             (f"{i}-0", {k: dice.told() if dice.random() < 0.3 else v for k, v in change.items() if dice.random() < 0.9})
         )
-    node._take_in_wake_ups(entries)
-    assert node.nodes_waiting >= 0
-    assert all(drain.timeout >= 0 and math.isfinite(drain.timeout) for drain in node.drains)
+    node.view.take_in_wake_ups(entries)
+    assert node.view.nodes_waiting >= 0
+    assert all(drain.timeout >= 0 and math.isfinite(drain.timeout) for drain in node.view.drains)
 
 
 def fuzz_replies(dice: Dice) -> None:
@@ -189,8 +189,8 @@ def fuzz_replies(dice: Dice) -> None:
     ]
     node = member(beat, [dice.raw(), 0, 0], [dice.choice((None, dice.raw())), None])
     node._enter(node._round_from(2, 0, 2, b"host 1", 1, 0))
-    node._beat()
-    assert all(math.isfinite(each.timeout) for each in node.drains)
+    node.heartbeat.beat()
+    assert all(math.isfinite(each.timeout) for each in node.view.drains)
     with contextlib.suppress(RendezvousError):
         node._refuse_closed(dice.raw(), dice.randrange(2), dice.randrange(2))
     with contextlib.suppress(RendezvousStateError):

@@ -76,9 +76,9 @@ def plant(client: redis.Redis, keys: RunKeys) -> None:
 def operations(connection: Connection, keys: RunKeys, dice: Dice) -> Iterator[Callable[[], object]]:
     settings = Settings(run_id=keys.run_id, min_nodes=1, max_nodes=3, ttl=60)
     node = Membership(connection, keys, settings, "127.0.0.1")
-    node._keeper = cast("Any", "none: beats are the test's")
-    node.node = dice.choice((NODES[0], NODES[2], "new-1-0123456789ab"))
-    node._run_keys = [*keys.types, keys.status(node.node)]
+    node.heartbeat._keeper = cast("Any", "none: beats are the test's")
+    node.view.node = dice.choice((NODES[0], NODES[2], "new-1-0123456789ab"))
+    node.heartbeat.keys = [*keys.types, keys.status(node.node)]
     control, backend = RunControl(connection, keys), RedisRendezvousBackend(connection, keys.run_id)
     store = RedisStore(connection, keys.run_id, epoch=2, timeout=0.05)
 
@@ -89,9 +89,9 @@ def operations(connection: Connection, keys: RunKeys, dice: Dice) -> Iterator[Ca
 
     def hear() -> None:
         for entries in connection.read({keys.wake.encode(): "0"}, 0.001).values():
-            node._take_in_wake_ups(entries)
+            node.view.take_in_wake_ups(entries)
 
-    yield from (join, node._beat, hear)
+    yield from (join, node.heartbeat.beat, hear)
     yield from (lambda: node.charge(time.monotonic(), 3, "why", (3, 3, 3), final=False), node.ask_whether_closed)
     yield from (
         control.state,

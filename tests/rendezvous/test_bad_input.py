@@ -233,7 +233,7 @@ def test_garbage_in_the_wake_stream_stops_no_keep_alive(
     fields = {name: value.encode("utf-8", "surrogateescape") for name, value in entry.items()}
     client.xadd(keys.wake, fields)  # type: ignore[arg-type]
     client.xadd(keys.wake, {"event": "closed", "reason": "the last entry"})
-    servers.wait_until(lambda: node.membership.closed == "the last entry", "the keeper has read them all", 5)
+    servers.wait_until(lambda: node.membership.view.closed == "the last entry", "the keeper has read them all", 5)
     before = beat_count(client)
     servers.wait_until(lambda: beat_count(client) > before + 3, "it goes on beating", 5)
     assert node.num_nodes_waiting() >= 0
@@ -431,7 +431,7 @@ def test_a_native_handler_needs_a_client_of_bytes(server: RedisServer, run_id: s
 def test_no_thread_is_left_behind(new_node: NodeFactory) -> None:
     node = new_node(1, 1)
     node.next_rendezvous()
-    keeper = node.membership._keeper
+    keeper = node.membership.heartbeat._keeper
     assert keeper in threading.enumerate()
     assert node.shutdown() is True
     assert keeper is not None

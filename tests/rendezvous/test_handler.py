@@ -34,7 +34,7 @@ from redelastic import plugin
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.handler import EPOCH_VARIABLE, RedisRendezvousHandler
-from redelastic.rendezvous.membership import COARSE, SPREAD
+from redelastic.rendezvous.heartbeat import COARSE, SPREAD
 from redelastic.store import RoundBrokenError
 
 Node = RedisRendezvousHandler
@@ -213,8 +213,8 @@ class TestRegrouping:
         self, new_node: NodeFactory, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         beats: list[tuple[float, bool]] = []
-        member = new_node(keep_alive_interval=30).membership
-        monkeypatch.setattr(member, "_beat_is_due_in", lambda seconds, *, urgent: beats.append((seconds, urgent)))
+        member = new_node(keep_alive_interval=30).membership.heartbeat
+        monkeypatch.setattr(member, "is_due_in", lambda seconds, *, urgent: beats.append((seconds, urgent)))
         for size in (1, 2, 16, 1000):
             beats.clear()
             for _ in range(1000):
@@ -228,7 +228,7 @@ class TestRegrouping:
     def test_who_does_not_look_finds_a_silent_member_if_nobody_else_does(
         self, new_node: NodeFactory, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("redelastic.rendezvous.membership.LOOKERS", 0)
+        monkeypatch.setattr("redelastic.rendezvous.heartbeat.LOOKERS", 0)
         nodes = [new_node(1, 3, keep_alive_interval=1) for _ in range(3)]
         join_all(pool, *nodes)
         nodes[0].membership.stop()
@@ -238,10 +238,10 @@ class TestRegrouping:
         """It may be the one that looks after the lease of another silent node (I7)."""
         node = new_node(1, 2, keep_alive_interval=30)
         node.next_rendezvous()
-        node.membership._beat_is_due_in(20)
-        due = node.membership._next_beat
+        node.membership.heartbeat.is_due_in(20)
+        due = node.membership.heartbeat._next_beat
         node.membership._ask_to_join(1, time.monotonic() + 5)
-        assert node.membership._next_beat == due
+        assert node.membership.heartbeat._next_beat == due
 
     @pytest.mark.parametrize("field", ["completed_at", "master", "rank"])
     def test_a_member_of_another_round_with_the_same_epoch_is_fenced(
@@ -337,9 +337,9 @@ class TestRegrouping:
         """A heartbeat's reply may say that the round is broken before the wake-up says that a member is lost."""
         node = new_node(1, 1)
         node.next_rendezvous()
-        with node.membership._lock:
+        with node.membership.view._lock:
             for member_lost in (False, True, True):
-                node.membership._break("n1 lost its lease", 0, member_lost)
+                node.membership.view._break("n1 lost its lease", 0, member_lost)
         assert sum("n1 lost its lease" in text for text in caplog.messages) == 1
 
     def test_a_late_node_does_not_end_the_waits(self, new_node: NodeFactory, pool: ThreadPoolExecutor) -> None:

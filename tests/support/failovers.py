@@ -106,7 +106,7 @@ def settle(nodes: Group) -> None:
 
     def agreed() -> bool:
         run = state(nodes[0])
-        rounds = [node.membership._round for node in nodes]
+        rounds = [node.membership.view.round for node in nodes]
         return (
             run is not None
             and not run.broken

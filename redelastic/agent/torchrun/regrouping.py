@@ -70,7 +70,7 @@ class RegroupingAgent(LocalElasticAgent):
         the agent would end, and with it the job; so it waits for as long as a lease first.
         """
         if self._handler is not None:
-            self._handler.membership.wait_for_news(self._pause())
+            self._handler.membership.view.wait_for_news(self._pause())
         result = self._look(worker_group)
         if result.state in {WorkerState.FAILED, WorkerState.UNHEALTHY}:
             self._charged = self._may_restart(result)

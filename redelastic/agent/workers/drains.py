@@ -69,7 +69,7 @@ class Drains:
         Raises:
             DrainedError: this node has drained.
         """
-        for drain in self._membership.drains:
+        for drain in self._membership.view.drains:
             if drain.node not in self._until:
                 log.warning(
                     "Node %s drains (%s): the workers may save for %g s.", *(drain.node, drain.reason, drain.timeout)
@@ -84,7 +84,7 @@ class Drains:
                 self._courier.send(partial(self._add, _key(drain.node), 1))
             if drain.node == self._membership.node:
                 saved = self._size if self._size == 1 and drain.node in self._told else self._saved
-                if over or self._membership.nodes_waiting > 0 or saved >= self._size:
+                if over or self._membership.view.nodes_waiting > 0 or saved >= self._size:
                     raise DrainedError(drain.node, self._membership.run_id, drain.reason)
                 if not self._counting:  # while Redis is away that takes long
                     self._counting = True

@@ -155,7 +155,7 @@ class Node:
                 self._note("leaving", why=why)
                 handler.end(why, "closes" if why == "finished" else "goes on")
                 return
-            self._note("broken", epoch=epoch, why=handler.membership._broken)
+            self._note("broken", epoch=epoch, why=handler.membership.view._broken)
             time.sleep(self._told["lag"])  # so long it takes to stop workers, who train until then
             worker.stop()
 
@@ -169,10 +169,10 @@ class Node:
                 self._note("closed")
             if self._finished:
                 return "finished"
-            if handler.membership.closed:
-                self._note("heard", why=handler.membership.closed)
+            if handler.membership.view.closed:
+                self._note("heard", why=handler.membership.view.closed)
                 return "heard"
-            if any(drain.node == handler.membership.node for drain in handler.membership.drains):
+            if any(drain.node == handler.membership.node for drain in handler.membership.view.drains):
                 return "drained"
             time.sleep(POLL)
         return ""

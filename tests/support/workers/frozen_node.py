@@ -26,7 +26,7 @@ class Node:
         store = handler.next_rendezvous().store
         assert isinstance(store, RedisStore)
         self.handler, self.store, membership = handler, store, handler.membership
-        self._id, self._run, self._known = membership.node, [*membership._run_keys], membership._known()
+        self._id, self._run, self._known = membership.node, [*membership.heartbeat.keys], membership.heartbeat.known()
         self._store_keys = [store._keys.data, store._keys.waits, store._keys.once]
 
     def ask(self, script: scripts.Script, *args: Any) -> Any:

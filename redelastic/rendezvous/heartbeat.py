@@ -1,0 +1,199 @@
+"""A node's heartbeat: who it is to the run, what it says at each call, and the loop that keeps lease and view fresh."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import random
+import threading
+import time
+import uuid
+import weakref
+from collections.abc import Callable
+from typing import Any, Final
+
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousStateError
+
+from redelastic.redis import scripts
+from redelastic.redis.connection import Connection, RefusesWritesError, UnreachableError, require_keys_of_types
+from redelastic.redis.keys import RunKeys, check_key_part
+
+from .settings import Settings
+from .view import View
+
+log = logging.getLogger(__name__)
+
+RETRY_PAUSE: Final = 0.2  # between attempts of the loop while Redis is away, in seconds
+COARSE: Final = 0.11  # Redis ends a blocking read up to 100 ms late: it looks at its clients ten times a second
+SPREAD: Final = 0.05  # nodes that wait for the same lease to run out look at it within this time, in seconds
+LOOKERS: Final = 16  # about so many of a group do; its others are woken by them
+NO_ROUND: Final = (0, 0, 0, "", 0)  # what a node tells of its round while it holds none
+
+
+class Heartbeat:
+    """What keeps a node in its run: it renews the lease, and takes in what the run's wake-ups say.
+
+    Attributes:
+        view: what this node knows of the run; its ``node`` is who it is.
+        connection: to Redis.
+        keys: of the run, with the key of this node's status.
+        host: address of this node for its peers.
+        describe: writes the status that heartbeats carry.
+    """
+
+    def __init__(self, connection: Connection, keys: RunKeys, settings: Settings, host: str) -> None:
+        self.view = View(keys.run_id)
+        self.connection = connection
+        self.describe: Callable[[dict[str, Any]], str] = json.dumps
+        self.stopped = threading.Event()
+        self._run_keys = keys
+        self._settings = settings
+        self.host = check_key_part("address of this node", host)
+        self._wake_key = keys.wake.encode()
+        self._next_beat, self._beat_is_urgent = math.inf, False
+        self._keeper: threading.Thread | None = None
+        self.renew_identity()
+
+    # -- who it is, and what it says
+
+    def renew_identity(self) -> None:
+        """Become another node, so that nothing of the old one that is still under way can count for it (I4)."""
+        node = f"{self._settings.node_name}-{os.getpid()}-{uuid.uuid4().hex[:12]}"
+        self.view.become(node)
+        self.keys = [*self._run_keys.types, self._run_keys.status(node)]
+
+    def status(self) -> dict[str, Any]:
+        """What this node says of itself, for people and tools."""
+        mine, name = self.view.round, self._settings.node_name
+        status: dict[str, Any] = {"name": name, "host": self.host, "pid": os.getpid()}
+        status["state"] = "running" if mine and not self.view.joining else "waiting"
+        return status | {"epoch": mine.epoch, "rank": mine.rank, "size": mine.size} if mine else status
+
+    def known(self) -> list[Any]:
+        """What a server that has forgotten the run has to be told: the arguments of ``lua/restore.lua``."""
+        s, mine = self._settings, self.view.round
+        times = (s.last_call_timeout, s.replacement_timeout, s.lease, s.keep_alive_interval, s.ttl)
+        settings = [s.min_nodes, s.max_nodes, *(round(1000 * t) for t in times)]
+        held = [mine.epoch, mine.rank, mine.size, f"{mine.host} {mine.port}", mine.completed_at] if mine else NO_ROUND
+        return [self.view.node, self.describe(self.status()), *settings, *held, *self.view.record_of_closing]
+
+    def keys_with_store(self, epoch: int) -> list[str]:
+        """The keys of a script that may complete a round: the store of the round ``epoch`` ends with it."""
+        store = self._run_keys.store(epoch)
+        return [*self.keys, store.data, store.waits, store.once]
+
+    def call(
+        self,
+        script: scripts.Script,
+        keys: list[str],
+        args: list[Any] | Callable[[], list[Any]],
+        timeout: float | None,
+    ) -> Any:
+        """Run a script of this node's; as :meth:`Script.__call__`, but a key of a wrong type is named."""
+        try:
+            return script(self.connection, keys, args, timeout)
+        except RendezvousStateError as e:
+            types = {**self._run_keys.types, self._run_keys.status(self.view.node): "string"}
+            require_keys_of_types(self.connection, types, e)
+
+    # -- the loop
+
+    def start(self, since: str) -> None:
+        """Have a thread of its own pump from now on, unless one does already.
+
+        Args:
+            since: id of the last wake-up that this node has seen.
+        """
+        if self._keeper is None:
+            args = (weakref.ref(self), self.stopped, since, self._settings.keep_alive_interval)
+            self._keeper = threading.Thread(target=_keep, args=args, daemon=True)
+            self._keeper.name = f"redelastic-keepalive-{self.view.node}"
+            self._keeper.start()
+
+    def pump(self, since: str, longest: float) -> str:
+        """Beat if that is due, then block until something that matters has happened.
+
+        Called by whoever waits for a round and by the keeper's thread, each with its own place in the stream.
+
+        Args:
+            since: id of the last wake-up that the caller has seen.
+            longest: how long to block, in seconds.
+
+        Returns:
+            The id of the last wake-up; ``since`` if there was none.
+        """
+        try:
+            early = min(COARSE, self._settings.keep_alive_interval / 2)
+            if time.monotonic() >= self._next_beat - (0 if self._beat_is_urgent else early):
+                self.beat()
+                self.view.take_in_return()  # not after a mere read: it may be writes that Redis refuses
+            until_beat = self._next_beat - early - time.monotonic()
+            if until_beat <= 0:  # urgent, and too soon for a blocking read
+                self.stopped.wait(max(0.0, until_beat + early))
+                return since
+            woken = self.connection.read({self._wake_key: since}, min(longest, until_beat))
+        except RendezvousConnectionError as e:
+            if self.view.round is None and not self.may_pass(e):
+                raise  # who is in no round can be told that it is refused, and why
+            if not self.stopped.is_set():
+                self.view.take_in_outage(e)
+            self.stopped.wait(min(longest, random.uniform(0.5, 1) * RETRY_PAUSE))
+            return since
+        entries = woken.get(self._wake_key, [])
+        self.view.take_in_wake_ups(entries)
+        return entries[-1][0] if entries else since
+
+    def may_pass(self, error: RendezvousConnectionError) -> bool:
+        """Whether an error is an outage, which a node sits out, and not a refusal."""
+        if isinstance(error, RefusesWritesError):
+            return self.connection.served
+        return isinstance(error, UnreachableError)
+
+    def beat(self) -> None:
+        """Renew the lease, and take in what Redis says of the round."""
+        asked_as, asked_in = self.view.node, self.view.round
+        self.is_due_in(
+            self._settings.keep_alive_interval
+        )  # also when it fails: the loop pauses, and must not beat twice
+        keys = self.keys_with_store(asked_in.epoch if asked_in else 0)
+        told = self.call(scripts.BEAT, keys, self.known(), 0)
+        self.view.take_in_beat(asked_as, asked_in, told)
+        if told[5] >= 0:
+            self._look_after_lease_that_ends_in(told[5] / 1000, asked_in.size if asked_in else 1)
+
+    def _look_after_lease_that_ends_in(self, seconds: float, nodes: int) -> None:
+        """Beat when the lease of a silent node has run out; the lease of a node that renews it lasts for longer."""
+        looks = random.random() < LOOKERS / nodes
+        # Who does not look listens meanwhile, and beats if nothing was heard.
+        due_in = seconds + random.uniform(0.002, SPREAD) + (0 if looks else SPREAD + COARSE)
+        if due_in < self._settings.keep_alive_interval:
+            self.is_due_in(due_in, urgent=looks)
+
+    def has_been_renewed(self) -> None:
+        """A request to join has renewed the lease; a beat that is due before the next regular one stays due.
+
+        It may be the one that looks after the lease of another silent node.
+        """
+        if self._next_beat > time.monotonic() + self._settings.keep_alive_interval:
+            self.is_due_in(self._settings.keep_alive_interval)
+
+    def is_due_in(self, seconds: float, *, urgent: bool = False) -> None:
+        """Have the next beat come in so many seconds; an urgent one not a moment before."""
+        self._next_beat, self._beat_is_urgent = time.monotonic() + seconds, urgent
+
+
+def _keep(reference: weakref.ref[Heartbeat], stopped: threading.Event, since: str, interval: float) -> None:
+    """The keeper's thread: it lives until its heartbeat is stopped or forgotten."""
+    while not stopped.is_set():
+        heartbeat = reference()
+        if heartbeat is None:
+            return
+        try:
+            since = heartbeat.pump(since, interval)
+        except Exception:  # without its keeper the node would be lost
+            if not stopped.is_set():
+                log.exception("The keep-alive of node %s failed; it goes on trying.", heartbeat.view.node)
+            stopped.wait(interval)
+        del heartbeat
