@@ -1,0 +1,62 @@
+"""The tasks of whoever works on redelastic: ``nox -l`` lists them; they run in the environment that is active."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import nox
+
+nox.options.default_venv_backend = "none"
+nox.options.sessions = ["quick"]
+
+# The protocol, the store and what most changes touch: hundreds of tests on one real server, and no torchrun.
+QUICK = (
+    "tests/proofs/test_oracle.py",
+    "tests/proofs/test_oracle_stories.py",
+    "tests/proofs/test_oracle_charges.py",
+    "tests/rendezvous/test_settings.py",
+    "tests/rendezvous/test_handler.py::TestForming",
+    "tests/rendezvous/test_handler.py::TestRegrouping",
+    "tests/rendezvous/test_handler.py::TestClosing",
+    "tests/redis/test_endpoint.py",
+    "tests/store/test_store.py",
+    "tests/run/test_history.py",
+    "tests/agent/test_board.py",
+)
+PARALLEL = ("-n", "3", "--dist", "worksteal")
+
+
+@nox.session
+def quick(session: nox.Session) -> None:
+    """Lint, types and the tests of plain logic: an answer within a minute."""
+    lint(session)
+    session.run("pytest", "-q", "-n", "2", *(session.posargs or QUICK), env={"REDELASTIC_ORACLE_EXAMPLES": "50"})
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """What ruff and mypy say."""
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+    session.run("mypy")
+
+
+@nox.session
+def suite(session: nox.Session) -> None:
+    """All tests; the last lines say what this machine left out, and the time of each folder."""
+    session.run("pytest", "-q", *PARALLEL, *session.posargs)
+
+
+@nox.session
+def faults(session: nox.Session) -> None:
+    """All tests, and FAULTS.md written anew from what they measured."""
+    results = Path(session.create_tmp()) / "faults"
+    results.unlink(missing_ok=True)
+    session.run("pytest", "-q", *PARALLEL, env={"REDELASTIC_FAULTS": str(results)})
+    session.run("python", "tests/support/fault_matrix.py", str(results))
+
+
+@nox.session
+def ci(session: nox.Session) -> None:
+    """What a change has to pass: ``.ci/run``, which brings its own environment."""
+    session.run("bash", ".ci/run")

@@ -1,0 +1,25 @@
+"""A plugin for pytest: the summary says how long each folder of tests took, set-up and teardown included."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Final
+
+import pytest
+
+_seconds: Final[Counter[str]] = Counter()
+_tests: Final[Counter[str]] = Counter()
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    folder = report.nodeid.partition("::")[0].rpartition("/")[0]
+    _seconds[folder] += report.duration  # type: ignore[assignment]  # a Counter adds up floats as well
+    _tests[folder] += report.when == "call"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if len(_seconds) < 2:
+        return
+    terminalreporter.section("time by folder, over all processes")
+    for folder, seconds in _seconds.most_common():
+        terminalreporter.write_line(f"{seconds:7.1f} s  {_tests[folder]:5} tests  {folder}")
