@@ -12,8 +12,9 @@ from typing import Final
 
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-from redelastic.redis.connection import Connection, UnreachableError
+from redelastic.redis.connection import Connection
 from redelastic.redis.endpoint import Endpoint
+from redelastic.redis.errors import UnreachableError
 
 from .finding import LEVELS, Finding, Group, Level
 from .host import examine_host

@@ -17,8 +17,9 @@ import torch.distributed as dist
 from redis.cluster import RedisCluster
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-from redelastic.redis.connection import ACL_RULES, Connection, UnreachableError, text
+from redelastic.redis.connection import Connection, text
 from redelastic.redis.endpoint import Endpoint
+from redelastic.redis.errors import ACL_RULES, UnreachableError
 from redelastic.redis.keys import RunKeys
 from redelastic.rendezvous.backend import RedisRendezvousBackend
 from redelastic.rendezvous.handler import RedisRendezvousHandler

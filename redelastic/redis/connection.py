@@ -1,9 +1,7 @@
-"""Calls to Redis: each with a time limit, bounded retries, and errors turned into torch's, in this one place."""
+"""Calls to Redis: each with a time limit and bounded retries."""
 
 from __future__ import annotations
 
-import re
-import ssl
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -11,16 +9,14 @@ from typing import Any, Final, NoReturn, TypeVar
 
 import redis.exceptions as rx
 from redis.cluster import RedisCluster
-from redis.sentinel import MasterNotFoundError, SentinelConnectionPool
+from redis.sentinel import SentinelConnectionPool
 from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_random_exponential
 from torch.distributed.elastic.rendezvous.api import (
-    RendezvousConnectionError,
-    RendezvousError,
     RendezvousStateError,
 )
 
-from .client import is_of_replica
 from .endpoint import URL_VARIABLE, Client, Endpoint, parse_endpoint
+from .errors import ERRORS, may_pass, translated
 from .routes import is_loopback, source_address
 
 T = TypeVar("T")
@@ -30,26 +26,6 @@ Entries = list[tuple[str, dict[str, str]]]
 ATTEMPT_TIMEOUT: Final = 5.0
 READ_TIMEOUT: Final = 60.0
 CONNECT_TIMEOUT: Final = 10.0
-# What the user of one run, or of one prefix with ~<key_prefix>:*, has to be allowed.
-ACL_RULES: Final = (
-    "~<key_prefix>:{<run_id>}:* "
-    "+ping +time +type +del +exists +get +mget +set +pexpire +pttl +eval +evalsha +hget +hmget +hgetall "
-    "+hset +hsetnx +hdel +hexists +hincrby +hkeys +hlen +sadd +srem +scard +sismember +smembers +zadd "
-    "+zrem +zremrangebyrank +zcard +zcount +zrange +zrangebyscore +zscore +xadd +xread +xrevrange +rpush "
-    "+lpop +llen"
-)
-
-
-class UnreachableError(RendezvousConnectionError):
-    """Redis does not answer now; trying again may help."""
-
-
-class RefusesWritesError(RendezvousConnectionError):
-    """Redis takes no writes: a replica, a full memory or disk. Where it did take some, that may pass."""
-
-
-class FencedError(RendezvousError):
-    """The caller's epoch is not the run's newest any more (I4)."""
 
 
 class Connection:
@@ -140,10 +116,10 @@ class Connection:
         started = time.monotonic()
         try:
             return operation(self.client)
-        except _ERRORS as error:
+        except ERRORS as error:
             seconds = self.read_timeout if timeout is None else timeout() if callable(timeout) else timeout
-            if seconds <= 0 or not _may_pass(error, fail_over=self.served):
-                _raise(error, self.name, time.monotonic() - started, fail_over=self.served)
+            if seconds <= 0 or not may_pass(error, fail_over=self.served):
+                raise translated(error, self.name, time.monotonic() - started, fail_over=self.served) from error
         return retried(partial(operation, self.client), self.name, seconds, started, fail_over=self.served)
 
     def read(self, streams: Mapping[bytes, str], block: float, timeout: float = 0) -> dict[bytes, Entries]:
@@ -261,56 +237,6 @@ def words(value: bytes | str) -> str:
     return "".join(sign if sign.isprintable() else " " for sign in text(value)[:1000])
 
 
-_PASSING_REPLY: Final = re.compile(
-    r"^(BUSY|LOADING|MASTERDOWN|CLUSTERDOWN|TRYAGAIN|NOREPLICAS|UNBLOCKED)\b"
-    r"|[Ss]cript killed by user|max number of clients"
-)
-_PASSING: Final = (
-    rx.ConnectionError,
-    rx.TimeoutError,
-    rx.ClusterDownError,
-    rx.TryAgainError,
-    rx.ClusterError,
-    rx.RedisClusterException,
-)
-_ERRORS: Final = (rx.RedisError, rx.RedisClusterException, OSError)
-_FINAL: Final = (rx.AuthenticationError, rx.AuthorizationError, rx.MaxConnectionsError)
-# What a connection that broke raises, and not one that was refused.
-_BROKEN_TLS: Final = (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError)
-_SCRIPT_SUFFIX: Final = re.compile(r" script: [0-9a-f]{40}, on .*$")  # that Redis 7 adds to a script's error
-_SENTINEL_REPR: Final = re.compile(r"<redis\.client\.Redis\(.*?host=(.*?),port=(\d+).*?\)>\)>\)>")
-_NO_CLUSTER: Final = "Cluster mode is not enabled"
-
-
-def _cause(error: BaseException) -> BaseException:
-    """What redis-py's Cluster client met: it wraps it into an exception that says less."""
-    if isinstance(error, rx.RedisClusterException) and isinstance(error.__cause__, Exception):
-        return error.__cause__
-    return error
-
-
-def _tls_refusal(error: BaseException) -> ssl.SSLError | None:
-    """Why TLS could not be agreed on; redis-py hides it below a ConnectionError."""
-    below: BaseException | None = error
-    while below is not None:
-        if isinstance(below, ssl.SSLError) and not isinstance(below, _BROKEN_TLS):
-            return below
-        below = below.__cause__ or below.__context__
-    return None
-
-
-def _is_passing(error: BaseException) -> bool:
-    """Whether trying again may help."""
-    error = _cause(error)
-    if isinstance(error, _FINAL):
-        return "max number of clients" in str(error)
-    if isinstance(error, MasterNotFoundError) and "AuthenticationError" in str(error):
-        return False
-    if isinstance(error, _PASSING):
-        return not _tls_refusal(error) and _NO_CLUSTER not in str(error)
-    return isinstance(error, rx.ResponseError) and bool(_PASSING_REPLY.search(str(error)))
-
-
 def retried(operation: Callable[[], T], name: str, timeout: float, started: float, *, fail_over: bool = False) -> T:
     """Run an operation until it succeeds, fails for good, or the time is up; see :meth:`Connection.call`.
 
@@ -318,116 +244,13 @@ def retried(operation: Callable[[], T], name: str, timeout: float, started: floa
     """
     try:
         return Retrying(
-            retry=retry_if_exception(partial(_may_pass, fail_over=fail_over)),
+            retry=retry_if_exception(partial(may_pass, fail_over=fail_over)),
             wait=wait_random_exponential(multiplier=0.05, max=1.0),
             stop=stop_after_delay(max(0.0, timeout - (time.monotonic() - started))),
             reraise=True,
         )(operation)
-    except _ERRORS as error:
-        _raise(error, name, time.monotonic() - started, fail_over=fail_over)
-
-
-def _may_pass(error: BaseException, *, fail_over: bool) -> bool:
-    return _is_passing(error) or (fail_over and is_of_replica(_cause(error)))
-
-
-def _raise(error: Exception, name: str, waited: float, *, fail_over: bool) -> NoReturn:
-    failed, message = _translate(error, name, waited)
-    raise (UnreachableError if _may_pass(error, fail_over=fail_over) else failed)(message) from error
-
-
-def _translate(  # noqa: C901, PLR0911, PLR0912  (a list, to be read from the top)
-    error: Exception, name: str, waited: float
-) -> tuple[type[RendezvousError], str]:
-    """The one map from redis-py's errors to torch's."""
-    cause, within = _cause(error), f" within {waited:.1f} s" if waited >= 0.05 else ""
-    reply = _SCRIPT_SUFFIX.sub("", _SENTINEL_REPR.sub(r"\1:\2", str(cause))).rstrip(". ")
-    if "FENCED " in reply:
-        return FencedError, reply.partition("FENCED ")[2]
-    if "CORRUPT " in reply:
-        return RendezvousStateError, (
-            f"Redis at {name} holds something that is not ours: {reply.partition('CORRUPT ')[2]}. "
-            "Remove that key once no node of the run is alive."
-        )
-    if "WRONGTYPE" in reply:
-        return RendezvousStateError, (
-            f"Redis at {name} holds a key of a wrong type: {reply}. Remove it, or choose another key_prefix."
-        )
-    if isinstance(cause, MasterNotFoundError) and "AuthenticationError" in reply:
-        return RendezvousConnectionError, (
-            f"The sentinels of {name} refused the login: {reply}. Put ?sentinel_password=…, and &sentinel_username=… "
-            "if they have users, at the end of the endpoint's URL."
-        )
-    if isinstance(cause, rx.AuthenticationError | rx.AuthorizationError):
-        return RendezvousConnectionError, (
-            f"Redis at {name} refused the login: {reply}. Put the right user and password into its URL, or "
-            "into REDELASTIC_REDIS_URL and give the endpoint as host:port."
-        )
-    if isinstance(cause, rx.NoPermissionError) or "NOPERM" in reply or "The user executing the script can't" in reply:
-        return RendezvousConnectionError, (
-            f"Redis at {name} denies this user a key or command: {reply}. Check that the run id and the key_prefix are "
-            f"those that the user is for; it needs the rules '{ACL_RULES}' (see Security in the README)."
-        )
-    if is_of_replica(cause):
-        return RefusesWritesError, (
-            f"Redis at {name} is a read-only replica. Name its master, or use redis+sentinel:// to follow it."
-        )
-    if isinstance(cause, rx.OutOfMemoryError) or "OOM command not allowed" in reply:
-        return RefusesWritesError, (
-            f"Redis at {name} is out of memory: {reply}. Raise its maxmemory, or remove what fills it."
-        )
-    if reply.startswith("MISCONF"):
-        return RefusesWritesError, (
-            f"Redis at {name} cannot save its data, and takes no writes: {reply}. See its log and its disk, or turn "
-            "stop-writes-on-bgsave-error off."
-        )
-    if isinstance(cause, rx.MovedError | rx.AskError):
-        return RendezvousConnectionError, (
-            f"Redis at {name} is a node of a Cluster, and keeps this run elsewhere. Use redis+cluster://."
-        )
-    if _NO_CLUSTER in reply:
-        return RendezvousConnectionError, f"Redis at {name} is no Cluster. Use redis://, or rediss:// with TLS."
-    if "DB index" in reply or "SELECT is not allowed" in reply:
-        return RendezvousConnectionError, (
-            f"Redis at {name} does not have that database: {reply}. Leave the number out, or raise its 'databases'."
-        )
-    if refusal := _tls_refusal(cause):
-        reason = getattr(refusal, "verify_message", "") or refusal.reason or str(refusal)
-        return RendezvousConnectionError, (
-            f"TLS with Redis at {name} failed: {reason}. Check that it serves TLS on that port, that ca_cert is the "
-            "file of its CA, that its certificate is for that host, and that ssl_cert and ssl_cert_key suit it."
-        )
-    if isinstance(cause, rx.InvalidResponse):
-        return RendezvousConnectionError, (
-            f"What answers at {name} is not a Redis server: {reply}. Check host and port; for TLS use rediss://."
-        )
-    if isinstance(cause, rx.ResponseError) and not _is_passing(cause):
-        if "user_script" in reply:
-            return RendezvousStateError, f"Redis at {name} holds something that our script cannot read: {reply}."
-        if reply.startswith("unknown command 'SENTINEL'"):
-            return RendezvousConnectionError, f"What answers at {name} is no sentinel. Use redis://, or its own port."
-        if reply.startswith("unknown command"):
-            return RendezvousConnectionError, (
-                f"What answers at {name} does not know our commands: {reply}. It has to be Redis 6.2 or later, or "
-                "Valkey; if it is a sentinel, use redis+sentinel://host:port/master-name."
-            )
-        return RendezvousError, f"Redis at {name} answered with an error: {reply}."
-    if isinstance(cause, MasterNotFoundError):
-        return UnreachableError, (
-            f"The sentinels of {name} named no master{within}: {reply}. Check that they run there and "
-            "watch a master of that name, and that it is up."
-        )
-    if "NOREPLICAS" in reply:
-        return UnreachableError, (
-            f"Redis at {name} takes no writes: {reply}. See why its replicas do not follow, or lower its "
-            "min-replicas-to-write."
-        )
-    if isinstance(error, OSError) or _is_passing(error):
-        return UnreachableError, (
-            f"Redis at {name} could not be reached{within}: {reply or type(cause).__name__}. "
-            "Check that it runs there, that this host may connect to it, and that both or none use TLS (rediss://)."
-        )
-    return RendezvousError, f"redis-py refused a call to Redis at {name}: {reply or type(cause).__name__}."
+    except ERRORS as error:
+        raise translated(error, name, time.monotonic() - started, fail_over=fail_over) from error
 
 
 def require_keys_of_types(connection: Connection, types: Mapping[str, str], error: RendezvousStateError) -> NoReturn:

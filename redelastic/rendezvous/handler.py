@@ -24,7 +24,7 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
-from redelastic.redis.connection import UnreachableError
+from redelastic.redis.errors import UnreachableError
 from redelastic.run.control import RunControl
 from redelastic.store import RedisStore
 

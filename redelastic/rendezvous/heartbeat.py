@@ -17,7 +17,8 @@ from typing import Any, Final
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousStateError
 
 from redelastic.redis import scripts
-from redelastic.redis.connection import Connection, RefusesWritesError, UnreachableError, require_keys_of_types
+from redelastic.redis.connection import Connection, require_keys_of_types
+from redelastic.redis.errors import RefusesWritesError, UnreachableError
 from redelastic.redis.keys import RunKeys, check_key_part
 
 from .settings import Settings

@@ -21,7 +21,8 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from redelastic.redis import scripts
-from redelastic.redis.connection import Connection, UnreachableError, require_keys_of_types, text, words
+from redelastic.redis.connection import Connection, require_keys_of_types, text, words
+from redelastic.redis.errors import UnreachableError
 from redelastic.redis.keys import RunKeys
 
 from .heartbeat import RETRY_PAUSE, Heartbeat

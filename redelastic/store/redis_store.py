@@ -19,7 +19,8 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from redelastic.redis import scripts
 from redelastic.redis.client import DirectClient
-from redelastic.redis.connection import Connection, FencedError, Timeout, require_keys_of_types, text
+from redelastic.redis.connection import Connection, Timeout, require_keys_of_types, text
+from redelastic.redis.errors import FencedError
 from redelastic.redis.keys import DEFAULT_PREFIX, DEFAULT_TTL, RunKeys
 
 if TYPE_CHECKING:

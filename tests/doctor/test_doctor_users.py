@@ -11,8 +11,9 @@ from doctoring import bad, look, untouched
 
 from redelastic.doctor import server as server_checks
 from redelastic.doctor import trial
-from redelastic.redis.connection import ACL_RULES, Connection
+from redelastic.redis.connection import Connection
 from redelastic.redis.endpoint import parse_endpoint
+from redelastic.redis.errors import ACL_RULES
 from redelastic.redis.server import RedisServer
 
 

@@ -38,7 +38,7 @@ from examples_site import (
 from tls_files import make_certificates
 from typing_extensions import Self
 
-from redelastic.redis.connection import ACL_RULES
+from redelastic.redis.errors import ACL_RULES
 from redelastic.redis.server import RedisServer
 from redelastic.run.control import RunControl, UnknownRunError
 from redelastic.run.records import Node

@@ -34,8 +34,9 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError, Rendezvous
 from redelastic import RedisRendezvousBackend
 from redelastic.cli.output import moment
 from redelastic.cli.status.report import describe
-from redelastic.redis.connection import Connection, UnreachableError
+from redelastic.redis.connection import Connection
 from redelastic.redis.endpoint import parse_endpoint
+from redelastic.redis.errors import UnreachableError
 from redelastic.redis.keys import RunKeys, check_key_part
 from redelastic.rendezvous import init_method
 from redelastic.rendezvous.membership import Membership

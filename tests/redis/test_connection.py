@@ -26,8 +26,9 @@ from torch.distributed.elastic.rendezvous.api import (
 from redelastic import RedisStore
 from redelastic.redis import scripts
 from redelastic.redis.client import DirectClient
-from redelastic.redis.connection import CONNECT_TIMEOUT, Connection, UnreachableError
+from redelastic.redis.connection import CONNECT_TIMEOUT, Connection
 from redelastic.redis.endpoint import Client
+from redelastic.redis.errors import UnreachableError
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
 

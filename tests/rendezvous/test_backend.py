@@ -21,7 +21,8 @@ from torch.distributed.elastic.rendezvous.api import (
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousBackend
 
 from redelastic import RedisRendezvousBackend, create_backend, create_handler
-from redelastic.redis.connection import Connection, UnreachableError
+from redelastic.redis.connection import Connection
+from redelastic.redis.errors import UnreachableError
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
 

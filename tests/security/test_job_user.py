@@ -15,7 +15,8 @@ from nodes import NodeFactory
 from whole_life import live_a_whole_life
 
 from redelastic.doctor.trial import PROBES
-from redelastic.redis.connection import ACL_RULES, Connection
+from redelastic.redis.connection import Connection
+from redelastic.redis.errors import ACL_RULES
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
 from redelastic.run.control import RunControl

@@ -17,8 +17,9 @@ from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 from whole_life import live_a_whole_life, make_node, nodes, rendezvous, use_store
 
 from redelastic import RedisRendezvousBackend, RedisStore
-from redelastic.redis.connection import ACL_RULES, Connection, UnreachableError
+from redelastic.redis.connection import Connection
 from redelastic.redis.endpoint import parse_endpoint
+from redelastic.redis.errors import ACL_RULES, UnreachableError
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
 
