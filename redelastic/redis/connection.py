@@ -69,7 +69,7 @@ class Connection:
         endpoint: Endpoint | str,
         attempt_timeout: float = ATTEMPT_TIMEOUT,
         read_timeout: float = READ_TIMEOUT,
-        connect_timeout: float = CONNECT_TIMEOUT,
+        connect_timeout: float | None = None,
     ) -> Connection:
         """Connect to an endpoint.
 
@@ -77,16 +77,18 @@ class Connection:
             endpoint: where Redis is.
             attempt_timeout: how long one attempt at a call may take, in seconds.
             read_timeout: how long a call may take with all its retries, in seconds.
-            connect_timeout: how long connecting is tried, in seconds; the last attempt may end that much later.
+            connect_timeout: how long connecting is tried, in seconds; the last attempt may end that much later. None
+                is 10 s, or ``read_timeout`` if that is less.
 
         Raises:
             RendezvousConnectionError: no Redis answers there within ``connect_timeout``, or it refuses us.
         """
         endpoint = parse_endpoint(endpoint) if isinstance(endpoint, str) else endpoint
+        patience = min(CONNECT_TIMEOUT, read_timeout) if connect_timeout is None else connect_timeout
         opened: list[Client] = []
 
         def connect() -> Client:
-            client = endpoint.open(min(attempt_timeout, connect_timeout))
+            client = endpoint.open(min(attempt_timeout, patience))
             client.ping()
             opened.append(client)
             return client
@@ -94,7 +96,7 @@ class Connection:
         name = (
             f"{endpoint} (the default, as no endpoint and no {URL_VARIABLE} was given)" if endpoint.is_default else ""
         )
-        retried(connect, name or str(endpoint), connect_timeout, time.monotonic())
+        retried(connect, name or str(endpoint), patience, time.monotonic())
         return cls(opened[-1], str(endpoint), owned=True, read_timeout=read_timeout)
 
     def __repr__(self) -> str:

@@ -58,6 +58,10 @@ def _attempts(name: str, value: object) -> int:
 
 
 def _protocol(name: str, value: object) -> str:
+    if value in ("http", "https"):
+        raise ValueError(
+            f"The rendezvous parameter {name}={value!r} is etcd's; leave it out. For TLS give a rediss:// endpoint."
+        )
     if value not in PROTOCOLS:
         raise ValueError(f"The rendezvous parameter {name}={_shown(value)} must be one of {', '.join(PROTOCOLS)}.")
     return str(value)
@@ -188,6 +192,11 @@ class Settings:
             ValueError: a parameter is unknown or wrong; the text names it, its value and what is allowed.
         """
         config = {name: _unquoted(value) for name, value in params.config.items() if name not in _IGNORED}
+        for name in config:
+            if name[:1] in "\"'":
+                raise ValueError(
+                    f"--rdzv-conf is quoted as a whole; write --rdzv-conf={name[1:]}=… without quotes around it all."
+                )
         if unknown := sorted(config.keys() - _CHECKS.keys()):  # its value may be a secret
             raise ValueError(f"Unknown rendezvous parameter {unknown[0]!r}; allowed are {', '.join(sorted(_CHECKS))}.")
         checked = {name: _CHECKS[name](name, value) for name, value in config.items() if value is not None}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -198,6 +199,17 @@ def test_a_lost_first_request_still_says_that_it_won(server: RedisServer, run_id
         assert result is not None
         assert result[2] is True
         connection.close()
+
+
+@pytest.mark.parametrize("listens", [False, True], ids=["nobody listens", "nobody answers"])
+def test_connecting_takes_no_longer_than_a_call_may(run_id: str, listens: bool) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as bound:
+        port = bound.getsockname()[1]
+        if not listens:
+            bound.close()
+        params = RendezvousParameters("redis", f"127.0.0.1:{port}", run_id, 1, 1, read_timeout="1.5")
+        with pytest.raises(UnreachableError, match=rf"127.0.0.1:{port}.* could not be reached within [123]\.[0-9] s"):
+            create_backend(params)
 
 
 def test_a_server_that_is_away_is_a_connection_error(own_server: RedisServer, run_id: str) -> None:

@@ -102,6 +102,21 @@ def test_the_protocol_is_one_of_two(value: object) -> None:
     assert settings(protocol="dynamic").protocol == "dynamic"
 
 
+@pytest.mark.parametrize("value", ["http", "https"])
+def test_etcds_protocol_is_known_as_such(value: str) -> None:
+    """It stands in the --rdzv-conf of who comes from etcd."""
+    with pytest.raises(ValueError, match=f"protocol={value!r} is etcd's; leave it out.*rediss://"):
+        settings(protocol=value)
+
+
+@pytest.mark.parametrize("sign", ['"', "'"])
+@pytest.mark.parametrize("written", ["join_timeout=60", "join_timeout=60,read_timeout=2"])
+def test_quotes_around_the_whole_of_rdzv_conf_are_told(sign: str, written: str) -> None:
+    config = _parse_rendezvous_config(f"{sign}{written}{sign}")
+    with pytest.raises(ValueError, match="--rdzv-conf is quoted as a whole; write --rdzv-conf=join_timeout=…"):
+        settings(**config)
+
+
 @pytest.mark.parametrize("name", ["ca_cert", "ssl_cert", "ssl_cert_key"])
 def test_files_are_paths(name: str) -> None:
     assert getattr(settings(**{name: "/a.pem"}), name) == "/a.pem"
