@@ -19,6 +19,7 @@ from typing import Any, Final
 
 from torch.distributed.elastic import events
 from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsSpecs
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousError
 
@@ -26,6 +27,7 @@ from redelastic.rendezvous.handler import RedisRendezvousHandler
 from redelastic.rendezvous.membership import DrainedError, RunStoppedError
 from redelastic.run.control import RunControl
 from redelastic.store import RedisStore
+from redelastic.torch_internals import shut_down, shutdown_option
 
 from .courier import Courier
 from .host.checks import Node, run_checks
@@ -100,8 +102,9 @@ class RedisElasticAgent(RegroupingAgent):
             start_method,
             exit_barrier_timeout,
             log_line_prefix_template,
-            shutdown_timeout,  # type: ignore[arg-type]
+            **shutdown_option(LocalElasticAgent, shutdown_timeout),
         )
+        self._shutdown_timeout: float = shutdown_timeout  # type: ignore[assignment]  # torch has whole seconds
         self._torch_signals = torch_signals()
         self._tree: ProcessTree  # from run() on, as is
         self._courier: Courier
@@ -253,11 +256,12 @@ class RedisElasticAgent(RegroupingAgent):
     def _stop_workers(self, worker_group: WorkerGroup) -> None:  # noqa: ARG002  # torch's signature
         self._shutdown(timeout=self._shutdown_timeout)
 
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: float = 30) -> None:
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: float | None = None) -> None:
         """SIGTERM, then SIGKILL after ``timeout`` seconds, and nothing of the workers' processes is left."""
+        timeout = self._shutdown_timeout if timeout is None else timeout
         self._due_by = time.monotonic() + 2 * timeout + STALL
         roots = self._pids().values()
-        super()._shutdown(death_sig, timeout)  # type: ignore[arg-type]
+        shut_down(super()._shutdown, death_sig, timeout)
         if killed := self._tree.kill(roots):
             log.warning("Processes that the workers had left behind were killed: %s.", ", ".join(map(str, killed)))
 

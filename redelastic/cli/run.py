@@ -51,11 +51,18 @@ def main(argv: Sequence[str]) -> int:
     """
     import torch.distributed.run as torchrun
 
+    from redelastic.torch_internals import require_torch, shutdown_timeout
+
+    try:
+        require_torch()
+    except ImportError as e:
+        sys.stderr.write(f"redelastic {NAME}: {e}\n")
+        return common.USAGE
     parser = torchrun.get_args_parser()
     parser.prog, parser.epilog = f"redelastic {NAME}", EPILOG
     parser.description = (__doc__ or "").replace("``", "")
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.set_defaults(rdzv_backend="redis")
+    parser.set_defaults(rdzv_backend=os.environ.get("PET_RDZV_BACKEND") or "redis")
     for option, text in HELP.items():
         parser._option_string_actions[option].help = text  # noqa: SLF001  # argparse has no other way to an argument
     _add_arguments(parser)
@@ -71,18 +78,26 @@ def main(argv: Sequence[str]) -> int:
             config, entrypoint, args = torchrun.config_from_args(arguments)
             if arguments.node_name is not None:
                 config.rdzv_configs["node_name"] = arguments.node_name
+            shutdown = shutdown_timeout(config, arguments.shutdown_timeout)
         except (AssertionError, RuntimeError, ValueError, OSError) as e:  # what torchrun's own checks raise
             sys.stderr.write(f"redelastic {NAME}: {e}\n")
             return common.USAGE
 
         from redelastic.agent.torchrun.launch import launch
 
-        return launch(config, options, entrypoint, args)
+        return launch(config, options, entrypoint, args, shutdown_timeout=shutdown)
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    from torch.distributed.argparse_util import check_env, env
+
     group = parser.add_argument_group("what torchrun does not have (times in seconds)")
-    add = group.add_argument
+
+    def add(option: str, **settings: Any) -> None:
+        """As torchrun's own: with underscores as well, and by default what a variable PET_… says."""
+        action = {"action": check_env if settings.pop("flag", False) else env}
+        group.add_argument(option, "--" + option[2:].replace("-", "_"), **{**action, **settings})
+
     add("--node-name", metavar="NAME", help="what people call this host; default: its hostname")
     add("--drain-timeout", type=float, default=30.0, metavar="S", help="how long workers may save (default: 30)")
     add("--drain-file", type=Path, metavar="FILE", help="drain once it is there; it may hold a Unix time as deadline")
@@ -100,7 +115,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--health-command", metavar="COMMAND", help="a shell command; if it fails, this node does not join")
     add("--health-port", type=int, metavar="PORT", help="serve /livez, /readyz and /metrics")
     add("--health-host", default="127.0.0.1", metavar="ADDRESS", help="where to serve them (default: 127.0.0.1)")
-    add("--share-gpus", action="store_true", help="allow more workers than GPUs (not with NCCL)")
+    add("--share-gpus", flag=True, help="allow more workers than GPUs (not with NCCL)")
+    if "--shutdown-timeout" not in parser._option_string_actions:  # noqa: SLF001  # torchrun has it from torch 2.12 on
+        add("--shutdown-timeout", type=int, metavar="S", help="from SIGTERM to SIGKILL for workers (default: 30)")
 
 
 def _options(arguments: argparse.Namespace) -> AgentOptions:
@@ -113,7 +130,7 @@ def _options(arguments: argparse.Namespace) -> AgentOptions:
         raise ValueError(f"--monitor-interval={arguments.monitor_interval} is out of range; it must be above 0.")
     if arguments.max_job_restarts is not None and not arguments.max_restarts:
         arguments.max_restarts = arguments.max_job_restarts
-    checks: list[str] = ["disk"] if arguments.health_check is None else arguments.health_check
+    checks: list[str] = arguments.health_check or os.environ.get("PET_HEALTH_CHECK", "disk").split(",")
     given: dict[str, Any] = {
         name: getattr(arguments, name)
         for name in (
@@ -137,6 +154,12 @@ def _check_script(arguments: argparse.Namespace) -> None:
 
 def _place(arguments: argparse.Namespace, opened: ExitStack) -> None:
     """Settle on which Redis, and in which run: with ``--standalone`` on a server of this process' own."""
+    told = os.environ.get("PET_RDZV_BACKEND") or "redis"
+    if told != "redis" and arguments.rdzv_backend == told:
+        raise ValueError(
+            f"PET_RDZV_BACKEND={told} asks for another rendezvous, and a launcher may have set it: unset it, or make it "
+            "redis."
+        )
     if arguments.rdzv_backend not in ("redis", "static"):
         raise ValueError(f"--rdzv-backend={arguments.rdzv_backend} is torchrun's; redelastic run needs Redis.")
     if arguments.standalone:

@@ -14,6 +14,7 @@ import redis.utils
 import torch
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
+from redelastic import torch_internals
 from redelastic.redis.connection import Connection
 from redelastic.redis.endpoint import Endpoint
 from redelastic.redis.routes import is_loopback
@@ -29,7 +30,6 @@ from redelastic.rendezvous.addresses import (
 
 from .finding import Finding
 
-SUPPORTED_TORCH: Final = "2.13"
 SUPPORTED_REDIS_PY: Final = "8"
 GLOO_VARIABLE: Final = INTERFACE_VARIABLES[0]
 FEW_FILES: Final = 1024  # an agent of 8 workers has about 200 open
@@ -39,7 +39,7 @@ SHM: Final = "/dev/shm"  # noqa: S108  (it is looked at, nothing is written ther
 
 def examine_host(endpoint: Endpoint, connection: Connection | None) -> Iterator[Finding]:
     """Look at this machine; ``connection`` is None if there is none."""
-    yield _version("torch", torch.__version__, SUPPORTED_TORCH)
+    yield _torch(torch.__version__, torch_internals.missing())
     yield _version("redis-py", importlib.metadata.version("redis"), SUPPORTED_REDIS_PY)
     yield Finding("host", "python", "ok", platform.python_version())
     if redis.utils.HIREDIS_AVAILABLE:
@@ -59,6 +59,16 @@ def _version(name: str, version: str, supported: str) -> Finding:
     if version == supported or version.startswith(f"{supported}."):
         return Finding("host", name, "ok", version)
     return Finding("host", name, "problem", version, f"Install {name} {supported}: redelastic was probed on that.")
+
+
+def _torch(version: str, missing: list[str]) -> Finding:
+    newest = ".".join(map(str, torch_internals.NEWEST_TESTED))
+    if missing:
+        return Finding("host", "torch", "problem", f"{version}: {'; '.join(missing)}", f"Install torch {newest}.")
+    if torch_internals.version_of(version) > torch_internals.NEWEST_TESTED:
+        found = f"{version}, which is newer than what was tested; all that redelastic uses of it is there"
+        return Finding("host", "torch", "note", found, f"If something fails, try torch {newest}.")
+    return Finding("host", "torch", "ok", version)
 
 
 def _torchrun() -> Finding:

@@ -14,7 +14,11 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousStateError,
 )
 
+from redelastic.torch_internals import require_torch
+
 from .client import is_of_replica
+
+require_torch()  # here, since whatever needs torch needs this module
 
 # What the user of one run, or of one prefix with ~<key_prefix>:*, has to be allowed.
 ACL_RULES: Final = (

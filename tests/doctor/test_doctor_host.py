@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from doctoring import look
 
+from redelastic import torch_internals
 from redelastic.doctor import host
 from redelastic.doctor.weaknesses import WEAKNESSES, mended_in, weaknesses_of
 from redelastic.redis.endpoint import parse_endpoint
@@ -66,13 +67,21 @@ def test_the_release_to_update_to(version: tuple[int, int, int], tls: bool, targ
 
 def test_the_versions_looked_for_are_those_of_the_package() -> None:
     required = " ".join(importlib.metadata.requires("redelastic") or [])
-    assert f"torch<2.14,>={host.SUPPORTED_TORCH}" in required
+    assert f"torch>={'.'.join(map(str, torch_internals.OLDEST))} " in f"{required} "
     assert f"redis[hiredis]<9,>={host.SUPPORTED_REDIS_PY}" in required
 
 
-@pytest.mark.parametrize(("version", "level"), [("2.13", "ok"), ("2.13.1+cu", "ok"), ("2.130.0", "problem")])
+@pytest.mark.parametrize(("version", "level"), [("8", "ok"), ("8.1.0", "ok"), ("80.1", "problem")])
 def test_a_version_is_told_from_one_that_looks_like_it(version: str, level: str) -> None:
-    assert host._version("torch", version, "2.13").level == level
+    assert host._version("redis-py", version, "8").level == level
+
+
+def test_a_torch_that_is_newer_or_lacks_something_is_told() -> None:
+    assert host._torch("2.13.0+cpu", []).level == "ok"
+    newer = host._torch("2.150.0", [])
+    assert (newer.level, "newer than what was tested" in newer.found) == ("note", True)
+    lacking = host._torch("2.15.0", ["a.b is not there"])
+    assert (lacking.level, lacking.found) == ("problem", "2.15.0: a.b is not there")
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,12 @@ REFUSED: Final = 77  # a health check found this node unfit
 
 
 def launch(
-    config: LaunchConfig, options: AgentOptions, entrypoint: Callable[..., Any] | str, args: Sequence[Any]
+    config: LaunchConfig,
+    options: AgentOptions,
+    entrypoint: Callable[..., Any] | str,
+    args: Sequence[Any],
+    *,
+    shutdown_timeout: float = 30.0,
 ) -> int:
     """Run one node of a job in this process.
 
@@ -44,6 +49,7 @@ def launch(
         options: what torchrun does not have.
         entrypoint: of the workers.
         args: of the entry point.
+        shutdown_timeout: between SIGTERM and SIGKILL to workers, in seconds.
 
     Returns:
         The exit code.
@@ -68,7 +74,7 @@ def launch(
         raise ValueError("The agent needs the native rendezvous: leave protocol=dynamic out, or use torchrun.")  # noqa: TRY004
     ending: tuple[str, RunThen] = ("exited", "goes on")
     try:
-        agent = _agent(config, options, handler, entrypoint, args)
+        agent = _agent(config, options, handler, entrypoint, args, shutdown_timeout=shutdown_timeout)
         metrics.initialize_metrics(metrics.MetricsConfig(config.metrics_cfg))
         try:
             result = agent.run()
@@ -119,6 +125,8 @@ def _agent(
     handler: RedisRendezvousHandler,
     entrypoint: Callable[..., Any] | str,
     args: Sequence[Any],
+    *,
+    shutdown_timeout: float,
 ) -> RedisElasticAgent:
     spec = WorkerSpec(
         role=config.role,
@@ -143,6 +151,6 @@ def _agent(
         options,
         start_method=config.start_method,
         log_line_prefix_template=config.log_line_prefix_template,
-        shutdown_timeout=30 if config.shutdown_timeout is None else config.shutdown_timeout,
+        shutdown_timeout=shutdown_timeout,
         owns_process=True,
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, WorkerGroup, WorkerSpec, WorkerState
@@ -11,6 +10,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 
 from redelastic.rendezvous.handler import RedisRendezvousHandler
 from redelastic.store import RedisStore, RoundBrokenError
+from redelastic.torch_internals import replace_agent_of_launcher
 
 from .role_exchange import RoleExchange
 
@@ -117,7 +117,5 @@ class RegroupingAgent(LocalElasticAgent):
 
 
 def teach_torchrun() -> None:
-    """Have torchrun make this agent: it offers no other way in than the name by which its launcher finds torch's."""
-    launcher: Any = sys.modules.get("torch.distributed.launcher.api")
-    if launcher is not None and launcher.LocalElasticAgent is LocalElasticAgent:
-        launcher.LocalElasticAgent = RegroupingAgent
+    """Have torchrun make this agent."""
+    replace_agent_of_launcher(LocalElasticAgent, RegroupingAgent)

@@ -1,0 +1,196 @@
+"""All that redelastic uses of torch that is not public, or that differs between versions of torch.
+
+``HOOKS`` lists each name with the parameters that we give it. One test asserts that :func:`missing` finds them all, so
+that a new torch is checked within a minute; ``redelastic doctor`` says the same of the torch that is installed.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any, Final, NamedTuple
+
+import torch
+
+log = logging.getLogger(__name__)
+
+# Before 2.10 torch's agent has no hook for a worker's environment (`_set_local_rank_env`) and its launcher no
+# `signals_to_handle`; before 2.8 it shuts the rendezvous down at each SIGTERM, which closes the run for all its nodes.
+OLDEST: Final = (2, 10)
+NEWEST_TESTED: Final = (2, 15)
+
+
+def version_of(text: str) -> tuple[int, int]:
+    """Major and minor number of a version such as ``2.13.0+cpu``."""
+    major, minor, *_ = text.split(".")
+    return int(major), int(minor)
+
+
+def require_torch(version: str = torch.__version__) -> None:
+    """Refuse a torch on which we would hang or do half of what we promise.
+
+    Raises:
+        ImportError: it is too old.
+    """
+    if version_of(version) < OLDEST:
+        raise ImportError(
+            f"redelastic needs torch {OLDEST[0]}.{OLDEST[1]} or newer, and this is torch {version}. "
+            "Install a newer one: pip install --upgrade torch."
+        )
+
+
+class Hook(NamedTuple):
+    """A function or class of torch's, and the parameters that we rely on."""
+
+    module: str
+    name: str
+    parameters: tuple[str, ...] = ()
+
+
+_AGENT: Final = "torch.distributed.elastic.agent.server.local_elastic_agent"
+_API: Final = "torch.distributed.elastic.agent.server.api"
+_LAUNCHER: Final = "torch.distributed.launcher.api"
+_RENDEZVOUS: Final = "torch.distributed.elastic.rendezvous"
+
+HOOKS: Final = (
+    # What our agents override, or call of torch's.
+    Hook(
+        _AGENT,
+        "LocalElasticAgent.__init__",
+        ("spec", "logs_specs", "start_method", "exit_barrier_timeout", "log_line_prefix_template"),
+    ),
+    Hook(_AGENT, "LocalElasticAgent._rendezvous", ("worker_group",)),
+    Hook(
+        _AGENT,
+        "LocalElasticAgent._assign_worker_ranks",
+        ("store", "group_rank", "group_world_size", "spec"),
+    ),
+    Hook(_AGENT, "LocalElasticAgent._monitor_workers", ("worker_group",)),
+    Hook(_AGENT, "LocalElasticAgent._start_workers", ("worker_group",)),
+    Hook(_AGENT, "LocalElasticAgent._stop_workers", ("worker_group",)),
+    Hook(_AGENT, "LocalElasticAgent._set_local_rank_env", ("worker_env", "local_rank", "spec")),
+    Hook(_AGENT, "LocalElasticAgent._setup_healthcheck"),
+    Hook(_AGENT, "LocalElasticAgent._shutdown", ("death_sig",)),
+    Hook(_AGENT, "LocalElasticAgent._exit_barrier"),
+    Hook(_AGENT, "LocalElasticAgent._initialize_workers", ("worker_group",)),
+    Hook(_API, "_RoleInstanceInfo", ("role", "rank", "local_world_size")),
+    Hook("torch.distributed.elastic.multiprocessing.api", "PContext.close", ("death_sig", "timeout")),
+    Hook("torch.distributed.elastic.multiprocessing.api", "PContext.pids"),
+    # torchrun: its parser, and where its launcher finds the agent.
+    Hook("torch.distributed.run", "get_args_parser"),
+    Hook("torch.distributed.run", "config_from_args", ("args",)),
+    Hook(_LAUNCHER, "LocalElasticAgent", ("spec", "logs_specs", "start_method", "log_line_prefix_template")),
+    Hook(
+        _LAUNCHER,
+        "LaunchConfig",
+        (
+            *("numa_options", "signals_to_handle", "duplicate_stdout_filters", "duplicate_stderr_filters"),
+            *("virtual_local_rank", "event_log_handler"),
+        ),
+    ),
+    Hook(
+        _API,
+        "WorkerSpec",
+        (
+            *("numa_options", "event_log_handler", "duplicate_stdout_filters", "duplicate_stderr_filters"),
+            *("virtual_local_rank",),
+        ),
+    ),
+    # The rendezvous and its stores.
+    Hook("torch.distributed.elastic.events", "construct_and_record_rdzv_event", ("run_id", "message", "node_state")),
+    Hook(f"{_RENDEZVOUS}.dynamic_rendezvous", "RendezvousTimeout", ("join", "last_call", "close", "heartbeat")),
+    Hook(
+        f"{_RENDEZVOUS}.dynamic_rendezvous",
+        "DynamicRendezvousHandler.from_backend",
+        ("run_id", "store", "backend", "min_nodes", "max_nodes", "local_addr", "timeout"),
+    ),
+    Hook(f"{_RENDEZVOUS}.api", "RendezvousInfo", ("store", "rank", "world_size", "bootstrap_store_info")),
+    Hook("torch.distributed.rendezvous", "_rendezvous_handlers"),
+    Hook("torch.distributed.rendezvous", "register_rendezvous_handler", ("scheme", "handler")),
+)
+
+
+def missing() -> list[str]:
+    """What of ``HOOKS`` this torch does not have; empty if all is there."""
+    return [why for hook in HOOKS if (why := _why_missing(hook))]
+
+
+def _why_missing(hook: Hook) -> str:
+    named = f"{hook.module}.{hook.name}"
+    try:
+        found: Any = import_module(hook.module)
+        for part in hook.name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError):
+        return f"{named} is not there"
+    if not hook.parameters:
+        return ""
+    known = inspect.signature(found).parameters
+    if lacking := [name for name in hook.parameters if name not in known]:
+        return f"{named} takes no {', '.join(lacking)}"
+    return ""
+
+
+# -- what differs between versions
+
+
+def shutdown_option(agent: type, timeout: float) -> dict[str, Any]:
+    """The keyword by which torch's agent is told its shutdown time-out, in seconds; it has one from 2.12 on."""
+    return {"shutdown_timeout": timeout} if "shutdown_timeout" in inspect.signature(agent).parameters else {}
+
+
+def shut_down(shutdown: Callable[..., None], death_sig: signal.Signals, timeout: float) -> None:
+    """Call torch's ``_shutdown``, which takes a time-out from 2.12 on; before, that of ``PContext.close`` counts."""
+    if "timeout" in inspect.signature(shutdown).parameters:
+        shutdown(death_sig, timeout)
+    else:
+        shutdown(death_sig)
+
+
+def shutdown_timeout(config: Any, given: float | None) -> float:
+    """How long workers have between SIGTERM and SIGKILL, in seconds.
+
+    It is what was given, or what ``TORCH_ELASTIC_SHUTDOWN_TIMEOUT`` says, or 30.
+
+    ``LaunchConfig`` says it itself from 2.12 on.
+
+    Raises:
+        ValueError: it is negative, or no number.
+    """
+    if (known := getattr(config, "shutdown_timeout", None)) is not None:
+        return float(known)
+    text = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30") if given is None else str(given)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if seconds < 0:
+        raise ValueError(f"shutdown_timeout must be a number of seconds, 0 or more, not {text!r}.")
+    return seconds
+
+
+def replace_agent_of_launcher(theirs: type, ours: type) -> None:
+    """Have torchrun make our agent; there is no other way in than the name by which its launcher finds torch's.
+
+    Where no launcher is loaded nobody runs torchrun, and nothing is done. Where the launcher uses another agent, that
+    one stays, and a warning says what that costs.
+    """
+    launcher: Any = sys.modules.get(_LAUNCHER)
+    if launcher is None:
+        return
+    found = getattr(launcher, theirs.__name__, None)
+    if found is theirs:
+        setattr(launcher, theirs.__name__, ours)
+    elif not (isinstance(found, type) and issubclass(found, ours)):
+        log.warning(
+            "torchrun of torch %s uses %s and not torch's %s, which redelastic would replace. The rendezvous works, "
+            "but workers that fail because a node was lost cost a restart of --max-restarts. `redelastic run` is "
+            "unaffected.",
+            *(torch.__version__, f"{found.__module__}.{found.__qualname__}" if found else "no agent of that name"),
+            theirs.__name__,
+        )

@@ -1,0 +1,112 @@
+"""What we use of torch that is not public is there, and a torch on which it is not is told to people."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import subprocess
+import sys
+from types import ModuleType
+
+import pytest
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
+from redelastic import torch_internals
+from redelastic.agent.torchrun.regrouping import RegroupingAgent
+from redelastic.torch_internals import Hook, replace_agent_of_launcher, require_torch, shut_down, shutdown_timeout
+
+LAUNCHER = "torch.distributed.launcher.api"
+
+
+def test_all_that_we_use_of_torch_is_there() -> None:
+    """On a new torch this says what has changed."""
+    assert torch_internals.missing() == []
+
+
+@pytest.mark.parametrize(
+    ("hook", "says"),
+    [
+        (Hook("torch.gone", "x"), "torch.gone.x is not there"),
+        (Hook(LAUNCHER, "LocalElasticAgent._gone"), "LocalElasticAgent._gone is not there"),
+        (Hook(LAUNCHER, "LaunchConfig", ("min_nodes", "colour")), "LaunchConfig takes no colour"),
+    ],
+)
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, hook: Hook, says: str) -> None:
+    monkeypatch.setattr(torch_internals, "HOOKS", (hook,))
+    [told] = torch_internals.missing()
+    assert told.endswith(says)
+
+
+@pytest.mark.parametrize("version", ["2.9.1+cu128", "2.6.0", "1.13.1"])
+def test_an_old_torch_is_refused_by_name(version: str) -> None:
+    with pytest.raises(ImportError, match=rf"needs torch 2.10 or newer, and this is torch {version[:5]}"):
+        require_torch(version)
+    require_torch("2.10.0")
+    require_torch("3.0.0a0+git1234")
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from redelastic import RedisStore",
+        "from redelastic.plugin import create; create(None)",
+        "from redelastic.cli import main; sys.exit(main(['run', '--standalone', 'x.py']))",
+    ],
+    ids=["store", "torchrun", "run"],
+)
+def test_an_old_torch_is_refused_at_once(code: str) -> None:
+    """Before anything could hang."""
+    old = "import sys, torch; torch.__version__ = '2.7.1'; "
+    done = subprocess.run([sys.executable, "-c", old + code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode != 0
+    assert "redelastic needs torch 2.10 or newer, and this is torch 2.7.1" in done.stderr
+
+
+class Theirs(LocalElasticAgent):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("found", "warned"), [(LocalElasticAgent, False), (RegroupingAgent, False), (Theirs, True), (None, True)]
+)
+def test_a_launcher_with_another_agent_is_told_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, found: type | None, warned: bool
+) -> None:
+    launcher = ModuleType(LAUNCHER)
+    if found:
+        launcher.LocalElasticAgent = found  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, LAUNCHER, launcher)
+    with caplog.at_level(logging.WARNING):
+        replace_agent_of_launcher(LocalElasticAgent, RegroupingAgent)
+    assert ("cost a restart of --max-restarts" in caplog.text) == warned
+    assert getattr(launcher, "LocalElasticAgent", None) is (found if warned else RegroupingAgent)
+
+
+def test_nothing_is_said_where_nobody_runs_torchrun(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delitem(sys.modules, LAUNCHER, raising=False)
+    replace_agent_of_launcher(LocalElasticAgent, RegroupingAgent)
+    assert not caplog.text
+
+
+class OldConfig:
+    """A launch configuration before torch 2.12."""
+
+
+def test_the_shutdown_timeout_of_an_old_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", raising=False)
+    assert (shutdown_timeout(OldConfig(), None), shutdown_timeout(OldConfig(), 4)) == (30.0, 4.0)
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "7")
+    assert (shutdown_timeout(OldConfig(), None), shutdown_timeout(OldConfig(), 4)) == (7.0, 4.0)
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "soon")
+    for config, given in ((OldConfig(), None), (OldConfig(), -1)):
+        with pytest.raises(ValueError, match="shutdown_timeout must be a number of seconds, 0 or more, not"):
+            shutdown_timeout(config, given)
+
+
+def test_shutting_down_takes_what_this_torch_takes() -> None:
+    told: list[object] = []
+    shut_down(told.append, signal.SIGTERM, 5.0)
+    shut_down(lambda death_sig, timeout: told.append((death_sig, timeout)), signal.SIGTERM, 5.0)
+    assert told == [signal.SIGTERM, (signal.SIGTERM, 5.0)]
