@@ -157,8 +157,7 @@ def _place(arguments: argparse.Namespace, opened: ExitStack) -> None:
     told = os.environ.get("PET_RDZV_BACKEND") or "redis"
     if told != "redis" and arguments.rdzv_backend == told:
         raise ValueError(
-            f"PET_RDZV_BACKEND={told} asks for another rendezvous, and a launcher may have set it: unset it, or make it "
-            "redis."
+            f"PET_RDZV_BACKEND={told} asks for another rendezvous; unset it (a launcher may have set it), or say redis."
         )
     if arguments.rdzv_backend not in ("redis", "static"):
         raise ValueError(f"--rdzv-backend={arguments.rdzv_backend} is torchrun's; redelastic run needs Redis.")

@@ -24,9 +24,10 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from redelastic import RedisStore
+from redelastic.redis import connection as connection_module
 from redelastic.redis import scripts
 from redelastic.redis.client import DirectClient
-from redelastic.redis.connection import CONNECT_TIMEOUT, Connection
+from redelastic.redis.connection import Connection
 from redelastic.redis.endpoint import Client
 from redelastic.redis.errors import UnreachableError
 from redelastic.redis.keys import RunKeys
@@ -70,9 +71,20 @@ def test_connecting_is_given_up_after_its_time(tmp_path_factory: pytest.TempPath
             assert url in str(raised.value)
 
 
-def test_the_default_time_to_connect_is_ten_seconds() -> None:
-    assert CONNECT_TIMEOUT == 10
-    assert Connection.open.__func__.__defaults__ == (5, 60, 10)  # type: ignore[attr-defined]
+@pytest.mark.parametrize(("read", "connect", "expected"), [(60, None, 10), (2, None, 2), (2, 30, 30), (60, 3, 3)])
+def test_connecting_is_tried_for_ten_seconds_but_no_longer_than_one_call(
+    read: float, connect: float | None, expected: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = []
+
+    def give_up(_: object, __: str, patience: float, ___: float) -> None:
+        tried.append(patience)
+        raise UnreachableError
+
+    monkeypatch.setattr(connection_module, "retried", give_up)
+    with pytest.raises(UnreachableError):
+        Connection.open("redis://127.0.0.1:1", read_timeout=read, connect_timeout=connect)
+    assert tried == [expected]
 
 
 @pytest.mark.parametrize("scheme", ["redis", "rediss", "redis+cluster", "redis+sentinel"])
