@@ -143,13 +143,13 @@ def test_a_child_waits_for_its_parent_and_the_parent_for_its_child(store: RedisS
     def child() -> bytes:
         asked = store.get("from parent")
         store.set("from child", asked + b"!")
-        store.barrier("b", 2, timedelta(seconds=LIMIT))  # type: ignore[attr-defined]
+        store.wait(["done"], timedelta(seconds=LIMIT))
         return asked
 
     forked = Forked(child)
     store.set("from parent", "ping")
     assert store.get("from child") == b"ping!"
-    store.barrier("b", 2, timedelta(seconds=LIMIT))  # type: ignore[attr-defined]
+    store.set("done", "")
     assert forked.result() == b"ping"
 
 

@@ -1,0 +1,100 @@
+"""What `redelastic run` takes: our own flags are written, and set by a launcher's variables, as torchrun's are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from redelastic.agent.torchrun import launch as launch_module
+from redelastic.cli import main
+
+SCRIPT = str(Path(__file__))
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What is handed to :func:`launch`, which does nothing."""
+    calls: list[Any] = []
+
+    def launch(config: object, options: object, *_: object, **more: object) -> int:
+        calls.extend((config, options, more))
+        return 0
+
+    monkeypatch.setattr(launch_module, "launch", launch)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    return calls
+
+
+PLACE = ("--rdzv-endpoint=127.0.0.1:1", "--rdzv-id=x")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ("--drain-timeout=7", "--max-job-restarts=3", "--share-gpus", "--health-check=network"),
+        ("--drain_timeout=7", "--max_job_restarts=3", "--share_gpus", "--health_check=network"),
+        {
+            "PET_DRAIN_TIMEOUT": "7",
+            "PET_MAX_JOB_RESTARTS": "3",
+            "PET_SHARE_GPUS": "1",
+            "PET_HEALTH_CHECK": "network",
+        },
+    ],
+    ids=["hyphens", "underscores", "variables"],
+)
+def test_our_flags_are_written_as_torchruns(
+    given: tuple[str, ...] | dict[str, str], launched: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags: tuple[str, ...] = ()
+    if isinstance(given, dict):
+        for name, value in given.items():
+            monkeypatch.setenv(name, value)
+    else:
+        flags = given
+    assert main(["run", *PLACE, *flags, SCRIPT]) == 0
+    config, options, _ = launched
+    assert (options.drain_timeout, options.max_job_restarts, options.share_gpus) == (7, 3, True)
+    assert options.health_checks == ("network",)
+    assert config.max_restarts == 3
+
+
+def test_a_flag_outweighs_its_variable(launched: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PET_DRAIN_TIMEOUT", "7")
+    assert main(["run", *PLACE, "--drain-timeout=8", SCRIPT]) == 0
+    assert launched[1].drain_timeout == 8
+
+
+def test_a_launcher_may_place_the_run_by_variables_alone(launched: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kubeflow's trainer sets such variables."""
+    told = {"RDZV_BACKEND": "redis", "RDZV_ENDPOINT": "127.0.0.1:1", "RDZV_ID": "x", "NNODES": "2:4"}
+    for name, value in told.items():
+        monkeypatch.setenv(f"PET_{name}", value)
+    assert main(["run", SCRIPT]) == 0
+    config = launched[0]
+    assert (config.rdzv_backend, config.rdzv_endpoint, config.run_id) == ("redis", "127.0.0.1:1", "x")
+    assert (config.min_nodes, config.max_nodes) == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "told"),
+    [
+        ("PET_RDZV_BACKEND", "c10d", "PET_RDZV_BACKEND=c10d asks for another rendezvous; unset it"),
+        ("PET_DRAIN_TIMEOUT", "-1", "drain_timeout=-1"),
+    ],
+)
+@pytest.mark.usefixtures("launched")
+def test_a_wrong_variable_is_told(
+    variable: str, value: str, told: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, value)
+    assert main(["run", *PLACE, SCRIPT]) == 2
+    assert told in capfd.readouterr().err
+
+
+def test_the_shutdown_timeout_is_known_on_every_torch(launched: list[Any]) -> None:
+    assert main(["run", *PLACE, "--shutdown-timeout=2", SCRIPT]) == 0
+    assert launched[2] == {"shutdown_timeout": 2}
+    with pytest.raises(SystemExit, match="2"):
+        main(["run", *PLACE, "--shutdown-timeout=x", SCRIPT])
