@@ -48,6 +48,7 @@ _FINAL: Final = (rx.AuthenticationError, rx.AuthorizationError, rx.MaxConnection
 _BROKEN_TLS: Final = (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError)
 _SCRIPT_SUFFIX: Final = re.compile(r" script: [0-9a-f]{40}, on .*$")  # that Redis 7 adds to a script's error
 _SENTINEL_REPR: Final = re.compile(r"<redis\.client\.Redis\(.*?host=(.*?),port=(\d+).*?\)>\)>\)>")
+_DENIED: Final = re.compile(r"NOPERM|ACL failure in script|The user executing the script can't")
 _NO_CLUSTER: Final = "Cluster mode is not enabled"
 
 
@@ -130,14 +131,14 @@ def _translate(  # noqa: C901, PLR0911, PLR0912  (a list, to be read from the to
     if isinstance(cause, MasterNotFoundError) and "AuthenticationError" in reply:
         return RendezvousConnectionError, (
             f"The sentinels of {name} refused the login: {reply}. Put ?sentinel_password=…, and &sentinel_username=… "
-            "if they have users, at the end of the endpoint's URL."
+            "if they have users, at the end of the endpoint's URL; and check that those are sentinels' ports."
         )
     if isinstance(cause, rx.AuthenticationError | rx.AuthorizationError):
         return RendezvousConnectionError, (
             f"Redis at {name} refused the login: {reply}. Put the right user and password into its URL, or "
             "into REDELASTIC_REDIS_URL and give the endpoint as host:port."
         )
-    if isinstance(cause, rx.NoPermissionError) or "NOPERM" in reply or "The user executing the script can't" in reply:
+    if isinstance(cause, rx.NoPermissionError) or _DENIED.search(reply):
         return RendezvousConnectionError, (
             f"Redis at {name} denies this user a key or command: {reply}. Check that the run id and the key_prefix are "
             f"those that the user is for; it needs the rules '{ACL_RULES}' (see Security in the README)."

@@ -144,7 +144,7 @@ def test_a_database_that_is_not_there(server: RedisServer) -> None:
 def test_a_server_that_is_no_cluster_and_no_sentinel(server: RedisServer) -> None:
     for scheme, rest, says in (
         ("redis+cluster", "", r"is no Cluster. Use redis://"),
-        ("redis+sentinel", "/m", r"is no sentinel. Use redis://"),
+        ("redis+sentinel", f"/m?sentinel_password={server._password}", r"is no sentinel. Use redis://"),
     ):
         url = server.url.replace("redis://", f"{scheme}://").removesuffix("/0") + rest
         with takes(0, 1), pytest.raises(RendezvousConnectionError, match=says):

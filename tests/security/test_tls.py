@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-import servers
 from agent_job import AWARE, AgentJob
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from job_user import CANARY, AsUser, run_command
 from tls_files import Certificates, make_certificates
+from tls_servers import WHO_SPEAKS_TLS, tls_server
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
 from redelastic.redis.connection import Connection
@@ -33,13 +33,10 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
 
 
 @contextmanager
-def tls_server(certificates: Certificates, certificate: str) -> Iterator[AsUser]:
-    """A server that asks for client certificates and speaks nothing but TLS to the network."""
-    with servers.reserved_port() as port:
-        config = {"tls-port": str(port), "tls-cert-file": certificate, "tls-key-file": certificates.server_key}
-        config |= {"tls-ca-cert-file": certificates.ca, "tls-auth-clients": "yes"}
-        with servers.redis_server(CANARY, config) as server:
-            yield AsUser(server, f"rediss://:{CANARY}@127.0.0.1:{port}")
+def strict_server(who: str, certificates: Certificates, certificate: str = "") -> Iterator[AsUser]:
+    """A server that asks for client certificates."""
+    with tls_server(who, CANARY, certificates, ask_clients=True, certificate=certificate) as (server, url):
+        yield AsUser(server, url)
 
 
 def files(certificates: Certificates) -> dict[str, str]:
@@ -61,11 +58,12 @@ def expired(certificate: str, ca: str, target: Path) -> str:
 
 
 @pytest.mark.fault("a certificate that has expired", "refused at once, with what to look at")
+@pytest.mark.parametrize("who", WHO_SPEAKS_TLS)
 @pytest.mark.parametrize("whose", ["server", "client"])
-def test_an_expired_certificate(certificates: Certificates, tmp_path: Path, whose: str) -> None:
+def test_an_expired_certificate(certificates: Certificates, tmp_path: Path, whose: str, who: str) -> None:
     old = expired(getattr(certificates, whose), certificates.ca, tmp_path / "old.crt")
     given = files(certificates) | ({"ssl_cert": old} if whose == "client" else {})
-    with tls_server(certificates, old if whose == "server" else certificates.server) as server:
+    with strict_server(who, certificates, old if whose == "server" else "") as server:
         with pytest.raises(
             RendezvousConnectionError, match=r"(?i)TLS with Redis at .* failed: .*expired.*Check"
         ) as raised:
@@ -73,9 +71,10 @@ def test_an_expired_certificate(certificates: Certificates, tmp_path: Path, whos
         assert CANARY not in str(raised.value)
 
 
-def test_a_job_over_tls_with_client_certificates(certificates: Certificates, tmp_path: Path) -> None:
+@pytest.mark.parametrize("who", WHO_SPEAKS_TLS)
+def test_a_job_over_tls_with_client_certificates(certificates: Certificates, tmp_path: Path, who: str) -> None:
     """`redelastic run`, its workers and the commands; and the store of a script's own."""
-    with tls_server(certificates, certificates.server) as server:
+    with strict_server(who, certificates) as server:
         conf = cast("Any", files(certificates))
         job = AgentJob.__new__(AgentJob)
         super(AgentJob, job).__init__(cast("RedisServer", server), tmp_path, "1:2", agent=True, conf=conf)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ import redis
 import servers
 from redis.cluster import RedisCluster
 from tls_files import Certificates, encrypt_key, make_certificates
+from tls_servers import WHO_SPEAKS_TLS, tls_server
 from torch.distributed import DistNetworkError
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 from whole_life import live_a_whole_life, make_node, nodes, rendezvous, use_store
@@ -31,29 +31,15 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
     return make_certificates(tmp_path_factory.mktemp("tls"))
 
 
-@contextmanager
-def tls_server(certificates: Certificates, *, ask_clients: bool) -> Iterator[str]:
-    with servers.reserved_port() as port:
-        config = {
-            "tls-port": str(port),
-            "tls-cert-file": certificates.server,
-            "tls-key-file": certificates.server_key,
-            "tls-ca-cert-file": certificates.ca,
-            "tls-auth-clients": "yes" if ask_clients else "no",
-        }
-        with servers.redis_server("tls-password", config):
-            yield f"rediss://:tls-password@127.0.0.1:{port}"
-
-
-@pytest.fixture(scope="module")
-def tls_url(certificates: Certificates) -> Iterator[str]:
-    with tls_server(certificates, ask_clients=False) as url:
+@pytest.fixture(scope="module", params=WHO_SPEAKS_TLS)
+def tls_url(request: pytest.FixtureRequest, certificates: Certificates) -> Iterator[str]:
+    with tls_server(request.param, "tls-password", certificates, ask_clients=False) as (_, url):
         yield url
 
 
-@pytest.fixture(scope="module")
-def strict_tls_url(certificates: Certificates) -> Iterator[str]:
-    with tls_server(certificates, ask_clients=True) as url:
+@pytest.fixture(scope="module", params=WHO_SPEAKS_TLS)
+def strict_tls_url(request: pytest.FixtureRequest, certificates: Certificates) -> Iterator[str]:
+    with tls_server(request.param, "tls-password", certificates, ask_clients=True) as (_, url):
         yield url
 
 

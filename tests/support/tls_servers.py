@@ -1,0 +1,87 @@
+"""A Redis that speaks TLS: by itself, which the embedded one cannot, or behind a terminator."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import socketserver
+import ssl
+import threading
+from collections.abc import Iterator
+from typing import Final
+
+import pytest
+import servers
+from tls_files import Certificates
+
+from redelastic.redis.server import RedisServer
+
+WHO_SPEAKS_TLS: Final = ("redis", "terminator")
+
+
+@contextlib.contextmanager
+def tls_server(
+    who: str, password: str, certificates: Certificates, *, ask_clients: bool, certificate: str = ""
+) -> Iterator[tuple[RedisServer, str]]:
+    """A server and its URL, ``rediss://``; the test is skipped if Redis is to speak TLS and was built without.
+
+    Args:
+        who: of :data:`WHO_SPEAKS_TLS`.
+        password: of the server.
+        certificates: whose server's are used.
+        ask_clients: whether clients need a certificate.
+        certificate: the server's own, if it is another.
+    """
+    settings = {
+        "tls-cert-file": certificate or certificates.server,
+        "tls-key-file": certificates.server_key,
+        "tls-ca-cert-file": certificates.ca,
+        "tls-auth-clients": "yes" if ask_clients else "no",
+    }
+    with servers.reserved_port() as port, contextlib.ExitStack() as stack:
+        own = settings | {"tls-port": str(port)} if who == "redis" else None
+        try:
+            server = stack.enter_context(servers.redis_server(password, own))
+        except RuntimeError as e:
+            if "tls" not in str(e):
+                raise
+            pytest.skip("needs a redis-server that was built with TLS: apt-get install redis-server")
+        if who == "terminator":
+            stack.enter_context(_terminator(port, servers.port_of(server), settings))
+        yield server, f"rediss://:{password}@{servers.HOST}:{port}"
+
+
+@contextlib.contextmanager
+def _terminator(port: int, target: int, settings: dict[str, str]) -> Iterator[None]:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(settings["tls-cert-file"], settings["tls-key-file"])
+    context.load_verify_locations(settings["tls-ca-cert-file"])
+    context.verify_mode = ssl.CERT_REQUIRED if settings["tls-auth-clients"] == "yes" else ssl.CERT_NONE
+
+    class Handler(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            with contextlib.suppress(OSError), context.wrap_socket(self.request, server_side=True) as client:
+                _hand_on(client, target)
+
+    with _Terminator((servers.HOST, port), Handler) as listening:
+        thread = threading.Thread(target=listening.serve_forever, args=(0.02,), daemon=True)
+        thread.start()
+        yield
+        listening.shutdown()
+
+
+class _Terminator(socketserver.ThreadingTCPServer):
+    allow_reuse_address = True  # the port is reserved for us
+    daemon_threads = True
+
+
+def _hand_on(client: ssl.SSLSocket, target: int) -> None:
+    """Pass on what client and server say, until one of them has had enough."""
+    with socket.create_connection((servers.HOST, target)) as server:
+        while True:
+            ready = [client] if client.pending() else select.select([client, server], [], [])[0]
+            for source in ready:
+                if not (data := source.recv(65536)):
+                    return
+                (server if source is client else client).sendall(data)
