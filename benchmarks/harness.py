@@ -264,7 +264,7 @@ class Watch:
         while self.client.info("memory")["lazyfree_pending_objects"] and time.monotonic() - began <= timeout:
             time.sleep(0.05)  # their memory is freed in the background
         latest: Any = self.client.latency_latest()
-        events = {name: longest / 1000 for name, _, _, longest in latest}
+        events = {name: longest / 1000 for name, _, _, longest, *_ in latest}
         return {
             "keys gone after": (gone, "s"),
             "longest removal of what has expired": (

@@ -36,6 +36,7 @@ from examples_site import (
     port_of_a_slurm_job,
 )
 from tls_files import make_certificates
+from tls_servers import WHO_SPEAKS_TLS, tls_server
 from typing_extensions import Self
 
 from redelastic.redis.errors import ACL_RULES
@@ -304,6 +305,10 @@ class Metadata:
 WAITS: Final = "import signal; signal.sigtimedwait({signal.SIGUSR1}, 100) and print('noticed')"
 
 
+NEEDS_CURL: Final = pytest.mark.skipif(not shutil.which("curl"), reason="the recipe needs curl: apt-get install curl")
+
+
+@NEEDS_CURL
 @pytest.mark.parametrize("cloud", NOTICES)
 def test_notices_of_clouds(tmp_path: Path, cloud: str) -> None:
     """Only a notice is one; and the watch ends with what it watches over."""
@@ -324,6 +329,7 @@ def test_notices_of_clouds(tmp_path: Path, cloud: str) -> None:
         assert site.wait_end(site.start(recipe, "nimbus", "true")) == 2
 
 
+@NEEDS_CURL
 @pytest.mark.fault("the cloud takes a spot VM away", "its node drains at the notice, the others go on")
 def test_a_spot_vm_is_taken_away(server: RedisServer, run_id: str, tmp_path: Path) -> None:
     command = ["redelastic", "run", f"--rdzv-id={run_id}", "--nnodes=1:2", str(AWARE), str(tmp_path)]
@@ -343,7 +349,8 @@ def test_a_spot_vm_is_taken_away(server: RedisServer, run_id: str, tmp_path: Pat
         site.wait("the watches have ended", lambda: not site.processes())
 
 
-def test_a_managed_redis(tmp_path: Path) -> None:
+@pytest.mark.parametrize("who", WHO_SPEAKS_TLS)
+def test_a_managed_redis(tmp_path: Path, who: str) -> None:
     """TLS with a CA of its own, a user with the recipe's access string, a password that needs encoding; to the end."""
     text = (EXAMPLES / "managed_redis.sh").read_text()
     rules = text.partition("\n#   on ")[2].partition("\nset ")[0].replace("\n#  ", "").split()
@@ -352,28 +359,26 @@ def test_a_managed_redis(tmp_path: Path) -> None:
     password = "p@ss/w:rd #1%?"
     (tmp_path / ".redis-password").write_text(password + "\n")
     certificates = make_certificates(tmp_path)
-    with servers.reserved_port() as port:
-        tls = {"tls-port": str(port), "tls-cert-file": certificates.server, "tls-key-file": certificates.server_key}
-        tls |= {"tls-ca-cert-file": certificates.ca, "tls-auth-clients": "no"}
-        with servers.redis_server(config=tls) as managed, managed.get_client() as admin, Site(tmp_path) as site:
+    with tls_server(who, None, certificates, ask_clients=False) as (managed, url), Site(tmp_path) as site:
+        with managed.get_client() as admin:
             admin.execute_command("ACL SETUSER", "my-job", "reset", "on", f">{password}", *rules)
-            where = {"REDIS_ADDRESS": f"127.0.0.1:{port}", "REDIS_CA": certificates.ca}
-            recipe = site.recipe("managed_redis.sh")
-            nodes = [site.start(recipe, "my-job-1", **where) for _ in range(2)]
-            control = site.control()
-            site.wait("both are in a round", lambda: members(control, 2, steps=False))
-            site.assert_no_password_is_seen()
-            assert [site.wait_end(node) for node in nodes] == [0, 0]
-            assert float(ACCURACY.findall(site.log)[0]) >= 0.95
-            assert site.log.count("fit for a run") + site.log.count("warning") >= 2, "what the doctor says"
-            user = redis.Redis(port=servers.port_of(managed), username="my-job", password=password)
-            with user, pytest.raises(redis.exceptions.NoPermissionError):
-                user.get("redelastic:{other-job}:run")
-            assert site.wait_end(site.start(recipe, **where)) == 2
-            assert "usage: " in site.log
-            refused = site.start(recipe, "other-job", **where)
-            assert site.wait_end(refused) == 1
-            assert "problem" in site.log
-            (tmp_path / ".redis-password").unlink()
-            assert site.wait_end(site.start(recipe, "my-job-2", **where)) == 2
-            assert "put the password of the user my-job into ~/.redis-password" in site.log
+        where = {"REDIS_ADDRESS": urlsplit(url).netloc.rpartition("@")[2], "REDIS_CA": certificates.ca}
+        recipe = site.recipe("managed_redis.sh")
+        nodes = [site.start(recipe, "my-job-1", **where) for _ in range(2)]
+        control = site.control()
+        site.wait("both are in a round", lambda: members(control, 2, steps=False))
+        site.assert_no_password_is_seen()
+        assert [site.wait_end(node) for node in nodes] == [0, 0]
+        assert float(ACCURACY.findall(site.log)[0]) >= 0.95
+        assert site.log.count("fit for a run") + site.log.count("warning") >= 2, "what the doctor says"
+        user = redis.Redis(port=servers.port_of(managed), username="my-job", password=password)
+        with user, pytest.raises(redis.exceptions.NoPermissionError):
+            user.get("redelastic:{other-job}:run")
+        assert site.wait_end(site.start(recipe, **where)) == 2
+        assert "usage: " in site.log
+        refused = site.start(recipe, "other-job", **where)
+        assert site.wait_end(refused) == 1
+        assert "problem" in site.log
+        (tmp_path / ".redis-password").unlink()
+        assert site.wait_end(site.start(recipe, "my-job-2", **where)) == 2
+        assert "put the password of the user my-job into ~/.redis-password" in site.log

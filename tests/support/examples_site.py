@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, TypeVar
 from urllib.parse import unquote, urlsplit
+from urllib.request import ProxyHandler, build_opener
 
 import psutil
 import pytest
@@ -143,7 +144,7 @@ class Site:
 
         def is_ours(process: psutil.Process) -> bool:
             ours = _environment(process).get(TOKEN) == self._token
-            return ours or (str(process.pid) in servers and "redis" in _get(process.name, ""))
+            return ours or (str(process.pid) in servers and _get(process.name, "").startswith(("redis", "valkey")))
 
         return [process for process in psutil.process_iter() if is_ours(process) and _lives(process)]
 
@@ -283,9 +284,12 @@ class Pod:
         request = self.container[name]["httpGet"]
         [port] = [p["containerPort"] for p in self.container["ports"] if p["name"] == request["port"]]
         url = f"http://127.0.0.1:{self._own(str(port))}{request['path']}"
-        limit = str(self.container[name].get("timeoutSeconds", 1))
-        asked = ["curl", "--silent", "--fail", "--noproxy", "*", "--max-time", limit, "--output", os.devnull, url]
-        return subprocess.run(asked, check=False).returncode == 0
+        direct = build_opener(ProxyHandler({}))
+        try:
+            with direct.open(url, timeout=self.container[name].get("timeoutSeconds", 1)):
+                return True
+        except OSError:
+            return False
 
     def pre_stop(self) -> None:
         command = self.container["lifecycle"]["preStop"]["exec"]["command"]

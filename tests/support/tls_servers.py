@@ -22,13 +22,13 @@ WHO_SPEAKS_TLS: Final = ("redis", "terminator")
 
 @contextlib.contextmanager
 def tls_server(
-    who: str, password: str, certificates: Certificates, *, ask_clients: bool, certificate: str = ""
+    who: str, password: str | None, certificates: Certificates, *, ask_clients: bool, certificate: str = ""
 ) -> Iterator[tuple[RedisServer, str]]:
     """A server and its URL, ``rediss://``; the test is skipped if Redis is to speak TLS and was built without.
 
     Args:
         who: of :data:`WHO_SPEAKS_TLS`.
-        password: of the server.
+        password: of the server; None has it choose one, which the URL leaves out.
         certificates: whose server's are used.
         ask_clients: whether clients need a certificate.
         certificate: the server's own, if it is another.
@@ -49,7 +49,8 @@ def tls_server(
             pytest.skip("needs a redis-server that was built with TLS: apt-get install redis-server")
         if who == "terminator":
             stack.enter_context(_terminator(port, servers.port_of(server), settings))
-        yield server, f"rediss://:{password}@{servers.HOST}:{port}"
+        login = f":{password}@" if password else ""
+        yield server, f"rediss://{login}{servers.HOST}:{port}"
 
 
 @contextlib.contextmanager
