@@ -25,7 +25,7 @@ from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.backend import create_backend
 from redelastic.rendezvous.handler import RedisRendezvousHandler, create_handler
 
-pytest_plugins = ["fault_matrix", "folder_times"]
+pytest_plugins = ["fault_matrix", "folder_times", "left_out"]
 _MEMORY = "/dev/shm"
 _ROOM = 4e9  # bytes
 
