@@ -88,13 +88,13 @@ def test_the_commands_show_the_truth(  # noqa: PLR0915  (a night, from its begin
 
         job.nodes["c"].kill()
         epoch = job.wait_round("ab", epoch)
-        assert told("lost its lease after 1.") == [ids["c"]]
+        assert told("lost its lease after ") == [ids["c"]]
         job.wait("restarts for a lost node do not count", lambda: scrape(ports["b"])["redelastic_job_restarts",] == 0)
 
         job.tell("hang-b")
         epoch = job.wait_round("ab", epoch)
         [hung] = [e for e in ask("events")["events"] if e["event"] == "hung" and e["node"] == ids["b"]]
-        assert "made no progress for 6." in hung["reason"]
+        assert "made no progress for " in hung["reason"]
         assert "in hang" in hung["detail"]
         job.wait("the restart is told", lambda: scrape(ports["b"])["redelastic_job_restarts",] == 1)
         assert ask("status")["restarts"] == 1

@@ -204,7 +204,9 @@ class TestRegrouping:
         died = time.monotonic()
         until(lambda: nodes[1].num_nodes_waiting() and nodes[2].num_nodes_waiting(), "both survivors know")  # I7
         assert time.monotonic() - died < 5
-        assert caplog.text.count(f"is broken: {nodes[0].membership.node} lost its lease after 0.6 s") == 2
+        silent = re.findall(f"is broken: {nodes[0].membership.node} lost its lease after ([0-9.]+) s", caplog.text)
+        assert len(silent) == 2
+        assert min(map(float, silent)) >= 0.6
         after = join_all(pool, *nodes[1:])
         assert {info.world_size for info in after} == {2}
         assert all(a.rank == b.rank for a, b in zip(after, before[1:], strict=True) if b.rank < 2)

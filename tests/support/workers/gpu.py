@@ -1,0 +1,87 @@
+"""A training script on a GPU, or on the CPU where there is none: DDP, with 1 GiB of the GPU's memory held.
+
+Usage: gpu.py DIRECTORY. TEST_BACKEND names the backend of the collectives. Files in the directory steer it:
+  finish            all ranks stop together after the step at which rank 0 saw it
+  kernel-NODE       the worker of that node starts a kernel that does not end, and takes the file away
+  collective-NODE   the worker of that node stays away from the next collective, for ever, and takes the file away
+  assert-NODE       the worker of that node indexes out of range on its GPU, and takes the file away
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import redelastic
+
+PACE: Final = 0.05
+ON_GPU: Final = torch.cuda.is_available()
+
+
+def run_for_ever(device: torch.device) -> None:
+    """A kernel, and the host waits for it."""
+    if not ON_GPU:
+        time.sleep(1e6)
+    torch.cuda._sleep(2**62)
+    torch.cuda.synchronize(device)
+
+
+def index_out_of_range(device: torch.device) -> None:
+    """The kernel's own check ends it, and its context is of no use any more."""
+    values = torch.zeros(4, device=device)
+    values[torch.full((4,), 99, device=device)] += 1
+    if ON_GPU:
+        torch.cuda.synchronize(device)
+
+
+def main(directory: Path) -> None:
+    from record import Recorder  # type: ignore[import-not-found]  # beside this script, for which this is no package
+
+    node = os.environ["TEST_NODE"]
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if ON_GPU else torch.device("cpu")
+    if ON_GPU:
+        torch.cuda.set_device(device)
+    dist.init_process_group(os.environ["TEST_BACKEND"])
+    record, rank = Recorder(directory), dist.get_rank()
+    held = torch.zeros(2**28 if ON_GPU else 1, device=device)
+    model = DistributedDataParallel(torch.nn.Linear(64, 64).to(device))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    record("start")
+    step, finishing = 0, False
+
+    def told(what: str) -> bool:
+        file = directory / f"{what}-{node}"
+        found = file.exists()
+        file.unlink(missing_ok=True)
+        return found
+
+    while not finishing:
+        if told("kernel"):
+            run_for_ever(device)
+        if told("collective"):
+            time.sleep(1e6)
+        if told("assert"):
+            index_out_of_range(device)
+        optimizer.zero_grad()
+        model(torch.ones(8, 64, device=device)).square().mean().backward()
+        optimizer.step()
+        held[0] = rank == 0 and (directory / "finish").exists()
+        dist.all_reduce(held[:1])
+        finishing = bool(held[0].item())
+        redelastic.progress(step)
+        record("step", step=step)
+        step += 1
+        time.sleep(PACE)
+    dist.destroy_process_group()
+    record("end", step=step)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
