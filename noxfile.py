@@ -14,6 +14,7 @@ QUICK = (
     "tests/proofs/test_oracle.py",
     "tests/proofs/test_oracle_stories.py",
     "tests/proofs/test_oracle_charges.py",
+    "tests/proofs/test_oracle_roll_calls.py",
     "tests/rendezvous/test_settings.py",
     "tests/rendezvous/test_handler.py::TestForming",
     "tests/rendezvous/test_handler.py::TestRegrouping",

@@ -317,6 +317,9 @@ class RedisElasticAgent(RegroupingAgent):
 
     # -- failures
 
+    def _first_failure(self) -> float | None:
+        return self._workers.first_failure if self._workers else None
+
     def _may_restart(self, result: RunResult) -> bool:
         self._leave_if_drained()  # a signal to all processes may have ended them
         self._unfit = True
@@ -334,7 +337,8 @@ class RedisElasticAgent(RegroupingAgent):
         self._leave_if_drained()
         while not lost and self._membership.view.drains:  # others', which their leases end if nothing else does
             self._come_round()
-            lost = self._membership.view.wait_for_loss(self._interval)
+            self._membership.view.wait_for_news(self._interval)
+            lost = self._membership.view.member_lost
         return lost
 
     def _give_up(self, result: RunResult) -> None:

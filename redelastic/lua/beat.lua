@@ -1,18 +1,19 @@
 -- beat: renews a node's lease, and tells it how its run stands.
 --
 -- KEYS 1-11 of run.lua, 12 data, 13 waits, 14 once: the store of the node's round
--- ARGV 1-16 of restore.lua
+-- ARGV 1-18 of restore.lua
 -- Reply {standing: 'member' | 'candidate' | 'fenced' | 'unknown', epoch, why the round is broken or '', candidates,
 --        why it is closed or '', ms until the lease of another node runs out or -1, stop: 1 or 0,
---        'timeout (ms) reason' if it was asked to drain or ''}
+--        'timeout (ms) reason' if it was asked to drain or '', the roll call that it has to answer or 0}
 -- I6 I7 I8 I9
 restore()
 if not run.epoch then -- the server has forgotten the run, and this node knows of no round: no verdict on it
-  return { 'unknown', 0, '', 0, run.closed or '', -1, run.stop and 1 or 0, '' }
+  return { 'unknown', 0, '', 0, run.closed or '', -1, run.stop and 1 or 0, '', 0 }
 end
-reap()
+reap(ARGV[17] == '1')
+local to_answer = 0
 if redis.call('ZSCORE', LEASES, node) then
-  redis.call('ZADD', LEASES, now + ARGV[7], node)
+  to_answer = renew(node, ARGV[7], tonumber(ARGV[18]))
   redis.call('SET', STATUS, status, 'PX', ARGV[7])
 end
 try_complete()
@@ -38,4 +39,4 @@ for i = 1, #soonest, 2 do
   end
 end
 return { standing, run.epoch, run.broken or '', redis.call('ZCARD', CANDIDATES), run.closed or '', expires_in,
-  run.stop and 1 or 0, redis.call('HGET', RUN, 'draining ' .. node) or '' }
+  run.stop and 1 or 0, redis.call('HGET', RUN, 'draining ' .. node) or '', to_answer }

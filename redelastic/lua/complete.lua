@@ -10,27 +10,36 @@ end
 
 -- Members and candidates whose lease has run out are out. When no node at all was heard for longer than a heartbeat
 -- interval allows, or the clock went back, it was the server that was away: nobody is judged, every lease starts anew.
-local function reap()
+-- `steady` says that the node which looks has not lost Redis lately. Returns whether the server was away.
+local function reap(steady)
   local silence = run.beat_at and now - run.beat_at or 0
-  if run.interval and (silence > 1.5 * run.interval or silence < 0) then
+  local was_away = run.interval and (silence > 1.5 * run.interval or silence < 0)
+  if was_away then
     local nodes = redis.call('ZRANGE', LEASES, 0, -1)
-    for _, node in ipairs(nodes) do
-      redis.call('ZADD', LEASES, now + run.lease, node)
-    end
+    lease_until(now + run.lease, nodes)
+    end_roll_call()
     if nodes[1] then
       local what = silence < 0 and "the server's clock went back by" or 'no heartbeat for'
       record('outage', '', string.format('%s %.1f s: every lease starts anew', what, math.abs(silence) / 1000))
     end
     if silence < 0 then
       set('deadline', nil) -- it was set by another clock
+      set('roll_answered', nil)
     end
     if run.restoring then
       set('restoring', now + run.lease)
     end
   else
+    judge_roll_call(steady)
     local expired = redis.call('ZRANGEBYSCORE', LEASES, '-inf', now, 'WITHSCORES')
     for i = 1, #expired, 2 do
-      lose(expired[i], string.format('lost its lease after %.1f s', (now - expired[i + 1] + (run.lease or 0)) / 1000))
+      local expiry = tonumber(expired[i + 1])
+      if expiry == run.roll_until then
+        local within = (now - run.roll_called_at) / 1000
+        lose(expired[i], string.format('did not answer the roll call of %s within %.1f s', run.roll_called_by, within))
+      else
+        lose(expired[i], string.format('lost its lease after %.1f s', (now - expiry + (run.lease or 0)) / 1000))
+      end
     end
   end
   if run.restoring and now >= run.restoring then
@@ -42,6 +51,7 @@ local function reap()
     set('deadline', nil) -- whoever comes next begins a new last call
   end
   set('beat_at', now)
+  return was_away
 end
 
 -- Former members keep their rank if it is below n; the holes are filled by label, then by place among the candidates.
@@ -69,13 +79,6 @@ local function assign(chosen)
   return node_at, n
 end
 
--- Lua hands over no more than some thousand arguments at once.
-local function in_portions(command, key, args)
-  for i = 1, #args, 1000 do
-    redis.call(command, key, unpack(args, i, math.min(i + 999, #args)))
-  end
-end
-
 local function complete(reason)
   set('lost', (run.size or 0) - redis.call('ZCOUNT', CANDIDATES, '-inf', '(0'))
   local node_at, n = assign(redis.call('ZRANGE', CANDIDATES, 0, run.max - 1, 'WITHSCORES'))
@@ -94,6 +97,7 @@ local function complete(reason)
   set('broken', nil)
   set('member_lost', nil)
   set('deadline', nil)
+  set('roll_answered', nil)
   record('completed', node_at[0], reason)
   wake('complete', reason)
   touch()
@@ -101,6 +105,9 @@ end
 
 -- Completes the rendezvous if it can be; else leaves in `deadline` when it could, without anybody else.
 local function try_complete()
+  if not roll_call_is_over() then
+    return
+  end
   local n = redis.call('ZCARD', CANDIDATES)
   if run.closed or not run.min or n < run.min then
     return run.deadline and set('deadline', nil)

@@ -2,18 +2,19 @@
 -- again whenever it is woken, and when `wait` has passed.
 --
 -- KEYS 1-11 of run.lua, 12 data, 13 waits, 14 once: the store of round `after`, which ends now
--- ARGV 1-16 of restore.lua, 17 after: last epoch that the node held, 0 if none, 18 endpoint, 19 label
+-- ARGV 1-18 of restore.lua, 19 after: last epoch that the node held, 0 if none, 20 endpoint, 21 label
 -- Reply {'complete', epoch, rank, size, master, completed_at, lost: how many nodes of the round before did not come back}
---       {'waiting', epoch, last wake id, wait: ms until the rendezvous may complete by itself or -1, spare: 1 or 0}
+--       {'waiting', epoch, last wake id, wait: ms until the rendezvous may complete by itself or -1, spare: 1 or 0,
+--        the roll call that it has to answer or 0}
 --       {'closed', why, spare: 1 or 0, stop: 1 or 0} | {'mismatch', min, max} | {'left'}
 -- I1 I2 I3 I4 I5 I6 I8
-local min, max, after, endpoint, label = tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[17]), ARGV[18], ARGV[19]
+local min, max, after, endpoint, label = tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[19]), ARGV[20], ARGV[21]
 
 if redis.call('GET', STATUS) == 'left' then
   return { 'left' } -- a late copy of a request that this node had taken back
 end
 restore()
-reap()
+reap(ARGV[17] == '1')
 local is_member = redis.call('SISMEMBER', MEMBERS, node) == 1
 local is_candidate = redis.call('ZSCORE', CANDIDATES, node)
 if run.closed then
@@ -49,7 +50,7 @@ if regroups or not (is_member or is_candidate) then -- not for a late copy of a 
   end
 end
 redis.call('SET', STATUS, status, 'PX', ARGV[7])
-redis.call('ZADD', LEASES, now + ARGV[7], node) -- before it is a candidate: whatever fails then, it can be reaped
+local to_answer = renew(node, ARGV[7], tonumber(ARGV[18])) -- before it is a candidate: whatever fails then, it can be reaped
 if regroups then
   redis.call('SREM', MEMBERS, node)
   redis.call('ZADD', CANDIDATES, FORMER + rank, node)
@@ -77,4 +78,5 @@ if run.epoch > after and redis.call('SISMEMBER', MEMBERS, node) == 1 then
 end
 local last = redis.call('XREVRANGE', WAKE, '+', '-', 'COUNT', 1)
 local full = run.size == run.max and redis.call('SCARD', MEMBERS) == run.size
-return { 'waiting', run.epoch, last[1] and last[1][1] or '0-0', run.deadline and math.max(0, run.deadline - now) or -1, full and 1 or 0 }
+return { 'waiting', run.epoch, last[1] and last[1][1] or '0-0', run.deadline and math.max(0, run.deadline - now) or -1, full and 1 or 0,
+  run.roll_until and to_answer or 0 }

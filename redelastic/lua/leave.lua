@@ -3,9 +3,9 @@
 -- then the others have to go on without it. A node that is no member of the newest round closes nothing (I4).
 --
 -- KEYS 1-11 of run.lua
--- ARGV 1-16 of restore.lua, 17 reason, 18 what becomes of the run: 'goes on' | 'closes' | 'stops'
+-- ARGV 1-18 of restore.lua, 19 reason, 20 what becomes of the run: 'goes on' | 'closes' | 'stops'
 -- I1 I4 I5 I6 I8 I9
-local reason, run_then = ARGV[17], ARGV[18]
+local reason, run_then = ARGV[19], ARGV[20]
 restore()
 if not run.ttl then
   return -- nothing of this run is on the server
@@ -13,7 +13,7 @@ end
 if redis.call('GET', STATUS) == 'left' then
   return
 end
-reap()
+reap(ARGV[17] == '1')
 redis.call('SET', STATUS, 'left', 'PX', run.ttl) -- a late copy of this node's join must not bring it back
 local was_here = redis.call('ZSCORE', LEASES, node)
 local was_member, failed = remove(node)

@@ -4,7 +4,8 @@
 --
 -- ARGV 1 node, 2 status (JSON), 3 min, 4 max, 5 last_call, 6 replacement, 7 lease, 8 interval, 9 ttl (all in ms),
 --      10 epoch of the round that the node holds or 0, 11 its rank in it, 12 size, 13 master of that round, 14 when it was
---      completed (ms of the server's clock), 15 why the run is closed or '', 16 stop: 1 or 0
+--      completed (ms of the server's clock), 15 why the run is closed or '', 16 stop: 1 or 0, 17 steady: 1 if the node has
+--      not lost Redis within the last lease, else 0, 18 heard: the last roll call that it knows of, or 0
 local node, status = ARGV[1], ARGV[2]
 local SETTINGS = { 'min', 'max', 'last_call', 'replacement', 'lease', 'interval', 'ttl' }
 
@@ -22,9 +23,10 @@ local function take_over(epoch)
   set('lost', 0)
   set('completed_at', tonumber(ARGV[14]))
   set('restoring', now + run.lease)
-  for _, field in ipairs({ 'broken', 'member_lost', 'deadline' }) do
+  for _, field in ipairs({ 'broken', 'member_lost', 'deadline', 'roll_answered' }) do
     set(field, nil)
   end
+  end_roll_call()
   redis.call('DEL', RANKS, MEMBERS)
   for _, candidate in ipairs(redis.call('ZRANGEBYSCORE', CANDIDATES, '-inf', '(0')) do -- of an older round
     redis.call('ZADD', CANDIDATES, redis.call('HINCRBY', RUN, 'arrivals', 1), candidate)

@@ -8,7 +8,7 @@
 --      6 endpoints (hash)    node -> "host port" on which it would serve the round's bootstrap store
 --      7 labels (hash)       node -> topology label, where it has one
 --      8 wake (stream)       what blocked nodes wait for; each entry is a change that matters to them: broken, complete,
---                            closed, stopped, deadline, drain, readmit
+--                            closed, stopped, deadline, drain, readmit, roll_call, answered
 --      9 events (stream)     what happened, for people and tools; no verb reads it
 --      10 failures (hash)    name of a host -> in how many rounds in a row its workers failed first; 0 is not kept
 --      11 status (string)    of the calling node: JSON for people and tools, or "left" once it has gone for good
@@ -18,12 +18,16 @@ local FORMER = -2147483648 -- a former member's place among the candidates is FO
 local clock = redis.call('TIME')
 local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
 
+local TEXTS = { 'closed', 'stop', 'broken', 'member_lost', 'blamed', 'roll_called_by' }
 local NUMBERS = { 'epoch', 'size', 'min', 'max', 'last_call', 'replacement', 'lease', 'interval', 'ttl', 'deadline', 'beat_at',
-  'charged', 'restarts', 'idle', 'progress', 'failed_at', 'restoring' }
-local run, found = {}, redis.call('HMGET', RUN, 'closed', 'stop', 'broken', 'member_lost', 'blamed', unpack(NUMBERS))
-run.closed, run.stop, run.broken, run.member_lost, run.blamed = unpack(found, 1, 5)
+  'charged', 'restarts', 'idle', 'progress', 'failed_at', 'restoring', 'roll_called_at', 'roll_timeout', 'roll_until',
+  'roll_last_chance', 'roll_again', 'roll_answered' }
+local run, numbers = {}, redis.call('HMGET', RUN, unpack(NUMBERS))
+for i, text in ipairs(redis.call('HMGET', RUN, unpack(TEXTS))) do
+  run[TEXTS[i]] = text
+end
 for i, name in ipairs(NUMBERS) do
-  local text = found[5 + i]
+  local text = numbers[i]
   local number = text and tonumber(text)
   if text and not (number and number >= 0 and number < 2 ^ 53 and number % 1 == 0) then -- nor nan, which is not >= 0
     error('CORRUPT ' .. RUN .. ': field ' .. name .. ' is not a number')

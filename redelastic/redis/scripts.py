@@ -52,9 +52,10 @@ class Script:
         return reply
 
 
-JOIN: Final = Script("run", "complete", "restore", "join")
-BEAT: Final = Script("run", "complete", "restore", "beat")
-LEAVE: Final = Script("run", "complete", "restore", "leave")
+JOIN: Final = Script("run", "roll", "complete", "restore", "join")
+BEAT: Final = Script("run", "roll", "complete", "restore", "beat")
+ROLL_CALL: Final = Script("run", "roll", "complete", "roll_call")
+LEAVE: Final = Script("run", "roll", "complete", "restore", "leave")
 CLOSE: Final = Script("run", "close")
 DRAIN: Final = Script("run", "drain")
 CHARGE: Final = Script("run", "charge")

@@ -30,6 +30,7 @@ RETRY_PAUSE: Final = 0.2  # between attempts of the loop while Redis is away, in
 COARSE: Final = 0.11  # Redis ends a blocking read up to 100 ms late: it looks at its clients ten times a second
 SPREAD: Final = 0.05  # nodes that wait for the same lease to run out look at it within this time, in seconds
 LOOKERS: Final = 16  # about so many of a group do; its others are woken by them
+PER_ANSWER: Final = 5e-5  # a large group spreads its answers to a roll call: what Redis needs for each, in seconds
 NO_ROUND: Final = (0, 0, 0, "", 0)  # what a node tells of its round while it holds none
 
 
@@ -54,6 +55,7 @@ class Heartbeat:
         self.host = check_key_part("address of this node", host)
         self._wake_key = keys.wake.encode()
         self._next_beat, self._beat_is_urgent = math.inf, False
+        self._roll_call = 0  # the last one that this node has heard of
         self._keeper: threading.Thread | None = None
         self.renew_identity()
 
@@ -78,7 +80,9 @@ class Heartbeat:
         times = (s.last_call_timeout, s.replacement_timeout, s.lease, s.keep_alive_interval, s.ttl)
         settings = [s.min_nodes, s.max_nodes, *(round(1000 * t) for t in times)]
         held = [mine.epoch, mine.rank, mine.size, f"{mine.host} {mine.port}", mine.completed_at] if mine else NO_ROUND
-        return [self.view.node, self.describe(self.status()), *settings, *held, *self.view.record_of_closing]
+        steady = int(self.view.has_reached_redis_for(s.lease))
+        closing = self.view.record_of_closing
+        return [self.view.node, self.describe(self.status()), *settings, *held, *closing, steady, self._roll_call]
 
     def keys_with_store(self, epoch: int) -> list[str]:
         """The keys of a script that may complete a round: the store of the round ``epoch`` ends with it."""
@@ -143,8 +147,16 @@ class Heartbeat:
             self.stopped.wait(min(longest, random.uniform(0.5, 1) * RETRY_PAUSE))
             return since
         entries = woken.get(self._wake_key, [])
-        self.view.take_in_wake_ups(entries)
+        for call in self.view.take_in_wake_ups(entries):
+            self.answer(call)
         return entries[-1][0] if entries else since
+
+    def answer(self, roll_call: int) -> None:
+        """Answer a roll call by a beat, which is due now; several threads may hear of the same one."""
+        if roll_call not in (0, self._roll_call):
+            self._roll_call = roll_call
+            mine = self.view.round
+            self.is_due_in(random.uniform(0, PER_ANSWER * mine.size if mine else 0), urgent=True)
 
     def may_pass(self, error: RendezvousConnectionError) -> bool:
         """Whether an error is an outage, which a node sits out, and not a refusal."""
@@ -163,6 +175,7 @@ class Heartbeat:
         self.view.take_in_beat(asked_as, asked_in, told)
         if told[5] >= 0:
             self._look_after_lease_that_ends_in(told[5] / 1000, asked_in.size if asked_in else 1)
+        self.answer(told[8])
 
     def _look_after_lease_that_ends_in(self, seconds: float, nodes: int) -> None:
         """Beat when the lease of a silent node has run out; the lease of a node that renews it lasts for longer."""

@@ -145,7 +145,7 @@ class Membership:
         self.heartbeat.stopped.wait(min(self._settings.keep_alive_interval, left))
 
     def _wait_as_candidate(
-        self, epoch: int, wake_id: bytes, completes_in: int, spare: int, *, deadline: float
+        self, epoch: int, wake_id: bytes, completes_in: int, spare: int, roll_call: int, *, deadline: float
     ) -> float:
         """Block until it is worth asking to join again; returns until when this node goes on asking."""
         now = time.monotonic()
@@ -159,6 +159,7 @@ class Membership:
                 "of the last round neither came back nor left. All nodes need the same --rdzv-id and the same Redis."
             )
         self._heard, self.view.standing = text(wake_id), "candidate"
+        self.heartbeat.answer(roll_call)
         until = min(deadline, now + completes_in / 1000) if completes_in >= 0 else deadline
         while (left := until - time.monotonic()) > 0:
             before, self._heard = self._heard, self.heartbeat.pump(self._heard, left)
@@ -319,6 +320,29 @@ class Membership:
 
         restarts, failures, verdict = self.heartbeat.call(scripts.CHARGE, self.heartbeat.keys, args, None)
         return restarts, failures, words(verdict)
+
+    def call_roll(self, failed_at: float) -> None:
+        """Ask who is there, since workers of this node failed and a lost peer may be why; never fails.
+
+        Nodes that do not answer within ``roll_call_timeout`` are out; what comes of it ends :meth:`View.wait_for_loss`.
+        A node that has only just found Redis again does not ask: others may still be looking for it.
+
+        Args:
+            failed_at: when the first of its workers failed, on the monotonic clock in seconds.
+        """
+        s, held = self._settings, self.view.round
+        lost = self.view.member_lost or not held or held.size == 1
+        if lost or not s.roll_call_timeout or not self.view.has_reached_redis_for(s.lease):
+            return
+        ago = max(0.0, time.monotonic() - failed_at)
+        args = [self.node, self._epoch_held, round(1000 * ago), round(1000 * s.roll_call_timeout)]
+        try:  # once: when Redis has been away meanwhile, the leases decide
+            told = self.heartbeat.call(scripts.ROLL_CALL, self.heartbeat.keys, args, 0)
+        except RendezvousError as e:
+            log.warning("No roll call of run %r: %s", self.run_id, e)
+            return
+        if told:
+            self.view.take_in_roll_call(*told)
 
     def ask_whether_closed(self) -> bool:
         """Ask Redis whether the run is closed."""

@@ -104,6 +104,7 @@ _CHECKS: Final[Mapping[str, Callable[[str, object], Any]]] = {
     "heartbeat_timeout": _seconds,
     "read_timeout": _seconds,
     "replacement_timeout": _or_zero,
+    "roll_call_timeout": _or_zero,
     "min_replicas": _count_or_zero,
     "keep_alive_interval": _seconds,
     "keep_alive_max_attempt": _attempts,
@@ -137,6 +138,8 @@ class Settings:
         heartbeat_timeout: how long one attempt at a call may take, a heartbeat among them.
         keep_alive_interval: time between two heartbeats of a node.
         keep_alive_max_attempt: how many of them may be missed before the node's lease is lost.
+        roll_call_timeout: within which nodes have to answer when workers have failed and a lost node may be the reason;
+            0 leaves it to their leases.
         replacement_timeout: how long the survivors of a round wait for replacements before they go on with fewer.
         min_replicas: how many replicas of Redis have to hold a completed round before a node enters it (WAIT).
         read_timeout: within which an operation on a store has to succeed; also the time-out of the round's store.
@@ -158,6 +161,7 @@ class Settings:
     heartbeat_timeout: float = 5.0
     keep_alive_interval: float = 2.0
     keep_alive_max_attempt: int = 3
+    roll_call_timeout: float = 0.5
     replacement_timeout: float = 0.0
     min_replicas: int = 0
     read_timeout: float = 60.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 import threading
 import time
@@ -88,7 +89,12 @@ class View:
         self.record_of_closing = ("", 0)  # a wake-up alone proves nothing
         self._drains: dict[str, tuple[int, Drain]] = {}  # of others, by node, with the epoch in which they were asked
         self.drain: Drain | None = None  # whatever this node's id; set by a signal's handler too, so not guarded
+        self._failed_at: int | None = (
+            None  # when the workers failed that a roll call was asked for, in its ms
+        )
+        self._answered = 0  # when the last roll call was opened that every node answered, in the server's ms
         self._away_since: float | None = None  # since when Redis does not answer; None while it does
+        self._back_at = -math.inf  # when it last came back, on the monotonic clock
         self._complain_at: dict[str, float] = {}  # of it, again, by kind of error
 
     # -- what the agent asks, several times a second
@@ -105,11 +111,23 @@ class View:
         entered = self.round
         return entered.lost if entered else 0
 
+    @property
+    def member_lost(self) -> bool:
+        """Whether a member of this node's round is lost."""
+        return self._member_lost
+
     def wait_for_loss(self, timeout: float) -> bool:
-        """Wait until a member of this node's round is lost, for ``timeout`` seconds; returns whether one is."""
+        """Wait until a member of this node's round is lost; returns whether one is.
+
+        It takes ``timeout`` seconds at most, and ends when every node has answered a roll call: then nobody is lost.
+        """
         with self._lock:
             timeout = 0.0 if self.round and self.round.size == 1 else timeout
-            return self._lock.wait_for(lambda: self._member_lost, timeout)
+            self._lock.wait_for(lambda: self._member_lost or self._all_answered(), timeout)
+            return self._member_lost
+
+    def _all_answered(self) -> bool:
+        return self._failed_at is not None and self._answered >= self._failed_at
 
     def wait_for_news(self, timeout: float) -> None:
         """Wait until this node's round breaks, a node is to drain or the run is stopped, for ``timeout`` seconds.
@@ -149,6 +167,10 @@ class View:
         since = self._away_since
         return 0.0 if since is None else time.monotonic() - since
 
+    def has_reached_redis_for(self, seconds: float) -> bool:
+        """Whether Redis has answered this node all along for so many seconds, as far as is known."""
+        return self._away_since is None and time.monotonic() - self._back_at >= seconds
+
     # -- what it is told
 
     def become(self, node: str) -> None:
@@ -174,12 +196,20 @@ class View:
         with self._lock:
             self.round = entered
             self._broken, self._member_lost, self.fenced, self._waiting, self.joining = "", False, False, 0, False
+            self._failed_at, self._answered = None, 0
             self._drains = {node: asked for node, asked in self._drains.items() if asked[0] == entered.epoch}
             if self._last_break[0] == entered.epoch:
                 self._break(*self._last_break[1:])
 
-    def take_in_wake_ups(self, entries: Entries) -> None:
-        """What the run's stream of wake-ups says."""
+    def take_in_roll_call(self, failed_at: int, answered: int) -> None:
+        """The reply of ``lua/roll_call.lua``: when workers failed, and whether every node has answered since."""
+        with self._lock:
+            self._failed_at = failed_at
+            self._answered = max(self._answered, failed_at if answered else 0)
+
+    def take_in_wake_ups(self, entries: Entries) -> list[int]:
+        """What the run's stream of wake-ups says; returns the roll calls that this node has to answer."""
+        roll_calls: list[int] = []
         with self._lock:
             for _, change in entries:
                 event, reason = change.get("event"), words(change.get("reason", ""))
@@ -193,15 +223,21 @@ class View:
                     else:  # that of a round which this node is about to enter counts there
                         self._drains.setdefault(node, (_number(change.get("epoch")), Drain(node, reason, timeout)))
                     self._tell()
+                elif event == "roll_call":
+                    roll_calls.append(_number(change.get("called_at")))
+                elif event == "answered" and self.round and _number(change.get("epoch")) == self.round.epoch:
+                    self._answered = max(self._answered, _number(change.get("called_at")))
+                    self._lock.notify_all()
                 elif event == "broken":
                     epoch, waiting = _number(change.get("epoch")), _number(change.get("waiting"))
                     self._last_break = (epoch, reason or "nobody says why", waiting, change.get("lost") == "1")
                     if self.round and self.round.epoch == epoch:
                         self._break(*self._last_break[1:])
+        return roll_calls
 
     def take_in_beat(self, asked_as: str, asked_in: Round | None, told: list[Any]) -> None:
         """The reply of ``lua/beat.lua`` to the node ``asked_as``, which held the round ``asked_in``."""
-        standing, epoch, broken, candidates, closed, _, stop, drain = told
+        standing, epoch, broken, candidates, closed, _, stop, drain, _ = told
         with self._lock:
             self._closed, self._stop = words(closed) or self._closed, bool(stop) or self._stop
             self.record_of_closing = (text(closed), stop) if closed else self.record_of_closing
@@ -249,7 +285,7 @@ class View:
         """Redis has answered this node, and may have been away."""
         if self._away_since is not None:
             log.warning("Redis is back for node %s of run %r, after %.1f s.", self.node, self.run_id, self.away)
-            self._away_since = None
+            self._away_since, self._back_at = None, time.monotonic()
             self._complain_at.clear()
 
 

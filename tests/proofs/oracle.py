@@ -1,4 +1,4 @@
-"""The protocol as pure functions: what `redelastic/lua/{join,beat,leave,close,drain,charge,readmit}.lua` do.
+"""The protocol as pure functions: what `redelastic/lua/{join,beat,leave,close,drain,charge,readmit,roll_call}.lua` do.
 
 A verb takes a state, the server's clock in milliseconds and its arguments, and returns the next state and the reply. It
 never changes the state that it is given. Nothing here is fast or clever, on purpose: `test_oracle.py` holds the Lua
@@ -7,6 +7,7 @@ against it, `test_model.py` explores it. I1 to I9 are the guarantees of PROTOCOL
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, NamedTuple, TypeVar
@@ -46,6 +47,14 @@ class DrainWake(NamedTuple):
     node: str
     reason: str
     timeout: int
+
+
+class RollCallWake(NamedTuple):
+    """The entry of the wake stream that opens a roll call, or says that everybody has answered it."""
+
+    event: str
+    epoch: int
+    called_at: int
 
 
 class Event(NamedTuple):
@@ -105,7 +114,14 @@ class State:
     blamed: str | None = None  # and on which host
     limit: int | None = None  # of failed rounds in a row for one host
     failures: dict[str, int] = field(default_factory=dict)  # host -> in how many rounds in a row it failed first
-    wake: tuple[Wake | DrainWake, ...] = ()
+    roll_called_at: int | None = None  # when the roll call was opened that is open now,
+    roll_called_by: str | None = None  # by whom,
+    roll_timeout: int | None = None  # how long nodes had to answer,
+    roll_until: int | None = None  # and until when those who are silent may
+    roll_last_chance: int | None = None  # 1: that was put off once
+    roll_again: int | None = None  # 1: workers have failed since it was opened
+    roll_answered: int | None = None  # when the last one of this round was opened that everybody answered
+    wake: tuple[Wake | DrainWake | RollCallWake, ...] = ()
     events: tuple[Event, ...] = ()
 
     def copy(self) -> State:
@@ -139,6 +155,8 @@ class Known(NamedTuple):
     completed_at: int = 0
     closed: str = ""
     stop: int = 0
+    steady: int = 1  # whether it has not lost Redis lately
+    heard: int = 0  # the last roll call that it knows of
 
 
 NOTHING: Final = Known()
@@ -201,7 +219,16 @@ class Readmit(NamedTuple):
     by: str
 
 
-Request = Join | Beat | Leave | Close | Drain | Charge | Readmit
+class RollCall(NamedTuple):
+    """Workers of the node failed `ago` ms ago: who is there?"""
+
+    node: str
+    epoch: int
+    ago: int
+    timeout: int
+
+
+Request = Join | Beat | Leave | Close | Drain | Charge | Readmit | RollCall
 
 
 def apply(state: State, now: int, request: Request) -> tuple[State, Reply]:
@@ -215,7 +242,7 @@ def join(state: State, now: int, request: Join) -> tuple[State, Reply]:
     if node in s.left:
         return s, ("left",)  # I8: a late copy must not bring a node back that has gone
     _restore(s, now, node, request.settings, request.known)
-    _reap(s, now)
+    _reap(s, now, steady=request.known.steady)
     if s.closed is not None:
         was_spare = s.candidates.get(node, -1) > 0 and s.settings is not None and s.size == s.settings.max
         return s, ("closed", s.closed, int(was_spare), s.stop or 0)  # I5
@@ -231,13 +258,13 @@ def join(state: State, now: int, request: Join) -> tuple[State, Reply]:
         s.epoch = request.after  # I4: after a loss of data no epoch is given twice
 
     _enter(s, node, request)
-    s.leases[node] = now + request.settings.lease
+    to_answer = _renew(s, now, node, request.settings, request.known)
     _try_complete(s, now)
 
     if s.epoch > request.after and node in s.members:
         return s, ("complete", s.epoch, s.ranks[node], _size(s), s.master or "", s.completed_at or 0, s.lost or 0)
     wait = -1 if s.deadline is None else max(0, s.deadline - now)
-    return s, ("waiting", s.epoch, len(s.wake), wait, int(s.full))
+    return s, ("waiting", s.epoch, len(s.wake), wait, int(s.full), to_answer if s.roll_until is not None else 0)
 
 
 def _enter(s: State, node: str, request: Join) -> None:
@@ -266,16 +293,15 @@ def beat(state: State, now: int, request: Beat) -> tuple[State, Reply]:
     s, node = state.copy(), request.node
     _restore(s, now, node, request.settings, request.known)
     if s.epoch is None:  # I9: the data are gone, and this node knows of no round: it is not judged
-        return s, ("unknown", 0, "", 0, s.closed or "", -1, s.stop or 0, "")
-    _reap(s, now)
-    if node in s.leases:
-        s.leases[node] = now + request.settings.lease
+        return s, ("unknown", 0, "", 0, s.closed or "", -1, s.stop or 0, "", 0)
+    _reap(s, now, steady=request.known.steady)
+    to_answer = _renew(s, now, node, request.settings, request.known) if node in s.leases else 0
     _try_complete(s, now)
     standing = "member" if node in s.members else "candidate" if node in s.candidates else "fenced"
     others = [at for other, at in s.leases.items() if other != node]
     expires_in = max(0, min(others) - now) if others else -1
     run = (s.epoch, s.broken or "", len(s.candidates), s.closed or "", expires_in, s.stop or 0)
-    return s, (standing, *run, s.draining.get(node, ""))
+    return s, (standing, *run, s.draining.get(node, ""), to_answer)
 
 
 def leave(state: State, now: int, request: Leave) -> tuple[State, Reply]:
@@ -286,7 +312,7 @@ def leave(state: State, now: int, request: Leave) -> tuple[State, Reply]:
         return s, ()  # nothing of this run is there
     if node in s.left:
         return s, ()
-    _reap(s, now)
+    _reap(s, now, steady=request.known.steady)
     s.left.add(node)
     was_here, was_member, had_failed = node in s.leases, node in s.members, _has_failed(s, node)
     _remove(s, node)
@@ -352,6 +378,23 @@ def readmit(state: State, now: int, request: Readmit) -> tuple[State, Reply]:  #
     return s, (1,)
 
 
+def roll_call(state: State, now: int, request: RollCall) -> tuple[State, Reply]:
+    """Ask who is there: whoever stays silent is out after `timeout` instead of a lease."""
+    s, node, failed_at = state.copy(), request.node, now - request.ago
+    if s.ttl is None:
+        return s, ()  # nothing of this run is there
+    was_away = _reap(s, now, steady=1)
+    refused = was_away or request.epoch != s.epoch or s.closed is not None or s.restoring is not None
+    refused = refused or node not in s.members
+    if not refused:
+        if s.roll_called_at is not None:
+            s.roll_again = 1 if s.roll_called_at < failed_at else s.roll_again
+        elif s.member_lost is None and (s.roll_answered or 0) < failed_at:
+            _open_roll_call(s, now, node, request.timeout)
+    _try_complete(s, now)
+    return s, () if refused else (failed_at, int((s.roll_answered or 0) >= failed_at))
+
+
 def _count(s: State, failed_at: int, request: Charge) -> None:
     s.limit = request.limit if request.limit >= 0 else None
     if s.charged != request.epoch:
@@ -405,6 +448,7 @@ VERBS: Final[dict[type, Callable[[State, int, Any], tuple[State, Reply]]]] = {
     Drain: drain,
     Charge: charge,
     Readmit: readmit,
+    RollCall: roll_call,
 }
 
 
@@ -423,7 +467,8 @@ def _restore(s: State, now: int, node: str, settings: Settings, known: Known) ->
         s.epoch, s.size, s.master, s.completed_at = known.epoch, known.size, known.master, known.completed_at
         s.lost = 0
         s.restoring = now + settings.lease
-        s.broken = s.member_lost = s.deadline = None
+        s.broken = s.member_lost = s.deadline = s.roll_answered = None
+        _end_roll_call(s)
         s.ranks, s.members = {}, set()
         for former in sorted((n for n, place in s.candidates.items() if place < 0), key=lambda n: s.candidates[n]):
             s.arrivals += 1
@@ -507,8 +552,68 @@ def _lose(s: State, node: str, reason: str) -> None:
         _break_round(s, f"{node} {reason}", "lost", innocent=not had_failed)
 
 
-def _reap(s: State, now: int) -> None:
-    """I7: who has not renewed is out. I9: unless nobody could, because the server was away or its clock went back."""
+def _open_roll_call(s: State, now: int, node: str, timeout: int) -> None:
+    s.roll_called_at, s.roll_called_by, s.roll_timeout = now, node, timeout
+    s.roll_until = now + int(min(0.8 * timeout + 0.2 * len(s.leases), _settings(s).lease / 2))
+    s.leases = {other: min(at, s.roll_until) for other, at in s.leases.items()}
+    assert s.epoch is not None
+    s.wake = (*s.wake, RollCallWake("roll_call", s.epoch, now))
+
+
+def _renew(s: State, now: int, node: str, settings: Settings, known: Known) -> int:
+    """Renew a lease, during a roll call only if the node knows of it; returns the one that it has to answer."""
+    if s.roll_until is not None and s.leases.get(node, s.roll_until + 1) <= s.roll_until:
+        assert s.roll_called_at is not None
+        if known.heard != s.roll_called_at:
+            s.leases[node] = s.roll_until
+            return s.roll_called_at
+    s.leases[node] = now + settings.lease
+    return 0
+
+
+def _end_roll_call(s: State) -> None:
+    s.roll_called_at = s.roll_called_by = s.roll_timeout = s.roll_until = s.roll_last_chance = s.roll_again = None
+
+
+def _judge_roll_call(s: State, now: int, *, steady: int) -> None:
+    """I9: nobody is out for the server's being frozen or away: hence a last chance, and who was away judges nobody."""
+    if s.roll_until is None or s.roll_timeout is None or now < s.roll_until:
+        return
+    silent = [node for node, at in s.leases.items() if at <= s.roll_until]
+    if not steady:
+        s.leases |= dict.fromkeys(silent, now + _settings(s).lease)
+        _end_roll_call(s)
+    elif s.roll_last_chance is None:
+        s.roll_last_chance, s.roll_until = 1, now + math.ceil(0.2 * s.roll_timeout)
+        s.leases |= dict.fromkeys(silent, s.roll_until)
+
+
+def _roll_call_is_over(s: State, now: int) -> bool:
+    if s.roll_until is None:
+        return True
+    if any(at <= s.roll_until for at in s.leases.values()):
+        return False
+    called_at, called_by, timeout, again = s.roll_called_at, s.roll_called_by, s.roll_timeout, s.roll_again
+    assert called_at is not None
+    assert called_by is not None
+    assert timeout is not None
+    assert s.epoch is not None
+    _end_roll_call(s)
+    if s.member_lost is None:
+        s.roll_answered = called_at
+        seconds = (now - called_at) / 1000
+        _record(s, "roll_call", called_by, f"{len(s.leases)} nodes are there: all answered within {seconds:.3f} s")
+        s.wake = (*s.wake, RollCallWake("answered", s.epoch, called_at))
+        if again and called_by in s.leases:
+            _open_roll_call(s, now, called_by, timeout)
+    return s.roll_until is None
+
+
+def _reap(s: State, now: int, *, steady: int) -> bool:
+    """I7: who has not renewed is out. I9: unless nobody could, because the server was away or its clock went back.
+
+    Returns whether it was.
+    """
     silence = 0 if s.beat_at is None else now - s.beat_at
     s.beat_at = now
     if s.settings and (silence > 1.5 * s.settings.interval or silence < 0):
@@ -516,10 +621,17 @@ def _reap(s: State, now: int) -> None:
             what = "no heartbeat for" if silence > 0 else "the server's clock went back by"
             _record(s, "outage", "", f"{what} {abs(silence) / 1000:.1f} s: every lease starts anew")
         s.leases = dict.fromkeys(s.leases, now + s.settings.lease)
-        s.deadline = None if silence < 0 else s.deadline  # it was set by another clock
+        _end_roll_call(s)
+        if silence < 0:
+            s.deadline = s.roll_answered = None  # they were set by another clock
         s.restoring = None if s.restoring is None else now + s.settings.lease
-        return
+        return True
+    _judge_roll_call(s, now, steady=steady)
     for node in sorted((node for node, at in s.leases.items() if at <= now), key=lambda node: (s.leases[node], node)):
+        if s.roll_called_at is not None and s.leases[node] == s.roll_until:
+            within = (now - s.roll_called_at) / 1000
+            _lose(s, node, f"did not answer the roll call of {s.roll_called_by} within {within:.1f} s")
+            continue
         since = now - s.leases[node] + (s.settings.lease if s.settings else 0)
         _lose(s, node, f"lost its lease after {since / 1000:.1f} s")
     if s.restoring is not None and now >= s.restoring:
@@ -528,10 +640,13 @@ def _reap(s: State, now: int) -> None:
         _break_round(s, f"{missing} of its nodes did not come back after the server forgot it", "lost", innocent=True)
     if s.settings and len(s.candidates) < s.settings.min:
         s.deadline = None  # whoever comes next begins a new last call
+    return False
 
 
 def _try_complete(s: State, now: int) -> None:
     """I6: complete the rendezvous if it can be, else set the deadline at which it can."""
+    if not _roll_call_is_over(s, now):
+        return
     if s.closed is not None or s.settings is None or len(s.candidates) < s.settings.min:  # I5, I3
         s.deadline = None
         return
@@ -564,7 +679,7 @@ def _complete(s: State, now: int, reason: str) -> None:
     s.epoch += 1  # I4
     s.size = len(chosen)
     s.master = next(s.endpoints[node] for node, rank in s.ranks.items() if rank == 0)
-    s.completed_at, s.broken, s.member_lost, s.deadline = now, None, None, None
+    s.completed_at, s.broken, s.member_lost, s.deadline, s.roll_answered = now, None, None, None, None
     _record(s, "completed", next(node for node, rank in s.ranks.items() if rank == 0), reason)
     _wake(s, "complete", reason)
 

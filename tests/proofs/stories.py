@@ -7,6 +7,9 @@ the commands from the text and writes it anew from the replies.
 `x1 fails 20 ago in 3 at 7 of 2/1/3, finally` is a charge: a worker of the node x1, on the host x, failed 20 ms ago in
 round 3, when it had done step 7; the job may make 2 restarts, of those 1 in a row without progress, and a host may be
 the first to fail in 3 rounds in a row. `finally`: a loss of a member would be known by now.
+
+`a calls 20 ago in 1` is a roll call: workers of the node a failed 20 ms ago in round 1. A node that `answers` beats and
+has heard of it; one that `is back` beats and has just found Redis again.
 """
 
 from __future__ import annotations
@@ -15,19 +18,34 @@ import re
 from collections.abc import Callable
 from typing import Final
 
-from oracle import Beat, Charge, Close, Drain, Join, Leave, Readmit, Request, Settings, State, apply
+from oracle import (
+    Beat,
+    Charge,
+    Close,
+    Drain,
+    Join,
+    Known,
+    Leave,
+    Readmit,
+    Request,
+    RollCall,
+    Settings,
+    State,
+    apply,
+)
 from twin import START, Server, stored
 
 COMMAND: Final = re.compile(
     r" *(?P<at>\d+)  (?P<node>\w+)"
-    r" (?P<verb>joins|beats|leaves|finishes|gives up|closes|stops|drains|fails|is readmitted)"
+    r" (?P<verb>joins|beats|leaves|finishes|gives up|closes|stops|drains|fails|is readmitted|calls|is back|answers)"
     r"(?: after (?P<after>\d+))?(?: from (?P<label>\w+))?(?: of (?P<min>\d):(?P<max>\d))?"
     r"(?: (?P<ago>\d+) ago)?(?: in (?P<epoch>\d+))?(?: at (?P<step>\d+))?"
     r"(?: of (?P<limits>[-\d]+/[-\d]+/[-\d]+))?(?P<final>, finally)?"
 )
 
 
-def parse(line: str) -> tuple[int, Request]:
+def parse(line: str, roll_call: int | None = None) -> tuple[int, Request]:
+    """The request of a line; ``roll_call`` is the one that is open."""
     found = COMMAND.match(line)
     assert found, line
     node, verb, settings = found["node"], found["verb"], Settings(int(found["min"] or 1), int(found["max"] or 1))
@@ -36,6 +54,12 @@ def parse(line: str) -> tuple[int, Request]:
         request = Join(node, int(found["after"] or 0), f"{node}:1", found["label"] or "", settings)
     elif verb == "beats":
         request = Beat(node, settings)
+    elif verb == "is back":
+        request = Beat(node, settings, Known(steady=0))
+    elif verb == "answers":
+        request = Beat(node, settings, Known(heard=roll_call or 0))
+    elif verb == "calls":
+        request = RollCall(node, int(found["epoch"] or 1), int(found["ago"] or 0), 500)
     elif verb in ("closes", "stops"):
         request = Close(f"by {node}", settings.ttl, int(verb == "stops"))
     elif verb == "drains":
@@ -65,7 +89,7 @@ def tell(story: str, server: Server | None = None) -> str:
     commands = [line.partition(" -> ")[0].rstrip() for line in story.strip("\n").splitlines() if line[8] not in "|*"]
     width = max(38, *map(len, commands))
     for command in commands:
-        now, request = parse(command)
+        now, request = parse(command, state.roll_called_at)
         state, reply = apply(state, now, request)
         if server:
             reply = server.apply(now, request)
@@ -84,4 +108,6 @@ def tell(story: str, server: Server | None = None) -> str:
 def wake_text(entry: dict[str, str]) -> str:
     if entry["event"] == "drain":
         return "drain {epoch}: {node} {reason} ({timeout} ms)".format_map(entry)
+    if entry["event"] in {"roll_call", "answered"}:
+        return "{event} {epoch}".format_map(entry)
     return "{event} {epoch}: {reason} ({waiting} waiting)".format_map(entry)

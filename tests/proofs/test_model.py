@@ -19,15 +19,19 @@ from typing import Final, Literal
 import pytest
 from oracle import (
     FORMER,
+    NOTHING,
     Beat,
     Charge,
     Close,
     Drain,
     DrainWake,
     Join,
+    Known,
     Leave,
     Reply,
     Request,
+    RollCall,
+    RollCallWake,
     Settings,
     State,
     Wake,
@@ -54,6 +58,8 @@ class Node:
     broken: bool = False  # it was told that its round is
     heard: int = 0  # the last round of which it has read that it is broken, be it the node's own or not yet
     closed: bool = False  # it was told that the run is
+    called: bool = False  # it has read of a roll call, and is to answer
+    knows: bool = False  # it has answered the last one, which it names from then on
 
     @property
     def alive(self) -> bool:
@@ -76,7 +82,9 @@ class World:
         s = self.state
         arrivals = tuple(sorted(s.candidates, key=lambda node: s.candidates[node]))
         former = frozenset(node for node, place in s.candidates.items() if place < 0)
-        leases = tuple(sorted((node, at > NOW) for node, at in s.leases.items()))
+        leases = tuple(
+            sorted((node, at > NOW, s.roll_until is not None and at <= s.roll_until) for node, at in s.leases.items())
+        )
         record = (
             s.epoch,
             s.size,
@@ -84,6 +92,7 @@ class World:
             s.broken is None,
             s.deadline is None or s.deadline > NOW,
             s.deadline,
+            (s.roll_until, s.roll_called_by, s.roll_last_chance, s.roll_again, s.roll_answered),
         )
         ranks = tuple(sorted(s.ranks.items()))
         return (
@@ -107,9 +116,12 @@ class World:
 class Model:
     """The moves, and what has to be true after each."""
 
-    def __init__(self, settings: Settings, *, heartbeats: bool = True, failures: bool = False) -> None:
+    def __init__(
+        self, settings: Settings, *, heartbeats: bool = True, failures: bool = False, roll_calls: bool = False
+    ) -> None:
         self.settings = settings
         self.failures = failures  # whether workers fail, and nodes drain
+        self.roll_calls = roll_calls or failures
         self.heartbeats = heartbeats  # whether what no wake-up told may be found out by a heartbeat
 
     # -- moves
@@ -131,6 +143,7 @@ class Model:
             assert state.epoch == (old.epoch or 0) + 1, ("I4", story)
             check_round(state, old, request, self.settings, story)
             holders = frozenset(state.ranks)
+            assert old.roll_until is None or state.roll_until is None, ("no round completes during a roll call", story)
         else:
             assert (state.epoch or 0) == (old.epoch or 0), ("I4", story)
             assert state.ranks == old.ranks, ("I2: the ranks of a round never change", story)
@@ -155,7 +168,7 @@ class Model:
         ), reply
 
     def ask(self, world: World, node: Node, why: str, *, lost: bool = False) -> World:
-        join = Join(node.name, node.held, f"{node.name} 1", "", self.settings)
+        join = Join(node.name, node.held, f"{node.name} 1", "", self.settings, known_to(node, world.state))
         world = self.request(world, join, why=why + (" (reply lost)" if lost else ""))[0]
         world = replace(world, sent=world.sent | {(node.name, node.held)}, faults=world.faults - lost)
         node = world.node(node.name)
@@ -163,8 +176,14 @@ class Model:
             return world.changed(node, phase=ASKING, woken=False, has_deadline=False)
         reply = apply(world.state, NOW, join)[1]  # I8: it is the same
         if reply[0] == "waiting":
+            world = world.changed(node, called=node.called or reply[5] != 0)
             return world.changed(
-                node, phase=WAITING, woken=False, has_deadline=reply[3] != -1, spare=reply[4] == 1, broken=False
+                world.node(node.name),
+                phase=WAITING,
+                woken=False,
+                has_deadline=reply[3] != -1,
+                spare=reply[4] == 1,
+                broken=False,
             )
         if reply[0] == "closed":
             return world.changed(node, phase=GONE, closed=True)
@@ -182,8 +201,14 @@ class Model:
         )
 
     def beat(self, world: World, node: Node) -> World:
-        world, reply = self.request(world, Beat(node.name, self.settings), why="beats")
+        why = "answers" if node.called else "beats"
+        world = world.changed(node, called=False, knows=node.knows or node.called)
         node = world.node(node.name)
+        world, reply = self.request(world, Beat(node.name, self.settings, known_to(node, world.state)), why=why)
+        node = world.node(node.name)
+        if reply[8]:
+            world = world.changed(node, called=True)
+            node = world.node(node.name)
         if node.phase == WAITING:
             return world.changed(node, woken=node.woken or reply[0] != "candidate")
         if node.phase == ASKING:
@@ -198,6 +223,14 @@ class Model:
         story = (*world.story, f"the lease of {name} runs out")
         return replace(world, state=state, holders=world.holders - {name}, story=story)
 
+    def end_roll_call(self, world: World) -> World:
+        """Its time is up, or that of the last chance."""
+        s = world.state
+        silent = silent_in(s)
+        state = replace(s, roll_until=NOW, leases=s.leases | dict.fromkeys(silent, NOW))
+        holders = world.holders - silent if s.roll_last_chance else world.holders
+        return replace(world, state=state, holders=holders, story=(*world.story, "the roll call's time is up"))
+
     def pass_deadline(self, world: World) -> World:
         return replace(world, state=replace(world.state, deadline=NOW)) if world.state.deadline else world
 
@@ -209,6 +242,8 @@ class Model:
             yield from self.steps_of(world, node)
             if self.failures and node.alive:
                 yield from self.failures_of(world, node)
+        if self.roll_calls:
+            yield from self.roll_calls_in(world)
         for name, at in s.leases.items():
             if at > NOW:
                 alive = any(node.name == name and node.alive for node in world.nodes)
@@ -244,6 +279,19 @@ class Model:
                 yield left.changed(left.node(node.name), phase=GONE)
             if any(at <= NOW for at in world.state.leases.values()) or node.name not in world.state.leases:
                 yield self.beat(world, node)
+
+    def roll_calls_in(self, world: World) -> Iterator[World]:
+        """A node asks, one answers, or the time is up: which is a fault where a live node has not answered."""
+        s = world.state
+        for node in world.nodes:
+            if node.phase == TRAINING:
+                yield self.request(world, RollCall(node.name, node.held, 0, 500), why="calls the roll")[0]
+            if node.alive and node.called:
+                yield self.beat(world, node)
+        if s.roll_until is not None and s.roll_until > NOW:
+            late = any(node.alive and node.name in silent_in(s) for node in world.nodes)
+            if not late or world.faults:
+                yield replace(self.end_roll_call(world), faults=world.faults - late)
 
     def failures_of(self, world: World, node: Node) -> Iterator[World]:
         s = world.state
@@ -290,10 +338,16 @@ class Model:
                 yield self.ask(world, node, "settles")
             if node.phase == TRAINING and node.broken:
                 yield self.ask(world, node, "regroups")
+            if node.alive and node.called:
+                yield self.beat(world, node)
 
     def a_lease_runs_out(self, world: World) -> Iterator[World]:
         """The others have waited for that, and beat then."""
         alive = [node for node in world.nodes if node.alive]
+        if (until := world.state.roll_until) is not None:
+            waited_for = {name for name in silent_in(world.state) if world.state.leases[name] > NOW}
+            assert until == NOW or not any(node.name in waited_for for node in alive), ("I7: all answer", world.story)
+            yield from (self.beat(self.end_roll_call(world), node) for node in alive)
         for name, at in world.state.leases.items():
             if at <= NOW or all(node.name != name for node in alive):
                 for node in sorted(alive, key=lambda node: node.name == name):
@@ -357,11 +411,23 @@ class Model:
         return looked_at, longest
 
 
-def hear(node: Node, entries: tuple[Wake | DrainWake, ...]) -> Node:
+def known_to(node: Node, s: State) -> Known:
+    """What it says of roll calls."""
+    return Known(heard=s.roll_called_at or 0) if node.knows else NOTHING
+
+
+def silent_in(s: State) -> set[str]:
+    """Who has not answered the roll call."""
+    return {node for node, at in s.leases.items() if s.roll_until is not None and at <= s.roll_until}
+
+
+def hear(node: Node, entries: tuple[Wake | DrainWake | RollCallWake, ...]) -> Node:
     """What a node makes of new entries in the wake stream."""
     for entry in entries:
         if entry.event == "broken" and node.alive:
             node = replace(node, heard=entry.epoch)
+        if entry.event == "roll_call" and node.alive:
+            node = replace(node, called=True, knows=False)
         if node.phase == WAITING:
             node = replace(node, woken=True)
         elif node.phase == TRAINING and entry.event in ("closed", "stopped"):
@@ -407,7 +473,7 @@ def check_state(s: State, settings: Settings, story: tuple[str, ...]) -> None:
     assert not s.members & set(s.candidates), ("I1", story)
     assert s.members <= set(s.ranks), ("I2", story)
     assert not s.left & set(s.leases), ("I8: who has left is out", story)
-    may = s.closed is None and not s.members and len(s.candidates) >= settings.min
+    may = s.closed is None and not s.members and len(s.candidates) >= settings.min and s.roll_until is None
     assert may == (s.deadline is not None), ("I6: it is complete, or the deadline is set", story)
     assert not may or len(s.candidates) < settings.max, ("I6: at once when max_nodes have joined", story)
     if s.members and len(s.members) < len(s.ranks) and s.closed is None:
@@ -446,6 +512,14 @@ def test_long_stories_keep_the_guarantees(case: str) -> None:
 def test_no_round_waits_for_a_heartbeat(case: str) -> None:
     names, settings = CASES[case]
     Model(settings, heartbeats=False).explore(names, WORLDS)
+
+
+@pytest.mark.parametrize(
+    "case", ["2 nodes, 1:2", "2 nodes, 1:1, one spare", "3 nodes, 2:3", "3 nodes, 1:3, replacement"]
+)
+def test_every_interleaving_of_roll_calls_keeps_the_guarantees(case: str) -> None:
+    names, settings = CASES[case]
+    Model(settings, roll_calls=True).explore(names, WORLDS)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -27,6 +27,7 @@ from oracle import (
     Readmit,
     Reply,
     Request,
+    RollCall,
     Settings,
     State,
     apply,
@@ -164,6 +165,33 @@ class Equivalence(RuleBasedStateMachine):
     @rule(node=nodes, off=st.integers(-2, 1), ago=st.integers(0, 3), step=steps, limits=limits)
     def charge_whatever_it_is(self, node: str, off: int, ago: int, step: int, limits: tuple[int, int, int]) -> None:
         self.charge(node, max(0, (self.state.epoch or 0) + off), (ago, step), limits, 0)
+
+    @rule(
+        pick=st.integers(0, 7),
+        call=st.tuples(*map(st.sampled_from, ((0, 0, 0, 0, -1), (0, 1, 50, 5000), (500, 500, 20_000)))),
+        answer=st.sets(nodes),
+        end=st.sampled_from(
+            ("", "in time", "looked at once", "looked at twice", "looked at twice", "by one who was away")
+        ),
+    )
+    def call_roll(self, pick: int, call: tuple[int, int, int], answer: set[str], end: str) -> None:
+        """Some answer; then somebody may look when the time is up, and again after the last chance."""
+        node = self.present(pick)
+        off, ago, timeout = call
+        self.send_new(RollCall(node, max(0, (self.state.epoch or 0) + off), ago, timeout))
+        for other in sorted(answer & set(self.state.leases)):
+            self.now += 1
+            heard = self.state.roll_called_at or 0
+            self.send_new(Beat(other, self.settings, self.held[other]._replace(heard=heard)))
+        for _ in range(("", "in time", "looked at once", "looked at twice").index(end) if "away" not in end else 1):
+            if self.state.roll_until is not None:
+                self.now = self.state.roll_until - (end == "in time")
+                self.send_new(Beat(node, self.settings, self.held[node]._replace(steady=int("away" not in end))))
+
+    @rule(late=st.sampled_from((-1, 0, 1)))
+    def roll_call_ends(self, late: int) -> None:
+        if self.state.roll_until is not None:
+            self.now = self.state.roll_until + late
 
     @rule(host=st.sampled_from("xyz"))
     def readmit(self, host: str) -> None:

@@ -13,7 +13,7 @@ from twin import START, Server
 
 STORIES: Final = {
     "one charge a round, against the host that failed first": """
-     0  x1 joins of 2:2                -> waiting, 0, 0, -1, 0
+     0  x1 joins of 2:2                -> waiting, 0, 0, -1, 0, 0
      0  y1 joins of 2:2                -> complete, 1, 1, 2, x1:1, 0
         | complete 1: max_nodes joined (0 waiting)
    100  x1 fails 10 ago in 1 of 9/9/9  -> 1, 1, -
@@ -22,7 +22,7 @@ STORIES: Final = {
         * failed y1: died
    102  x1 fails 10 ago in 1 of 9/9/9  -> 1, 0, -
    103  y1 fails 50 ago in 1 of 9/9/9  -> 1, 1, -
-   200  x1 joins after 1 of 2:2        -> waiting, 1, 2, -1, 0
+   200  x1 joins after 1 of 2:2        -> waiting, 1, 2, -1, 0, 0
         | broken 1: x1 regroups (1 waiting)
    201  y1 joins after 1 of 2:2        -> complete, 2, 1, 2, x1:1, 0
         | complete 2: max_nodes joined (0 waiting)
@@ -32,24 +32,24 @@ STORIES: Final = {
    302  z1 fails in 2 of 9/9/9         -> 2, 0, -
 """,
     "a row of failures ends with another host's": """
-     0  x1 joins of 2:2                -> waiting, 0, 0, -1, 0
+     0  x1 joins of 2:2                -> waiting, 0, 0, -1, 0, 0
      0  y1 joins of 2:2                -> complete, 1, 1, 2, x1:1, 0
         | complete 1: max_nodes joined (0 waiting)
      1  x1 fails in 1 of -/-/3         -> 1, 1, -
         * failed x1: died
-     2  x1 joins after 1 of 2:2        -> waiting, 1, 2, -1, 0
+     2  x1 joins after 1 of 2:2        -> waiting, 1, 2, -1, 0, 0
         | broken 1: x1 regroups (1 waiting)
      2  y1 joins after 1 of 2:2        -> complete, 2, 1, 2, x1:1, 0
         | complete 2: max_nodes joined (0 waiting)
      3  x1 fails in 2 of -/-/3         -> 2, 2, -
         * failed x1: died
-     4  x1 joins after 2 of 2:2        -> waiting, 2, 4, -1, 0
+     4  x1 joins after 2 of 2:2        -> waiting, 2, 4, -1, 0, 0
         | broken 2: x1 regroups (1 waiting)
      4  y1 joins after 2 of 2:2        -> complete, 3, 1, 2, x1:1, 0
         | complete 3: max_nodes joined (0 waiting)
      5  y1 fails in 3 of -/-/3         -> 3, 1, -
         * failed y1: died
-     6  x1 joins after 3 of 2:2        -> waiting, 3, 6, -1, 0
+     6  x1 joins after 3 of 2:2        -> waiting, 3, 6, -1, 0, 0
         | broken 3: x1 regroups (1 waiting)
      6  y1 joins after 3 of 2:2        -> complete, 4, 1, 2, x1:1, 0
         | complete 4: max_nodes joined (0 waiting)
@@ -57,12 +57,12 @@ STORIES: Final = {
         * failed x1: died
 """,
     "a row of failures ends with a round that nobody failed": """
-     0  x1 joins of 1:2                -> waiting, 0, 0, 3000, 0
+     0  x1 joins of 1:2                -> waiting, 0, 0, 3000, 0, 0
      0  y1 joins of 1:2                -> complete, 1, 1, 2, x1:1, 0
         | complete 1: max_nodes joined (0 waiting)
      1  x1 fails in 1 of -/-/3         -> 1, 1, -
         * failed x1: died
-     2  x1 joins after 1 of 1:2        -> waiting, 1, 2, -1, 0
+     2  x1 joins after 1 of 1:2        -> waiting, 1, 2, -1, 0, 0
         | broken 1: x1 regroups (1 waiting)
      2  y1 joins after 1 of 1:2        -> complete, 2, 1, 2, x1:1, 0
         | complete 2: max_nodes joined (0 waiting)
@@ -75,7 +75,7 @@ STORIES: Final = {
         * failed x1: died
 """,
     "who is barred stays that, until it is readmitted": """
-     0  x1 joins of 1:2                -> waiting, 0, 0, 3000, 0
+     0  x1 joins of 1:2                -> waiting, 0, 0, 3000, 0, 0
      0  y1 joins of 1:2                -> complete, 1, 1, 2, x1:1, 0
         | complete 1: max_nodes joined (0 waiting)
      1  x1 fails in 1 of -/-/1         -> 1, 1, -
@@ -94,14 +94,14 @@ STORIES: Final = {
      7  x is readmitted                -> 0
 """,
     "a lost member costs its peers nothing": """
-     0  x1 joins of 1:2                 -> waiting, 0, 0, 3000, 0
+     0  x1 joins of 1:2                 -> waiting, 0, 0, 3000, 0, 0
      0  y1 joins of 1:2                 -> complete, 1, 1, 2, x1:1, 0
         | complete 1: max_nodes joined (0 waiting)
-  2000  x1 beats                        -> member, 1, -, 0, -, 4000, 0, -
-  4000  x1 beats                        -> member, 1, -, 0, -, 2000, 0, -
+  2000  x1 beats                        -> member, 1, -, 0, -, 4000, 0, -, 0
+  4000  x1 beats                        -> member, 1, -, 0, -, 2000, 0, -, 0
   4001  x1 fails in 1 of 0/-/1          -> 1, 1, the job has used up its 0 restarts: x1 died
         * failed x1: died
-  6000  x1 beats                        -> member, 1, y1 lost its lease after 6.0 s, 0, -, -1, 0, -
+  6000  x1 beats                        -> member, 1, y1 lost its lease after 6.0 s, 0, -, -1, 0, -, 0
         | broken 1: y1 lost its lease after 6.0 s (0 waiting)
         * lost y1: lost its lease after 6.0 s
   6001  x1 fails in 1 of 0/-/1, finally -> 0, 0, -
@@ -111,12 +111,12 @@ STORIES: Final = {
         * failed x1: died
 """,
     "nor does it count as a restart without progress": """
-     0  x1 joins of 1:2                -> waiting, 0, 0, 3000, 0
+     0  x1 joins of 1:2                -> waiting, 0, 0, 3000, 0, 0
      0  y1 joins of 1:2                -> complete, 1, 1, 2, x1:1, 0
         | complete 1: max_nodes joined (0 waiting)
      1  x1 fails in 1 of -/2/-         -> 1, 1, -
         * failed x1: died
-     2  x1 joins after 1 of 1:2        -> waiting, 1, 2, -1, 0
+     2  x1 joins after 1 of 1:2        -> waiting, 1, 2, -1, 0, 0
         | broken 1: x1 regroups (1 waiting)
      2  y1 joins after 1 of 1:2        -> complete, 2, 1, 2, x1:1, 0
         | complete 2: max_nodes joined (0 waiting)
@@ -136,7 +136,7 @@ STORIES: Final = {
         * failed x1: died
 """,
     "a member that failed itself and goes is charged": """
-     0  x1 joins of 1:2                -> waiting, 0, 0, 3000, 0
+     0  x1 joins of 1:2                -> waiting, 0, 0, 3000, 0, 0
      0  y1 joins of 1:2                -> complete, 1, 1, 2, x1:1, 0
         | complete 1: max_nodes joined (0 waiting)
      1  x1 fails 5 ago in 1 of 1/-/-   -> 1, 1, -
@@ -164,7 +164,7 @@ STORIES: Final = {
         | stopped 2: the job has used up its 1 restarts: x1 died (0 waiting)
         * stopped x1: the job has used up its 1 restarts: x1 died
      5  x1 fails in 2 of 1/-/-, finally -> 2, 2, the job has used up its 1 restarts: x1 died
-     6  x1 beats                        -> member, 2, -, 0, the job has used up its 1 restarts: x1 died, -1, 1, -
+     6  x1 beats                        -> member, 2, -, 0, the job has used up its 1 restarts: x1 died, -1, 1, -, 0
      7  x1 joins after 2 of 1:1         -> closed, the job has used up its 1 restarts: x1 died, 0, 1
 """,
     "no progress": """
@@ -196,11 +196,11 @@ STORIES: Final = {
         * stopped x1: no progress in 2 restarts, still at step 8: x1 died
 """,
     "what a closed run has counted stays on record": """
-     0  x1 joins of 1:2                 -> waiting, 0, 0, 3000, 0
+     0  x1 joins of 1:2                 -> waiting, 0, 0, 3000, 0, 0
      0  y1 joins of 1:2                 -> complete, 1, 1, 2, x1:1, 0
         | complete 1: max_nodes joined (0 waiting)
-  2000  x1 beats                        -> member, 1, -, 0, -, 4000, 0, -
-  4000  x1 beats                        -> member, 1, -, 0, -, 2000, 0, -
+  2000  x1 beats                        -> member, 1, -, 0, -, 4000, 0, -, 0
+  4000  x1 beats                        -> member, 1, -, 0, -, 2000, 0, -, 0
   4001  x1 fails in 1 of 0/-/-, finally -> 1, 1, the job has used up its 0 restarts: x1 died
         | stopped 1: the job has used up its 0 restarts: x1 died (0 waiting)
         * failed x1: died

@@ -20,6 +20,8 @@ from oracle import (
     Readmit,
     Reply,
     Request,
+    RollCall,
+    RollCallWake,
     State,
     Wake,
 )
@@ -55,6 +57,15 @@ FIELDS: Final = (  # of the run's hash, and of the oracle's state alike
         "restoring",
     ),
     *("charged", "restarts", "idle", "progress", "failed_at", "blamed", "limit"),
+    *(
+        "roll_called_at",
+        "roll_called_by",
+        "roll_timeout",
+        "roll_until",
+        "roll_last_chance",
+        "roll_again",
+        "roll_answered",
+    ),
 )
 
 
@@ -82,6 +93,7 @@ class Server:
                 (Drain, scripts.DRAIN),
                 (Charge, scripts.CHARGE),
                 (Readmit, scripts.READMIT),
+                (RollCall, scripts.ROLL_CALL),
             )
         }
 
@@ -188,5 +200,5 @@ def stored(state: State) -> dict[str, Any]:
 
 
 @cache
-def as_text(entry: Wake | DrainWake | Event) -> dict[str, str]:
+def as_text(entry: Wake | DrainWake | RollCallWake | Event) -> dict[str, str]:
     return {name: str(value) for name, value in entry._asdict().items()}

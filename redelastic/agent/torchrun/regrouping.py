@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, WorkerGroup, WorkerSpec, WorkerState
@@ -64,21 +65,29 @@ class RegroupingAgent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Wait for news of the run, or the monitor interval; then see how the workers are.
 
-        Workers that failed because a node was lost are told from workers that failed by themselves.
-
-        A lost node is known when its lease runs out; its peers' workers mostly fail before that. With no restart left
-        the agent would end, and with it the job; so it waits for as long as a lease first.
+        Workers that failed because a node was lost are told from workers that failed by themselves: a roll call says
+        who is there. With no restart left the agent would end, and with it the job; so it waits for the verdict first.
         """
+        failed_at = None
         if self._handler is not None:
             self._handler.membership.view.wait_for_news(self._pause())
+            failed_at = self._first_failure()  # looked up now: torch may take long to end the node's other workers
+            if failed_at is not None:
+                self._handler.membership.call_roll(failed_at)
         result = self._look(worker_group)
         if result.state in {WorkerState.FAILED, WorkerState.UNHEALTHY}:
+            if self._handler is not None and failed_at is None:
+                self._handler.membership.call_roll(time.monotonic())
             self._charged = self._may_restart(result)
             if not self._charged and self._handler is not None:
                 if self._wait_for_loss(self._handler):
                     return RunResult(state=WorkerState.HEALTHY)  # num_nodes_waiting() is above 0: the agent regroups
                 self._give_up(result)
         return result
+
+    def _first_failure(self) -> float | None:
+        """When the first worker failed, on the monotonic clock in seconds; None if none did or that is not known."""
+        return None
 
     def _wait_for_loss(self, handler: RedisRendezvousHandler) -> bool:
         """Wait until the loss of another node is known; returns whether one is lost."""

@@ -1,0 +1,88 @@
+-- roll: the part of every verb that judges a roll call (I7). While one is open, the lease of each node that has not answered
+-- ends at `roll_until`. Only a request that knows of it is an answer: others may have been sent by a node that is dead by now.
+-- No round completes meanwhile.
+local PER_ANSWER = 0.2 -- ms that Redis may need for each
+local LAST_CHANCE = 0.2 -- share of the time-out
+
+-- Lua passes at most some thousand arguments at once.
+local function in_portions(command, key, args)
+  for i = 1, #args, 1000 do
+    redis.call(command, key, unpack(args, i, math.min(i + 999, #args)))
+  end
+end
+
+local function lease_until(at, nodes)
+  local scores = {}
+  for i, node in ipairs(nodes) do
+    scores[2 * i - 1], scores[2 * i] = at, node
+  end
+  in_portions('ZADD', LEASES, scores)
+end
+
+local function open_roll_call(node, timeout)
+  local window = math.min(timeout * (1 - LAST_CHANCE) + PER_ANSWER * redis.call('ZCARD', LEASES), run.lease / 2)
+  set('roll_called_at', now)
+  set('roll_called_by', node)
+  set('roll_timeout', timeout)
+  set('roll_until', now + math.floor(window))
+  lease_until(run.roll_until, redis.call('ZRANGEBYSCORE', LEASES, '(' .. run.roll_until, '+inf'))
+  redis.call('XADD', WAKE, 'MAXLEN', '~', 64, '*', 'event', 'roll_call', 'epoch', run.epoch, 'called_at', now)
+end
+
+-- Renews the lease of a node that has heard of the roll call `heard`; returns the one that it has to answer, or 0.
+local function renew(node, lease, heard)
+  local expiry = run.roll_until and heard ~= run.roll_called_at and redis.call('ZSCORE', LEASES, node)
+  if expiry and tonumber(expiry) <= run.roll_until then
+    redis.call('ZADD', LEASES, run.roll_until, node)
+    return run.roll_called_at
+  end
+  redis.call('ZADD', LEASES, now + lease, node)
+  return 0
+end
+
+local function end_roll_call()
+  for _, field in ipairs({ 'called_at', 'called_by', 'timeout', 'until', 'last_chance', 'again' }) do
+    set('roll_' .. field, nil)
+  end
+end
+
+-- The first look after its end may have overtaken answers that a frozen server has not read yet: the silent nodes get one
+-- last chance. A node that is not `steady` has just found Redis again, so others may still be looking for it: then nobody
+-- is judged.
+local function judge_roll_call(steady)
+  if not run.roll_until or now < run.roll_until then
+    return
+  end
+  local silent = redis.call('ZRANGEBYSCORE', LEASES, '-inf', run.roll_until)
+  if not steady then
+    lease_until(now + run.lease, silent)
+    end_roll_call()
+  elseif not run.roll_last_chance then
+    set('roll_last_chance', 1)
+    set('roll_until', now + math.ceil(run.roll_timeout * LAST_CHANCE))
+    lease_until(run.roll_until, silent)
+  end
+end
+
+-- Ends the roll call once nobody is silent any more; returns whether none is open then. Where no member was lost, the
+-- failure that it was called for is the workers' own, and those who wait for that verdict are woken.
+local function roll_call_is_over()
+  if not run.roll_until then
+    return true
+  elseif redis.call('ZCOUNT', LEASES, '-inf', run.roll_until) > 0 then
+    return false
+  end
+  local called_at, called_by, timeout, again = run.roll_called_at, run.roll_called_by, run.roll_timeout, run.roll_again
+  end_roll_call()
+  if run.member_lost then
+    return true
+  end
+  set('roll_answered', called_at)
+  local nodes = redis.call('ZCARD', LEASES)
+  record('roll_call', called_by, string.format('%.0f nodes are there: all answered within %.3f s', nodes, (now - called_at) / 1000))
+  redis.call('XADD', WAKE, 'MAXLEN', '~', 64, '*', 'event', 'answered', 'epoch', run.epoch, 'called_at', called_at)
+  if again and redis.call('ZSCORE', LEASES, called_by) then
+    open_roll_call(called_by, timeout)
+  end
+  return not run.roll_until
+end
