@@ -1,0 +1,185 @@
+"""A failure asks who is there: the silent are out long before their lease, and nobody else is, whatever Redis does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+from failovers import LIMIT, lost_writes, new_group, wait_until_all_beat
+from fault_matrix import Measured
+from nodes import NodeFactory
+from rounds import events, join
+from servers import Shard, wait_until
+
+from redelastic.redis.server import RedisServer
+from redelastic.rendezvous.handler import RedisRendezvousHandler
+
+pytest_plugins = ["failover_servers"]
+
+INTERVAL: Final = 20.0  # a lease of a minute: no test waits for one
+PATIENT: Final = 5.0  # where all answer, however busy this machine is
+Group = list[RedisRendezvousHandler]
+
+
+def group(new_node: NodeFactory, count: int, **config: Any) -> Group:
+    config = {"keep_alive_interval": INTERVAL, "join_timeout": 120, "roll_call_timeout": PATIENT} | config
+    nodes = [new_node(1, count, **config) for _ in range(count)]
+    join(*nodes)
+    return nodes
+
+
+def call(node: RedisRendezvousHandler) -> None:
+    node.membership.call_roll(time.monotonic())
+
+
+def roll_calls(node: RedisRendezvousHandler) -> list[str]:
+    wake = node.backend.connection.call(lambda client: client.xrange(node.backend.keys.wake))
+    return [fields[b"event"].decode() for _, fields in wake if fields[b"event"] in {b"roll_call", b"answered"}]
+
+
+def holds_back(node: RedisRendezvousHandler) -> Callable[[], None]:
+    """Have a node not answer before that is called."""
+    answer, asked, released = node.membership.heartbeat.answer, threading.Event(), threading.Event()
+
+    def later(roll_call: int) -> None:
+        if roll_call:
+            asked.set()
+            released.wait(LIMIT)
+        answer(roll_call)
+
+    node.membership.heartbeat.answer = later  # type: ignore[method-assign]
+    return released.set
+
+
+@pytest.mark.fault(
+    "a node dies, and a worker of another one fails", "I7: it is out within roll_call_timeout, not a lease"
+)
+def test_a_silent_node_is_out_long_before_its_lease(new_node: NodeFactory, measured: Measured) -> None:
+    dead, *others = group(new_node, 3, roll_call_timeout=1.0)
+    dead.membership.stop()
+    asked = time.monotonic()
+    call(others[0])
+    assert all(node.wait_for_loss() for node in others)
+    measured("out", time.monotonic() - asked)
+    [lost] = events(others[0], "lost")
+    assert lost.node == dead.membership.node
+    assert lost.reason.startswith(f"did not answer the roll call of {others[0].membership.node} within ")
+    assert sorted(join(*others)) == [(0, 2), (1, 2)]
+
+
+@pytest.mark.fault("a worker fails by itself", "the verdict that no node is lost takes a round trip, not a lease")
+def test_all_answer_and_nobody_is_lost(new_node: NodeFactory, measured: Measured) -> None:
+    nodes = group(new_node, 4)
+    asked = time.monotonic()
+    call(nodes[0])
+    assert not nodes[0].wait_for_loss(), "and that is known long before the lease of a minute"
+    measured("verdict", time.monotonic() - asked)
+    assert [node.num_nodes_waiting() for node in nodes] == [0, 0, 0, 0]
+    assert roll_calls(nodes[0]) == ["roll_call", "answered"]
+    [told] = events(nodes[0], "roll_call")
+    assert told.reason.startswith("4 nodes are there: all answered within ")
+
+
+def test_who_failed_in_a_roll_call_that_began_before_waits_for_another(new_node: NodeFactory) -> None:
+    """A node may have answered, and died, and have taken this one's worker with it."""
+    nodes = group(new_node, 3)
+    release = holds_back(nodes[2])
+    call(nodes[0])
+    wait_until(lambda: roll_calls(nodes[0]) == ["roll_call"], "it is open")
+    time.sleep(0.01)  # a later millisecond: that is how the server tells before from after
+    call(nodes[1])
+    release()
+    assert not nodes[0].wait_for_loss()
+    assert not nodes[1].wait_for_loss()
+    assert roll_calls(nodes[0]) == ["roll_call", "answered"] * 2
+
+
+def test_a_spare_answers_and_so_does_a_node_that_regroups(new_node: NodeFactory, pool: ThreadPoolExecutor) -> None:
+    config = {"keep_alive_interval": INTERVAL, "join_timeout": 120, "roll_call_timeout": PATIENT}
+    nodes = [new_node(2, 2, **config) for _ in range(2)]
+    join(*nodes)
+    spare = new_node(2, 2, **config)
+    waiting = pool.submit(spare.next_rendezvous)
+    keys = nodes[0].backend.keys
+    waiters = lambda: nodes[0].backend.connection.call(lambda client: client.zcard(keys.candidates))  # noqa: E731
+    wait_until(lambda: waiters() == 1, "the spare waits")
+    regrouping = pool.submit(nodes[1].next_rendezvous)
+    wait_until(lambda: waiters() == 2, "one regroups")
+    call(nodes[0])
+    assert not nodes[0].wait_for_loss()
+    assert not events(nodes[0], "lost")
+    assert nodes[0].next_rendezvous().world_size == regrouping.result(LIMIT).world_size == 2
+    spare.set_closed()
+    assert waiting.exception(LIMIT)
+
+
+def test_it_can_be_turned_off(new_node: NodeFactory) -> None:
+    nodes = group(new_node, 2, roll_call_timeout=0)
+    call(nodes[0])
+    assert not roll_calls(nodes[0])
+
+
+def test_who_has_just_found_redis_again_does_not_ask(new_node: NodeFactory) -> None:
+    """The others may still be looking for it."""
+    nodes = group(new_node, 2)
+    nodes[0].membership.view.take_in_outage(OSError("gone"))
+    nodes[0].membership.view.take_in_return()
+    call(nodes[0])
+    assert not roll_calls(nodes[0])
+
+
+PROMISE: Final = "I9: nobody is evicted; the leases decide"
+
+
+@pytest.mark.fault("Redis is frozen in the middle of a roll call, and thawed", PROMISE)
+def test_a_frozen_server_evicts_nobody(own_server: RedisServer, new_node: NodeFactory) -> None:
+    nodes = group(new_node, 3, url=own_server.url, roll_call_timeout=0.5)
+    release = holds_back(nodes[2])
+    assert own_server.pid is not None
+    call(nodes[0])
+    os.kill(own_server.pid, signal.SIGSTOP)
+    release()  # its answer lies in the server's socket by the time that the others look whether it has come
+    time.sleep(1.5)  # for so long the server is frozen: past the end of the roll call
+    os.kill(own_server.pid, signal.SIGCONT)
+    wait_until(lambda: not roll_call_is_open(nodes[0]), "it is over", LIMIT)
+    assert not events(nodes[0], "lost")
+
+
+@pytest.mark.fault("Redis is killed in the middle of a roll call, and comes back with its data", PROMISE)
+def test_a_server_that_restarts_evicts_nobody(new_node: NodeFactory, tmp_path: Path) -> None:
+    with RedisServer(data_dir=tmp_path) as server:
+        nodes = group(new_node, 3, url=server.url, roll_call_timeout=0.5)
+        release = holds_back(nodes[2])
+        call(nodes[0])
+        server.kill()
+        server.start()
+        wait_until(lambda: not roll_call_is_open(nodes[0]), "it is over", LIMIT)
+        release()
+        assert not events(nodes[0], "lost")
+        for node in nodes:
+            node.shutdown()
+
+
+@pytest.mark.fault("the master fails over in the middle of a roll call", PROMISE)
+@pytest.mark.timeout(300)
+def test_a_fail_over_evicts_nobody(shard: Shard, new_node: NodeFactory, run_id: str) -> None:
+    nodes = new_group(new_node, shard, 3, 3, roll_call_timeout=0.5)
+    join(*nodes)
+    release = holds_back(nodes[2])
+    with lost_writes(shard, run_id):
+        call(nodes[0])
+    release()
+    wait_until_all_beat(*nodes)
+    wait_until(lambda: not roll_call_is_open(nodes[0]), "it is over", LIMIT)
+    assert not events(nodes[0], "lost")
+
+
+def roll_call_is_open(node: RedisRendezvousHandler) -> bool:
+    return bool(node.backend.connection.call(lambda client: client.hexists(node.backend.keys.run, "roll_until")))
