@@ -27,7 +27,7 @@ _BY_SCRIPTS: Final = {
     "outage",
 }
 _RESENT_WITHIN: Final = 60.0  # in seconds: as long as a call and its retries take; the same note again is that note
-_DURATION: Final = re.compile(r"\b(?:after|for) ([0-9]{1,9}(?:\.[0-9]{1,3})?) s\b", re.ASCII)
+_DURATION: Final = re.compile(r"\b(?:after|for|within) ([0-9]{1,9}(?:\.[0-9]{1,3})?) s\b", re.ASCII)
 _RANK: Final = re.compile(r"\brank ([0-9]{1,9}) of [0-9]", re.ASCII)
 
 

@@ -274,10 +274,11 @@ def _members(job: Job) -> set[str]:
 
 
 def _lost_leases(job: Job) -> list[str]:
-    """Names of the nodes that the others saw lose their lease."""
+    """Names of the nodes that the others lost."""
     of_pid = {str(node.process.pid): node.name for node in job.nodes.values()}
     reasons = [change["reason"] for _, change in job.redis("wake")]
-    lost = [match[1] for reason in reasons if (match := re.fullmatch(r"(\S+) lost its lease after [\d.]+ s", reason))]
+    silent = r"(\S+) (?:lost its lease after|did not answer the roll call of \S+ within) [\d.]+ s"
+    lost = [match[1] for reason in reasons if (match := re.fullmatch(silent, reason))]
     return [of_pid[node.split("-")[-2]] for node in lost]
 
 

@@ -27,7 +27,7 @@ LOOKS: Final[dict[str, tuple[str, str, float, str]]] = {
 }
 # By event: shape, colour, name. Those before "stopped" are annotated where there is room.
 MARKS: Final[dict[str, tuple[str, str, str]]] = {
-    "lost": ("X", "#C1121F", "lost its lease"),
+    "lost": ("X", "#C1121F", "lost"),
     "hung": ("s", "#7B2CBF", "hung"),
     "failed": ("v", "#000000", "workers failed"),
     "drain": ("D", "#FFFFFF", "asked to drain"),
