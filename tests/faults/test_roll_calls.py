@@ -40,7 +40,7 @@ def call(node: RedisRendezvousHandler) -> None:
 
 
 def roll_calls(node: RedisRendezvousHandler) -> list[str]:
-    wake = node.backend.connection.call(lambda client: client.xrange(node.backend.keys.wake))
+    wake: Any = node.backend.connection.call(lambda client: client.xrange(node.backend.keys.wake))
     return [fields[b"event"].decode() for _, fields in wake if fields[b"event"] in {b"roll_call", b"answered"}]
 
 

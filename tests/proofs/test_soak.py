@@ -76,6 +76,8 @@ DRILLS: Final = {
     "I6: the last call never ends": drill(seconds=0.5, last_call=0.5),
     "I7: leases do not end": drill(Action(2.5, "kill", "n3")),
     "I8: requests count twice": drill(loss=0.2),
+    "I7: the dead have answered": drill(Action(2.0, "kill", "n3"), Action(2.1, "call", "n1")),
+    "I9: answers do not count": drill(Action(2.0, "call", "n2")),
     "I9: an outage evicts": drill(Action(2.0, "stop"), Action(4.0, "cont"), seconds=4.5),
 }
 
@@ -105,7 +107,7 @@ def test_a_seed_gives_the_same_schedule_again() -> None:
 
 def test_a_long_soak_does_everything() -> None:
     planned = list(episodes(7, 60, 8, server_faults=True))
-    nodes = {"start", "leave", "kill", "freeze", "thaw", "drain"}
+    nodes = {"start", "leave", "kill", "freeze", "thaw", "drain", "call"}
     server = {"down", "up", "forget", "stop", "cont", "scripts", "clients", "flush"}
     assert {action.what for episode in planned for action in episode.actions} == nodes | server
     alone = list(episodes(7, 60, 8, server_faults=False))
@@ -189,6 +191,14 @@ KEPT: Final[dict[str, Changes]] = {
     "Redis forgot its counter": {
         "1.5 n1": "1.5 n1 added epoch=1 add=1 value=2; 3.0 chaos flush; 3.1 chaos done action=flush",
     },
+    "silent in a roll call": {
+        KILL: "5.0 chaos freeze node=n3; 5.1 n1 calls epoch=1 call=1; 5.7 n1 broken epoch=1; 5.75 n2 broken epoch=1",
+        "6.1 n1": "",
+        "6.1 n2": "5.8 chaos thaw node=n3; 5.81 n3 broken epoch=1; 6.95 chaos kill node=n3",
+    },
+    "all answered a roll call": {
+        KILL: f"4.0 n1 calls epoch=1 call=1; 4.1 n1 answered epoch=1 call=1; {KILL}",
+    },
     "a late reader": {"6.3 n2": "7.9 n2 entered epoch=2 rank=1 size=2 master=h:1 node=b"},
     "frozen when it entered": {
         "1.2 n3": "1.15 chaos freeze node=n3",
@@ -242,6 +252,7 @@ BROKEN: Final[list[tuple[str, str, Changes]]] = [
     ("I5", "a round on record after it", {"18.1 chaos record event=closed": "18.05 chaos record event=closed epoch=2"}),
     ("I6", "no round for who waits", {"6.3 n1": "", "6.3 n2": "", "6.4": "", "6.5": "", "6.6": ""}),
     ("I7", "one who is not told", {"6.1 n2": "", "6.2 n2": "", "6.3 n2": ""}),
+    ("I7", "the dead answered", {KILL: f"{KILL}; 5.1 n1 calls epoch=1 call=1; 5.2 n1 answered epoch=1 call=1"}),
     ("I8", "two adds with one reply", {"1.7 n2": "1.7 n2 added epoch=1 add=1 value=1"}),
     ("I8", "an add that counts twice", {"1.7 n2": "1.7 n2 added epoch=1 add=1 value=3"}),
     (

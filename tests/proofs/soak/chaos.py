@@ -35,6 +35,7 @@ SIGNALS: Final = {
     "leave": signal.SIGTERM,
     "freeze": signal.SIGSTOP,
     "thaw": signal.SIGCONT,
+    "call": signal.SIGHUP,
 }
 WAITS: Final = {"asked": "asks", "entered": "entered"}  # until a node has written that
 

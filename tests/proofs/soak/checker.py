@@ -210,6 +210,16 @@ def detection(story: Story) -> Iterator[Violation]:
             yield Violation("I7", f"{stay.node} went on in round {stay.epoch} when {newest} had long begun", limit)
 
 
+def answering(story: Story) -> Iterator[Violation]:
+    """I7: when all have answered a roll call, no member of its round had died before it was asked for."""
+    for call in story.calls:
+        for stay in story.rounds.get(call.epoch, ()):
+            dead = story.nodes[stay.node]
+            if dead.killed and stay.entered < dead.gone == stay.until < call.asked < call.answered < NEVER:
+                what = f"{call.node} was told that all had answered its roll call, but {stay.node} was dead"
+                yield Violation("I7", what, call.answered)
+
+
 def _losses(story: Story) -> Iterator[tuple[Stay, float]]:
     """Members that were killed, left, or were frozen for longer than their lease, and since when."""
     long = story.lease + 2 * story.interval
@@ -294,5 +304,18 @@ def contract(story: Story) -> Iterator[Violation]:
 
 Rule = Callable[[Story], Iterator[Violation]]
 RULES: Final[tuple[Rule, ...]] = (
-    *(exclusivity, agreement, size, epochs, fencing, closing, progress, detection, counting, standing, contract),
+    *(
+        exclusivity,
+        agreement,
+        size,
+        epochs,
+        fencing,
+        closing,
+        progress,
+        detection,
+        answering,
+        counting,
+        standing,
+        contract,
+    ),
 )

@@ -39,7 +39,7 @@ from redelastic.redis import scripts
 from redelastic.redis.client import DirectClient
 from redelastic.rendezvous.backend import create_backend
 from redelastic.rendezvous.handler import EPOCH_VARIABLE, RedisRendezvousHandler, create_handler
-from redelastic.rendezvous.membership import DrainedError
+from redelastic.rendezvous.membership import DrainedError, Membership
 from redelastic.store import RedisStore, RoundBrokenError
 
 from .history import Writer
@@ -64,11 +64,14 @@ DEFECTS: Final[dict[str, tuple[tuple[str, str], ...]]] = {
     "I6: the last call never ends": (("if now >= run.deadline then", "if false then"),),
     "I7: leases do not end": (("LEASES, '-inf', now, 'WITHSCORES'", "LEASES, '-inf', now - 60000, 'WITHSCORES'"),),
     "I8: requests count twice": (("'HGET', ONCE, SENDER)", "'HGET', ONCE, SENDER .. '?')"),),
-    "I9: an outage evicts": (("if run.interval and (silence", "if false and (silence"),),
+    "I7: the dead have answered": (("LEASES, '-inf', run.roll_until) > 0", "LEASES, '-inf', run.roll_until) < 0"),),
+    "I9: answers do not count": (("run.roll_until and heard ~= run.roll_called_at and", "run.roll_until and"),),
+    "I9: an outage evicts": (("was_away = run.interval and (silence", "was_away = false and (silence"),),
 }
 
 
 _adds: Final = itertools.count(1)
+_calls: Final = itertools.count(1)
 
 
 class LeaveError(BaseException):
@@ -83,7 +86,7 @@ class Node:
     def __init__(self, told: dict[str, Any]) -> None:
         self._told = told
         self._note = Writer(Path(told["history"]), told["name"])
-        self._asked_to_close = threading.Event()
+        self._asked_to_close, self._asked_to_call = threading.Event(), threading.Event()
         self._finished = False
 
     def run(self) -> None:
@@ -139,6 +142,7 @@ class Node:
 
     def _take_part(self, handler: RedisRendezvousHandler) -> None:
         signal.signal(signal.SIGUSR1, lambda *_: self._asked_to_close.set())
+        signal.signal(signal.SIGHUP, lambda *_: self._asked_to_call.set())
         signal.signal(signal.SIGUSR2, lambda *_: setattr(self, "_finished", True))
         worker: Worker | None = None
         while True:
@@ -167,6 +171,9 @@ class Node:
                 self._note("closing")
                 handler.set_closed()
                 self._note("closed")
+            if self._asked_to_call.is_set():
+                self._asked_to_call.clear()
+                self._call(handler.membership)
             if self._finished:
                 return "finished"
             if handler.membership.view.closed:
@@ -176,6 +183,20 @@ class Node:
                 return "drained"
             time.sleep(POLL)
         return ""
+
+    def _call(self, membership: Membership) -> None:
+        """As when workers have failed; a thread waits for the verdict, since this one has to see other things too."""
+        entered, number = membership.view.round, next(_calls)
+        assert entered is not None
+        self._note("calls", call=number, epoch=entered.epoch)
+        membership.call_roll(time.monotonic())
+
+        def wait() -> None:
+            view, patience = membership.view, self._told["keep_alive_interval"] * self._told["attempts"]
+            if not view.wait_for_loss(patience) and view.round is entered and view._all_answered():
+                self._note("answered", call=number, epoch=entered.epoch)
+
+        threading.Thread(target=wait, daemon=True).start()
 
 
 class Worker(threading.Thread):

@@ -25,8 +25,8 @@ FORGETTING: Final = frozenset({"forget", "flush"})
 class Action:
     """One thing done, ``at`` seconds after the start of its episode.
 
-    ``what`` is start, leave, kill, freeze, thaw, drain for a ``node``; down, up, forget (while it is down), stop, cont,
-    scripts, clients, flush for the server. Two wait for a node: until it has asked for a round, or entered one; what
+    ``what`` is start, leave, kill, freeze, thaw, drain, call (the roll) for a ``node``; down, up, forget (while it
+    is down), stop, cont, scripts, clients, flush for the server. Two wait for a node: until it has asked for a round, or entered one; what
     follows is later by as much.
     """
 
@@ -113,7 +113,7 @@ class Planner:
         if mortal:
             kinds |= {"kill": alive, "leave": alive / 2, "drain": alive / 2, "freeze": alive}
         if free:
-            kinds |= {"blink": alive / 2}
+            kinds |= {"blink": alive / 2, "call": alive / 2}
         if self._server_faults and now >= self._server_busy_until:
             kinds |= {"server": alive}
         if not any(kinds.values()):
@@ -126,6 +126,12 @@ class Planner:
                 name = pick.choice(mortal)
                 del self._busy_until[name]
                 self._do(now, kind, name)
+                if kind == "kill" and free != [name] and pick.random() < 0.5:  # as its peers' workers fail
+                    self._do(
+                        now + pick.uniform(0, 0.6), "call", pick.choice([other for other in free if other != name])
+                    )
+            case "call":
+                self._do(now, "call", pick.choice(free))
             case "freeze" | "blink":  # for longer or shorter than the lease
                 name = pick.choice(mortal if kind == "freeze" else free)
                 seconds = pick.uniform(0.6, 3) * LEASE if kind == "freeze" else pick.uniform(0.1, 0.3) * LEASE

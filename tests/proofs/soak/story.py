@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Final
 
 from .history import Event
 
 NEVER: Final = float("inf")
+WINDOW: Final = 0.35  # who is silent for that long in a roll call may be lost, in seconds
+OPEN: Final = 1.5  # for how long after it was asked for, one may be open, or opened once more, in seconds
 Span = tuple[float, float]
 
 
@@ -57,6 +60,17 @@ class Add:
 
 
 @dataclass
+class Call:
+    """A roll call that a node asked for."""
+
+    node: str
+    number: int  # tells it from others of its node
+    epoch: int
+    asked: float
+    answered: float = NEVER  # when the node was told that all had answered
+
+
+@dataclass
 class Node:
     """Everything about one process."""
 
@@ -67,6 +81,7 @@ class Node:
     asks: list[Ask] = field(default_factory=list)
     stays: list[Stay] = field(default_factory=list)
     adds: list[Add] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
     frozen: list[Span] = field(default_factory=list)
     stalled: list[Span] = field(default_factory=list)
 
@@ -142,7 +157,17 @@ class Story:
             mine = sum(max(0.0, min(y, end) - max(x, a)) for x, y in own)
             if end > since and end - a >= self.lease - 1.5 * self.interval and mine > 0.1:
                 return True
+            if mine > 0.1 and any(self._was_silent_in(call, (a, end)) and end > since for call in self.calls):
+                return True
         return False
+
+    def _was_silent_in(self, call: Call, silence: Span) -> bool:
+        return silence[0] < call.asked + OPEN and silence[1] - max(silence[0], call.asked) >= WINDOW
+
+    @cached_property
+    def calls(self) -> list[Call]:
+        """All roll calls that were asked for."""
+        return [call for node in self.nodes.values() for call in node.calls]
 
     # -- reading
 
@@ -150,7 +175,8 @@ class Story:
         t, what = event["t"], event["what"]
         if event["by"] != "chaos":
             node = self.nodes.setdefault(event["by"], Node(event["by"]))
-            self._take_step(node, event) if what in _STEPS else self._take_word(node, event)
+            take = self._take_step if what in _STEPS else self._take_call if what in _CALLS else self._take_word
+            take(node, event)
         elif what in _TOLD:
             self._take_told(event)
         else:
@@ -222,6 +248,13 @@ class Story:
             case "heard":
                 node.heard = min(node.heard, t)
 
+    def _take_call(self, node: Node, event: Event) -> None:
+        """What it tells of a roll call."""
+        if event["what"] == "calls":
+            node.calls.append(Call(node.name, event["call"], event["epoch"], event["t"]))
+        else:
+            next(call for call in node.calls if call.number == event["call"]).answered = event["t"]
+
     def _take_word(self, node: Node, event: Event) -> None:
         """What else it tells."""
         t, what = event["t"], event["what"]
@@ -245,6 +278,7 @@ class Story:
 
 
 _TOLD: Final = {"episode", "slow", "record", "calm", "closing", "closed", "ends"}
+_CALLS: Final = {"calls", "answered"}
 _STEPS: Final = {"asks", "entered", "broken", "leaving", "refused", "heard"}
 
 
