@@ -1,4 +1,4 @@
-"""How long does a job stand still when a node dies, is terminated or freezes, or when Redis restarts?
+"""How long does a job stand still when a node, agent or worker dies, a node is terminated or freezes, or Redis restarts?
 
 Real agents and workers, and each part on its own: until the fault shows, until the survivors have a new round, until
 their workers have started. Side by side: our agent, torchrun with our plug-in, and torchrun with c10d.
@@ -21,7 +21,20 @@ from typing import TYPE_CHECKING, Final
 
 from benchmarks import report
 from benchmarks.harness import TimeLimitError
-from benchmarks.recovery_job import C10D, C10DS, HOST_ROLE, OURS, PLUGIN, UNSHARED, Job, Outage, Recovery, Watch
+from benchmarks.recovery_job import (
+    AGENT_KILLED,
+    C10D,
+    C10DS,
+    CRASHED,
+    HOST_ROLE,
+    OURS,
+    PLUGIN,
+    UNSHARED,
+    Job,
+    Outage,
+    Recovery,
+    Watch,
+)
 from benchmarks.report import Progress, Table
 
 if TYPE_CHECKING:
@@ -70,16 +83,24 @@ class Case:
 
     @property
     def target(self) -> float:
-        """Seconds from the fault to the new round: one that leaves is known at once, another one by its lease."""
-        return 0.3 if self.fault == "terminate" else self.lease + 0.1
+        """Seconds from the fault to the new round.
+
+        Who leaves is known at once, and so is a worker that fails by itself. A node that dies is missed when a worker
+        of another one has failed on its connection, and does not answer the roll call; one that freezes breaks none.
+        """
+        if self.fault == "freeze":
+            return self.lease + 0.1
+        if self.fault == "kill":
+            return 1.3 if self.nodes <= 3 else 1.6
+        return 0.3
 
     def quiet(self, contender: str) -> float:
         """For how many seconds after the fault, at least, nothing is done but to wait for a lease to run out."""
         if contender in C10DS and self.fault == "freeze":
             return math.inf  # no worker fails when a peer freezes, and no agent looks
         if contender in C10DS:
-            return 0 if self.role == HOST_ROLE else C10D_QUIET
-        return 0 if self.fault == "terminate" else self.lease * 2 / 3  # there are three heartbeats in a lease
+            return 0 if self.role == HOST_ROLE or self.fault == CRASHED else C10D_QUIET
+        return self.lease * 2 / 3 if self.fault == "freeze" else 0  # there are three heartbeats in a lease
 
 
 Turn = tuple[Case, str]  # and the contender
@@ -92,8 +113,10 @@ def _cases() -> Iterator[Case]:
         if (nodes, fault, role) == (3, "kill", "rank 0"):
             contenders += (UNSHARED,)
         yield Case(fault, role, nodes, contenders=contenders)
-    for fault in ("kill", "freeze"):
-        yield Case(fault, "rank 0", conf=SHORT, contenders=(OURS,))
+    for role in ("rank 0", "another"):
+        yield Case(CRASHED, role)
+        yield Case(AGENT_KILLED, role, contenders=(OURS,))  # torchrun's workers outlive their agent
+    yield Case("freeze", "rank 0", conf=SHORT, contenders=(OURS,))
 
 
 def _turns(cases: list[Case], repeat: int) -> list[Turn]:
@@ -102,7 +125,7 @@ def _turns(cases: list[Case], repeat: int) -> list[Turn]:
     def place(turn: Turn) -> tuple[bool, bool, float, int]:
         case, contender = turn
         theirs = contender in C10DS
-        return theirs or case.fault != "terminate", not theirs, -case.quiet(contender), -case.nodes
+        return theirs or case.target > 0.3, not theirs, -case.quiet(contender), -case.nodes
 
     turns = [(case, contender) for case in cases for _ in range(repeat) for contender in case.contenders]
     return sorted(turns, key=place)

@@ -34,6 +34,9 @@ from redelastic.redis.server import RedisServer
 from redelastic.run.control import RunControl, UnknownRunError
 
 OURS, PLUGIN, C10D = "redelastic run", "torchrun, redis", "torchrun, c10d"
+AGENT_KILLED, CRASHED = "kill of the agent alone", "crash of a worker"
+# To a node as when it is a machine, to its agent, or to its worker.
+FAULTS: Final = ("kill", "terminate", "freeze", AGENT_KILLED, CRASHED)
 UNSHARED: Final = "c10d, unshared"  # with a fresh store for the workers of each round, by an environment variable
 C10DS: Final = (C10D, UNSHARED)
 PROCESSES: Final = Path(__file__).with_name("recovery_processes.py")
@@ -232,12 +235,18 @@ class Job:
     # -- hurting, and watching
 
     def hurt(self, fault: str, node: int) -> Watch:
-        """Kill, terminate or freeze a node; as when it is a machine, but that SIGTERM comes to the agent alone."""
+        """Do one of `FAULTS` to a node."""
         agent = psutil.Process(self.nodes[node].pid)
-        tree = [agent, *([] if fault == "terminate" else agent.children(recursive=True))]
-        number = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM, "freeze": signal.SIGSTOP}[fault]
-        watch = Watch(self, node)
-        _signal(tree, number)
+        tree = [agent, *agent.children(recursive=True)]
+        hurt, number = {
+            "kill": (tree, signal.SIGKILL),
+            "freeze": (tree, signal.SIGSTOP),
+            "terminate": ([agent], signal.SIGTERM),
+            AGENT_KILLED: ([agent], signal.SIGKILL),
+            CRASHED: ([psutil.Process(w.pid) for w in self.current() if w.node == node], signal.SIGKILL),
+        }[fault]
+        watch = Watch(self, None if fault == CRASHED else node)
+        _signal(hurt, number)
         if fault == "freeze":  # a frozen warden never learns that its agent has gone
             self._opened.callback(_signal, tree, signal.SIGKILL)
         return watch
@@ -284,7 +293,8 @@ class Watch:
         over: nothing more takes much computing: the workers of the new round have started, or there will be none.
     """
 
-    def __init__(self, job: Job, victim: int) -> None:
+    def __init__(self, job: Job, victim: int | None) -> None:
+        """``victim`` is the node that does not come back, if one does not."""
         self._job = job
         self._survivors = set(range(job.size)) - {victim}
         self._old = [os.pidfd_open(w.pid) for w in job.current() if w.node != victim]

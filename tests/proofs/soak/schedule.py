@@ -26,8 +26,8 @@ class Action:
     """One thing done, ``at`` seconds after the start of its episode.
 
     ``what`` is start, leave, kill, freeze, thaw, drain, call (the roll) for a ``node``; down, up, forget (while it
-    is down), stop, cont, scripts, clients, flush for the server. Two wait for a node: until it has asked for a round, or entered one; what
-    follows is later by as much.
+    is down), stop, cont, scripts, clients, flush for the server. Two wait for a node: until it has asked for a round,
+    or entered one; what follows is later by as much.
     """
 
     at: float
