@@ -221,7 +221,7 @@ def test_an_agent_that_is_killed_takes_its_workers_along(server: RedisServer, tm
         job.wait("no worker of b is left", lambda: not any(map(_lives, workers)))
         job.wait_round("a", epoch)
         [lost] = [event for event in job.events("lost") if event.node == node]
-        assert lost.reason.startswith("lost its lease after ")
+        assert lost.reason.startswith(("did not answer the roll call of ", "lost its lease after "))
 
 
 def _lives(process: psutil.Process) -> bool:
