@@ -1,7 +1,7 @@
 """How many nodes does one Redis carry? Simulated ones, up to 10,000 in a group; and a model of what lies beyond.
 
 A group forms, forms again without a node that has left, stands for a while, and loses 1 % of its nodes at once: their
-connections stay open, and nothing more is heard of them.
+connections stay open, and nothing more is heard of them. Before that, nodes call the roll.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from redelastic.rendezvous.settings import Settings
 INTERVAL: Final = 2.0  # between heartbeats, in seconds: the default
 LEASE: Final = 3  # heartbeats: the default
 STANDS_FOR: Final = 3  # heartbeats
+ROLL_CALLS: Final = 5
 # Nodes -> how many groups, and the interval. 10,000 nodes that beat every 2 s are too many for the one process that
 # simulates them: it computes more than Redis does.
 SIZES: Final = {64: (5, INTERVAL), 256: (5, INTERVAL), 1024: (4, INTERVAL), 4096: (3, INTERVAL), 10_000: (2, 5.0)}
@@ -114,6 +115,7 @@ async def follow(url: str, n: int, repeat: int, interval: float) -> dict[str, An
                 await lose_one(group, found)
                 if not left:
                     await stand(group, found)
+                    await call_roll(group, found)
                     await lose_some(group, found)
             found["seconds"].append(time.monotonic() - began)
     return dict(found)
@@ -155,6 +157,17 @@ async def stand(group: Group, found: Found) -> None:
     found["beat: cpu"].append(spent["cpu"] * group.interval / spent["seconds"] / n)
     found["busy"].append(100 * spent["cpu"] / spent["seconds"])
     found["commands"].append(spent["commands"] / spent["seconds"] / n)
+
+
+async def call_roll(group: Group, found: Found) -> None:
+    """A node asks who is there, and all are: the time until it knows, and what Redis computes for it."""
+    for caller in list(group.tasks)[:ROLL_CALLS]:
+        with group.counted() as spent:
+            began = time.monotonic()
+            caller.call_roll(group.client)
+            await while_alive(group.tasks.values(), lambda node=caller: not node.has_verdict, 0.001)  # type: ignore[misc]
+            found["roll call"].append(time.monotonic() - began)
+        found["roll call: Redis"].append(spent["cpu"])
 
 
 async def lose_some(group: Group, found: Found) -> None:
@@ -296,6 +309,7 @@ def run(quick: bool, progress: Progress) -> Iterator[Table]:
             "nodes",
             log=True,
         ),
+        Table("scale-roll-call", "A roll call that all answer", "nodes", log=True),
         Table("scale-server", "Redis' time for each node, in scripts, by its own statistics", "nodes", log=True),
         Table("scale-busy", "Redis busy with a group that works: of one core", "nodes", unit="%", log=True),
         Table("scale-commands", "Commands that each node of it sends", "nodes", unit="/s"),
@@ -308,6 +322,7 @@ def run(quick: bool, progress: Progress) -> Iterator[Table]:
             "1 % died: known": "1 % died: all know",
             "1 % died: formed": "1 % died: all joined",
         },
+        "scale-roll-call": {"roll call": "until the verdict", "roll call: Redis": "Redis' CPU time"},
         "scale-server": {
             "form: scripts": "to form",
             "one left: scripts": "one left",
@@ -318,7 +333,7 @@ def run(quick: bool, progress: Progress) -> Iterator[Table]:
         "scale-commands": {"commands": "heartbeats every {} s"},
         "scale-memory": {"keys": "its keys", "connection": "a connection"},
     }
-    form, _, server, busy, commands, _ = tables
+    form, _, roll_call, server, busy, commands, _ = tables
     largest: Found = {}
     for n, interval, found in measured(QUICK if quick else SIZES, progress):
         for table in tables:
@@ -328,6 +343,7 @@ def run(quick: bool, progress: Progress) -> Iterator[Table]:
             largest = found
             if n == 64:
                 server.targets["4096"] = 2 * median(found["form: scripts"])
+    roll_call.targets = {"1024": 0.06, "10000": 1.0}
     form.targets, busy.targets, commands.targets = {"10000": 5.0}, {"1024": 5.0}, {"1024": 2.0}
     for table in tables:
         table.targets = {row: target for row, target in table.targets.items() if row in table.cells}

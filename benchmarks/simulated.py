@@ -138,10 +138,11 @@ class Node(asyncio.Protocol):
                 return node._enter(node._round_from(*told))  # noqa: SLF001
             if outcome != b"waiting":
                 raise RuntimeError(f"a node that joins is told {text(outcome)!r}: {told}")
-            _, wake_id, completes_in, _ = told
+            _, wake_id, completes_in, _, roll_call = told
             until = time.monotonic() + completes_in / 1000 if completes_in >= 0 else float("inf")
             self.parked, node.view.standing = True, "candidate"
             self._heard = before = text(wake_id)
+            node.heartbeat.answer(roll_call)
             while self._heard == before and node.view.standing == "candidate":
                 if (left := until - time.monotonic()) <= 0:
                     break
@@ -164,6 +165,18 @@ class Node(asyncio.Protocol):
         except Sent as sent:
             client.execute_command(*sent.args[0])
 
+    def call_roll(self, client: redis.Redis) -> None:
+        """Call the roll, over another connection."""
+        try:
+            self.membership.call_roll(time.monotonic())
+        except Sent as sent:
+            self.membership.view.take_in_roll_call(*client.execute_command(*sent.args[0]))
+
+    @property
+    def has_verdict(self) -> bool:
+        """Whether it has heard that all have answered its roll call."""
+        return self.membership.view._all_answered()  # noqa: SLF001
+
     async def beat(self) -> None:
         """Renew the lease."""
         node = self.membership
@@ -183,7 +196,8 @@ class Node(asyncio.Protocol):
         since, block = {self.wake: self._heard}, min(longest, until_beat)
         if entries := (await self.through(lambda: self.connection.read(since, block))).get(self.wake):
             self._heard = entries[-1][0]
-            node.view.take_in_wake_ups(entries)
+            for roll_call in node.view.take_in_wake_ups(entries):
+                node.heartbeat.answer(roll_call)
 
 
 async def connected(n: int, login: dict[str, Any], keys: RunKeys, settings: Callable[[int], Settings]) -> list[Node]:
@@ -203,7 +217,7 @@ async def connected(n: int, login: dict[str, Any], keys: RunKeys, settings: Call
             await node.connect(login)
 
     await asyncio.gather(*map(connect, nodes))
-    for script in (scripts.JOIN, scripts.BEAT, scripts.LEAVE):
+    for script in (scripts.JOIN, scripts.BEAT, scripts.LEAVE, scripts.ROLL_CALL):
         await nodes[0].send("SCRIPT", "LOAD", script.text)
     gc.collect()
     gc.freeze()  # they stay: no collection has to look at them again
