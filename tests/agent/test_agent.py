@@ -366,9 +366,9 @@ def test_livez_fails_when_the_loop_has_stalled(new_node: NodeFactory, tmp_path: 
     entered, release = threading.Event(), threading.Event()
 
     class Stalling(RedisElasticAgent):
-        def _come_round(self) -> None:
-            super()._come_round()
-            self._due_by = time.monotonic()  # as if STALL and more had passed
+        def _act_on_requests(self) -> None:
+            super()._act_on_requests()
+            self._monitor.due_by = time.monotonic()  # as if STALL and more had passed
             entered.set()
             assert release.wait(LIMIT)
 

@@ -71,7 +71,7 @@ class RegroupingAgent(LocalElasticAgent):
         """
         if self._handler is not None:
             self._handler.membership.view.wait_for_news(self._pause())
-        result = self._look(worker_group)
+        result = self._check_workers(worker_group)
         if result.state in {WorkerState.FAILED, WorkerState.UNHEALTHY}:
             self._charged = self._may_restart(result)
             if not self._charged and self._handler is not None:
@@ -88,7 +88,7 @@ class RegroupingAgent(LocalElasticAgent):
         """After how many seconds without news the workers are looked at again."""
         return self._interval
 
-    def _look(self, worker_group: WorkerGroup) -> RunResult:
+    def _check_workers(self, worker_group: WorkerGroup) -> RunResult:
         """How the workers are."""
         result: RunResult = super()._monitor_workers(worker_group)
         return result

@@ -82,8 +82,8 @@ class Workers:
         """The highest step that any of them reported; -1 for none."""
         return max((step for r in self.pids if (step := self.step(r)) is not None), default=-1)
 
-    def look(self) -> dict[int, float]:
-        """See which hang; returns them as :attr:`hung`."""
+    def find_hung(self) -> dict[int, float]:
+        """Find those that hang; returns them as :attr:`hung`."""
         self.hung = self._watch.look(r for r in self.pids if not self.ended(r))
         return self.hung
 
