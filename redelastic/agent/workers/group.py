@@ -12,11 +12,11 @@ from typing import Any, Final
 from torch.distributed.elastic.agent.server.api import RunResult, Worker
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from redelastic.agent.host.cgroups import oom_kills
 from redelastic.agent.options import AgentOptions
 
 from .board import FROZEN, Board, HangWatch
 from .deaths import Deaths
-from .processes import oom_kills
 from .stacks import catches, dump_stacks
 
 SAVE_SIGNAL: Final = signal.SIGUSR1  # tells workers that have a handler for it to save
