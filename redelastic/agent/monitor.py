@@ -24,6 +24,7 @@ from .workers.processes import ProcessTree
 
 log = logging.getLogger(__name__)
 
+NVML_PATIENCE: Final = 10.0  # what it said so many seconds ago, and nothing since, is not told any more
 STALL: Final = 30.0  # the agent's loop is taken for dead when it comes so many seconds later than it said
 
 
@@ -45,8 +46,12 @@ class NodeMonitor:
 
     def __init__(self, membership: Membership, group: WorkerGroup, gpus: Sequence[Gpu], admission: Admission) -> None:
         self._membership, self._group, self._admission = membership, group, admission
-        self._telemetry = Telemetry(gpus)
-        self._usage: dict[str, Any] = {}  # the newest sample
+        # Each has a thread of its own: NVML may not answer for minutes, and the warden has to hear of new processes.
+        self._processes, self._gpus = Telemetry(), Telemetry(gpus)
+        self._watches_gpus = bool(gpus)
+        self._usage: dict[str, Any] = {}  # by processes: the newest sample
+        self._gpu_usage: dict[str, Any] = {}
+        self._nvml_answered_at = math.inf
         self.workers: Workers | None = None
         self.drains: Drains | None = None
         self.restarts = self.job_restarts = 0
@@ -64,17 +69,31 @@ class NodeMonitor:
             interval: in seconds.
         """
 
-        def sample() -> None:
+        def sample_processes() -> None:
             now = pids()
-            self._usage = self._telemetry.sample(trees(tree.look(now.values()), now))
+            self._usage = self._processes.sample(trees(tree.look(now.values()), now))
+            self._forget_silent_gpus()
 
         heartbeat = self._membership.heartbeat
-        heartbeat.describe = self._describe
-        try:
-            with repeat(sample, interval, "telemetry"):
-                yield
-        finally:
-            heartbeat.describe = json.dumps
+        with contextlib.ExitStack() as opened:
+            heartbeat.describe = self._describe
+            opened.callback(setattr, heartbeat, "describe", json.dumps)
+            opened.enter_context(repeat(sample_processes, interval, "processes"))
+            if self._watches_gpus:
+                self._nvml_answered_at = time.monotonic()
+                opened.enter_context(repeat(self._sample_gpus, interval, "gpus"))
+            yield
+
+    def _sample_gpus(self) -> None:
+        sample = self._gpus.sample({})
+        self._gpu_usage = {name: sample[name] for name in ("gpus",) if name in sample}
+        self._nvml_answered_at = time.monotonic()
+
+    def _forget_silent_gpus(self) -> None:
+        silent = time.monotonic() - self._nvml_answered_at
+        if silent > NVML_PATIENCE:
+            log.warning("NVML has not answered for %.0f s: until it does, this node tells nothing of its GPUs.", silent)
+            self._gpu_usage, self._nvml_answered_at = {}, math.inf  # said once
 
     def allow(self, seconds: float) -> None:
         """The agent's loop comes round within so many seconds: after that, and some patience, it is taken for dead."""
@@ -118,9 +137,9 @@ class NodeMonitor:
         usage, workers = dict(self._usage), self.workers
         each = usage.pop("workers", {})
         status = {**base, **self._own_state(), "agent": "redelastic"}
-        status |= {"restarts": self.restarts, "job_restarts": self.job_restarts}
+        status |= {"restarts": self.restarts, "job_restarts": self.job_restarts, **usage, **self._gpu_usage}
         told = [workers.describe(worker) for worker in self._group.workers] if workers and workers.pids else []
-        return {**status, **usage, "workers": [{**one, **each.get(str(one["local_rank"]), {})} for one in told]}
+        return {**status, "workers": [{**one, **each.get(str(one["local_rank"]), {})} for one in told]}
 
     def _own_state(self) -> dict[str, str]:
         """What the node's status says instead of running or waiting."""
