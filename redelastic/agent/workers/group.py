@@ -14,6 +14,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from redelastic.agent.host.cgroups import oom_kills
 from redelastic.agent.options import AgentOptions
+from redelastic.agent.torchrun.failures import LiveFailure
 
 from .board import FROZEN, Board, HangWatch
 from .deaths import Deaths
@@ -119,7 +120,7 @@ class Workers:
         rank, failure = min(result.failures.items(), key=lambda item: item[1].timestamp)
         local_rank = failure.local_rank
         who = f"worker {local_rank} (rank {rank}, pid {failure.pid})"
-        if local_rank in self.hung:
+        if isinstance(failure, LiveFailure):
             return f"{who} {failure.message}"
         if starved := self._starved(failure, usage):
             return f"{who} {starved}"
@@ -156,10 +157,7 @@ class Workers:
 
     def hang_failure(self, worker: Worker) -> ProcessFailure:
         """That a worker hangs, as torch tells of one that failed."""
-        pid = self.pids[worker.local_rank]
-        failure = ProcessFailure(local_rank=worker.local_rank, pid=pid, exitcode=-signal.SIGKILL, error_file="")
-        failure.message = self._idleness(worker.local_rank)
-        return failure
+        return LiveFailure(worker, self._idleness(worker.local_rank))
 
     def describe(self, worker: Worker) -> dict[str, Any]:
         """One worker, for the node's status."""
