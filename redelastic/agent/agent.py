@@ -38,6 +38,7 @@ from .torchrun.exit_barrier import wait_for_others
 from .torchrun.regrouping import RegroupingAgent
 from .workers.drains import Drains
 from .workers.group import Workers
+from .workers.hangs import Hangs
 from .workers.processes import ProcessTree
 from .workers.signals import TORCH_SIGNALS, drain_on_signals, torch_signals
 
@@ -123,6 +124,7 @@ class RedisElasticAgent(RegroupingAgent):
             note=self._note,
         )
         self._monitor = NodeMonitor(self._membership, self._worker_group, self._assignment.visible, self._admission)
+        self._hangs = Hangs(self._note)
         self._unfit = True  # whether this node has to prove its fitness before it joins
         self._verdict = ""  # why the job may not restart its workers
         self._asked_to_drain = False
@@ -201,7 +203,11 @@ class RedisElasticAgent(RegroupingAgent):
         self._close_workers()
         spec = worker_group.spec
         self._workers = workers = Workers(
-            spec.local_world_size, self._options, self._interval, self._membership.view.notify
+            spec.local_world_size,
+            self._options,
+            self._interval,
+            self._hangs.reporters,
+            self._membership.view.notify,
         )
         pids: dict[int, Any] = super()._start_workers(worker_group)
         workers.started(pids)
@@ -263,8 +269,8 @@ class RedisElasticAgent(RegroupingAgent):
         result = super()._check_workers(worker_group)
         if result.failures and self._workers:
             self._workers.explain(result, self._monitor.worker_usage)
-        if result.state == WorkerState.HEALTHY and self._workers and self._workers.find_hung():
-            return self._report_hang(self._workers)
+        if result.state == WorkerState.HEALTHY and self._workers:
+            return self._hangs.find(self._workers, worker_group.workers) or result
         return result
 
     def _act_on_requests(self) -> None:
@@ -338,17 +344,6 @@ class RedisElasticAgent(RegroupingAgent):
     def cause(self, result: RunResult) -> str:
         """What happened to the worker that failed first, in words."""
         return self._workers.cause(result, self._monitor.worker_usage) if self._workers else result.state.name
-
-    def _report_hang(self, workers: Workers) -> RunResult:
-        """Say where the workers hang, and have them restarted like workers that failed."""
-        stacks = workers.stacks()
-        hung = [self._worker_group.workers[local_rank] for local_rank in workers.hung]
-        failures = {worker.global_rank: workers.hang_failure(worker) for worker in hung}
-        for worker in hung:
-            where = stacks.get(worker.local_rank, "")
-            log.error("Stacks of worker %s (rank %s), which hangs:\n%s", worker.local_rank, worker.global_rank, where)
-            self._note("hung", workers.hang(worker), where)
-        return RunResult(state=WorkerState.FAILED, failures=failures)
 
     @property
     def _round_store(self) -> RedisStore:

@@ -1,4 +1,4 @@
-"""Workers that fail while they live: the node has failed for whoever started it, and its report tells the truth."""
+"""Workers that fail while they live, or seem to: who is restarted, who is blamed, and what the report says."""
 
 from __future__ import annotations
 
@@ -51,3 +51,49 @@ def test_the_report_of_a_hang_has_the_exit_code_of_its_end(server: RedisServer, 
         report = job.nodes["a"].stderr
         assert re.search(r"made no progress for \S+ s, since step", report)
         assert f"exitcode  : {-signal.SIGTERM} (pid: " in report, "not by SIGKILL"
+
+
+@pytest.mark.fault("a worker hangs", "its host is blamed by the time of its last progress, not that of the look")
+def test_a_hang_is_blamed_by_the_time_of_the_last_progress(server: RedisServer, tmp_path: Path) -> None:
+    """Of two hosts whose workers wait for each other, the one that stopped first is to blame."""
+    timeout = 4
+    with AgentJob(server, tmp_path, "1:1") as job:
+        job.begin("a", options=(f"--hang-timeout={timeout}", "--hang-start-timeout=50"))
+        epoch = job.wait_round("a")
+        job.tell("hang-a")
+        job.wait_event("hung")
+        failed_at = job.wait("it is counted", lambda: job.redis("run").get("failed_at"))
+        last = max(line.time for line in job.lines("step") if line.epoch == epoch)
+        assert abs(float(failed_at) / 1000 - last) < timeout / 2
+        job.wait_round("a", epoch)
+        job.tell("finish")
+        assert job.wait_end("a") == 0
+
+
+@pytest.mark.fault("progress() is called on rank 0 only", "the others are not taken for hung; the node says so once")
+def test_ranks_that_never_report_progress_are_not_restarted(server: RedisServer, tmp_path: Path) -> None:
+    with AgentJob(server, tmp_path, "1:1", nproc=2) as job:
+        job.tell("mute")
+        job.begin("a", options=("--hang-timeout=20", "--hang-start-timeout=1"))
+        event = job.wait_event("unwatched")
+        assert re.match(r"worker 1 \(rank 1, pid \d+\) never called redelastic.progress\(\), for 1 s", event.reason)
+        assert "in main" in event.detail, "it imports redelastic: its stacks are had"
+        seen = len(job.lines("step"))
+        job.wait("they train on", lambda: len(job.lines("step")) > seen + 40)
+        job.tell("finish")
+        assert job.wait_end("a") == 0
+        assert len(job.events("unwatched")) == 1
+        assert job.events("hung") == []
+        assert job.control.state().epoch == 1
+        assert job.nodes["a"].stderr.count("Worker 1 (rank 1") == 1
+
+
+@pytest.mark.fault("a script never calls progress(), nor imports redelastic", "it is not restarted, whatever it does")
+def test_a_script_that_knows_nothing_of_us_is_not_restarted(server: RedisServer, tmp_path: Path) -> None:
+    with AgentJob(server, tmp_path, "1:1") as job:
+        job.start("a", script=UNRULY, env={"UNRULY": "wait"}, options=("--hang-timeout=0.5", "--hang-start-timeout=1"))
+        detail = job.wait_event("unwatched").detail
+        assert "wait (" in detail or "has not imported redelastic" in detail, "from py-spy, if there is one"
+        job.tell("finish")
+        assert job.wait_end("a") == 0
+        assert job.control.state().epoch == 1

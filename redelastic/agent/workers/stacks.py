@@ -41,8 +41,8 @@ def catches(pid: int, signum: int) -> bool:
 def dump_stacks(board: Board, pids: Mapping[int, int], timeout: float) -> dict[int, str]:
     """Find out where workers hang; never raises.
 
-    A worker that has imported :mod:`redelastic.worker` writes its stacks itself, also while it hangs in C. Of any other
-    py-spy is asked, if it is installed and may trace the worker.
+    A worker that has imported :mod:`redelastic` writes its stacks itself, also while it hangs in C. Of any other py-spy
+    is asked, if it is installed and may trace the worker.
 
     Args:
         board: of the workers.
@@ -79,8 +79,8 @@ def _explanation(pid: int, problem: str, *, asked: bool) -> str:
     if asked:
         return f"No stacks: process {pid} (state {state_of(pid) or 'gone'}) did not answer; py-spy: {problem}."
     return (
-        f"No stacks: process {pid} (state {state_of(pid) or 'gone'}) has not imported redelastic.worker; call "
-        f"redelastic.progress(step) in the script. py-spy: {problem}."
+        f"No stacks: process {pid} (state {state_of(pid) or 'gone'}) has not imported redelastic: do so in "
+        f"the script, and call redelastic.progress(step). py-spy: {problem}."
     )
 
 
@@ -131,7 +131,7 @@ def _find_py_spy() -> str | None:
 def _spy(py_spy: str | None, pid: int, deadline: float) -> tuple[str, str]:
     """The stacks of a process, or what went wrong."""
     if py_spy is None:
-        return "", "not installed (pip install py-spy)"
+        return "", "not installed (pip install redelastic[stacks])"
     command = [py_spy, "dump", "--full-filenames", "--pid", str(pid)]
     try:
         done = subprocess.run(
