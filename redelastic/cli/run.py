@@ -51,6 +51,7 @@ def main(argv: Sequence[str]) -> int:
     """
     import torch.distributed.run as torchrun
 
+    from redelastic.logs import set_up_logging
     from redelastic.torch_internals import require_torch, shutdown_timeout
 
     try:
@@ -67,9 +68,7 @@ def main(argv: Sequence[str]) -> int:
         parser._option_string_actions[option].help = text  # noqa: SLF001  # argparse has no other way to an argument
     _add_arguments(parser)
     arguments = parser.parse_args(argv)
-    logging.basicConfig(
-        level=os.environ.get("LOGLEVEL", "WARNING").upper(), format="%(asctime)s [%(name)s] %(message)s"
-    )
+    set_up_logging(logging.getLogger())
     with ExitStack() as opened:
         try:
             options = _options(arguments)

@@ -224,7 +224,8 @@ class View:
             self._break(f"{self.node}, which is this node, lost its lease", candidates, member_lost=True)
 
     def _break(self, reason: str, waiting: int, member_lost: bool) -> None:
-        if self.round and (not self._broken or (member_lost and reason != self._broken)):
+        leaves = reason.startswith(f"{self.node} ")  # this node itself: that is no news to it
+        if self.round and not leaves and (not self._broken or (member_lost and reason != self._broken)):
             log.warning("Round %s of run %r is broken: %s.", self.round.epoch, self.run_id, reason)
         self._broken, self._waiting, self._member_lost = reason, waiting, self._member_lost or member_lost
         self._tell()
