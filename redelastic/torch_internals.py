@@ -168,7 +168,7 @@ def close_within(context: Any, seconds: float) -> None:
 def exit_codes(context: Any) -> dict[int, int]:
     """The exit codes of a ``PContext``'s processes that have ended, by local rank; negative for a signal."""
     if (handlers := getattr(context, "subprocess_handlers", None)) is not None:
-        codes = {local_rank: handler.proc.returncode for local_rank, handler in handlers.items()}
+        codes = {local_rank: handler.proc.poll() for local_rank, handler in handlers.items()}
     else:
         processes = getattr(getattr(context, "_pc", None), "processes", ())
         codes = {local_rank: process.exitcode for local_rank, process in enumerate(processes)}

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 
+from torch.distributed.elastic.multiprocessing import LogsSpecs
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from redelastic.rendezvous.membership import Membership
@@ -14,6 +18,12 @@ from .host.checks import Node, run_checks
 from .options import AgentOptions
 
 log = logging.getLogger(__name__)
+
+
+def log_folder(logs_specs: LogsSpecs) -> Path:
+    """Where the workers' logs go, as far as that is known before they are started."""
+    known = str(logs_specs.root_log_dir)
+    return Path(tempfile.gettempdir() if known in {os.devnull, "None"} else known)
 
 
 class RefusedError(RendezvousError):

@@ -7,17 +7,12 @@ import logging
 import math
 import os
 import signal
-import tempfile
-import time
 from multiprocessing import resource_tracker
-from pathlib import Path
 from typing import Any, Final
 
-from torch.distributed.elastic import events
 from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsSpecs
-from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
 from redelastic.rendezvous.handler import RedisRendezvousHandler
 from redelastic.rendezvous.membership import DrainedError, RunStoppedError
@@ -25,14 +20,16 @@ from redelastic.run.control import RunControl
 from redelastic.store import RedisStore
 from redelastic.torch_internals import close_within, shut_down, shutdown_option
 
-from .admission import Admission
+from .admission import Admission, log_folder
 from .background import repeat
+from .budget import Budget
 from .courier import Courier
 from .drain_file import DrainFile
 from .host.checks import Node
 from .host.gpus import assign
 from .host.health_endpoint import HealthEndpoint
 from .monitor import NodeMonitor
+from .notes import Notes
 from .options import AgentOptions
 from .torchrun.exit_barrier import wait_for_others
 from .torchrun.regrouping import RegroupingAgent
@@ -102,28 +99,24 @@ class RedisElasticAgent(RegroupingAgent):
         self._shutdown_timeout: float = shutdown_timeout  # type: ignore[assignment]  # torch has whole seconds
         self._torch_signals = torch_signals()
         self._tree: ProcessTree  # from run() on, as is
-        self._courier: Courier
+        self._courier = Courier()
         self._owns_process = owns_process
         self._rendezvous_handler = handler
         self._membership = handler.membership
         self._control = RunControl(handler.backend.connection, handler.backend.keys)
         self._workers: Workers | None = None
         self._drains: Drains | None = None
-        log_dir: Any = logs_specs.root_log_dir
-        node = Node(
-            log_dir=Path(tempfile.gettempdir() if log_dir in {os.devnull, "None"} else log_dir),
-            local_world_size=spec.local_world_size,
-            timeout=self._options.health_timeout,
-        )
+        self._note = Notes(self._membership, self._control, spec, self._courier.send)
         self._admission = Admission(
             membership=self._membership,
             control=self._control,
             host=handler.settings.node_name,
             options=self._options,
-            node=node,
+            node=Node(log_folder(logs_specs), spec.local_world_size, self._options.health_timeout),
             note=self._note,
         )
         self._monitor = NodeMonitor(self._membership, self._worker_group, self._assignment.visible, self._admission)
+        self._budget = Budget(self._membership, self._monitor, self._options)
         self._hangs = Hangs(self._note)
         self._unfit = True  # whether this node has to prove its fitness before it joins
         self._verdict = ""  # why the job may not restart its workers
@@ -144,13 +137,14 @@ class RedisElasticAgent(RegroupingAgent):
             SignalException: a signal ended this process' work; SIGTERM and SIGUSR1 do so at the second time only.
         """
         with contextlib.ExitStack() as opened:
-            self._tree, self._courier = ProcessTree(), Courier()
+            self._tree = ProcessTree()
             opened.callback(self._end_tree)
             opened.callback(self._close_workers)
             if self._owns_process:
                 if callable(self._worker_group.spec.entrypoint):
                     resource_tracker.ensure_running()  # a child of ours that is not the workers'
                 self._tree.adopt_orphans()
+            self._courier.start()
             opened.callback(self._courier.close, FAREWELL)
             if (port := self._options.port) is not None:
                 endpoint = HealthEndpoint(self._monitor, host=self._options.health_host, port=port)
@@ -303,7 +297,7 @@ class RedisElasticAgent(RegroupingAgent):
     def _may_restart(self, result: RunResult) -> bool:
         self._leave_if_drained()  # a signal to all processes may have ended them
         self._unfit = True
-        self._verdict = self._charge(result, final=False)
+        self._verdict = self._budget.charge(result, final=False)
         return super()._may_restart(result) and not self._verdict
 
     def _leave_if_drained(self) -> None:
@@ -321,45 +315,16 @@ class RedisElasticAgent(RegroupingAgent):
         return lost
 
     def _give_up(self, result: RunResult) -> None:
-        if self._verdict and (verdict := self._charge(result, final=True)):  # else another node was lost meanwhile
+        if self._verdict and (
+            verdict := self._budget.charge(result, final=True)
+        ):  # else another node was lost meanwhile
             raise RunStoppedError(f"Run {self._membership.run_id!r} was stopped: {verdict}.")
-
-    def _charge(self, result: RunResult, *, final: bool) -> str:
-        """Count the failure against the job's budget; returns why the job may not go on."""
-        workers = self._workers
-        failed_at = (workers.first_failure if workers else None) or time.monotonic()
-        step = workers.highest_step if workers else -1
-        cause = self.cause(result)
-        if not final:
-            log.error("%s.", cause)
-        self._monitor.allow(math.inf)  # as long as Redis is away
-        try:
-            told = self._membership.charge(failed_at, step, cause, self._options.limits, final=final)
-        except RendezvousConnectionError as e:
-            log.warning("The failure could not be counted: %s", e)
-            return ""
-        self._monitor.job_restarts, _, verdict = told
-        return verdict
 
     def cause(self, result: RunResult) -> str:
         """What happened to the worker that failed first, in words."""
-        return self._workers.cause(result, self._monitor.worker_usage) if self._workers else result.state.name
+        return self._budget.cause(result)
 
     @property
     def _round_store(self) -> RedisStore:
         store: Any = self._worker_group.store  # torch declares None
         return store  # type: ignore[no-any-return]
-
-    def _note(self, event: str, reason: str, detail: str = "") -> None:
-        """Record what happens here, in Redis and with torch's events."""
-        node = self._membership.node
-        self._courier.send(lambda: self._control.note(event, node, reason, detail))
-        spec = self._worker_group.spec
-        metadata: dict[str, Any] = {
-            "run_id": self._membership.run_id,
-            "node": node,
-            "role": spec.role,
-            "reason": reason,
-        }
-        told = events.Event(f"redelastic.{event}", source=events.EventSource.AGENT, metadata=metadata)
-        events.record(told, spec.event_log_handler)
