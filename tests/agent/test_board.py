@@ -126,7 +126,6 @@ def test_a_call_that_was_made_before_the_first_look_counts(board: Board) -> None
     assert sorted(workers.after(2.1)) == [0]
 
 
-@pytest.mark.fault("progress() is called on rank 0 only, or never", "nobody is restarted for that; it is said once")
 def test_a_worker_that_has_never_called_does_not_hang(board: Board) -> None:
     workers = Workers(board, timeout=2, start_timeout=4, reporters=set())
     workers.call(0)

@@ -76,7 +76,8 @@ def test_ranks_that_never_report_progress_are_not_restarted(server: RedisServer,
         job.tell("mute")
         job.begin("a", options=("--hang-timeout=20", "--hang-start-timeout=1"))
         event = job.wait_event("unwatched")
-        assert re.match(r"worker 1 \(rank 1, pid \d+\) never called redelastic.progress\(\), for 1 s", event.reason)
+        told = r"never called redelastic.progress\(\) in the 1 s since the start: worker 1 \(rank 1, pid \d+\)\. "
+        assert re.match(told, event.reason)
         assert "in main" in event.detail, "it imports redelastic: its stacks are had"
         seen = len(job.lines("step"))
         job.wait("they train on", lambda: len(job.lines("step")) > seen + 40)
@@ -85,7 +86,7 @@ def test_ranks_that_never_report_progress_are_not_restarted(server: RedisServer,
         assert len(job.events("unwatched")) == 1
         assert job.events("hung") == []
         assert job.control.state().epoch == 1
-        assert job.nodes["a"].stderr.count("Worker 1 (rank 1") == 1
+        assert job.nodes["a"].stderr.count("Stacks of worker 1 (rank 1") == 1
 
 
 @pytest.mark.fault("a script never calls progress(), nor imports redelastic", "it is not restarted, whatever it does")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from torch.distributed.elastic.agent.server.api import RunResult, Worker
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from redelastic.torch_internals import exit_codes
 
-UNKNOWN = 1  # the exit code of a worker that cannot be ended
+UNKNOWN: Final = 1  # the exit code of a worker that cannot be ended
 
 
 class LiveFailure(ProcessFailure):

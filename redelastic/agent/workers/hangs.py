@@ -56,14 +56,13 @@ class Hangs:
 
     def _warn(self, workers: Workers, silent: Sequence[Worker]) -> None:
         """Say that workers have never reported; in a thread of its own."""
-        first, *others = silent
-        beside = f" and {len(others)} more of this node" if others else ""
         reason = (
-            f"{workers.name(first)}{beside} never called redelastic.progress(), for {workers.start_timeout:g} s since "
-            "the start: not restarted, as it may hang or just not report; every rank has to call it"
+            f"never called redelastic.progress() in the {workers.start_timeout:g} s since the start: "
+            f"{', '.join(map(workers.name, silent))}. Not restarted: a script that does not report looks like one "
+            "that hangs. Call it on every rank"
         )
         stacks = workers.stacks([worker.local_rank for worker in silent])
         for worker in silent:
             log.warning("Stacks of %s:\n%s", workers.name(worker), stacks[worker.local_rank])
-        log.warning("%s.", reason.capitalize())
-        self._note("unwatched", reason, stacks[first.local_rank])
+        log.warning("N%s.", reason.removeprefix("n"))
+        self._note("unwatched", reason, stacks[silent[0].local_rank])
