@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +51,9 @@ _HOMES = {
     "progress": "worker",
     "should_checkpoint": "worker",
 }
+
+if "REDELASTIC_WORKER" in os.environ:  # by an agent, which may ask for the stacks of a worker before its first call
+    import_module(".worker", __name__)
 
 
 def __getattr__(name: str) -> Any:

@@ -5,6 +5,7 @@ torch loads it while its elastic package is being imported, so nothing of torch 
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -25,9 +26,11 @@ def create(params: RendezvousParameters) -> RendezvousHandler:
         ValueError: as there; or torchrun got no ``--rdzv-id``, and jobs without one would all be the same run.
     """
     from .agent.torchrun.regrouping import teach_torchrun
+    from .logs import set_up_logging
     from .rendezvous.handler import handler_from_parameters
 
     if params.run_id == "none":  # torchrun's default
         raise ValueError("--rdzv-id is missing: it tells this job from others on the same Redis.")
+    set_up_logging(logging.getLogger("redelastic"))
     teach_torchrun()
     return handler_from_parameters(params)

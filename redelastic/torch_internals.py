@@ -152,6 +152,29 @@ def shut_down(shutdown: Callable[..., None], death_sig: signal.Signals, timeout:
         shutdown(death_sig)
 
 
+def close_within(context: Any, seconds: float) -> None:
+    """Have a ``PContext`` end its processes within ``seconds`` where torch's own code does not say how soon.
+
+    The context is made by torch's agent, which offers no way to name its class; so it gets another one afterwards.
+    """
+
+    class Closing(type(context)):  # type: ignore[misc]
+        def close(self, death_sig: signal.Signals | None = None, timeout: float = seconds) -> None:
+            super().close(death_sig, timeout)
+
+    context.__class__ = Closing
+
+
+def exit_codes(context: Any) -> dict[int, int]:
+    """The exit codes of a ``PContext``'s processes that have ended, by local rank; negative for a signal."""
+    if (handlers := getattr(context, "subprocess_handlers", None)) is not None:
+        codes = {local_rank: handler.proc.poll() for local_rank, handler in handlers.items()}
+    else:
+        processes = getattr(getattr(context, "_pc", None), "processes", ())
+        codes = {local_rank: process.exitcode for local_rank, process in enumerate(processes)}
+    return {local_rank: code for local_rank, code in codes.items() if code is not None}
+
+
 def shutdown_timeout(config: Any, given: float | None) -> float:
     """How long workers have between SIGTERM and SIGKILL, in seconds.
 

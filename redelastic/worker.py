@@ -17,6 +17,7 @@ import os
 import sys
 import threading
 from itertools import count
+from time import monotonic_ns
 from typing import Final, SupportsIndex
 
 __all__ = ["progress", "should_checkpoint"]
@@ -31,6 +32,7 @@ PID: Final = 2  # worker: which process speaks for it; 0 until it has called one
 CALLS: Final = 3  # worker: calls of progress()
 STEP: Final = 4  # worker: that of the last one
 SEEN: Final = 5  # worker: last request seen << CALL_BITS | calls of progress() until then; -1 until it has asked
+AT: Final = 6  # worker: when it last called progress(), on the monotonic clock in ns
 SLOT_BYTES: Final = 64
 CALL_BITS: Final = 44  # 17 * 10^12 calls, and 500,000 requests
 
@@ -44,7 +46,7 @@ _mapped: memoryview[int] | None = None  # slot in that file; None if it is not t
 
 
 def progress(step: SupportsIndex) -> None:
-    """Tell the agent that the training goes on; to be called after each step.
+    """Tell the agent that the training goes on; to be called by every rank after each step.
 
     Costs well under a microsecond, and nothing that happens to the agent makes it fail. Outside an agent, and in child
     processes such as those of a ``DataLoader``, it does nothing. Any thread may call it.
@@ -65,7 +67,8 @@ def progress(step: SupportsIndex) -> None:
     except ValueError:
         bits = step.__index__().bit_length()
         raise ValueError(f"redelastic.progress() takes a step of at most 63 bits and a sign, not of {bits}.") from None
-    _slot[CALLS] = next(_calls)
+    _slot[AT] = monotonic_ns()
+    _slot[CALLS] = next(_calls)  # last: the agent looks at the others when it has changed
 
 
 def should_checkpoint() -> bool:

@@ -6,12 +6,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .agent import RedisElasticAgent, RefusedError
+    from .admission import RefusedError
+    from .agent import RedisElasticAgent
     from .options import AgentOptions
 
 __all__ = ["AgentOptions", "RedisElasticAgent", "RefusedError"]
 
-_HOMES = {"AgentOptions": "options", "RedisElasticAgent": "agent", "RefusedError": "agent"}
+_HOMES = {"AgentOptions": "options", "RedisElasticAgent": "agent", "RefusedError": "admission"}
 
 
 def __getattr__(name: str) -> Any:

@@ -3,53 +3,45 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import json
 import logging
 import math
 import os
 import signal
-import tempfile
-import threading
-import time
-from collections.abc import Callable, Mapping
 from multiprocessing import resource_tracker
-from pathlib import Path
 from typing import Any, Final
 
-from torch.distributed.elastic import events
 from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsSpecs
-from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousError
 
 from redelastic.rendezvous.handler import RedisRendezvousHandler
 from redelastic.rendezvous.membership import DrainedError, RunStoppedError
 from redelastic.run.control import RunControl
 from redelastic.store import RedisStore
-from redelastic.torch_internals import shut_down, shutdown_option
+from redelastic.torch_internals import close_within, shut_down, shutdown_option
 
+from .admission import Admission, log_folder
+from .background import repeat
+from .budget import Budget
 from .courier import Courier
-from .host.checks import Node, run_checks
+from .drain_file import DrainFile
+from .host.checks import Node
 from .host.gpus import assign
 from .host.health_endpoint import HealthEndpoint
-from .host.telemetry import Telemetry, bounded, trees
+from .monitor import NodeMonitor
+from .notes import Notes
 from .options import AgentOptions
 from .torchrun.exit_barrier import wait_for_others
 from .torchrun.regrouping import RegroupingAgent
 from .workers.drains import Drains
 from .workers.group import Workers
+from .workers.hangs import Hangs
 from .workers.processes import ProcessTree
 from .workers.signals import TORCH_SIGNALS, drain_on_signals, torch_signals
 
 log = logging.getLogger(__name__)
 
-STALL: Final = 30.0  # the agent's loop is dead when it comes round so many seconds later than it is due
 FAREWELL: Final = 2.0  # for what Redis is still to be told at the end, in seconds
-
-
-class RefusedError(RendezvousError):
-    """A health check found this node unfit to join."""
 
 
 class RedisElasticAgent(RegroupingAgent):
@@ -107,19 +99,27 @@ class RedisElasticAgent(RegroupingAgent):
         self._shutdown_timeout: float = shutdown_timeout  # type: ignore[assignment]  # torch has whole seconds
         self._torch_signals = torch_signals()
         self._tree: ProcessTree  # from run() on, as is
-        self._courier: Courier
+        self._courier = Courier()
         self._owns_process = owns_process
         self._rendezvous_handler = handler
         self._membership = handler.membership
         self._control = RunControl(handler.backend.connection, handler.backend.keys)
         self._workers: Workers | None = None
         self._drains: Drains | None = None
-        self._usage: dict[str, Any] = {}  # the newest sample
-        self._job_restarts = 0
+        self._note = Notes(self._membership, self._control, spec, self._courier.send)
+        self._admission = Admission(
+            membership=self._membership,
+            control=self._control,
+            host=handler.settings.node_name,
+            options=self._options,
+            node=Node(log_folder(logs_specs), spec.local_world_size, self._options.health_timeout),
+            note=self._note,
+        )
+        self._monitor = NodeMonitor(self._membership, self._worker_group, self._assignment.visible, self._admission)
+        self._budget = Budget(self._membership, self._monitor, self._options)
+        self._hangs = Hangs(self._note)
+        self._unfit = True  # whether this node has to prove its fitness before it joins
         self._verdict = ""  # why the job may not restart its workers
-        self._unfit = True  # whether this node has to prove its health before it joins
-        self._due_by = math.inf  # when the loop has to come round, on the monotonic clock
-        self._barred = False  # whether this node waits to be readmitted
         self._asked_to_drain = False
 
     # -- from beginning to end
@@ -137,28 +137,30 @@ class RedisElasticAgent(RegroupingAgent):
             SignalException: a signal ended this process' work; SIGTERM and SIGUSR1 do so at the second time only.
         """
         with contextlib.ExitStack() as opened:
-            self._tree, self._courier = ProcessTree(), Courier()
+            self._tree = ProcessTree()
             opened.callback(self._end_tree)
             opened.callback(self._close_workers)
             if self._owns_process:
                 if callable(self._worker_group.spec.entrypoint):
                     resource_tracker.ensure_running()  # a child of ours that is not the workers'
                 self._tree.adopt_orphans()
+            self._courier.start()
             opened.callback(self._courier.close, FAREWELL)
             if (port := self._options.port) is not None:
-                endpoint = HealthEndpoint(self, host=self._options.health_host, port=port)
+                endpoint = HealthEndpoint(self._monitor, host=self._options.health_host, port=port)
                 endpoint.start()
                 opened.callback(endpoint.stop)
-            ended = threading.Event()
-            opened.callback(ended.set)
-            threading.Thread(target=self._observe, args=(ended,), name="redelastic-telemetry", daemon=True).start()
+            interval = min(1.0, self._rendezvous_handler.settings.keep_alive_interval)
+            if (path := self._options.drain_file) is not None:
+                opened.enter_context(
+                    repeat(DrainFile(path, self._options.drain_timeout, self._drain).look, interval, "drain-file")
+                )
             opened.enter_context(drain_on_signals(self._drain))
-            self._membership.heartbeat.describe = self._describe
-            opened.callback(setattr, self._membership.heartbeat, "describe", json.dumps)
+            opened.enter_context(self._monitor.watching(self._tree, self._pids, interval))
             try:
                 return super().run(role)
             finally:
-                self._due_by = math.inf
+                self._monitor.allow(math.inf)
 
     def _drain(self, reason: str, timeout: float | None = None) -> None:
         """Have this node drain, at once; the first reason counts."""
@@ -171,46 +173,16 @@ class RedisElasticAgent(RegroupingAgent):
     # -- rounds
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        self._due_by = math.inf  # however long that takes
+        self._monitor.allow(math.inf)
         if self._unfit:
-            self._prove_fitness()
+            self._admission.require()
         super()._rendezvous(worker_group)
         self._unfit = False
         self._courier.send(self._learn_restarts)
 
     def _learn_restarts(self) -> None:
         """A restart that was charged may have been taken back since, and others' are only known to Redis."""
-        self._job_restarts = self._control.restarts()
-
-    def _prove_fitness(self) -> None:
-        """Refuse to join with a host that is not fit, or wait until somebody readmits it."""
-        options, name = self._options, self._rendezvous_handler.settings.node_name
-        limit = options.max_failed_rounds
-        if limit is not None and (failures := self._control.failures(name)) >= limit:
-            reason = f"its workers failed first in {failures} rounds in a row"
-            self._note("barred", f"{name} is kept out: {reason}")
-            log.error(
-                "This host is kept out of run %r, since %s: `redelastic readmit %s %s` lets it in.",
-                *(self._membership.run_id, reason, self._membership.run_id, name),
-            )
-            self._membership.leave(f"is kept out: {reason}")
-            self._barred = True
-            self._membership.wait_while(lambda: self._control.failures(name) >= limit)
-            self._barred = False
-        log_dir: Any = self._logs_specs.root_log_dir
-        node = Node(
-            log_dir=Path(tempfile.gettempdir() if log_dir in {os.devnull, "None"} else log_dir),
-            local_world_size=self._worker_group.spec.local_world_size,
-            timeout=options.health_timeout,
-        )
-        if unfit := run_checks(options.health_checks, options.health_command, node):
-            refused = RefusedError(f"This node does not join run {self._membership.run_id!r}: {unfit}.")
-            self._note("refused", unfit)
-            try:
-                self._membership.leave(f"is not fit: {unfit}")
-            except RendezvousError as e:  # it is out when its lease has run out
-                raise refused from e
-            raise refused
+        self._monitor.job_restarts = self._control.restarts()
 
     def _end_tree(self) -> None:
         """A signal may have ended a shutdown before its time; if one ends this too, the warden does the rest."""
@@ -225,7 +197,11 @@ class RedisElasticAgent(RegroupingAgent):
         self._close_workers()
         spec = worker_group.spec
         self._workers = workers = Workers(
-            spec.local_world_size, self._options, self._interval, self._membership.view.notify
+            spec.local_world_size,
+            self._options,
+            self._interval,
+            self._hangs.reporters,
+            self._membership.view.notify,
         )
         pids: dict[int, Any] = super()._start_workers(worker_group)
         workers.started(pids)
@@ -233,8 +209,9 @@ class RedisElasticAgent(RegroupingAgent):
         self._drains = Drains(
             self._membership, workers, store=self._round_store, size=size, courier=self._courier, note=self._note
         )
-        context: Any = self._pcontext  # which ends workers by itself when one has failed, within 30 s otherwise
-        context.close = functools.partial(_close, context.close, self._shutdown_timeout)
+        self._monitor.workers, self._monitor.drains = workers, self._drains
+        self._monitor.restarts = spec.max_restarts - self._remaining_restarts
+        close_within(self._pcontext, self._shutdown_timeout)  # it ends the other workers by itself when one has failed
         self._note("started", f"rank {worker_group.group_rank} of {size}")
         return pids
 
@@ -259,7 +236,7 @@ class RedisElasticAgent(RegroupingAgent):
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: float | None = None) -> None:
         """SIGTERM, then SIGKILL after ``timeout`` seconds, and nothing of the workers' processes is left."""
         timeout = self._shutdown_timeout if timeout is None else timeout
-        self._due_by = time.monotonic() + 2 * timeout + STALL
+        self._monitor.allow(2 * timeout)
         roots = self._pids().values()
         shut_down(super()._shutdown, death_sig, timeout)
         if killed := self._tree.kill(roots):
@@ -281,23 +258,23 @@ class RedisElasticAgent(RegroupingAgent):
         polls = callable(self._worker_group.spec.entrypoint)
         return min(self._interval if polls else self._workers.pause, self._drains.pause)
 
-    def _look(self, worker_group: WorkerGroup) -> RunResult:
-        self._come_round()
-        result = super()._look(worker_group)
+    def _check_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._act_on_requests()
+        result = super()._check_workers(worker_group)
         if result.failures and self._workers:
-            self._workers.explain(result, self._usage.get("workers", {}))
-        if result.state == WorkerState.HEALTHY and self._workers and self._workers.look():
-            return self._report_hang(self._workers)
+            self._workers.explain(result, self._monitor.worker_usage)
+        if result.state == WorkerState.HEALTHY and self._workers:
+            return self._hangs.find(self._workers, worker_group.workers) or result
         return result
 
-    def _come_round(self) -> None:
+    def _act_on_requests(self) -> None:
+        """Do what was asked of this node: end if the run was stopped, save and leave if a node drains."""
         # Then torch may end the workers that are left when one has failed, and a lost lease may be waited for.
-        lease = self._rendezvous_handler.settings.lease
-        self._due_by = time.monotonic() + STALL + self._shutdown_timeout + lease
+        self._monitor.allow(self._shutdown_timeout + self._rendezvous_handler.settings.lease)
         if self._membership.view.stopped:
             raise RunStoppedError(f"Run {self._membership.run_id!r} was stopped: {self._membership.view.stopped}.")
         if self._drains:
-            self._drains.attend()
+            self._drains.advance()
 
     def _exit_barrier(self) -> None:
         group = self._worker_group
@@ -308,7 +285,7 @@ class RedisElasticAgent(RegroupingAgent):
                 rank,
                 size,
                 self._exit_barrier_timeout,
-                come_round=self._come_round,
+                each_second=self._act_on_requests,
                 is_patient=self._is_patient,
             )
 
@@ -323,7 +300,7 @@ class RedisElasticAgent(RegroupingAgent):
     def _may_restart(self, result: RunResult) -> bool:
         self._leave_if_drained()  # a signal to all processes may have ended them
         self._unfit = True
-        self._verdict = self._charge(result, final=False)
+        self._verdict = self._budget.charge(result, final=False)
         return super()._may_restart(result) and not self._verdict
 
     def _leave_if_drained(self) -> None:
@@ -336,135 +313,22 @@ class RedisElasticAgent(RegroupingAgent):
         lost = super()._wait_for_loss(handler)
         self._leave_if_drained()
         while not lost and self._membership.view.drains:  # others', which their leases end if nothing else does
-            self._come_round()
+            self._act_on_requests()
             self._membership.view.wait_for_news(self._interval)
             lost = self._membership.view.member_lost
         return lost
 
     def _give_up(self, result: RunResult) -> None:
-        if self._verdict and (verdict := self._charge(result, final=True)):  # else another node was lost meanwhile
+        if self._verdict and (
+            verdict := self._budget.charge(result, final=True)
+        ):  # else another node was lost meanwhile
             raise RunStoppedError(f"Run {self._membership.run_id!r} was stopped: {verdict}.")
-
-    def _charge(self, result: RunResult, *, final: bool) -> str:
-        """Count the failure against the job's budget; returns why the job may not go on."""
-        workers = self._workers
-        failed_at = (workers.first_failure if workers else None) or time.monotonic()
-        step = workers.highest_step if workers else -1
-        cause = self.cause(result)
-        if not final:
-            log.error("%s.", cause)
-        self._due_by = math.inf  # as long as Redis is away
-        try:
-            told = self._membership.charge(failed_at, step, cause, self._options.limits, final=final)
-        except RendezvousConnectionError as e:
-            log.warning("The failure could not be counted: %s", e)
-            return ""
-        self._job_restarts, _, verdict = told
-        return verdict
 
     def cause(self, result: RunResult) -> str:
         """What happened to the worker that failed first, in words."""
-        return self._workers.cause(result, self._usage.get("workers", {})) if self._workers else result.state.name
-
-    def _report_hang(self, workers: Workers) -> RunResult:
-        """Say where the workers hang, and have them restarted like workers that failed."""
-        stacks = workers.stacks()
-        hung = [self._worker_group.workers[local_rank] for local_rank in workers.hung]
-        failures = {worker.global_rank: workers.hang_failure(worker) for worker in hung}
-        for worker in hung:
-            where = stacks.get(worker.local_rank, "")
-            log.error("Stacks of worker %s (rank %s), which hangs:\n%s", worker.local_rank, worker.global_rank, where)
-            self._note("hung", workers.hang(worker), where)
-        return RunResult(state=WorkerState.FAILED, failures=failures)
+        return self._budget.cause(result)
 
     @property
     def _round_store(self) -> RedisStore:
         store: Any = self._worker_group.store  # torch declares None
         return store  # type: ignore[no-any-return]
-
-    # -- what others see
-
-    def _note(self, event: str, reason: str, detail: str = "") -> None:
-        """Record what happens here, in Redis and with torch's events."""
-        node = self._membership.node
-        self._courier.send(lambda: self._control.note(event, node, reason, detail))
-        spec = self._worker_group.spec
-        metadata: dict[str, Any] = {
-            "run_id": self._membership.run_id,
-            "node": node,
-            "role": spec.role,
-            "reason": reason,
-        }
-        told = events.Event(f"redelastic.{event}", source=events.EventSource.AGENT, metadata=metadata)
-        events.record(told, spec.event_log_handler)
-
-    def _observe(self, ended: threading.Event) -> None:
-        """The telemetry's thread."""
-        telemetry = Telemetry(self._assignment.visible)
-        interval = self._rendezvous_handler.settings.keep_alive_interval
-        while not ended.wait(min(1.0, interval)):
-            try:
-                self._look_for_drain_file()
-                pids = self._pids()
-                self._usage = telemetry.sample(trees(self._tree.look(pids.values()), pids))
-            except Exception:  # noqa: PERF203
-                log.exception("The node's telemetry failed; the training is not touched.")
-
-    def _look_for_drain_file(self) -> None:
-        path = self._options.drain_file
-        if path is None or self._asked_to_drain or not path.exists():
-            return
-        timeout = self._options.drain_timeout
-        with contextlib.suppress(ValueError, OSError):
-            timeout = min(timeout, max(0.0, float(path.read_text()) - time.time()))
-        self._drain(f"the file {path} is there", timeout)
-
-    def _describe(self, base: dict[str, Any]) -> str:
-        """The status for a heartbeat, which must not fail."""
-        try:
-            return bounded(self._extended(base))
-        except Exception:
-            log.exception("The node's status could not be told.")
-            return json.dumps(base)
-
-    def _extended(self, base: Mapping[str, Any]) -> dict[str, Any]:
-        usage, workers = dict(self._usage), self._workers
-        each = usage.pop("workers", {})
-        status = {**base, **self._own_state(), "agent": "redelastic"}
-        status["restarts"] = self._worker_group.spec.max_restarts - self._remaining_restarts
-        status["job_restarts"] = self._job_restarts
-        told = [workers.describe(worker) for worker in self._worker_group.workers] if workers and workers.pids else []
-        return {**status, **usage, "workers": [{**one, **each.get(str(one["local_rank"]), {})} for one in told]}
-
-    def _own_state(self) -> dict[str, str]:
-        """What the node's status says instead of running or waiting."""
-        draining = self._drains is not None and self._drains.own
-        return {"state": "barred"} if self._barred else {"state": "draining"} if draining else {}
-
-    def status(self) -> dict[str, Any]:
-        """What this node's heartbeat says, and which run and node it is."""
-        membership = self._membership
-        who = {"run_id": membership.run_id, "node": membership.node, "redis_away": membership.view.away}
-        return {**who, **self._extended(membership.heartbeat.status())}
-
-    def stalled(self) -> str:
-        """Why the agent's loop is taken for dead; empty while it lives."""
-        late = time.monotonic() - self._due_by
-        return f"the agent's loop is {late:.0f} s late" if late > 0 else ""
-
-    def unready(self) -> str:
-        """Why no workers run in a round; empty while they do."""
-        state = {**self._membership.heartbeat.status(), **self._own_state()}["state"]
-        if state != "running":
-            return f"the node is {state}"
-        return "" if self._worker_group.state == WorkerState.HEALTHY else "the workers do not run"
-
-
-def _close(
-    close: Callable[[signal.Signals | None, float], None],
-    default: float,
-    death_sig: signal.Signals | None = None,
-    timeout: float | None = None,
-) -> None:
-    """Torch's ``PContext.close`` with another default for its time-out."""
-    close(death_sig, default if timeout is None else timeout)

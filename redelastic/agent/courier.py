@@ -12,14 +12,21 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 log = logging.getLogger(__name__)
 
+# Its put() may be called by a signal's handler that interrupted a put().
+_Errands = queue.SimpleQueue[Callable[[], object] | None]
+
 
 class Courier:
     """Runs errands one after the other in a thread of its own; one that fails is logged, and not repeated."""
 
     def __init__(self) -> None:
-        # Its put() may be called by a signal handler that interrupted a put().
-        self._errands: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="redelastic-courier", daemon=True)
+        self._errands: _Errands = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begin to run errands; again after :meth:`close` too, which may have left some to the thread of before."""
+        self._errands = queue.SimpleQueue()
+        self._thread = threading.Thread(target=_run, args=(self._errands,), name="redelastic-courier", daemon=True)
         self._thread.start()
 
     def send(self, errand: Callable[[], object]) -> None:
@@ -29,13 +36,15 @@ class Courier:
     def close(self, timeout: float) -> None:
         """Run what is left, for ``timeout`` seconds at most."""
         self._errands.put(None)
-        self._thread.join(timeout)
+        if self._thread is not None:
+            self._thread.join(timeout)
 
-    def _run(self) -> None:
-        while (errand := self._errands.get()) is not None:
-            try:
-                errand()
-            except (RendezvousError, DistNetworkError) as e:  # noqa: PERF203  # the next may succeed
-                log.warning("%s", e)
-            except Exception:
-                log.exception("The agent could not tell Redis what happened.")
+
+def _run(errands: _Errands) -> None:
+    while (errand := errands.get()) is not None:
+        try:
+            errand()
+        except (RendezvousError, DistNetworkError) as e:  # noqa: PERF203  # the next may succeed
+            log.warning("%s", e)
+        except Exception:
+            log.exception("The agent could not tell Redis what happened.")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+START_TIMEOUT: Final = 1800.0  # a large model takes that long to load and compile, in seconds
 TORCH_HEALTH_PORT: Final = "TORCHELASTIC_HEALTH_CHECK_PORT"
 
 
@@ -18,8 +19,11 @@ class AgentOptions:
     Attributes:
         drain_timeout: how long the workers of the job may take to save before this node leaves.
         drain_file: this node drains as soon as there is such a file; it may hold the Unix time by which to be gone.
-        hang_timeout: how long a worker may make no progress (:func:`redelastic.progress`) before all are restarted.
-        hang_start_timeout: the same from its start to its first progress; ``hang_timeout`` if None.
+        hang_timeout: how long a worker that has reported progress (:func:`redelastic.progress`, which every rank has to
+            call) may make none before all are restarted. One that never has reported any is not restarted.
+        hang_start_timeout: how long it may take from its start to its first progress; None: 30 minutes, or
+            ``hang_timeout`` if that is longer. After that, a worker that has reported in an earlier round of this agent
+            hangs, and one that never has is warned of, with its stacks.
         max_job_restarts: how often workers of the whole job may be restarted because some failed.
         max_idle_restarts: how many of those in a row may bring no progress.
         max_failed_rounds: after how many rounds in a row in which its workers failed first this host is kept out.
@@ -64,6 +68,13 @@ class AgentOptions:
                 raise ValueError(f"{name}={value} is out of range; it must be {low:g} or more.")
         if self.hang_start_timeout is not None and self.hang_timeout is None:
             raise ValueError("hang_start_timeout needs hang_timeout.")
+
+    @property
+    def start_timeout(self) -> float:
+        """Of workers that have not reported any progress yet, in seconds; infinite where hangs are not looked for."""
+        if self.hang_timeout is None:
+            return math.inf
+        return max(START_TIMEOUT, self.hang_timeout) if self.hang_start_timeout is None else self.hang_start_timeout
 
     @property
     def port(self) -> int | None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
-import sys
 from typing import TYPE_CHECKING, Final
 
 from .common import NO, OK, UNREACHABLE, add_server_arguments, endpoint
+from .output import clean, open_console, write_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -38,7 +37,6 @@ the unit in the name)."""
 
 _TITLES: Final = {"server": "Redis", "trial": "a run on it", "host": "this host"}
 _COLOURS: Final[dict[Level, str]] = {"ok": "green", "note": "cyan", "warning": "yellow", "problem": "bold red"}
-PIPE_WIDTH: Final = 200  # where nobody looks at columns, lines are cut late
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     findings = examine(endpoint(arguments), arguments.key_prefix, arguments.run)
     if arguments.json:
-        sys.stdout.write(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2) + "\n")
+        write_json([dataclasses.asdict(finding) for finding in findings])
     else:
         _show(findings)
     if any(finding.name == "reachable" and finding.level == "problem" for finding in findings):
@@ -65,15 +63,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _show(findings: list[Finding]) -> None:
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = PIPE_WIDTH
+    console = open_console()
     with console.capture() as captured:
         _show_table(console, findings)
         _show_what_to_do(console, findings)
-    sys.stdout.write("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()))
+    console.file.write("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()))
 
 
 def _show_table(console: Console, findings: list[Finding]) -> None:
@@ -91,9 +85,9 @@ def _show_table(console: Console, findings: list[Finding]) -> None:
         if of_group:
             table.add_row(Text(title, style="bold"))
         for finding in sorted(of_group, key=lambda finding: LEVELS.index(finding.level)):
-            said = Text(plain(finding.found))
+            said = Text(clean(finding.found))
             if finding.level == "note" and finding.advice:
-                said.append(f". {plain(finding.advice)}", style="dim")
+                said.append(f". {clean(finding.advice)}", style="dim")
             table.add_row(Text(f"  {finding.name}"), Text(finding.level, style=_COLOURS[finding.level]), said)
     console.print(table)
 
@@ -108,13 +102,8 @@ def _show_what_to_do(console: Console, findings: list[Finding]) -> None:
             title = f"{len(found)} {level}{'s' if len(found) > 1 else ''}"
             console.print(Text(f"\n{title}", style=_COLOURS[level]))
         for finding in found:
-            console.print(Padding(Text(f"{finding.name}: {plain(finding.found)}"), (0, 0, 0, 2)))
+            console.print(Padding(Text(f"{finding.name}: {clean(finding.found)}"), (0, 0, 0, 2)))
             if finding.advice:
-                console.print(Padding(Text(plain(finding.advice)), (0, 0, 0, 4)))
+                console.print(Padding(Text(clean(finding.advice)), (0, 0, 0, 4)))
     if not any(finding.level in ("warning", "problem") for finding in findings):
         console.print(Text("\nfit for a run", style=_COLOURS["ok"]))
-
-
-def plain(said: str) -> str:
-    """Text from elsewhere without what a terminal would obey."""
-    return "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in said)

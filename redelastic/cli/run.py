@@ -27,7 +27,9 @@ exit codes: 0 finished; 1 workers failed, or a signal ended it; 2 wrong argument
 77 refused by a health check.
 
 SIGTERM and SIGUSR1 drain the node: all workers of the job are asked to save, then this node leaves and
-the others go on. A second SIGTERM waits for nobody to save.
+the others go on. A second SIGTERM, a second or more after the first, waits for nobody to save.
+
+Every rank has to call redelastic.progress(): workers that never did are warned of, not restarted.
 """
 
 # What torchrun's help says of them does not hold here.
@@ -51,6 +53,7 @@ def main(argv: Sequence[str]) -> int:
     """
     import torch.distributed.run as torchrun
 
+    from redelastic.logs import set_up_logging
     from redelastic.torch_internals import require_torch, shutdown_timeout
 
     try:
@@ -67,9 +70,7 @@ def main(argv: Sequence[str]) -> int:
         parser._option_string_actions[option].help = text  # noqa: SLF001  # argparse has no other way to an argument
     _add_arguments(parser)
     arguments = parser.parse_args(argv)
-    logging.basicConfig(
-        level=os.environ.get("LOGLEVEL", "WARNING").upper(), format="%(asctime)s [%(name)s] %(message)s"
-    )
+    set_up_logging(logging.getLogger())
     with ExitStack() as opened:
         try:
             options = _options(arguments)
@@ -101,8 +102,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--node-name", metavar="NAME", help="what people call this host; default: its hostname")
     add("--drain-timeout", type=float, default=30.0, metavar="S", help="how long workers may save (default: 30)")
     add("--drain-file", type=Path, metavar="FILE", help="drain once it is there; it may hold a Unix time as deadline")
-    add("--hang-timeout", type=float, metavar="S", help="restart workers without redelastic.progress() for so long")
-    add("--hang-start-timeout", type=float, metavar="S", help="the same, up to the first progress")
+    add("--hang-timeout", type=float, metavar="S", help="restart workers that stop calling redelastic.progress()")
+    add("--hang-start-timeout", type=float, metavar="S", help="the same, up to the first call (default: 1800)")
     add("--max-job-restarts", type=int, metavar="N", help="of the whole job; --max-restarts is then as many")
     add("--max-idle-restarts", type=int, metavar="N", help="of those in a row, how many may bring no progress")
     add("--max-failed-rounds", type=int, metavar="N", help="in a row by this host's fault, until it is kept out")

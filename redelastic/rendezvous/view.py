@@ -89,9 +89,7 @@ class View:
         self.record_of_closing = ("", 0)  # a wake-up alone proves nothing
         self._drains: dict[str, tuple[int, Drain]] = {}  # of others, by node, with the epoch in which they were asked
         self.drain: Drain | None = None  # whatever this node's id; set by a signal's handler too, so not guarded
-        self._failed_at: int | None = (
-            None  # when the workers failed that a roll call was asked for, in its ms
-        )
+        self._failed_at: int | None = None  # when the workers failed that a roll call was asked for, in its ms
         self._answered = 0  # when the last roll call was opened that every node answered, in the server's ms
         self._away_since: float | None = None  # since when Redis does not answer; None while it does
         self._back_at = -math.inf  # when it last came back, on the monotonic clock
@@ -260,7 +258,8 @@ class View:
             self._break(f"{self.node}, which is this node, lost its lease", candidates, member_lost=True)
 
     def _break(self, reason: str, waiting: int, member_lost: bool) -> None:
-        if self.round and (not self._broken or (member_lost and reason != self._broken)):
+        leaves = reason.startswith(f"{self.node} ")  # this node itself: that is no news to it
+        if self.round and not leaves and (not self._broken or (member_lost and reason != self._broken)):
             log.warning("Round %s of run %r is broken: %s.", self.round.epoch, self.run_id, reason)
         self._broken, self._waiting, self._member_lost = reason, waiting, self._member_lost or member_lost
         self._tell()

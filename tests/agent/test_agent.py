@@ -26,6 +26,7 @@ from torchrun_job import LIMIT, Job
 
 from redelastic.agent import AgentOptions, RedisElasticAgent
 from redelastic.agent.host.health_endpoint import HealthEndpoint
+from redelastic.agent.workers.signals import SAME_REQUEST
 from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.membership import RunStoppedError
 
@@ -136,9 +137,27 @@ def test_a_second_sigterm_ends_the_node_at_once(server: RedisServer, tmp_path: P
         epoch = job.wait_round("ab")
         job.nodes["b"].terminate()
         job.wait_event("drain")
-        job.nodes["b"].terminate()
-        assert job.wait_end("b", 20) == 1
+        terminate_again(job, "b")
+        assert job.wait_end("b") == 1
         job.wait_round("a", epoch)
+
+
+@pytest.mark.fault("an agent gets SIGTERM twice at once, as from GNU timeout", "that is one drain: all workers save")
+def test_a_sigterm_that_comes_twice_is_one_drain(server: RedisServer, tmp_path: Path) -> None:
+    """GNU timeout sends it to the process and then to its group."""
+    with AgentJob(server, tmp_path, "1:2") as job:
+        job.begin("a", "b")
+        epoch = job.wait_round("ab")
+        status = Path(f"/proc/{job.nodes['b'].process.pid}/status")
+        job.nodes["b"].terminate()
+        while not re.search(r"^ShdPnd:\t0+$", status.read_text(), re.MULTILINE):
+            pass  # two that are pending would be one
+        job.nodes["b"].terminate()
+        assert job.wait_end("b") == DRAINED
+        assert {line.node for line in job.lines("saved")} == {"a", "b"}
+        job.wait_round("a", epoch)
+        job.tell("finish")
+        assert job.wait_end("a") == 0
 
 
 @pytest.mark.fault("an agent gets SIGTERM twice", "it ends at once, and no worker is left")
@@ -151,9 +170,16 @@ def test_a_second_sigterm_leaves_no_worker_behind(server: RedisServer, tmp_path:
         workers = job.nodes["a"].tree()[1:]
         job.nodes["a"].terminate()
         job.wait("its worker is asked to end", lambda: "closing signal SIGTERM" in job.nodes["a"].stderr)
-        job.nodes["a"].terminate()
-        assert job.wait_end("a", 20) == 1
+        terminate_again(job, "a")
+        assert job.wait_end("a") == 1
         assert not any(map(_lives, workers))
+
+
+def terminate_again(job: AgentJob, name: str) -> None:
+    """Send another SIGTERM once it is a request of its own; the agent has acted on the first one by now."""
+    seen = time.monotonic()
+    job.wait("the time of one request is over", lambda: time.monotonic() - seen > SAME_REQUEST)
+    job.nodes[name].terminate()
 
 
 @pytest.mark.fault("a node drains while others are slow", "it costs nobody a restart")
@@ -366,9 +392,9 @@ def test_livez_fails_when_the_loop_has_stalled(new_node: NodeFactory, tmp_path: 
     entered, release = threading.Event(), threading.Event()
 
     class Stalling(RedisElasticAgent):
-        def _come_round(self) -> None:
-            super()._come_round()
-            self._due_by = time.monotonic()  # as if STALL and more had passed
+        def _act_on_requests(self) -> None:
+            super()._act_on_requests()
+            self._monitor.due_by = time.monotonic()  # as if STALL and more had passed
             entered.set()
             assert release.wait(LIMIT)
 

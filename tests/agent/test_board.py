@@ -18,7 +18,7 @@ import pytest
 from redelastic.agent.workers import stacks
 from redelastic.agent.workers.board import Board, HangWatch
 from redelastic.agent.workers.stacks import catches, dump_stacks
-from redelastic.worker import CALLS, STACK_SIGNAL, VARIABLE
+from redelastic.worker import AT, CALLS, STACK_SIGNAL, VARIABLE
 
 Start = Callable[..., int]
 TIMEOUT = 30.0  # of a dump, in seconds: never used up where there is an answer
@@ -69,13 +69,18 @@ def wait_until(condition: Callable[[], bool]) -> None:
 class Workers:
     """A board whose workers the test plays, a clock that it winds, and an agent that looks ten times a second."""
 
-    def __init__(self, board: Board, timeout: float, start_timeout: float | None = None) -> None:
+    def __init__(
+        self, board: Board, timeout: float, start_timeout: float | None = None, reporters: set[int] | None = None
+    ) -> None:
         self.board, self.now = board, 1000.0
-        self.watch = HangWatch(board, timeout, start_timeout, clock=lambda: self.now)
+        self.reporters = {0, 1, 2} if reporters is None else reporters  # in earlier rounds
+        start = timeout if start_timeout is None else start_timeout
+        self.watch = HangWatch(board, timeout, start, self.reporters, clock=lambda: self.now)
         self.running = {0, 1, 2}
 
     def call(self, *local_ranks: int) -> None:
         for local_rank in local_ranks:
+            self.board._slots[local_rank][AT] = round(self.now * 1e9)
             self.board._slots[local_rank][CALLS] += 1
 
     def after(self, seconds: float) -> dict[int, float]:
@@ -90,10 +95,10 @@ def test_a_worker_hangs_that_makes_no_progress_for_longer_than_the_timeout(board
     workers.call(0, 1, 2)
     assert workers.after(4) == {}
     workers.call(0)
-    assert workers.after(1) == {}
-    hung = workers.after(0.5)
+    assert workers.after(0.9) == {}
+    hung = workers.after(0.6)
     assert sorted(hung) == [1, 2]
-    assert hung[1] == pytest.approx(5.4)  # it called before the first look
+    assert hung[1] == pytest.approx(5.5)
     workers.call(1)
     assert sorted(workers.after(0.1)) == [2], "who goes on does not hang any more"
     assert sorted(workers.after(5.5)) == [0, 1, 2]
@@ -119,6 +124,54 @@ def test_a_call_that_was_made_before_the_first_look_counts(board: Board) -> None
     workers.call(0)
     workers.after(0.1)
     assert sorted(workers.after(2.1)) == [0]
+
+
+def test_a_worker_that_has_never_called_does_not_hang(board: Board) -> None:
+    workers = Workers(board, timeout=2, start_timeout=4, reporters=set())
+    workers.call(0)
+    assert workers.after(3.9) == {0: pytest.approx(3.9)}
+    assert workers.watch.silent == []
+    workers.call(0)
+    assert workers.after(1) == {}
+    assert workers.watch.silent == [1, 2]
+    workers.call(0, 1)  # late, and from now on it is watched
+    assert workers.after(1.9) == {}
+    assert workers.watch.silent == [2]
+    assert sorted(workers.after(1)) == [0, 1]
+    assert workers.reporters == {0, 1}
+
+
+def test_a_worker_that_has_called_in_an_earlier_round_may_hang_before_its_first_call(board: Board) -> None:
+    workers = Workers(board, timeout=2, start_timeout=4, reporters={1})
+    assert workers.after(3.9) == {}
+    assert sorted(workers.after(0.3)) == [1]
+    assert workers.watch.silent == [0, 2]
+
+
+def test_idle_time_counts_from_the_call_and_not_from_the_look_that_saw_it(board: Board) -> None:
+    workers = Workers(board, timeout=2)
+    workers.watch = HangWatch(board, 2, 2, workers.reporters, interval=1, clock=lambda: workers.now)
+    workers.running = {0}
+    workers.now += 0.3
+    workers.call(0)
+    workers.now += 0.6
+    assert workers.watch.look({0}) == {}
+    assert workers.watch.idle[0] == pytest.approx(0.6)
+    assert workers.watch.due_in == pytest.approx(1.4)
+    workers.now += 1.41
+    assert workers.watch.look({0}) == {0: pytest.approx(2.01)}
+
+
+@pytest.mark.parametrize("off", [-1e6, 1e6], ids=["behind", "ahead"])
+def test_a_worker_on_another_clock_has_called_between_two_looks_all_the_same(board: Board, off: float) -> None:
+    """A time namespace of its own gives it one."""
+    workers = Workers(board, timeout=2)
+    workers.running = {0}
+    workers.after(0.1)
+    workers.call(0)
+    board._slots[0][AT] += round(off * 1e9)
+    workers.after(0.1)
+    assert 0 <= workers.watch.idle[0] <= 0.11
 
 
 def test_a_worker_that_has_ended_does_not_hang(board: Board) -> None:
@@ -221,6 +274,23 @@ def test_a_worker_that_hangs_before_its_first_call_writes_its_stacks(start: Star
 
 
 @pytest.mark.usefixtures("no_py_spy")
+@pytest.mark.fault(
+    "a worker hangs before its first progress()", "its stacks are told, if its script imports redelastic"
+)
+def test_to_import_the_package_is_enough_for_stacks(start: Start, board: Board) -> None:
+    """The commonest hang is that of NCCL's start, before any step."""
+    pid = start(HANG.replace("from redelastic.worker import progress", "import redelastic").replace("progress(7)", ""))
+    assert "in hang" in dump_stacks(board, {0: pid}, TIMEOUT)[0]
+
+
+def test_without_an_agent_the_package_stays_light() -> None:
+    code = "import sys, redelastic; print([n for n in sys.modules if n.startswith(('redelastic.', 'torch', 'mmap'))])"
+    env = {name: value for name, value in os.environ.items() if name != VARIABLE}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+@pytest.mark.usefixtures("no_py_spy")
 def test_the_process_that_speaks_is_asked_not_the_shell_around_it(start: Start, board: Board) -> None:
     shell = start(f"{sys.executable} -c '{HANG}' & wait", command=("bash", "-c"))
     speaker = board.read(0).pid
@@ -268,8 +338,8 @@ def test_a_worker_that_would_die_of_the_signal_is_not_sent_it(start: Start, boar
     pid = start("print('ready', flush=True)\nimport time\ntime.sleep(600)", None)
     text = dump_stacks(board, {0: pid}, TIMEOUT)[0]
     assert "\n" not in text
-    assert re.search(rf"process {pid} \(state [RS]\) has not imported redelastic\.worker", text)
-    assert "pip install py-spy" in text
+    assert re.search(rf"process {pid} \(state [RS]\) has not imported redelastic: ", text)
+    assert r"pip install redelastic[stacks]" in text
     os.kill(pid, signal.SIGSTOP)  # answered in order: had it been sent the other signal, it would be dead by now
     wait_until(lambda: is_in_state(pid, "T"))
 

@@ -16,6 +16,7 @@ import pytest
 from servers import wait_until
 
 from redelastic.agent.host import checks
+from redelastic.agent.host.cgroups import memory_room
 from redelastic.agent.host.checks import Node, disk, memory
 
 node = checking.node
@@ -133,34 +134,39 @@ def cgroup(folder: Path, files: tuple[str, str, str], limit: str, usage: int, in
     (folder / "memory.stat").write_text(f"anon 5\n{files[2]} {inactive}\nslab 3\n")
 
 
+def mount(root: Path) -> Path:
+    return root / "sys/fs/cgroup"
+
+
 def room(tmp_path: Path, membership: str) -> dict[str, int]:
-    (tmp_path / "self").write_text(membership)
-    found = checks._cgroup_room(tmp_path / "self", tmp_path)
-    return {name.removeprefix(f"cgroup {tmp_path}"): size for size, name in found}
+    process = tmp_path / "proc/self"
+    process.mkdir(parents=True)
+    (process / "cgroup").write_text(membership)
+    return {name.removeprefix(f"cgroup {mount(tmp_path)}"): size for size, name in memory_room(tmp_path)}
 
 
 def test_memory_of_a_cgroup_v2_and_of_those_above_it(tmp_path: Path) -> None:
-    cgroup(tmp_path / "a", V2, "1000", 700, 0)
-    cgroup(tmp_path / "a/b", V2, "max", 600, 0)
-    cgroup(tmp_path / "a/b/c", V2, "900", 600, 50)
+    cgroup(mount(tmp_path) / "a", V2, "1000", 700, 0)
+    cgroup(mount(tmp_path) / "a/b", V2, "max", 600, 0)
+    cgroup(mount(tmp_path) / "a/b/c", V2, "900", 600, 50)
     assert room(tmp_path, "0::/a/b/c\n") == {"/a/b/c": 350, "/a": 300}
 
 
 def test_memory_of_a_cgroup_v1_beside_others(tmp_path: Path) -> None:
-    cgroup(tmp_path / "memory/a", V1, "1000", 1200, 100)
-    cgroup(tmp_path / "cpu/a", V1, "1", 1, 0)
-    cgroup(tmp_path, V1, "1", 1, 0)  # above the mount: not asked
+    cgroup(mount(tmp_path) / "memory/a", V1, "1000", 1200, 100)
+    cgroup(mount(tmp_path) / "cpu/a", V1, "1", 1, 0)
+    cgroup(mount(tmp_path), V1, "1", 1, 0)  # above the mount: not asked
     assert room(tmp_path, "5:cpu,cpuacct:/a\n4:memory:/a\n0::/\n") == {"/memory/a": 0}
 
 
 def test_memory_of_a_container_that_has_the_hosts_path(tmp_path: Path) -> None:
-    cgroup(tmp_path / "memory", V1, "1000", 400, 0)
+    cgroup(mount(tmp_path) / "memory", V1, "1000", 400, 0)
     assert room(tmp_path, "4:memory:/docker/0123456789ab\n") == {"/memory": 600}
 
 
 def test_memory_where_there_are_no_cgroups(tmp_path: Path) -> None:
     assert room(tmp_path, "0::/\n") == {}
-    assert list(checks._cgroup_room(tmp_path / "absent", tmp_path)) == []
+    assert list(memory_room(tmp_path / "absent")) == []
 
 
 @contextlib.contextmanager

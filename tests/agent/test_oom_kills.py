@@ -6,13 +6,13 @@ import json
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from cgroups import limited_memory
 from worker_processes import DEADLINE
 
-from redelastic.agent.workers import warden
-from redelastic.agent.workers.processes import oom_kills
+from redelastic.agent.host.cgroups import oom_kills
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -21,7 +21,7 @@ def test_the_kernels_oom_kills_are_counted() -> None:
     source = """
 import json, os, subprocess, sys
 open(sys.argv[1], "w").write(str(os.getpid()))
-from redelastic.agent.workers.processes import oom_kills
+from redelastic.agent.host.cgroups import oom_kills
 before = oom_kills()
 hog = subprocess.run([sys.executable, "-I", "-S", "-c", "kept = [bytearray(b'x' * (1 << 20)) for _ in range(256)]"])
 print(json.dumps([before, hog.returncode, oom_kills()]))
@@ -45,8 +45,9 @@ print(json.dumps([before, hog.returncode, oom_kills()]))
     ],
     ids=["v2", "v2-in-a-container", "v1", "host", "nothing"],
 )
-def test_where_the_number_of_oom_kills_is_read(
-    monkeypatch: pytest.MonkeyPatch, files: dict[str, str], count: int
-) -> None:
-    monkeypatch.setattr(warden, "read", lambda path: files.get(path, "").encode())
-    assert oom_kills() == count
+def test_where_the_number_of_oom_kills_is_read(tmp_path: Path, files: dict[str, str], count: int) -> None:
+    for path, text in files.items():
+        file = tmp_path / path.lstrip("/")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    assert oom_kills(tmp_path) == count

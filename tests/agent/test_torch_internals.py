@@ -6,10 +6,14 @@ import logging
 import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
 
 from redelastic import torch_internals
 from redelastic.agent.torchrun.regrouping import RegroupingAgent
@@ -110,3 +114,35 @@ def test_shutting_down_takes_what_this_torch_takes() -> None:
     shut_down(told.append, signal.SIGTERM, 5.0)
     shut_down(lambda death_sig, timeout: told.append((death_sig, timeout)), signal.SIGTERM, 5.0)
     assert told == [signal.SIGTERM, (signal.SIGTERM, 5.0)]
+
+
+@pytest.mark.parametrize("entrypoint", ["sh", time.sleep], ids=["commands", "functions"])
+def test_how_the_processes_of_a_context_ended(entrypoint: Any, tmp_path: Path) -> None:
+    envs: dict[int, dict[str, str]] = {0: {}}
+    args = {0: ("-c", "exec sleep 600") if entrypoint == "sh" else (600,)}
+    context = start_processes("test", entrypoint, args, envs, DefaultLogsSpecs(str(tmp_path)), start_method="fork")
+    try:
+        assert torch_internals.exit_codes(context) == {}
+    finally:
+        context.close(signal.SIGKILL)
+    assert torch_internals.exit_codes(context) == {0: -signal.SIGKILL}
+
+
+@pytest.mark.parametrize("entrypoint", ["sh", time.sleep], ids=["commands", "functions"])
+def test_a_context_ends_its_processes_within_the_time_that_it_was_given(
+    entrypoint: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As its own code does it when one of them has failed; it gives them 30 s otherwise."""
+    envs: dict[int, dict[str, str]] = {0: {}}
+    args = {0: ("-c", "sleep 600") if entrypoint == "sh" else (600,)}
+    context = start_processes("test", entrypoint, args, envs, DefaultLogsSpecs(str(tmp_path)), start_method="fork")
+    given: list[float] = []
+    close = type(context)._close
+    try:
+        torch_internals.close_within(context, 4.5)
+        monkeypatch.setattr(context, "_close", lambda **told: given.append(told["timeout"]))
+        context.close()
+        context.close(signal.SIGTERM, 3)
+    finally:
+        close(context, signal.SIGKILL)
+    assert given == [4.5, 3]

@@ -29,6 +29,7 @@ from redelastic.cli.status.view import Screen
 from redelastic.cli.timeline.page import page
 from redelastic.run.control import UnknownRunError
 from redelastic.run.history import replay
+from redelastic.worker import SLOT_BYTES
 
 pytestmark = pytest.mark.timeout(3600 if "REDELASTIC_FUZZ" in os.environ else 120)
 
@@ -132,10 +133,10 @@ def fuzz_requests(dice: Dice) -> None:
 def fuzz_slots(dice: Dice) -> None:
     """Workers write these; they are the user's own code, and may have gone wild."""
     board = Board(1)
-    for field in range(1, 6):
+    for field in range(1, SLOT_BYTES // 8):
         board._slots[0][field] = dice.choice((0, -1, 1, 2**63 - 1, -(2**63), dice.randrange(2**63)))
     json.dumps(board.read(0).step)
-    HangWatch(board, 1).look([0])
+    HangWatch(board, 1, 1, set()).look([0])
     board.close()
 
 

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
@@ -27,6 +27,8 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 import psutil
+
+from .cgroups import memory_room
 
 GROUP: Final = "redelastic.health_checks"
 MEMORY_PER_WORKER: Final = 256 << 20  # about what a worker needs to get as far as `import torch`, in bytes
@@ -181,47 +183,13 @@ def memory(node: Node) -> str | None:
     with less, one hardly gets as far as its first step. What the kernel can take back (the page cache) is available.
     """
     needed = _bytes_from_environment("REDELASTIC_MIN_MEMORY", MEMORY_PER_WORKER * max(1, node.local_world_size))
-    available, whose = min([(psutil.virtual_memory().available, "the machine"), *_cgroup_room()])
+    available, whose = min([(psutil.virtual_memory().available, "the machine"), *memory_room()])
     if available < needed:
         return (
             f"{_mib(available)} of memory are available to {whose}, less than {_mib(needed)}: end what uses it, or set "
             "REDELASTIC_MIN_MEMORY"
         )
     return None
-
-
-def _cgroup_room(
-    membership: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
-) -> Iterator[tuple[int, str]]:
-    """Bytes left to each limited cgroup that this process is in, from its own up to the mount, and which one it is."""
-    try:
-        lines = membership.read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            tops, files = [root, root / "unified"], ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            tops = [root / "memory"]
-            files = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        else:
-            continue
-        for top in tops:
-            group = top / path.lstrip("/")
-            # In a container the path may be the host's, which is not there; its limit is then found at the mount.
-            for folder in (group, *(parent for parent in group.parents if parent.is_relative_to(top))):
-                if (room := _room_of(folder, *files)) is not None:
-                    yield max(0, room), f"cgroup {folder}"
-
-
-def _room_of(folder: Path, limit: str, usage: str, reclaimable: str) -> int | None:
-    try:
-        room = int((folder / limit).read_text()) - int((folder / usage).read_text())
-        statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        return room + int(statistics.get(reclaimable, 0))
-    except (OSError, ValueError):  # no such cgroup, or it has no limit: "max"
-        return None
 
 
 def _bytes_from_environment(variable: str, default: int) -> int:

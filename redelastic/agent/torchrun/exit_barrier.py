@@ -24,7 +24,7 @@ def wait_for_others(
     size: int,
     timeout: float,
     *,
-    come_round: Callable[[], None],
+    each_second: Callable[[], None],
     is_patient: Callable[[], bool],
 ) -> None:
     """Return when the workers of all nodes have ended, or that cannot be waited for any more.
@@ -36,7 +36,7 @@ def wait_for_others(
         rank: of this node.
         size: number of nodes.
         timeout: how long to wait, in seconds.
-        come_round: called once a second; what it raises ends the wait.
+        each_second: called about once a second; what it raises ends the wait.
         is_patient: whether a Redis that is away is waited for.
     """
     ended = [f"redelastic/exit/{r}" for r in range(size)]
@@ -44,7 +44,7 @@ def wait_for_others(
     deadline = time.monotonic() + timeout
     try:
         while time.monotonic() < deadline:
-            come_round()
+            each_second()
             try:
                 store.set(ended[rank], b"")
                 if _wait(store, awaited):
@@ -56,7 +56,7 @@ def wait_for_others(
                     raise
         log.warning("Other nodes have not ended within %g s; this one does.", timeout)
     except RoundBrokenError as e:
-        come_round()  # which may know why
+        each_second()  # which may know why
         log.warning("The workers of this node have ended; others have to go on without it: %s", e)
     except (RendezvousConnectionError, DistNetworkError) as e:
         log.warning("The workers of this node have ended; whether the others have is not known: %s", e)

@@ -12,13 +12,14 @@ from typing import Any, Final
 
 from torch.distributed import DistNetworkError
 from torch.distributed.elastic import events, metrics
-from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.agent.server.api import WorkerSpec, WorkerState
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, get_error_handler
 from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousParameters
 from torch.distributed.launcher.api import LaunchConfig
 
-from redelastic.agent.agent import RedisElasticAgent, RefusedError
+from redelastic.agent.admission import RefusedError
+from redelastic.agent.agent import RedisElasticAgent
 from redelastic.agent.options import AgentOptions
 from redelastic.rendezvous.handler import RedisRendezvousHandler, handler_from_parameters
 from redelastic.rendezvous.membership import DrainedError, RunStoppedError, RunThen
@@ -82,7 +83,7 @@ def launch(
             events.record(agent.get_event_failed(), config.event_log_handler)
             raise
         events.record(agent.get_event_succeeded(), config.event_log_handler)
-        if result.is_failed():
+        if result.state != WorkerState.SUCCEEDED:
             failed = ChildFailedError(_name(entrypoint, args), result.failures)
             _hand_up(failed)
             ending = f"failed: {agent.cause(result)}", "stops"

@@ -4,18 +4,30 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Final
 
-from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.api import (
+    DEFAULT_ROLE,
+    RunResult,
+    Worker,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
+from redelastic.agent.workers.stacks import state_of
 from redelastic.rendezvous.handler import RedisRendezvousHandler
 from redelastic.store import RedisStore, RoundBrokenError
 from redelastic.torch_internals import replace_agent_of_launcher
 
+from .failures import LiveFailure, fill_in_exit_codes
 from .role_exchange import RoleExchange
 
 log = logging.getLogger(__name__)
+
+UNINTERRUPTIBLE_TIMEOUT: Final = "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"
 
 
 class RegroupingAgent(LocalElasticAgent):
@@ -74,8 +86,8 @@ class RegroupingAgent(LocalElasticAgent):
             failed_at = self._first_failure()  # looked up now: torch may take long to end the node's other workers
             if failed_at is not None:
                 self._handler.membership.call_roll(failed_at)
-        result = self._look(worker_group)
-        if result.state in {WorkerState.FAILED, WorkerState.UNHEALTHY}:
+        result = self._check_workers(worker_group)
+        if result.state == WorkerState.FAILED:
             if self._handler is not None and failed_at is None:
                 self._handler.membership.call_roll(time.monotonic())
             self._charged = self._may_restart(result)
@@ -97,9 +109,11 @@ class RegroupingAgent(LocalElasticAgent):
         """After how many seconds without news the workers are looked at again."""
         return self._interval
 
-    def _look(self, worker_group: WorkerGroup) -> RunResult:
+    def _check_workers(self, worker_group: WorkerGroup) -> RunResult:
         """How the workers are."""
         result: RunResult = super()._monitor_workers(worker_group)
+        if result.state == WorkerState.UNHEALTHY and self._handler is not None:
+            return _failed(worker_group.workers)
         return result
 
     def _may_restart(self, result: RunResult) -> bool:  # noqa: ARG002
@@ -122,7 +136,21 @@ class RegroupingAgent(LocalElasticAgent):
             result: RunResult | None = super().run(role)
         finally:
             spec.monitor_interval = self._interval
-        return RunResult(state=WorkerState.SUCCEEDED) if result is None and self._handler is not None else result  # type: ignore[return-value]
+        if result is None and self._handler is not None:
+            return RunResult(state=WorkerState.SUCCEEDED)
+        if result is not None:
+            fill_in_exit_codes(result, self._pcontext)
+        return result  # type: ignore[return-value]
+
+
+def _failed(workers: Sequence[Worker]) -> RunResult:
+    """The result of workers that hang in the kernel, which torch calls unhealthy.
+
+    torch's launcher, and whoever asks ``RunResult.is_failed``, takes anything but ``FAILED`` for success.
+    """
+    stuck = [worker for worker in workers if state_of(worker.id) == "D"] or workers  # unless one has just woken up
+    why = f"hangs in the kernel (state D), for longer than {UNINTERRUPTIBLE_TIMEOUT} allows"
+    return RunResult(WorkerState.FAILED, failures={worker.global_rank: LiveFailure(worker, why) for worker in stuck})
 
 
 def teach_torchrun() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import mmap
 import os
 import secrets
@@ -19,7 +20,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from redelastic.worker import CALL_BITS, CALLS, PID, REQUESTED, SEEN, SLOT_BYTES, STEP, TOKEN, VARIABLE
+from redelastic.worker import AT, CALL_BITS, CALLS, PID, REQUESTED, SEEN, SLOT_BYTES, STEP, TOKEN, VARIABLE
 
 __all__ = ["Board", "HangWatch", "Progress"]
 
@@ -34,6 +35,7 @@ class Progress:
         pid: of the process that speaks for the worker: the worker, or a child if that is a wrapper; 0 if none does.
         calls: how often it called ``progress``.
         step: that of the last call; None before the first.
+        at: when that was, on the monotonic clock in seconds; None before the first.
         asks: whether it called ``should_checkpoint``, so that it will hear of a request.
         saved: whether it has seen the last request, and went on after it.
     """
@@ -41,6 +43,7 @@ class Progress:
     pid: int
     calls: int
     step: int | None
+    at: float | None
     asks: bool
     saved: bool
 
@@ -86,6 +89,7 @@ class Board:
             pid=slot[PID],
             calls=calls,
             step=slot[STEP] if calls else None,
+            at=slot[AT] / 1e9 if calls else None,
             asks=seen >= 0,
             saved=0 < self._requests == request and calls > calls_before,
         )
@@ -124,37 +128,44 @@ def _file_without_name() -> io.FileIO:
 class HangWatch:
     """Says which workers have made no progress for too long.
 
-    Progress means that the number of calls has changed since the last look, so that no clocks of two processes are
-    compared. Time in which the agent itself was frozen does not count.
+    Progress means that the number of calls has changed since the last look. Time in which the agent itself was frozen
+    does not count.
 
     Args:
         board: of the workers, new like them.
         timeout: how long a worker may take from one call of ``progress`` to the next, in seconds.
-        start_timeout: how long it may take from its start to the first call; ``timeout`` if None.
+        start_timeout: how long it may take from its start to the first call, in seconds.
+        reporters: local ranks of workers that have called it in an earlier group; those that call it are added.
         interval: at which :meth:`look` is called, in seconds.
-        clock: monotonic, in seconds.
+        clock: monotonic, in seconds; the system's, as the workers' is.
 
     Attributes:
         idle: for how long each worker had made no progress when it was last looked at, in seconds, by local rank.
+        silent: those that never called ``progress``, in no group, and had the time for it; by local rank.
+        due_in: how long after the last look the next worker may be found to hang, in seconds.
     """
 
     def __init__(
         self,
         board: Board,
         timeout: float,
-        start_timeout: float | None = None,
+        start_timeout: float,
+        reporters: set[int],
         *,
         interval: float = 0.1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._board = board
         self._timeout = timeout
-        self._start_timeout = timeout if start_timeout is None else start_timeout
+        self._start_timeout = start_timeout
+        self._reporters = reporters
         self._longest = FROZEN * interval
         self._clock = clock
         self._looked_at = clock()
         self._calls: dict[int, int] = {}
         self.idle: dict[int, float] = {}
+        self.silent: list[int] = []
+        self.due_in = math.inf
 
     def look(self, running: Iterable[int]) -> dict[int, float]:
         """Look at all workers.
@@ -170,12 +181,20 @@ class HangWatch:
         if elapsed > self._longest:
             elapsed = 0.0
         hung: dict[int, float] = {}
+        self.silent, self.due_in = [], math.inf
         for local_rank in running:
-            calls = self._board.read(local_rank).calls
-            if calls != self._calls.get(local_rank, 0):
-                self._calls[local_rank], self.idle[local_rank] = calls, 0.0
-                continue
-            idle = self.idle[local_rank] = self.idle.get(local_rank, 0.0) + elapsed
-            if idle > (self._timeout if calls else self._start_timeout):
+            told = self._board.read(local_rank)
+            idle = self.idle.get(local_rank, 0.0) + elapsed
+            if told.at is not None and told.calls != self._calls.get(local_rank, 0):
+                self._calls[local_rank] = told.calls
+                self._reporters.add(local_rank)
+                idle = min(max(0.0, now - told.at), elapsed)
+            self.idle[local_rank] = idle
+            left = (self._timeout if told.calls else self._start_timeout) - idle
+            if left >= 0:
+                self.due_in = min(self.due_in, left)
+            elif local_rank in self._reporters:
                 hung[local_rank] = idle
+            else:
+                self.silent.append(local_rank)
         return hung

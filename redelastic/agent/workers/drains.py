@@ -60,11 +60,11 @@ class Drains:
 
     @property
     def pause(self) -> float:
-        """After how many seconds to attend again: as soon as workers may have saved, at first, and later less often."""
+        """After how many seconds to advance again: at first as soon as workers may have saved, later less often."""
         return max(SOON, (time.monotonic() - self._began) / 10)
 
-    def attend(self) -> None:
-        """Do what is to be done now; called at each look at the workers, and as often as :attr:`pause` says.
+    def advance(self) -> None:
+        """Take each drain a step further; called at each look at the workers, and as often as :attr:`pause` says.
 
         Raises:
             DrainedError: this node has drained.

@@ -6,22 +6,25 @@ import contextlib
 import math
 import os
 import signal
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 from torch.distributed.elastic.agent.server.api import RunResult, Worker
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from redelastic.agent.host.cgroups import oom_kills
 from redelastic.agent.options import AgentOptions
+from redelastic.agent.torchrun.failures import LiveFailure
 
 from .board import FROZEN, Board, HangWatch
 from .deaths import Deaths
-from .processes import oom_kills
 from .stacks import catches, dump_stacks
 
 SAVE_SIGNAL: Final = signal.SIGUSR1  # tells workers that have a handler for it to save
 SPARSELY: Final = 10  # times the monitor interval: between looks at workers whose ends are told
 LONGEST_PAUSE: Final = 1.0  # between these, in seconds
+SHORTEST_PAUSE: Final = 0.01
 STACKS_TIMEOUT: Final = 10.0  # for the stacks of hung workers, in seconds
 
 
@@ -32,21 +35,27 @@ class Workers:
         count: number of workers on this node.
         options: what hanging means.
         interval: the monitor interval, in seconds.
+        reporters: local ranks of workers that have ever reported progress; kept up to date.
         notify: called when a worker has ended, from a thread.
 
     Attributes:
         pids: of those that were started, by local rank.
         hung: how long each that hangs has made no progress, in seconds, by local rank.
+        start_timeout: how long each may take to report its first progress, in seconds.
     """
 
-    def __init__(self, count: int, options: AgentOptions, interval: float, notify: Callable[[], None]) -> None:
+    def __init__(
+        self, count: int, options: AgentOptions, interval: float, reporters: set[int], notify: Callable[[], None]
+    ) -> None:
         self.pids: dict[int, int] = {}
         self.hung: dict[int, float] = {}
         self._board = Board(count)
         timeout = math.inf if options.hang_timeout is None else options.hang_timeout
         self._interval, self._notify = interval, notify
         self._pause = max(interval, min(SPARSELY * interval, LONGEST_PAUSE, timeout / (2 * FROZEN)))
-        self._watch = HangWatch(self._board, timeout, options.hang_start_timeout, interval=self._pause)
+        self.start_timeout = options.start_timeout
+        self._watch = HangWatch(self._board, timeout, self.start_timeout, reporters, interval=self._pause)
+        self._started_at = math.inf
         self._deaths: Deaths | None = None
         self._ooms = oom_kills()
 
@@ -56,13 +65,18 @@ class Workers:
 
     def started(self, pids: Mapping[int, int]) -> None:
         """Begin to watch."""
+        self._started_at = time.monotonic()
         self._watch.look(pids)
         self.pids, self._deaths = dict(pids), Deaths(pids, self._notify)
 
     @property
     def pause(self) -> float:
-        """After how many seconds to look at them again: less often where the kernel tells of their ends."""
-        return self._pause if self._deaths and self._deaths.sees_all else self._interval
+        """After how many seconds to look at them again: less often where the kernel tells of their ends.
+
+        A hang is found as soon as it is one: of two nodes the one that stopped first has to report it.
+        """
+        pause = self._pause if self._deaths and self._deaths.sees_all else self._interval
+        return max(SHORTEST_PAUSE, min(pause, self._watch.due_in))
 
     def ended(self, local_rank: int) -> bool:
         """Whether a worker has ended."""
@@ -70,8 +84,11 @@ class Workers:
 
     @property
     def first_failure(self) -> float | None:
-        """When the first one failed, on the monotonic clock in seconds."""
-        return self._deaths.first_failure if self._deaths else None
+        """When the first one failed, on the monotonic clock in seconds; one that hangs, when it last made progress."""
+        if not self.hung:
+            return self._deaths.first_failure if self._deaths else None
+        last = [self._board.read(local_rank).at or self._started_at for local_rank in self.hung]
+        return min(time.monotonic(), max(self._started_at, min(last)))
 
     def step(self, local_rank: int) -> int | None:
         """The last step that a worker reported."""
@@ -82,14 +99,14 @@ class Workers:
         """The highest step that any of them reported; -1 for none."""
         return max((step for r in self.pids if (step := self.step(r)) is not None), default=-1)
 
-    def look(self) -> dict[int, float]:
-        """See which hang; returns them as :attr:`hung`."""
+    def find_hung(self) -> tuple[list[int], list[int]]:
+        """Find those that hang, and set :attr:`hung`; returns them and those that have never reported."""
         self.hung = self._watch.look(r for r in self.pids if not self.ended(r))
-        return self.hung
+        return list(self.hung), self._watch.silent
 
-    def stacks(self) -> dict[int, str]:
-        """Where the hung ones hang, by local rank."""
-        return dump_stacks(self._board, {r: self.pids[r] for r in self.hung}, STACKS_TIMEOUT)
+    def stacks(self, local_ranks: Iterable[int]) -> dict[int, str]:
+        """Where some of them are, by local rank."""
+        return dump_stacks(self._board, {r: self.pids[r] for r in local_ranks}, STACKS_TIMEOUT)
 
     def ask_to_save(self) -> None:
         """Ask for a checkpoint: through ``should_checkpoint()``, and by a signal where there is a handler for it."""
@@ -119,7 +136,7 @@ class Workers:
         rank, failure = min(result.failures.items(), key=lambda item: item[1].timestamp)
         local_rank = failure.local_rank
         who = f"worker {local_rank} (rank {rank}, pid {failure.pid})"
-        if local_rank in self.hung:
+        if isinstance(failure, LiveFailure):
             return f"{who} {failure.message}"
         if starved := self._starved(failure, usage):
             return f"{who} {starved}"
@@ -143,11 +160,13 @@ class Workers:
         kills = "1 kill" if ooms == 1 else f"{ooms} kills"
         return f"was killed for lack of memory, by the kernel's OOM killer ({kills} since its start){seen}"
 
+    def name(self, worker: Worker) -> str:
+        """What a worker is called in logs and events."""
+        return f"worker {worker.local_rank} (rank {worker.global_rank}, pid {self.pids[worker.local_rank]})"
+
     def hang(self, worker: Worker) -> str:
         """How a worker hangs, in words."""
-        local_rank = worker.local_rank
-        who = f"worker {local_rank} (rank {worker.global_rank}, pid {self.pids[local_rank]})"
-        return f"{who} {self._idleness(local_rank)}"
+        return f"{self.name(worker)} {self._idleness(worker.local_rank)}"
 
     def _idleness(self, local_rank: int) -> str:
         step = self.step(local_rank)
@@ -156,10 +175,7 @@ class Workers:
 
     def hang_failure(self, worker: Worker) -> ProcessFailure:
         """That a worker hangs, as torch tells of one that failed."""
-        pid = self.pids[worker.local_rank]
-        failure = ProcessFailure(local_rank=worker.local_rank, pid=pid, exitcode=-signal.SIGKILL, error_file="")
-        failure.message = self._idleness(worker.local_rank)
-        return failure
+        return LiveFailure(worker, self._idleness(worker.local_rank))
 
     def describe(self, worker: Worker) -> dict[str, Any]:
         """One worker, for the node's status."""

@@ -213,23 +213,3 @@ def _describe(pid: int) -> str:
         return f"{process.name()}, {process.status()}"
     except psutil.Error as e:
         return type(e).__name__
-
-
-def oom_kills() -> int:
-    """How many processes the kernel has killed for want of memory in this process' cgroup so far.
-
-    Where no cgroup counts that, it is the whole host's number, and 0 where the kernel does not say.
-    """
-    paths = []
-    for line in warden.read("/proc/self/cgroup").decode().splitlines():
-        _, controllers, cgroup = line.split(":", 2)
-        if "memory" in controllers.split(","):
-            paths += [f"/sys/fs/cgroup/memory{place}/memory.oom_control" for place in (cgroup, "")]
-        elif not controllers:  # version 2; in a container, its own cgroup may be what is mounted
-            paths += [f"/sys/fs/cgroup{place}/memory.events" for place in (cgroup, "")]
-    for path in (*paths, "/proc/vmstat"):
-        for line in warden.read(path).decode().splitlines():
-            name, _, count = line.partition(" ")
-            if name == "oom_kill":
-                return int(count)
-    return 0

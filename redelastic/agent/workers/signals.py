@@ -6,12 +6,14 @@ import contextlib
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from torch.distributed.elastic.multiprocessing import SignalException
 
 DRAIN_SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1)
+SAME_REQUEST: Final = 1.0  # SIGTERMs within so many seconds are one: GNU timeout signals a process and then its group
 TORCH_SIGNALS: Final = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 TORCH_DEFAULT: Final = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 
@@ -19,22 +21,28 @@ _handlers_before: dict[signal.Signals, Any] = {}  # while others are in their pl
 
 
 @contextlib.contextmanager
-def drain_on_signals(drain: Callable[[str], None]) -> Iterator[None]:
+def drain_on_signals(drain: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> Iterator[None]:
     """Have SIGTERM and SIGUSR1 call ``drain`` with their name; torch's agent would end at once.
 
-    A second SIGTERM raises torch's ``SignalException`` in the main thread. Outside of the main thread nothing is done.
+    A second SIGTERM, later than ``SAME_REQUEST`` seconds after the first, raises torch's ``SignalException`` in the
+    main thread. Outside of the main thread nothing is done.
+
+    Args:
+        drain: begins the drain; called again for a repeated signal.
+        clock: monotonic, in seconds.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    terminated = False
+    terminated_at: float | None = None
 
     def on_signal(number: int, _frame: object) -> None:
-        nonlocal terminated
-        name = signal.Signals(number)
-        if terminated and name == signal.SIGTERM:
-            raise SignalException(f"Process {os.getpid()} got {name.name} a second time.", name)
-        terminated = terminated or name == signal.SIGTERM
+        nonlocal terminated_at
+        name, now = signal.Signals(number), clock()
+        if name == signal.SIGTERM:
+            if terminated_at is not None and now - terminated_at > SAME_REQUEST:
+                raise SignalException(f"Process {os.getpid()} got {name.name} a second time.", name)
+            terminated_at = now if terminated_at is None else terminated_at
         drain(name.name)
 
     torchs = torch_signals()

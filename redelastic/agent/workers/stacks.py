@@ -16,7 +16,7 @@ from redelastic.worker import STACK_SIGNAL
 
 from .board import Board
 
-__all__ = ["catches", "dump_stacks"]
+__all__ = ["catches", "dump_stacks", "state_of"]
 
 LIMIT: Final = 16 * 1024  # of the text for one worker, in bytes
 PAUSE: Final = 0.02  # between two looks at what was written, in seconds
@@ -41,8 +41,8 @@ def catches(pid: int, signum: int) -> bool:
 def dump_stacks(board: Board, pids: Mapping[int, int], timeout: float) -> dict[int, str]:
     """Find out where workers hang; never raises.
 
-    A worker that has imported :mod:`redelastic.worker` writes its stacks itself, also while it hangs in C. Of any other
-    py-spy is asked, if it is installed and may trace the worker.
+    A worker that has imported :mod:`redelastic` writes its stacks itself, also while it hangs in C. Of any other py-spy
+    is asked, if it is installed and may trace the worker.
 
     Args:
         board: of the workers.
@@ -60,7 +60,7 @@ def dump_stacks(board: Board, pids: Mapping[int, int], timeout: float) -> dict[i
         speaker = board.read(local_rank).pid
         if speaker and _status(speaker):
             pid = speaker  # noqa: PLW2901  # the worker may be a shell that started it
-        state = _state(pid)
+        state = state_of(pid)
         if state in STATES:
             texts[local_rank] = f"No stacks: process {pid} {STATES[state]}."
         else:
@@ -77,10 +77,10 @@ def dump_stacks(board: Board, pids: Mapping[int, int], timeout: float) -> dict[i
 
 def _explanation(pid: int, problem: str, *, asked: bool) -> str:
     if asked:
-        return f"No stacks: process {pid} (state {_state(pid) or 'gone'}) did not answer; py-spy: {problem}."
+        return f"No stacks: process {pid} (state {state_of(pid) or 'gone'}) did not answer; py-spy: {problem}."
     return (
-        f"No stacks: process {pid} (state {_state(pid) or 'gone'}) has not imported redelastic.worker; call "
-        f"redelastic.progress(step) in the script. py-spy: {problem}."
+        f"No stacks: process {pid} (state {state_of(pid) or 'gone'}) has not imported redelastic: do so in "
+        f"the script, and call redelastic.progress(step). py-spy: {problem}."
     )
 
 
@@ -131,7 +131,7 @@ def _find_py_spy() -> str | None:
 def _spy(py_spy: str | None, pid: int, deadline: float) -> tuple[str, str]:
     """The stacks of a process, or what went wrong."""
     if py_spy is None:
-        return "", "not installed (pip install py-spy)"
+        return "", "not installed (pip install redelastic[stacks])"
     command = [py_spy, "dump", "--full-filenames", "--pid", str(pid)]
     try:
         done = subprocess.run(
@@ -168,6 +168,6 @@ def _status(pid: int) -> dict[str, str]:
     return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
-def _state(pid: int) -> str:
+def state_of(pid: int) -> str:
     """The kernel's letter for what a process does; empty if it is gone."""
     return _status(pid).get("State", "")[:1]

@@ -6,6 +6,7 @@ Usage: aware.py DIRECTORY. Which files there steer it:
   fail       each worker fails at its first step, for as long as the file is there
   hang-NODE  the worker of that node hangs at its next step, and takes the file away
   no-save    nobody saves, nor reports progress
+  mute       only rank 0 reports progress
   patient    who has lost a peer waits to be ended, as NCCL's workers do at first; without it, it fails, as gloo's
 And at its start:
   slow-NODE   the worker of that node takes 3 s to end after SIGTERM
@@ -88,7 +89,7 @@ def main(directory: Path) -> None:
             group.maximum(0)
         time.sleep(PACE)
         record("step", step=step)
-        if saves:
+        if saves and (group.rank == 0 or not (directory / "mute").exists()):
             redelastic.progress(step)
         step += 1
     record("end", step=step)

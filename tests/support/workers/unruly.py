@@ -5,6 +5,7 @@ Usage: unruly.py DIRECTORY. Files there: `NODE-started`, once it runs; `finish` 
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
@@ -73,9 +74,20 @@ def take_all_memory(_: Path) -> None:
         kept.append(bytearray(b"x" * (1 << 20)))
 
 
+def hang_in_kernel(directory: Path) -> None:
+    """In uninterruptible sleep, as with a disk or a GPU that does not answer: a parent waits so for a vfork's child."""
+    libc = ctypes.CDLL(None)
+    say(directory, "hangs", os.getpid())
+    if libc.vfork() == 0:
+        libc.pause()  # in the memory of its parent, which is never to go on
+
+
 ACTIONS: dict[str, Callable[[Path], None]] = {
     action.__name__: action
-    for action in (wait, fail_at_the_end, end_first, ignore_sigterm, leave_daemon, flood, close_output, take_all_memory)
+    for action in (
+        *(wait, fail_at_the_end, end_first, ignore_sigterm, leave_daemon, flood, close_output, take_all_memory),
+        hang_in_kernel,
+    )
 }
 
 

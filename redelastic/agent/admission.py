@@ -1,0 +1,92 @@
+"""Admission: whether this node may join its run, or is kept out or refused first."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing import LogsSpecs
+from torch.distributed.elastic.rendezvous.api import RendezvousError
+
+from redelastic.rendezvous.membership import Membership
+from redelastic.run.control import RunControl
+
+from .host.checks import Node, run_checks
+from .options import AgentOptions
+
+log = logging.getLogger(__name__)
+
+
+def log_folder(logs_specs: LogsSpecs) -> Path:
+    """Where the workers' logs go, as far as that is known before they are started."""
+    known = str(logs_specs.root_log_dir)
+    return Path(tempfile.gettempdir() if known in {os.devnull, "None"} else known)
+
+
+class RefusedError(RendezvousError):
+    """A health check found this node unfit to join."""
+
+
+class Admission:
+    """Stands before each rendezvous of a node that has to prove its fitness.
+
+    Args:
+        membership: of this node.
+        control: of its run.
+        host: name by which the run counts this host's failures.
+        options: which checks there are, and after how many failed rounds a host is kept out.
+        node: what the checks look at.
+        note: tells people: an event and its reason.
+
+    Attributes:
+        barred: whether this node waits to be readmitted.
+    """
+
+    def __init__(
+        self,
+        *,
+        membership: Membership,
+        control: RunControl,
+        host: str,
+        options: AgentOptions,
+        node: Node,
+        note: Callable[[str, str], None],
+    ) -> None:
+        self._membership, self._control, self._host = membership, control, host
+        self._options, self._node, self._note = options, node, note
+        self.barred = False
+
+    def require(self) -> None:
+        """Return once this node may join.
+
+        Raises:
+            RefusedError: a health check failed.
+            DrainedError, RendezvousClosedError, RendezvousConnectionError: as :meth:`Membership.wait_while`.
+        """
+        self._wait_to_be_readmitted()
+        if unfit := run_checks(self._options.health_checks, self._options.health_command, self._node):
+            refused = RefusedError(f"This node does not join run {self._membership.run_id!r}: {unfit}.")
+            self._note("refused", unfit)
+            try:
+                self._membership.leave(f"is not fit: {unfit}")
+            except RendezvousError as e:  # it is out when its lease has run out
+                raise refused from e
+            raise refused
+
+    def _wait_to_be_readmitted(self) -> None:
+        limit = self._options.max_failed_rounds
+        if limit is None or (failures := self._control.failures(self._host)) < limit:
+            return
+        reason = f"its workers failed first in {failures} rounds in a row"
+        self._note("barred", f"{self._host} is kept out: {reason}")
+        log.error(
+            "This host is kept out of run %r, since %s: `redelastic readmit %s %s` lets it in.",
+            *(self._membership.run_id, reason, self._membership.run_id, self._host),
+        )
+        self._membership.leave(f"is kept out: {reason}")
+        self.barred = True
+        self._membership.wait_while(lambda: self._control.failures(self._host) >= limit)
+        self.barred = False

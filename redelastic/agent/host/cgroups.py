@@ -1,0 +1,75 @@
+"""The memory cgroups of this process, version 1 or 2: what room they leave, and whom the kernel killed in them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path("/")  # of the file system
+
+
+def memory_room(root: Path = ROOT) -> Iterator[tuple[int, str]]:
+    """Bytes left to each limited cgroup that this process is in, from its own up to the mount, and which one it is."""
+    for folder, version in _memory_cgroups(root):
+        files = (
+            ("memory.max", "memory.current", "inactive_file")
+            if version == 2
+            else ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        )
+        if (room := _room_of(folder, *files)) is not None:
+            yield max(0, room), f"cgroup {folder}"
+
+
+def oom_kills(root: Path = ROOT) -> int:
+    """How many processes the kernel has killed for want of memory in this process' cgroup so far.
+
+    Where no cgroup counts that, it is the whole host's number, and 0 where the kernel does not say.
+    """
+    counted = [
+        folder / ("memory.events" if version == 2 else "memory.oom_control")
+        for folder, version in _memory_cgroups(root)
+    ]
+    for path in (*counted, root / "proc/vmstat"):
+        for line in _lines(path):
+            name, _, count = line.partition(" ")
+            if name == "oom_kill":
+                return int(count)
+    return 0
+
+
+def _memory_cgroups(root: Path) -> Iterator[tuple[Path, int]]:
+    """The folder of each cgroup that this process is in, its own first, and the version of its interface.
+
+    In a container its own path may be the host's, which is not there; what counts is then found at the mount.
+    """
+    mount = root / "sys/fs/cgroup"
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            tops, version = [mount, mount / "unified"], 2
+        elif "memory" in controllers.split(","):
+            tops, version = [mount / "memory"], 1
+        else:
+            continue
+        for top in tops:
+            own = top / path.lstrip("/")
+            for folder in (own, *(parent for parent in own.parents if parent.is_relative_to(top))):
+                yield folder, version
+
+
+def _room_of(folder: Path, limit: str, usage: str, reclaimable: str) -> int | None:
+    try:
+        room = int((folder / limit).read_text()) - int((folder / usage).read_text())
+        statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        return room + int(statistics.get(reclaimable, 0))
+    except (OSError, ValueError):  # no such cgroup, or it has no limit: "max"
+        return None
+
+
+def _lines(path: Path) -> list[str]:
+    """Those of a file of the kernel's; none if it is not there, or not for us."""
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []

@@ -1,0 +1,147 @@
+"""NodeMonitor: what this node uses and how it is, for its heartbeat and for whoever asks over HTTP."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerState
+
+from redelastic.rendezvous.membership import Membership
+
+from .admission import Admission
+from .background import repeat
+from .host.gpus import Gpu
+from .host.telemetry import Telemetry, bounded, trees
+from .workers.drains import Drains
+from .workers.group import Workers
+from .workers.processes import ProcessTree
+
+log = logging.getLogger(__name__)
+
+NVML_PATIENCE: Final = 10.0  # what it said so many seconds ago, and nothing since, is not told any more
+STALL: Final = 30.0  # the agent's loop is taken for dead when it comes so many seconds later than it said
+
+
+class NodeMonitor:
+    """Observes one node and describes it; contract of its answers: ``host.health_endpoint.NodeView``.
+
+    Args:
+        membership: of this node; its heartbeat has the status that is extended here.
+        group: torch's, whose workers are described.
+        gpus: to watch.
+        admission: which knows whether this node is kept out.
+
+    Attributes:
+        workers, drains: of the round that runs; None before the first one.
+        restarts: of this node's workers.
+        job_restarts: of the whole job.
+        due_by: when the agent's loop has to have come round, on the monotonic clock in seconds.
+    """
+
+    def __init__(self, membership: Membership, group: WorkerGroup, gpus: Sequence[Gpu], admission: Admission) -> None:
+        self._membership, self._group, self._admission = membership, group, admission
+        # Each has a thread of its own: NVML may not answer for minutes, and the warden has to hear of new processes.
+        self._processes, self._gpus = Telemetry(), Telemetry(gpus)
+        self._watches_gpus = bool(gpus)
+        self._usage: dict[str, Any] = {}  # by processes: the newest sample
+        self._gpu_usage: dict[str, Any] = {}
+        self._nvml_answered_at = math.inf
+        self.workers: Workers | None = None
+        self.drains: Drains | None = None
+        self.restarts = self.job_restarts = 0
+        self.due_by = math.inf
+
+    # -- observing
+
+    @contextlib.contextmanager
+    def watching(self, tree: ProcessTree, pids: Callable[[], dict[int, int]], interval: float) -> Iterator[None]:
+        """Observe the node while the block runs, and have its heartbeat tell what is seen.
+
+        Args:
+            tree: of the workers.
+            pids: of the workers now, by local rank.
+            interval: in seconds.
+        """
+
+        def sample_processes() -> None:
+            now = pids()
+            self._usage = self._processes.sample(trees(tree.look(now.values()), now))
+            self._forget_silent_gpus()
+
+        heartbeat = self._membership.heartbeat
+        with contextlib.ExitStack() as opened:
+            heartbeat.describe = self._describe
+            opened.callback(setattr, heartbeat, "describe", json.dumps)
+            opened.enter_context(repeat(sample_processes, interval, "processes"))
+            if self._watches_gpus:
+                self._nvml_answered_at = time.monotonic()
+                opened.enter_context(repeat(self._sample_gpus, interval, "gpus"))
+            yield
+
+    def _sample_gpus(self) -> None:
+        sample = self._gpus.sample({})
+        self._gpu_usage = {name: sample[name] for name in ("gpus",) if name in sample}
+        self._nvml_answered_at = time.monotonic()
+
+    def _forget_silent_gpus(self) -> None:
+        silent = time.monotonic() - self._nvml_answered_at
+        if silent > NVML_PATIENCE:
+            log.warning("NVML has not answered for %.0f s: until it does, this node tells nothing of its GPUs.", silent)
+            self._gpu_usage, self._nvml_answered_at = {}, math.inf  # said once
+
+    def allow(self, seconds: float) -> None:
+        """The agent's loop comes round within so many seconds: after that, and some patience, it is taken for dead."""
+        self.due_by = time.monotonic() + STALL + seconds
+
+    # -- describing
+
+    @property
+    def worker_usage(self) -> Mapping[str, Any]:
+        """What each worker used when it was last looked at, by local rank as a string."""
+        usage: Mapping[str, Any] = self._usage.get("workers", {})
+        return usage
+
+    def status(self) -> dict[str, Any]:
+        """What this node's heartbeat says, and which run and node it is."""
+        membership = self._membership
+        who = {"run_id": membership.run_id, "node": membership.node, "redis_away": membership.view.away}
+        return {**who, **self._extended(membership.heartbeat.status())}
+
+    def stalled(self) -> str:
+        """Why the agent's loop is taken for dead; empty while it lives."""
+        late = time.monotonic() - self.due_by
+        return f"the agent's loop is {late:.0f} s late" if late > 0 else ""
+
+    def unready(self) -> str:
+        """Why no workers run in a round; empty while they do."""
+        state = {**self._membership.heartbeat.status(), **self._own_state()}["state"]
+        if state != "running":
+            return f"the node is {state}"
+        return "" if self._group.state == WorkerState.HEALTHY else "the workers do not run"
+
+    def _describe(self, base: dict[str, Any]) -> str:
+        """The status for a heartbeat, which must not fail."""
+        try:
+            return bounded(self._extended(base))
+        except Exception:
+            log.exception("The node's status could not be told.")
+            return json.dumps(base)
+
+    def _extended(self, base: Mapping[str, Any]) -> dict[str, Any]:
+        usage, workers = dict(self._usage), self.workers
+        each = usage.pop("workers", {})
+        status = {**base, **self._own_state(), "agent": "redelastic"}
+        status |= {"restarts": self.restarts, "job_restarts": self.job_restarts, **usage, **self._gpu_usage}
+        told = [workers.describe(worker) for worker in self._group.workers] if workers and workers.pids else []
+        return {**status, "workers": [{**one, **each.get(str(one["local_rank"]), {})} for one in told]}
+
+    def _own_state(self) -> dict[str, str]:
+        """What the node's status says instead of running or waiting."""
+        draining = self.drains is not None and self.drains.own
+        return {"state": "barred"} if self._admission.barred else {"state": "draining"} if draining else {}

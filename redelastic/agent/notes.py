@@ -1,0 +1,39 @@
+"""Notes: what happens on this node, as an event of the run and as one of torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch.distributed.elastic import events
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+
+from redelastic.rendezvous.membership import Membership
+from redelastic.run.control import RunControl
+
+
+class Notes:
+    """Takes notes for people; returns at once.
+
+    Args:
+        membership: of this node.
+        control: of its run.
+        spec: torch's, which says where its events go.
+        send: has something done in the background.
+    """
+
+    def __init__(
+        self,
+        membership: Membership,
+        control: RunControl,
+        spec: WorkerSpec,
+        send: Callable[[Callable[[], object]], None],
+    ) -> None:
+        self._membership, self._control, self._spec, self._send = membership, control, spec, send
+
+    def __call__(self, event: str, reason: str, detail: str = "") -> None:
+        """Note an event, its reason, and what belongs to it, such as stacks."""
+        node = self._membership.node
+        self._send(lambda: self._control.note(event, node, reason, detail))
+        metadata = {"run_id": self._membership.run_id, "node": node, "role": self._spec.role, "reason": reason}
+        told = events.Event(f"redelastic.{event}", source=events.EventSource.AGENT, metadata={**metadata})
+        events.record(told, self._spec.event_log_handler)

@@ -1,0 +1,68 @@
+"""Hangs: which workers of this node hang, and where; and which have never said that they make progress."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+
+from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerState
+
+from .group import Workers
+
+log = logging.getLogger(__name__)
+
+
+class Hangs:
+    """Finds them in one group of workers after the other, and tells people.
+
+    A worker hangs if it has called ``progress`` before, in this round or an earlier one of this agent, and does not any
+    more. One that never has may hang, or run a script that does not report: it is warned of, once, and left alone.
+
+    Args:
+        note: tells people: an event, its reason, and what belongs to it.
+
+    Attributes:
+        reporters: local ranks of the workers that have ever called ``progress``.
+    """
+
+    def __init__(self, note: Callable[[str, str, str], None]) -> None:
+        self._note = note
+        self._has_warned = False
+        self.reporters: set[int] = set()
+
+    def find(self, workers: Workers, group: Sequence[Worker]) -> RunResult | None:
+        """Look at the workers; returns the failure of those that hang, None if none does.
+
+        Args:
+            workers: that run.
+            group: torch's, by local rank.
+        """
+        hung, silent = workers.find_hung()
+        if silent and not self._has_warned:
+            self._has_warned = True
+            told = [group[local_rank] for local_rank in silent]
+            # Stacks may take their time, and the agent's loop has no need of them.
+            threading.Thread(target=self._warn, args=(workers, told), name="redelastic-silent", daemon=True).start()
+        if not hung:
+            return None
+        stacks = workers.stacks(hung)
+        for local_rank in hung:
+            worker, where = group[local_rank], stacks[local_rank]
+            log.error("Stacks of worker %s (rank %s), which hangs:\n%s", local_rank, worker.global_rank, where)
+            self._note("hung", workers.hang(worker), where)
+        failures = {group[local_rank].global_rank: workers.hang_failure(group[local_rank]) for local_rank in hung}
+        return RunResult(state=WorkerState.FAILED, failures=failures)
+
+    def _warn(self, workers: Workers, silent: Sequence[Worker]) -> None:
+        """Say that workers have never reported; in a thread of its own."""
+        reason = (
+            f"never called redelastic.progress() in the {workers.start_timeout:g} s since the start: "
+            f"{', '.join(map(workers.name, silent))}. Not restarted: a script that does not report looks like one "
+            "that hangs. Call it on every rank"
+        )
+        stacks = workers.stacks([worker.local_rank for worker in silent])
+        for worker in silent:
+            log.warning("Stacks of %s:\n%s", workers.name(worker), stacks[worker.local_rank])
+        log.warning("N%s.", reason.removeprefix("n"))
+        self._note("unwatched", reason, stacks[silent[0].local_rank])

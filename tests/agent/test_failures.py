@@ -1,0 +1,100 @@
+"""Workers that fail while they live, or seem to: who is restarted, who is blamed, and what the report says."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import signal
+import sys
+from pathlib import Path
+from typing import Final
+
+import pytest
+from agent_job import AgentJob
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torchrun_job import Job
+
+from redelastic.redis.server import RedisServer
+
+pytestmark = pytest.mark.timeout(180)
+
+UNRULY: Final = Path(__file__).parents[1] / "support" / "workers" / "unruly.py"
+WATCHES_KERNEL: Final = "uninterruptible_state_timeout" in inspect.signature(LocalElasticAgent).parameters
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks /proc")
+@pytest.mark.skipif(not WATCHES_KERNEL, reason="this torch does not look for workers that hang in the kernel")
+@pytest.mark.fault("a worker hangs in the kernel (state D)", "the node fails and says so; the run is not finished")
+@pytest.mark.parametrize("agent", [True, False], ids=["redelastic run", "torchrun"])
+def test_a_worker_that_hangs_in_the_kernel_is_a_failure(server: RedisServer, tmp_path: Path, agent: bool) -> None:
+    """torch calls its group unhealthy, which its own launcher takes for success."""
+    with Job(server, tmp_path, "1:1", agent=agent) as job:
+        env = {"UNRULY": "hang_in_kernel", "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT": "0.5"}
+        job.start("a", script=UNRULY, env=env, may_end=True, max_restarts=0)
+        hangs = tmp_path / "hangs"
+        pid = int(job.wait("the worker hangs", lambda: hangs.exists() and hangs.read_text()))
+        assert job.wait_end("a") == 1, job.report()
+        report = job.nodes["a"].stderr
+        assert "hangs in the kernel (state D)" in report
+        assert re.search(rf"exitcode  : -\d+ \(pid: {pid}\)", report), "how the agent ended it"
+        if agent:
+            assert "finished" not in job.redis("run")["closed"]
+            assert f"pid {pid}) hangs in the kernel" in job.redis("run")["closed"]
+
+
+def test_the_report_of_a_hang_has_the_exit_code_of_its_end(server: RedisServer, tmp_path: Path) -> None:
+    with AgentJob(server, tmp_path, "1:1") as job:
+        job.begin("a", options=("--hang-timeout=1", "--hang-start-timeout=50"), max_restarts=0, may_end=True)
+        job.wait_round("a")
+        job.tell("hang-a")
+        assert job.wait_end("a") == 1
+        report = job.nodes["a"].stderr
+        assert re.search(r"made no progress for \S+ s, since step", report)
+        assert f"exitcode  : {-signal.SIGTERM} (pid: " in report, "not by SIGKILL"
+
+
+@pytest.mark.fault("a worker hangs", "its host is blamed by the time of its last progress, not that of the look")
+def test_a_hang_is_blamed_by_the_time_of_the_last_progress(server: RedisServer, tmp_path: Path) -> None:
+    """Of two hosts whose workers wait for each other, the one that stopped first is to blame."""
+    timeout = 4
+    with AgentJob(server, tmp_path, "1:1") as job:
+        job.begin("a", options=(f"--hang-timeout={timeout}", "--hang-start-timeout=50"))
+        epoch = job.wait_round("a")
+        job.tell("hang-a")
+        job.wait_event("hung")
+        failed_at = job.wait("it is counted", lambda: job.redis("run").get("failed_at"))
+        last = max(line.time for line in job.lines("step") if line.epoch == epoch)
+        assert abs(float(failed_at) / 1000 - last) < timeout / 2
+        job.wait_round("a", epoch)
+        job.tell("finish")
+        assert job.wait_end("a") == 0
+
+
+@pytest.mark.fault("progress() is called on rank 0 only", "the others are not taken for hung; the node says so once")
+def test_ranks_that_never_report_progress_are_not_restarted(server: RedisServer, tmp_path: Path) -> None:
+    with AgentJob(server, tmp_path, "1:1", nproc=2) as job:
+        job.tell("mute")
+        job.begin("a", options=("--hang-timeout=20", "--hang-start-timeout=1"))
+        event = job.wait_event("unwatched")
+        told = r"never called redelastic.progress\(\) in the 1 s since the start: worker 1 \(rank 1, pid \d+\)\. "
+        assert re.match(told, event.reason)
+        assert "in main" in event.detail, "it imports redelastic: its stacks are had"
+        seen = len(job.lines("step"))
+        job.wait("they train on", lambda: len(job.lines("step")) > seen + 40)
+        job.tell("finish")
+        assert job.wait_end("a") == 0
+        assert len(job.events("unwatched")) == 1
+        assert job.events("hung") == []
+        assert job.control.state().epoch == 1
+        assert job.nodes["a"].stderr.count("Stacks of worker 1 (rank 1") == 1
+
+
+@pytest.mark.fault("a script never calls progress(), nor imports redelastic", "it is not restarted, whatever it does")
+def test_a_script_that_knows_nothing_of_us_is_not_restarted(server: RedisServer, tmp_path: Path) -> None:
+    with AgentJob(server, tmp_path, "1:1") as job:
+        job.start("a", script=UNRULY, env={"UNRULY": "wait"}, options=("--hang-timeout=0.5", "--hang-start-timeout=1"))
+        detail = job.wait_event("unwatched").detail
+        assert "wait (" in detail or "has not imported redelastic" in detail, "from py-spy, if there is one"
+        job.tell("finish")
+        assert job.wait_end("a") == 0
+        assert job.control.state().epoch == 1

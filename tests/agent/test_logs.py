@@ -1,0 +1,88 @@
+"""What a node writes into its log: lines of one form, whoever launched it, and a last one that tells how it ended."""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from pathlib import Path
+from typing import Final
+
+import pytest
+from agent_job import DRAINED, AgentJob
+from torchrun_job import Job
+
+from redelastic.logs import LogFormatter, set_up_logging
+from redelastic.redis.server import RedisServer
+from redelastic.rendezvous.view import Round, View
+
+ERROR: Final = "ValueError: invalid literal for int() with base 10: 'odd'"
+pytestmark = pytest.mark.timeout(180)
+
+PREFIX: Final = r"[VIWEC]\d{4} \d\d:\d\d:\d\d\.\d{6} \d+ "  # level, day, time, pid
+
+
+def test_the_last_line_of_a_clean_drain_says_that_it_was_one(server: RedisServer, tmp_path: Path) -> None:
+    with AgentJob(server, tmp_path, "1:1") as job:
+        job.begin("a")
+        job.wait_round("a")
+        job.nodes["a"].terminate()
+        assert job.wait_end("a") == DRAINED
+        lines = job.nodes["a"].stderr.splitlines()
+        assert re.fullmatch(PREFIX + r"redelastic\.\S+\] Node a-\S+ of run \S+ was drained: SIGTERM\.", lines[-1])
+        assert all(re.match(PREFIX, line) for line in lines), "torch's own lines too"
+
+
+def test_that_this_node_leaves_is_no_news_to_it(caplog: pytest.LogCaptureFixture) -> None:
+    def hear(reason: str) -> list[str]:
+        view = View("run")
+        view.become("a-1-abc")
+        view.take_in_round(Round(1, 0, 2, "host", 1, 1, 0, again=False))
+        caplog.clear()
+        view.take_in_wake_ups([("1-0", {"event": "broken", "epoch": "1", "reason": reason, "waiting": "0"})])
+        assert view.nodes_waiting == 1
+        return [record.getMessage() for record in caplog.records]
+
+    assert hear("a-1-abc drained: SIGTERM") == []
+    assert hear("b-2-abc drained: SIGTERM") == ["Round 1 of run 'run' is broken: b-2-abc drained: SIGTERM."]
+    assert len(hear("a-1-abc, which is this node, lost its lease")) == 1
+
+
+def test_log_lines_under_torchrun_have_the_same_form(server: RedisServer, tmp_path: Path) -> None:
+    with Job(server, tmp_path, "1:2") as job:
+        job.start("a", "b")
+        epoch = job.wait_round("ab")
+        job.nodes["b"].kill()
+        job.wait_round("a", epoch)
+        ours = [line for line in job.nodes["a"].stderr.splitlines() if "is broken: " in line]
+        assert ours
+        assert all(re.match(PREFIX + r"redelastic\.\S+\] Round 1 of run ", line) for line in ours)
+        job.tell("finish")
+        assert job.wait_end("a") == 0
+
+
+def test_each_line_of_a_message_says_where_it_is_from() -> None:
+    try:
+        int("odd")
+    except ValueError:
+        record = logging.LogRecord("redelastic.x", logging.ERROR, "x.py", 1, "one\n%s", ("two",), sys.exc_info())
+    lines = LogFormatter().format(record).split("\n")
+    assert len(lines) > 4
+    assert all(re.match("E" + PREFIX.removeprefix("[VIWEC]") + r"redelastic\.x\] ", line) for line in lines)
+    assert [line.rpartition("] ")[2] for line in (*lines[:2], lines[-1])] == ["one", "two", ERROR]
+
+
+def test_a_program_that_has_set_up_logging_keeps_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    root, logger = logging.getLogger(), logging.getLogger("redelastic-test")
+    monkeypatch.setattr(logger, "handlers", [])
+    monkeypatch.setattr(root, "handlers", [logging.NullHandler()])
+    set_up_logging(logger)
+    assert logger.handlers == []
+    monkeypatch.setattr(root, "handlers", [])
+    set_up_logging(logger)
+    set_up_logging(logger)
+    [handler] = logger.handlers
+    record = logging.LogRecord("test", logging.ERROR, "x.py", 1, "one", (), None)
+    assert handler.filter(record)
+    monkeypatch.setattr(root, "handlers", [logging.NullHandler()])
+    assert not handler.filter(record), "or else it would stand there twice"

@@ -1,0 +1,130 @@
+"""What observes a node beside its agent: an NVML that does not answer, or a task that fails, stops nothing else."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+from fake_nvml import FakeGpu, FakeNvml
+from nodes import NodeFactory
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+
+from redelastic.agent import AgentOptions, RedisElasticAgent, monitor
+from redelastic.agent.background import repeat
+from redelastic.agent.host.gpus import Assignment, Gpu
+from redelastic.rendezvous.membership import DrainedError
+
+pytestmark = pytest.mark.timeout(180)
+
+LIMIT: Final = 60.0  # for anything to happen, in seconds
+
+
+def until(condition: Callable[[], Any], what: str) -> None:
+    deadline = time.monotonic() + LIMIT
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {LIMIT} s: {what}"
+        time.sleep(0.02)
+
+
+class SilentNvml(FakeNvml):
+    """One that does not answer from some moment on, for as long as the test says."""
+
+    def __init__(self) -> None:
+        super().__init__(FakeGpu("GPU-1"))
+        self.silent, self.asked, self.released = False, threading.Event(), threading.Event()
+
+    def nvmlDeviceGetMemoryInfo(self, handle: Any, *version: Any) -> Any:  # noqa: N802
+        if self.silent:
+            self.asked.set()
+            assert self.released.wait(2 * LIMIT)
+        return super().nvmlDeviceGetMemoryInfo(handle, *version)
+
+
+class Running:
+    """An agent in a thread, whose only worker sleeps and whose GPU's driver falls silent when told."""
+
+    def __init__(self, agent: RedisElasticAgent, nvml: SilentNvml, drain_file: Path, ended: Future[RunResult]) -> None:
+        self.agent, self.nvml, self.drain_file, self.ended = agent, nvml, drain_file, ended
+
+    def status(self) -> dict[str, Any]:
+        return self.agent._monitor.status()
+
+    def cpu_of_the_worker(self) -> float | None:
+        workers = self.status()["workers"]
+        return workers[0].get("cpu") if workers else None
+
+
+@pytest.fixture
+def running(new_node: NodeFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
+    nvml, gpu = SilentNvml(), Gpu("0", 0, "GPU-1", "NVIDIA H200")
+    monkeypatch.setattr("redelastic.agent.agent.assign", lambda *_, **__: Assignment(visible=(gpu,)))
+    monkeypatch.setattr("redelastic.agent.host.telemetry.open_nvml", lambda: nvml)
+    spec = WorkerSpec("test", 1, new_node(1, 1), entrypoint="sleep", args=("600",))
+    options = AgentOptions(drain_file=tmp_path / "notice", drain_timeout=0)
+    agent = RedisElasticAgent(spec, DefaultLogsSpecs(str(tmp_path)), options, shutdown_timeout=5)
+    with ThreadPoolExecutor(1) as pool:
+        started = Running(agent, nvml, tmp_path / "notice", pool.submit(agent.run))
+        yield started
+        nvml.released.set()
+        started.drain_file.touch()
+        with pytest.raises(DrainedError):
+            started.ended.result(LIMIT)
+
+
+@pytest.mark.fault("NVML does not answer", "drain file, processes and heartbeats go on; its old answers are not told")
+def test_an_nvml_that_does_not_answer_stops_nothing_else(
+    running: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    until(lambda: running.status().get("gpus"), "its GPU is told")
+    monkeypatch.setattr(monitor, "NVML_PATIENCE", 0.5)
+    running.nvml.silent = True
+    assert running.nvml.asked.wait(LIMIT)
+    looked = threading.Event()
+    look = running.agent._tree.look
+
+    def look_and_tell(roots: Any) -> Any:
+        looked.set()
+        return look(roots)
+
+    monkeypatch.setattr(running.agent._tree, "look", look_and_tell)
+    assert looked.wait(LIMIT), "the warden hears of new processes"
+    until(lambda: running.cpu_of_the_worker() is not None, "the worker's use is told")
+    until(lambda: "gpus" not in running.status(), "what NVML said before is not told for ever")
+    assert len([r for r in caplog.records if "NVML has not answered" in r.getMessage()]) == 1
+    running.drain_file.touch()
+    with pytest.raises(DrainedError, match="notice is there"):
+        running.ended.result(LIMIT)
+
+
+def test_an_nvml_that_answers_again_is_told_again(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    until(lambda: running.status().get("gpus"), "its GPU is told")
+    monkeypatch.setattr(monitor, "NVML_PATIENCE", 0.5)
+    running.nvml.silent = True
+    until(lambda: "gpus" not in running.status(), "it fell silent")
+    running.nvml.silent = False
+    running.nvml.released.set()
+    until(lambda: running.status().get("gpus"), "it is back")
+
+
+def test_a_task_that_fails_is_complained_of_once_and_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    runs = threading.Semaphore(0)
+    answers = iter([ValueError("odd"), ValueError("odd"), None, ValueError("odd"), KeyError("even")])
+
+    def task() -> None:
+        answer = next(answers, None)
+        runs.release()
+        if answer is not None:
+            raise answer
+
+    with caplog.at_level(logging.ERROR), repeat(task, 0.01, "test"):
+        for _ in range(7):
+            assert runs.acquire(timeout=LIMIT)
+    errors = [record.exc_info[1] for record in caplog.records if record.exc_info]
+    assert [type(error) for error in errors] == [ValueError, ValueError, KeyError]
