@@ -237,6 +237,8 @@ class Job:
         tree = [agent, *([] if fault == "terminate" else agent.children(recursive=True))]
         number = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM, "freeze": signal.SIGSTOP}[fault]
         watch = Watch(self, node)
+        if fault == "kill":  # or the warden might still say that the agent is dead
+            _signal(tree, signal.SIGSTOP)
         _signal(tree, number)
         if fault == "freeze":  # a frozen warden never learns that its agent has gone
             self._opened.callback(_signal, tree, signal.SIGKILL)
