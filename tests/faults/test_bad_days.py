@@ -190,6 +190,35 @@ def test_a_daemon_ends_with_the_run(server: RedisServer, tmp_path: Path) -> None
         assert f"had left behind were ended: {daemon}." in log
 
 
+@pytest.mark.fault("workers have ended well, and an upload that they started goes on", "it may finish")
+def test_an_upload_that_outlives_its_worker_may_finish(tmp_path: Path) -> None:
+    done = run(tmp_path, "leave_upload")
+    assert done.returncode == 0
+    assert (tmp_path / "uploaded").exists()
+    assert "had left behind were ended" not in done.stderr
+
+
+@pytest.mark.fault("SIGTERM while what workers left behind may finish", "it gets SIGTERM; the run has succeeded")
+def test_who_ends_an_agent_that_waits_for_leftovers_ends_a_success(server: RedisServer, tmp_path: Path) -> None:
+    with Unruly(server, tmp_path, "1:1") as job:
+        job.begin("a", action="leave_sleeper", options=(f"--shutdown-timeout={10 * LIMIT:.0f}",))
+        job.wait("it waits", lambda: "left processes behind" in job.nodes["a"].stderr)
+        sleeper = pid_in(job.wait_file("sleeper"))
+        assert lives(sleeper)
+        job.nodes["a"].terminate()
+        assert job.wait_end("a") == 0
+        assert not lives(sleeper)
+        assert [event.reason for event in job.control.events() if event.event == "closed"], "the run is done"
+
+
+@pytest.mark.fault("a worker fails, and what it has started still runs", "SIGTERM, and time to clean up")
+def test_what_a_failed_worker_leaves_may_clean_up(tmp_path: Path) -> None:
+    done = run(tmp_path, "leave_cleaner")
+    assert done.returncode == FAILED
+    assert (tmp_path / "cleaned").exists()
+    assert f"had left behind were ended: {pid_in(tmp_path / 'cleaner')}." in done.stderr
+
+
 @pytest.mark.fault("an agent is killed whose worker has started a daemon", "the daemon ends too")
 def test_a_daemon_ends_with_an_agent_that_is_killed(server: RedisServer, tmp_path: Path) -> None:
     """And Redis shows that death, though nobody else is there to notice it."""

@@ -20,7 +20,7 @@ from .warden import Process
 log = logging.getLogger(__name__)
 
 TOKEN_VARIABLE: Final = "REDELASTIC_AGENT"  # noqa: S105
-WITHOUT: Final = "if SIGKILL ends this process, its workers live on"
+WITHOUT: Final = "Until one stays up, workers outlive this process if SIGKILL ends it."
 SETTLED: Final = 60.0  # after so many seconds the end of a warden has nothing to do with its start
 LONGEST_PAUSE: Final = 60.0  # between the end of one that did not settle and the next start, in seconds
 
@@ -91,7 +91,7 @@ class Guard:
                 start_new_session=True,
             )
         except OSError as e:
-            self._failed(f"No warden could be started ({e}): {WITHOUT}.")
+            self._failed(f"No warden could be started ({e}). {WITHOUT}")
             return None
         self._started = time.monotonic()
         self._told, self._words, self._unsent = set(), b"", b""
@@ -105,10 +105,8 @@ class Guard:
         if time.monotonic() - self._started >= SETTLED:
             self._pause, self._complaint = 0.0, ""
         status = dead.returncode
-        how = f"exited with {status}" if status >= 0 else f"was ended by {signal.Signals(-status).name}"
-        self._failed(
-            f"The warden of the workers' processes {how}; without one, {WITHOUT}." + (f"\n{said}" if said else "")
-        )
+        how = f"exited with {status}" if status >= 0 else f"was ended by signal {-status} ({signal.strsignal(-status)})"
+        self._failed(f"The warden of the workers' processes {how}. {WITHOUT}" + (f"\n{said}" if said else ""))
 
     def _failed(self, complaint: str) -> None:
         """Say so, but the same thing once only, and let more and more time pass before the next start."""

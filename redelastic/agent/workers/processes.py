@@ -94,7 +94,7 @@ class ProcessTree:
             handles = {}
             for member in self._members.values():
                 key = member.pid, member.start
-                with contextlib.suppress(psutil.NoSuchProcess):
+                with contextlib.suppress(psutil.Error):  # it has just gone
                     if member.alive:
                         handles[key] = self._handles.get(key) or psutil.Process(member.pid)
             self._handles = handles
