@@ -368,7 +368,7 @@ def test_who_is_hurried_waits_for_nobody(
 ) -> None:
     start(DAEMON)
     left = said(tmp_path, "worker", "left")["left"]
-    tree.wait([], time.monotonic() + 10 * DEADLINE, lambda: True)
+    tree.wait([], time.monotonic() + 10 * DEADLINE, lambda: "which get SIGTERM in" in caplog.text)
     assert lives(left)
     assert f"{left.pid} (python" in caplog.text, "it is named"
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
+import math
 import os
 import threading
 import time
@@ -24,6 +25,7 @@ from .warden import Process
 log = logging.getLogger(__name__)
 
 PR_SET_CHILD_SUBREAPER: Final = 36
+QUIET: Final = 0.5  # before it is said what is waited for, in seconds
 FULL_LOOKS: Final = 30.0  # between two looks at all processes of the host where nothing is adopted, in seconds
 
 Look = tuple[Iterable[Process], dict[int, Process]]  # processes among which our children are, and the tree by pid
@@ -71,10 +73,11 @@ class ProcessTree:
     def look(self, roots: Iterable[int], *, full: bool = False) -> list[psutil.Process]:
         """Find the tree; call it about once a second.
 
-        A look costs nothing for processes that are not ours: it follows the known ones to their children, and takes in
-        the orphans that this process adopted, so that it misses none. Where nothing is adopted, it takes a look at all
-        processes of the host to find an orphan by its environment or session: that comes every ``FULL_LOOKS`` seconds,
-        and whenever the tree is ended. An orphan's children are told to the warden only from then on.
+        A look costs nothing for processes that are not ours: it follows the known ones to their children, and this
+        process to the orphans that it has adopted. It misses an orphan in this process' own session and, where nothing
+        is adopted, any orphan that it has not seen before. That one is found by its environment or session when the
+        tree is ended, and where nothing is adopted also every ``FULL_LOOKS`` seconds, by a look at all processes of the
+        host. Until then its usage is not counted, and the warden has to find it by its environment.
 
         Args:
             roots: pids of the workers; one that is no descendant of this process is taken for somebody else's by now.
@@ -108,11 +111,14 @@ class ProcessTree:
             until: when to give up, on the monotonic clock in seconds.
             is_hurried: whether to give up now; asked several times a second.
         """
-        left = self.look(roots, full=True)
-        if left and (seconds := until - time.monotonic()) > 0:
-            names = ", ".join(f"{process.pid} ({_describe(process.pid)})" for process in left)
-            log.warning("The workers have left processes behind, which get SIGTERM in %.0f s: %s.", seconds, names)
-        while left and time.monotonic() < until and not is_hurried():
+        left, say_at = self.look(roots, full=True), time.monotonic() + QUIET
+        while left and (now := time.monotonic()) < until and not is_hurried():
+            if now >= say_at:
+                names = ", ".join(f"{process.pid} ({_describe(process.pid)})" for process in left)
+                log.warning(
+                    "The workers have left processes behind, which get SIGTERM in %.0f s: %s.", until - now, names
+                )
+                say_at = math.inf
             psutil.wait_procs(left, timeout=0.1)
             left = self.look(roots)
 
