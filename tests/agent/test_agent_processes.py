@@ -377,14 +377,16 @@ def test_who_is_hurried_waits_for_nobody(
 
 
 @pytest.fixture
-def no_look_at_all(tree: ProcessTree, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on it is an error to look at all processes of the host."""
+def no_look_at_all(tree: ProcessTree, start: Start) -> Iterator[None]:  # noqa: ARG001  # what that ends is looked for
+    """It is an error to look at all processes of the host."""
     tree.look([])
 
     def look() -> dict[int, warden.Process]:
         raise AssertionError("this looks at all processes of the host")
 
-    monkeypatch.setattr(warden, "processes", look)
+    with pytest.MonkeyPatch.context() as broken:
+        broken.setattr(warden, "processes", look)
+        yield
 
 
 @pytest.mark.skipif(not warden.LISTS_CHILDREN, reason="needs /proc/<pid>/task/<tid>/children")

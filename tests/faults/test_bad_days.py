@@ -409,7 +409,7 @@ def test_a_frozen_agents_workers_are_stopped(server: RedisServer, tmp_path: Path
         [agent, *_] = job.nodes["b"].tree()
         before = job.control.state().members[0].id
         agent.suspend()
-        job.wait("it has left", lambda: not job.control.state().members)
+        job.wait("its lease is over", lambda: job.control.state().members[0].lease < 0)
         job.begin("a")
         job.wait("b is lost", lambda: before in [event.node for event in job.events("lost")])
         assert lives(worker), "nobody could stop it"

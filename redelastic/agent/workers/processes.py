@@ -155,10 +155,14 @@ class ProcessTree:
             self._guard.close()
 
     def _end(self, workers: set[int], grace: float) -> warden.Ended:
+        met: dict[int, Process] = {}
+
         def look() -> tuple[dict[int, Process], dict[int, Process]]:
             with self._lock:
+                self._members = met | self._members  # what has just gone may have left a session
+                self._sessions |= _sessions(met)
                 table, members = self._find(workers)
-                self._members |= members  # what has just gone may have left a session
+                met.update(self._members | members)
             return {process.pid: process for process in table}, members
 
         ended = warden.end(self.token, look, grace)
@@ -184,7 +188,7 @@ class ProcessTree:
             strangers=self._strangers(),
             agent_session=os.getsid(0),
         )
-        self._sessions = {process.session for process in members.values()}
+        self._sessions = _sessions(members)
         return table.values(), members
 
     def _follow(self, roots: set[int]) -> Look:
@@ -203,8 +207,7 @@ class ProcessTree:
             if member.pid not in members and member.pid not in strangers:
                 members[member.pid] = member
                 reached += warden.children(member.pid)
-        sessions = {process.session for process in members.values()}
-        self._sessions = sessions if self._own_children is not None else self._sessions | sessions
+        self._sessions = _sessions(members) | (self._sessions if self._own_children is None else set())
         return children, members
 
     def _strangers(self) -> set[int]:
@@ -238,6 +241,10 @@ def _descends_from(ancestor: int, pid: int, look_up: Callable[[int], Process | N
         if pid == ancestor:
             return True
     return False
+
+
+def _sessions(members: dict[int, Process]) -> set[int]:
+    return {process.session for process in members.values()}
 
 
 def _listed(pids: Iterable[int]) -> str:
