@@ -280,9 +280,21 @@ def idle_agent(url: str, seconds: float) -> dict[str, tuple[float, float]]:
 # -- what telemetry and imports take
 
 
-def time_samples(workers: int, children: int, repeat: int) -> dict[str, Any]:
-    """One look at all processes of this host, and a sample of those of the workers, in seconds."""
+def time_samples(workers: int, children: int, others: int, repeat: int) -> dict[str, Any]:
+    """CPU seconds of a look at the workers' processes with a sample of what they use, and how many processes there are.
+
+    Args:
+        workers: their number.
+        children: of each worker.
+        others: how many processes that are nobody's workers sleep beside them.
+        repeat: how many samples are timed.
+    """
+    sleepers = f"i=0; while [ $i -lt {others} ]; do sleep 600 & i=$((i + 1)); done; echo; wait"
+    beside = subprocess.Popen(["/bin/sh", "-c", sleepers], stdout=subprocess.PIPE, start_new_session=True)
+    assert beside.stdout
+    beside.stdout.readline()
     tree = processes.ProcessTree()
+    tree.adopt_orphans()  # as in `redelastic run`
     shell = " ".join(["sleep 600 &"] * children) + (" wait" if children else " exec sleep 600")
     started = [
         subprocess.Popen(["/bin/sh", "-c", shell], env=os.environ | tree.environment, start_new_session=True)
@@ -293,15 +305,17 @@ def time_samples(workers: int, children: int, repeat: int) -> dict[str, Any]:
         while len(tree.look(pids.values())) < workers * (1 + children):
             time.sleep(0.01)
         for _ in range(repeat + 1):
-            began = time.perf_counter()
+            began = time.process_time()
             samples.sample(telemetry.trees(tree.look(pids.values()), pids))
-            times.append(time.perf_counter() - began)
+            times.append(time.process_time() - began)
+        found = len(psutil.pids())
     finally:
-        for process in started:
+        for process in (*started, beside):
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         tree.close()
-    return {"times": times[1:], "processes": len(psutil.pids())}
+    beside.stdout.close()
+    return {"times": times[1:], "processes": found}
 
 
 def time_import(before: str, measured: str) -> float:
@@ -347,9 +361,9 @@ def run(quick: bool, progress: Progress) -> Iterator[Table]:
         yield from (used, memory)
 
     progress("telemetry")
-    table = Table("agent-telemetry", "One sample of what the workers use: once a second", "workers")
-    for workers, children in ((1, 0), (8, 4)):
-        took = run_alone(time_samples, (workers, children, 3 if quick else 50), LIMIT)
+    table = Table("agent-telemetry", "CPU time of one sample of what the workers use: once a second", "workers")
+    for workers, children, others in ((1, 0, 0), (8, 4, 0), (1, 0, 100 if quick else 2000)):
+        took = run_alone(time_samples, (workers, children, others, 3 if quick else 50), LIMIT)
         row = f"{workers}, {children} children each; {took['processes']} processes on the host"
         table.put(row, "takes", took["times"])
     yield table

@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import signal
+import time
 from multiprocessing import resource_tracker
 from typing import Any, Final
 
@@ -42,6 +43,7 @@ from .workers.signals import TORCH_SIGNALS, drain_on_signals, torch_signals
 log = logging.getLogger(__name__)
 
 FAREWELL: Final = 2.0  # for what Redis is still to be told at the end, in seconds
+BEREFT: Final = "lost its agent: killed or crashed"  # what the warden says of this node then
 
 
 class RedisElasticAgent(RegroupingAgent):
@@ -137,7 +139,7 @@ class RedisElasticAgent(RegroupingAgent):
             SignalException: a signal ended this process' work; SIGTERM and SIGUSR1 do so at the second time only.
         """
         with contextlib.ExitStack() as opened:
-            self._tree = ProcessTree()
+            self._tree = ProcessTree(lambda: self._membership.last_words(BEREFT))
             opened.callback(self._end_tree)
             opened.callback(self._close_workers)
             if self._owns_process:
@@ -205,6 +207,7 @@ class RedisElasticAgent(RegroupingAgent):
         )
         pids: dict[int, Any] = super()._start_workers(worker_group)
         workers.started(pids)
+        self._tree.look(pids.values())  # its warden has to know who this node is now
         size = int(worker_group.group_world_size or 0)
         self._drains = Drains(
             self._membership, workers, store=self._round_store, size=size, courier=self._courier, note=self._note
@@ -234,13 +237,13 @@ class RedisElasticAgent(RegroupingAgent):
         self._shutdown(timeout=self._shutdown_timeout)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: float | None = None) -> None:
-        """SIGTERM, then SIGKILL after ``timeout`` seconds, and nothing of the workers' processes is left."""
+        """SIGTERM, then SIGKILL after ``timeout`` seconds: to the workers, then to what is left of their processes."""
         timeout = self._shutdown_timeout if timeout is None else timeout
-        self._monitor.allow(2 * timeout)
+        self._monitor.allow(3 * timeout)
         roots = self._pids().values()
         shut_down(super()._shutdown, death_sig, timeout)
-        if killed := self._tree.kill(roots):
-            log.warning("Processes that the workers had left behind were killed: %s.", ", ".join(map(str, killed)))
+        if ended := self._tree.stop(roots, timeout):
+            log.warning("Processes that the workers had left behind were ended: %s.", ", ".join(map(str, ended)))
 
     def _pids(self) -> dict[int, int]:
         context = self._pcontext
@@ -277,6 +280,8 @@ class RedisElasticAgent(RegroupingAgent):
             self._drains.advance()
 
     def _exit_barrier(self) -> None:
+        """All have succeeded: what they left behind, an upload perhaps, has some time to end by itself."""
+        leftovers_end = time.monotonic() + self._shutdown_timeout
         group = self._worker_group
         rank, size = int(group.group_rank or 0), int(group.group_world_size or 0)
         if size > 1:
@@ -288,6 +293,8 @@ class RedisElasticAgent(RegroupingAgent):
                 each_second=self._act_on_requests,
                 is_patient=self._is_patient,
             )
+        view = self._membership.view
+        self._tree.wait(self._pids().values(), leftovers_end, lambda: bool(view.drain or view.stopped))
 
     def _is_patient(self) -> bool:
         return self._membership.view.away < self._rendezvous_handler.settings.read_timeout

@@ -25,6 +25,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torchrun_job import LIMIT, Job
 
 from redelastic.agent import AgentOptions, RedisElasticAgent
+from redelastic.agent.agent import BEREFT
 from redelastic.agent.host.health_endpoint import HealthEndpoint
 from redelastic.agent.workers.signals import SAME_REQUEST
 from redelastic.redis.server import RedisServer
@@ -246,8 +247,8 @@ def test_an_agent_that_is_killed_takes_its_workers_along(server: RedisServer, tm
         assert workers
         job.wait("no worker of b is left", lambda: not any(map(_lives, workers)))
         job.wait_round("a", epoch)
-        [lost] = [event for event in job.events("lost") if event.node == node]
-        assert lost.reason.startswith(("did not answer the roll call of ", "lost its lease after "))
+        [left] = [event for event in job.events("left") if event.node == node]
+        assert left.reason == BEREFT
 
 
 def _lives(process: psutil.Process) -> bool:

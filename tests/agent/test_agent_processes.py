@@ -12,10 +12,23 @@ from pathlib import Path
 
 import psutil
 import pytest
-from worker_processes import BARE_IN_SESSION, DAEMON, DEAF, LIFE, PRELUDE, SECRETIVE, lives, reuse, said, until
+from worker_processes import (
+    BARE_IN_SESSION,
+    DAEMON,
+    DEADLINE,
+    DEAF,
+    LIFE,
+    PRELUDE,
+    SECRETIVE,
+    lives,
+    reuse,
+    said,
+    until,
+)
 
 from redelastic.agent.workers import warden
-from redelastic.agent.workers.processes import TOKEN_VARIABLE, ProcessTree
+from redelastic.agent.workers.guard import TOKEN_VARIABLE
+from redelastic.agent.workers.processes import ProcessTree
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -91,7 +104,8 @@ def test_a_session_belongs_to_its_tree_when_its_leader_is_gone(tree: ProcessTree
     worker.kill()
     worker.wait()
     assert (left.environ(), left.ppid() == worker.pid) == ({}, False)
-    assert [p.pid for p in tree.look([])] == [left.pid]
+    assert tree.look([]) == []
+    assert [p.pid for p in tree.look([], full=True)] == [left.pid]
     assert tree.kill() == [left.pid]
     assert not lives(left)
 
@@ -174,8 +188,8 @@ def test_the_foreign_children_of_an_embedding_process_are_none_of_the_tree(
     assert set(tree.kill([worker.pid])) == {p.pid for p in pids.values()}
     assert worker.wait() == -signal.SIGKILL  # its status was left to whoever started it
     assert lives(foreign)
-    assert tree._warden is not None
-    assert tree._warden.poll() is None
+    assert tree._guard.pid is not None
+    assert lives(psutil.Process(tree._guard.pid))
 
 
 def test_a_function_that_was_forked_is_known_by_its_pid_alone(tree: ProcessTree, foreign: psutil.Popen) -> None:
@@ -200,8 +214,8 @@ def test_a_worker_of_an_agent_that_is_itself_a_worker_belongs_to_both(monkeypatc
     monkeypatch.setenv(TOKEN_VARIABLE, "outer")
     inner = ProcessTree()
     assert inner.environment == {TOKEN_VARIABLE: f"outer {inner.token}"}
-    assert inner._warden is not None
-    warden = psutil.Process(inner._warden.pid)
+    assert inner._guard.pid is not None
+    warden = psutil.Process(inner._guard.pid)
     until(lambda: warden.cmdline() and inner.token in warden.cmdline(), "its start")
     assert TOKEN_VARIABLE not in warden.environ()
     inner.close()
@@ -225,7 +239,7 @@ def test_without_proc_psutil_finds_the_descendants_and_sessions(
 ) -> None:
     monkeypatch.setattr(warden, "HAS_PROC", False)
     tree = ProcessTree()
-    assert tree._warden is None
+    assert tree._guard.pid is None
     worker = start(BARE_IN_SESSION)  # it has the token of another tree
     pids = said(tmp_path, "worker", "left")
     assert {p.pid for p in tree.look([worker.pid])} == {p.pid for p in pids.values()}
@@ -233,6 +247,209 @@ def test_without_proc_psutil_finds_the_descendants_and_sessions(
     worker.wait()
     assert tree.kill() == [pids["left"].pid]
     assert not lives(pids["left"])
+
+
+# -- SIGTERM before SIGKILL
+
+UPLOADER = (  # in a session of its own; SIGTERM has it finish what it does
+    PRELUDE
+    + """
+def finish(number, frame):
+    wait_for("go")
+    say("finished")
+    os._exit(0)
+
+def upload():
+    signal.signal(signal.SIGTERM, finish)
+    say("left")
+    live()
+
+daemon(upload)
+say("worker")
+"""
+)
+
+
+def ended(worker: subprocess.Popen[bytes]) -> None:
+    worker.kill()
+    worker.wait()
+
+
+def test_what_is_left_gets_sigterm_and_the_time_to_finish(
+    tree: ProcessTree, start: Start, tmp_path: Path, foreign: psutil.Popen
+) -> None:
+    worker = start(UPLOADER)
+    left = said(tmp_path, "worker", "left")["left"]
+    ended(worker)
+    (tmp_path / "go").touch()
+    assert tree.stop([worker.pid], grace=DEADLINE) == [left.pid]
+    assert (tmp_path / "finished").exists()
+    assert lives(foreign)
+
+
+def test_what_does_not_heed_sigterm_is_killed_when_its_time_is_up(
+    tree: ProcessTree, start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = start(DEAF)
+    left = said(tmp_path, "worker", "left")["left"]
+    ended(worker)
+    assert tree.stop([worker.pid], grace=0.2) == [left.pid]
+    assert not lives(left)
+    assert f"did not heed SIGTERM within 0.2 s: {left.pid}." in caplog.text
+
+
+def test_a_process_gets_sigterm_once(tree: ProcessTree, start: Start, tmp_path: Path) -> None:
+    worker = start(
+        PRELUDE
+        + """
+def count(number, frame):
+    os.write(1, b"T")
+
+signal.signal(signal.SIGTERM, count)
+say("worker")
+while True:
+    signal.pause()
+"""
+    )
+    said(tmp_path, "worker")
+    tree.stop([worker.pid], grace=3 * warden.RELOOK)
+    assert worker.stdout is not None
+    assert worker.stdout.read() == b"T"
+
+
+def test_a_stop_does_not_wait_where_nothing_is_left(tree: ProcessTree, start: Start, tmp_path: Path) -> None:
+    assert tree.stop([], grace=10 * DEADLINE) == []
+    worker = start(DAEMON)
+    pids = said(tmp_path, "worker", "left")
+    ended(worker)
+    assert tree.stop([worker.pid], grace=10 * DEADLINE) == [pids["left"].pid]
+
+
+def test_a_chain_that_forks_on_and_on_does_not_outlive_its_time(tree: ProcessTree, start: Start) -> None:
+    worker = start(
+        PRELUDE
+        + f"""
+end = time.monotonic() + {LIFE}
+while time.monotonic() < end:
+    if os.fork():
+        os._exit(0)  # the child goes on
+    os.setsid()
+    os.write(1, b".")
+os.write(1, b"nobody killed it")
+"""
+    )
+    assert worker.stdout is not None
+    tree.look([worker.pid])
+    assert len(worker.stdout.read(50)) == 50, "it does not fork"
+    worker.wait()
+    tree.stop([], grace=0.2)
+    assert set(worker.stdout.read()) <= set(b"."), "it lived to its end"
+
+
+def test_what_is_left_may_end_by_itself(tree: ProcessTree, start: Start, tmp_path: Path) -> None:
+    worker = start(PRELUDE + "daemon(lambda: (say('left'), wait_for('go'), say('uploaded'), os._exit(0)))")
+    left = said(tmp_path, "left")["left"]
+    worker.wait()
+    asked = []
+
+    def is_hurried() -> bool:
+        asked.append(lives(left))
+        (tmp_path / "go").touch()
+        return False
+
+    tree.wait([worker.pid], time.monotonic() + DEADLINE, is_hurried)
+    assert asked[0], "it is waited for"
+    assert (tmp_path / "uploaded").exists()
+    assert tree.kill() == []
+
+
+def test_who_is_hurried_waits_for_nobody(
+    tree: ProcessTree, start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    start(DAEMON)
+    left = said(tmp_path, "worker", "left")["left"]
+    tree.wait([], time.monotonic() + 10 * DEADLINE, lambda: "which get SIGTERM in" in caplog.text)
+    assert lives(left)
+    assert f"{left.pid} (python" in caplog.text, "it is named"
+
+
+# -- what a look costs
+
+
+@pytest.fixture
+def no_look_at_all(tree: ProcessTree, start: Start) -> Iterator[None]:  # noqa: ARG001  # what that ends is looked for
+    """It is an error to look at all processes of the host."""
+    tree.look([])
+
+    def look() -> dict[int, warden.Process]:
+        raise AssertionError("this looks at all processes of the host")
+
+    with pytest.MonkeyPatch.context() as broken:
+        broken.setattr(warden, "processes", look)
+        yield
+
+
+@pytest.mark.skipif(not warden.LISTS_CHILDREN, reason="needs /proc/<pid>/task/<tid>/children")
+@pytest.mark.usefixtures("no_look_at_all")
+def test_a_look_does_not_look_at_others_processes(
+    tree: ProcessTree, start: Start, tmp_path: Path, foreign: psutil.Popen
+) -> None:
+    worker = start(SECRETIVE)
+    pids = said(tmp_path, "worker", "left")
+    found = {p.pid for p in tree.look([worker.pid])}
+    assert found >= {p.pid for p in pids.values()}
+    assert foreign.pid not in found
+    assert tree._guard.pid not in found
+    (tmp_path / "go").touch()
+    until((tmp_path / "went").exists, "the parent's end")
+    ended(worker)
+    until(lambda: [p.pid for p in tree.look([])] == [pids["left"].pid], "what was seen is known, and what ended is not")
+
+
+@pytest.mark.skipif(not warden.LISTS_CHILDREN, reason="needs /proc/<pid>/task/<tid>/children")
+@pytest.mark.usefixtures("no_look_at_all")
+def test_a_child_of_any_thread_is_found(tree: ProcessTree, start: Start, tmp_path: Path) -> None:
+    worker = start(
+        PRELUDE
+        + """
+import subprocess, threading
+threading.Thread(target=lambda: (subprocess.Popen(["sleep", "90"]), say("forked"), live()), daemon=True).start()
+live()
+"""
+    )
+    said(tmp_path, "forked")
+    assert len(tree.look([worker.pid])) == 2
+
+
+@pytest.mark.parametrize("cause", ["its time has come", "this kernel does not list children"])
+def test_what_has_left_its_parent_is_found_when_all_processes_are_looked_at(
+    tree: ProcessTree, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cause: str
+) -> None:
+    tree.look([])
+    worker = start(DAEMON)
+    pids = said(tmp_path, "worker", "left")
+    if warden.LISTS_CHILDREN:
+        assert [p.pid for p in tree.look([worker.pid])] == [worker.pid]
+    if cause == "its time has come":
+        monkeypatch.setattr(tree, "_full_look_at", 0.0)
+    else:
+        monkeypatch.setattr(warden, "LISTS_CHILDREN", False)
+    assert {p.pid for p in tree.look([worker.pid])} == {p.pid for p in pids.values()}
+
+
+def test_a_session_is_remembered_from_one_look_at_all_processes_to_the_next(
+    tree: ProcessTree, start: Start, tmp_path: Path
+) -> None:
+    """Though the worker that opened it is gone, and what it left has nothing else that speaks for it."""
+    tree.look([])
+    worker = start(PRELUDE + "wait_for('go')\n" + BARE_IN_SESSION)
+    tree.look([worker.pid])
+    (tmp_path / "go").touch()
+    left = said(tmp_path, "worker", "left")["left"]
+    ended(worker)
+    tree.look([])
+    tree.look([])
+    assert [p.pid for p in tree.look([], full=True)] == [left.pid]
 
 
 # -- pids that the system gave to somebody else

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import signal
 import socket
@@ -178,27 +179,58 @@ def test_a_script_that_ends_at_once(tmp_path: Path, source: str, code: int) -> N
 
 def test_a_daemon_ends_with_the_run(server: RedisServer, tmp_path: Path) -> None:
     with Unruly(server, tmp_path, "1:1") as job:
-        job.begin("a", action="leave_daemon")
+        job.begin("a", action="leave_daemon", options=("--shutdown-timeout=1",))
         daemon = pid_in(job.wait_file("daemon"))
         assert lives(daemon)
         job.tell("finish")
         assert job.wait_end("a") == 0
         assert not lives(daemon)
-        assert f"had left behind were killed: {daemon}." in job.nodes["a"].stderr
+        log = job.nodes["a"].stderr
+        assert re.search(rf"left processes behind, which get SIGTERM in \d s: {daemon} \(", log)
+        assert f"did not heed SIGTERM within 1 s: {daemon}." in log
+        assert f"had left behind were ended: {daemon}." in log
+
+
+@pytest.mark.fault("workers have ended well, and an upload that they started goes on", "it may finish")
+def test_an_upload_that_outlives_its_worker_may_finish(tmp_path: Path) -> None:
+    done = run(tmp_path, "leave_upload")
+    assert done.returncode == 0
+    assert (tmp_path / "uploaded").exists()
+    assert "had left behind were ended" not in done.stderr
+
+
+@pytest.mark.fault("SIGTERM while what workers left behind may finish", "it gets SIGTERM; the run has succeeded")
+def test_who_ends_an_agent_that_waits_for_leftovers_ends_a_success(server: RedisServer, tmp_path: Path) -> None:
+    with Unruly(server, tmp_path, "1:1") as job:
+        job.begin("a", action="leave_sleeper", options=(f"--shutdown-timeout={10 * LIMIT:.0f}",))
+        job.wait("it waits", lambda: "left processes behind" in job.nodes["a"].stderr)
+        sleeper = pid_in(job.wait_file("sleeper"))
+        assert lives(sleeper)
+        job.nodes["a"].terminate()
+        assert job.wait_end("a") == 0
+        assert not lives(sleeper)
+        assert [event.reason for event in job.control.events() if event.event == "closed"], "the run is done"
+
+
+@pytest.mark.fault("a worker fails, and what it has started still runs", "SIGTERM, and time to clean up")
+def test_what_a_failed_worker_leaves_may_clean_up(tmp_path: Path) -> None:
+    done = run(tmp_path, "leave_cleaner")
+    assert done.returncode == FAILED
+    assert (tmp_path / "cleaned").exists()
+    assert f"had left behind were ended: {pid_in(tmp_path / 'cleaner')}." in done.stderr
 
 
 @pytest.mark.fault("an agent is killed whose worker has started a daemon", "the daemon ends too")
 def test_a_daemon_ends_with_an_agent_that_is_killed(server: RedisServer, tmp_path: Path) -> None:
-    """And Redis shows that death within the lease, though nobody else is there to notice it."""
+    """And Redis shows that death, though nobody else is there to notice it."""
     with Unruly(server, tmp_path, "1:1") as job:
         job.begin("a", action="leave_daemon")
         daemon, worker = pid_in(job.wait_file("daemon")), pid_in(job.wait_file("a-started"))
-        [node] = job.control.state().members
-        assert node.lease > 0
+        assert len(job.control.state().members) == 1
         job.nodes["a"].process.kill()
         assert job.wait_end("a") == -signal.SIGKILL
         job.wait("nothing of it is left", lambda: not lives(daemon) and not lives(worker))
-        job.wait("its lease is over", lambda: job.control.state().members[0].lease < 0)
+        job.wait("it has left", lambda: not job.control.state().members)
 
 
 @pytest.mark.fault("a worker ignores SIGTERM", "it is killed after `--shutdown-timeout`")

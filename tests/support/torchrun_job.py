@@ -106,6 +106,7 @@ class Node:
     def kill(self) -> None:
         """As when the machine dies: the agent and all its workers are gone at once."""
         self.may_end = True
+        self.freeze()  # or the warden might still say that the agent is dead
         self._signal_tree(signal.SIGKILL)
 
     def kill_agent_alone(self) -> list[psutil.Process]:

@@ -9,22 +9,26 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
+import math
 import os
-import subprocess
-import sys
 import threading
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from typing import Final
 
 import psutil
 
 from . import warden
+from .guard import TOKEN_VARIABLE, Guard
 from .warden import Process
 
 log = logging.getLogger(__name__)
 
-TOKEN_VARIABLE: Final = "REDELASTIC_AGENT"  # noqa: S105
 PR_SET_CHILD_SUBREAPER: Final = 36
+QUIET: Final = 0.5  # before it is said what is waited for, in seconds
+FULL_LOOKS: Final = 30.0  # between two looks at all processes of the host where nothing is adopted, in seconds
+
+Look = tuple[Iterable[Process], dict[int, Process]]  # processes among which our children are, and the tree by pid
 
 
 class ProcessTree:
@@ -32,24 +36,28 @@ class ProcessTree:
 
     Each worker must be started with ``environment``. From the beginning to ``close()`` a warden stands by.
 
+    Args:
+        last_words: what the warden is to tell Redis should this process be killed: see :class:`Guard`.
+
     Attributes:
         token: random, and in the environment of the workers and what they start.
         environment: what to add to the environment of a worker.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, last_words: Callable[[], bytes] = bytes) -> None:
         self.token = os.urandom(16).hex()
         # An agent that is a worker of another one belongs to that one's tree, and so do its own workers.
         self.environment = {TOKEN_VARIABLE: f"{os.environ.get(TOKEN_VARIABLE, '')} {self.token}".lstrip()}
         self._lock = threading.Lock()
         self._members: dict[int, Process] = {}  # as of the last look
+        self._sessions: set[int] = set()  # that these and those before them had
         self._handles: dict[tuple[int, float], psutil.Process] = {}
         self._roots: set[int] = set()  # workers: those who started them reap them
         self._own_children: set[tuple[int, float]] | None = None  # when adoption began; None: it did not
-        self._warden: subprocess.Popen[bytes] | None = None
-        self._told: set[tuple[int, float]] = set()  # what the warden knows
+        self._full_look_at = 0.0  # on the monotonic clock
+        self._guard = Guard(self.token, last_words)
         self._closed = False
-        self._brief_warden()
+        self._guard.brief(())
 
     def adopt_orphans(self) -> None:
         """Make this process the parent of all its descendants' orphans, on Linux; elsewhere do nothing.
@@ -62,29 +70,68 @@ class ProcessTree:
                 children = (process for process in warden.processes().values() if process.parent == os.getpid())
                 self._own_children = {(child.pid, child.start) for child in children}
 
-    def look(self, roots: Iterable[int]) -> list[psutil.Process]:
+    def look(self, roots: Iterable[int], *, full: bool = False) -> list[psutil.Process]:
         """Find the tree; call it about once a second.
+
+        A look costs nothing for processes that are not ours: it follows the known ones to their children, and this
+        process to the orphans that it has adopted. It misses an orphan in this process' own session and, where nothing
+        is adopted, any orphan that it has not seen before. That one is found by its environment or session when the
+        tree is ended, and where nothing is adopted also every ``FULL_LOOKS`` seconds, by a look at all processes of the
+        host. Until then its usage is not counted, and the warden has to find it by its environment.
 
         Args:
             roots: pids of the workers; one that is no descendant of this process is taken for somebody else's by now.
+            full: whether to look at all processes of the host in any case.
 
         Returns:
             The living processes of the tree; the same process is the same object each time.
         """
         with self._lock:
-            table, self._members = self._find(set(roots))
+            due = self._own_children is None and time.monotonic() >= self._full_look_at
+            find = self._find if full or due or not warden.LISTS_CHILDREN else self._follow
+            table, self._members = find(set(roots))
             # A session leader may be a worker that died before we were told of it: whoever started it wants its status.
-            self._reap(process for process in table.values() if process.pid != process.session)
+            self._reap(process for process in table if process.pid != process.session)
             if not self._closed:
-                self._brief_warden()
+                self._guard.brief(self._members.values())
             handles = {}
             for member in self._members.values():
                 key = member.pid, member.start
-                with contextlib.suppress(psutil.NoSuchProcess):
+                with contextlib.suppress(psutil.Error):  # it has just gone
                     if member.alive:
                         handles[key] = self._handles.get(key) or psutil.Process(member.pid)
             self._handles = handles
             return list(handles.values())
+
+    def wait(self, roots: Iterable[int], until: float, is_hurried: Callable[[], bool]) -> None:
+        """Let all that is left of the tree end by itself.
+
+        Args:
+            roots: pids of the workers, as for ``look``.
+            until: when to give up, on the monotonic clock in seconds.
+            is_hurried: whether to give up now; asked several times a second.
+        """
+        left, say_at = self.look(roots, full=True), time.monotonic() + QUIET
+        while left and (now := time.monotonic()) < until and not is_hurried():
+            if now >= say_at:
+                names = ", ".join(f"{process.pid} ({_describe(process.pid)})" for process in left)
+                log.warning(
+                    "The workers have left processes behind, which get SIGTERM in %.0f s: %s.", until - now, names
+                )
+                say_at = math.inf
+            psutil.wait_procs(left, timeout=0.1)
+            left = self.look(roots)
+
+    def stop(self, roots: Iterable[int], grace: float) -> list[int]:
+        """End all that is left of the tree: SIGTERM first, and :meth:`kill` what lives ``grace`` seconds later.
+
+        Returns:
+            The pids of what was left, in order.
+        """
+        ended = self._end(set(roots), grace)
+        if stubborn := sorted(ended.asked & ended.killed):
+            log.warning("Processes of the workers did not heed SIGTERM within %g s: %s.", grace, _listed(stubborn))
+        return sorted(ended.asked | ended.killed)
 
     def kill(self, roots: Iterable[int] = ()) -> list[int]:
         """SIGKILL all that is left of the tree, again and again until nothing is.
@@ -97,20 +144,7 @@ class ProcessTree:
         Returns:
             The pids killed, in order.
         """
-        workers = set(roots)
-
-        def look() -> tuple[dict[int, Process], dict[int, Process]]:
-            table, members = self._find(workers)
-            self._members |= members  # what has just gone may have left a session
-            return table, members
-
-        with self._lock:
-            killed, left = warden.end(self.token, look)
-            self._reap(warden.processes().values())
-        if left:
-            names = ", ".join(f"{pid} ({_describe(pid)})" for pid in sorted(left))
-            log.error("Processes of the workers are not gone %g s after SIGKILL: %s.", warden.LIMIT, names)
-        return sorted(killed)
+        return sorted(self._end(set(roots), 0.0).killed)
 
     def close(self) -> None:
         """Dismiss the warden, and adopt nobody any more; what is left of the tree then outlives this process."""
@@ -118,25 +152,67 @@ class ProcessTree:
             self._closed = True
             if self._own_children is not None:
                 _adopt(False)
-            if self._warden is not None:
-                self._warden.kill()
-                self._warden.communicate()
-                self._warden = None
+            self._guard.close()
 
-    def _find(self, roots: set[int]) -> tuple[dict[int, Process], dict[int, Process]]:
+    def _end(self, workers: set[int], grace: float) -> warden.Ended:
+        met: dict[int, Process] = {}
+
+        def look() -> tuple[dict[int, Process], dict[int, Process]]:
+            with self._lock:
+                self._members = met | self._members  # what has just gone may have left a session
+                self._sessions |= _sessions(met)
+                table, members = self._find(workers)
+                met.update(self._members | members)
+            return {process.pid: process for process in table}, members
+
+        ended = warden.end(self.token, look, grace)
+        with self._lock:
+            self._reap(warden.processes().values())
+        if ended.left:
+            names = ", ".join(f"{pid} ({_describe(pid)})" for pid in sorted(ended.left))
+            log.error("Processes of the workers are not gone %g s after SIGKILL: %s.", warden.LIMIT, names)
+        return ended
+
+    def _find(self, roots: set[int]) -> Look:
+        """The tree, and all processes of the host."""
         me, table = os.getpid(), warden.processes()
+        self._full_look_at = time.monotonic() + FULL_LOOKS
         self._roots = {pid for pid in self._roots | roots if pid in table}
-        mine = [pid for pid in roots if _descends_from(me, pid, table)]
-        mine += [process.pid for process in table.values() if self._is_adopted(process)]
+        mine = [table[pid] for pid in roots if _descends_from(me, pid, table.get)]
+        mine += [process for process in table.values() if self._is_adopted(process)]
         members = warden.find(
             table,
             self.token,
-            {process.pid: process.start for process in (*self._members.values(), *(table[pid] for pid in mine))},
-            {process.session for process in self._members.values()},
-            strangers={me, self._warden.pid if self._warden else me},
+            {process.pid: process.start for process in (*self._members.values(), *mine)},
+            self._sessions,
+            strangers=self._strangers(),
             agent_session=os.getsid(0),
         )
-        return table, members
+        self._sessions = _sessions(members)
+        return table.values(), members
+
+    def _follow(self, roots: set[int]) -> Look:
+        """What can be reached of the tree from its known members and our children, and these."""
+        me = os.getpid()
+        children = warden.children(me)
+        self._roots = {pid for pid in self._roots | roots if warden.look_up(pid)}
+        known = [(member, warden.look_up(member.pid)) for member in self._members.values()]
+        reached = [now for before, now in known if now and now.start == before.start]
+        reached += [root for pid in roots if _descends_from(me, pid, warden.look_up) and (root := warden.look_up(pid))]
+        reached += [child for child in children if self._is_adopted(child)]
+        members: dict[int, Process] = {}
+        strangers = self._strangers()
+        while reached:
+            member = reached.pop()
+            if member.pid not in members and member.pid not in strangers:
+                members[member.pid] = member
+                reached += warden.children(member.pid)
+        self._sessions = _sessions(members) | (self._sessions if self._own_children is None else set())
+        return children, members
+
+    def _strangers(self) -> set[int]:
+        """What descends from us, or looks like it, and is nobody's worker."""
+        return {os.getpid(), *([self._guard.pid] if self._guard.pid else [])}
 
     def _is_adopted(self, process: Process) -> bool:
         """Whether ``process`` is an orphan of the tree's that became a child of ours, or one of the workers."""
@@ -153,58 +229,26 @@ class ProcessTree:
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(process.pid, os.WNOHANG)
 
-    def _brief_warden(self) -> None:
-        """Tell the warden what is new in the tree; start it if there is none."""
-        if self._warden is None or self._warden.poll() is not None:
-            self._start_warden()
-        if self._warden is None or self._warden.stdin is None:
-            return
-        members = {(process.pid, process.start) for process in self._members.values()}
-        self._told &= members
-        with contextlib.suppress(BrokenPipeError):  # it is dead: the next look starts another one
-            for pid, start in members - self._told:
-                if self._warden.stdin.write(b"%d %d\n" % (pid, start)) is None:
-                    break  # it is far behind: the next look goes on
-                self._told.add((pid, start))
-
-    def _start_warden(self) -> None:
-        if not warden.HAS_PROC:
-            return
-        if self._warden is not None:
-            self._warden.communicate()
-            log.warning("The warden of the workers' processes was killed; a new one is started.")
-        arguments = [self.token, str(os.getpid()), str(os.getsid(0))]
-        try:
-            self._warden = subprocess.Popen(
-                [sys.executable, "-I", "-S", warden.__file__, *arguments],
-                bufsize=0,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                cwd="/",
-                env={name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE},
-                start_new_session=True,
-            )
-        except OSError as e:
-            self._warden = None
-            log.warning("No warden could be started (%s): if SIGKILL ends this process, its workers live on.", e)
-        else:
-            self._told = set()
-            if self._warden.stdin is not None:
-                os.set_blocking(self._warden.stdin.fileno(), False)
-
 
 def _adopt(whether: bool) -> bool:
     """Whether orphans of this process' descendants become its children from now on; returns whether Linux agreed."""
     return bool(ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(whether), 0, 0, 0) == 0)
 
 
-def _descends_from(ancestor: int, pid: int, table: dict[int, Process]) -> bool:
-    while pid in table:
-        pid = table[pid].parent
+def _descends_from(ancestor: int, pid: int, look_up: Callable[[int], Process | None]) -> bool:
+    while process := look_up(pid):
+        pid = process.parent
         if pid == ancestor:
             return True
     return False
+
+
+def _sessions(members: dict[int, Process]) -> set[int]:
+    return {process.session for process in members.values()}
+
+
+def _listed(pids: Iterable[int]) -> str:
+    return ", ".join(map(str, pids))
 
 
 def _describe(pid: int) -> str:

@@ -1,15 +1,18 @@
-"""The warden: ends the processes of an agent's workers once the agent is gone, however that happened.
+"""The warden: once an agent is gone, however that happened, ends its workers' processes and tells Redis so.
 
 A process belongs to the tree of an agent's workers if any of these holds:
 
 - it is a worker, or its parent belongs;
 - it has the agent's token in its environment: that survives fork, exec, setsid and the death of every ancestor;
 - it is in a session that a process of the tree opened;
-- it belonged when the agent last looked, about once a second;
+- it belonged when the agent last looked (:meth:`redelastic.agent.workers.processes.ProcessTree.look`);
 - it is an orphan that the agent adopted, which it can do where the whole process is its own.
 
 So a process escapes only where nothing is adopted, and only by leaving its parent, session and environment between two
 looks.
+
+Only when all of them are gone does the warden have the node leave its run, with the last words that the agent left with
+it: a node's place must never be free while its workers live (I1). If some are not gone in time, it says nothing.
 
 The agent runs this file by its path, in a process of its own, with the standard library alone: it stays small.
 """
@@ -30,7 +33,10 @@ LIMIT: Final = 30.0  # within which killed processes have to be gone, in seconds
 CHASE: Final = 1.0  # how long new processes are stopped before any is killed, in seconds
 PROBES: Final = 50  # looks at the newest process after each look at all of them, a few ten microseconds apart
 EMPTY_LOOKS: Final = 20  # that end a kill on a host where new processes never cease to come
-INTERVAL: Final = 0.2  # in which the warden asks whether its parent is still the agent, in seconds
+INTERVAL: Final = 0.2  # between two looks for the agent on a kernel without pidfd, in seconds
+RELOOK: Final = 1.0  # between two looks for new processes while those that got SIGTERM have their grace, in seconds
+DELIVERY: Final = 5.0  # for the last words, in seconds
+WORDS: Final = b"words"  # begins a line of the briefing with the last words; the others are a pid and a start
 
 
 class Process(NamedTuple):
@@ -44,6 +50,14 @@ class Process(NamedTuple):
     alive: bool  # not a zombie
 
 
+class Ended(NamedTuple):
+    """How a tree was ended: pids."""
+
+    asked: set[int]  # that got SIGTERM
+    killed: set[int]  # that got SIGKILL
+    left: set[int]  # that live in spite of it
+
+
 def read(path: str) -> bytes:
     """A file of the kernel's; nothing if it is not there, or not for us."""
     try:
@@ -54,22 +68,37 @@ def read(path: str) -> bytes:
 
 
 HAS_PROC = bool(read("/proc/self/stat"))
+LISTS_CHILDREN = os.path.exists("/proc/thread-self/children")  # noqa: PTH110  # not every kernel is built with it
 
 
 def processes() -> dict[int, Process]:
     """All processes that this one can see, by pid."""
     if not HAS_PROC:
         return _processes_by_psutil()
-    table = {}
-    for name in reversed(os.listdir("/proc")):  # noqa: PTH208  # the newest first: they may not be there for long
-        if name.isdecimal():
-            _, _, stat = read(f"/proc/{name}/stat").rpartition(b")")  # the name before it may hold anything
-            fields = stat.split()
-            if fields:
-                pid, (parent, group, session), threads = int(name), map(int, fields[1:4]), int(fields[17])
-                alive = fields[0] not in b"ZX" or threads > 1  # its main thread alone may have ended
-                table[pid] = Process(pid, parent, group, session, int(fields[19]), alive)
-    return table
+    newest_first = reversed(os.listdir("/proc"))  # noqa: PTH208  # they may not be there for long
+    found = (look_up(int(name)) for name in newest_first if name.isdecimal())
+    return {process.pid: process for process in found if process}
+
+
+def look_up(pid: int) -> Process | None:
+    """One process, as ``/proc`` has it; None if there is none."""
+    _, _, stat = read(f"/proc/{pid}/stat").rpartition(b")")  # the name before it may hold anything
+    fields = stat.split()
+    if not fields:
+        return None
+    (parent, group, session), threads = map(int, fields[1:4]), int(fields[17])
+    alive = fields[0] not in b"ZX" or threads > 1  # its main thread alone may have ended
+    return Process(pid, parent, group, session, int(fields[19]), alive)
+
+
+def children(pid: int) -> list[Process]:
+    """The children of a process; one that another one's end hides from us at this moment is there the next time."""
+    found: list[Process] = []
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208
+            pids = map(int, read(f"/proc/{pid}/task/{thread}/children").split())
+            found += [child for child in map(look_up, pids) if child]
+    return found
 
 
 def _processes_by_psutil() -> dict[int, Process]:
@@ -156,28 +185,32 @@ def _ambush(token: str) -> bool:
     return False
 
 
-def end(token: str, look: Callable[[], tuple[dict[int, Process], dict[int, Process]]]) -> tuple[set[int], set[int]]:
-    """Kill the tree as ``look`` finds it in a table of all processes, until it finds nothing more.
+def end(token: str, look: Callable[[], tuple[dict[int, Process], dict[int, Process]]], grace: float = 0.0) -> Ended:
+    """End the tree as ``look`` finds it in a table of all processes, until it finds nothing more.
 
-    What is new is stopped first, and looked at again: a stopped process does not fork, and still is its children's
-    parent. Only when nothing new turns up any more, or has done so for too long, all are killed.
-
-    Returns:
-        The pids killed, and those that are left after ``LIMIT``.
+    Within ``grace`` seconds each process gets one SIGTERM and may end by itself. Then all are killed. What is new is
+    stopped first, and looked at again: a stopped process does not fork, and still is its children's parent. Only when
+    nothing new turns up any more, or has done so for too long, all get SIGKILL. Some may live ``LIMIT`` seconds later.
     """
-    started = time.monotonic()
+    kill_at = time.monotonic() + grace
+    asked: set[tuple[int, float]] = set()
     met: set[tuple[int, float]] = set()
     empty_looks = 0
     while True:
         newest = _newest()
         table, members = look()
         left = {(process.pid, process.start) for process in members.values() if process.alive}
-        seconds = time.monotonic() - started
+        seconds = time.monotonic() - kill_at
         empty_looks = 0 if left else empty_looks + 1
         # Where nothing was started meanwhile, none can have slipped past the look.
         ended = not left and (newest == _newest() or empty_looks == EMPTY_LOOKS)
         if ended or seconds > LIMIT:
-            return {pid for pid, _ in met}, {pid for pid, _ in left}
+            return Ended(*({pid for pid, _ in found} for found in (asked, met, left)))
+        if seconds < 0:
+            _terminate(left - asked)
+            asked |= left
+            _wait(left, min(kill_at, time.monotonic() + RELOOK))
+            continue
         chase = not left <= met and seconds < CHASE
         _signal(table, members, signal.SIGSTOP if chase else signal.SIGKILL)
         met |= left
@@ -185,8 +218,25 @@ def end(token: str, look: Callable[[], tuple[dict[int, Process], dict[int, Proce
             time.sleep(min(0.1, 0.005 + seconds / 10))
 
 
+def _terminate(processes: set[tuple[int, float]]) -> None:
+    for pid, _ in processes:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGTERM)
+
+
+def _wait(processes: set[tuple[int, float]], until: float) -> None:
+    """Wait until these have ended, or until then on the monotonic clock; costs nothing for other processes."""
+    pause = 0.002
+    while time.monotonic() < until:
+        time.sleep(pause)
+        pause = min(2 * pause, 0.05)
+        found = {(process.pid, process.start) for pid, _ in processes if (process := look_up(pid)) and process.alive}
+        if HAS_PROC and not found & processes:
+            return
+
+
 def watch(token: str, agent: int, agent_session: int) -> None:
-    """The warden's life: it hears of the agent's processes on its standard input, and ends them when the agent is gone.
+    """The warden's life: it is briefed on its standard input, and acts when the agent is gone.
 
     That is so when this process gets another parent. The end of the input alone says nothing: an agent may close it,
     and a forked worker may keep it open.
@@ -195,17 +245,25 @@ def watch(token: str, agent: int, agent_session: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     os.set_blocking(0, False)
     known: dict[int, float] = {}
-    heard, listening = b"", True
+    words = b""
+    heard, sources = b"", [0, *_pidfd(agent)]
+    interval = None if sources[1:] and os.getppid() == agent else INTERVAL  # else that is somebody with its number
     gone = False
     while not gone:
-        select.select([0] if listening else [], [], [], INTERVAL)
-        gone = os.getppid() != agent  # asked before the last words are read
+        ready = select.select(sources, [], [], interval)[0]
+        gone = os.getppid() != agent or ready not in ([], [0])  # asked before the rest of the briefing is read
         with contextlib.suppress(BlockingIOError):
-            while listening:
+            while 0 in sources:
                 said = os.read(0, 65536)
-                listening = bool(said)
+                if not said:
+                    sources.remove(0)
                 *lines, heard = (heard + said).split(b"\n")
-                known.update((int(pid), int(start)) for pid, start in map(bytes.split, lines))
+                for line in lines:
+                    first, _, rest = line.partition(b" ")
+                    if first == WORDS:
+                        words = rest
+                    else:
+                        known[int(first)] = int(rest)
 
     def look() -> tuple[dict[int, Process], dict[int, Process]]:
         table = processes()
@@ -213,7 +271,26 @@ def watch(token: str, agent: int, agent_session: int) -> None:
         known.update((process.pid, process.start) for process in members.values())
         return table, members
 
-    end(token, look)
+    if not end(token, look).left and words:
+        _deliver(words)
+
+
+def _pidfd(pid: int) -> list[int]:
+    """What tells of the end of a process; nothing where the kernel has no pidfd (Linux before 5.3)."""
+    try:
+        return [os.pidfd_open(pid)]
+    except (AttributeError, OSError):
+        return []
+
+
+def _deliver(words: bytes) -> None:
+    # Whatever it hangs on, a name server for one, it ends.
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, DELIVERY)
+    sys.path.append(os.path.dirname(__file__))  # noqa: PTH120
+    import deliver  # type: ignore[import-not-found]  # noqa: PLC0415  # beside this file; doubles the warden's memory
+
+    deliver.deliver(words)
 
 
 if __name__ == "__main__":

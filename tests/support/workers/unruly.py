@@ -57,6 +57,48 @@ def leave_daemon(directory: Path) -> None:
     wait(directory)
 
 
+def leave_upload(directory: Path) -> None:
+    """One in a session of its own, which takes a moment longer than the worker."""
+    worker = os.getpid()
+    if os.fork() == 0:
+        os.setsid()
+        while os.getppid() == worker:
+            time.sleep(0.01)
+        time.sleep(1)
+        say(directory, "uploaded", os.getpid())
+        os._exit(0)
+
+
+def leave_sleeper(directory: Path) -> None:
+    """One that never ends by itself."""
+    if os.fork() == 0:
+        os.setsid()
+        say(directory, "sleeper", os.getpid())
+        time.sleep(600)
+        os._exit(0)
+    while not (directory / "sleeper").exists():
+        time.sleep(0.01)
+
+
+def leave_cleaner(directory: Path) -> None:
+    """One that cleans up on SIGTERM, which takes a moment; the worker fails."""
+
+    def clean(_signal: int, _frame: object) -> None:
+        time.sleep(1)
+        say(directory, "cleaned", os.getpid())
+        os._exit(0)
+
+    if os.fork() == 0:
+        os.setsid()
+        signal.signal(signal.SIGTERM, clean)
+        say(directory, "cleaner", os.getpid())
+        time.sleep(600)
+        os._exit(0)
+    while not (directory / "cleaner").exists():
+        time.sleep(0.01)
+    raise RuntimeError("this worker was told to fail")
+
+
 def flood(_: Path) -> None:
     for i in range(FLOOD // LINE):
         sys.stdout.write(f"{i:0{LINE - 1}}\n")
@@ -85,8 +127,8 @@ def hang_in_kernel(directory: Path) -> None:
 ACTIONS: dict[str, Callable[[Path], None]] = {
     action.__name__: action
     for action in (
-        *(wait, fail_at_the_end, end_first, ignore_sigterm, leave_daemon, flood, close_output, take_all_memory),
-        hang_in_kernel,
+        *(wait, fail_at_the_end, end_first, ignore_sigterm, flood, close_output, take_all_memory),
+        *(leave_daemon, leave_upload, leave_sleeper, leave_cleaner, hang_in_kernel),
     )
 }
 
