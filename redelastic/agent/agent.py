@@ -71,7 +71,8 @@ class RedisElasticAgent(RegroupingAgent):
 
     Raises:
         TypeError: another handler.
-        ValueError: more workers than GPUs, or a GPU that does not exist.
+        ValueError: fewer GPUs than workers that are to have one each, or a GPU that does not exist.
+        DriverError: the GPUs' driver does not answer, or fails.
     """
 
     def __init__(
@@ -90,7 +91,8 @@ class RedisElasticAgent(RegroupingAgent):
         if not isinstance(handler, RedisRendezvousHandler):
             raise TypeError(f"RedisElasticAgent needs a RedisRendezvousHandler, not a {type(handler).__name__}.")
         self._options = options or AgentOptions()
-        self._assignment = assign(spec.local_world_size, share=self._options.share_gpus, environ=os.environ)
+        share, isolate = self._options.share_gpus, bool(spec.virtual_local_rank)
+        self._assignment = assign(spec.local_world_size, share=share, isolate=isolate, environ=os.environ)
         if self._assignment.isolate and not spec.virtual_local_rank:
             log.warning(
                 "Each worker sees its own GPU only, as device 0, and LOCAL_RANK is 0: see redelastic.agent.host.gpus."
@@ -116,6 +118,7 @@ class RedisElasticAgent(RegroupingAgent):
         self._drains: Drains | None = None
         self._usage: dict[str, Any] = {}  # the newest sample
         self._job_restarts = 0
+        self._starts = 0  # how often this node's workers were started
         self._verdict = ""  # why the job may not restart its workers
         self._unfit = True  # whether this node has to prove its health before it joins
         self._due_by = math.inf  # when the loop has to come round, on the monotonic clock
@@ -229,6 +232,7 @@ class RedisElasticAgent(RegroupingAgent):
         )
         pids: dict[int, Any] = super()._start_workers(worker_group)
         workers.started(pids)
+        self._starts += 1
         size = int(worker_group.group_world_size or 0)
         self._drains = Drains(
             self._membership, workers, store=self._round_store, size=size, courier=self._courier, note=self._note
@@ -239,10 +243,10 @@ class RedisElasticAgent(RegroupingAgent):
         return pids
 
     def _set_local_rank_env(self, worker_env: dict[str, Any], local_rank: int, spec: WorkerSpec) -> None:
-        if spec.virtual_local_rank and self._assignment.gpus:
-            worker_env.update(self._assignment.isolated_env(local_rank))
-        else:
-            super()._set_local_rank_env(worker_env, local_rank, spec)
+        isolated = spec.virtual_local_rank and bool(self._assignment.gpus)
+        super()._set_local_rank_env(worker_env, 0 if isolated else local_rank, spec)
+        if isolated:
+            self._assignment.isolate_worker(local_rank, worker_env)
         if self._workers:
             worker_env.update(self._tree.environment)
             worker_env.update(self._workers.environment(local_rank))
@@ -429,6 +433,7 @@ class RedisElasticAgent(RegroupingAgent):
         status = {**base, **self._own_state(), "agent": "redelastic"}
         status["restarts"] = self._worker_group.spec.max_restarts - self._remaining_restarts
         status["job_restarts"] = self._job_restarts
+        status["restarted"] = max(0, self._starts - 1)  # unlike `restarts`, of which some are taken back
         told = [workers.describe(worker) for worker in self._worker_group.workers] if workers and workers.pids else []
         return {**status, **usage, "workers": [{**one, **each.get(str(one["local_rank"]), {})} for one in told]}
 

@@ -115,7 +115,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--health-command", metavar="COMMAND", help="a shell command; if it fails, this node does not join")
     add("--health-port", type=int, metavar="PORT", help="serve /livez, /readyz and /metrics")
     add("--health-host", default="127.0.0.1", metavar="ADDRESS", help="where to serve them (default: 127.0.0.1)")
-    add("--share-gpus", flag=True, help="allow more workers than GPUs (not with NCCL)")
+    add("--share-gpus", flag=True, help="let several workers use one GPU (not with NCCL)")
     if "--shutdown-timeout" not in parser._option_string_actions:  # noqa: SLF001  # torchrun has it from torch 2.12 on
         add("--shutdown-timeout", type=int, metavar="S", help="from SIGTERM to SIGKILL for workers (default: 30)")
 

@@ -79,7 +79,8 @@ class FakeNvml:
         return self._check(self.gpus[index], "nvmlDeviceGetHandleByIndex")
 
     def nvmlDeviceGetHandleByUUID(self, uuid: str) -> Any:  # noqa: N802
-        for gpu in self.gpus:
+        for gpu in self.gpus:  # NVML asks one after the other, and fails where one has fallen off the bus
+            self._check(gpu, "nvmlDeviceGetHandleByUUID")
             for device in (gpu, *(gpu.mig or ())):
                 if device is not None and device.uuid == uuid:
                     return self._check(device, "nvmlDeviceGetHandleByUUID", mig=True)
@@ -116,7 +117,7 @@ class FakeNvml:
         return [pynvml.NVML_DEVICE_MIG_ENABLE] * 2
 
     def nvmlDeviceGetMaxMigDeviceCount(self, device: Any) -> int:  # noqa: N802
-        return len(device.mig)
+        return len(self._check(device, "nvmlDeviceGetMaxMigDeviceCount").mig)
 
     def nvmlDeviceGetMigDeviceHandleByIndex(self, device: Any, index: int) -> Any:  # noqa: N802
         return device.mig[index] or self._fail(pynvml.NVML_ERROR_NOT_FOUND)

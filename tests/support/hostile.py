@@ -72,7 +72,7 @@ class Dice(random.Random):
 FIELDS: Final = (  # of a node's status
     *("name", "host", "state", "pid", "agent", "restarts", "cpu", "memory", "memory_available", "memory_total"),
     *("epoch", "rank", "size", "local_rank", "step", "idle", "index", "uuid", "memory_used", "utilization"),
-    *("temperature", "ecc", "xid", "lost", "node", "run_id", "job_restarts", "redis_away", "workers", "gpus"),
+    *("temperature", "ecc", "xid", "xids", "lost", "node", "run_id", "job_restarts", "redis_away", "workers", "gpus"),
 )
 RECORD: Final = {  # of a run
     **dict.fromkeys(("max", "limit"), "3"),
