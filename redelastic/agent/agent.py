@@ -26,6 +26,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, 
 from redelastic.rendezvous.handler import RedisRendezvousHandler
 from redelastic.rendezvous.membership import DrainedError, RunStoppedError
 from redelastic.run.control import RunControl
+from redelastic.run.records import MAX_DETAIL
 from redelastic.store import RedisStore
 from redelastic.torch_internals import shut_down, shutdown_option
 
@@ -41,6 +42,7 @@ from .workers.drains import Drains
 from .workers.group import Workers
 from .workers.processes import ProcessTree
 from .workers.signals import TORCH_SIGNALS, drain_on_signals, torch_signals
+from .workers.stacks import together
 
 log = logging.getLogger(__name__)
 
@@ -374,7 +376,8 @@ class RedisElasticAgent(RegroupingAgent):
         for worker in hung:
             where = stacks.get(worker.local_rank, "")
             log.error("Stacks of worker %s (rank %s), which hangs:\n%s", worker.local_rank, worker.global_rank, where)
-            self._note("hung", workers.hang(worker), where)
+        also = f", and {len(hung) - 1} of its other workers hang{'s' * (len(hung) == 2)}" if len(hung) > 1 else ""
+        self._note("hung", workers.hang(hung[0]) + also, together(stacks, MAX_DETAIL))
         return RunResult(state=WorkerState.FAILED, failures=failures)
 
     @property

@@ -42,6 +42,9 @@ local function reap()
     set('deadline', nil) -- whoever comes next begins a new last call
   end
   set('beat_at', now)
+  if run.untold and now >= run.untold then
+    tell_rest()
+  end
 end
 
 -- Former members keep their rank if it is below n; the holes are filled by label, then by place among the candidates.
