@@ -7,11 +7,12 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from fake_nvml import FakeGpu, FakeMig, FakeNvml, pynvml
+from fake_nvml import FakeGpu, FakeMig, FakeNvml, install_driver, pynvml
 
 from redelastic.agent.host import devices, telemetry
 from redelastic.agent.host.devices import DriverError, list_devices, take_inventory
@@ -335,7 +336,7 @@ def test_nvml_that_cannot_count_is_told_of_and_torch_counts(
     monkeypatch.setattr(four, "nvmlDeviceGetCount", fail)
     torch_counts(monkeypatch, 1)
     assert ids(of(1)) == ["0"]
-    assert "NVML cannot count" in caplog.text
+    assert "NVML cannot show" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -357,20 +358,7 @@ Driver = Callable[[str], None]
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Driver:
-    """A host with a driver: whoever asks it runs this first, in a process of its own."""
-
-    def put(program: str) -> None:
-        script = tmp_path / "program.py"
-        support = Path(__file__).parents[1] / "support"
-        script.write_text(
-            f"import os, runpy, sys, time\nsys.path.append({str(support)!r})\n"
-            f"from fake_nvml import FakeGpu, FakeMig, FakeNvml\n{program}\n"
-            "sys.modules['pynvml'] = nvml\nrunpy.run_module('redelastic.agent.host.devices', run_name='__main__')\n"
-        )
-        monkeypatch.setattr(devices, "PROGRAM", (sys.executable, str(script)))
-        monkeypatch.setattr(devices, "DEVICE_NODES", ("nul[l]",))
-
-    return put
+    return partial(install_driver, monkeypatch, tmp_path)
 
 
 @pytest.mark.fault("the GPUs' driver hangs when an agent starts", "the agent ends, and says that it was the driver")

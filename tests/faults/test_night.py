@@ -85,11 +85,14 @@ def test_the_commands_show_the_truth(  # noqa: PLR0915  (a night, from its begin
         assert metrics["redelastic_world_size",] == 3
         assert metrics["redelastic_node_state", "running"] == 1
         assert metrics["redelastic_worker_step", "0"] >= 1
+        assert metrics["redelastic_restarts_total",] == 0
 
         job.nodes["c"].kill()
         epoch = job.wait_round("ab", epoch)
         assert told("lost its lease after ") == [ids["c"]]
         job.wait("restarts for a lost node do not count", lambda: scrape(ports["b"])["redelastic_job_restarts",] == 0)
+
+        assert scrape(ports["b"])["redelastic_restarts_total",] == 1, "unlike these, which never go down"
 
         job.tell("hang-b")
         epoch = job.wait_round("ab", epoch)

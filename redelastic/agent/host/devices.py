@@ -62,11 +62,13 @@ class Inventory:
         devices: None where NVML cannot tell.
         counted: how many torch sees, where NVML cannot tell.
         fault: why NVML cannot tell, where a driver is there and fails.
+        driver: NVIDIA's version of it; empty where NVML cannot tell.
     """
 
     devices: tuple[Device, ...] | None = None
     counted: int = 0
     fault: str = ""
+    driver: str = ""
 
 
 def has_driver() -> bool:
@@ -85,7 +87,7 @@ def take_inventory(limit: float = LIMIT) -> Inventory:
     ended = run_within(limit, PROGRAM)
     if ended.status == 0 and ended.lines:
         told: dict[str, Any] = json.loads(ended.lines[-1])
-        return Inventory(_decoded(told["devices"]), told["counted"], told["fault"])
+        return Inventory(**{**told, "devices": _decoded(told["devices"])})
     why = f": {ended.lines[-1]}" if ended.lines else ""
     raise DriverError(
         f"The driver of this host's GPUs cannot be asked: the process that asks it {ended.how}{why}. See whether "
@@ -107,9 +109,10 @@ def list_devices() -> Inventory:
         try:
             count: int = nvml.nvmlDeviceGetCount()
             found = (_device(nvml, index) for index in range(count))
-            return Inventory(tuple(device for device in found if device is not None))
+            driver = str(nvml.nvmlSystemGetDriverVersion())
+            return Inventory(tuple(device for device in found if device is not None), driver=driver)
         except nvml.NVMLError as e:
-            fault = f"NVML cannot count the GPUs of this host: {e}"
+            fault = f"NVML cannot show the GPUs of this host: {e}"
     import torch  # noqa: PLC0415 - it takes a second or two, and is only needed where NVML cannot tell
 
     return Inventory(None, torch.cuda.device_count(), fault)  # which makes no CUDA context
