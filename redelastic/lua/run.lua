@@ -90,7 +90,8 @@ local function row_of(kind)
 end
 
 local function keep_row(kind, last, epoch, size, count, nodes, reason)
-  redis.call('HSET', RUN, 'many ' .. kind, string.format('%.0f %.0f %.0f %.0f %s\n%s', last, epoch, size, count, nodes, reason))
+  local numbers = string.format('%.0f %.0f %.0f %.0f ', last, epoch, size, count)
+  redis.call('HSET', RUN, 'many ' .. kind, numbers .. nodes .. '\n' .. reason)
 end
 
 local function tell_together(kind, epoch, size, nodes, reason)
@@ -124,7 +125,7 @@ local function record(event, node, reason, detail)
     if count >= 16 then
       local collected = nodes == '' and node or nodes .. ' ' .. node
       first_reason = nodes == '' and reason or first_reason
-      if select(2, string.gsub(collected, ' ', ' ')) >= 63 then
+      if (count - 15) % 64 == 0 then
         tell_together(kind, this, size, collected, first_reason)
         collected, first_reason = '', ''
       elseif not run.untold then

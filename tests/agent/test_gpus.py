@@ -9,11 +9,16 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from fake_nvml import FakeGpu, FakeMig, FakeNvml, install_driver, pynvml
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
+from redelastic.agent import RedisElasticAgent
 from redelastic.agent.host import devices, telemetry
 from redelastic.agent.host.devices import DriverError, list_devices, take_inventory
 from redelastic.agent.host.gpus import Assignment, assign
@@ -152,6 +157,20 @@ def test_isolation_keeps_what_torch_sets_for_other_platforms(four: FakeNvml) -> 
     """From 2.15 on torch's agent sets HIP_VISIBLE_DEVICES too; a worker that heeds both must not see two GPUs."""
     env = isolated(of(len(four.gpus)), 3, CUDA_VISIBLE_DEVICES="0", HIP_VISIBLE_DEVICES="0", OTHER="kept")
     assert env == {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": "3", "HIP_VISIBLE_DEVICES": "3", "OTHER": "kept"}
+
+
+@pytest.mark.usefixtures("four")
+def test_the_agent_isolates_whatever_variables_torch_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    def as_torch_from_2_15_on(_: object, env: dict[str, Any], local_rank: int, spec: WorkerSpec) -> None:
+        assert (local_rank, spec.virtual_local_rank) == (0, True), "else it may look beyond the names that there are"
+        env.update(LOCAL_RANK="0", CUDA_VISIBLE_DEVICES="0", HIP_VISIBLE_DEVICES="0")
+
+    monkeypatch.setattr(LocalElasticAgent, "_set_local_rank_env", as_torch_from_2_15_on)
+    agent: Any = object.__new__(RedisElasticAgent)
+    agent._assignment, agent._workers, agent._torch_signals = of(6, share=True), None, ""
+    env: dict[str, Any] = {}
+    agent._set_local_rank_env(env, 5, SimpleNamespace(virtual_local_rank=True))
+    assert [env[name] for name in ("LOCAL_RANK", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")] == ["0", "1", "1"]
 
 
 # -- CUDA_VISIBLE_DEVICES

@@ -52,6 +52,11 @@ class Crowd:
         for i, name in enumerate(self.names[:n]):
             self._send(scripts.NOTE, name, event, name, reason.format(i), detail)
 
+    def leave(self) -> None:
+        settings = (N, N, 30_000, 0, 6_000, 2_000, 60_000)
+        for name in self.names:
+            self._send(scripts.LEAVE, name, name, "{}", *settings, 0, 0, 0, "", 0, "", 0, "drained: SIGTERM", "goes on")
+
     def drain(self) -> None:
         for name in self.names:
             self._send(scripts.DRAIN, name, name, "SIGTERM", 30_000)
@@ -102,6 +107,15 @@ def test_the_rest_of_many_is_told_by_a_heartbeat(crowd: Crowd, control: RunContr
     assert (together.reason, together.detail) == (f"worker {FEW} made no progress for {FEW} s", "")
     assert together.nodes == tuple(crowd.names[FEW : FEW + 5])
     assert [one.reason for one in together.each()][1:] == [""] * 4, "what is of one node is not told of the others"
+
+
+def test_the_rest_of_all_is_told_by_the_last_that_leaves(crowd: Crowd, control: RunControl) -> None:
+    crowd.join()
+    crowd.leave()
+    left = [event for event in control.events() if event.event == "left"]
+    assert [one.node for event in left for one in event.each()] == crowd.names
+    assert {one.reason for event in left for one in event.each()} == {"drained: SIGTERM"}
+    assert all(node.gone_at is not None for node in replay(control.events()).nodes)
 
 
 def test_after_a_second_an_event_of_the_kind_stands_alone_again(
