@@ -112,7 +112,7 @@ def test_bad_arguments_are_one_line(
 @pytest.mark.parametrize("agent", [True, False], ids=["redelastic run", "torchrun"])
 def test_nodes_that_are_there_before_redis(tmp_path: Path, agent: bool) -> None:
     with RedisServer() as server, Job(server, tmp_path, "2:2", agent=agent) as job:
-        server.stop()
+        server.kill()
         job.start("a", "b")
         said = "It is waited for, up to the join_timeout of 60 s"
         job.wait("they say that they wait", lambda: all(said in node.stderr for node in job.nodes.values()))
