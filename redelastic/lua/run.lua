@@ -73,7 +73,7 @@ local function add(...)
 end
 
 -- What many nodes do at the same time is told once: from the 17th in a row on, each within a second of the one before,
--- nodes are collected, and told of together once they are 64, or a second has passed, or something else is told that
+-- nodes are collected, and told of together once 64 have come, or a second has passed, or something else is told that
 -- they may have led to. A field `many <kind>` holds the row: when the last came, epoch, size, count, the nodes that are
 -- not told yet, and the first one's reason.
 local KINDS = { 'joined is new', 'joined regroups', 'started', 'lost', 'left', 'drain', 'saved', 'failed', 'hung', 'refused',

@@ -63,7 +63,8 @@ class Assignment:
     """The GPUs of a node's workers.
 
     Attributes:
-        gpus: the GPU of each worker, by local rank; empty where the job has no GPU.
+        gpus: the GPU of each worker, by local rank; empty where the job has none, or fewer than workers and does not
+            share them.
         visible: the GPUs to watch, each known to NVML: those that the job may use. All of the host's where it is not
             known which those are; empty where NVML cannot tell.
         isolate: whether each worker must see its own GPU only (``WorkerSpec.virtual_local_rank``).
