@@ -86,6 +86,10 @@ RECORD: Final = {  # of a run
     "closed": "why",
     "blamed": "a",
     "draining a-1-0123456789ab": "30000 by x",
+    "written": "3145000",
+    "untold": "1",
+    "mark": "1-1",
+    "many hung": "1700000000000 2 2 16 a b\nwhy",
 }
 EVENTS: Final = (
     *("joined", "completed", "started", "lost", "left", "drain", "failed", "hung", "closed", "stopped", "outage"),
