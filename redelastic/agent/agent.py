@@ -65,7 +65,8 @@ class RedisElasticAgent(RegroupingAgent):
 
     Raises:
         TypeError: another handler.
-        ValueError: more workers than GPUs, or a GPU that does not exist.
+        ValueError: fewer GPUs than workers that are to have one each, or a GPU that does not exist.
+        DriverError: the GPUs' driver does not answer, or fails.
     """
 
     def __init__(
@@ -84,7 +85,8 @@ class RedisElasticAgent(RegroupingAgent):
         if not isinstance(handler, RedisRendezvousHandler):
             raise TypeError(f"RedisElasticAgent needs a RedisRendezvousHandler, not a {type(handler).__name__}.")
         self._options = options or AgentOptions()
-        self._assignment = assign(spec.local_world_size, share=self._options.share_gpus, environ=os.environ)
+        share, isolate = self._options.share_gpus, bool(spec.virtual_local_rank)
+        self._assignment = assign(spec.local_world_size, share=share, isolate=isolate, environ=os.environ)
         if self._assignment.isolate and not spec.virtual_local_rank:
             log.warning(
                 "Each worker sees its own GPU only, as device 0, and LOCAL_RANK is 0: see redelastic.agent.host.gpus."
@@ -213,16 +215,17 @@ class RedisElasticAgent(RegroupingAgent):
             self._membership, workers, store=self._round_store, size=size, courier=self._courier, note=self._note
         )
         self._monitor.workers, self._monitor.drains = workers, self._drains
+        self._monitor.starts += 1
         self._monitor.restarts = spec.max_restarts - self._remaining_restarts
         close_within(self._pcontext, self._shutdown_timeout)  # it ends the other workers by itself when one has failed
         self._note("started", f"rank {worker_group.group_rank} of {size}")
         return pids
 
     def _set_local_rank_env(self, worker_env: dict[str, Any], local_rank: int, spec: WorkerSpec) -> None:
-        if spec.virtual_local_rank and self._assignment.gpus:
-            worker_env.update(self._assignment.isolated_env(local_rank))
-        else:
-            super()._set_local_rank_env(worker_env, local_rank, spec)
+        isolated = spec.virtual_local_rank and bool(self._assignment.gpus)
+        super()._set_local_rank_env(worker_env, 0 if isolated else local_rank, spec)
+        if isolated:
+            self._assignment.isolate_worker(local_rank, worker_env)
         if self._workers:
             worker_env.update(self._tree.environment)
             worker_env.update(self._workers.environment(local_rank))

@@ -39,7 +39,8 @@ class NodeMonitor:
 
     Attributes:
         workers, drains: of the round that runs; None before the first one.
-        restarts: of this node's workers.
+        starts: how often this node's workers were started.
+        restarts: of this node's workers that count against its limit: one for a lost node is given back.
         job_restarts: of the whole job.
         due_by: when the agent's loop has to have come round, on the monotonic clock in seconds.
     """
@@ -54,7 +55,7 @@ class NodeMonitor:
         self._nvml_answered_at = math.inf
         self.workers: Workers | None = None
         self.drains: Drains | None = None
-        self.restarts = self.job_restarts = 0
+        self.starts = self.restarts = self.job_restarts = 0
         self.due_by = math.inf
 
     # -- observing
@@ -137,6 +138,7 @@ class NodeMonitor:
         usage, workers = dict(self._usage), self.workers
         each = usage.pop("workers", {})
         status = {**base, **self._own_state(), "agent": "redelastic"}
+        status["restarted"] = max(0, self.starts - 1)
         status |= {"restarts": self.restarts, "job_restarts": self.job_restarts, **usage, **self._gpu_usage}
         told = [workers.describe(worker) for worker in self._group.workers] if workers and workers.pids else []
         return {**status, "workers": [{**one, **each.get(str(one["local_rank"]), {})} for one in told]}

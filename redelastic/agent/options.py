@@ -32,7 +32,7 @@ class AgentOptions:
         health_timeout: how long one check may take.
         health_port: of the HTTP endpoint; 0 is any free one, None that of ``TORCHELASTIC_HEALTH_CHECK_PORT``.
         health_host: address that it listens on.
-        share_gpus: whether there may be more workers than GPUs.
+        share_gpus: whether several workers may get one GPU, where there are more workers than GPUs.
 
     Raises:
         ValueError: one of them is out of range.

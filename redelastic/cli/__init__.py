@@ -6,7 +6,6 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import NoReturn
 
 from redelastic import __version__
 
@@ -14,13 +13,6 @@ from . import close, common, demo, doctor, drain, events, output, readmit, run, 
 
 # Each has NAME, SUMMARY, DESCRIPTION, add_arguments(parser) and run(arguments) -> exit code.
 COMMANDS = (status, events, timeline, runs, drain, close, readmit, doctor, server, demo)
-
-
-class _Parser(argparse.ArgumentParser):
-    """A parser whose complaints are one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
     if argv[:1] == [run.NAME]:  # its parser is torchrun's
         return _ended(run.NAME, lambda: run.main(argv[1:]))
-    parser = _Parser("redelastic", description="A Redis-backed elastic runtime for PyTorch.")
+    parser = common.Parser("redelastic", description="A Redis-backed elastic runtime for PyTorch.")
     parser.add_argument("--version", action="version", version=f"redelastic {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     commands.add_parser(run.NAME, help=run.SUMMARY)
@@ -51,6 +43,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not argv:
         parser.print_help(sys.stderr)
         return common.USAGE
+    named = next((word for word in argv if not word.startswith("-")), "")
+    if named and named not in commands.choices:
+        names = ", ".join(commands.choices)
+        parser.error(
+            f"there is no command {named!r}{common.meant_by(named, commands.choices) or f': there are {names}'}"
+        )
     arguments = parser.parse_args(argv)
     return _ended(arguments.command.NAME, lambda: arguments.command.run(arguments))
 

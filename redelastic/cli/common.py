@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Final
+import difflib
+import re
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Final, NoReturn
 
 from redelastic.redis.keys import DEFAULT_PREFIX, RunKeys
 
@@ -19,6 +22,22 @@ UNREACHABLE: Final = 3  # Redis does not answer, or refuses us
 UNKNOWN: Final = 4  # no such run or node
 
 TIMEOUT: Final = 5.0  # for a command's calls, in seconds: somebody sits there and waits
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose complaints are one line, and name what was probably meant."""
+
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong with the arguments, and exit with 2."""
+        unknown = re.match(r"unrecognized arguments: (--[^\s=]+)", message)
+        meant = meant_by(unknown[1], self._option_string_actions) if unknown else ""
+        self.exit(USAGE, f"{self.prog}: {message}{meant} (see {self.prog} --help)\n")
+
+
+def meant_by(word: str, known: Iterable[str]) -> str:
+    """A question whether another word was meant; empty if none is like it."""
+    alike = difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean {alike[0]}?" if alike else ""
 
 
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:

@@ -21,7 +21,9 @@ NAME = "events"
 SUMMARY = "what happened in a run, and why"
 DESCRIPTION = """\
 What happened in a run, the oldest first: time (of this machine's zone), event,
-epoch of the last round, node, reason. Redis keeps the last 10,000 or so.
+epoch of the last round, node, reason. Redis keeps the last 10,000 or so,
+and 8 MiB at most. What more than 16 nodes do at the same time is told in one line
+for up to 64 nodes, a second or two later.
 
 Exit code: 0; 3 when Redis cannot be reached; 4 when there is no such run. With
 --follow an outage is reported, and Ctrl-C ends the command with 0."""
@@ -46,7 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json_argument(
         parser,
         "run, events: a list of id, time, event, node, epoch, size (of the round),\n"
-        "reason, detail. With --follow: no list, but one event on each line.",
+        "reason, detail, nodes (all of them, where several are told of together).\n"
+        "With --follow: no list, but one event on each line.",
     )
 
 

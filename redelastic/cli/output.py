@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 PIPE_WIDTH: Final = 10_000  # columns where there is no terminal: nothing is wrapped or cut
 LARGEST: Final = 10**18  # a number beyond this is none of ours
 MAX_REASON: Final = 1_000  # characters, as `control` has it: what is longer would not be told again as it was given
+NAMES: Final = 4  # of nodes that are told of together
 NODE_ID: Final = re.compile(r"(\S+-\d+)-[0-9a-f]{12}\b")  # host's name and process; identity
 EVENT_STYLES: Final = {
     "completed": "green",
@@ -176,9 +177,18 @@ def event_table(events: Iterable[Event], *, full: bool = False, widths: Sequence
             Text(clean(event.event) or "?", style),
             Text(str(event.epoch), justify="right"),
             Text(clean(short(event.node)) or "-"),
-            Text(clean(short(event.reason))),
+            Text(clean(short(reason_of(event)))),
         )
     return table
+
+
+def reason_of(event: Event) -> str:
+    """Why it happened; where it happened to many nodes, to how many, and a few of their names."""
+    others = [node for node in event.nodes if node != event.node]
+    if not others:
+        return event.reason
+    names = ", ".join(others[:NAMES]) + (", …" if len(others) > NAMES else "")
+    return f"{event.reason} (and {count(len(others), 'more node')}: {names})"
 
 
 def styled(*parts: str | tuple[str, str]) -> Text:

@@ -61,10 +61,14 @@ def main(argv: Sequence[str]) -> int:
     except ImportError as e:
         sys.stderr.write(f"redelastic {NAME}: {e}\n")
         return common.USAGE
-    parser = torchrun.get_args_parser()
-    parser.prog, parser.epilog = f"redelastic {NAME}", EPILOG
-    parser.description = (__doc__ or "").replace("``", "")
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = common.Parser(
+        f"redelastic {NAME}",
+        description=(__doc__ or "").replace("``", ""),
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        parents=[torchrun.get_args_parser()],
+        add_help=False,  # it has that from torchrun's
+    )
     parser.set_defaults(rdzv_backend=os.environ.get("PET_RDZV_BACKEND") or "redis")
     for option, text in HELP.items():
         parser._option_string_actions[option].help = text  # noqa: SLF001  # argparse has no other way to an argument
@@ -114,9 +118,10 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         help="gpu (if a driver is there), disk, memory, … or none (default: disk)",
     )
     add("--health-command", metavar="COMMAND", help="a shell command; if it fails, this node does not join")
+    add("--health-timeout", type=float, default=60.0, metavar="S", help="how long a check may take (default: 60)")
     add("--health-port", type=int, metavar="PORT", help="serve /livez, /readyz and /metrics")
     add("--health-host", default="127.0.0.1", metavar="ADDRESS", help="where to serve them (default: 127.0.0.1)")
-    add("--share-gpus", flag=True, help="allow more workers than GPUs (not with NCCL)")
+    add("--share-gpus", flag=True, help="let several workers use one GPU (not with NCCL)")
     if "--shutdown-timeout" not in parser._option_string_actions:  # noqa: SLF001  # torchrun has it from torch 2.12 on
         add("--shutdown-timeout", type=int, metavar="S", help="from SIGTERM to SIGKILL for workers (default: 30)")
 
@@ -136,7 +141,8 @@ def _options(arguments: argparse.Namespace) -> AgentOptions:
         name: getattr(arguments, name)
         for name in (
             *("drain_timeout", "drain_file", "hang_timeout", "hang_start_timeout", "max_job_restarts"),
-            *("max_idle_restarts", "max_failed_rounds", "health_command", "health_port", "health_host", "share_gpus"),
+            *("max_idle_restarts", "max_failed_rounds", "health_command", "health_timeout"),
+            *("health_port", "health_host", "share_gpus"),
         )
     }
     return AgentOptions(health_checks=tuple(c for c in checks if c != "none"), **given)

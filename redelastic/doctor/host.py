@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import resource
@@ -15,6 +15,7 @@ import torch
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
 from redelastic import torch_internals
+from redelastic.agent.host.devices import DriverError, take_inventory
 from redelastic.redis.connection import Connection
 from redelastic.redis.endpoint import Endpoint
 from redelastic.redis.routes import is_loopback
@@ -31,6 +32,7 @@ from redelastic.rendezvous.addresses import (
 from .finding import Finding
 
 SUPPORTED_REDIS_PY: Final = "8"
+GPU_LIMIT: Final = 5.0  # for their driver to answer, in seconds
 GLOO_VARIABLE: Final = INTERFACE_VARIABLES[0]
 FEW_FILES: Final = 1024  # an agent of 8 workers has about 200 open
 LITTLE_SHM: Final = 512 * 2**20  # NCCL and DataLoader's workers share memory there; a container has 64 MiB by default
@@ -128,23 +130,23 @@ def _gloo(address: LocalAddress, meant: str, said: str) -> Finding:
 
 
 def _gpus() -> Finding:
-    try:
-        pynvml = importlib.import_module("pynvml")  # an extra
-    except ImportError:
+    if importlib.util.find_spec("pynvml") is None:  # an extra
         return Finding(
             "host", "gpu", "note", "not looked at: nvidia-ml-py is not installed", "pip install 'redelastic[gpu]'"
         )
     try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError as e:
-        return Finding("host", "gpu", "note", f"no driver of NVIDIA: {e}")
-    try:
-        count, driver = pynvml.nvmlDeviceGetCount(), pynvml.nvmlSystemGetDriverVersion()
-        return Finding("host", "gpu", "ok" if count else "note", f"{count}, driver {driver}", numbers={"gpus": count})
-    except pynvml.NVMLError as e:
-        return Finding("host", "gpu", "warning", f"the driver answers {e}", "See nvidia-smi.")
-    finally:
-        pynvml.nvmlShutdown()
+        inventory = take_inventory(GPU_LIMIT)
+    except DriverError as e:
+        return Finding("host", "gpu", "warning", "the driver does not answer", str(e))
+    if inventory.fault:
+        return Finding("host", "gpu", "warning", inventory.fault, "See nvidia-smi.")
+    if inventory.devices is None:
+        return Finding("host", "gpu", "note", "no driver of NVIDIA")
+    count = len(inventory.devices)
+    found, numbers = f"{count}, driver {inventory.driver}", {"gpus": count}
+    if faults := [f"GPU {device.index}: {device.fault}" for device in inventory.devices if device.fault]:
+        return Finding("host", "gpu", "problem", f"{found}; {'; '.join(faults)}", "See nvidia-smi and dmesg.", numbers)
+    return Finding("host", "gpu", "ok" if count else "note", found, numbers=numbers)
 
 
 def _files() -> Finding:

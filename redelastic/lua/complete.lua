@@ -51,6 +51,9 @@ local function reap(steady)
     set('deadline', nil) -- whoever comes next begins a new last call
   end
   set('beat_at', now)
+  if run.untold and now >= run.untold then
+    tell_rest()
+  end
   return was_away
 end
 

@@ -9,9 +9,10 @@ if not redis.call('ZSCORE', LEASES, node) then
   return 0
 end
 if redis.call('HSETNX', RUN, 'draining ' .. node, timeout .. ' ' .. reason) == 1 then
-  record('drain', node, reason)
-  redis.call('XADD', WAKE, 'MAXLEN', '~', 64, '*', 'event', 'drain', 'epoch', run.epoch or 0, 'node', node,
-    'reason', reason, 'timeout', timeout)
+  if record('drain', node, reason) then -- else the others have been asked to save by now, by those that drain with it
+    redis.call('XADD', WAKE, 'MAXLEN', '~', 64, '*', 'event', 'drain', 'epoch', run.epoch or 0, 'node', node,
+      'reason', reason, 'timeout', timeout)
+  end
   touch() -- the wake stream may be new
 end
 return 1

@@ -26,4 +26,7 @@ elseif was_member and not run.closed then
   break_round(node .. ' ' .. reason, 'lost', failed)
 end
 try_complete()
+if run.untold and redis.call('ZCARD', LEASES) == 0 then
+  tell_rest() -- nobody is left whose heartbeat would
+end
 touch()

@@ -1,6 +1,5 @@
 -- note: adds an event that an agent tells of; sent again, it is added again.
 --
 -- KEYS 1-11 of run.lua
--- ARGV names and values of the event's fields in turn
-redis.call('XADD', EVENTS, 'MAXLEN', '~', 10000, '*', 'epoch', run.epoch or 0, 'size', run.size or 0, unpack(ARGV))
-redis.call('PEXPIRE', EVENTS, run.ttl or 7200000)
+-- ARGV 1 event, 2 node, 3 reason, 4 detail, '' for none
+record(ARGV[1], ARGV[2], ARGV[3], ARGV[4])

@@ -18,10 +18,10 @@ local FORMER = -2147483648 -- a former member's place among the candidates is FO
 local clock = redis.call('TIME')
 local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
 
-local TEXTS = { 'closed', 'stop', 'broken', 'member_lost', 'blamed', 'roll_called_by' }
+local TEXTS = { 'closed', 'stop', 'broken', 'member_lost', 'blamed', 'roll_called_by', 'mark' }
 local NUMBERS = { 'epoch', 'size', 'min', 'max', 'last_call', 'replacement', 'lease', 'interval', 'ttl', 'deadline', 'beat_at',
   'charged', 'restarts', 'idle', 'progress', 'failed_at', 'restoring', 'roll_called_at', 'roll_timeout', 'roll_until',
-  'roll_last_chance', 'roll_again', 'roll_answered' }
+  'roll_last_chance', 'roll_again', 'roll_answered', 'written', 'untold' }
 local run, numbers = {}, redis.call('HMGET', RUN, unpack(NUMBERS))
 for i, text in ipairs(redis.call('HMGET', RUN, unpack(TEXTS))) do
   run[TEXTS[i]] = text
@@ -55,10 +55,96 @@ local function is_aging()
   return redis.call('PTTL', RUN) < run.ttl / 2
 end
 
-local function record(event, node, reason)
-  redis.call('XADD', EVENTS, 'MAXLEN', '~', 10000, '*', 'event', event, 'epoch', run.epoch or 0, 'size', run.size or 0,
-    'node', node, 'reason', reason)
-  redis.call('PEXPIRE', EVENTS, run.ttl)
+-- Some 10,000 events are kept, of 6 MiB at most, which take up to 8: whenever 3 MiB were `written`, all before `mark` go,
+-- where those begin.
+local function add(...)
+  local size, limit, count = 0, 'MAXLEN', 10000
+  for _, field in ipairs({ ... }) do
+    size = size + #tostring(field)
+  end
+  local full = run.ttl and (run.written or 0) + size > 3145728
+  if full then
+    limit, count = 'MINID', string.match(run.mark or '', '^%d+%-%d+$') or '0-0'
+  end
+  local id = redis.call('XADD', EVENTS, limit, '~', count, '*', ...)
+  redis.call('PEXPIRE', EVENTS, run.ttl or 7200000)
+  if full then
+    set('mark', id)
+    set('written', size)
+  elseif run.ttl then -- else there is no run yet, and none is to be made
+    set('written', (run.written or 0) + size)
+  end
+end
+
+-- What many nodes do at the same time is told once: from the 17th in a row on, each within a second of the one before,
+-- nodes are collected, and told of together once 64 have come, or a second has passed, or something else is told that
+-- they may have led to. A field `many <kind>` holds the row: when the last came, epoch, size, count, the nodes that are
+-- not told yet, and the first one's reason.
+local KINDS = { 'joined is new', 'joined regroups', 'started', 'lost', 'left', 'drain', 'saved', 'failed', 'hung', 'refused',
+  'barred', 'unreached' }
+local IS_KIND = {}
+for _, kind in ipairs(KINDS) do
+  IS_KIND[kind] = true
+end
+
+local function row_of(kind)
+  local row = redis.call('HGET', RUN, 'many ' .. kind)
+  local last, epoch, size, count, nodes, reason = string.match(row or '', '^(%d+) (%d+) (%d+) (%d+) ([^\n]*)\n(.*)$')
+  return tonumber(last), tonumber(epoch), size, tonumber(count), nodes, reason
+end
+
+local function keep_row(kind, last, epoch, size, count, nodes, reason)
+  local numbers = string.format('%.0f %.0f %.0f %.0f ', last, epoch, size, count)
+  redis.call('HSET', RUN, 'many ' .. kind, numbers .. nodes .. '\n' .. reason)
+end
+
+local function tell_together(kind, epoch, size, nodes, reason)
+  add('event', string.match(kind, '^%S+'), 'epoch', epoch, 'size', size, 'node', string.match(nodes, '^%S*'), 'reason', reason,
+    'nodes', nodes)
+end
+
+local function tell_rest()
+  set('untold', nil)
+  for _, kind in ipairs(KINDS) do
+    local last, epoch, size, count, nodes, reason = row_of(kind)
+    if last and nodes ~= '' then
+      tell_together(kind, epoch, size, nodes, reason)
+      keep_row(kind, last, epoch, size, count, '', '')
+    end
+  end
+end
+
+-- Returns whether the event is told by itself.
+local function record(event, node, reason, detail)
+  local kind = event == 'joined' and event .. ' ' .. reason or event
+  local this, size = run.epoch or 0, run.size or 0
+  if IS_KIND[kind] and run.ttl then
+    local last, epoch, _, count, nodes, first_reason = row_of(kind)
+    if not last or epoch ~= this or now - last > 1000 or now < last then
+      if last and nodes ~= '' then
+        tell_rest()
+      end
+      count, nodes, first_reason = 0, '', ''
+    end
+    if count >= 16 then
+      local collected = nodes == '' and node or nodes .. ' ' .. node
+      first_reason = nodes == '' and reason or first_reason
+      if (count - 15) % 64 == 0 then
+        tell_together(kind, this, size, collected, first_reason)
+        collected, first_reason = '', ''
+      elseif not run.untold then
+        set('untold', now + 1000)
+      end
+      keep_row(kind, now, this, size, count + 1, collected, first_reason)
+      return false
+    end
+    keep_row(kind, now, this, size, count + 1, nodes, first_reason)
+  elseif run.untold then
+    tell_rest()
+  end
+  local more = detail and detail ~= '' and { 'detail', detail } or {}
+  add('event', event, 'epoch', this, 'size', size, 'node', node, 'reason', reason, unpack(more))
+  return true
 end
 
 local function wake(event, reason)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+import time
 import uuid
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters, RendezvousStateError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
 
 from redelastic.redis import scripts
 from redelastic.redis.connection import Connection, require_keys_of_types
+from redelastic.redis.errors import UnreachableError
 from redelastic.redis.keys import DEFAULT_PREFIX, DEFAULT_TTL, RunKeys
 from redelastic.store import RedisStore
 
@@ -18,7 +21,10 @@ from .settings import Settings
 if TYPE_CHECKING:
     from redelastic.redis.endpoint import Client
 
+log = logging.getLogger(__name__)
+
 Token = int
+SOON: Final = 2.0  # after which it is said that Redis is waited for, in seconds
 MAX_TOKEN = 19  # digits; ours are microseconds since 1970
 
 
@@ -115,11 +121,33 @@ class RedisRendezvousBackend(RendezvousBackend):
         return state, int(token)
 
 
-def open_backend(params: RendezvousParameters) -> RedisRendezvousBackend:
-    """Connect to the endpoint of ``params``; raises as :func:`create_backend`."""
+def open_backend(params: RendezvousParameters, patience: float | None = None) -> RedisRendezvousBackend:
+    """Connect to the endpoint of ``params``; raises as :func:`create_backend`.
+
+    Args:
+        params: as of :func:`create_backend`.
+        patience: how long to try, in seconds; None as :meth:`Connection.open` has it.
+    """
     settings = Settings.from_parameters(params)
-    connection = Connection.open(settings.endpoint(params.endpoint), settings.attempt_timeout, settings.read_timeout)
+    endpoint = settings.endpoint(params.endpoint)
+    connection = Connection.open(endpoint, settings.attempt_timeout, settings.read_timeout, patience)
     return RedisRendezvousBackend(connection, settings.run_id, settings.key_prefix, settings.ttl)
+
+
+def wait_for_backend(params: RendezvousParameters) -> RedisRendezvousBackend:
+    """As :func:`open_backend`, but a Redis that does not answer yet is waited for, for as long as the join timeout.
+
+    It may be about to start, as the job's other parts are. One that refuses us is not waited for.
+    """
+    patience, started = Settings.from_parameters(params).join_timeout, time.monotonic()
+    try:
+        return open_backend(params, min(SOON, patience))
+    except UnreachableError as e:
+        left = patience - (time.monotonic() - started)
+        if left <= 0:
+            raise
+        log.warning("%s It is waited for, up to the join_timeout of %g s.", e, patience)
+        return open_backend(params, left)
 
 
 def create_backend(params: RendezvousParameters) -> tuple[RedisRendezvousBackend, RedisStore]:

@@ -29,7 +29,7 @@ from redelastic.run.control import RunControl
 from redelastic.store import RedisStore
 
 from .addresses import find_address, why_unreached
-from .backend import RedisRendezvousBackend, open_backend
+from .backend import RedisRendezvousBackend, wait_for_backend
 from .bootstrap import BootstrapPort
 from .membership import Membership, RunThen
 from .settings import Settings, parameters_from_url
@@ -317,10 +317,10 @@ def handler_from_parameters(params: RendezvousParameters) -> RendezvousHandler:
     """Connect to the endpoint of ``params`` and make its handler: what torchrun's registry calls.
 
     Raises:
-        RendezvousConnectionError: no Redis answers at the endpoint, or it refuses us.
+        RendezvousConnectionError: no Redis answers at the endpoint within the ``join_timeout``, or it refuses us.
         ValueError: a parameter is unknown or wrong.
     """
-    return create_handler(open_backend(params), params)
+    return create_handler(wait_for_backend(params), params)
 
 
 def handler_from_url(url: str) -> RendezvousHandler:

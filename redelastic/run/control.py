@@ -94,9 +94,11 @@ class RunControl:
             yield [decode_event(i, fields) for i, fields in entries]
 
     def note(self, event: str, node: str, reason: str, detail: str = "") -> None:
-        """Add an :class:`Event` to the stream, what is too long of it cut; twice, if the reply is lost."""
-        fields = ["event", event, "node", node, "reason", reason[:MAX_REASON]]
-        self._script(scripts.NOTE, [*fields, "detail", detail[:MAX_DETAIL]] if detail else fields)
+        """Add an :class:`Event` to the stream, what is too long of it cut; twice, if the reply is lost.
+
+        Where many nodes tell of the same kind of event, most are told of together, without their details.
+        """
+        self._script(scripts.NOTE, [event, node, reason[:MAX_REASON], detail[:MAX_DETAIL]])
 
     def find(self, named: str) -> Node:
         """The one node with this id (its last part may be left out), name or rank.
@@ -154,10 +156,6 @@ class RunControl:
     def restarts(self) -> int:
         """Of the job, for failed workers; those for a node that was lost meanwhile are not counted."""
         return _whole_of(self._call(lambda client: client.hget(self._keys.run, "restarts")))
-
-    def forgive(self, name: str) -> bool:
-        """Forget the failures of a host; returns whether there were any."""
-        return bool(self._call(lambda client: client.hdel(self._keys.failures, name)))
 
     def readmit(self, name: str, by: str) -> bool:
         """Forget the failures of a host, say so in the events, and wake its nodes that are kept out for them.

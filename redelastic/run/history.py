@@ -111,7 +111,7 @@ class History:
 
     Attributes:
         start, end: of what is told, on the server's clock, in seconds since 1970.
-        complete: whether that includes the run's beginning: Redis keeps some 10,000 events.
+        complete: whether that includes the run's beginning: Redis keeps some 10,000 events, and 3 MiB of them at least.
         nodes: by first appearance.
         rounds: the oldest first.
         events: all of them, without those that an agent sent again.
@@ -138,7 +138,7 @@ class History:
         """The part of this history from ``start`` on, a time as in it."""
         start = max(self.start, start)
         events = [event for event in self.events if event.time >= start]
-        named = {event.node for event in events}
+        named = {one.node for event in events for one in event.each()}
         nodes = [
             replace(node, spans=[replace(s, start=max(start, s.start)) for s in node.spans if s.end > start])
             for node in self.nodes
@@ -178,7 +178,7 @@ class _Replay:
         first = events[0]
         self._start = first.time
         self._complete = first.epoch == 0
-        self._agents = {event.node for event in events if event.event == "started"}
+        self._agents = {one.node for event in events if event.event == "started" for one in event.each()}
         self._nodes: dict[str, NodeHistory] = {}
         self._open: dict[str, Span] = {}
         self._members: set[str] = set()
@@ -200,6 +200,11 @@ class _Replay:
                 return
             self._seen[same] = event.time
         self._events.append(event)
+        for one in event.each():
+            self._happened(one, following)
+
+    def _happened(self, event: Event, following: Event | None) -> None:
+        """Something has happened to one node, or to none."""
         if event.node and event.event != "readmitted":  # that is a host
             self._nodes.setdefault(event.node, NodeHistory(event.node))
         elif event.event in {"joined", "started", "lost", "left"}:

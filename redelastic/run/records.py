@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Final
 
@@ -15,6 +15,7 @@ from redelastic.redis.keys import MAX_KEY_PART, RunKeys
 
 MAX_DETAIL: Final = 16_384  # characters of an event's detail, and of any text of a run that is read
 MAX_STATUS: Final = 65_536  # bytes of a node's status that are looked at; ours have 8,192 at most
+SHARED_REASONS: Final = ("joined", "lost", "left", "drain", "saved")  # events of many nodes whose reasons are alike
 LARGEST: Final = 10**15  # of scores: beyond any time in ms, and a double counts so far
 
 
@@ -165,6 +166,8 @@ class Event:
         node: id of the node it happened to; for ``completed`` that of rank 0; empty if to none.
         reason: in words.
         detail: more of it, such as stacks; may have many lines.
+        nodes: ids of all nodes it happened to, ``node`` among them, where many are told of together: then ``reason`` is
+            that of ``node``, and the time is up to a few seconds later. Empty for an event of one node.
     """
 
     id: str
@@ -175,6 +178,15 @@ class Event:
     node: str
     reason: str
     detail: str = ""
+    nodes: tuple[str, ...] = ()
+
+    def each(self) -> Iterator[Event]:
+        """This event as each node would have told it, as far as is known."""
+        if not self.nodes:
+            yield self
+        for node in self.nodes:
+            shared = node == self.node or self.event in SHARED_REASONS
+            yield replace(self, node=node, nodes=(), reason=self.reason if shared else "")
 
 
 def ids_in(reply: Sequence[Any]) -> list[str]:
@@ -268,7 +280,8 @@ def decode_event(entry: str, fields: Mapping[str, str]) -> Event:
     ms = entry.partition("-")[0]
     numbers = [whole(fields.get(name, "0")) or 0 for name in ("epoch", "size")]
     words = {name: fields.get(name, "")[:MAX_DETAIL] for name in ("event", "node", "reason", "detail")}
-    return Event(id=entry, time=int(ms) / 1000, epoch=numbers[0], size=numbers[1], **words)
+    nodes = tuple(fields.get("nodes", "")[:MAX_DETAIL].split())
+    return Event(id=entry, time=int(ms) / 1000, epoch=numbers[0], size=numbers[1], **words, nodes=nodes)
 
 
 def whole(told: str) -> int | None:

@@ -17,7 +17,7 @@ import pytest
 
 from redelastic.agent.workers import stacks
 from redelastic.agent.workers.board import Board, HangWatch
-from redelastic.agent.workers.stacks import catches, dump_stacks
+from redelastic.agent.workers.stacks import catches, dump_stacks, together
 from redelastic.worker import AT, CALLS, STACK_SIGNAL, VARIABLE
 
 Start = Callable[..., int]
@@ -404,3 +404,17 @@ def test_catches_tells_whether_a_signal_has_a_handler(start: Start) -> None:
     gone = subprocess.Popen(["true"])
     gone.wait()
     assert not catches(gone.pid, signal.SIGUSR1)
+
+
+def test_stacks_that_are_alike_are_told_once() -> None:
+    at = "Thread 0x{:016x} (most recent call first):\n  File 'train.py', line 7 in all_reduce"
+    told = together({0: at.format(0x7F01), 1: "in load", 2: at.format(0x7F02)}, 1000)
+    assert told == f"workers 0, 2:\n{at.format(0x7F01)}\n\nworker 1:\nin load"
+    assert together({3: "in load"}, 1000) == "in load"
+
+
+def test_of_many_long_stacks_each_has_its_share_and_keeps_its_end() -> None:
+    told = together({rank: f"{rank}" * 5000 + f" the end of {rank}" for rank in range(8)}, 16_000)
+    assert len(told) <= 16_000
+    assert all(f"the end of {rank}" in told for rank in range(8))
+    assert together({0: "x" * 20_000 + "the end"}, 16_000)[-7:] == "the end"

@@ -16,8 +16,9 @@ import pytest
 from checking import gone
 from servers import wait_until
 
-from redelastic.agent.host import checks
+from redelastic.agent.host import checks, limited
 from redelastic.agent.host.checks import Node, disk, gpu, known_checks, memory, run_checks
+from redelastic.agent.host.limited import run_within
 
 HOOKS = """
 import sys, threading
@@ -131,8 +132,8 @@ def test_of_a_long_line_and_of_much_output_little_is_kept(node: Node) -> None:
     assert reason is not None
     assert re.fullmatch(r"command: x+…", reason)
     assert len(reason) <= checks.REASON_LENGTH + len("command: ")
-    lines = checks._run(("/bin/sh", "-c", "yes | head -c 50000000"), {}, node.timeout).lines
-    assert 0 < sum(map(len, lines)) <= checks.OUTPUT_KEPT
+    lines = run_within(node.timeout, ("/bin/sh", "-c", "yes | head -c 50000000")).lines
+    assert 0 < sum(map(len, lines)) <= limited.OUTPUT_KEPT
 
 
 def test_a_command_has_an_empty_input_not_the_agents(node: Node) -> None:
@@ -175,8 +176,8 @@ def test_a_daemon_of_the_command_that_holds_its_output_is_not_waited_for(tmp_pat
 
 def test_a_process_that_sigkill_does_not_end_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[subprocess.Popen[bytes]] = []
-    monkeypatch.setattr(checks, "_kill_group", kept.append)  # as with a process that hangs in the kernel
-    monkeypatch.setattr(checks, "_running", set())
+    monkeypatch.setattr(limited, "_kill_group", kept.append)  # as with a process that hangs in the kernel
+    monkeypatch.setattr(limited, "_running", set())
     reason = run_checks([], "exec sleep 300", Node(tmp_path, 1, timeout=0.2))
     (process,) = kept
     ran_still = process.poll() is None

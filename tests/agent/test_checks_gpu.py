@@ -15,7 +15,7 @@ import torch
 from checking import gone
 from servers import wait_until
 
-from redelastic.agent.host import checks, gpu_probe
+from redelastic.agent.host import checks, devices, gpu_probe
 from redelastic.agent.host.checks import Node, gpu
 
 node = checking.node
@@ -116,6 +116,14 @@ def test_gpu_asks_each_mig_instance_in_a_process_of_its_own(
     assert gpu(node) == "MIG-b: device 0: cuda 1 is broken"
 
 
+def test_gpu_counts_the_names_as_cuda_does(
+    node: Node, stand_in: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in('echo "$2" >&2; exit 1')
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,foo,1")
+    assert gpu(node) == "1"
+
+
 @pytest.mark.parametrize("visible", ["", "-1", "NoDevFiles", "-1,0"])
 def test_gpu_asks_nobody_where_all_are_hidden(
     node: Node, stand_in: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, visible: str
@@ -131,9 +139,9 @@ def test_gpu_asks_nobody_where_there_is_no_driver(
 ) -> None:
     stand_in("echo asked; exit 1")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    monkeypatch.setattr(checks, "DEVICE_NODES", ("no-such-driver*",))
+    monkeypatch.setattr(devices, "DEVICE_NODES", ("no-such-driver*",))
     assert gpu(node) is None
-    monkeypatch.setattr(checks, "DEVICE_NODES", ("no-such-driver*", "nul[l]"))
+    monkeypatch.setattr(devices, "DEVICE_NODES", ("no-such-driver*", "nul[l]"))
     assert gpu(node) == "asked"
 
 

@@ -7,13 +7,21 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from fake_nvml import FakeGpu, FakeMig, FakeNvml, pynvml
+from fake_nvml import FakeGpu, FakeMig, FakeNvml, install_driver, pynvml
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
-from redelastic.agent.host import gpus, telemetry
-from redelastic.agent.host.gpus import Assignment, assign, host_devices
+from redelastic.agent import RedisElasticAgent
+from redelastic.agent.host import devices, telemetry
+from redelastic.agent.host.devices import DriverError, list_devices, take_inventory
+from redelastic.agent.host.gpus import Assignment, assign
 
 A, B, C, D = (f"GPU-{letter * 8}-0000-0000-0000-000000000000" for letter in "abcd")
 M1, M2, M3 = (f"MIG-{digit * 8}-0000-0000-0000-000000000000" for digit in "123")
@@ -46,16 +54,26 @@ def ids(assignment: Assignment) -> list[str]:
     return [gpu.id for gpu in assignment.gpus]
 
 
-def of(workers: int, visible: str | None = None, *, share: bool = False, order: str | None = None) -> Assignment:
+def of(
+    workers: int, visible: str | None = None, *, share: bool = False, isolate: bool = True, order: str | None = None
+) -> Assignment:
     named = {"CUDA_VISIBLE_DEVICES": visible, "CUDA_DEVICE_ORDER": order}
-    return assign(workers, share=share, environ={name: value for name, value in named.items() if value is not None})
+    environ = {name: value for name, value in named.items() if value is not None}
+    return assign(workers, share=share, isolate=isolate, environ=environ, ask=list_devices)
+
+
+def isolated(assignment: Assignment, local_rank: int, **torchs: str) -> dict[str, str]:
+    """The environment of a worker, of which torch sets a part."""
+    env = {"LOCAL_RANK": "0", **torchs}
+    assignment.isolate_worker(local_rank, env)
+    return env
 
 
 # -- the fake, and the real module
 
 
 def test_the_fake_has_what_our_code_calls_and_the_real_module_has_it_too() -> None:
-    source = "".join(inspect.getsource(module) for module in (gpus, telemetry))
+    source = "".join(inspect.getsource(module) for module in (devices, telemetry))
     used = set(re.findall(r"nvml\.((?:nvml|NVML)\w+)", source))
     assert len(used) > 15
     for name in used:
@@ -71,21 +89,22 @@ def test_the_fakes_functions_take_what_the_real_ones_take() -> None:
         assert parameters == list(inspect.signature(getattr(pynvml, name)).parameters), name
 
 
-@pytest.mark.skipif(gpus.open_nvml() is not None, reason="there is a driver here")
+@pytest.mark.skipif(devices.open_nvml() is not None, reason="there is a driver here")
 def test_the_real_module_without_a_driver_is_no_gpu_and_no_error() -> None:
     with pytest.raises(pynvml.NVMLError):
         pynvml.nvmlInit()
-    assert host_devices() is None
+    assert list_devices().devices is None
     assert of(8) == of(8, "0,1") == of(8, A, share=True) == Assignment()
 
 
-@pytest.mark.skipif(gpus.open_nvml() is None, reason="there is no driver here")
+@pytest.mark.skipif(devices.open_nvml() is None, reason="there is no driver here")
 def test_the_real_module_with_a_driver_agrees_with_torch() -> None:
-    devices = host_devices()
-    assert devices is not None
-    assert all(d.uuid is not None and d.uuid.startswith("GPU-") and d.model for d in devices)
-    if torch.version.cuda and "CUDA_VISIBLE_DEVICES" not in os.environ and not any(d.instances for d in devices):
-        assert len(devices) == torch.cuda.device_count()
+    found = take_inventory().devices
+    assert found == list_devices().devices
+    assert found is not None
+    assert all(d.uuid is not None and d.uuid.startswith("GPU-") and d.model for d in found)
+    if torch.version.cuda and "CUDA_VISIBLE_DEVICES" not in os.environ and not any(d.instances for d in found):
+        assert len(found) == torch.cuda.device_count()
 
 
 # -- without CUDA_VISIBLE_DEVICES
@@ -96,7 +115,7 @@ def test_each_worker_gets_the_gpu_of_its_local_rank(four: FakeNvml) -> None:
     assert [(gpu.id, gpu.index, gpu.uuid) for gpu in assignment.gpus] == [("0", 0, A), ("1", 1, B), ("2", 2, C)]
     assert [gpu.uuid for gpu in assignment.visible] == [A, B, C, D]
     assert not assignment.isolate
-    assert assignment.isolated_env(2) == {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": "2"}
+    assert isolated(assignment, 2) == {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": "2"}
     assert all(gpu.model == four.gpus[0].name and not gpu.mig for gpu in assignment.gpus)
 
 
@@ -114,14 +133,44 @@ def test_gpus_are_shared_round_robin_and_in_isolation() -> None:
     assignment = of(6, share=True)
     assert ids(assignment) == ["0", "1", "2", "3", "0", "1"]
     assert assignment.isolate
-    assert assignment.isolated_env(5) == {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": "1"}
+    assert isolated(assignment, 5) == {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": "1"}
     assert not of(4, share=True).isolate  # nothing is shared
 
 
 def test_a_host_without_gpus_gets_none(install: Install) -> None:
     install()
     assert of(8) == of(8, "0") == Assignment()
-    assert of(8).isolated_env(3) == {"LOCAL_RANK": "0"}
+
+
+def test_more_workers_than_gpus_are_warned_of_where_each_sees_all_gpus(
+    four: FakeNvml, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may be a job that uses none, and torchrun lets it run."""
+    assignment = of(5, isolate=False)
+    assert (assignment.gpus, assignment.isolate) == ((), False)
+    assert len(assignment.visible) == len(four.gpus)
+    assert "5 workers were asked for, but this host has 4 GPUs" in caplog.text
+    assert "--share-gpus" in caplog.text
+
+
+def test_isolation_keeps_what_torch_sets_for_other_platforms(four: FakeNvml) -> None:
+    """From 2.15 on torch's agent sets HIP_VISIBLE_DEVICES too; a worker that heeds both must not see two GPUs."""
+    env = isolated(of(len(four.gpus)), 3, CUDA_VISIBLE_DEVICES="0", HIP_VISIBLE_DEVICES="0", OTHER="kept")
+    assert env == {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": "3", "HIP_VISIBLE_DEVICES": "3", "OTHER": "kept"}
+
+
+@pytest.mark.usefixtures("four")
+def test_the_agent_isolates_whatever_variables_torch_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    def as_torch_from_2_15_on(_: object, env: dict[str, Any], local_rank: int, spec: WorkerSpec) -> None:
+        assert (local_rank, spec.virtual_local_rank) == (0, True), "else it may look beyond the names that there are"
+        env.update(LOCAL_RANK="0", CUDA_VISIBLE_DEVICES="0", HIP_VISIBLE_DEVICES="0")
+
+    monkeypatch.setattr(LocalElasticAgent, "_set_local_rank_env", as_torch_from_2_15_on)
+    agent: Any = object.__new__(RedisElasticAgent)
+    agent._assignment, agent._workers, agent._torch_signals = of(6, share=True), None, ""
+    env: dict[str, Any] = {}
+    agent._set_local_rank_env(env, 5, SimpleNamespace(virtual_local_rank=True))
+    assert [env[name] for name in ("LOCAL_RANK", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")] == ["0", "1", "1"]
 
 
 # -- CUDA_VISIBLE_DEVICES
@@ -146,7 +195,10 @@ def test_a_host_without_gpus_gets_none(install: Install) -> None:
         ("NoDevFiles", []),
         ("0,0", "twice"),
         (f"{A},GPU-aaaaaaaa", "twice"),
-        ("0,4", "names 4, but the last GPU of this host is 3"),
+        ("0,4", [("0", A)]),
+        ("0,4,1", [("0", A)]),
+        (f"{A},GPU-e,{B}", [(A, A)]),
+        ("4,0", "names 4, but the last GPU of this host is 3"),
         ("GPU-e", "names GPU-e, but no GPU's UUID"),
         ("GPU-", "names GPU-, but the UUIDs of 4 GPUs"),
         (M1, "no MIG device"),
@@ -166,7 +218,9 @@ def test_visible_devices_as_cuda_reads_them(visible: str, expected: list[tuple[s
 
 
 @pytest.mark.usefixtures("four")
-@pytest.mark.parametrize(("visible", "warned"), [("0,gpu1", True), ("none", True), ("0,-1", False), ("", False)])
+@pytest.mark.parametrize(
+    ("visible", "warned"), [("0,gpu1", True), ("0,9", True), ("none", True), ("0,-1", False), ("", False)]
+)
 def test_a_word_that_is_no_name_is_warned_of(visible: str, warned: bool, caplog: pytest.LogCaptureFixture) -> None:
     of(1, visible)
     assert ("CUDA_VISIBLE_DEVICES" in caplog.text) == warned
@@ -221,7 +275,7 @@ def test_mig_devices(visible: str | None, expected: list[str] | str) -> None:
     assignment = of(len(expected), visible)
     assert ids(assignment) == expected
     assert assignment.isolate
-    assert assignment.isolated_env(0)["CUDA_VISIBLE_DEVICES"] == expected[0]
+    assert isolated(assignment, 0)["CUDA_VISIBLE_DEVICES"] == expected[0]
     assert {gpu.index for gpu in assignment.gpus if gpu.mig} == {1}
     assert all(gpu.uuid in (A, M1, M2, M3) for gpu in assignment.visible)
     with pytest.raises(ValueError, match=f"{len(expected) + 1} workers"):
@@ -301,4 +355,61 @@ def test_nvml_that_cannot_count_is_told_of_and_torch_counts(
     monkeypatch.setattr(four, "nvmlDeviceGetCount", fail)
     torch_counts(monkeypatch, 1)
     assert ids(of(1)) == ["0"]
-    assert "NVML cannot count" in caplog.text
+    assert "NVML cannot show" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "function",
+    ["nvmlDeviceGetUUID", "nvmlDeviceGetName", "nvmlDeviceGetMaxMigDeviceCount", "nvmlDeviceGetHandleByIndex"],
+)
+def test_whatever_nvml_fails_at_the_error_names_the_gpu(install: Install, function: str) -> None:
+    broken = FakeGpu(B, mig=[FakeMig(M1)], broken={function: pynvml.NVML_ERROR_UNKNOWN})
+    install(FakeGpu(A), broken)
+    assert ids(of(1)) == [A]
+    with pytest.raises(ValueError, match=r"has 1 GPU\. GPU 1 cannot be used: Unknown Error"):
+        of(2)
+
+
+# -- the process that asks the driver
+
+Driver = Callable[[str], None]
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Driver:
+    return partial(install_driver, monkeypatch, tmp_path)
+
+
+@pytest.mark.fault("the GPUs' driver hangs when an agent starts", "the agent ends, and says that it was the driver")
+def test_a_driver_that_hangs_is_an_error_after_a_while(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver("nvml = FakeNvml(); nvml.nvmlInit = lambda: time.sleep(600)")
+    with pytest.raises(DriverError, match=r"driver .* cannot be asked: .* did not end within 0\.5 s.*nvidia-smi"):
+        assign(1, share=False, environ={}, ask=lambda: take_inventory(0.5))
+    assert assign(1, share=False, environ={"CUDA_VISIBLE_DEVICES": ""}) == Assignment(), "nobody needs to be asked"
+    monkeypatch.setattr(devices, "DEVICE_NODES", ("no-such-driver*",))
+    assert assign(1, share=False, environ={}) == Assignment(), "nobody is there to be asked"
+
+
+@pytest.mark.parametrize(
+    ("program", "error"),
+    [
+        ("nvml = FakeNvml(); nvml.nvmlInit = os.abort", "was killed by SIGABRT"),
+        ("raise ImportError('libnvidia-ml.so: odd')", "exited with 1: ImportError: libnvidia-ml.so: odd"),
+    ],
+)
+def test_a_process_that_dies_of_the_driver_is_an_error(driver: Driver, program: str, error: str) -> None:
+    driver(program)
+    with pytest.raises(DriverError, match=error):
+        take_inventory()
+
+
+def test_the_process_tells_what_nvml_shows_here(driver: Driver, install: Install) -> None:
+    driver(
+        f"nvml = FakeNvml(FakeGpu({A!r}), FakeGpu({B!r}, mig=[FakeMig({M1!r})]), FakeGpu({C!r}, broken={{'*': 999}}))"
+    )
+    told = take_inventory()
+    install(FakeGpu(A), FakeGpu(B, mig=[FakeMig(M1)]), FakeGpu(C, broken={"*": 999}))
+    assert told == list_devices()
+    assert told.devices
+    assert told.devices[1].instances
+    assert told.devices[2].fault

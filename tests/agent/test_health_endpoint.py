@@ -27,6 +27,7 @@ STATUS: Mapping[str, Any] = {
     "restarts": 2,
     "job_restarts": 5,
     "cpu": 150.0,
+    "restarted": 4,
     "memory": 1 << 30,
     "redis_away": 1.5,
     "workers": [
@@ -53,6 +54,7 @@ STATUS: Mapping[str, Any] = {
             "temperature": 60,
             "ecc": 3,
             "xid": 1,
+            "xids": {"31": 2, "79": 1},
         }
     ],
 }
@@ -137,7 +139,7 @@ def test_metrics_carry_the_whole_status_in_base_units(endpoint: HealthEndpoint) 
         ("epoch", labels()): 7,
         ("rank", labels()): 1,
         ("world_size", labels()): 3,
-        ("restarts_total", labels()): 2,
+        ("restarts_total", labels()): 4,
         ("job_restarts", labels()): 5,
         ("cpu_cores", labels()): 1.5,
         ("memory_bytes", labels()): 1 << 30,
@@ -157,6 +159,8 @@ def test_metrics_carry_the_whole_status_in_base_units(endpoint: HealthEndpoint) 
         ("gpu_temperature_celsius", labels(**gpu)): 60,
         ("gpu_ecc_errors_total", labels(**gpu)): 3,
         ("gpu_xid_errors_total", labels(**gpu)): 1,
+        ("gpu_xids_total", labels(**gpu, xid="31")): 2,
+        ("gpu_xids_total", labels(**gpu, xid="79")): 1,
     }
 
 

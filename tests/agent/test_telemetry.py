@@ -13,7 +13,8 @@ import psutil
 import pytest
 from fake_nvml import MIB, FakeGpu, FakeMig, FakeNvml, pynvml
 
-from redelastic.agent.host.gpus import Gpu, assign, host_devices, open_nvml
+from redelastic.agent.host.devices import list_devices, open_nvml
+from redelastic.agent.host.gpus import Gpu, assign
 from redelastic.agent.host.telemetry import XIDS_AT_ONCE, Telemetry, bounded
 
 PUPPET = """
@@ -275,7 +276,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[FakeNvml, Tele
         fake = FakeNvml(*gpus)
         monkeypatch.setitem(sys.modules, "pynvml", fake)
         environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-        return fake, Telemetry(assign(1, share=False, environ=environ).visible)
+        return fake, Telemetry(assign(1, share=False, environ=environ, ask=list_devices).visible)
 
     return install
 
@@ -306,7 +307,7 @@ def test_the_gpus_of_the_job_and_no_others_are_reported(watch: Callable[..., tup
         ("nvmlDeviceGetUtilizationRates", {"utilization"}),
         ("nvmlDeviceGetMemoryInfo", {"memory_used", "memory_total"}),
         ("nvmlDeviceRegisterEvents", {"xid"}),
-        ("nvmlDeviceGetHandleByUUID", {"ecc", "temperature", "utilization", "memory_used", "memory_total"}),
+        ("nvmlDeviceGetUUID", {"ecc", "temperature", "utilization", "memory_used", "memory_total"}),
     ],
 )
 @pytest.mark.parametrize("error", ["NVML_ERROR_NOT_SUPPORTED", "NVML_ERROR_UNKNOWN", "no such function"])
@@ -331,14 +332,31 @@ def test_an_error_costs_its_field_only(
 def test_xids_are_counted_without_waiting(watch: Callable[..., tuple[FakeNvml, Telemetry]]) -> None:
     fake, telemetry = watch(*(FakeGpu(uuid) for uuid in UUIDS[:2]))
     assert [gpu["xid"] for gpu in telemetry.sample({})["gpus"]] == [0, 0]
-    fake.gpus[1].xids += [79, 31]
+    fake.gpus[1].xids += [79, 48]
     assert [gpu["xid"] for gpu in telemetry.sample({})["gpus"]] == [0, 2]
-    fake.gpus[1].xids += [13] * (XIDS_AT_ONCE + 1)
+    fake.gpus[1].xids += [48] * (XIDS_AT_ONCE + 1)
     assert [gpu["xid"] for gpu in telemetry.sample({})["gpus"]] == [0, XIDS_AT_ONCE + 2]
     assert [gpu["xid"] for gpu in telemetry.sample({})["gpus"]] == [0, XIDS_AT_ONCE + 3]
     assert set(fake.waited) == {0}
 
 
+@pytest.mark.fault(
+    "an application makes its GPU raise Xid errors", "they are told, and the GPU does not count as broken"
+)
+def test_xids_keep_their_numbers_and_an_applications_are_no_fault_of_the_gpu(
+    watch: Callable[..., tuple[FakeNvml, Telemetry]],
+) -> None:
+    fake, telemetry = watch(FakeGpu(UUIDS[0]))
+    assert "xids" not in telemetry.sample({})["gpus"][0]
+    fake.gpus[0].xids += [31, 13, 43, 31]
+    [gpu] = telemetry.sample({})["gpus"]
+    assert (gpu["xid"], gpu["xids"]) == (0, {"13": 1, "31": 2, "43": 1})
+    fake.gpus[0].xids += [79]
+    [gpu] = telemetry.sample({})["gpus"]
+    assert (gpu["xid"], gpu["xids"]["79"]) == (1, 1)
+
+
+@pytest.mark.fault("a GPU falls off the bus", "it alone is told as lost, and the others as ever")
 def test_a_lost_gpu_is_reported_as_lost_and_the_others_as_ever(
     watch: Callable[..., tuple[FakeNvml, Telemetry]],
 ) -> None:
@@ -363,8 +381,8 @@ def test_a_mig_device_has_memory_and_the_xids_of_its_gpu(watch: Callable[..., tu
     fake, telemetry = watch(FakeGpu(UUIDS[0], mig=[FakeMig("MIG-1"), FakeMig("MIG-2")]), visible="MIG-2")
     expected = {"index": 0, "uuid": "MIG-2", "name": "NVIDIA H200", "memory_used": MIB, "memory_total": 100 * MIB}
     assert telemetry.sample({})["gpus"] == [{**expected, "xid": 0}]
-    fake.gpus[0].xids.append(31)
-    assert telemetry.sample({})["gpus"] == [{**expected, "xid": 1}]
+    fake.gpus[0].xids.append(79)
+    assert telemetry.sample({})["gpus"] == [{**expected, "xid": 1, "xids": {"79": 1}}]
 
 
 def test_without_a_driver_there_are_no_gpus_in_the_sample(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -376,7 +394,7 @@ def test_without_a_driver_there_are_no_gpus_in_the_sample(monkeypatch: pytest.Mo
     assert "gpus" not in Telemetry(known).sample({})
 
 
-@pytest.mark.skipif(not open_nvml() or not host_devices(), reason="there is no GPU here")
+@pytest.mark.skipif(not open_nvml() or not list_devices().devices, reason="there is no GPU here")
 def test_real_gpus() -> None:
     telemetry = Telemetry(assign(0, share=False, environ={}).visible)
     for _ in range(2):

@@ -249,7 +249,12 @@ def test_unusable_redis_ends_the_agent_with_a_clear_error(server: RedisServer, t
         port = nobody.getsockname()[1]
         host = server.endpoint
         refused = rf"Redis at redis://{host}\S* refused the login"
-        job.start("unreachable", env={"REDELASTIC_REDIS_URL": f"redis://:{secret}@127.0.0.1:{port}/0"}, may_end=True)
+        job.start(
+            "unreachable",
+            env={"REDELASTIC_REDIS_URL": f"redis://:{secret}@127.0.0.1:{port}/0"},
+            may_end=True,
+            conf={"join_timeout": 3},
+        )
         job.start("refused", env={"REDELASTIC_REDIS_URL": f"redis://:{secret}@{host}/0"}, may_end=True)
         job.start("anonymous", env={"REDELASTIC_REDIS_URL": f"redis://{host}/0"}, may_end=True)
         job.start("misspelt", options=["--rdzv-conf=keepalive_interval=2"], may_end=True)

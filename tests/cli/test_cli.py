@@ -18,6 +18,7 @@ import redis
 from commands import Done, command, form, started, until
 from nodes import NodeFactory
 
+import redelastic
 from redelastic.cli import drain
 from redelastic.redis.connection import Connection
 from redelastic.redis.keys import RunKeys
@@ -46,6 +47,29 @@ def control(connection: Connection, keys: RunKeys) -> RunControl:
 def with_agent(node: RedisRendezvousHandler) -> RedisRendezvousHandler:
     node.membership.heartbeat.describe = lambda base: json.dumps(base | {"agent": "redelastic"})
     return node
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (("statsu", "RUN"), "redelastic: there is no command 'statsu'; did you mean status? (see redelastic --help)"),
+        (("xyz",), "redelastic: there is no command 'xyz': there are run, status, events"),
+        (("run", "--hang-timout=5", "t.py"), "unrecognized arguments: --hang-timout=5; did you mean --hang-timeout?"),
+        (("run",), "redelastic run: the following arguments are required: training_script"),
+        (("run", "--max-restarts=x", "t.py"), "redelastic run: argument --max-restarts/--max_restarts: invalid int"),
+        (("status", "--watch=often", "RUN"), "redelastic status: argument"),
+    ],
+)
+def test_wrong_arguments_are_one_line_that_says_what_was_meant(argv: tuple[str, ...], told: str) -> None:
+    done = command(*argv)
+    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
+    assert told in done.err
+
+
+def test_the_package_is_the_command() -> None:
+    asked = [sys.executable, "-m", "redelastic", "--version"]
+    done = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == f"redelastic {redelastic.__version__}\n"
 
 
 class TestErrors:

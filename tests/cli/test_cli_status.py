@@ -146,7 +146,7 @@ class TestProblems:
     ) -> None:
         gpus = [
             {"index": 0, "utilization": 98, "memory_used": 70 * GIB, "memory_total": 80 * GIB, "temperature": 66},
-            {"index": 1, "utilization": 0, "temperature": 71, "ecc": 0, "xid": 2},
+            {"index": 1, "utilization": 0, "temperature": 71, "ecc": 0, "xid": 2, "xids": {"31": 5, "79": 2}},
             {"index": 2, "lost": True},
         ]
         hung = [*workers(400, 400), {"local_rank": 2, "rank": 10, "state": "hung", "step": 388, "idle": 312.4}]
@@ -161,7 +161,7 @@ class TestProblems:
         assert lines[0].endswith("step 412, last progress 0.5 s ago")
         assert [line for line in lines if line.startswith("!")] == [
             "! slow (rank 0) worker 2 (rank 10) hangs at step 388 for 5 min",
-            "! slow (rank 0) GPU 1 has 2 Xid errors",
+            "! slow (rank 0) GPU 1 has 2 Xid errors (79)",
             "! slow (rank 0) GPU 2 is lost: it is gone from the bus",
         ]
         [row] = [line for line in lines if line.split()[:2] == ["0", "slow"]]
@@ -217,7 +217,9 @@ def made_of(*names: str, **more: Any) -> Any:
 
 
 WORKER = made_of("local_rank", "rank", "pid", "state", "step", "idle", "cpu", "memory")
-GPU = made_of("index", "uuid", "memory_used", "memory_total", "utilization", "temperature", "ecc", "xid", "lost")
+GPU = made_of(
+    "index", "uuid", "memory_used", "memory_total", "utilization", "temperature", "ecc", "xid", "xids", "lost"
+)
 STATUS = made_of(
     *("pid", "agent", "restarts", "cpu", "memory", "memory_available", "memory_total"),
     workers=JSON | st.lists(WORKER, max_size=3),

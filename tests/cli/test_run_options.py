@@ -33,13 +33,14 @@ PLACE = ("--rdzv-endpoint=127.0.0.1:1", "--rdzv-id=x")
 @pytest.mark.parametrize(
     "given",
     [
-        ("--drain-timeout=7", "--max-job-restarts=3", "--share-gpus", "--health-check=network"),
-        ("--drain_timeout=7", "--max_job_restarts=3", "--share_gpus", "--health_check=network"),
+        ("--drain-timeout=7", "--max-job-restarts=3", "--share-gpus", "--health-check=network", "--health-timeout=9"),
+        ("--drain_timeout=7", "--max_job_restarts=3", "--share_gpus", "--health_check=network", "--health_timeout=9"),
         {
             "PET_DRAIN_TIMEOUT": "7",
             "PET_MAX_JOB_RESTARTS": "3",
             "PET_SHARE_GPUS": "1",
             "PET_HEALTH_CHECK": "network",
+            "PET_HEALTH_TIMEOUT": "9",
         },
     ],
     ids=["hyphens", "underscores", "variables"],
@@ -56,7 +57,7 @@ def test_our_flags_are_written_as_torchruns(
     assert main(["run", *PLACE, *flags, SCRIPT]) == 0
     config, options, _ = launched
     assert (options.drain_timeout, options.max_job_restarts, options.share_gpus) == (7, 3, True)
-    assert options.health_checks == ("network",)
+    assert (options.health_checks, options.health_timeout) == (("network",), 9)
     assert config.max_restarts == 3
 
 

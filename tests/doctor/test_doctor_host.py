@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 import resource
-import sys
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from doctoring import look
+from fake_nvml import install_driver
 
 from redelastic import torch_internals
 from redelastic.doctor import host
@@ -118,37 +119,28 @@ def test_few_files_and_little_shared_memory(monkeypatch: pytest.MonkeyPatch) -> 
     assert little.numbers == {"free_bytes": 64 * 2**20}
 
 
-class _NvmlError(Exception):
-    pass
-
-
-def _no_driver() -> None:
-    raise _NvmlError("Driver Not Loaded")
-
-
 @pytest.mark.parametrize(
-    ("nvml", "level", "said"),
+    ("program", "level", "said"),
     [
-        (None, "note", "not installed"),
-        (SimpleNamespace(NVMLError=_NvmlError, nvmlInit=_no_driver), "note", "Driver Not Loaded"),
-        (
-            SimpleNamespace(
-                NVMLError=_NvmlError,
-                nvmlInit=lambda: None,
-                nvmlShutdown=lambda: None,
-                nvmlDeviceGetCount=lambda: 8,
-                nvmlSystemGetDriverVersion=lambda: "580.1",
-            ),
-            "ok",
-            "8, driver 580.1",
-        ),
+        ("nvml = FakeNvml(*(FakeGpu(f'GPU-{i}') for i in range(8)))", "ok", "8, driver 570.86"),
+        ("nvml = FakeNvml()", "note", "0, driver 570.86"),
+        ("nvml = FakeNvml(FakeGpu('GPU-1'), lost := FakeGpu('GPU-2')); lost.lose()", "problem", "GPU 1: GPU is lost"),
+        ("nvml = FakeNvml(init_error=9)", "note", "no driver of NVIDIA"),
+        ("nvml = FakeNvml(); nvml.nvmlInit = lambda: time.sleep(600)", "warning", "the driver does not answer"),
     ],
 )
-def test_gpus(nvml: Any, level: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+def test_gpus(program: str, level: str, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    install_driver(monkeypatch, tmp_path, program)
+    if "sleep" in program:
+        monkeypatch.setattr(host, "GPU_LIMIT", 0.5)
     finding = host._gpus()
-    assert finding.level == level
     assert said in finding.found
+    assert finding.level == level
+
+
+def test_without_the_extra_gpus_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    assert host._gpus().found == "not looked at: nvidia-ml-py is not installed"
 
 
 def test_an_installation_that_torchrun_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ import psutil
 import pytest
 from agent_job import AWARE, AgentJob
 from cgroups import limited_memory
-from torchrun_job import LIMIT
+from torchrun_job import LIMIT, Job
 from workers.unruly import FLOOD, LINE
 
 from redelastic.cli import main
@@ -109,6 +109,23 @@ def test_bad_arguments_are_one_line(
     assert err.count("\n") == 1
 
 
+@pytest.mark.fault("Redis comes up after the nodes", "they wait for it, say so once, and train")
+@pytest.mark.parametrize("agent", [True, False], ids=["redelastic run", "torchrun"])
+def test_nodes_that_are_there_before_redis(tmp_path: Path, agent: bool) -> None:
+    with RedisServer() as server, Job(server, tmp_path, "2:2", agent=agent) as job:
+        server.kill()
+        job.start("a", "b")
+        said = "It is waited for, up to the join_timeout of 60 s"
+        job.wait("they say that they wait", lambda: all(said in node.stderr for node in job.nodes.values()))
+        assert not any(node.process.poll() for node in job.nodes.values())
+        server.start()
+        job.wait_round("ab")
+        job.finish("a", "b")
+        for node in job.nodes.values():
+            assert node.stderr.count(said) == 1, "and once only"
+            assert f"Redis at redis://{server.endpoint}" in node.stderr
+
+
 @pytest.mark.fault("redelastic run: Redis is not there, or refuses us", "an error in words, exit code 3")
 def test_a_server_that_is_not_there_or_does_not_let_us_in(
     server: RedisServer, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -118,7 +135,8 @@ def test_a_server_that_is_not_there_or_does_not_let_us_in(
     monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM")
     where = server.url.rpartition("@")[2]
     for endpoint, told in (("127.0.0.1:1", "could not be reached"), (f"redis://:not-it@{where}", "password")):
-        assert main(["run", f"--rdzv-endpoint={endpoint}", "--rdzv-id=x", str(UNRULY)]) == UNREACHABLE
+        where_to = [f"--rdzv-endpoint={endpoint}", "--rdzv-id=x", "--rdzv-conf=join_timeout=0.5"]
+        assert main(["run", *where_to, str(UNRULY)]) == UNREACHABLE
         err = capfd.readouterr().err
         assert err.startswith("redelastic run: Redis at redis://")
         assert told in err

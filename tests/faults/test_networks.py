@@ -374,7 +374,7 @@ def test_a_redis_that_never_answers(network: Network, redis: RedisServer, tmp_pa
     with Job(redis, tmp_path, "1:1", agent=True) as job, off_redis(network, "a"):
         at = time.time()
         with network.inside("a"):
-            job.start("a", may_end=True)
+            job.start("a", may_end=True, conf={"join_timeout": 10})
         assert job.wait_end("a") == 3
         measured("error after", time.time() - at)
         said = job.nodes["a"].stderr

@@ -85,12 +85,15 @@ def test_the_commands_show_the_truth(  # noqa: PLR0915  (a night, from its begin
         assert metrics["redelastic_world_size",] == 3
         assert metrics["redelastic_node_state", "running"] == 1
         assert metrics["redelastic_worker_step", "0"] >= 1
+        assert metrics["redelastic_restarts_total",] == 0
 
         job.nodes["c"].kill()
         epoch = job.wait_round("ab", epoch)
         [lost] = [e for e in ask("events")["events"] if e["event"] == "lost"]
         assert lost["node"] == ids["c"], "by a roll call, or by its lease where that ran out before"
         job.wait("restarts for a lost node do not count", lambda: scrape(ports["b"])["redelastic_job_restarts",] == 0)
+
+        assert scrape(ports["b"])["redelastic_restarts_total",] == 1, "unlike these, which never go down"
 
         job.tell("hang-b")
         epoch = job.wait_round("ab", epoch)

@@ -100,7 +100,7 @@ def operations(connection: Connection, keys: RunKeys, dice: Dice) -> Iterator[Ca
         lambda: control.failures("a"),
     )
     yield from (
-        lambda: control.note("x", "y", "z"),
+        lambda: control.note(dice.choice(("x", "hung")), "y", "z", 2000 * "detail"),
         lambda: control.drain(NODES[0], "why", 1),
         lambda: control.readmit("a", "b"),
     )

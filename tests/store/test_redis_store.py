@@ -270,3 +270,22 @@ def test_closing_ends_the_connections_of_a_store_that_opened_them(own_server: Re
         assert len(client.client_list()) == 2
         store.close()
         until(lambda: len(client.client_list()) == 1)
+
+
+@pytest.mark.parametrize("milliseconds", [1, 70])
+def test_a_time_out_names_the_limit_that_was_asked_for(store: RedisStore, milliseconds: int) -> None:
+    """However much later it comes: Redis looks for clients whose time is up ten times a second."""
+    limit = timedelta(milliseconds=milliseconds)
+    mine = store.clone()
+    mine.set_timeout(limit)
+    mine.set("there", "v")
+    calls: tuple[Callable[[], object], ...] = (
+        lambda: mine.get("missing"),
+        lambda: mine.multi_get(["there", "missing"]),
+        lambda: mine.queue_pop("missing"),
+        lambda: store.wait(["missing"], limit),
+        lambda: store.wait(["there", "missing"], limit),
+    )
+    for call in calls:
+        with pytest.raises(dist.DistStoreError, match=rf"wait timeout after {milliseconds}ms, keys: .*missing"):
+            call()

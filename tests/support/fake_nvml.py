@@ -6,9 +6,15 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final, NoReturn
+
+import pytest
+
+from redelastic.agent.host import devices
 
 pynvml: Final[Any] = importlib.import_module("pynvml")
 MIB: Final = 2**20
@@ -70,6 +76,9 @@ class FakeNvml:
         if self.init_error:
             self._fail(self.init_error)
 
+    def nvmlSystemGetDriverVersion(self) -> str:  # noqa: N802
+        return "570.86"
+
     def nvmlDeviceGetCount(self) -> int:  # noqa: N802
         return len(self.gpus)
 
@@ -79,7 +88,8 @@ class FakeNvml:
         return self._check(self.gpus[index], "nvmlDeviceGetHandleByIndex")
 
     def nvmlDeviceGetHandleByUUID(self, uuid: str) -> Any:  # noqa: N802
-        for gpu in self.gpus:
+        for gpu in self.gpus:  # NVML asks one after the other, and fails where one has fallen off the bus
+            self._check(gpu, "nvmlDeviceGetHandleByUUID")
             for device in (gpu, *(gpu.mig or ())):
                 if device is not None and device.uuid == uuid:
                     return self._check(device, "nvmlDeviceGetHandleByUUID", mig=True)
@@ -116,7 +126,7 @@ class FakeNvml:
         return [pynvml.NVML_DEVICE_MIG_ENABLE] * 2
 
     def nvmlDeviceGetMaxMigDeviceCount(self, device: Any) -> int:  # noqa: N802
-        return len(device.mig)
+        return len(self._check(device, "nvmlDeviceGetMaxMigDeviceCount").mig)
 
     def nvmlDeviceGetMigDeviceHandleByIndex(self, device: Any, index: int) -> Any:  # noqa: N802
         return device.mig[index] or self._fail(pynvml.NVML_ERROR_NOT_FOUND)
@@ -145,3 +155,15 @@ class FakeNvml:
     def nvmlEventSetFree(self, eventSet: Any) -> None:  # noqa: N802, N803
         eventSet.clear()
         self.event_sets -= 1
+
+
+def install_driver(monkeypatch: pytest.MonkeyPatch, folder: Path, program: str) -> None:
+    """Make this a host with a driver: the process that asks it runs ``program`` first, which sets ``nvml``."""
+    script = folder / "program.py"
+    script.write_text(
+        f"import os, runpy, sys, time\nsys.path.append({str(Path(__file__).parent)!r})\n"
+        f"from fake_nvml import FakeGpu, FakeMig, FakeNvml\n{program}\n"
+        "sys.modules['pynvml'] = nvml\nrunpy.run_module('redelastic.agent.host.devices', run_name='__main__')\n"
+    )
+    monkeypatch.setattr(devices, "PROGRAM", (sys.executable, str(script)))
+    monkeypatch.setattr(devices, "DEVICE_NODES", ("nul[l]",))

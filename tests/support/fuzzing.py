@@ -98,7 +98,9 @@ def status_text(dice: Dice) -> bytes | None:
 def hostile_event(dice: Dice) -> Event:
     fields = {"event": dice.choice(EVENTS), "node": dice.choice(NODES), "epoch": str(dice.randrange(4)), "size": "2"}
     fields["reason"] = dice.choice(REASONS)
-    for name in (*fields, "detail"):
+    if dice.random() < 0.1:
+        fields["nodes"] = " ".join(dice.choice(NODES) for _ in range(3))
+    for name in (*fields, "detail", "nodes"):
         if dice.random() < 0.12:
             fields[name] = dice.told()
     ms = (

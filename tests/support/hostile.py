@@ -72,7 +72,7 @@ class Dice(random.Random):
 FIELDS: Final = (  # of a node's status
     *("name", "host", "state", "pid", "agent", "restarts", "cpu", "memory", "memory_available", "memory_total"),
     *("epoch", "rank", "size", "local_rank", "step", "idle", "index", "uuid", "memory_used", "utilization"),
-    *("temperature", "ecc", "xid", "lost", "node", "run_id", "job_restarts", "redis_away", "workers", "gpus"),
+    *("temperature", "ecc", "xid", "xids", "lost", "node", "run_id", "job_restarts", "redis_away", "workers", "gpus"),
 )
 RECORD: Final = {  # of a run
     **dict.fromkeys(("max", "limit"), "3"),
@@ -86,6 +86,10 @@ RECORD: Final = {  # of a run
     "closed": "why",
     "blamed": "a",
     "draining a-1-0123456789ab": "30000 by x",
+    "written": "3145000",
+    "untold": "1",
+    "mark": "1-1",
+    "many hung": "1700000000000 2 2 16 a b\nwhy",
 }
 EVENTS: Final = (
     *("joined", "completed", "started", "lost", "left", "drain", "failed", "hung", "closed", "stopped", "outage"),

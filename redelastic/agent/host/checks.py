@@ -7,14 +7,11 @@ string why it is not. Checks are found by name, as entry points of the group ``r
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 import os
 import queue
 import re
-import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -22,26 +19,23 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
-from itertools import takewhile
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 import psutil
 
 from .cgroups import memory_room
+from .devices import has_driver
+from .gpus import VISIBLE, visible_names
+from .limited import KILL_PATIENCE, run_within
 
 GROUP: Final = "redelastic.health_checks"
 MEMORY_PER_WORKER: Final = 256 << 20  # about what a worker needs to get as far as `import torch`, in bytes
 DISK_SPACE: Final = 100 << 20  # room for logs and a few temporary files, in bytes
 FREE_FILES: Final = 100  # inodes
-KILL_PATIENCE: Final = 2.0  # how long a killed process may take to be gone, in seconds
 GRACE: Final = 2 * KILL_PATIENCE  # beyond its time, for a check that has to end a process of its own, in seconds
 REASON_LENGTH: Final = 300  # of a reason, in characters
-OUTPUT_KEPT: Final = 8192  # of a process, in bytes
 PROBE: Final = (sys.executable, "-m", "redelastic.agent.host.gpu_probe")
-DEVICE_NODES: Final = ("nvidia[0-9]*", "kfd", "dxg")  # in /dev: where a GPU's driver is to be reached
-
-_running: set[subprocess.Popen[bytes]] = set()
 
 
 @dataclass(frozen=True)
@@ -132,18 +126,15 @@ def gpu(node: Node) -> str | None:
     that hangs would take the agent with it. ``CUDA_VISIBLE_DEVICES`` says which GPUs have to be there; without it at
     least one has to answer where a driver is installed. No GPU, and none expected, is fit.
     """
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = os.environ.get(VISIBLE)
     if visible is None:
-        if not any(next(Path("/dev").glob(pattern), None) for pattern in DEVICE_NODES):
-            return None
-        return _probe({}, 0, node.timeout)
-    # SLURM hides all GPUs with NoDevFiles; CUDA itself ignores what follows an empty or negative entry.
-    entries = [*takewhile(lambda entry: entry not in {"", "-1", "NoDevFiles"}, map(str.strip, visible.split(",")))]
-    if not any(entry.startswith("MIG-") for entry in entries):
-        return _probe({}, len(entries), node.timeout) if entries else None
-    with ThreadPoolExecutor(len(entries)) as pool:  # CUDA shows a process one MIG instance only
-        answers = pool.map(lambda entry: _probe({"CUDA_VISIBLE_DEVICES": entry}, 1, node.timeout), entries)
-        return next((f"{entry}: {answer}" for entry, answer in zip(entries, answers, strict=True) if answer), None)
+        return _probe({}, 0, node.timeout) if has_driver() else None
+    names = visible_names(visible)
+    if not any(name.startswith("MIG-") for name in names):
+        return _probe({}, len(names), node.timeout) if names else None
+    with ThreadPoolExecutor(len(names)) as pool:  # CUDA shows a process one MIG instance only
+        answers = pool.map(lambda name: _probe({VISIBLE: name}, 1, node.timeout), names)
+        return next((f"{name}: {answer}" for name, answer in zip(names, answers, strict=True) if answer), None)
 
 
 def disk(node: Node) -> str | None:
@@ -214,80 +205,17 @@ def _one_line(text: str) -> str:
 # -- processes that answer for a check
 
 
-class _Ended(NamedTuple):
-    status: int | None  # None: it was out of time
-    how: str
-    lines: list[str]  # the last ones that it printed, without empty ones
-
-
 def _command(command: str, node: Node) -> str | None:
-    ended = _run(("/bin/sh", "-c", command), {}, node.timeout)
+    ended = run_within(node.timeout, ("/bin/sh", "-c", command))
     if ended.status == 0:
         return None
     return ended.lines[-1] if ended.lines and (ended.status or 0) > 0 else ended.how
 
 
 def _probe(environment: Mapping[str, str], expected: int, timeout: float) -> str | None:
-    ended = _run((*PROBE, "cuda", str(expected)), environment, timeout)
+    ended = run_within(timeout, (*PROBE, "cuda", str(expected)), environment)
     if ended.status == 0:
         return None
     of_devices = [line for line in ended.lines if line.startswith("device ")]
     last = (of_devices or ended.lines or ["no device was asked yet"])[-1]
     return last if ended.status == 1 else f"{last}; the probe {ended.how}"
-
-
-def _run(argv: tuple[str, ...], environment: Mapping[str, str], timeout: float) -> _Ended:
-    """Run a process for ``timeout`` seconds at most; whatever is left of its process group is killed."""
-    process = subprocess.Popen(
-        argv,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-        env={**os.environ, **environment},
-    )
-    _running.add(process)
-    tail = bytearray()
-    reader = threading.Thread(target=_keep_tail, args=(process, tail), daemon=True)
-    reader.start()
-    status: int | None = None
-    try:
-        status = process.wait(timeout)
-        how = f"was killed by {_signal_name(-status)}" if status < 0 else f"exited with {status}"
-    except subprocess.TimeoutExpired:
-        how = f"did not end within {timeout:g} s"
-    _kill_group(process)
-    try:
-        process.wait(KILL_PATIENCE)
-        _running.discard(process)
-    except subprocess.TimeoutExpired:
-        how += f", and not even SIGKILL ends its process {process.pid}, which hangs in the kernel"
-    reader.join(KILL_PATIENCE / 2)  # a daemon with a session of its own may hold the pipe for ever
-    return _Ended(status, how, [line for line in bytes(tail).decode(errors="replace").splitlines() if line.strip()])
-
-
-def _keep_tail(process: subprocess.Popen[bytes], tail: bytearray) -> None:
-    assert process.stdout is not None  # noqa: S101 - we gave it a pipe
-    with process.stdout as pipe:
-        while chunk := os.read(pipe.fileno(), 65536):
-            tail += chunk
-            del tail[:-OUTPUT_KEPT]
-
-
-def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # real-time signals have no names
-        return f"signal {number}"
-
-
-@atexit.register
-def _kill_what_runs() -> None:
-    """An agent that is told to end in the middle of a check leaves no process of it behind."""
-    for process in list(_running):
-        _kill_group(process)

@@ -220,10 +220,10 @@ NODE_METRICS: Final = (
     _Metric("epoch", "epoch", "Fencing token of the node's round."),
     _Metric("rank", "rank", "Rank of the node in its round."),
     _Metric("size", "world_size", "Number of nodes in the round."),
-    _Metric("restarts", "restarts", "Restarts of this node's workers.", kind=CounterMetricFamily),
+    _Metric("restarted", "restarts", "How often this node's workers were started again.", kind=CounterMetricFamily),
     _Metric("job_restarts", "job_restarts", "Restarts of the whole job; those for a lost node are taken back."),
-    _Metric("cpu", "cpu_cores", "CPU cores in use by the agent and its workers.", 0.01),
-    _Metric("memory", "memory_bytes", "Memory in use by the agent and its workers."),
+    _Metric("cpu", "cpu_cores", "CPU cores in use by the workers and their children.", 0.01),
+    _Metric("memory", "memory_bytes", "Memory in use by the workers and their children."),
     _Metric("redis_away", "redis_away_seconds", "For how long Redis has not answered; 0 while it does."),
 )
 WORKER_METRICS: Final = (
@@ -239,8 +239,9 @@ GPU_METRICS: Final = (
     _Metric("utilization", "gpu_utilization_ratio", "Share of the time in which the GPU was busy.", 0.01),
     _Metric("temperature", "gpu_temperature_celsius", "Temperature of the GPU."),
     _Metric("ecc", "gpu_ecc_errors", "Uncorrected ECC errors of the GPU.", kind=CounterMetricFamily),
-    _Metric("xid", "gpu_xid_errors", "Xid errors of the GPU.", kind=CounterMetricFamily),
+    _Metric("xid", "gpu_xid_errors", "Xid errors that are not an application's.", kind=CounterMetricFamily),
 )
+XIDS: Final = _Metric("n", "gpu_xids", "Xid errors by their number, an application's too.", kind=CounterMetricFamily)
 
 
 class _StatusCollector(Collector):
@@ -265,6 +266,12 @@ class _StatusCollector(Collector):
         yield from _measured(WORKER_METRICS, whose, ("local_rank",), workers)
         yield _info("gpu_info", "What the GPU is called.", whose, ("index", "uuid", "name"), gpus)
         yield from _measured(GPU_METRICS, whose, ("index", "uuid"), gpus)
+        by_number = [gpu | {"xid": xid, "n": n} for gpu in gpus for xid, n in _pairs(gpu.get("xids"))]
+        yield from _measured([XIDS], whose, ("index", "uuid", "xid"), by_number)
+
+
+def _pairs(told: object) -> Iterable[tuple[Any, Any]]:
+    return told.items() if isinstance(told, dict) else ()
 
 
 def _values(whose: Mapping[str, Any], labels: Iterable[str], item: Mapping[str, Any]) -> list[str]:

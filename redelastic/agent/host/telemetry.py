@@ -6,15 +6,20 @@ import contextlib
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import psutil
 
-from .gpus import Gpu, open_nvml
+from .devices import handle_of, open_nvml
+from .gpus import Gpu
 
 STATUS_LIMIT: Final = 8192  # of a node's status, in bytes
 LONG_TEXT: Final = 64  # what is left of a text that is too long for the limit, in characters
+# Xid errors that NVIDIA puts down to the application, not to the GPU; its Kubernetes device plugin ignores these too:
+# 13 graphics engine exception, 31 page fault, 43 GPU stopped processing, 45 preemptive cleanup, 68 video processor.
+APPLICATION_XIDS: Final = frozenset({13, 31, 43, 45, 68})
 XIDS_AT_ONCE: Final = 100  # that one sample takes from a GPU: one that keeps failing must not hold the sample up
 
 Times = dict[tuple[int, float], tuple[float, float]]  # process -> CPU seconds of its own, of the children it has reaped
@@ -53,8 +58,9 @@ class Telemetry:
             - ``workers``: local rank as a string -> ``{"cpu", "memory"}`` of that worker and its descendants;
             - ``gpus``, where there are any to watch: each ``{"index", "uuid", "name", "memory_used", "memory_total"
               (bytes), "utilization" (percent), "temperature" (°C), "ecc" (uncorrected errors since the driver was
-              loaded), "xid" (critical errors since the first sample; with MIG, of the whole GPU)}``, or
-              ``{"index", "lost": true}`` for one that is gone from the bus.
+              loaded), "xid" (critical errors of GPU or driver since the first sample; with MIG, of the whole GPU),
+              "xids" (Xid number as a string -> how many, an application's too)}``, or ``{"index", "lost": true}`` for
+              one that is gone from the bus.
 
         The memory of a tree is what its processes have resident for themselves (RSS without files and shared memory),
         summed, and once what the one with the most shares with others. A plain sum of RSS would count torch's libraries
@@ -154,12 +160,16 @@ def _watch(gpus: Sequence[Gpu]) -> list[_WatchedGpu]:
 
 
 class _WatchedGpu:
-    """One GPU or MIG device; an error of NVML costs the one field that it concerns, as many models lack some."""
+    """One GPU or MIG device; an error of NVML costs the one field that it concerns, as many models lack some.
+
+    Its handle is kept: to look one up can fail because of another GPU.
+    """
 
     def __init__(self, nvml: Any, gpu: Gpu) -> None:
         self._nvml = nvml
         self._gpu = gpu
-        self._xids = 0
+        self._handle: Any = None
+        self._xids: Counter[int] = Counter()
         self._events: Any = None
         self._lost = False
         with self._errors():
@@ -188,15 +198,13 @@ class _WatchedGpu:
 
     def sample(self) -> dict[str, Any]:
         nvml, gpu = self._nvml, self._gpu
+        if self._lost:  # one that comes back is another one to NVML
+            self._handle = None
         self._lost = False
         found: dict[str, Any] = {"index": gpu.index}
         found.update({key: value for key, value in (("uuid", gpu.uuid), ("name", gpu.model)) if value is not None})
         with self._errors():
-            handle = (
-                nvml.nvmlDeviceGetHandleByUUID(gpu.uuid)
-                if gpu.uuid is not None
-                else nvml.nvmlDeviceGetHandleByIndex(gpu.index)
-            )
+            handle = self._handle = self._handle or handle_of(nvml, gpu.index, gpu.uuid)
             with self._errors():
                 memory = nvml.nvmlDeviceGetMemoryInfo(handle)
                 found.update(memory_used=memory.used, memory_total=memory.total)
@@ -211,9 +219,11 @@ class _WatchedGpu:
         if self._events is not None:
             with self._errors():
                 for _ in range(XIDS_AT_ONCE):
-                    nvml.nvmlEventSetWait(self._events, 0)  # an error, timeout, where there is none
-                    self._xids += 1
-            found["xid"] = self._xids
+                    event = nvml.nvmlEventSetWait(self._events, 0)  # an error, timeout, where there is none
+                    self._xids[int(event.eventData)] += 1
+            found["xid"] = sum(n for xid, n in self._xids.items() if xid not in APPLICATION_XIDS)
+            if self._xids:
+                found["xids"] = {str(xid): n for xid, n in sorted(self._xids.items())}
         return {"index": gpu.index, "lost": True} if self._lost else found
 
 
@@ -223,13 +233,14 @@ class _WatchedGpu:
 def bounded(status: Mapping[str, Any], limit: int = STATUS_LIMIT) -> str:
     """A node's status as compact JSON of at most ``limit`` bytes; never an error.
 
-    Where it is too long, ``"cut": true`` says so, and this is left out, one after the other until it fits: the names
-    and UUIDs of ``gpus``; ``cpu`` and ``memory`` of each of ``workers``; ``gpus``; ``workers``. Only if the node's own
-    fields alone are too long are these cut, the longest first: a text to its beginning, anything else altogether.
+    Where it is too long, ``"cut": true`` says so, and this is left out, one after the other until it fits: the names,
+    UUIDs and Xid numbers of ``gpus``; ``cpu`` and ``memory`` of each of ``workers``; ``gpus``; ``workers``. Only if the
+    node's own fields alone are too long are these cut, the longest first: a text to its beginning, anything else
+    altogether.
     """
     kept = dict(status)
     cuts: tuple[Callable[[dict[str, Any]], None], ...] = (
-        lambda s: _strip(s, "gpus", ("name", "uuid")),
+        lambda s: _strip(s, "gpus", ("name", "uuid", "xids")),
         lambda s: _strip(s, "workers", ("cpu", "memory")),
         lambda s: s.pop("gpus", None),
         lambda s: s.pop("workers", None),

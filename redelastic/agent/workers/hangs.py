@@ -8,7 +8,10 @@ from collections.abc import Callable, Sequence
 
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerState
 
+from redelastic.run.records import MAX_DETAIL
+
 from .group import Workers
+from .stacks import together
 
 log = logging.getLogger(__name__)
 
@@ -48,9 +51,11 @@ class Hangs:
             return None
         stacks = workers.stacks(hung)
         for local_rank in hung:
-            worker, where = group[local_rank], stacks[local_rank]
-            log.error("Stacks of worker %s (rank %s), which hangs:\n%s", local_rank, worker.global_rank, where)
-            self._note("hung", workers.hang(worker), where)
+            rank, where = group[local_rank].global_rank, stacks[local_rank]
+            log.error("Stacks of worker %s (rank %s), which hangs:\n%s", local_rank, rank, where)
+        first, *others = hung
+        also = f", and {len(others)} of its other workers hang{'s' * (len(others) == 1)}" if others else ""
+        self._note("hung", workers.hang(group[first]) + also, together(stacks, MAX_DETAIL))
         failures = {group[local_rank].global_rank: workers.hang_failure(group[local_rank]) for local_rank in hung}
         return RunResult(state=WorkerState.FAILED, failures=failures)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,11 +17,12 @@ from redelastic.worker import STACK_SIGNAL
 
 from .board import Board
 
-__all__ = ["catches", "dump_stacks", "state_of"]
+__all__ = ["catches", "dump_stacks", "state_of", "together"]
 
 LIMIT: Final = 16 * 1024  # of the text for one worker, in bytes
 PAUSE: Final = 0.02  # between two looks at what was written, in seconds
 SETTLED: Final = 0.3  # stacks that have not grown for so long are complete, in seconds
+_ADDRESS: Final = re.compile("0x[0-9a-f]+")  # of a thread: another one in each process
 CUT: Final = "[the rest is cut off]"
 
 STATES: Final = {
@@ -73,6 +75,28 @@ def dump_stacks(board: Board, pids: Mapping[int, int], timeout: float) -> dict[i
         for (local_rank, pid), (stacks, problem) in zip(silent.items(), spied, strict=True):
             texts[local_rank] = stacks or _explanation(pid, problem, asked=local_rank in asked)
     return texts
+
+
+def together(stacks: Mapping[int, str], limit: int) -> str:
+    """The stacks of several workers as one text of at most ``limit`` characters; those that are alike stand there once.
+
+    Args:
+        stacks: by local rank.
+        limit: shared evenly; of what is too long, the end is kept, where faulthandler has the main thread.
+    """
+    alike: dict[str, list[int]] = {}
+    for local_rank, text in sorted(stacks.items()):
+        alike.setdefault(_ADDRESS.sub("0x", text), []).append(local_rank)
+    if len(stacks) == 1:
+        [whole] = stacks.values()
+        return whole[-limit:]
+    parts = []
+    for local_ranks in alike.values():
+        heading = f"worker{'s' * (len(local_ranks) > 1)} {', '.join(map(str, local_ranks))}:\n"
+        room = max(0, limit // len(alike) - len(heading) - 2)
+        text = stacks[local_ranks[0]]
+        parts.append(heading + (text if len(text) <= room else text[len(text) - room :]))
+    return "\n\n".join(parts)[:limit]
 
 
 def _explanation(pid: int, problem: str, *, asked: bool) -> str:

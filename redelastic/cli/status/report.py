@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
+from redelastic.agent.host.telemetry import APPLICATION_XIDS
 from redelastic.cli.output import count, duration, number, whole
 
 if TYPE_CHECKING:
@@ -148,8 +150,15 @@ def _gpu(told: Mapping[str, Any]) -> dict[str, Any]:
         | words
         | {name: number(told.get(name)) for name in measures}
         | {name: whole(told.get(name)) for name in ("ecc", "xid")}
+        | {"xids": _xids(told.get("xids"))}
         | {"lost": told.get("lost") is True}
     )
+
+
+def _xids(told: object) -> dict[str, int]:
+    """How often each Xid error came, by its number."""
+    pairs = told.items() if isinstance(told, dict) else ()
+    return {xid: n for xid, n in pairs if re.fullmatch("[0-9]{1,4}", str(xid)) and whole(n)}
 
 
 def _node_problems(
@@ -167,7 +176,10 @@ def _node_problems(
         which = "a GPU" if gpu["index"] is None else f"GPU {gpu['index']}"
         if gpu["lost"]:
             found.append(f"{which} is lost: it is gone from the bus")
-        errors = [count(gpu[kind], f"{name} error") for kind, name in (("ecc", "ECC"), ("xid", "Xid")) if gpu[kind]]
+        errors = [count(gpu["ecc"], "ECC error")] if gpu["ecc"] else []
+        if gpu["xid"]:
+            numbers = ", ".join(xid for xid in gpu["xids"] if int(xid) not in APPLICATION_XIDS)
+            errors.append(count(gpu["xid"], "Xid error") + (f" ({numbers})" if numbers else ""))
         if errors:
             found.append(f"{which} has {' and '.join(errors)}")
     failures = run.failures.get(node.name, 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 from typing import TYPE_CHECKING, Final
 
+from redelastic.cli.output import reason_of
 from redelastic.run.history import History
 
 from .picture import date, shown
@@ -42,7 +43,7 @@ def page(history: History, title: str, picture: str) -> str:
 
     def row(event: Event) -> str:
         cells = [f"{event.time - history.start:.1f} s", date(event.time), event.event, str(event.epoch)]
-        cells += [event.node, event.reason]
+        cells += [event.node, reason_of(event)]
         first = "".join(f"<td>{html.escape(shown(cell, 1000))}</td>" for cell in cells[:-1])
         detail = "\n".join(shown(line, 1000) for line in event.detail.splitlines())
         more = f"<details><summary>more</summary><pre>{html.escape(detail)}</pre></details>" if detail else ""

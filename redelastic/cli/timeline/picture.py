@@ -88,7 +88,8 @@ def _shortened(name: str) -> str:
 def _rows(history: History) -> list[_Row]:
     first: dict[str, float] = {}
     for event in history.events:
-        first.setdefault(event.node, event.time)
+        for one in event.each():
+            first.setdefault(one.node, one.time)
     rows: list[_Row] = []
     by_name: dict[str, list[_Row]] = {}
     for node in history.nodes:

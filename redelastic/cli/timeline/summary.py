@@ -55,7 +55,8 @@ def edge(colour: str) -> str:
 
 def marked(history: History) -> list[Event]:
     """Events that are shown as marks of nodes, if they are among ``MARKS``."""
-    return [event for event in history.events if event.node and event.reason != "regroups"]
+    events = (one for event in history.events for one in event.each())
+    return [event for event in events if event.node and event.reason != "regroups"]
 
 
 class _Side:

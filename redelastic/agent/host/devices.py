@@ -1,0 +1,185 @@
+"""The GPUs of this host, as the driver shows them.
+
+Also a program, ``python -m redelastic.agent.host.devices``: a driver that hangs takes along whoever asks it, often
+beyond the reach of SIGKILL. So the agent has a process ask, for a limited time.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from .limited import run_within
+
+log = logging.getLogger(__name__)
+
+DEVICE_NODES: Final = ("nvidia[0-9]*", "kfd", "dxg")  # in /dev: where a GPU's driver is to be reached
+PROGRAM: Final = (sys.executable, "-m", "redelastic.agent.host.devices")
+LIMIT: Final = 60.0  # for the driver to show its GPUs, in seconds: without persistence mode it starts them, one by one
+
+
+class DriverError(OSError):
+    """The driver of this host's GPUs does not answer, or fails."""
+
+
+@dataclass(frozen=True)
+class Instance:
+    """A MIG device: a compute instance of a GPU instance."""
+
+    uuid: str
+    legacy: str  # its name for drivers before R470: MIG-GPU-<uuid>/<GPU instance>/<compute instance>
+
+
+@dataclass(frozen=True)
+class Device:
+    """A GPU of this host, as NVML shows it.
+
+    Attributes:
+        index: in NVML's order.
+        uuid, model: None where the GPU does not answer.
+        instances: its MIG devices.
+        fault: why it cannot be used; empty where it can.
+    """
+
+    index: int
+    uuid: str | None = None
+    model: str | None = None
+    instances: tuple[Instance, ...] = ()
+    fault: str = ""
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """The GPUs that this process may use.
+
+    Attributes:
+        devices: None where NVML cannot tell.
+        counted: how many torch sees, where NVML cannot tell.
+        fault: why NVML cannot tell, where a driver is there and fails.
+        driver: NVIDIA's version of it; empty where NVML cannot tell.
+    """
+
+    devices: tuple[Device, ...] | None = None
+    counted: int = 0
+    fault: str = ""
+    driver: str = ""
+
+
+def has_driver() -> bool:
+    """Whether the driver of a GPU is there to be asked."""
+    return any(next(Path("/dev").glob(pattern), None) for pattern in DEVICE_NODES)
+
+
+def take_inventory(limit: float = LIMIT) -> Inventory:
+    """Have a process ask the driver for its GPUs, for ``limit`` seconds at most.
+
+    Raises:
+        DriverError: it did not answer in time, or the process failed.
+    """
+    if not has_driver():
+        return Inventory()
+    ended = run_within(limit, PROGRAM)
+    if ended.status == 0 and ended.lines:
+        told: dict[str, Any] = json.loads(ended.lines[-1])
+        return Inventory(**{**told, "devices": _decoded(told["devices"])})
+    why = f": {ended.lines[-1]}" if ended.lines else ""
+    raise DriverError(
+        f"The driver of this host's GPUs cannot be asked: the process that asks it {ended.how}{why}. See whether "
+        "nvidia-smi answers, and what dmesg says; mostly only a reboot helps. For a job without GPUs, set "
+        "CUDA_VISIBLE_DEVICES to nothing."
+    )
+
+
+def _decoded(told: list[dict[str, Any]] | None) -> tuple[Device, ...] | None:
+    if told is None:
+        return None
+    return tuple(Device(**{**one, "instances": tuple(Instance(**each) for each in one["instances"])}) for one in told)
+
+
+def list_devices() -> Inventory:
+    """The GPUs, asked for in this process: it may take as long as the driver likes."""
+    nvml, fault = open_nvml(), ""
+    if nvml is not None:
+        try:
+            count: int = nvml.nvmlDeviceGetCount()
+            found = (_device(nvml, index) for index in range(count))
+            driver = str(nvml.nvmlSystemGetDriverVersion())
+            return Inventory(tuple(device for device in found if device is not None), driver=driver)
+        except nvml.NVMLError as e:
+            fault = f"NVML cannot show the GPUs of this host: {e}"
+    import torch  # noqa: PLC0415 - it takes a second or two, and is only needed where NVML cannot tell
+
+    return Inventory(None, torch.cuda.device_count(), fault)  # which makes no CUDA context
+
+
+def open_nvml() -> Any | None:
+    """The module ``pynvml``, initialised; None where it is not installed or there is no driver, both of them normal."""
+    try:
+        nvml = importlib.import_module("pynvml")
+    except ImportError:
+        return None
+    try:
+        nvml.nvmlInit()  # counted by NVML, and ended with the process
+    except nvml.NVMLError as e:
+        log.debug("NVML cannot be used: %s", e)
+        return None
+    return nvml
+
+
+def handle_of(nvml: Any, index: int | None, uuid: str | None) -> Any:
+    """NVML's handle of a GPU, or of a MIG device of it.
+
+    Not by the UUID alone: NVML then asks all GPUs, and fails if it comes upon one that has fallen off the bus.
+
+    Raises:
+        NVMLError: it is not there any more, or does not answer.
+    """
+    whole = nvml.nvmlDeviceGetHandleByIndex(index)
+    if uuid is None or nvml.nvmlDeviceGetUUID(whole) == uuid:
+        return whole
+    for i in range(nvml.nvmlDeviceGetMaxMigDeviceCount(whole)):
+        try:
+            mig = nvml.nvmlDeviceGetMigDeviceHandleByIndex(whole, i)
+            if nvml.nvmlDeviceGetUUID(mig) == uuid:
+                return mig
+        except nvml.NVMLError:  # noqa: PERF203
+            continue  # places may be empty, or another job's
+    raise nvml.NVMLError(nvml.NVML_ERROR_NOT_FOUND)
+
+
+def _device(nvml: Any, index: int) -> Device | None:
+    try:
+        handle = nvml.nvmlDeviceGetHandleByIndex(index)
+        uuid: str = nvml.nvmlDeviceGetUUID(handle)
+        model: str = nvml.nvmlDeviceGetName(handle)
+        try:
+            in_mig_mode = nvml.nvmlDeviceGetMigMode(handle)[0] == nvml.NVML_DEVICE_MIG_ENABLE
+        except nvml.NVMLError:
+            in_mig_mode = False  # a model without MIG
+        instances = tuple(_instances(nvml, handle, uuid)) if in_mig_mode else ()
+    except nvml.NVMLError as e:
+        if e.value == nvml.NVML_ERROR_NO_PERMISSION:
+            return None  # a scheduler's cgroup keeps it from this job, and CUDA does not count it either
+        return Device(index, fault=str(e))
+    fault = "it is in MIG mode and has no MIG device (nvidia-smi mig -cgi … -C makes one)"
+    return Device(index, uuid, model, instances, fault if in_mig_mode and not instances else "")
+
+
+def _instances(nvml: Any, handle: Any, uuid: str) -> Iterator[Instance]:
+    for i in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
+        try:
+            mig = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, i)
+            ids = f"{nvml.nvmlDeviceGetGpuInstanceId(mig)}/{nvml.nvmlDeviceGetComputeInstanceId(mig)}"
+            yield Instance(nvml.nvmlDeviceGetUUID(mig), f"MIG-{uuid}/{ids}")
+        except nvml.NVMLError:  # noqa: PERF203
+            continue  # places may be empty, or another job's
+
+
+if __name__ == "__main__":
+    print(json.dumps(asdict(list_devices())))  # noqa: T201 - whoever started this reads it

@@ -1,0 +1,94 @@
+"""Processes that have to answer within a time limit; nothing of them is left when it is over."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Mapping
+from typing import Final, NamedTuple
+
+KILL_PATIENCE: Final = 2.0  # how long a killed process may take to be gone, in seconds
+OUTPUT_KEPT: Final = 65536  # of a process, in bytes
+
+_running: set[subprocess.Popen[bytes]] = set()
+
+
+class Ended(NamedTuple):
+    """What became of a process.
+
+    Attributes:
+        status: its exit status; below 0 if a signal ended it, None if it was out of time.
+        how: the same in words, to follow "the process".
+        lines: the last ones that it printed, without empty ones.
+    """
+
+    status: int | None
+    how: str
+    lines: list[str]
+
+
+def run_within(timeout: float, argv: tuple[str, ...], environment: Mapping[str, str] | None = None) -> Ended:
+    """Run a process for ``timeout`` seconds at most; whatever is left of its process group is killed.
+
+    Args:
+        timeout: in seconds.
+        argv: the command.
+        environment: to add to our own.
+    """
+    process = subprocess.Popen(
+        argv,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        env={**os.environ, **(environment or {})},
+    )
+    _running.add(process)
+    tail = bytearray()
+    reader = threading.Thread(target=_keep_tail, args=(process, tail), daemon=True)
+    reader.start()
+    status: int | None = None
+    try:
+        status = process.wait(timeout)
+        how = f"was killed by {_signal_name(-status)}" if status < 0 else f"exited with {status}"
+    except subprocess.TimeoutExpired:
+        how = f"did not end within {timeout:g} s"
+    _kill_group(process)
+    try:
+        process.wait(KILL_PATIENCE)
+        _running.discard(process)
+    except subprocess.TimeoutExpired:
+        how += f", and not even SIGKILL ends its process {process.pid}, which hangs in the kernel"
+    reader.join(KILL_PATIENCE / 2)  # a daemon with a session of its own may hold the pipe for ever
+    return Ended(status, how, [line for line in bytes(tail).decode(errors="replace").splitlines() if line.strip()])
+
+
+def _keep_tail(process: subprocess.Popen[bytes], tail: bytearray) -> None:
+    assert process.stdout is not None  # noqa: S101 - we gave it a pipe
+    with process.stdout as pipe:
+        while chunk := os.read(pipe.fileno(), 65536):
+            tail += chunk
+            del tail[:-OUTPUT_KEPT]
+
+
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # real-time signals have no names
+        return f"signal {number}"
+
+
+@atexit.register
+def _kill_what_runs() -> None:
+    """An agent that is told to end while one runs leaves nothing of it behind."""
+    for process in list(_running):
+        _kill_group(process)

@@ -1,0 +1,127 @@
+"""Drains of many nodes at once, without workers: what they count in Redis, and when each leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import pytest
+import redis
+from commands import form, until
+from nodes import NodeFactory
+
+from redelastic.agent.workers.drains import SHOWN, Drains
+from redelastic.redis.connection import Connection
+from redelastic.redis.keys import RunKeys
+from redelastic.rendezvous.membership import DrainedError
+from redelastic.run.control import RunControl
+from redelastic.store import RedisStore
+
+N = 12
+
+
+class Workers:
+    """They have saved once the test says so."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.saved = False
+
+    def ask_to_save(self) -> None:
+        self.asked += 1
+
+    def have_saved(self) -> bool:
+        return self.saved
+
+
+class AtOnce:
+    """A courier that runs its errands at once."""
+
+    def send(self, errand: Callable[[], object]) -> None:
+        errand()
+
+
+class Site:
+    """The nodes of one round, each with its drains."""
+
+    def __init__(self, connection: Connection, keys: RunKeys, new_node: NodeFactory, n: int) -> None:
+        self.control = RunControl(connection, keys)
+        self.nodes = [new_node(n, n, keep_alive_interval=0.5) for _ in range(n)]
+        with ThreadPoolExecutor(n) as pool:
+            form(pool, *self.nodes)
+        self.store = RedisStore(connection, keys.run_id, epoch=1, timeout=20)
+        self.workers = [Workers() for _ in self.nodes]
+        self.drains = [self._drains(i) for i in range(n)]
+
+    def _drains(self, i: int) -> Drains:
+        node, workers, courier = self.nodes[i].membership, self.workers[i], AtOnce()
+        note: Any = partial(self._note, node.node)
+        fakes: Any = (workers, courier)
+        return Drains(node, fakes[0], store=self.store, size=len(self.nodes), courier=fakes[1], note=note)
+
+    def _note(self, node: str, event: str, reason: str) -> None:
+        self.control.note(event, node, reason)
+
+    def has_drained(self, i: int) -> bool:
+        try:
+            self.drains[i].advance()
+        except DrainedError:
+            return True
+        return False
+
+
+@pytest.fixture
+def site(connection: Connection, keys: RunKeys, new_node: NodeFactory) -> Callable[[int], Site]:
+    return partial(Site, connection, keys, new_node)
+
+
+@pytest.mark.fault("all nodes drain at once, as at Slurm's time limit", "each saves once, and what it costs is O(N)")
+def test_when_all_nodes_drain_each_saves_and_counts_once(
+    site: Callable[[int], Site], client: redis.Redis, keys: RunKeys, caplog: pytest.LogCaptureFixture
+) -> None:
+    here = site(N)
+    for node in here.nodes:
+        node.membership.drain("SIGTERM", 600)
+    for node in here.nodes:
+        until(lambda node=node: len(node.membership.view.drains) == N, "it has heard of all drains")  # type: ignore[misc]
+    assert not any(here.has_drained(i) for i in range(N)), "nobody has saved"
+    for workers in here.workers[1:]:
+        workers.saved = True
+    assert not any(here.has_drained(i) for i in range(N)), "one has not saved"
+    here.workers[0].saved = True
+    for i in range(N):
+        until(partial(here.has_drained, i), "all have saved, so it leaves")
+
+    assert [workers.asked for workers in here.workers] == [1] * N
+    saved = [event for event in here.control.events() if event.event == "saved"]
+    assert sorted(event.node for event in saved) == sorted(node.membership.node for node in here.nodes)
+    assert {event.reason.partition(", ")[0].partition(" and ")[2] for event in saved} == {f"{N - 1} more"}
+    assert client.hgetall(keys.store(1).data) == {b"redelastic/saved": b"%d" % N}
+    of_one = [r for r in caplog.records if r.name.endswith("drains") and r.threadName == "MainThread"]
+    assert len(of_one) <= N * (SHOWN + 2)
+
+
+def test_a_node_leaves_when_its_own_time_is_up_and_no_sooner(site: Callable[[int], Site]) -> None:
+    here = site(2)
+    here.nodes[0].membership.drain("by hand", 600)
+    here.nodes[1].membership.drain("SIGTERM", 0)
+    for node in here.nodes:
+        until(lambda node=node: len(node.membership.view.drains) == 2, "it has heard of both")  # type: ignore[misc]
+    assert not here.has_drained(0), "its time is not up, nor has the other told anything"
+    assert here.has_drained(1)
+    saved = [event.reason for event in here.control.events() if event.event == "saved"]
+    assert all(reason.startswith("not in time for ") for reason in saved)
+
+
+def test_of_one_drain_the_event_says_for_whom(site: Callable[[int], Site]) -> None:
+    here = site(2)
+    leaving = here.nodes[0].membership
+    leaving.drain("SIGTERM", 600)
+    until(lambda: here.nodes[1].membership.view.drains, "the other has heard of it")
+    for workers in here.workers:
+        workers.saved = True
+    until(lambda: here.has_drained(0) or here.has_drained(1), "both have saved, and it leaves")
+    saved = [event for event in here.control.events() if event.event == "saved"]
+    assert [event.reason for event in saved] == [f"for {leaving.node}, which drains"] * 2

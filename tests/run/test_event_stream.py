@@ -1,0 +1,167 @@
+"""The stream of events: what many nodes do at once is told once, and neither many nor long ones fill Redis."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import redis
+from nodes import NodeFactory
+from servers import wait_until
+from twin import on_injected_clock
+
+from redelastic.cli.output import reason_of
+from redelastic.redis import scripts
+from redelastic.redis.connection import Connection
+from redelastic.redis.keys import RunKeys
+from redelastic.run.control import RunControl
+from redelastic.run.history import replay
+from redelastic.run.records import MAX_DETAIL
+
+FEW, MANY = 16, 64
+N = 200
+
+
+@pytest.fixture
+def control(connection: Connection, keys: RunKeys) -> RunControl:
+    return RunControl(connection, keys)
+
+
+class Crowd:
+    """Many nodes that send all within one millisecond of the server's clock, however slow this machine is."""
+
+    def __init__(self, client: redis.Redis, keys: RunKeys) -> None:
+        self.names = [f"gpu-{i:04d}-7-{i:012x}" for i in range(N)]
+        self._client, self._keys = client, keys
+        seconds, micros = client.time()
+        client.rpush(f"{keys.run}:clock", seconds, micros)
+
+    def _send(self, script: scripts.Script, node: str, *args: Any, store: int | None = None) -> None:
+        keys = [*self._keys.types, self._keys.status(node)]
+        keys += [] if store is None else [self._keys.store(store).data] * 3
+        self._client.eval(on_injected_clock(script.text), len(keys), *keys, *args)
+
+    def join(self, n: int = N, after: int = 0) -> None:
+        settings = (N, N, 30_000, 0, 6_000, 2_000, 60_000)
+        for name in self.names[:n]:
+            held = (0, 0, 0, "", 0)
+            args = (name, "{}", *settings, *held, "", 0, after, f"{name} 1", "")
+            self._send(scripts.JOIN, name, *args, store=after)
+
+    def note(self, n: int, event: str, reason: str, detail: str = "") -> None:
+        for i, name in enumerate(self.names[:n]):
+            self._send(scripts.NOTE, name, event, name, reason.format(i), detail)
+
+    def leave(self) -> None:
+        settings = (N, N, 30_000, 0, 6_000, 2_000, 60_000)
+        for name in self.names:
+            self._send(scripts.LEAVE, name, name, "{}", *settings, 0, 0, 0, "", 0, "", 0, "drained: SIGTERM", "goes on")
+
+    def drain(self) -> None:
+        for name in self.names:
+            self._send(scripts.DRAIN, name, name, "SIGTERM", 30_000)
+
+
+@pytest.fixture
+def crowd(client: redis.Redis, keys: RunKeys) -> Crowd:
+    return Crowd(client, keys)
+
+
+def test_what_few_nodes_do_is_told_one_by_one(crowd: Crowd, control: RunControl) -> None:
+    crowd.join(FEW)
+    assert [(event.node, event.nodes) for event in control.events()] == [(name, ()) for name in crowd.names[:FEW]]
+
+
+def test_what_many_nodes_do_at_once_is_told_together_and_in_its_order(crowd: Crowd, control: RunControl) -> None:
+    crowd.join()
+    events = control.events()
+    assert [event.event for event in events[:-1]] == ["joined"] * (len(events) - 1)
+    assert events[-1].event == "completed", "nothing is told after what it led to"
+    assert [one.node for event in events for one in event.each() if one.event == "joined"] == crowd.names
+    assert [len(event.nodes) for event in events] == [0] * FEW + [MANY, MANY, N - FEW - 2 * MANY] + [0]
+    others = ", ".join(crowd.names[FEW + 1 : FEW + 5])
+    assert reason_of(events[FEW]) == f"is new (and 63 more nodes: {others}, …)"
+
+    history = replay(events, events[-1].time + 60)
+    assert history.complete
+    assert [*history.rounds[-1].members] == crowd.names
+    assert len(history.nodes) == N
+    assert {node.spans[-1].state for node in history.nodes} == {"training"}
+
+
+def test_each_of_two_reasons_to_join_is_told_by_itself(crowd: Crowd, control: RunControl) -> None:
+    crowd.join()
+    crowd.join(after=1)
+    events = control.events()
+    assert [one.node for e in events if e.reason == "regroups" for one in e.each()] == crowd.names
+    assert [event.epoch for event in events if event.event == "completed"] == [1, 2]
+    assert [*replay(events).rounds[-1].members] == crowd.names
+
+
+def test_the_rest_of_many_is_told_by_a_heartbeat(crowd: Crowd, control: RunControl, new_node: NodeFactory) -> None:
+    new_node(1, 1, keep_alive_interval=0.2).next_rendezvous()
+    crowd.note(FEW + 5, "hung", "worker {0} made no progress for {0} s", "a stack")
+    wait_until(lambda: control.events()[-1].nodes, "what was collected is told")
+    *alone, together = (event for event in control.events() if event.event == "hung")
+    assert [(event.node, event.detail) for event in alone] == [(name, "a stack") for name in crowd.names[:FEW]]
+    assert (together.reason, together.detail) == (f"worker {FEW} made no progress for {FEW} s", "")
+    assert together.nodes == tuple(crowd.names[FEW : FEW + 5])
+    assert [one.reason for one in together.each()][1:] == [""] * 4, "what is of one node is not told of the others"
+
+
+def test_the_rest_of_all_is_told_by_the_last_that_leaves(crowd: Crowd, control: RunControl) -> None:
+    crowd.join()
+    crowd.leave()
+    left = [event for event in control.events() if event.event == "left"]
+    assert [one.node for event in left for one in event.each()] == crowd.names
+    assert {one.reason for event in left for one in event.each()} == {"drained: SIGTERM"}
+    assert all(node.gone_at is not None for node in replay(control.events()).nodes)
+
+
+def test_after_a_second_an_event_of_the_kind_stands_alone_again(
+    client: redis.Redis, keys: RunKeys, crowd: Crowd, control: RunControl
+) -> None:
+    crowd.join()
+    crowd.note(FEW + 5, "saved", "for b, which drains")
+    seconds, micros = client.time()
+    client.delete(f"{keys.run}:clock")
+    client.rpush(f"{keys.run}:clock", seconds + 5, micros)
+    crowd.note(1, "saved", "for c, which drains")
+    *_, together, alone = control.events()
+    assert len(together.nodes) == 5
+    assert (alone.reason, alone.nodes) == ("for c, which drains", ())
+
+
+@pytest.mark.fault("workers hang again and again, with long stacks", "the events take 8 MiB of Redis, and no more")
+def test_long_events_are_bounded_by_their_bytes(
+    client: redis.Redis, keys: RunKeys, control: RunControl, new_node: NodeFactory
+) -> None:
+    new_node(1, 1).next_rendezvous()
+    for i in range(1500):  # 24 MiB, each of a kind that is not told together
+        control.note("x", f"gpu-{i}", "y", f"{i} " + "s" * (MAX_DETAIL - 10))
+    taken = client.memory_usage(keys.events, samples=0)
+    assert taken is not None
+    assert taken < 8 << 20
+    kept = control.events()
+    assert len(kept) * MAX_DETAIL > 3 << 20, "3 MiB at least are kept"
+    assert kept[-1].node == "gpu-1499"
+    assert replay(kept).complete is False
+
+
+def test_events_of_a_run_that_is_not_there_make_no_run(client: redis.Redis, keys: RunKeys, control: RunControl) -> None:
+    for i in range(2 * FEW):
+        control.note("refused", f"gpu-{i}", "no room on its disk")
+    assert not client.exists(keys.run)
+    assert len(control.events()) == 2 * FEW
+    assert client.pttl(keys.events) > 0
+
+
+def test_a_drain_of_all_wakes_the_others_for_a_few_only(
+    client: redis.Redis, keys: RunKeys, crowd: Crowd, control: RunControl
+) -> None:
+    crowd.join()
+    crowd.drain()
+    wake: Any = client.xrange(keys.wake)
+    woken = [fields[b"node"].decode() for _, fields in wake if fields[b"event"] == b"drain"]
+    assert woken == crowd.names[:FEW]
+    assert all(node.draining == "SIGTERM" for node in control.state().nodes), "each hears of its own by its heartbeat"
