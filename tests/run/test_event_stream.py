@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import redis
 from nodes import NodeFactory
+from oracle import NOTHING
 from servers import wait_until
 from twin import on_injected_clock
 
@@ -44,8 +45,7 @@ class Crowd:
     def join(self, n: int = N, after: int = 0) -> None:
         settings = (N, N, 30_000, 0, 6_000, 2_000, 60_000)
         for name in self.names[:n]:
-            held = (0, 0, 0, "", 0)
-            args = (name, "{}", *settings, *held, "", 0, after, f"{name} 1", "")
+            args = (name, "{}", *settings, *NOTHING, after, f"{name} 1", "")
             self._send(scripts.JOIN, name, *args, store=after)
 
     def note(self, n: int, event: str, reason: str, detail: str = "") -> None:
@@ -55,7 +55,7 @@ class Crowd:
     def leave(self) -> None:
         settings = (N, N, 30_000, 0, 6_000, 2_000, 60_000)
         for name in self.names:
-            self._send(scripts.LEAVE, name, name, "{}", *settings, 0, 0, 0, "", 0, "", 0, "drained: SIGTERM", "goes on")
+            self._send(scripts.LEAVE, name, name, "{}", *settings, *NOTHING, "drained: SIGTERM", "goes on")
 
     def drain(self) -> None:
         for name in self.names:
