@@ -56,7 +56,7 @@ class ElasticCallback(TrainerCallback):
 def last_checkpoint(folder: str | Path) -> str | None:
     """Find the newest complete checkpoint: a node that dies while it saves leaves one that cannot be loaded.
 
-    All ranks have to call it, after the ``TrainingArguments`` are made: rank 0 decides for all.
+    Call it on all ranks, once the Trainer is made: rank 0 decides for all.
 
     Args:
         folder: the Trainer's ``output_dir``.
