@@ -13,7 +13,7 @@ from trainer_job import TrainerJob
 
 from redelastic.redis.server import RedisServer
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(600)
 
 SCRIPTS: Final = {
     "transformers": "train_transformers.py",
@@ -74,7 +74,7 @@ def test_nodes_die_and_drain(library: str, server: RedisServer, tmp_path: Path) 
         last, drained = job.by_rank(epoch)
         drained.terminate()  # its worker is asked to save, and that of rank 0 does not hear of it but from that one
         assert job.wait_end(drained.name) == DRAINED
-        epoch = job.wait("the last one trains on", lambda: job.epoch if job.epoch > epoch else 0)
+        epoch = job.wait_steps(epoch)
         assert job.first_step(epoch) == 27
         finish(job, last.name)
 

@@ -17,8 +17,10 @@ PACED: Final = Path(__file__).parent / "workers" / "paced.py"
 ENVIRONMENT: Final = {
     "HF_HUB_OFFLINE": "1",
     "PET_SHUTDOWN_TIMEOUT": "300",  # a worker that does not end at SIGTERM fails the test
+    "PET_DRAIN_TIMEOUT": "300",  # one that does not save fails it too
 }
 HOLD: Final = 25  # the step after which workers wait
+START: Final = 150.0  # for workers to import their library, in seconds
 
 
 class TrainerJob(Job):
@@ -61,7 +63,11 @@ class TrainerJob(Job):
             ranks = {line.rank: line.node for line in lines if line.epoch == newest}
             return newest if set(ranks.values()) == names and len(ranks) == len(names) * self.nproc else 0
 
-        return self.wait(f"{sorted(names)} are held after epoch {after}", held)
+        return self.wait(f"{sorted(names)} are held after epoch {after}", held, START)
+
+    def wait_steps(self, after: int) -> int:
+        """Wait until a step was made in a round after epoch `after`; its epoch."""
+        return self.wait(f"steps are made after epoch {after}", lambda: self.epoch if self.epoch > after else 0, START)
 
     def first_step(self, epoch: int) -> int:
         """The first step that was made in a round."""
