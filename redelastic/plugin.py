@@ -30,7 +30,10 @@ def create(params: RendezvousParameters) -> RendezvousHandler:
     from .rendezvous.handler import handler_from_parameters
 
     if params.run_id == "none":  # torchrun's default
-        raise ValueError("--rdzv-id is missing: it tells this job from others on the same Redis.")
+        raise ValueError(
+            "--rdzv-id is missing: it tells this job from others on the same Redis. "
+            "Where another launcher calls torchrun, as `accelerate launch` does, set PET_RDZV_ID."
+        )
     set_up_logging(logging.getLogger("redelastic"))
     teach_torchrun()
     return handler_from_parameters(params)

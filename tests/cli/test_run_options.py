@@ -68,12 +68,14 @@ def test_a_flag_outweighs_its_variable(launched: list[Any], monkeypatch: pytest.
 
 
 def test_a_launcher_may_place_the_run_by_variables_alone(launched: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kubeflow's trainer sets such variables."""
+    """Kubeflow's trainer sets such variables, those of the static rendezvous among them."""
     told = {"RDZV_BACKEND": "redis", "RDZV_ENDPOINT": "127.0.0.1:1", "RDZV_ID": "x", "NNODES": "2:4"}
+    told |= {"NPROC_PER_NODE": "3", "NODE_RANK": "1", "MASTER_ADDR": "train-0", "MASTER_PORT": "29400"}
     for name, value in told.items():
         monkeypatch.setenv(f"PET_{name}", value)
     assert main(["run", SCRIPT]) == 0
     config = launched[0]
+    assert config.nproc_per_node == 3
     assert (config.rdzv_backend, config.rdzv_endpoint, config.run_id) == ("redis", "127.0.0.1:1", "x")
     assert (config.min_nodes, config.max_nodes) == (2, 4)
 

@@ -125,7 +125,7 @@ class TestForming:
         assert os.environ[EPOCH_VARIABLE] == "2"  # I4
 
     def test_torchrun_without_an_id_is_refused(self) -> None:
-        with pytest.raises(ValueError, match="--rdzv-id is missing"):
+        with pytest.raises(ValueError, match=r"--rdzv-id is missing: .* set PET_RDZV_ID\."):
             plugin.create(RendezvousParameters("redis", "127.0.0.1:1", "none", 1, 1))  # as torchrun has it then
 
     def test_two_runs_do_not_meet(self, new_node: NodeFactory, pool: ThreadPoolExecutor, run_id: str) -> None:

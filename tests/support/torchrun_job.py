@@ -187,20 +187,31 @@ class Job:
         conf: Mapping[str, float] | None = None,
         may_end: bool = False,
         script: Path = TRAIN,
+        arguments: Iterable[str] = (),
     ) -> None:
-        """Start nodes; the options are the launcher's, `conf` is what differs from the job's own."""
-        settings = ",".join(f"{name}={value}" for name, value in {**self.conf, **(conf or {})}.items())
+        """Start nodes; the options are the launcher's, the arguments the script's; `conf` differs from the job's."""
         for name in names:
             torchrun = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=redis"]
             ours = [sys.executable, "-m", "redelastic.cli", "run", f"--node-name={name}"]
             command = ours if self._agent else torchrun
-            command += [f"--rdzv-id={self.run_id}", f"--rdzv-conf={settings}", f"--nnodes={nnodes or self.nnodes}"]
+            command += [
+                f"--rdzv-id={self.run_id}",
+                f"--rdzv-conf={self.settings(conf)}",
+                f"--nnodes={nnodes or self.nnodes}",
+            ]
             command += [f"--nproc-per-node={self.nproc}", f"--max-restarts={max_restarts}", *options]
-            command += [str(script), str(self.directory)]
-            own = {"REDELASTIC_REDIS_URL": self.server.url, "OMP_NUM_THREADS": "1", "TEST_NODE": name}
-            environment = {**os.environ, **own, TOKEN: self._token, **(env or {})}
-            self.nodes[name] = Node(name, command, environment, self.directory)
+            self.launch(name, [*command, str(script), str(self.directory), *arguments], env)
             self.nodes[name].may_end = may_end
+
+    def settings(self, conf: Mapping[str, float] | None = None) -> str:
+        """The rendezvous' parameters, as `--rdzv-conf` takes them."""
+        return ",".join(f"{name}={value}" for name, value in {**self.conf, **(conf or {})}.items())
+
+    def launch(self, name: str, command: list[str], env: Mapping[str, str] | None = None) -> None:
+        """Start a node by any command."""
+        own = {"REDELASTIC_REDIS_URL": self.server.url, "OMP_NUM_THREADS": "1", "TEST_NODE": name}
+        environment = {**os.environ, **own, TOKEN: self._token, **(env or {})}
+        self.nodes[name] = Node(name, command, environment, self.directory)
 
     def note(self, text: str) -> float:
         """Print what happens (`pytest -s` shows it), and return the time."""
@@ -287,16 +298,21 @@ class Job:
 
         epoch = self.wait(f"{sorted(names)} train together in a round after epoch {earlier}", done)
         if fault is not None:
-            first = min(line.time for line in self.lines("step") if line.epoch == epoch)
-            started = min(line.time for line in self.lines("start") if line.epoch == epoch)
-            completed = self._completed_at(epoch)
-            fault_matrix.note("round complete", completed - fault)
-            fault_matrix.note("first step", first - fault)
-            self.note(
-                f"  {self.nnodes}: {len(names)} nodes in round {epoch}: round complete {completed - fault:5.2f} s, "
-                f"first worker {started - fault:5.2f} s, first step {first - fault:5.2f} s after the fault"
-            )
+            self.note_recovery(epoch, fault)
         return epoch
+
+    def note_recovery(self, epoch: int, fault: float) -> None:
+        """Print how long after a fault the round was complete that it made necessary, and trained."""
+        nodes = len(self.ranks(epoch))
+        first = min(line.time for line in self.lines("step") if line.epoch == epoch)
+        started = min(line.time for line in self.lines("start") if line.epoch == epoch)
+        completed = self._completed_at(epoch)
+        fault_matrix.note("round complete", completed - fault)
+        fault_matrix.note("first step", first - fault)
+        self.note(
+            f"  {self.nnodes}: {nodes} nodes in round {epoch}: round complete {completed - fault:5.2f} s, "
+            f"first worker {started - fault:5.2f} s, first step {first - fault:5.2f} s after the fault"
+        )
 
     def _completed_at(self, epoch: int) -> float:
         entries = self.redis("wake") or []
@@ -354,9 +370,10 @@ class Job:
         epochs = [epoch for _, epoch, _ in lineage]
         assert epochs == sorted(epochs), f"an older epoch came after a newer one: {lineage}"
         assert checkpoint["weights"] == pytest.approx(reference(len(lineage)), abs=1e-9)
-        self._check_rounds()
+        self.check_rounds()
 
-    def _check_rounds(self) -> None:
+    def check_rounds(self) -> None:
+        """The rounds were as I2 to I4 promise."""
         first_step: dict[int, float] = {}
         of_epoch: defaultdict[int, list[Line]] = defaultdict(list)
         of_node: defaultdict[str, list[int]] = defaultdict(list)

@@ -1,0 +1,74 @@
+"""A callback for the Trainer of Lightning, as ``lightning`` or as ``pytorch_lightning``."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from typing import Any
+
+try:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+except ImportError:
+    from pytorch_lightning import Callback, LightningModule, Trainer
+
+import redelastic
+
+__all__ = ["ElasticCallback"]
+
+
+class ElasticCallback(Callback):
+    """Reports each batch to the agent, and saves on all ranks when a node drains.
+
+    It saves what ``ckpt_path="last"`` resumes from. Give the Trainer ``max_steps``: how many steps an epoch has depends
+    on the world size. ::
+
+        checkpoint = ModelCheckpoint(folder, every_n_train_steps=100, save_last=True)  # on storage that all nodes share
+        trainer = Trainer(
+            strategy="ddp",
+            num_nodes=int(os.environ["GROUP_WORLD_SIZE"]),
+            devices=int(os.environ["LOCAL_WORLD_SIZE"]),
+            max_steps=10_000,
+            callbacks=[checkpoint, ElasticCallback()],
+        )
+        trainer.fit(model, data, ckpt_path="last")
+    """
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse a trainer whose restarted workers would begin anew.
+
+        Raises:
+            ValueError: its ``ModelCheckpoint`` is missing, or does not keep what ``ckpt_path="last"`` finds.
+        """
+        if stage == "fit":
+            self._path(trainer)
+
+    def on_fit_start(self, *_: Any) -> None:
+        """Remember what SIGTERM does, before Lightning takes it."""
+        self._on_sigterm = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL
+
+    def on_train_start(self, *_: Any) -> None:
+        """Have SIGTERM end the worker at once: Lightning's handler waits for peers, which may be gone."""
+        if threading.current_thread() is threading.main_thread():  # as Lightning does
+            signal.signal(signal.SIGTERM, self._on_sigterm)
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        """Save if any rank was asked to, and report the step."""
+        wanted = redelastic.should_checkpoint()
+        if trainer.strategy.reduce_boolean_decision(wanted, all=False):  # one rank may hear of it before the others
+            trainer.save_checkpoint(self._path(trainer))
+        redelastic.progress(trainer.global_step)
+
+    def on_validation_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        """Report that the validation goes on: it is no hang."""
+        redelastic.progress(trainer.global_step)
+
+    def _path(self, trainer: Trainer) -> str:
+        for callback in trainer.checkpoint_callbacks:
+            if getattr(callback, "save_last", None) and getattr(callback, "dirpath", None):
+                name = callback.CHECKPOINT_NAME_LAST + callback.FILE_EXTENSION
+                return str(os.path.join(callback.dirpath, name))  # noqa: PTH118  # a URL stays one
+        raise ValueError(
+            "ElasticCallback needs a ModelCheckpoint with dirpath and save_last=True, or restarted workers begin anew: "
+            "callbacks=[ModelCheckpoint(folder, save_last=True), ElasticCallback()]."
+        )

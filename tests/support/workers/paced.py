@@ -1,0 +1,50 @@
+"""Runs a recipe's training script as it stands; its calls of `redelastic.progress` are recorded, and held back.
+
+Usage: paced.py DIRECTORY HOLD SCRIPT ARGUMENTS… No worker gets past step HOLD before DIRECTORY/finish is there, unless
+its agent has asked for a checkpoint: then it makes one step more. Rank 0 hears of that request from other ranks alone.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from record import Recorder  # type: ignore[import-not-found]  # beside this script
+
+import redelastic
+from redelastic import worker
+
+
+def main(directory: Path, hold: int, script: str, *arguments: str) -> None:
+    record, report, ask = Recorder(directory), redelastic.progress, redelastic.should_checkpoint
+    record("start")
+    last = -1
+
+    def asked() -> bool:
+        return worker._slot[worker.REQUESTED] > 0
+
+    def progress(step: Any) -> None:
+        nonlocal last
+        report(step)
+        if step > last:  # an evaluation's calls come with the same step
+            last = step
+            record("step", step=step)
+        while step >= hold and not (directory / "finish").exists() and not (step == hold and asked()):
+            time.sleep(0.02)
+
+    def should_checkpoint() -> bool:
+        return ask() and os.environ["RANK"] != "0"
+
+    redelastic.progress, redelastic.should_checkpoint = progress, should_checkpoint
+    sys.argv = [script, *arguments]
+    sys.path[0] = str(Path(script).parent)
+    runpy.run_path(script, run_name="__main__")
+    record("end", step=last)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
