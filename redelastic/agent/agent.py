@@ -41,6 +41,7 @@ from .workers.drains import Drains
 from .workers.group import Workers
 from .workers.processes import ProcessTree
 from .workers.signals import TORCH_SIGNALS, drain_on_signals, torch_signals
+from .workers.warm import WarmStart, refuse
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ class RedisElasticAgent(RegroupingAgent):
 
     Raises:
         TypeError: another handler.
-        ValueError: more workers than GPUs, or a GPU that does not exist.
+        ValueError: more workers than GPUs, or a GPU that does not exist; modules to preload where that cannot work.
     """
 
     def __init__(
@@ -90,6 +91,8 @@ class RedisElasticAgent(RegroupingAgent):
         if not isinstance(handler, RedisRendezvousHandler):
             raise TypeError(f"RedisElasticAgent needs a RedisRendezvousHandler, not a {type(handler).__name__}.")
         self._options = options or AgentOptions()
+        if self._options.preload:
+            refuse(spec, owns_process=owns_process)
         self._assignment = assign(spec.local_world_size, share=self._options.share_gpus, environ=os.environ)
         if self._assignment.isolate and not spec.virtual_local_rank:
             log.warning(
@@ -108,6 +111,7 @@ class RedisElasticAgent(RegroupingAgent):
         self._torch_signals = torch_signals()
         self._tree: ProcessTree  # from run() on, as is
         self._courier: Courier
+        self._warm: WarmStart | None = None
         self._owns_process = owns_process
         self._rendezvous_handler = handler
         self._membership = handler.membership
@@ -144,6 +148,11 @@ class RedisElasticAgent(RegroupingAgent):
                 if callable(self._worker_group.spec.entrypoint):
                     resource_tracker.ensure_running()  # a child of ours that is not the workers'
                 self._tree.adopt_orphans()
+            if self._options.preload:
+                given = self._options.preload, self._fixed_environment, self._tree.spared
+                self._warm = WarmStart(self._worker_group.spec, *given)
+                opened.callback(self._warm.close)
+                self._warm.prepare()
             opened.callback(self._courier.close, FAREWELL)
             if (port := self._options.port) is not None:
                 endpoint = HealthEndpoint(self, host=self._options.health_host, port=port)
@@ -227,7 +236,8 @@ class RedisElasticAgent(RegroupingAgent):
         self._workers = workers = Workers(
             spec.local_world_size, self._options, self._interval, self._membership.view.notify
         )
-        pids: dict[int, Any] = super()._start_workers(worker_group)
+        with self._warm.starting() if self._warm else contextlib.nullcontext():
+            pids: dict[int, Any] = super()._start_workers(worker_group)
         workers.started(pids)
         size = int(worker_group.group_world_size or 0)
         self._drains = Drains(
@@ -244,11 +254,15 @@ class RedisElasticAgent(RegroupingAgent):
         else:
             super()._set_local_rank_env(worker_env, local_rank, spec)
         if self._workers:
-            worker_env.update(self._tree.environment)
+            worker_env.update(self._fixed_environment)
             worker_env.update(self._workers.environment(local_rank))
-        # A worker that crashes in C says where, in its log.
-        worker_env["PYTHONFAULTHANDLER"] = os.environ.get("PYTHONFAULTHANDLER", "1")
         worker_env[TORCH_SIGNALS] = self._torch_signals
+
+    @property
+    def _fixed_environment(self) -> dict[str, str]:
+        """What we add to the environment of every worker in every round."""
+        # A worker that crashes in C says where, in its log.
+        return {**self._tree.environment, "PYTHONFAULTHANDLER": os.environ.get("PYTHONFAULTHANDLER", "1")}
 
     def _setup_healthcheck(self) -> None:
         """Not torch's, which serves nothing: the agent's own endpoint stands from the beginning."""
@@ -401,6 +415,8 @@ class RedisElasticAgent(RegroupingAgent):
         while not ended.wait(min(1.0, interval)):
             try:
                 self._look_for_drain_file()
+                if self._warm:
+                    self._warm.tend()
                 pids = self._pids()
                 self._usage = telemetry.sample(trees(self._tree.look(pids.values()), pids))
             except Exception:  # noqa: PERF203

@@ -35,12 +35,14 @@ class ProcessTree:
     Attributes:
         token: random, and in the environment of the workers and what they start.
         environment: what to add to the environment of a worker.
+        spared: pids that ``look`` and ``kill`` leave alone; the warden ends them with the tree.
     """
 
     def __init__(self) -> None:
         self.token = os.urandom(16).hex()
         # An agent that is a worker of another one belongs to that one's tree, and so do its own workers.
         self.environment = {TOKEN_VARIABLE: f"{os.environ.get(TOKEN_VARIABLE, '')} {self.token}".lstrip()}
+        self.spared: set[int] = set()
         self._lock = threading.Lock()
         self._members: dict[int, Process] = {}  # as of the last look
         self._handles: dict[tuple[int, float], psutil.Process] = {}
@@ -133,7 +135,7 @@ class ProcessTree:
             self.token,
             {process.pid: process.start for process in (*self._members.values(), *(table[pid] for pid in mine))},
             {process.session for process in self._members.values()},
-            strangers={me, self._warden.pid if self._warden else me},
+            strangers={me, self._warden.pid if self._warden else me, *self.spared},
             agent_session=os.getsid(0),
         )
         return table, members
@@ -149,7 +151,8 @@ class ProcessTree:
 
     def _reap(self, processes: Iterable[Process]) -> None:
         for process in processes:
-            if not process.alive and process.pid not in self._roots and self._is_adopted(process):
+            reserved = process.pid in self._roots or process.pid in self.spared
+            if not process.alive and not reserved and self._is_adopted(process):
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(process.pid, os.WNOHANG)
 
