@@ -187,7 +187,7 @@ def become(request: Request, streams: list[int], agent: socket.socket) -> None:
     if "redelastic.worker" in sys.modules:
         sys.modules["redelastic.worker"]._open()  # noqa: SLF001  # the file that the environment names now
     if agent.recv(1) != RUN:
-        os._exit(1)  # the agent is gone, or has started another worker meanwhile
+        raise EOFError  # the agent is gone, or has started another worker meanwhile
     agent.close()
 
 
@@ -215,7 +215,7 @@ def be_template() -> None:
     send(agent, (problem, {} if problem else files()))
     if problem:
         os._exit(0)
-    for stream in (sys.stdout, sys.stderr):
+    for stream in filter(None, (sys.stdout, sys.stderr)):
         stream.flush()
     gc.collect()
     gc.freeze()  # a collection in a worker would copy every page that it looks at
