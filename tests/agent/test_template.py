@@ -242,8 +242,13 @@ def test_to_look_for_changes_takes_no_longer_than_it_may(
     one.await_ready(DEADLINE)
     looked: list[str] = []
     stat = os.stat
+
+    def look(path: str) -> os.stat_result:
+        looked.append(path)
+        return stat(path)
+
     monkeypatch.setattr(template, "LOOK", 0.0)
-    monkeypatch.setattr(os, "stat", lambda path: (looked.append(path), stat(path))[1])
+    monkeypatch.setattr(os, "stat", look)
     one.changed()
     monkeypatch.undo()
     assert looked == [str(tmp_path / "model.py")], "the user's own comes first"

@@ -171,8 +171,9 @@ def become(request: Request, streams: list[int], agent: socket.socket) -> None:
     for number, file in zip(request.streams, streams, strict=True):
         os.dup2(file, number)
         os.close(file)
-        if number == 1 and not sys.stdout.write_through:  # with -u it is never buffered
-            sys.stdout.reconfigure(line_buffering=os.isatty(1))
+        stdout: Any = sys.stdout
+        if number == 1 and not stdout.write_through:  # with -u it is never buffered
+            stdout.reconfigure(line_buffering=os.isatty(1))
     os.environ.clear()
     os.environ.update(request.environment)
     own = len(sys.argv) - 1
