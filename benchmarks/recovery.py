@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final
 
 from benchmarks import report
 from benchmarks.harness import TimeLimitError
-from benchmarks.recovery_job import C10D, C10DS, HOST_ROLE, OURS, PLUGIN, UNSHARED, Job, Outage, Recovery, Watch
+from benchmarks.recovery_job import C10D, C10DS, HOST_ROLE, OURS, PLUGIN, UNSHARED, WARM, Job, Outage, Recovery, Watch
 from benchmarks.report import Progress, Table
 
 if TYPE_CHECKING:
@@ -91,6 +91,8 @@ def _cases() -> Iterator[Case]:
         contenders: tuple[str, ...] = (C10D,) if role == HOST_ROLE else CONTENDERS
         if (nodes, fault, role) == (3, "kill", "rank 0"):
             contenders += (UNSHARED,)
+        if (fault, role) == ("terminate", "rank 0"):
+            contenders += (WARM,)
         yield Case(fault, role, nodes, contenders=contenders)
     for fault in ("kill", "freeze"):
         yield Case(fault, "rank 0", conf=SHORT, contenders=(OURS,))

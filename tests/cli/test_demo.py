@@ -56,7 +56,7 @@ class Demo:
         return [process for process in psutil.process_iter() if self._is_ours(process)]
 
     def workers(self) -> list[psutil.Process]:
-        """Those that torchrun started for the training."""
+        """Those that an agent started for the training."""
         return [process for process in self.processes() if _is_worker(_command(process))]
 
     def _is_ours(self, process: psutil.Process) -> bool:
@@ -79,7 +79,7 @@ def _command(process: psutil.Process) -> list[str]:
 
 
 def _is_worker(command: list[str]) -> bool:
-    return TRAINING in command and "torch.distributed.run" not in command
+    return TRAINING in command and "redelastic.cli" not in command
 
 
 @pytest.fixture

@@ -83,7 +83,7 @@ class Story:
         self._view.introduce(
             "redelastic demo",
             [
-                f"{self._plan.nodes} nodes, each a torchrun of its own, learn handwritten digits (DDP, CPU).",
+                f"{self._plan.nodes} nodes, each a `redelastic run`, learn handwritten digits (DDP, CPU).",
                 f"They meet in Redis: run {self._nodes.run_id} on a private server, {endpoint}.",
                 kill if self._plan.kill else "Nobody is killed.",
                 f"Who is silent for {beat * attempts:g} s is out (the lease; outside of demos {3 * 2} s).",
