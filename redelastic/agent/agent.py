@@ -183,6 +183,8 @@ class RedisElasticAgent(RegroupingAgent):
         self._due_by = math.inf  # however long that takes
         if self._unfit:
             self._prove_fitness()
+        if self._warm:  # a node that joins interrupts the others: it imports before that
+            self._warm.await_template()
         super()._rendezvous(worker_group)
         self._unfit = False
         self._courier.send(self._learn_restarts)

@@ -27,6 +27,7 @@ from redelastic.agent.workers.template import Fork
 from redelastic.agent.workers.warm import WarmStart, refuse
 from redelastic.cli import main
 from redelastic.redis.server import RedisServer
+from redelastic.run.control import UnknownNodeError
 
 pytestmark = [
     pytest.mark.timeout(300),
@@ -332,6 +333,22 @@ def test_a_template_that_is_killed_is_replaced(server: RedisServer, tmp_path: Pa
         assert is_fork(worker)
         job.finish("a")
         assert job.nodes["a"].stderr.count("The template of the workers was ended by SIGKILL") == 1
+
+
+def test_a_node_imports_before_it_joins(server: RedisServer, tmp_path: Path) -> None:
+    """Those that train go on meanwhile."""
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "slow.py").write_text(f"open({str(tmp_path / 'fifo')!r}).read()")
+    with AgentJob(server, tmp_path, "1:2", conf={"last_call_timeout": 0.1}) as job:
+        job.start("a")
+        epoch = job.wait_round("a")
+        job.start("b", options=("--preload=slow",), env={"PYTHONPATH": str(tmp_path)})
+        with (tmp_path / "fifo").open("w"):  # waits for who reads
+            with pytest.raises(UnknownNodeError):
+                job.id_of("b")
+            assert job.epoch == epoch
+        job.wait_round("ab")
+        job.finish("a", "b")
 
 
 def test_a_drained_node_ends_its_template(server: RedisServer, tmp_path: Path) -> None:

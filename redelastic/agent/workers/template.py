@@ -1,6 +1,15 @@
 """Template: a process that has imported what workers need, and the workers forked from it.
 
-``site/sitecustomize.py`` is the template's own program, and says how it comes about.
+``site/sitecustomize.py`` is the template's own program, and says how a fork becomes a worker. It differs from a new
+process in this alone:
+
+- What the preloaded modules did when they were imported is done once: what they printed, what they read from the
+  environment, what they drew at random (but for ``random`` and NumPy's generator, which are seeded anew).
+- Forks of one template have one hash seed, unless ``PYTHONHASHSEED`` sets it.
+- The garbage collector leaves alone what was imported, so that it stays shared memory (``gc.unfreeze()`` undoes that).
+- ``/proc/PID/environ`` shows the template's environment, without the variables of the round; ``os.environ`` is right.
+- Umask, limits, priority and cores are the agent's as of the template's start.
+- It takes longer to end by itself: an interpreter that tears down its modules writes to all their pages.
 """
 
 from __future__ import annotations

@@ -84,6 +84,12 @@ class WarmStart:
         with self._lock:
             self._prepare({**os.environ, **self._own_environment})
 
+    def await_template(self) -> None:
+        """Wait for the template that is being made, as long as workers would."""
+        with self._lock:
+            if self._template is not None:
+                self._settle(self._template, PATIENCE)
+
     def tend(self) -> None:
         """Replace a template that was killed; to be called now and then, from any thread."""
         if not self._lock.acquire(blocking=False):

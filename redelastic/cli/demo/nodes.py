@@ -1,4 +1,4 @@
-"""The demo's nodes, each a `redelastic run` of its own, and what is heard of them: one queue of events from all sides."""
+"""The demo's nodes, each a `redelastic run`, and what is heard of them: one queue of events from all sides."""
 
 from __future__ import annotations
 
