@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,7 @@ def test_a_fork_sees_what_a_new_process_sees(
     environment = {**ENVIRONMENT, "RANK": "1", "ODD": "\udcff=\n", "PYTHONPATH": f"{tmp_path}/a:{tmp_path}/b"}
     saw = tmp_path / "saw"
     program = [*programs(tmp_path)[way], str(saw), "", "-x"]
-    one = make(*program, "--rank=7", environment={**environment, "RANK": "7"})
+    one = make(*program, "--rank=7", environment={**environment, "RANK": "7", "STALE": "1"})
     one.await_ready(DEADLINE)
     told = []
     for how in (one, None):
@@ -338,16 +339,50 @@ def test_a_template_that_waits_costs_nothing_and_says_what_it_is(make: Make, tmp
     assert sum(process.num_ctx_switches()) == switches
 
 
+@contextmanager
+def standing_in(file: int, stream: int) -> Iterator[None]:
+    """Another file is this process' standard input or output meanwhile."""
+    before = os.dup(stream)
+    os.dup2(file, stream)
+    try:
+        yield
+    finally:
+        os.dup2(before, stream)
+        os.close(before)
+
+
+def test_output_to_a_file_is_buffered_though_the_template_is_on_a_terminal(make: Make, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import sys; print(sys.stdout.line_buffering)")
+    command = [sys.executable, str(tmp_path / "script.py")]
+    master, terminal = os.openpty()
+    with standing_in(terminal, 1):
+        one = make(*command[1:])
+    one.await_ready(DEADLINE)
+    assert run(one, command, ENVIRONMENT, tmp_path / "log") == (0, "False\n", "")
+    assert one.fork(command, ENVIRONMENT, None, None).wait(DEADLINE) == 0
+    assert os.read(master, 100) == b"True\r\n"
+    os.close(master)
+    os.close(terminal)
+
+
+def test_a_template_keeps_nothing_of_its_workers(make: Make, tmp_path: Path) -> None:
+    command = script_that_tells(tmp_path)
+    one = make(*command[1:])
+    one.await_ready(DEADLINE)
+    process = psutil.Process(one.pid)
+    before = process.num_fds()
+    for _ in range(3):
+        assert run(one, command, ENVIRONMENT, tmp_path / "log")[0] == 0
+    assert process.num_fds() == before
+    assert process.children() == []
+
+
 def test_a_fork_is_waited_for_as_a_process_is(make: Make, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("import sys; sys.stdin.read()")
     command = [sys.executable, str(tmp_path / "script.py")]
     read, write = os.pipe()
-    stdin = os.dup(0)
-    os.dup2(read, 0)
-    try:
+    with standing_in(read, 0):
         one = make(*command[1:])
-    finally:
-        os.dup2(stdin, 0)
     one.await_ready(DEADLINE)
     worker = one.fork(command, ENVIRONMENT, None, None)
     assert worker.poll() is None
@@ -355,9 +390,8 @@ def test_a_fork_is_waited_for_as_a_process_is(make: Make, tmp_path: Path) -> Non
         worker.wait(0.01)
     os.close(write)
     assert worker.wait(DEADLINE) == 0
-    worker.send_signal(signal.SIGKILL)
+    worker.send_signal(signal.SIGKILL)  # of no effect: somebody else may have its pid by now
     other = one.fork(command, ENVIRONMENT, None, None)
     os.waitpid(other.pid, 0)
     assert other.wait() == template.LOST
-    for file in (read, stdin):
-        os.close(file)
+    os.close(read)

@@ -104,7 +104,14 @@ def test_a_template_serves_as_long_as_it_fits(make: Callable[..., WarmStart], tm
     assert start_group(one, tmp_path, OMP_NUM_THREADS="3", LOCAL_RANK="0")[0] == (True, "3 1 --rank=0")
     second = pid_of(one)
     assert second != first, "what imports may have read was another"
-    more = {"LOCAL_RANK": "5", "MASTER_PORT": "9", "CUDA_VISIBLE_DEVICES": "4", "GLOO_SOCKET_IFNAME": "x"}
+    more = {
+        "LOCAL_RANK": "5",
+        "MASTER_PORT": "9",
+        "TORCHELASTIC_RESTART_COUNT": "1",
+        "REDELASTIC_EPOCH": "8",
+        "CUDA_VISIBLE_DEVICES": "4",
+        "GLOO_SOCKET_IFNAME": "x",
+    }
     assert start_group(one, tmp_path, OMP_NUM_THREADS="3", **more)[1] == (True, "3 1 --rank=1")
     assert pid_of(one) == second
     (tmp_path / "model.py").write_text(MODEL + "value = 22\n")
