@@ -34,11 +34,11 @@ from redelastic.redis.server import RedisServer
 from redelastic.run.control import RunControl, UnknownRunError
 
 OURS, PLUGIN, C10D = "redelastic run", "torchrun, redis", "torchrun, c10d"
-WARM: Final = "redelastic run --preload torch"
 UNSHARED: Final = "c10d, unshared"  # with a fresh store for the workers of each round, by an environment variable
 C10DS: Final = (C10D, UNSHARED)
 PROCESSES: Final = Path(__file__).with_name("recovery_processes.py")
 CONTEXT.set_forkserver_preload(["torch.distributed.launcher.api", "redelastic.cli.run", run_node.__module__])
+WARM: Final = "redelastic run --preload torch"
 HOST_ROLE: Final = "the store's host"
 HOST: Final = 1  # the node that serves c10d's store; its rank is not 0, since c10d ranks nodes of one host by pid
 LAST_CALL: Final = 2
