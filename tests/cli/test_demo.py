@@ -144,7 +144,7 @@ def test_a_demo_whose_node_dies_by_itself_fails_and_says_why(demo: Demo) -> None
         assert line, "the demo ended early"
     agents: list[psutil.Process] = []
     while not agents:
-        agents = [one for one in demo.processes() if "--rdzv-backend=redis" in _command(one)]
+        agents = [one for one in demo.processes() if "--nproc-per-node=1" in _command(one)]
     agents[0].kill()
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 1, output
