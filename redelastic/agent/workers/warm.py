@@ -82,7 +82,7 @@ class WarmStart:
     def prepare(self) -> None:
         """Make a template unless there is one; it imports in its own time."""
         with self._lock:
-            self._prepare({**os.environ, **self._own_environment})
+            self._prepare({})
 
     def await_template(self) -> None:
         """Wait for the template that is being made, as long as workers would."""
@@ -153,8 +153,8 @@ class WarmStart:
         if self._template is not None or self._hopeless:
             return
         try:
-            own = {**_fixed(environment), **self._own_environment}
-            self._template = Template(self._command, self._modules, own)
+            given = {**os.environ, **_fixed(environment), **self._own_environment}
+            self._template = Template(self._command, self._modules, given)
         except OSError as e:
             self._give_up(f"the template was not started: {e}")
         else:
