@@ -97,6 +97,7 @@ class Template:
         self.environment = dict(environment)
         self._command = list(command)
         self._files: dict[str, tuple[int, int]] | None = None  # None: not ready yet
+        self._began = time.monotonic()
         self._socket, theirs = socket.socketpair()
         path = os.pathsep.join(filter(None, (SITE, environment.get("PYTHONPATH"))))
         told = f"{theirs.fileno()}:{','.join(modules)}"
@@ -124,11 +125,12 @@ class Template:
 
         Raises:
             TemplateError: it cannot.
-            TimeoutError: it has not within ``timeout`` seconds.
+            TimeoutError: it has not within ``timeout`` seconds of its start.
         """
         if self._files is not None:
             return
-        if not select.select([self._socket], [], [], timeout)[0]:
+        left = max(0.0, self._began + timeout - time.monotonic())
+        if not select.select([self._socket], [], [], left)[0]:
             raise TimeoutError(f"the template has not imported all within {timeout:g} s")
         try:
             (problem, files), _ = receive(self._socket)

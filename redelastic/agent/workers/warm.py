@@ -85,8 +85,8 @@ class WarmStart:
             self._prepare({})
 
     def await_template(self) -> None:
-        """Wait for the template that is being made, as long as workers would."""
-        with self._lock:
+        """Wait for the template that is being made, for as long as workers would."""
+        with self._lock, contextlib.suppress(TimeoutError):  # of which is told if workers start without
             if self._template is not None:
                 self._settle(self._template, PATIENCE)
 
@@ -147,7 +147,11 @@ class WarmStart:
         if not self._cold:
             self._prepare(environment)
         template = self._template
-        return template if template and not self._cold and self._settle(template, PATIENCE) else None
+        try:
+            return template if template and not self._cold and self._settle(template, PATIENCE) else None
+        except TimeoutError as e:
+            self._go_without(str(e))
+            return None
 
     def _prepare(self, environment: Mapping[str, str]) -> None:
         if self._template is not None or self._hopeless:
@@ -161,11 +165,9 @@ class WarmStart:
             self._spared.add(self._template.pid)
 
     def _settle(self, template: Template, patience: float) -> bool:
-        """Whether a template can fork, once it has imported all."""
+        """Whether a template can fork, once it has imported all; it has ``patience`` seconds from its start."""
         try:
             template.await_ready(patience)
-        except TimeoutError as e:
-            self._go_without(str(e))
         except TemplateError as e:
             self._give_up(str(e))
         return template.ready

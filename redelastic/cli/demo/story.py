@@ -15,7 +15,9 @@ from .view import Round, View
 
 STEPS: Final = 500
 SAVE_EVERY: Final = 10
-PACE: Final = 0.05  # seconds a step takes at least: a replacement that starts in mid-training has to join before its end
+PACE: Final = (
+    0.05  # seconds a step takes at least: a replacement that starts in mid-training has to join before its end
+)
 BATCH: Final = 128
 ACCURACY: Final = 0.95  # that is promised
 TIME_LIMIT: Final = 240.0  # for everything, in seconds
