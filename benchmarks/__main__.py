@@ -18,7 +18,7 @@ import psutil
 
 from benchmarks.report import RESULTS, markdown, regressions, summary, tables_of
 
-BENCHMARKS: Final = ("rendezvous", "scale", "store", "recovery", "agent", "crowd", "load")
+BENCHMARKS: Final = ("rendezvous", "scale", "store", "recovery", "agent", "start", "crowd", "load")
 DEFAULT: Final = BENCHMARKS[:-1]  # load looks for limits, and compares nothing
 WORK: Final = ("user", "nice", "system", "irq", "softirq")  # of /proc/stat, where `user` has what guests take
 README: Final = Path(__file__).parent / "README.md"

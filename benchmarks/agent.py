@@ -189,13 +189,14 @@ def keeper_alone(url: str, seconds: float) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def running_agent(url: str, *, often: bool) -> Iterator[tuple[psutil.Process, psutil.Process, Path]]:
+def running_agent(url: str, *, often: bool, preload: str = "") -> Iterator[tuple[psutil.Process, psutil.Process, Path]]:
     """`redelastic run` with one worker; yields the agent, its warden, and the file with the worker's steps."""
     with tempfile.TemporaryDirectory() as made:
         steps = Path(made) / "steps"
         command = [sys.executable, "-m", "redelastic.cli", "run", "--nnodes=1", "--nproc-per-node=1"]
         command += [f"--rdzv-id=bench-{uuid.uuid4().hex[:12]}", f"--monitor-interval={0.1 / (FASTER if often else 1)}"]
         command += ["--rdzv-endpoint=", f"--rdzv-conf=keep_alive_interval={OFTEN if often else INTERVAL}"]
+        command += [f"--preload={preload}"] if preload else []
         command += ["-m", "benchmarks.agent", "worker", str(steps), "busy" if often else "idle"]
         env = os.environ | {"REDELASTIC_REDIS_URL": url, "OMP_NUM_THREADS": "1"}
         with (Path(made) / "log").open("w+") as log:
@@ -264,16 +265,21 @@ def with_an_agent(url: str, pairs: int, seconds: float) -> tuple[list[float], li
     return effects(blocks, FASTER), effects(waits, FASTER)
 
 
-def idle_agent(url: str, seconds: float) -> dict[str, tuple[float, float]]:
-    """CPU in percent of a core, and memory that is its own in bytes, of an agent and of its warden."""
-    with running_agent(url, often=False) as (agent, warden, _):
+def idle_agent(url: str, seconds: float, preload: str = "") -> dict[str, tuple[float, float]]:
+    """CPU in percent of a core, and memory that is its own in bytes, of an agent, its warden, and a template beside."""
+    with running_agent(url, often=False, preload=preload) as (agent, warden, _):
         time.sleep(INTERVAL)
+        watched = {"agent": agent, "warden": warden}
+        for child in agent.children() if preload else ():
+            if "template" in " ".join(child.cmdline()):
+                watched["template"] = child
         found = {}
-        began, before = time.monotonic(), [scheduled(agent)[0], scheduled(warden)[0]]
+        began, before = time.monotonic(), {name: scheduled(process)[0] for name, process in watched.items()}
         time.sleep(seconds)
         elapsed = time.monotonic() - began
-        for name, process, used in zip(("agent", "warden"), (agent, warden), before, strict=True):
-            found[name] = (100 * (scheduled(process)[0] - used) / elapsed, float(process.memory_full_info().uss))
+        for name, process in watched.items():
+            used = scheduled(process)[0] - before[name]
+            found[name] = (100 * used / elapsed, float(process.memory_full_info().uss))
     return found
 
 
@@ -355,9 +361,10 @@ def run(quick: bool, progress: Progress) -> Iterator[Table]:
         memory = Table("agent-memory", "Memory of its own (USS)", "of", unit="B")
         keeper = run_alone(keeper_alone, (server.url, 1.0 if quick else 6.0), LIMIT)["used"]
         used.put("the thread that keeps the lease", "used", keeper)
-        for name, (cpu, own) in idle_agent(server.url, 1.0 if quick else 6.0).items():
-            used.put(f"a whole {name}", "used", cpu)
-            memory.put(f"a whole {name}", "used", own)
+        for preload, row in (("", "a whole {}"), ("torch", "with --preload torch: {}")):
+            for name, (cpu, own) in idle_agent(server.url, 1.0 if quick else 6.0, preload).items():
+                used.put(row.format(name), "used", cpu)
+                memory.put(row.format(name), "used", own)
         yield from (used, memory)
 
     progress("telemetry")

@@ -30,6 +30,7 @@ from benchmarks.recovery_job import (
     OURS,
     PLUGIN,
     UNSHARED,
+    WARM,
     Job,
     Outage,
     Recovery,
@@ -112,6 +113,8 @@ def _cases() -> Iterator[Case]:
         contenders: tuple[str, ...] = (C10D,) if role == HOST_ROLE else CONTENDERS
         if (nodes, fault, role) == (3, "kill", "rank 0"):
             contenders += (UNSHARED,)
+        if (fault, role) == ("terminate", "rank 0"):
+            contenders += (WARM,)
         yield Case(fault, role, nodes, contenders=contenders)
     for role in ("rank 0", "another"):
         yield Case(CRASHED, role)

@@ -41,6 +41,7 @@ UNSHARED: Final = "c10d, unshared"  # with a fresh store for the workers of each
 C10DS: Final = (C10D, UNSHARED)
 PROCESSES: Final = Path(__file__).with_name("recovery_processes.py")
 CONTEXT.set_forkserver_preload(["torch.distributed.launcher.api", "redelastic.cli.run", run_node.__module__])
+WARM: Final = "redelastic run --preload torch"
 HOST_ROLE: Final = "the store's host"
 HOST: Final = 1  # the node that serves c10d's store; its rank is not 0, since c10d ranks nodes of one host by pid
 LAST_CALL: Final = 2
@@ -113,7 +114,7 @@ class Job:
     """Nodes of one contender with one worker each; all is over with `close`, or when this process is killed.
 
     Args:
-        contender: `OURS`, `PLUGIN`, `C10D` or `UNSHARED`.
+        contender: `OURS`, `WARM`, `PLUGIN`, `C10D` or `UNSHARED`.
         size: how many nodes; the job goes on with two of them, or one of two.
         conf: settings beside the contender's own defaults.
     """
@@ -176,7 +177,7 @@ class Job:
 
     def _command(self, number: int) -> list[str]:
         """What a node runs: a module and its arguments."""
-        command = ["redelastic.cli", "run"] if self.contender == OURS else ["torch.distributed.run"]
+        command = ["redelastic.cli", "run"] if self.contender in (OURS, WARM) else ["torch.distributed.run"]
         conf = dict(self._conf)
         if self.contender in C10DS:
             command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{self._port}"]
@@ -185,6 +186,8 @@ class Job:
             command.append("--rdzv-backend=redis")
         command += [f"--rdzv-id={self._run_id}", "--local-addr=127.0.0.1"]
         command.append(f"--rdzv-conf={','.join(f'{name}={value}' for name, value in conf.items())}")
+        if self.contender == WARM:
+            command.append("--preload=torch")
         command += [f"--nnodes={min(2, self.size - 1)}:{self.size}", f"--max-restarts={MAX_RESTARTS}"]
         return [*command, str(PROCESSES), "worker", str(self._record), str(number)]
 

@@ -6,14 +6,15 @@ that a new torch is checked within a minute; ``redelastic doctor`` says the same
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
-from typing import Any, Final, NamedTuple
+from typing import IO, Any, Final, NamedTuple
 
 import torch
 
@@ -81,6 +82,13 @@ HOOKS: Final = (
     Hook(_API, "_RoleInstanceInfo", ("role", "rank", "local_world_size")),
     Hook("torch.distributed.elastic.multiprocessing.api", "PContext.close", ("death_sig", "timeout")),
     Hook("torch.distributed.elastic.multiprocessing.api", "PContext.pids"),
+    Hook(
+        "torch.distributed.elastic.multiprocessing.api",
+        "get_subprocess_handler",
+        ("entrypoint", "args", "env", "stdout", "stderr"),
+    ),
+    Hook("torch.distributed.elastic.multiprocessing.subprocess_handler", "SubprocessHandler._popen", ("args", "env")),
+    Hook("torch.distributed.elastic.utils", "macros.substitute", ("args", "local_rank")),
     # torchrun: its parser, and where its launcher finds the agent.
     Hook("torch.distributed.run", "get_args_parser"),
     Hook("torch.distributed.run", "config_from_args", ("args",)),
@@ -173,6 +181,37 @@ def exit_codes(context: Any) -> dict[int, int]:
         processes = getattr(getattr(context, "_pc", None), "processes", ())
         codes = {local_rank: process.exitcode for local_rank, process in enumerate(processes)}
     return {local_rank: code for local_rank, code in codes.items() if code is not None}
+
+
+Starter = Callable[[Sequence[str], Mapping[str, str], IO[Any] | None, IO[Any] | None], Any]
+
+
+@contextlib.contextmanager
+def starting_workers_with(start: Starter) -> Iterator[None]:
+    """Have torch start commands by ``start`` meanwhile, which may leave that to torch by returning None.
+
+    It is given the command line, the environment, and where stdout and stderr go, None for where ours go; it returns
+    what torch needs of a ``subprocess.Popen``: ``pid``, ``poll()``, ``wait(timeout)``.
+    """
+    from torch.distributed.elastic.multiprocessing import api  # noqa: PLC0415  # torchrun's plug-in must stay light
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler  # noqa: PLC0415
+
+    class Handler(SubprocessHandler):
+        def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Any:
+            return start(args, env, self._stdout, self._stderr) or super()._popen(args, env)
+
+    torchs, api.get_subprocess_handler = api.get_subprocess_handler, Handler  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        api.get_subprocess_handler = torchs
+
+
+def substitute_local_rank(arguments: Iterable[str], local_rank: int) -> list[str]:
+    """The arguments of one worker: torch puts its local rank where ``${local_rank}`` stands."""
+    from torch.distributed.elastic.utils import macros  # noqa: PLC0415
+
+    return [str(argument) for argument in macros.substitute(list(arguments), str(local_rank))]
 
 
 def shutdown_timeout(config: Any, given: float | None) -> float:

@@ -39,9 +39,11 @@ from .workers.group import Workers
 from .workers.hangs import Hangs
 from .workers.processes import ProcessTree
 from .workers.signals import TORCH_SIGNALS, drain_on_signals, torch_signals
+from .workers.warm import WarmStart, refuse
 
 log = logging.getLogger(__name__)
 
+TEND: Final = 1.0  # between two looks whether the template of the workers lives, in seconds
 FAREWELL: Final = 2.0  # for what Redis is still to be told at the end, in seconds
 BEREFT: Final = "lost its agent: killed or crashed"  # what the warden says of this node then
 
@@ -65,7 +67,8 @@ class RedisElasticAgent(RegroupingAgent):
 
     Raises:
         TypeError: another handler.
-        ValueError: fewer GPUs than workers that are to have one each, or a GPU that does not exist.
+        ValueError: fewer GPUs than workers that are to have one each, or a GPU that does not exist; modules to preload
+            where that cannot work.
         DriverError: the GPUs' driver does not answer, or fails.
     """
 
@@ -85,6 +88,8 @@ class RedisElasticAgent(RegroupingAgent):
         if not isinstance(handler, RedisRendezvousHandler):
             raise TypeError(f"RedisElasticAgent needs a RedisRendezvousHandler, not a {type(handler).__name__}.")
         self._options = options or AgentOptions()
+        if self._options.preload:
+            refuse(spec, owns_process=owns_process)
         share, isolate = self._options.share_gpus, bool(spec.virtual_local_rank)
         self._assignment = assign(spec.local_world_size, share=share, isolate=isolate, environ=os.environ)
         if self._assignment.isolate and not spec.virtual_local_rank:
@@ -104,6 +109,7 @@ class RedisElasticAgent(RegroupingAgent):
         self._torch_signals = torch_signals()
         self._tree: ProcessTree  # from run() on, as is
         self._courier = Courier()
+        self._warm: WarmStart | None = None
         self._owns_process = owns_process
         self._rendezvous_handler = handler
         self._membership = handler.membership
@@ -149,6 +155,12 @@ class RedisElasticAgent(RegroupingAgent):
                     resource_tracker.ensure_running()  # a child of ours that is not the workers'
                 self._tree.adopt_orphans()
             self._courier.start()
+            if self._options.preload:
+                given = self._options.preload, self._fixed_environment, self._tree.spared
+                self._warm = WarmStart(self._worker_group.spec, *given)
+                opened.callback(self._warm.close)
+                self._warm.prepare()
+                opened.enter_context(repeat(self._warm.tend, TEND, "template"))
             opened.callback(self._courier.close, FAREWELL)
             if (port := self._options.port) is not None:
                 endpoint = HealthEndpoint(self._monitor, host=self._options.health_host, port=port)
@@ -180,6 +192,8 @@ class RedisElasticAgent(RegroupingAgent):
         self._monitor.allow(math.inf)
         if self._unfit:
             self._admission.require()
+        if self._warm:  # a node that joins interrupts the others: it imports before that
+            self._warm.await_template()
         super()._rendezvous(worker_group)
         self._unfit = False
         self._courier.send(self._learn_restarts)
@@ -207,7 +221,8 @@ class RedisElasticAgent(RegroupingAgent):
             self._hangs.reporters,
             self._membership.view.notify,
         )
-        pids: dict[int, Any] = super()._start_workers(worker_group)
+        with self._warm.starting() if self._warm else contextlib.nullcontext():
+            pids: dict[int, Any] = super()._start_workers(worker_group)
         workers.started(pids)
         self._tree.look(pids.values())  # its warden has to know who this node is now
         size = int(worker_group.group_world_size or 0)
@@ -227,11 +242,15 @@ class RedisElasticAgent(RegroupingAgent):
         if isolated:
             self._assignment.isolate_worker(local_rank, worker_env)
         if self._workers:
-            worker_env.update(self._tree.environment)
+            worker_env.update(self._fixed_environment)
             worker_env.update(self._workers.environment(local_rank))
-        # A worker that crashes in C says where, in its log.
-        worker_env["PYTHONFAULTHANDLER"] = os.environ.get("PYTHONFAULTHANDLER", "1")
         worker_env[TORCH_SIGNALS] = self._torch_signals
+
+    @property
+    def _fixed_environment(self) -> dict[str, str]:
+        """What we add to the environment of every worker in every round."""
+        # A worker that crashes in C says where, in its log.
+        return {**self._tree.environment, "PYTHONFAULTHANDLER": os.environ.get("PYTHONFAULTHANDLER", "1")}
 
     def _setup_healthcheck(self) -> None:
         """Not torch's, which serves nothing: the agent's own endpoint stands from the beginning."""

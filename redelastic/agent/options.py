@@ -33,6 +33,7 @@ class AgentOptions:
         health_port: of the HTTP endpoint; 0 is any free one, None that of ``TORCHELASTIC_HEALTH_CHECK_PORT``.
         health_host: address that it listens on.
         share_gpus: whether several workers may get one GPU, where there are more workers than GPUs.
+        preload: modules that a template process imports, of which workers are forks; see ``workers/template.py``.
 
     Raises:
         ValueError: one of them is out of range.
@@ -51,6 +52,7 @@ class AgentOptions:
     health_port: int | None = None
     health_host: str = "127.0.0.1"
     share_gpus: bool = False
+    preload: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         lowest = {
@@ -66,6 +68,9 @@ class AgentOptions:
             value = getattr(self, name)
             if value is not None and not low <= value < math.inf:
                 raise ValueError(f"{name}={value} is out of range; it must be {low:g} or more.")
+        for name in self.preload:
+            if not all(part.isidentifier() for part in name.split(".")):
+                raise ValueError(f"preload={name!r} is not the name of a module.")
         if self.hang_start_timeout is not None and self.hang_timeout is None:
             raise ValueError("hang_start_timeout needs hang_timeout.")
 

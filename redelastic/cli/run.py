@@ -122,6 +122,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--health-port", type=int, metavar="PORT", help="serve /livez, /readyz and /metrics")
     add("--health-host", default="127.0.0.1", metavar="ADDRESS", help="where to serve them (default: 127.0.0.1)")
     add("--share-gpus", flag=True, help="let several workers use one GPU (not with NCCL)")
+    add(
+        "--preload", metavar="MODULE,…", help="import these once; workers are forks of the process that has (as: torch)"
+    )
     if "--shutdown-timeout" not in parser._option_string_actions:  # noqa: SLF001  # torchrun has it from torch 2.12 on
         add("--shutdown-timeout", type=int, metavar="S", help="from SIGTERM to SIGKILL for workers (default: 30)")
 
@@ -145,7 +148,8 @@ def _options(arguments: argparse.Namespace) -> AgentOptions:
             *("health_port", "health_host", "share_gpus"),
         )
     }
-    return AgentOptions(health_checks=tuple(c for c in checks if c != "none"), **given)
+    modules = tuple(name.strip() for name in (arguments.preload or "").split(",") if name.strip())
+    return AgentOptions(health_checks=tuple(c for c in checks if c != "none"), preload=modules, **given)
 
 
 def _check_script(arguments: argparse.Namespace) -> None:

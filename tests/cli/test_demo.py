@@ -56,7 +56,7 @@ class Demo:
         return [process for process in psutil.process_iter() if self._is_ours(process)]
 
     def workers(self) -> list[psutil.Process]:
-        """Those that torchrun started for the training."""
+        """Those that an agent started for the training."""
         return [process for process in self.processes() if _is_worker(_command(process))]
 
     def _is_ours(self, process: psutil.Process) -> bool:
@@ -79,7 +79,7 @@ def _command(process: psutil.Process) -> list[str]:
 
 
 def _is_worker(command: list[str]) -> bool:
-    return TRAINING in command and "torch.distributed.run" not in command
+    return TRAINING in command and "redelastic.cli" not in command
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def demo(tmp_path: Path) -> Iterator[Demo]:
         process.kill()
 
 
-@pytest.mark.timeout(200)  # 45 s on two idle cores
+@pytest.mark.timeout(200)  # 50 s on two idle cores
 def test_the_node_of_rank_0_dies_and_the_training_does_not(demo: Demo) -> None:
     process = demo.start()
     output, _ = process.communicate(timeout=190)
@@ -144,7 +144,7 @@ def test_a_demo_whose_node_dies_by_itself_fails_and_says_why(demo: Demo) -> None
         assert line, "the demo ended early"
     agents: list[psutil.Process] = []
     while not agents:
-        agents = [one for one in demo.processes() if "--rdzv-backend=redis" in _command(one)]
+        agents = [one for one in demo.processes() if "--nproc-per-node=1" in _command(one)]
     agents[0].kill()
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 1, output

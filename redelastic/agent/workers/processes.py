@@ -42,12 +42,14 @@ class ProcessTree:
     Attributes:
         token: random, and in the environment of the workers and what they start.
         environment: what to add to the environment of a worker.
+        spared: pids that ``look`` and ``kill`` leave alone; the warden ends them with the tree.
     """
 
     def __init__(self, last_words: Callable[[], bytes] = bytes) -> None:
         self.token = os.urandom(16).hex()
         # An agent that is a worker of another one belongs to that one's tree, and so do its own workers.
         self.environment = {TOKEN_VARIABLE: f"{os.environ.get(TOKEN_VARIABLE, '')} {self.token}".lstrip()}
+        self.spared: set[int] = set()
         self._lock = threading.Lock()
         self._members: dict[int, Process] = {}  # as of the last look
         self._sessions: set[int] = set()  # that these and those before them had
@@ -212,7 +214,7 @@ class ProcessTree:
 
     def _strangers(self) -> set[int]:
         """What descends from us, or looks like it, and is nobody's worker."""
-        return {os.getpid(), *([self._guard.pid] if self._guard.pid else [])}
+        return {os.getpid(), *self.spared, *([self._guard.pid] if self._guard.pid else [])}
 
     def _is_adopted(self, process: Process) -> bool:
         """Whether ``process`` is an orphan of the tree's that became a child of ours, or one of the workers."""
@@ -225,7 +227,8 @@ class ProcessTree:
 
     def _reap(self, processes: Iterable[Process]) -> None:
         for process in processes:
-            if not process.alive and process.pid not in self._roots and self._is_adopted(process):
+            reserved = process.pid in self._roots or process.pid in self.spared
+            if not process.alive and not reserved and self._is_adopted(process):
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(process.pid, os.WNOHANG)
 

@@ -12,8 +12,8 @@ SUMMARY = "kill the node of rank 0 in mid-training, and watch the training go on
 DESCRIPTION = """\
 A training that outlives the node of rank 0, on this machine, in under a minute.
 
-It starts a private Redis and some nodes, each a torchrun of its own with
---rdzv-backend=redis, that train a small network on scikit-learn's handwritten
+It starts a private Redis and some nodes, each a `redelastic run` of its own
+with --preload=torch, that train a small network on scikit-learn's handwritten
 digits (DDP, gloo, CPU only). In mid-training the node of rank 0 gets SIGKILL,
 agent and worker. The others regroup and go on from the last checkpoint; then
 a replacement joins. At the end the accuracy on held-out digits is measured.

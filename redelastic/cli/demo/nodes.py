@@ -1,4 +1,4 @@
-"""The demo's nodes, each a torchrun of its own, and what is heard of them: one queue of events from all sides."""
+"""The demo's nodes, each a `redelastic run`, and what is heard of them: one queue of events from all sides."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 KEEP_ALIVE: Final = (0.5, 3)  # interval in seconds, attempts: a short lease, since who watches a demo waits for it
+PRELOAD: Final = "torch,torch._dynamo,numpy"  # with the second, which DDP and optimizers import when they are made
 GONE_WITHIN: Final = 10.0  # how long killed processes may take to disappear, in seconds
 LOG_TAIL: Final = 15  # lines
 
@@ -87,7 +88,7 @@ class Nodes:
         server: of the run; its URL reaches the nodes through their environment, never through a command line.
         folder: for all their files.
         nnodes: fewest and most nodes of a round, as in torchrun's ``--nnodes``.
-        command: the training's module and arguments, for torchrun's ``-m``.
+        command: the training's module and arguments, for ``-m``.
         events: where what is heard of them goes.
     """
 
@@ -103,7 +104,7 @@ class Nodes:
         self._events = events
         self._folder = folder
         self._command = [
-            *(sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=redis", f"--rdzv-id={self.run_id}"),
+            *(sys.executable, "-m", "redelastic.cli", "run", f"--preload={PRELOAD}", f"--rdzv-id={self.run_id}"),
             *(f"--nnodes={nnodes[0]}:{nnodes[1]}", "--nproc-per-node=1", "--max-restarts=5", "--local-addr=127.0.0.1"),
             f"--rdzv-conf=keep_alive_interval={KEEP_ALIVE[0]},keep_alive_max_attempt={KEEP_ALIVE[1]},join_timeout=60",
             *("-m", *command),
@@ -195,7 +196,7 @@ class Nodes:
 def kill_tree(process: subprocess.Popen[str]) -> int:
     """Send SIGKILL to a process and to all below it, and wait until they are gone; returns how many they were.
 
-    Workers of torchrun are in sessions of their own, so there is no group to send it to; and the agent is stopped
+    Workers are in sessions of their own, so there is no group to send it to; and the agent is stopped
     first, so that it starts no worker that is not seen.
 
     Raises:
@@ -237,5 +238,5 @@ def _environment(url: str, folder: Path) -> dict[str, str]:
         "REDELASTIC_REDIS_URL": url,
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
-        "TMPDIR": str(folder),  # torchrun's own files go with ours
+        "TMPDIR": str(folder),  # torch's own files go with ours
     }

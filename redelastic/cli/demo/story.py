@@ -15,7 +15,9 @@ from .view import Round, View
 
 STEPS: Final = 500
 SAVE_EVERY: Final = 10
-PACE: Final = 0.03  # seconds a step takes at least: a training that is over in a second has no middle to be killed in
+PACE: Final = (
+    0.05  # seconds a step takes at least: a replacement that starts in mid-training has to join before its end
+)
 BATCH: Final = 128
 ACCURACY: Final = 0.95  # that is promised
 TIME_LIMIT: Final = 240.0  # for everything, in seconds
@@ -83,7 +85,7 @@ class Story:
         self._view.introduce(
             "redelastic demo",
             [
-                f"{self._plan.nodes} nodes, each a torchrun of its own, learn handwritten digits (DDP, CPU).",
+                f"{self._plan.nodes} nodes, each a `redelastic run`, learn handwritten digits (DDP, CPU).",
                 f"They meet in Redis: run {self._nodes.run_id} on a private server, {endpoint}.",
                 kill if self._plan.kill else "Nobody is killed.",
                 f"Who is silent for {beat * attempts:g} s is out (the lease; outside of demos {3 * 2} s).",

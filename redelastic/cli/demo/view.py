@@ -24,8 +24,8 @@ WIDTH: Final = 100  # lines longer than this are hard to read
 LOG_EVERY: Final = 100  # steps, where there is no terminal to show a bar in
 NOTE_ON_TABLE: Final = (
     " Nodes stand in the order of their ranks; times count from what the round came\n"
-    " from. Each round starts its workers anew: up to the first step, they mostly\n"
-    " import torch."
+    " from. Each round starts its workers anew, as forks of a process that has\n"
+    " imported torch; a node that joins imports it first."
 )
 
 

@@ -1,0 +1,255 @@
+"""The template's program: import modules once, then fork a worker for each request.
+
+The agent starts the template with a worker's very command line, and with this folder on ``PYTHONPATH``. So Python runs
+this file while it starts, before the script. It returns in the forked workers alone: in each of them Python goes on,
+and runs the script as it always does. The template itself never gets there.
+
+A worker has to be a child of the agent. So the template forks a process that forks the worker and ends, and the agent
+adopts the orphan.
+
+Standard library only: whatever is imported here, every worker has imported.
+"""
+
+from __future__ import annotations
+
+import gc
+import marshal
+import os
+import socket
+import sys
+import traceback
+import warnings
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+VARIABLE = "REDELASTIC_TEMPLATE"  # <file descriptor of the agent's socket>:<module>,<module>,…
+TITLE = b"redelastic template"
+GPU_FILES = frozenset({"/dev/nvidia-uvm", "/dev/kfd"})  # open once CUDA or ROCm is initialised
+ADOPTED, RUN = b"\1", b"\2"
+
+
+class Request(NamedTuple):
+    """What the agent wants a worker to be."""
+
+    arguments: list[str]  # the command line, as long as the template's own
+    environment: dict[str, str]
+    streams: list[int]  # which of stdout and stderr are redirected
+
+
+# -- messages, as redelastic.agent.workers.template writes and reads them
+
+
+def send(connection: socket.socket, message: Any, files: list[int] | None = None) -> None:
+    """Send a message, with file descriptors."""
+    content = marshal.dumps(message)
+    socket.send_fds(connection, [len(content).to_bytes(8, "big")], files or [])
+    connection.sendall(content)
+
+
+def receive(connection: socket.socket) -> tuple[Any, list[int]]:
+    """Receive a message.
+
+    Raises:
+        EOFError: nobody is there any more.
+    """
+    head, files, _, _ = socket.recv_fds(connection, 8, 8)
+    content = b""
+    length = int.from_bytes(head + _read(connection, 8 - len(head)), "big")
+    content = _read(connection, length)
+    return marshal.loads(content), files  # noqa: S302  # between the agent and its own child
+
+
+def _read(connection: socket.socket, length: int) -> bytes:
+    content = bytearray()
+    while len(content) < length:
+        part = connection.recv(length - len(content))
+        if not part:
+            raise EOFError
+        content += part
+    return bytes(content)
+
+
+# -- the imports
+
+
+def preload(modules: list[str]) -> str:
+    """Import modules; returns why workers cannot be forked afterwards, or nothing."""
+    folders = _first_on_path()
+    sys.path[:0] = folders
+    try:
+        for name in modules:
+            try:
+                import_module(name)
+            except BaseException as e:  # noqa: BLE001  # SystemExit too
+                return f"{name} could not be imported: {type(e).__name__}: {e}"
+            if problem := unfit():
+                return f"{name} {problem} when it is imported"
+    finally:
+        for folder in folders:
+            sys.path.remove(folder)
+    return ""
+
+
+def _first_on_path() -> list[str]:
+    """What Python will put first on the path: the script's folder, or with -m the working directory."""
+    if getattr(sys.flags, "safe_path", False):
+        return []
+    return [str(Path.cwd() if sys.argv[0] == "-m" else Path(sys.argv[0]).resolve().parent)]
+
+
+def unfit() -> str:
+    """Why this process must not be forked any more, or nothing."""
+    if threads() > 1:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of threads at a fork
+            if (child := os.fork()) == 0:
+                os._exit(0)
+        os.waitpid(child, 0)
+        if (left := threads() - 1) > 0:  # those of OpenBLAS do not: its fork handler has ended them
+            return f"starts {left} thread{'s' * (left > 1)}, which a fork would lose,"
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        pass
+    else:
+        return "starts a process, which each worker would need for itself,"
+    torch = sys.modules.get("torch")
+    if (torch is not None and torch.cuda.is_initialized()) or GPU_FILES & set(open_files()):
+        return "initialises the GPU, which cannot be used after a fork,"
+    return ""
+
+
+def threads() -> int:
+    """How many this process has."""
+    return len(os.listdir("/proc/self/task"))  # noqa: PTH208
+
+
+def open_files() -> list[str]:
+    """The files that this process has open."""
+    return [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]  # noqa: PTH208
+
+
+def files() -> dict[str, tuple[int, int]]:
+    """The files of all modules imported so far: size and time of the last change in ns."""
+    found = {}
+    for module in list(sys.modules.values()):
+        path = getattr(module, "__dict__", {}).get("__file__")
+        if isinstance(path, str) and os.path.isabs(path):  # noqa: PTH117  # some modules are in no file, and make one up
+            try:
+                told = os.stat(path)  # noqa: PTH116
+            except OSError:
+                continue
+            found[path] = told.st_mtime_ns, told.st_size
+    return found
+
+
+# -- forking
+
+
+def serve(agent: socket.socket) -> tuple[Request, list[int], socket.socket]:
+    """Fork a worker for each request, and return in it alone: with the request, its files and its own connection."""
+    while True:
+        message, received = receive(agent)
+        connection, *streams = received
+        child = os.fork()
+        if child == 0:
+            agent.close()
+            if os.fork():
+                os._exit(0)
+            os.setsid()
+            return Request(*message), streams, socket.socket(fileno=connection)
+        os.waitpid(child, 0)  # from now on the agent is the worker's parent
+        for file in received:
+            os.close(file)
+        agent.sendall(ADOPTED)
+
+
+def become(request: Request, streams: list[int], agent: socket.socket) -> None:
+    """Make this fork what a new process would be, and wait for the agent's word."""
+    agent.sendall(os.getpid().to_bytes(8, "big"))
+    for number, file in zip(request.streams, streams, strict=True):
+        os.dup2(file, number)
+        os.close(file)
+        stdout: Any = sys.stdout
+        if number == 1 and not stdout.write_through:  # with -u it is never buffered
+            stdout.reconfigure(line_buffering=os.isatty(1))
+    os.environ.clear()
+    os.environ.update(request.environment)
+    own = len(sys.argv) - 1
+    sys.argv[1:] = request.arguments[len(request.arguments) - own :]
+    sys.orig_argv[:] = request.arguments
+    entitle(b"".join(os.fsencode(word) + b"\0" for word in request.arguments))
+    # What is random at import is random in each process; `random` itself has a fork handler.
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()
+    if "multiprocessing.process" in sys.modules:
+        sys.modules["multiprocessing.process"].current_process().authkey = os.urandom(32)
+    if "redelastic.worker" in sys.modules:
+        sys.modules["redelastic.worker"]._open()  # noqa: SLF001  # the file that the environment names now
+    if agent.recv(1) != RUN:
+        raise EOFError  # the agent is gone, or has started another worker meanwhile
+    agent.close()
+
+
+def entitle(title: bytes) -> None:
+    """Have `ps` show another command line, if there is room for it."""
+    fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
+    begin, end = int(fields[45]), int(fields[46])
+    if 0 < len(title) <= end - begin:
+        try:
+            with open("/proc/self/mem", "r+b", buffering=0) as memory:  # noqa: PTH123
+                memory.seek(begin)
+                memory.write(title.ljust(end - begin, b"\0"))
+        except OSError:  # a kernel may forbid it: the name is all that is lost
+            pass
+
+
+def be_template() -> None:
+    """Return in each worker, and never in the template."""
+    file, _, modules = os.environ.pop(VARIABLE).partition(":")
+    agent = socket.socket(fileno=int(file))
+    agent.set_inheritable(False)
+    command = Path("/proc/self/cmdline").read_bytes()
+    entitle(TITLE + b"\0" * (len(command) - len(TITLE) - 1) + b"-")  # no NUL at the end: it is a title, says the kernel
+    problem = preload(modules.split(","))
+    send(agent, (problem, {} if problem else files()))
+    if problem:
+        os._exit(0)
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        stream.flush()
+    gc.collect()
+    gc.freeze()  # a collection in a worker would copy every page that it looks at
+    request, streams, own = serve(agent)
+    become(request, streams, own)
+
+
+def customize() -> None:
+    """Be what `sitecustomize` is without us: the next one on the path, or none."""
+    here = str(Path(__file__).parent)
+    sys.path.remove(here)
+    sys.path_importer_cache.pop(here, None)
+    path = os.environ["PYTHONPATH"].partition(os.pathsep)[2]
+    os.environ["PYTHONPATH"] = path
+    if not path:
+        del os.environ["PYTHONPATH"]
+    del sys.modules["sitecustomize"]
+    import_module("sitecustomize")
+
+
+if VARIABLE in os.environ:
+    raised: Exception | None = None
+    try:
+        try:
+            customize()
+        except Exception as e:  # noqa: BLE001  # mostly that there is none
+            raised = e
+        be_template()
+    except (EOFError, ConnectionError):
+        os._exit(0)  # the agent is gone
+    except BaseException:  # noqa: BLE001  # the script must not run now
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+    if raised is not None:
+        raise raised  # Python tells what is wrong with a `sitecustomize`, and goes on

@@ -1,0 +1,207 @@
+"""Template: a process that has imported what workers need, and the workers forked from it.
+
+``site/sitecustomize.py`` is the template's own program, and says how a fork becomes a worker. It differs from a new
+process in this alone:
+
+- What the preloaded modules did when they were imported is done once: what they printed, what they read from the
+  environment, what they drew at random (but for ``random`` and NumPy's generator, which are seeded anew).
+- Forks of one template have one hash seed, unless ``PYTHONHASHSEED`` sets it.
+- The garbage collector leaves alone what was imported, so that it stays shared memory (``gc.unfreeze()`` undoes that).
+- ``/proc/PID/environ`` shows the template's environment, without the variables of the round; ``os.environ`` is right.
+- Umask, limits, priority and cores are the agent's as of the template's start.
+- It takes longer to end by itself: an interpreter that tears down its modules writes to all their pages.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, Final
+
+from .site.sitecustomize import ADOPTED, RUN, VARIABLE, receive, send
+
+SITE: Final = str(Path(__file__).parent / "site")
+HAND_OVER: Final = 10.0  # within which a template has to fork a worker, in seconds
+LOOK: Final = 0.05  # how long to look for files that have changed, in seconds
+LOST: Final = 255  # exit status of a worker for which somebody else has waited
+
+
+class TemplateError(Exception):
+    """A template is of no use, or has failed; its text says why."""
+
+
+class Fork:
+    """A worker that was forked from a template: what torch needs of a ``subprocess.Popen``.
+
+    Attributes:
+        pid: of the worker, a child of this process.
+        returncode: its exit status, or minus the signal that ended it; None while it runs.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Ask for its exit status; None while it runs."""
+        if self.returncode is None:
+            try:
+                ended, status = os.waitpid(self.pid, os.WNOHANG)
+            except ChildProcessError:
+                self.returncode = LOST
+            else:
+                self.returncode = os.waitstatus_to_exitcode(status) if ended else None
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end.
+
+        Raises:
+            TimeoutExpired: it did not end within ``timeout`` seconds.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        pause = 0.0005
+        while (status := self.poll()) is None:
+            if timeout is not None and deadline is not None and time.monotonic() >= deadline:
+                raise subprocess.TimeoutExpired(f"worker {self.pid}", timeout)
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+        return status
+
+    def send_signal(self, number: int) -> None:
+        """Signal it, unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+class Template:
+    """One template process, from its start to its end.
+
+    Args:
+        command: a worker's command line: an interpreter, its options, and a script or ``-m`` and a module.
+        modules: what to import.
+        environment: of the template.
+
+    Raises:
+        OSError: it could not be started.
+    """
+
+    def __init__(self, command: Sequence[str], modules: Iterable[str], environment: Mapping[str, str]) -> None:
+        self.environment = dict(environment)
+        self._command = list(command)
+        self._files: dict[str, tuple[int, int]] | None = None  # None: not ready yet
+        self._began = time.monotonic()
+        self._socket, theirs = socket.socketpair()
+        path = os.pathsep.join(filter(None, (SITE, environment.get("PYTHONPATH"))))
+        told = f"{theirs.fileno()}:{','.join(modules)}"
+        with theirs:
+            self._process = subprocess.Popen(
+                self._command,
+                env={**environment, "PYTHONPATH": path, VARIABLE: told},
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        self._socket.settimeout(HAND_OVER)
+
+    @property
+    def pid(self) -> int:
+        """Of the template."""
+        return self._process.pid
+
+    @property
+    def ready(self) -> bool:
+        """Whether it is known to have imported all."""
+        return self._files is not None
+
+    def await_ready(self, timeout: float) -> None:
+        """Wait until it has imported all.
+
+        Raises:
+            TemplateError: it cannot.
+            TimeoutError: it has not within ``timeout`` seconds of its start.
+        """
+        if self._files is not None:
+            return
+        left = max(0.0, self._began + timeout - time.monotonic())
+        if not select.select([self._socket], [], [], left)[0]:
+            raise TimeoutError(f"the template has not imported all within {timeout:g} s")
+        try:
+            (problem, files), _ = receive(self._socket)
+        except (OSError, EOFError) as e:
+            raise TemplateError(f"the template {self.obituary()} while it imported") from e
+        if problem:
+            raise TemplateError(problem)
+        self._files = files
+
+    def lives(self) -> bool:
+        """Whether the process is there."""
+        return self._process.poll() is None
+
+    def changed(self) -> str:
+        """A file that has changed since it was imported, or nothing.
+
+        Those that are not of the installation come first: to look at all of them could take long on a network's disk.
+        """
+        files, until = self._files or {}, time.monotonic() + LOOK
+        for path in sorted(files, key=lambda path: path.startswith((sys.prefix, sys.base_prefix))):
+            try:
+                found = os.stat(path)  # noqa: PTH116  # quicker
+            except OSError:
+                return path
+            if (found.st_mtime_ns, found.st_size) != files[path]:
+                return path
+            if time.monotonic() > until:
+                break
+        return ""
+
+    def fork(
+        self, command: Sequence[str], environment: Mapping[str, str], stdout: IO[Any] | None, stderr: IO[Any] | None
+    ) -> Fork:
+        """Start a worker.
+
+        Args:
+            command: its command line, which differs from the template's in the script's arguments only.
+            environment: of the worker.
+            stdout: where its standard output goes; None: where ours goes.
+            stderr: where its standard error goes; None: where ours goes.
+
+        Raises:
+            TemplateError: the template has failed; no worker runs.
+        """
+        streams = {number: file.fileno() for number, file in ((1, stdout), (2, stderr)) if file is not None}
+        ours, theirs = socket.socketpair()
+        with ours:
+            ours.settimeout(HAND_OVER)
+            try:
+                with theirs:
+                    request = [*command], dict(environment), [*streams]
+                    send(self._socket, request, [theirs.fileno(), *streams.values()])
+                pid = int.from_bytes(ours.recv(8), "big")
+                adopted = self._socket.recv(1) == ADOPTED
+                if pid and adopted:
+                    ours.sendall(RUN)
+                    return Fork(pid)
+            except OSError as e:
+                raise TemplateError(f"it does not answer ({e})") from e
+        raise TemplateError(f"it {self.obituary()}")
+
+    def obituary(self) -> str:
+        """How it has ended."""
+        try:
+            status = self._process.wait(1.0)
+        except subprocess.TimeoutExpired:
+            return "does not fork"
+        return f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+
+    def close(self) -> None:
+        """End the template; its workers are not touched; idempotent."""
+        self._socket.close()
+        self._process.kill()
+        self._process.wait()

@@ -1,0 +1,197 @@
+"""WarmStart: workers that are forks of a template, wherever that works; wherever not, they start as always."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import IO, Any, Final
+
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+
+from redelastic.rendezvous.addresses import INTERFACE_VARIABLES
+from redelastic.torch_internals import starting_workers_with, substitute_local_rank
+
+from .template import Fork, Template, TemplateError
+from .warden import HAS_PROC
+
+log = logging.getLogger(__name__)
+
+PATIENCE: Final = 30.0  # for a template that is being made, in seconds: without it each worker imports the same
+# What differs between workers or rounds, and is read when a process group is made or a GPU is touched. Any other
+# variable may have been read by an import: when one changes, another template is made.
+VARYING: Final = re.compile(
+    r"(GROUP_|LOCAL_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    rf"|(TORCHELASTIC|REDELASTIC)_.*|\w+_VISIBLE_DEVICES|{'|'.join(INTERFACE_VARIABLES)}"
+)
+OPTIONS: Final = re.compile("-[bBOPqsuv]+")  # of Python, which a template can have as well
+
+
+def refuse(spec: WorkerSpec, *, owns_process: bool) -> None:
+    """Refuse a template for workers that cannot be forks of one.
+
+    Raises:
+        ValueError: it says why.
+    """
+    options: list[str] = []
+    for option in spec.args:
+        if option == "-m" or not option.startswith("-"):
+            break
+        options.append(option)
+    program, wrong = spec.entrypoint, [option for option in options if not OPTIONS.fullmatch(option)]
+    reasons = {
+        "it needs Linux": not HAS_PROC,
+        "workers are functions, which torch starts by itself": callable(program),
+        f"workers are started by {program}, not by this Python ({sys.executable})": program != sys.executable,
+        f"{wrong and wrong[0]} is an option of Python that a template cannot have": wrong,
+        "torch binds workers to NUMA nodes when it starts them": spec.numa_options is not None,
+        "this process is not the agent's own (owns_process), so it cannot adopt workers": not owns_process,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise ValueError(f"Nothing can be preloaded here: {reason}. Leave preload out.")
+
+
+class WarmStart:
+    """Keeps a template, and has torch start workers from it.
+
+    Args:
+        spec: of the workers.
+        modules: what to import in the template.
+        environment: what workers have beside this process' own.
+        spared: to be told the pid of the template, which is none of the workers.
+    """
+
+    def __init__(
+        self, spec: WorkerSpec, modules: Sequence[str], environment: Mapping[str, str], spared: set[int]
+    ) -> None:
+        arguments = substitute_local_rank(spec.args, spec.local_world_size - 1)
+        self._command = [str(spec.entrypoint), *arguments]
+        self._modules, self._own_environment, self._spared = modules, environment, spared
+        self._lock = threading.Lock()
+        self._template: Template | None = None
+        self._hopeless = False  # another template would fail as the last one did
+        self._cold = False  # this group of workers starts without
+        self._may_replace = True  # once for each group: what kills one template may kill the next
+
+    def prepare(self) -> None:
+        """Make a template unless there is one; it imports in its own time."""
+        with self._lock:
+            self._prepare({})
+
+    def await_template(self) -> None:
+        """Wait for the template that is being made, for as long as workers would."""
+        with self._lock, contextlib.suppress(TimeoutError):  # of which is told if workers start without
+            if self._template is not None:
+                self._settle(self._template, PATIENCE)
+
+    def tend(self) -> None:
+        """Replace a template that was killed; to be called now and then, from any thread."""
+        if not self._lock.acquire(blocking=False):
+            return  # workers are being started
+        try:
+            template = self._template
+            if template is None or template.lives():
+                return
+            if not template.ready:
+                self._settle(template, 0.0)
+            elif self._may_replace:
+                self._may_replace = False
+                self._lose(template)
+                self._prepare(template.environment)
+        finally:
+            self._lock.release()
+
+    def close(self) -> None:
+        """End the template; its workers are not touched."""
+        with self._lock:
+            self._hopeless = True
+            self._drop()
+
+    @contextlib.contextmanager
+    def starting(self) -> Iterator[None]:
+        """Meanwhile torch starts a group of workers."""
+        with self._lock, starting_workers_with(self._start):
+            self._cold, self._may_replace = False, True
+            if self._template and (path := self._template.changed()):
+                log.info("%s has changed: another template of the workers is made.", path)
+                self._drop()
+            yield
+
+    def _start(
+        self, command: Sequence[str], environment: Mapping[str, str], stdout: IO[Any] | None, stderr: IO[Any] | None
+    ) -> Fork | None:
+        """Start one worker; None: torch has to."""
+        template = self._fitting(environment)
+        if template is None:
+            return None
+        try:
+            return template.fork(command, environment, stdout, stderr)
+        except TemplateError as e:
+            self._drop()
+            self._go_without(f"the template failed: {e}")
+            return None
+
+    def _fitting(self, environment: Mapping[str, str]) -> Template | None:
+        """A template that can fork workers with such an environment."""
+        template = self._template
+        if template and template.ready and not template.lives():
+            self._lose(template)
+        if self._template and _fixed(environment) != _fixed(self._template.environment):
+            self._drop()
+        if not self._cold:
+            self._prepare(environment)
+        template = self._template
+        try:
+            return template if template and not self._cold and self._settle(template, PATIENCE) else None
+        except TimeoutError as e:
+            self._go_without(str(e))
+            return None
+
+    def _prepare(self, environment: Mapping[str, str]) -> None:
+        if self._template is not None or self._hopeless:
+            return
+        try:
+            given = {**os.environ, **_fixed(environment), **self._own_environment}
+            self._template = Template(self._command, self._modules, given)
+        except OSError as e:
+            self._give_up(f"the template was not started: {e}")
+        else:
+            self._spared.add(self._template.pid)
+
+    def _settle(self, template: Template, patience: float) -> bool:
+        """Whether a template can fork, once it has imported all; it has ``patience`` seconds from its start."""
+        try:
+            template.await_ready(patience)
+        except TemplateError as e:
+            self._give_up(str(e))
+        return template.ready
+
+    def _lose(self, template: Template) -> None:
+        """One that was ready has gone."""
+        self._drop()
+        log.warning("The template of the workers %s; another one is made.", template.obituary())
+
+    def _give_up(self, why: str) -> None:
+        self._hopeless = True
+        self._drop()
+        self._go_without(why)
+
+    def _go_without(self, why: str) -> None:
+        self._cold = True
+        log.warning("Nothing is preloaded, and workers start as always: %s.", why)
+
+    def _drop(self) -> None:
+        if self._template is not None:
+            self._template.close()
+            self._spared.discard(self._template.pid)
+            self._template = None
+
+
+def _fixed(environment: Mapping[str, str]) -> dict[str, str]:
+    """What a worker has to have in common with its template."""
+    return {name: value for name, value in environment.items() if not VARYING.fullmatch(name)}
