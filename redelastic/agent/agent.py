@@ -26,6 +26,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, 
 from redelastic.rendezvous.handler import RedisRendezvousHandler
 from redelastic.rendezvous.membership import DrainedError, RunStoppedError
 from redelastic.run.control import RunControl
+from redelastic.run.logs import failure_text, places_text
 from redelastic.store import RedisStore
 from redelastic.torch_internals import shut_down, shutdown_option
 
@@ -39,6 +40,7 @@ from .torchrun.exit_barrier import wait_for_others
 from .torchrun.regrouping import RegroupingAgent
 from .workers.drains import Drains
 from .workers.group import Workers
+from .workers.logs import log_files, tail
 from .workers.processes import ProcessTree
 from .workers.signals import TORCH_SIGNALS, drain_on_signals, torch_signals
 
@@ -115,6 +117,7 @@ class RedisElasticAgent(RegroupingAgent):
         self._workers: Workers | None = None
         self._drains: Drains | None = None
         self._usage: dict[str, Any] = {}  # the newest sample
+        self._logs: dict[int, str] = {}  # of the workers, by local rank
         self._job_restarts = 0
         self._verdict = ""  # why the job may not restart its workers
         self._unfit = True  # whether this node has to prove its health before it joins
@@ -235,7 +238,13 @@ class RedisElasticAgent(RegroupingAgent):
         )
         context: Any = self._pcontext  # which ends workers by itself when one has failed, within 30 s otherwise
         context.close = functools.partial(_close, context.close, self._shutdown_timeout)
-        self._note("started", f"rank {worker_group.group_rank} of {size}")
+        self._logs = log_files(context.stdouts, context.stderrs)
+        told = {
+            worker.global_rank: self._logs[worker.local_rank]
+            for worker in worker_group.workers
+            if worker.local_rank in self._logs
+        }
+        self._note("started", f"rank {worker_group.group_rank} of {size}", places_text(told))
         return pids
 
     def _set_local_rank_env(self, worker_env: dict[str, Any], local_rank: int, spec: WorkerSpec) -> None:
@@ -349,6 +358,7 @@ class RedisElasticAgent(RegroupingAgent):
         cause = self.cause(result)
         if not final:
             log.error("%s.", cause)
+            self._tell_log(result, failed_at)
         self._due_by = math.inf  # as long as Redis is away
         try:
             told = self._membership.charge(failed_at, step, cause, self._options.limits, final=final)
@@ -357,6 +367,19 @@ class RedisElasticAgent(RegroupingAgent):
             return ""
         self._job_restarts, _, verdict = told
         return verdict
+
+    def _tell_log(self, result: RunResult, failed_at: float) -> None:
+        """Have Redis keep the last lines of the worker that failed first here."""
+        if not result.failures:
+            return
+        rank, failure = min(result.failures.items(), key=lambda item: item[1].timestamp)
+        node, path = self._membership.node, self._logs.get(failure.local_rank, "")
+        last = tail(path) if path else ""
+
+        def errand() -> None:
+            self._control.note("log", node, failure_text(rank, time.monotonic() - failed_at, path), last)
+
+        self._courier.send(errand)
 
     def cause(self, result: RunResult) -> str:
         """What happened to the worker that failed first, in words."""

@@ -10,10 +10,26 @@ from typing import NoReturn
 
 from redelastic import __version__
 
-from . import close, common, demo, doctor, drain, events, output, readmit, run, runs, server, status, timeline
+from . import (
+    close,
+    common,
+    dashboard,
+    demo,
+    doctor,
+    drain,
+    events,
+    logs,
+    output,
+    readmit,
+    run,
+    runs,
+    server,
+    status,
+    timeline,
+)
 
 # Each has NAME, SUMMARY, DESCRIPTION, add_arguments(parser) and run(arguments) -> exit code.
-COMMANDS = (status, events, timeline, runs, drain, close, readmit, doctor, server, demo)
+COMMANDS = (status, events, logs, timeline, dashboard, runs, drain, close, readmit, doctor, server, demo)
 
 
 class _Parser(argparse.ArgumentParser):

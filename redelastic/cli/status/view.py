@@ -145,6 +145,8 @@ def _facts(document: Document) -> Text:
     if document["restarts"]:
         facts.append(count(document["restarts"], "restart"))
     facts.append(f"lease {document['lease']:g} s")
+    if document["ettr"] is not None:
+        facts.append(f"effective training time {100 * document['ettr']:.1f}%")
     return Text(clean(" · ".join(facts)), "dim")
 
 
