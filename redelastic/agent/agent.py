@@ -239,12 +239,9 @@ class RedisElasticAgent(RegroupingAgent):
         context: Any = self._pcontext  # which ends workers by itself when one has failed, within 30 s otherwise
         context.close = functools.partial(_close, context.close, self._shutdown_timeout)
         self._logs = log_files(context.stdouts, context.stderrs)
-        told = {
-            worker.global_rank: self._logs[worker.local_rank]
-            for worker in worker_group.workers
-            if worker.local_rank in self._logs
-        }
-        self._note("started", f"rank {worker_group.group_rank} of {size}", places_text(told))
+        ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
+        told = places_text({ranks[local_rank]: path for local_rank, path in self._logs.items()})
+        self._note("started", f"rank {worker_group.group_rank} of {size}", told)
         return pids
 
     def _set_local_rank_env(self, worker_env: dict[str, Any], local_rank: int, spec: WorkerSpec) -> None:

@@ -33,7 +33,8 @@ def log_files(stdouts: Mapping[int, str], stderrs: Mapping[int, str]) -> dict[in
     """The file that a worker's errors go to, by local rank; no entry for what goes to a terminal or a pipe.
 
     Args:
-        stdouts, stderrs: as torch's ``PContext`` has them: a path, or empty for the agent's own stream.
+        stdouts: as torch's ``PContext`` has them: a path, or empty for the agent's own stream.
+        stderrs: likewise.
     """
     own = _file_of(2)
     found = {rank: path or own for rank, path in stderrs.items()}
@@ -46,7 +47,7 @@ def log_files(stdouts: Mapping[int, str], stderrs: Mapping[int, str]) -> dict[in
 def _file_of(descriptor: int) -> str:
     """The file behind a descriptor of this process, such as the one that Slurm writes; empty if it is none."""
     try:
-        return os.readlink(f"/proc/self/fd/{descriptor}") if stat.S_ISREG(os.fstat(descriptor).st_mode) else ""
+        return str(Path(f"/proc/self/fd/{descriptor}").readlink()) if stat.S_ISREG(os.fstat(descriptor).st_mode) else ""
     except OSError:
         return ""
 
