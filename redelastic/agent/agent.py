@@ -38,6 +38,7 @@ from .host.telemetry import Telemetry, bounded, trees
 from .options import AgentOptions
 from .torchrun.exit_barrier import wait_for_others
 from .torchrun.regrouping import RegroupingAgent
+from .training_time import TrainingTime
 from .workers.drains import Drains
 from .workers.group import Workers
 from .workers.logs import log_files, tail
@@ -117,6 +118,7 @@ class RedisElasticAgent(RegroupingAgent):
         self._workers: Workers | None = None
         self._drains: Drains | None = None
         self._usage: dict[str, Any] = {}  # the newest sample
+        self._time = TrainingTime()
         self._logs: dict[int, str] = {}  # of the workers, by local rank
         self._job_restarts = 0
         self._verdict = ""  # why the job may not restart its workers
@@ -422,6 +424,7 @@ class RedisElasticAgent(RegroupingAgent):
             try:
                 self._look_for_drain_file()
                 pids = self._pids()
+                self._time.look(trains=self._trains())
                 self._usage = telemetry.sample(trees(self._tree.look(pids.values()), pids))
             except Exception:  # noqa: PERF203
                 log.exception("The node's telemetry failed; the training is not touched.")
@@ -461,7 +464,12 @@ class RedisElasticAgent(RegroupingAgent):
         """What this node's heartbeat says, and which run and node it is."""
         membership = self._membership
         who = {"run_id": membership.run_id, "node": membership.node, "redis_away": membership.view.away}
-        return {**who, **self._extended(membership.heartbeat.status())}
+        return {**who, **self._time.told(), **self._extended(membership.heartbeat.status())}
+
+    def _trains(self) -> bool:
+        """Whether workers run in a round, and none hangs."""
+        runs = self._membership.heartbeat.status()["state"] == "running"
+        return runs and self._worker_group.state == WorkerState.HEALTHY and not (self._workers and self._workers.hung)
 
     def stalled(self) -> str:
         """Why the agent's loop is taken for dead; empty while it lives."""

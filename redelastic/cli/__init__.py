@@ -6,13 +6,14 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from redelastic import __version__
 
 from . import (
     close,
     common,
+    completion,
     dashboard,
     demo,
     doctor,
@@ -29,7 +30,7 @@ from . import (
 )
 
 # Each has NAME, SUMMARY, DESCRIPTION, add_arguments(parser) and run(arguments) -> exit code.
-COMMANDS = (status, events, logs, timeline, dashboard, runs, drain, close, readmit, doctor, server, demo)
+COMMANDS = (status, events, logs, timeline, dashboard, runs, drain, close, readmit, doctor, server, demo, completion)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -51,6 +52,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
     if argv[:1] == [run.NAME]:  # its parser is torchrun's
         return _ended(run.NAME, lambda: run.main(argv[1:]))
+    parser, _ = make_parser()
+    if not argv:
+        parser.print_help(sys.stderr)
+        return common.USAGE
+    arguments = parser.parse_args(argv)
+    return _ended(arguments.command.NAME, lambda: arguments.command.run(arguments))
+
+
+def make_parser() -> tuple[argparse.ArgumentParser, Any]:
+    """The parser of all commands but ``run``, of which it knows the name, and argparse's action that holds theirs."""
     parser = _Parser("redelastic", description="A Redis-backed elastic runtime for PyTorch.")
     parser.add_argument("--version", action="version", version=f"redelastic {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
@@ -64,11 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         command.add_arguments(subparser)
         subparser.set_defaults(command=command)
-    if not argv:
-        parser.print_help(sys.stderr)
-        return common.USAGE
-    arguments = parser.parse_args(argv)
-    return _ended(arguments.command.NAME, lambda: arguments.command.run(arguments))
+    return parser, commands
 
 
 def _ended(name: str, call: Callable[[], int]) -> int:
