@@ -32,7 +32,7 @@ from redelastic.torch_internals import shut_down, shutdown_option
 
 from .courier import Courier
 from .host.checks import Node, run_checks
-from .host.gpus import assign
+from .host.gpus import assign, why_hidden
 from .host.health_endpoint import HealthEndpoint
 from .host.telemetry import Telemetry, bounded, trees
 from .options import AgentOptions
@@ -119,6 +119,7 @@ class RedisElasticAgent(RegroupingAgent):
         self._drains: Drains | None = None
         self._usage: dict[str, Any] = {}  # the newest sample
         self._time = TrainingTime()
+        self._gpus_hidden = why_hidden()
         self._logs: dict[int, str] = {}  # of the workers, by local rank
         self._job_restarts = 0
         self._verdict = ""  # why the job may not restart its workers
@@ -452,6 +453,7 @@ class RedisElasticAgent(RegroupingAgent):
         status = {**base, **self._own_state(), "agent": "redelastic"}
         status["restarts"] = self._worker_group.spec.max_restarts - self._remaining_restarts
         status["job_restarts"] = self._job_restarts
+        status |= {"gpus_hidden": self._gpus_hidden} if self._gpus_hidden else {}
         told = [workers.describe(worker) for worker in self._worker_group.workers] if workers and workers.pids else []
         return {**status, **usage, "workers": [{**one, **each.get(str(one["local_rank"]), {})} for one in told]}
 

@@ -127,6 +127,7 @@ def _node(node: Node, told: Mapping[str, Any], run: Run, place: int) -> Document
         restarts=told["restarts"] or None,
         problems=[clean(short(text)) for text in told["problems"]] or None,
         gpus=[_gpu(gpu) for gpu in told["gpus"]] or None,
+        gpus_hidden=clean(told["gpus_hidden"]) if told["gpus_hidden"] else None,
     )
 
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import os
 import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from fake_nvml import FakeGpu, FakeMig, FakeNvml, pynvml
 
 from redelastic.agent.host import gpus, telemetry
-from redelastic.agent.host.gpus import Assignment, assign, host_devices
+from redelastic.agent.host.gpus import Assignment, assign, host_devices, why_hidden
 
 A, B, C, D = (f"GPU-{letter * 8}-0000-0000-0000-000000000000" for letter in "abcd")
 M1, M2, M3 = (f"MIG-{digit * 8}-0000-0000-0000-000000000000" for digit in "123")
@@ -302,3 +304,12 @@ def test_nvml_that_cannot_count_is_told_of_and_torch_counts(
     torch_counts(monkeypatch, 1)
     assert ids(of(1)) == ["0"]
     assert "NVML cannot count" in caplog.text
+
+
+def test_why_the_gpus_of_a_host_are_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "0000:01:00.0").mkdir()
+    assert why_hidden(tmp_path) == ""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    assert why_hidden(tmp_path) == "redelastic[gpu] is not installed"
+    assert why_hidden(tmp_path / "no-driver") == ""
+    assert why_hidden(tmp_path / "0000:01:00.0") == "", "a driver without a GPU"

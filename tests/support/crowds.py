@@ -127,3 +127,37 @@ class Crowd:
             "workers": workers,
             "gpus": gpus,
         }
+
+
+def main(nodes: int) -> None:
+    """Print what one update of the dashboard's page costs, with so many nodes of 8 GPUs and a new heartbeat of each."""
+    with RedisServer() as server, server.get_client() as client:
+        crowd = Crowd(client, "crowd", nodes)
+        watch = Watch(Connection.open(server.url), crowd.keys)
+        watch.read()
+        whole, told = len(json.dumps(watch.page)), []
+        for _ in range(9):
+            before = watch.page
+            crowd.beat()
+            began = time.process_time()
+            watch.read()
+            looked = time.process_time()
+            patch = json.dumps(merge_patch(before, watch.page), separators=(",", ":"))
+            told.append((1000 * (looked - began), 1000 * (time.process_time() - looked), len(patch)))
+    look, diff, size = (statistics.median(column) for column in zip(*told, strict=True))
+    sys.stdout.write(
+        f"{nodes} nodes: the page {whole:,} bytes; an update {size:,.0f} bytes, {look:.0f} ms of CPU to read and "
+        f"{diff:.0f} ms to tell what changed\n"
+    )
+
+
+if __name__ == "__main__":  # python tests/support/crowds.py 1000
+    import statistics
+    import sys
+
+    from redelastic.dashboard.feed import merge_patch
+    from redelastic.dashboard.reader import Watch
+    from redelastic.redis.connection import Connection
+    from redelastic.redis.server import RedisServer
+
+    main(int(sys.argv[1]))

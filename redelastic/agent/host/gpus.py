@@ -23,10 +23,12 @@ what NVML calls it is left unknown.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -146,6 +148,13 @@ def open_nvml() -> Any | None:
         log.debug("NVML cannot be used: %s", e)
         return None
     return nvml
+
+
+def why_hidden(driver: Path = Path("/proc/driver/nvidia/gpus")) -> str:
+    """Why a node says nothing of its GPUs although the host has some; empty where that is not so."""
+    if importlib.util.find_spec("pynvml") is not None or not driver.is_dir() or not any(driver.iterdir()):
+        return ""
+    return "redelastic[gpu] is not installed"
 
 
 # -- what NVML shows

@@ -56,7 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "restarts_without_progress, step, idle, ettr, failures, barred, problems (of the\n"
         "run), nodes, events. A node: id, name, host, pid, rank, standing (member, candidate,\n"
         "spare), state, draining, heard, lease, agent, restarts, cpu, memory,\n"
-        "memory_available, memory_total, step, lag, idle, workers, gpus, problems.\n"
+        "memory_available, memory_total, step, lag, idle, workers, gpus, gpus_hidden (why\n"
+        "its GPUs are not shown), problems.\n"
         "With --watch: a document on each line, with trouble (why it is out of date).",
     )
 

@@ -120,6 +120,7 @@ def _node(node: Node, run: Run) -> dict[str, Any]:
         "idle": max(idle, default=None),
         "workers": workers,
         "gpus": gpus,
+        "gpus_hidden": hidden[:100] if isinstance(hidden := status.get("gpus_hidden"), str) else None,
         "problems": _node_problems(node, run, workers, gpus),
     }
 

@@ -38,7 +38,8 @@ export function nodesTable(run) {
   const table = h("table", { class: "nodes" }, h("thead", {}, h("tr", {}, heads)), body);
   const scroller = h("div", { class: "scroller", tabindex: 0, role: "region", "aria-label": "Nodes, to scroll" }, table);
   const none = h("p", { class: "none" });
-  const element = h("div", {}, h("div", { class: "card-head" }, heading, h("span", { class: "grow" }), filter), scroller, none);
+  const hidden = h("p", { class: "note-line" });
+  const element = h("div", {}, h("div", { class: "card-head" }, heading, h("span", { class: "grow" }), filter), scroller, none, hidden);
   const panel = nodePanel(run);
   element.append(panel.element);
 
@@ -107,6 +108,9 @@ export function nodesTable(run) {
       has.idle = nodes.some((n) => n.idle !== undefined);
       for (const name of ["cpu", "memory", "gpus"]) has[name] = nodes.some((n) => n[name] !== undefined);
       say(heading, count(nodes.length, "node"));
+      const unseen = nodes.filter((n) => n.gpus_hidden);
+      say(hidden, unseen.length ? `GPUs of ${count(unseen.length, "node")} are not shown: ${unseen[0].gpus_hidden} there` : "");
+      hidden.hidden = unseen.length === 0;
       arrange();
       panel.refresh();
     }
