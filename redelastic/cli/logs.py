@@ -18,7 +18,8 @@ SUMMARY: Final = "where each rank's log is, and the end of the one that failed f
 DESCRIPTION: Final = """\
 Where each rank of the last round writes its log, and on which node. With
 --failed: the last lines of the worker that failed first in the last round in
-which one did. Agents of `redelastic run` tell this; a worker whose output goes
+which one did; rounds that lost a node are passed over, since workers fail there
+for want of a peer. Agents of `redelastic run` tell this; a worker whose output goes
 to a terminal or a pipe has no log (--log-dir with --redirects=3 or --tee=3 gives
 it one). Known secrets are hidden in those lines.
 

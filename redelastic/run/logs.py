@@ -13,7 +13,7 @@ STARTED: Final = "started"
 FAILED: Final = "log"
 
 _PLACE: Final = re.compile(r"rank ([0-9]{1,9}): (.+)", re.ASCII)
-_FAILURE: Final = re.compile(r"rank ([0-9]{1,9}) failed ([0-9]{1,9}\.[0-9]{1,3}) s before: (.*)", re.ASCII)
+_FAILURE: Final = re.compile(r"rank ([0-9]{1,9}) failed ([0-9]{1,9}\.[0-9]{1,3}) s ago; its log: (.*)", re.ASCII)
 
 
 def places_text(paths: Mapping[int, str]) -> str:
@@ -23,7 +23,7 @@ def places_text(paths: Mapping[int, str]) -> str:
 
 def failure_text(rank: int, ago: float, path: str) -> str:
     """Reason of the event ``log``; its detail is the log's end."""
-    return f"rank {rank} failed {max(0.0, ago):.3f} s before: {path}"
+    return f"rank {rank} failed {max(0.0, ago):.3f} s ago; its log: {path}"
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,12 @@ def failures(events: Iterable[Event]) -> list[Failure]:
 
 
 def first_failure(events: Iterable[Event]) -> Failure | None:
-    """Who failed first in the last round in which somebody did."""
-    found = failures(events)
+    """Who failed first in the last round in which somebody did.
+
+    A round that lost a node is passed over where there is another: there workers fail because their peer is gone.
+    """
+    told = list(events)
+    of_losses = {event.epoch for event in told if event.event == "lost"}
+    found = failures(told)
+    found = [one for one in found if one.epoch not in of_losses] or found
     return next((one for one in found if one.epoch == found[-1].epoch), None)

@@ -67,6 +67,9 @@ def test_who_failed_first_is_who_failed_first_not_who_said_so_first() -> None:
     assert found
     assert (found.rank, found.node, found.path, found.tail) == (1, "n1", "/1", "the end")
     assert found.time == pytest.approx(99.5)
+    lost = Event("2", 102.0, "lost", 3, 2, "n5", "lost its lease after 6.0 s")
+    assert first_failure([log(100, 0, 0.1), log(101, 4, 0.1, 3), lost]) == first_failure([log(100, 0, 0.1)])
+    assert first_failure([log(101, 4, 0.1, 3), lost]) is not None
     assert first_failure([Event("1", 1.0, "log", 1, 1, "n", "somebody wrote this", "x")]) is None
 
 
@@ -97,8 +100,14 @@ def test_logs_are_those_of_the_last_round() -> None:
     ],
 )
 def test_secrets_are_hidden(line: str, secret: str) -> None:
-    environ = {"WANDB_API_KEY": "0123456789abcdef", "SSH_KEY_FILE": "/etc/key", "AUTH": "on"}
+    environ = {
+        "WANDB_API_KEY": "0123456789abcdef",
+        "GIT_AUTHOR_NAME": "before",
+        "SSH_KEY_FILE": "/etc/key",
+        "AUTH": "on",
+    }
     text = redacted(f"before\n{line} at step 3\nand after, on /etc/key", environ)
+    assert text.startswith(HIDDEN if secret == "MIIEowcut" else "before")
     assert secret not in text
     assert HIDDEN in text
     assert text.endswith("and after, on /etc/key")

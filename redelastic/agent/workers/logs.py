@@ -13,9 +13,12 @@ TAIL: Final = 4096  # of a log, in bytes
 HIDDEN: Final = "[hidden]"
 SHORTEST_SECRET: Final = 6  # characters of a variable's value; what is shorter would hide half the text
 
-_NAMES: Final = re.compile(r"key|token|secret|passw|credential|auth", re.IGNORECASE)
-_KEY_BLOCK: Final = re.compile(
-    r"(?:-----BEGIN [A-Z ]*PRIVATE KEY-----|\A).*?-----END [A-Z ]*PRIVATE KEY-----", re.DOTALL
+_NAMES: Final = re.compile(
+    r"(?:^|_)(?:\w*key|token|secret|passw(?:or)?d|pass|credentials?|auth)(?:_|$)", re.IGNORECASE
+)  # not GIT_AUTHOR_NAME
+_KEY_BLOCKS: Final = (
+    re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL),
+    re.compile(r"\A.*-----END [A-Z ]*PRIVATE KEY-----", re.DOTALL),  # whose beginning is not in the tail
 )
 _IN_URL: Final = re.compile(r"(\w://[^/\s:@]*:)[^@\s]+(?=@)")
 _NAMED: Final = re.compile(
@@ -74,7 +77,8 @@ def redacted(text: str, environ: Mapping[str, str]) -> str:
     for value in sorted((v for name, v in environ.items() if _NAMES.search(name)), key=len, reverse=True):
         if len(value) >= SHORTEST_SECRET and not value.startswith("/"):  # a path is not a secret
             text = text.replace(value, HIDDEN)
-    text = _KEY_BLOCK.sub(HIDDEN, text)
+    for block in _KEY_BLOCKS:
+        text = block.sub(HIDDEN, text)
     for pattern in (_IN_URL, _NAMED):
         text = pattern.sub(rf"\1{HIDDEN}", text)
     return _KNOWN.sub(HIDDEN, text)
