@@ -133,7 +133,7 @@ def test_a_thousand_nodes(client: redis.Redis, server: RedisServer, browser: Bro
     with dashboard(f"--endpoint={server.url}") as (url, _):
         browser.open(f"{url}runs/{run_id}", width)
         browser.until("[aria-label=Nodes] h2", "1,000 nodes")
-        assert 10 < len(browser.rows()) < 60, "only rows in sight exist"
+        assert 16 < len(browser.rows()) < 60, "only rows in sight exist"
         browser.run("document.querySelector('.scroller').scrollTop = 1e6")
         until(lambda: "node-0999" in browser.rows(), "the last one is reached")
         crowd.beat()
@@ -145,3 +145,15 @@ def test_a_thousand_nodes(client: redis.Redis, server: RedisServer, browser: Bro
         browser.driver.find_element(By.CSS_SELECTOR, ".node-name").click()
         told = browser.until(".panel", "NVIDIA H100")
         assert victim in told
+
+
+def test_a_run_that_is_not_there(server: RedisServer, browser: Browser, new_node: NodeFactory, run_id: str) -> None:
+    with dashboard(f"--endpoint={server.url}") as (url, _):
+        browser.open(f"{url}runs/{run_id}")
+        browser.until("main", f"holds no run '{run_id}'")
+        assert browser.text("h2").strip() == ""
+        new_node(1, 1, node_name="a").next_rendezvous()
+        until(lambda: browser.rows() == {"a": "running"}, "it is shown as soon as it is there", 60)
+        browser.open(f"{url}runs/bad*id")
+        browser.until(".banner", "The dashboard's server refuses this page")
+        browser.complaints()  # of the 404

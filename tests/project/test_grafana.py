@@ -34,7 +34,7 @@ def parsed(expression: str) -> Any:
 def selectors(node: Any) -> Iterator[tuple[str, set[str]]]:
     """Each metric that an expression reads, and the labels that it is chosen by."""
     if isinstance(node, promql.VectorSelector):
-        yield node.name, {matcher.name for matcher in node.matchers.matchers}
+        yield node.name or "", {matcher.name for matcher in node.matchers.matchers}
     for part in ("expr", "lhs", "rhs", "vector_selector", "vs"):
         if (inner := getattr(node, part, None)) is not None:
             yield from selectors(inner)

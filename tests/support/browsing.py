@@ -26,7 +26,7 @@ _URL: Final = re.compile(r"(http://\S+?/)[\s?]")
 def dashboard(*arguments: str) -> Iterator[tuple[str, Started]]:
     """The command as a process of its own; yields where it serves, with a slash at the end, and the process."""
     with started("dashboard", "--port=0", *arguments) as process:
-        process.until("Ctrl-C")
+        until(lambda: "Ctrl-C" in process.out or process.process.poll() is not None, "it serves", 120)
         found = _URL.search(process.out)
         assert found, process.out
         yield found[1], process

@@ -21,7 +21,7 @@ export class Live {
       take(merged(this.document, told), told);
     });
     source.addEventListener("open", () => connection(true));
-    source.addEventListener("error", () => connection(false));
+    source.addEventListener("error", () => connection(false, source.readyState === EventSource.CLOSED));
   }
 
   get now() {

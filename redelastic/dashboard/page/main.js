@@ -9,6 +9,7 @@ const $ = (id) => document.getElementById(id);
 let live = null;
 let view = null;
 let connected = true;
+let away = "";
 let seenAt = null;
 
 function show() {
@@ -21,6 +22,7 @@ function show() {
   $("crumb").hidden = run === null;
   $("main").replaceChildren();
   connected = true;
+  away = "";
   seenAt = null;
   let made;
   live = new Live(run, (document_) => {
@@ -33,8 +35,9 @@ function show() {
     }
     made?.update(document_, live);
     state();
-  }, (up) => {
+  }, (up, refused = false) => {
     connected = up;
+    away = refused ? "The dashboard's server refuses this page; reload it, or go back to all runs." : "";
     state();
   });
   state();
@@ -45,7 +48,8 @@ function state() {
   const trouble = live?.document?.trouble;
   const since = seenAt === null ? "" : ` What you see is from ${clock(seenAt)}.`;
   let words = "";
-  if (!connected) words = `The dashboard's server does not answer.${since} It is tried again.`;
+  if (away) words = away;
+  else if (!connected) words = `The dashboard's server does not answer.${since} It is tried again.`;
   else if (trouble) words = `Redis is away: ${trouble}${since} It is tried again.`;
   say($("banner"), words);
   $("banner").hidden = words === "";

@@ -77,7 +77,7 @@ export function nodesTable(run) {
   function draw() {
     const all = order.length <= WHOLE;
     scroller.classList.toggle("tall", !all);
-    const seen = Math.ceil((scroller.clientHeight || 600) / ROW);
+    const seen = Math.ceil(Math.max(600, scroller.clientHeight) / ROW); // it is as high as what was drawn
     const first = all ? 0 : Math.max(0, Math.min(order.length - seen, Math.floor(scroller.scrollTop / ROW)) - SPARE_ROWS);
     const shown = all ? order : order.slice(first, first + seen + 2 * SPARE_ROWS);
     const ids = new Set(shown.map(([id]) => id));

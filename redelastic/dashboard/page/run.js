@@ -15,12 +15,11 @@ export function runView(id) {
   const nodes = nodesTable(id);
   const events = eventList(id);
   const gone = h("p", { class: "card none", hidden: true });
-  const element = h("div", { class: "page" },
-    h("div", { class: "head" }, h("h1", { class: "run-name" }, id), state, why),
-    gone, figures, problems,
+  const known = h("div", {}, figures, problems,
     h("section", { class: "card", "aria-label": "Timeline" }, lanes.element),
     h("section", { class: "card", "aria-label": "Nodes" }, nodes.element),
     h("section", { class: "card", "aria-label": "Events" }, events.element));
+  const element = h("div", { class: "page" }, h("div", { class: "head" }, h("h1", { class: "run-name" }, id), state, why), gone, known);
   const figure = {};
   for (const [name, title] of [["round", "Round"], ["nodes", "Nodes"], ["step", "Step"], ["speed", "Steps per second"], ["ettr", "Effective training time"], ["fault", "Last fault"]]) {
     const value = h("dd");
@@ -35,6 +34,7 @@ export function runView(id) {
     told = run;
     gone.hidden = !run.gone;
     say(gone, run.gone);
+    known.hidden = run.phase === undefined;
     if (run.phase === undefined) return;
     if (phase !== run.phase) {
       phase = run.phase;
