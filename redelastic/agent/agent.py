@@ -18,6 +18,7 @@ from torch.distributed.elastic.multiprocessing import LogsSpecs
 from redelastic.rendezvous.handler import RedisRendezvousHandler
 from redelastic.rendezvous.membership import DrainedError, RunStoppedError
 from redelastic.run.control import RunControl
+from redelastic.run.logs import failure_text, places_text
 from redelastic.store import RedisStore
 from redelastic.torch_internals import close_within, shut_down, shutdown_option
 
@@ -37,6 +38,7 @@ from .torchrun.regrouping import RegroupingAgent
 from .workers.drains import Drains
 from .workers.group import Workers
 from .workers.hangs import Hangs
+from .workers.logs import log_files, tail
 from .workers.processes import ProcessTree
 from .workers.signals import TORCH_SIGNALS, drain_on_signals, torch_signals
 from .workers.warm import WarmStart, refuse
@@ -128,6 +130,7 @@ class RedisElasticAgent(RegroupingAgent):
         self._monitor = NodeMonitor(self._membership, self._worker_group, self._assignment.visible, self._admission)
         self._budget = Budget(self._membership, self._monitor, self._options)
         self._hangs = Hangs(self._note)
+        self._logs: dict[int, str] = {}  # of the workers, by local rank
         self._unfit = True  # whether this node has to prove its fitness before it joins
         self._verdict = ""  # why the job may not restart its workers
         self._asked_to_drain = False
@@ -233,7 +236,11 @@ class RedisElasticAgent(RegroupingAgent):
         self._monitor.starts += 1
         self._monitor.restarts = spec.max_restarts - self._remaining_restarts
         close_within(self._pcontext, self._shutdown_timeout)  # it ends the other workers by itself when one has failed
-        self._note("started", f"rank {worker_group.group_rank} of {size}")
+        context: Any = self._pcontext
+        self._logs = log_files(context.stdouts, context.stderrs)
+        ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
+        told = places_text({ranks[local_rank]: path for local_rank, path in self._logs.items()})
+        self._note("started", f"rank {worker_group.group_rank} of {size}", told)
         return pids
 
     def _set_local_rank_env(self, worker_env: dict[str, Any], local_rank: int, spec: WorkerSpec) -> None:
@@ -329,6 +336,7 @@ class RedisElasticAgent(RegroupingAgent):
     def _may_restart(self, result: RunResult) -> bool:
         self._leave_if_drained()  # a signal to all processes may have ended them
         self._unfit = True
+        self._tell_log(result)
         self._verdict = self._budget.charge(result, final=False)
         return super()._may_restart(result) and not self._verdict
 
@@ -348,10 +356,23 @@ class RedisElasticAgent(RegroupingAgent):
         return lost
 
     def _give_up(self, result: RunResult) -> None:
-        if self._verdict and (
-            verdict := self._budget.charge(result, final=True)
-        ):  # else another node was lost meanwhile
+        # without a verdict now, another node was lost meanwhile
+        if self._verdict and (verdict := self._budget.charge(result, final=True)):
             raise RunStoppedError(f"Run {self._membership.run_id!r} was stopped: {verdict}.")
+
+    def _tell_log(self, result: RunResult) -> None:
+        """Have Redis keep the last lines of the worker that failed first here."""
+        if not result.failures:
+            return
+        failed_at = self._first_failure() or time.monotonic()
+        rank, failure = min(result.failures.items(), key=lambda item: item[1].timestamp)
+        node, path = self._membership.node, self._logs.get(failure.local_rank, "")
+        last = tail(path) if path else ""
+
+        def errand() -> None:
+            self._control.note("log", node, failure_text(rank, time.monotonic() - failed_at, path), last)
+
+        self._courier.send(errand)
 
     def cause(self, result: RunResult) -> str:
         """What happened to the worker that failed first, in words."""

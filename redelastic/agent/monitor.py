@@ -16,8 +16,9 @@ from redelastic.rendezvous.membership import Membership
 
 from .admission import Admission
 from .background import repeat
-from .host.gpus import Gpu
+from .host.gpus import Gpu, why_hidden
 from .host.telemetry import Telemetry, bounded, trees
+from .training_time import TrainingTime
 from .workers.drains import Drains
 from .workers.group import Workers
 from .workers.processes import ProcessTree
@@ -53,6 +54,8 @@ class NodeMonitor:
         self._usage: dict[str, Any] = {}  # by processes: the newest sample
         self._gpu_usage: dict[str, Any] = {}
         self._nvml_answered_at = math.inf
+        self._gpus_hidden = why_hidden()
+        self._time = TrainingTime()
         self.workers: Workers | None = None
         self.drains: Drains | None = None
         self.starts = self.restarts = self.job_restarts = 0
@@ -72,6 +75,7 @@ class NodeMonitor:
 
         def sample_processes() -> None:
             now = pids()
+            self._time.look(trains=self._trains())
             self._usage = self._processes.sample(trees(tree.look(now.values()), now))
             self._forget_silent_gpus()
 
@@ -89,6 +93,11 @@ class NodeMonitor:
         sample = self._gpus.sample({})
         self._gpu_usage = {name: sample[name] for name in ("gpus",) if name in sample}
         self._nvml_answered_at = time.monotonic()
+
+    def _trains(self) -> bool:
+        """Whether workers run in a round, and none hangs."""
+        runs = self._membership.heartbeat.status()["state"] == "running"
+        return runs and self._group.state == WorkerState.HEALTHY and not (self.workers and self.workers.hung)
 
     def _forget_silent_gpus(self) -> None:
         silent = time.monotonic() - self._nvml_answered_at
@@ -112,7 +121,7 @@ class NodeMonitor:
         """What this node's heartbeat says, and which run and node it is."""
         membership = self._membership
         who = {"run_id": membership.run_id, "node": membership.node, "redis_away": membership.view.away}
-        return {**who, **self._extended(membership.heartbeat.status())}
+        return {**who, **self._time.told(), **self._extended(membership.heartbeat.status())}
 
     def stalled(self) -> str:
         """Why the agent's loop is taken for dead; empty while it lives."""
@@ -139,6 +148,7 @@ class NodeMonitor:
         each = usage.pop("workers", {})
         status = {**base, **self._own_state(), "agent": "redelastic"}
         status["restarted"] = max(0, self.starts - 1)
+        status |= {"gpus_hidden": self._gpus_hidden} if self._gpus_hidden else {}
         status |= {"restarts": self.restarts, "job_restarts": self.job_restarts, **usage, **self._gpu_usage}
         told = [workers.describe(worker) for worker in self._group.workers] if workers and workers.pids else []
         return {**status, "workers": [{**one, **each.get(str(one["local_rank"]), {})} for one in told]}

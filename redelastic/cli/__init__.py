@@ -6,13 +6,31 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from redelastic import __version__
 
-from . import close, common, demo, doctor, drain, events, output, readmit, run, runs, server, status, timeline
+from . import (
+    close,
+    common,
+    completion,
+    dashboard,
+    demo,
+    doctor,
+    drain,
+    events,
+    logs,
+    output,
+    readmit,
+    run,
+    runs,
+    server,
+    status,
+    timeline,
+)
 
 # Each has NAME, SUMMARY, DESCRIPTION, add_arguments(parser) and run(arguments) -> exit code.
-COMMANDS = (status, events, timeline, runs, drain, close, readmit, doctor, server, demo)
+COMMANDS = (status, events, logs, timeline, dashboard, runs, drain, close, readmit, doctor, server, demo, completion)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,6 +45,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
     if argv[:1] == [run.NAME]:  # its parser is torchrun's
         return _ended(run.NAME, lambda: run.main(argv[1:]))
+    parser, commands = make_parser()
+    if not argv:
+        parser.print_help(sys.stderr)
+        return common.USAGE
+    named = next((word for word in argv if not word.startswith("-")), "")
+    if named and named not in commands.choices:
+        names = ", ".join(commands.choices)
+        parser.error(
+            f"there is no command {named!r}{common.meant_by(named, commands.choices) or f': there are {names}'}"
+        )
+    arguments = parser.parse_args(argv)
+    return _ended(arguments.command.NAME, lambda: arguments.command.run(arguments))
+
+
+def make_parser() -> tuple[argparse.ArgumentParser, Any]:
+    """The parser of all commands but ``run``, of which it knows the name, and argparse's action that holds theirs."""
     parser = common.Parser("redelastic", description="A Redis-backed elastic runtime for PyTorch.")
     parser.add_argument("--version", action="version", version=f"redelastic {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
@@ -40,17 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         command.add_arguments(subparser)
         subparser.set_defaults(command=command)
-    if not argv:
-        parser.print_help(sys.stderr)
-        return common.USAGE
-    named = next((word for word in argv if not word.startswith("-")), "")
-    if named and named not in commands.choices:
-        names = ", ".join(commands.choices)
-        parser.error(
-            f"there is no command {named!r}{common.meant_by(named, commands.choices) or f': there are {names}'}"
-        )
-    arguments = parser.parse_args(argv)
-    return _ended(arguments.command.NAME, lambda: arguments.command.run(arguments))
+    return parser, commands
 
 
 def _ended(name: str, call: Callable[[], int]) -> int:

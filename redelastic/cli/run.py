@@ -51,8 +51,6 @@ def main(argv: Sequence[str]) -> int:
     Returns:
         The exit code; see :data:`EPILOG`.
     """
-    import torch.distributed.run as torchrun
-
     from redelastic.logs import set_up_logging
     from redelastic.torch_internals import require_torch, shutdown_timeout
 
@@ -61,19 +59,9 @@ def main(argv: Sequence[str]) -> int:
     except ImportError as e:
         sys.stderr.write(f"redelastic {NAME}: {e}\n")
         return common.USAGE
-    parser = common.Parser(
-        f"redelastic {NAME}",
-        description=(__doc__ or "").replace("``", ""),
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        parents=[torchrun.get_args_parser()],
-        add_help=False,  # it has that from torchrun's
-    )
-    parser.set_defaults(rdzv_backend=os.environ.get("PET_RDZV_BACKEND") or "redis")
-    for option, text in HELP.items():
-        parser._option_string_actions[option].help = text  # noqa: SLF001  # argparse has no other way to an argument
-    _add_arguments(parser)
-    arguments = parser.parse_args(argv)
+    import torch.distributed.run as torchrun
+
+    arguments = make_parser().parse_args(argv)
     set_up_logging(logging.getLogger())
     with ExitStack() as opened:
         try:
@@ -91,6 +79,25 @@ def main(argv: Sequence[str]) -> int:
         from redelastic.agent.torchrun.launch import launch
 
         return launch(config, options, entrypoint, args, shutdown_timeout=shutdown)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Torchrun's parser, with what we add, and our words where torchrun's do not hold."""
+    import torch.distributed.run as torchrun
+
+    parser = common.Parser(
+        f"redelastic {NAME}",
+        description=(__doc__ or "").replace("``", ""),
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        parents=[torchrun.get_args_parser()],
+        add_help=False,  # it has that from torchrun's
+    )
+    parser.set_defaults(rdzv_backend=os.environ.get("PET_RDZV_BACKEND") or "redis")
+    for option, text in HELP.items():
+        parser._option_string_actions[option].help = text  # noqa: SLF001  # argparse has no other way to an argument
+    _add_arguments(parser)
+    return parser
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from redelastic.redis.keys import RunKeys
 
 from .common import OK, add_server_arguments, open_connection
 from .output import add_json_argument, clean, duration, open_console, write_json, write_line
+
+if TYPE_CHECKING:
+    from redelastic.run.records import Run
 
 NAME = "list"
 SUMMARY = "the runs that a Redis holds"
@@ -54,20 +57,28 @@ def _summary(connection: Any, prefix: str, run_id: str) -> dict[str, Any] | None
 
     from redelastic.run.control import RunControl, UnknownRunError
 
-    from .status.report import phase_of
-
     try:
         state = RunControl(connection, RunKeys(run_id, prefix)).state()
     except (UnknownRunError, ValueError):  # it has just gone; no run of ours has such a name
         return None
-    except RendezvousStateError:  # `status` says what it is
-        return {"run": run_id, "phase": "corrupt"} | dict.fromkeys(
-            ("epoch", "size", "members", "candidates", "spares", "age")
-        )
-    groups = {name: len(getattr(state, name)) for name in ("members", "candidates", "spares")}
-    return {"run": run_id, "phase": phase_of(state), "epoch": state.epoch, "size": state.size, **groups} | {
-        "age": state.age
-    }
+    except RendezvousStateError:
+        return corrupt(run_id)
+    return summary(state)
+
+
+def corrupt(run_id: str) -> dict[str, Any]:
+    """What is said of a run whose keys hold what no run's do; `status` says what that is."""
+    return {"run": run_id, "phase": "corrupt"} | dict.fromkeys(
+        ("epoch", "size", "members", "candidates", "spares", "age")
+    )
+
+
+def summary(run: Run) -> dict[str, Any]:
+    """What is said of a run."""
+    from .status.report import phase_of
+
+    groups = {name: len(getattr(run, name)) for name in ("members", "candidates", "spares")}
+    return {"run": run.run_id, "phase": phase_of(run), "epoch": run.epoch, "size": run.size, **groups, "age": run.age}
 
 
 def _show(runs: list[dict[str, Any]]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
@@ -133,6 +133,48 @@ class History:
         """For how long all nodes together were in each state."""
         spans = [span for node in self.nodes for span in node.spans]
         return {state: sum(s.end - s.start for s in spans if s.state == state) for state in STATES}
+
+    @property
+    def ettr(self) -> float | None:
+        """Effective training time ratio: the share of the nodes' time in which they trained, 0 to 1; None if unknown.
+
+        The time of a node counts from its join until it is gone, except as a spare beside a round that stands.
+        Training ends when a fault begins: when a lost node was last heard of, or a hung worker last made progress.
+        """
+        spare = sum(
+            max(0.0, min(span.end, end) - max(span.start, start))
+            for start, end in self._standing()
+            for node in self.nodes
+            for span in node.spans
+            if span.state == "waiting"
+        )
+        seconds = self.seconds
+        counted = sum(seconds.values()) - seconds["unknown"] - spare
+        return seconds["training"] / counted if counted > 0 else None
+
+    def _standing(self) -> Iterator[tuple[float, float]]:
+        """From when until when there was a round that stood."""
+        for this, later in zip_longest(self.rounds, self.rounds[1:]):
+            end = later.completed_at if later and later.completed_at is not None else self.end
+            yield this.completed_at or self.start, end if this.fault_at is None else this.fault_at
+
+    def extended(self, end: float) -> History:
+        """This history if nothing more happens until ``end``: what :func:`replay` gives, without the work.
+
+        It has to end after its last event: what began at its very end is not in it.
+        """
+        if end <= self.end:
+            return self
+
+        def live_on(node: NodeHistory) -> NodeHistory:
+            if node.gone_at is not None or not node.spans or node.spans[-1].end < self.end:
+                return node
+            return replace(node, spans=[*node.spans[:-1], replace(node.spans[-1], end=end)])
+
+        rounds = [*self.rounds]
+        if rounds and (fault_at := rounds[-1].fault_at) is not None and not self.closed:
+            rounds[-1] = replace(rounds[-1], down=end - fault_at)
+        return replace(self, end=end, nodes=[live_on(node) for node in self.nodes], rounds=rounds)
 
     def since(self, start: float) -> History:
         """The part of this history from ``start`` on, a time as in it."""

@@ -88,6 +88,7 @@ class Run:
         failures: in how many rounds in a row workers of a host failed first, by the host's name.
         barred: names of hosts that are kept out for it.
         nodes: members by rank, then candidates in their order.
+        time: on the server's clock, in seconds since 1970.
     """
 
     run_id: str
@@ -106,6 +107,7 @@ class Run:
     failures: Mapping[str, int]
     barred: Sequence[str]
     nodes: Sequence[Node] = field(default=())
+    time: float = 0.0
 
     @cached_property
     def members(self) -> list[Node]:
@@ -255,6 +257,7 @@ def decode_run(keys: RunKeys, reply: Sequence[Any], statuses: Mapping[str, bytes
         failures=failed,
         barred=sorted(name for name, count in failed.items() if limit and count >= limit),
         nodes=tuple(node_of(node) for node in ids_in(reply)),
+        time=now / 1000,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import os
 import re
@@ -21,7 +22,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from redelastic.agent import RedisElasticAgent
 from redelastic.agent.host import devices, telemetry
 from redelastic.agent.host.devices import DriverError, list_devices, take_inventory
-from redelastic.agent.host.gpus import Assignment, assign
+from redelastic.agent.host.gpus import Assignment, assign, why_hidden
 
 A, B, C, D = (f"GPU-{letter * 8}-0000-0000-0000-000000000000" for letter in "abcd")
 M1, M2, M3 = (f"MIG-{digit * 8}-0000-0000-0000-000000000000" for digit in "123")
@@ -413,3 +414,12 @@ def test_the_process_tells_what_nvml_shows_here(driver: Driver, install: Install
     assert told.devices
     assert told.devices[1].instances
     assert told.devices[2].fault
+
+
+def test_why_the_gpus_of_a_host_are_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "0000:01:00.0").mkdir()
+    assert why_hidden(tmp_path) == ""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    assert why_hidden(tmp_path) == "redelastic[gpu] is not installed"
+    assert why_hidden(tmp_path / "no-driver") == ""
+    assert why_hidden(tmp_path / "0000:01:00.0") == "", "a driver without a GPU"

@@ -183,6 +183,17 @@ class TestProblems:
         assert "- host-1 is to drain, by spot" in out
         assert "draining" in out
 
+    def test_gpus_that_cannot_be_shown_are_told_of(self, cli: Cli, new_node: NodeFactory, run_id: str) -> None:
+        tell(new_node(1, 1), gpus_hidden="redelastic[gpu] is not installed").next_rendezvous()
+        assert "GPUs of 1 node are not shown: redelastic[gpu] is not installed there" in cli(run_id).out
+        [node] = cli(run_id, "--json").json["nodes"]
+        assert node["gpus_hidden"] == "redelastic[gpu] is not installed"
+
+    def test_effective_training_time(self, cli: Cli, new_node: NodeFactory, run_id: str) -> None:
+        new_node(1, 1).next_rendezvous()
+        until(lambda: 0.5 < (cli(run_id, "--json").json["ettr"] or 0) <= 1, "it trains for longer than it waited")
+        assert re.search(r"effective training time [0-9.]+%", cli(run_id).out)
+
     def test_events_of_a_regroup_hide_no_loss(
         self, cli: Cli, new_node: NodeFactory, pool: ThreadPoolExecutor, run_id: str
     ) -> None:

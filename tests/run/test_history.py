@@ -323,3 +323,62 @@ class TestReplay:
                 for t in sorted(at)
             ]  # fmt: skip
             check_spans(replay(events))
+
+
+class TestEffectiveTrainingTime:
+    def test_it_is_the_share_of_the_nodes_time_in_which_they_trained(self) -> None:
+        story = Story()
+        a, b = story.node("a"), story.node("b")
+        story.join(0, [a, b])
+        story.complete(10, [a, b])
+        story.tell(70, "lost", b, "lost its lease after 10.0 s")  # it trained until 60
+        story.join(71, [a], "regroups")
+        story.complete(80, [a])
+        history = replay(story.events(), START + 100)
+        assert history.ettr == pytest.approx((50 + 20 + 50) / (100 + 70))
+
+    def test_a_spare_counts_only_while_no_round_stands(self) -> None:
+        story = Story()
+        a, b = story.node("a"), story.node("b")
+        story.join(0, [a])
+        story.complete(10, [a], "max_nodes joined")
+        story.join(20, [b])  # a spare until the fault at 60, then it is waited for
+        story.tell(70, "lost", a, "lost its lease after 10.0 s")
+        story.complete(80, [b])
+        history = replay(story.events(), START + 100)
+        assert history.ettr == pytest.approx((50 + 20) / (70 + 40))
+
+    def test_workers_that_start_do_not_train(self) -> None:
+        story = Story()
+        a = story.node("a")
+        story.join(0, [a])
+        story.complete(10, [a])
+        story.tell(30, "started", a, "rank 0 of 1")
+        assert replay(story.events(), START + 50).ettr == pytest.approx(20 / 50)
+
+    def test_nothing_is_said_of_no_time(self) -> None:
+        assert replay(three_nodes()[:1]).ettr is None
+
+    @pytest.mark.parametrize("scene", SCENES)
+    def test_it_is_a_share(self, scene: str) -> None:
+        ettr = replay(SCENES[scene]()).ettr
+        assert ettr is None or 0 <= ettr <= 1
+
+
+class TestExtended:
+    """A history that goes on without a new event is what a replay until then gives."""
+
+    @pytest.mark.parametrize("scene", SCENES)
+    def test_scenes(self, scene: str) -> None:
+        events = SCENES[scene]()
+        self.check(events)
+
+    @pytest.mark.parametrize("seed", range(20))
+    def test_random_runs(self, seed: int) -> None:
+        events = told(Walk(seed, (1, 4)).seen)
+        for length in range(1, len(events), 5):
+            self.check(events[:length])
+
+    def check(self, events: list[Event]) -> None:
+        end = events[-1].time
+        assert replay(events, end + 0.001).extended(end + 50) == replay(events, end + 50)

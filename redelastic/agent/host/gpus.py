@@ -25,10 +25,12 @@ what NVML calls it is left unknown.
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import re
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 from .devices import Device, Inventory, take_inventory
@@ -157,6 +159,13 @@ def assign(
         visible=visible,
         isolate=local_world_size > len(pool) or any(gpu.mig for gpu in pool),
     )
+
+
+def why_hidden(driver: Path = Path("/proc/driver/nvidia/gpus")) -> str:
+    """Why a node says nothing of its GPUs although the host has some; empty where that is not so."""
+    if importlib.util.find_spec("pynvml") is not None or not driver.is_dir() or not any(driver.iterdir()):
+        return ""
+    return "redelastic[gpu] is not installed"
 
 
 # -- what NVML shows

@@ -7,9 +7,10 @@ import time
 from typing import TYPE_CHECKING, Any, Final
 
 from redelastic.cli.common import NO, OK, add_run_argument, add_server_arguments, open_run
-from redelastic.cli.output import add_json_argument, follow, last_event_id, open_console, write_json
+from redelastic.cli.output import add_json_argument, follow, open_console, write_json
 
 if TYPE_CHECKING:
+    from redelastic.run.chronicle import Chronicle
     from redelastic.run.control import RunControl
 
     from .view import Screen
@@ -22,7 +23,8 @@ and the last events. heard: how long ago the last heartbeat came; step: the
 lowest of the node's workers; lag: how far that is behind the run's highest;
 idle: since its workers made progress, the longest; cpu: percent of one core;
 gpu: their number, lowest and highest utilisation, fullest memory, highest
-temperature; G: GiB.
+temperature; G: GiB. Effective training time is the share of the nodes' time in
+which they trained since the run began (ETTR), spares not counted.
 
 Verdicts: running; forming and regrouping (a round is being completed); closed;
 stopped (workers were ended too); empty (nobody is there); dead (all nodes have
@@ -34,7 +36,6 @@ and dead; 3 when Redis cannot be reached; 4 when there is no such run. With
 
 BAD_PHASES: Final = frozenset({"stopped", "empty", "dead"})
 EVENTS: Final = 5  # underneath; not those of nodes that regroup: each round has as many as members
-LOOK_BACK: Final = (50, 2500)  # for so many events, and if those are too few for so many
 ROWS: Final = 25  # nodes, where a terminal's height does not say how many
 PAUSE: Final = 0.25  # between two looks at least, in seconds: a thousand nodes that join are no reason for as many
 
@@ -52,10 +53,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser,
         "run, time, verdict, phase, epoch, size, min_nodes, max_nodes, age,\n"
         "broken, closed, stopped, deadline, lease, waits_for, restarts,\n"
-        "restarts_without_progress, step, idle, failures, barred, problems (of the run),\n"
-        "nodes, events. A node: id, name, host, pid, rank, standing (member, candidate,\n"
+        "restarts_without_progress, step, idle, ettr, failures, barred, problems (of the\n"
+        "run), nodes, events. A node: id, name, host, pid, rank, standing (member, candidate,\n"
         "spare), state, draining, heard, lease, agent, restarts, cpu, memory,\n"
-        "memory_available, memory_total, step, lag, idle, workers, gpus, problems.\n"
+        "memory_available, memory_total, step, lag, idle, workers, gpus, gpus_hidden (why\n"
+        "its GPUs are not shown), problems.\n"
         "With --watch: a document on each line, with trouble (why it is out of date).",
     )
 
@@ -63,10 +65,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; see :data:`DESCRIPTION`."""
     control = open_run(arguments)
-    report = _read(control)
+    from redelastic.run.chronicle import Chronicle
+
+    chronicle = Chronicle(control)
+    report = _read(control, chronicle)
     if arguments.watch:
         try:
-            _watch(control, arguments, report)
+            _watch(control, chronicle, arguments, report)
         except KeyboardInterrupt:
             return OK
     if arguments.json:
@@ -76,16 +81,14 @@ def run(arguments: argparse.Namespace) -> int:
     return NO if report["phase"] in BAD_PHASES else OK
 
 
-def _read(control: RunControl) -> dict[str, Any]:
+def _read(control: RunControl, chronicle: Chronicle) -> dict[str, Any]:
+    from redelastic.run.chronicle import telling
+
     from .report import describe
 
     state = control.state()
-    for count in LOOK_BACK:
-        events = control.events(count=count)
-        telling = [event for event in events if (event.event, event.reason) != ("joined", "regroups")]
-        if len(telling) >= EVENTS or len(events) < count:
-            break
-    return describe(state, telling[-EVENTS:], time.time())
+    chronicle.read()
+    return describe(state, telling(chronicle.events)[-EVENTS:], time.time(), chronicle.history(state))
 
 
 def _screen(arguments: argparse.Namespace) -> Screen:
@@ -94,7 +97,7 @@ def _screen(arguments: argparse.Namespace) -> Screen:
     return Screen(open_console(), rows=None if arguments.all else ROWS, workers=arguments.workers)
 
 
-def _watch(control: RunControl, arguments: argparse.Namespace, report: dict[str, Any]) -> None:
+def _watch(control: RunControl, chronicle: Chronicle, arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     """Show the run until a signal ends this."""
     from torch.distributed.elastic.rendezvous.api import RendezvousError
 
@@ -108,14 +111,13 @@ def _watch(control: RunControl, arguments: argparse.Namespace, report: dict[str,
         else:
             screen.update(report, trouble)
 
-    after = last_event_id(control)
     with screen.live(shown=not arguments.json):
         show("")
-        for seen in follow(control, after):
+        for seen in follow(control, chronicle.last_id):
             trouble = str(seen) if isinstance(seen, Exception) else ""
             if not trouble:
                 try:
-                    report = _read(control)
+                    report = _read(control, chronicle)
                 except (RendezvousError, UnknownRunError) as e:
                     trouble = str(e)
             show(trouble)

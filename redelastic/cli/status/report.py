@@ -11,6 +11,7 @@ from redelastic.agent.host.telemetry import APPLICATION_XIDS
 from redelastic.cli.output import count, duration, number, whole
 
 if TYPE_CHECKING:
+    from redelastic.run.history import History
     from redelastic.run.records import Event, Node, Run
 
 MISSED: Final = 2 / 3  # of its lease: a node that was silent for longer has missed a heartbeat, with the defaults
@@ -24,13 +25,14 @@ def phase_of(run: Run) -> str:
     return run.phase
 
 
-def describe(run: Run, events: Sequence[Event], now: float) -> dict[str, Any]:
+def describe(run: Run, events: Sequence[Event], now: float, history: History | None = None) -> dict[str, Any]:
     """The document.
 
     Args:
         run: as it is now.
         events: the last ones.
         now: in seconds since 1970.
+        history: of the run; None if it has no events.
     """
     nodes = [_node(node, run) for node in run.nodes]
     workers = [worker for node in nodes for worker in node["workers"]]
@@ -47,6 +49,7 @@ def describe(run: Run, events: Sequence[Event], now: float) -> dict[str, Any]:
         "restarts_without_progress": run.idle,
         "step": step,
         "idle": min((worker["idle"] for worker in workers if worker["idle"] is not None), default=None),
+        "ettr": history.ettr if history else None,
         "failures": dict(run.failures),
         "barred": list(run.barred),
         "problems": [],
@@ -119,6 +122,7 @@ def _node(node: Node, run: Run) -> dict[str, Any]:
         "idle": max(idle, default=None),
         "workers": workers,
         "gpus": gpus,
+        "gpus_hidden": hidden[:100] if isinstance(hidden := status.get("gpus_hidden"), str) else None,
         "problems": _node_problems(node, run, workers, gpus),
     }
 

@@ -110,6 +110,7 @@ class Screen:
         if document["waits_for"] and document["phase"] not in {"dead", "empty"}:
             parts.append(styled(("not complete: " + document["waits_for"], "yellow")))
         parts += wrong
+        parts += [Text(line, "dim") for line in _hidden_gpus(document["nodes"])]
         if document["nodes"]:
             parts += [Text(), *self._nodes(document, rows)]
         if document["events"]:
@@ -145,7 +146,15 @@ def _facts(document: Document) -> Text:
     if document["restarts"]:
         facts.append(count(document["restarts"], "restart"))
     facts.append(f"lease {document['lease']:g} s")
+    if document["ettr"] is not None:
+        facts.append(f"effective training time {100 * document['ettr']:.1f}%")
     return Text(clean(" · ".join(facts)), "dim")
+
+
+def _hidden_gpus(nodes: Sequence[Document]) -> Iterator[str]:
+    """Why GPUs that there are cannot be seen here."""
+    for why, n in Counter(node["gpus_hidden"] for node in nodes if node["gpus_hidden"]).items():
+        yield f"GPUs of {count(n, 'node')} are not shown: {clean(why)} there"
 
 
 def _problem_lines(document: Document, limit: int) -> list[Text]:

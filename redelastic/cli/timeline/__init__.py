@@ -6,17 +6,15 @@ import argparse
 import re
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from redelastic.cli import common, output
-from redelastic.run.history import History, replay
 
 if TYPE_CHECKING:
-    from redelastic.run.records import Event, Run
+    from redelastic.run.history import History
 
 NAME: Final = "timeline"
 SUMMARY: Final = "draw a run: nodes over time, rounds, deaths, where the time went"
@@ -48,7 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser,
         "run, start, end, complete (whether the run's beginning is known: Redis\n"
         "keeps some 10,000 events), closed, outages, seconds (of all nodes, by state),\n"
-        "nodes (id, name, gone_at, why, spans: state, start, end, epoch, rank), events,\n"
+        "ettr (effective training time ratio: the share of them in which nodes trained,\n"
+        "spares not counted), nodes (id, name, gone_at, why, spans: state, start, end,\n"
+        "epoch, rank), events,\n"
         "rounds (epoch, size, completed_at, because, members: rank by node, started_at,\n"
         "broken_at, broken_by, fault_at: when that began, down: from the fault to the\n"
         "next round, restart: until its workers ran).",
@@ -68,12 +68,15 @@ def run(arguments: argparse.Namespace) -> int:
     if out is not None:
         _check(out)
     control = common.open_run(arguments)
+    from redelastic.run.chronicle import Chronicle
+
     state = control.state()
-    events = control.events()
-    if not events:
+    chronicle = Chronicle(control)
+    chronicle.read()
+    history = chronicle.history(state)
+    if history is None:
         sys.stderr.write(f"redelastic timeline: run {arguments.run!r} has no events.\n")
         return common.NO
-    history = replay(events, _last_heard(state, events))
     if since is not None:
         if since > history.end:
             raise ValueError(
@@ -129,16 +132,7 @@ def _moment(when: str) -> float:
         raise ValueError(f"--since {when!r} is neither such as 15m or 8h, nor such as 2026-11-20T18:00.") from None
 
 
-def _last_heard(state: Run, events: Sequence[Event]) -> float | None:
-    """When a node was last heard of, on the server's clock; None if none is there."""
-    if not state.nodes:
-        return None
-    completed = [event.time for event in events if event.event == "completed" and event.epoch == state.epoch]
-    now = completed[-1] + state.age if completed and state.age is not None else time.time()
-    return now - max(0.0, min(node.silence for node in state.nodes))
-
-
 def _document(run_id: str, history: History) -> dict[str, Any]:
     told = asdict(history)
     nodes = [{"name": node.name} | fields for node, fields in zip(history.nodes, told["nodes"], strict=True)]
-    return {"run": run_id} | told | {"nodes": nodes, "seconds": history.seconds}
+    return {"run": run_id} | told | {"nodes": nodes, "seconds": history.seconds, "ettr": history.ettr}

@@ -99,8 +99,7 @@ def draw_summary(axes: Axes, history: History) -> float:
         hours = spent / 3600
         digits = 0 if hours >= 100 else 1 if hours >= 1 else 3
         side.line(name, f"{100 * spent / whole:.1f} %", f"{hours:,.{digits}f} node-h")
-    if not shares:
-        side.line("no node was there for any time", indent=0)
+    _say_effective(side, history.ettr)
     side.y += 0.16
     side.heading("Rounds")
     for text, value in _about_rounds(history):
@@ -125,6 +124,13 @@ def draw_summary(axes: Axes, history: History) -> float:
         side.box(0.02, 0.17, 0.14, **OUTAGE)
         side.line("Redis was away", duration(sum(b - a for a, b in history.outages)))
     return side.y
+
+
+def _say_effective(side: _Side, ettr: float | None) -> None:
+    if ettr is None:
+        side.line("no node was there for any time", indent=0)
+    else:
+        side.line("effective training time", "", f"{100 * ettr:.1f} %", indent=0)
 
 
 def _about_rounds(history: History) -> Iterator[tuple[str, str]]:

@@ -1,0 +1,32 @@
+"""For how long a node has trained: what ``/metrics`` tells of its effective training time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+
+class TrainingTime:
+    """Adds up a node's time since its agent began; for one thread that looks every now and then.
+
+    Args:
+        clock: monotonic, in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._looked_at = clock()
+        self._training = self._whole = 0.0
+
+    def look(self, *, trains: bool) -> None:
+        """Count the time since the last look as what the node does now."""
+        now = self._clock()
+        passed, self._looked_at = now - self._looked_at, now
+        self._whole += passed
+        self._training += passed if trains else 0.0
+
+    def told(self) -> dict[str, Any]:
+        """For the health endpoint; in seconds, and their ratio where there is one."""
+        told = {"training_time": self._training, "node_time": self._whole}
+        return told | ({"ettr": self._training / self._whole} if self._whole else {})

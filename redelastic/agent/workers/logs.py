@@ -1,0 +1,84 @@
+"""Where workers' output goes, and the end of it for people elsewhere, without the secrets that it may hold."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+TAIL: Final = 4096  # of a log, in bytes
+HIDDEN: Final = "[hidden]"
+SHORTEST_SECRET: Final = 6  # characters of a variable's value; what is shorter would hide half the text
+
+_NAMES: Final = re.compile(
+    r"(?:^|_)(?:\w*key|token|secret|passw(?:or)?d|pass|credentials?|auth)(?:_|$)", re.IGNORECASE
+)  # not GIT_AUTHOR_NAME
+_KEY_BLOCKS: Final = (
+    re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL),
+    re.compile(r"\A.*-----END [A-Z ]*PRIVATE KEY-----", re.DOTALL),  # whose beginning is not in the tail
+)
+_IN_URL: Final = re.compile(r"(\w://[^/\s:@]*:)[^@\s]+(?=@)")
+_NAMED: Final = re.compile(
+    r"((?:passw(?:or)?d|secret|token|credentials?|(?:api|access|secret|private|account)[_-]?key)[\"']?\s*[=:]\s*)"
+    r"(?:\"[^\"]*\"|'[^']*'|\S+)",
+    re.IGNORECASE,
+)
+_KNOWN: Final = re.compile(
+    r"(?<=Bearer )\S+|(?<=Basic )\S+|\b(?:AKIA[0-9A-Z]{12,}|hf_\w{16,}|gh[a-z]_\w{16,}|sk-[\w-]{16,}|xox\w-[\w-]{10,}|"
+    r"eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]*)"
+)
+
+
+def log_files(stdouts: Mapping[int, str], stderrs: Mapping[int, str]) -> dict[int, str]:
+    """The file that a worker's errors go to, by local rank; no entry for what goes to a terminal or a pipe.
+
+    Args:
+        stdouts: as torch's ``PContext`` has them: a path, or empty for the agent's own stream.
+        stderrs: likewise.
+    """
+    own = _file_of(2)
+    found = {rank: path or own for rank, path in stderrs.items()}
+    for rank, path in stdouts.items():
+        if found.get(rank, os.devnull) == os.devnull:
+            found[rank] = path
+    return {rank: path for rank, path in sorted(found.items()) if path and path != os.devnull}
+
+
+def _file_of(descriptor: int) -> str:
+    """The file behind a descriptor of this process, such as the one that Slurm writes; empty if it is none."""
+    try:
+        return str(Path(f"/proc/self/fd/{descriptor}").readlink()) if stat.S_ISREG(os.fstat(descriptor).st_mode) else ""
+    except OSError:
+        return ""
+
+
+def tail(path: str, limit: int = TAIL) -> str:
+    """The last lines of a file, without secrets; empty if it cannot be read."""
+    try:
+        with Path(path).open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - limit))
+            text = file.read(limit).decode(errors="replace")
+    except OSError:
+        return ""
+    if size > limit:
+        text = text.partition("\n")[2]
+    return redacted(text, os.environ).strip("\n")
+
+
+def redacted(text: str, environ: Mapping[str, str]) -> str:
+    """``text`` without passwords in URLs, values named as secrets, keys of known forms, and secrets of ``environ``.
+
+    It hides what it knows, and may hide too much; no rule finds every secret that a program can print.
+    """
+    for value in sorted((v for name, v in environ.items() if _NAMES.search(name)), key=len, reverse=True):
+        if len(value) >= SHORTEST_SECRET and not value.startswith("/"):  # a path is not a secret
+            text = text.replace(value, HIDDEN)
+    for block in _KEY_BLOCKS:
+        text = block.sub(HIDDEN, text)
+    for pattern in (_IN_URL, _NAMED):
+        text = pattern.sub(rf"\1{HIDDEN}", text)
+    return _KNOWN.sub(HIDDEN, text)

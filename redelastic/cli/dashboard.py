@@ -1,0 +1,127 @@
+"""``redelastic dashboard``: a web page for all runs on one Redis."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ipaddress
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+from .common import OK, add_server_arguments, endpoint
+
+NAME: Final = "dashboard"
+SUMMARY: Final = "a web page for all runs on one Redis, live"
+DESCRIPTION: Final = """\
+Serve a read-only web page, live, for one Redis and all runs on it: how they
+stand, their nodes and GPUs, their timelines and events. It needs
+redelastic[dashboard] here, and nothing on the nodes.
+
+It listens on loopback, and then lets in whoever is on this machine. On another
+address it asks for the token in --token-file: open the page once as
+http://HOST:PORT/?token=TOKEN, or send "Authorization: Bearer TOKEN". It speaks
+plain HTTP; on a network that you do not trust, put TLS in front of it, or use
+ssh -L 8265:localhost:8265 HOST.
+
+The page's data is there as JSON too: /api/runs is what `redelastic list --json`
+prints, /api/runs/RUN what `redelastic status RUN --json` prints.
+
+Exit code: 0 when Ctrl-C or SIGTERM ends it; 2 for wrong arguments, or when it
+cannot listen there; 3 when Redis cannot be reached at the start. Later outages
+are shown on the page."""
+
+PORT: Final = 8265
+CALL_TIMEOUT: Final = 2.0  # for a call to Redis, in seconds; after that the page says that Redis is away
+CONNECT_TIMEOUT: Final = 5.0
+SHORTEST_TOKEN: Final = 16  # characters
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    parser.add_argument("--port", type=_port, default=PORT, help="port to listen on; 0: any (default: %(default)s)")
+    parser.add_argument(
+        "--token-file", metavar="FILE", type=Path, help="whose first line a browser has to know; needed beyond loopback"
+    )
+    add_server_arguments(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command; see :data:`DESCRIPTION`.
+
+    Raises:
+        ValueError: an argument is wrong, it cannot listen there, or the extra is missing.
+    """
+    try:
+        import starlette  # noqa: F401  # is it there?
+        import uvicorn
+    except ImportError:
+        raise ValueError("the dashboard needs more packages: pip install 'redelastic[dashboard]'.") from None
+    token = None if arguments.token_file is None else _token(arguments.token_file)
+    family, address, loopback = _resolve(arguments.host, arguments.port)
+    if token is None and not loopback:
+        raise ValueError(
+            f"--host {arguments.host} is not loopback: give --token-file FILE, whose token a browser then has to know."
+        )
+    from redelastic.dashboard.app import make_app
+    from redelastic.redis.connection import Connection
+
+    connection = Connection.open(endpoint(arguments), CALL_TIMEOUT, CALL_TIMEOUT, CONNECT_TIMEOUT)
+    with socket.socket(family) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(address)
+            listener.listen()
+        except OSError as e:
+            raise ValueError(
+                f"cannot listen on port {arguments.port} of {arguments.host}: {e.strerror}; give another --port."
+            ) from e
+        config = uvicorn.Config(
+            make_app(connection, arguments.key_prefix, token),
+            log_level="critical",
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=1,  # its streams end with it
+        )
+        host = f"[{arguments.host}]" if family == socket.AF_INET6 else arguments.host
+        sys.stdout.write(
+            f"redelastic dashboard for {connection.name}: http://{host}:{listener.getsockname()[1]}/"
+            + ("?token=… (from --token-file)" if token else "")
+            + "  (Ctrl-C ends it)\n"
+        )
+        sys.stdout.flush()
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises the signal again when it has ended
+            uvicorn.Server(config).run(sockets=[listener])
+    return OK
+
+
+def _port(text: str) -> int:
+    if not text.isascii() or not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"must be a port, from 0 to 65535, not {text!r}")
+    return int(text)
+
+
+def _token(file: Path) -> str:
+    try:
+        token = file.read_text().partition("\n")[0].strip()
+    except (OSError, UnicodeDecodeError) as e:
+        raise ValueError(f"--token-file {file} cannot be read: {e}.") from e
+    if len(token) < SHORTEST_TOKEN:
+        raise ValueError(
+            f"--token-file {file} begins with a token of {len(token)} characters; it needs {SHORTEST_TOKEN} or more: "
+            f"openssl rand -hex 32 > {file}"
+        )
+    return token
+
+
+def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, tuple[Any, ...], bool]:
+    """The address to bind, and whether it is a loopback."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    except OSError as e:
+        raise ValueError(f"--host {host} is no address of this machine: {e.strerror}.") from e
+    return socket.AddressFamily(family), address, ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback

@@ -1,0 +1,114 @@
+"""``redelastic logs``: where workers write, and the end of what the one wrote that failed first."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Final
+
+from .common import NO, OK, UNKNOWN, add_run_argument, add_server_arguments, open_run
+from .output import add_json_argument, clean, duration, moment, open_console, short, write_json, write_line
+
+if TYPE_CHECKING:
+    from redelastic.run.logs import Failure, Place
+
+NAME: Final = "logs"
+SUMMARY: Final = "where each rank's log is, and the end of the one that failed first"
+DESCRIPTION: Final = """\
+Where each rank of the last round writes its log, and on which node. With
+--failed: the last lines of the worker that failed first in the last round in
+which one did; rounds that lost a node are passed over, since workers fail there
+for want of a peer. Agents of `redelastic run` tell this; a worker whose output goes
+to a terminal or a pipe has no log (--log-dir with --redirects=3 or --tee=3 gives
+it one). Known secrets are hidden in those lines.
+
+Exit code: 0; 1 when there is nothing to show; 3 when Redis cannot be reached; 4
+when there is no such run or rank."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
+    add_run_argument(parser)
+    parser.add_argument("--rank", metavar="R", type=_rank, help="of this rank only, with its last lines if it failed")
+    parser.add_argument("--failed", action="store_true", help="the last lines of the worker that failed first")
+    add_server_arguments(parser)
+    add_json_argument(
+        parser,
+        "run, logs: a list of rank, node, epoch, path; failed: who failed first, or\nnull: rank, node, epoch, "
+        "path, time, tail (the last lines).",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command; see :data:`DESCRIPTION`."""
+    control = open_run(arguments)
+    from redelastic.run.logs import failures, first_failure, places
+
+    events = control.events()
+    if not events:
+        control.state()  # says so if there is no such run
+    rank = arguments.rank
+    found = [place for place in places(events) if rank in (None, place.rank)]
+    if rank is None:
+        failed = first_failure(events)
+    else:
+        failed = next((one for one in reversed(failures(events)) if one.rank == rank), None)
+    if arguments.json:
+        write_json(document(arguments.run, found, failed))
+        return OK if found or failed else NO
+    if rank is not None and not found and failed is None:
+        return _nothing(f"no agent has told of a log of rank {rank} in run {arguments.run!r}.", UNKNOWN)
+    if arguments.failed:
+        if failed is None:
+            return _nothing(f"no agent has told of a worker that failed in run {arguments.run!r}.", NO)
+        _show_failure(failed)
+        return OK
+    if not found and failed is None:
+        return _nothing(f"no agent has told of a log in run {arguments.run!r} (see redelastic logs --help).", NO)
+    _show(found)
+    if failed is not None and rank is not None:
+        _show_failure(failed)
+    elif failed is not None:
+        write_line(f"rank {failed.rank} failed first in round {failed.epoch}; its last lines: --failed")
+    return OK
+
+
+def _show(found: list[Place]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    if not found:
+        return
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for name in ("rank", "node", "log"):
+        table.add_column(name, justify="right" if name == "rank" else "left", overflow="fold")
+    for place in found:
+        table.add_row(Text(str(place.rank)), Text(clean(short(place.node))), Text(clean(place.path)))
+    open_console().print(table)
+
+
+def _show_failure(failed: Failure) -> None:
+    import time
+
+    ago = duration(time.time() - failed.time)
+    who = f"rank {failed.rank} on {short(failed.node)} failed in round {failed.epoch}, {ago} ago"
+    write_line(f"{who} ({moment(failed.time, full=True)}): {failed.path or 'it has no log file'}")
+    for line in failed.tail.splitlines():
+        write_line("    " + line.expandtabs())
+
+
+def _nothing(message: str, code: int) -> int:
+    sys.stderr.write(f"redelastic {NAME}: {clean(message)}\n")
+    return code
+
+
+def _rank(text: str) -> int:
+    if not text.isascii() or not text.isdecimal() or len(text) > 9:
+        raise argparse.ArgumentTypeError(f"must be a rank, 0 or more, not {text!r}")
+    return int(text)
+
+
+def document(run_id: str, found: list[Place], failed: Failure | None) -> dict[str, Any]:
+    """What ``--json`` prints."""
+    return {"run": run_id, "logs": [asdict(one) for one in found], "failed": failed and asdict(failed)}

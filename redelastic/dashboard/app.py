@@ -1,0 +1,224 @@
+"""The dashboard's web application: its pages, its JSON, its streams, and who may see them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import json
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final
+
+from starlette.applications import Starlette
+from starlette.datastructures import URL, Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.gzip import GZipMiddleware
+from starlette.requests import Request
+from starlette.responses import (
+    FileResponse,
+    JSONResponse,
+    PlainTextResponse,
+    RedirectResponse,
+    Response,
+    StreamingResponse,
+)
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from torch.distributed.elastic.rendezvous.api import RendezvousError
+
+from redelastic.cli import logs
+from redelastic.redis.connection import Connection
+from redelastic.run.control import UnknownRunError
+from redelastic.run.logs import first_failure, places
+
+from .reader import Reader, event_of, node_of
+
+PAGE: Final = Path(__file__).parent / "page"
+COOKIE: Final = "redelastic-dashboard"
+LOCAL: Final = ("localhost", "127.0.0.1", "[::1]")
+# Scripts and styles are ours or they do not run; nothing is loaded from outside, and no page may frame this one.
+HEADERS: Final[Mapping[str, str]] = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types 'none'",
+    "X-Frame-Options": "DENY",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+
+
+def make_app(connection: Connection, prefix: str, token: str | None) -> Starlette:
+    """The application.
+
+    Args:
+        connection: to Redis.
+        prefix: of the runs' keys.
+        token: what a browser has to know; None where only this machine's own are let in.
+    """
+    reader = Reader(connection, prefix)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        reading = asyncio.create_task(reader.run())
+        yield
+        reading.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await reading
+
+    app = Starlette(
+        routes=[
+            Route("/", _page),
+            Route("/runs/{run:path}", _page),
+            Route("/live", _live),
+            Route("/api/runs", _runs),
+            Route("/api/runs/{run:path}", _run),
+            Mount("/page", StaticFiles(directory=PAGE)),
+        ],
+        middleware=[
+            Middleware(_Guard, token=token),
+            Middleware(GZipMiddleware, minimum_size=1000),  # not of streams
+        ],
+        exception_handlers={
+            HTTPException: _refused,
+            UnknownRunError: _failed(404),
+            ValueError: _failed(404),
+            RendezvousError: _failed(503),
+        },
+        lifespan=lifespan,
+    )
+    app.state.reader = reader
+    return app
+
+
+# -- what there is
+
+
+async def _page(_: Request) -> Response:
+    return FileResponse(PAGE / "index.html")
+
+
+async def _live(request: Request) -> Response:
+    told = _reader(request).follow(request.query_params.get("run"))
+    return StreamingResponse(told, media_type="text/event-stream")
+
+
+async def _runs(request: Request) -> Response:
+    return _json({"runs": await _reader(request).summaries()})
+
+
+async def _run(request: Request) -> Response:
+    """A run; with ``?node=ID`` that node of it, with ``?event=ID`` that event, with ``?logs`` where its logs are."""
+    watch = await _reader(request).watch(request.path_params["run"])
+    asked = request.query_params
+    if "node" in asked:
+        found = node_of(watch, asked["node"])
+    elif "event" in asked:
+        event = event_of(watch, asked["event"])
+        found = asdict(event) if event else None
+    elif "logs" in asked:
+        events = watch.chronicle.events
+        found = logs.document(watch.keys.run_id, places(events), first_failure(events))
+    else:
+        found = watch.report
+    if found is None:
+        raise HTTPException(404, "The run has no such node or event.")
+    return _json(found)
+
+
+def _reader(request: Request) -> Reader:
+    reader: Reader = request.app.state.reader
+    return reader
+
+
+def _json(document: Any) -> Response:
+    return Response(json.dumps(document, allow_nan=False), media_type="application/json")
+
+
+async def _refused(_: Request, error: Exception) -> Response:
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    return JSONResponse({"error": getattr(error, "detail", str(error))}, status)
+
+
+def _failed(status: int) -> Any:
+    async def answer(_: Request, error: Exception) -> Response:
+        return JSONResponse({"error": str(error)}, status)
+
+    return answer
+
+
+# -- who may see it
+
+
+class _Guard:
+    """Lets in who has the token, or without one who asks this machine by a name of its own; adds the headers.
+
+    The token comes as ``Authorization: Bearer``, or once as ``?token=``, which a cookie then stands for.
+    """
+
+    def __init__(self, app: ASGIApp, token: str | None) -> None:
+        self._app = app
+        self._token = token
+        self._pass = "" if token is None else hmac.new(token.encode(), COOKIE.encode(), hashlib.sha256).hexdigest()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in HEADERS.items():
+                    headers[name] = value
+            await send(message)
+
+        answer = self._app if (refusal := self._refusal(Request(scope))) is None else refusal
+        await answer(scope, receive, send_guarded)
+
+    def _refusal(self, request: Request) -> Response | None:
+        """What to answer instead; None to let the request in."""
+        if self._token is None:
+            # A page from elsewhere whose name somebody has made point here would send that name.
+            if _host(request.headers) in LOCAL:
+                return None
+            return PlainTextResponse(
+                "Without --token-file the dashboard answers to localhost only, not to this name.\n", 403
+            )
+        given = request.query_params.get("token")
+        if given is not None and _same(given, self._token):
+            answer = RedirectResponse(_without_token(request.url), 303)
+            answer.set_cookie(
+                COOKIE, self._pass, httponly=True, samesite="strict", secure=request.url.scheme == "https"
+            )
+            return answer
+        scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
+        known = _same(request.cookies.get(COOKIE, ""), self._pass)
+        if known or (scheme.lower() == "bearer" and _same(bearer, self._token)):
+            return None
+        return PlainTextResponse(
+            "This dashboard needs its token: open it once as /?token=… with what is in its --token-file.\n",
+            401,
+            {"WWW-Authenticate": "Bearer"},
+        )
+
+
+def _same(given: str, expected: str) -> bool:
+    return hmac.compare_digest(given.encode(errors="surrogatepass"), expected.encode())
+
+
+def _host(headers: Headers) -> str:
+    named = headers.get("host", "").lower()
+    return named if named.endswith("]") else named.rpartition(":")[0] or named
+
+
+def _without_token(url: URL) -> str:
+    rest = url.remove_query_params("token")
+    return rest.path + (f"?{rest.query}" if rest.query else "")

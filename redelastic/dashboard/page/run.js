@@ -1,0 +1,145 @@
+// One run: how it stands, its timeline, its nodes and its events.
+
+import { badge, count, duration, h, looks, moment, number, percent, rough, say, shape, speed } from "./dom.js";
+import { nodesTable } from "./nodes.js";
+import { timeline } from "./timeline.js";
+
+const PROBLEMS = 6;
+
+export function runView(id) {
+  const state = h("div", { class: "verdict" });
+  const why = h("p", { class: "verdict-why" });
+  const figures = h("dl", { class: "figures" });
+  const problems = h("ul", { class: "problems" });
+  const lanes = timeline();
+  const nodes = nodesTable(id);
+  const events = eventList(id);
+  const gone = h("p", { class: "card none", hidden: true });
+  const known = h("div", {}, figures, problems,
+    h("section", { class: "card", "aria-label": "Timeline" }, lanes.element),
+    h("section", { class: "card", "aria-label": "Nodes" }, nodes.element),
+    h("section", { class: "card", "aria-label": "Events" }, events.element));
+  const element = h("div", { class: "page" }, h("div", { class: "head" }, h("h1", { class: "run-name" }, id), state, why), gone, known);
+  const figure = {};
+  for (const [name, title] of [["round", "Round"], ["nodes", "Nodes"], ["step", "Step"], ["speed", "Steps per second"], ["ettr", "Effective training time"], ["fault", "Last fault"]]) {
+    const value = h("dd");
+    const note = h("dd", { class: "note" });
+    figure[name] = { value, note };
+    figures.append(h("div", {}, h("dt", {}, title), value, note));
+  }
+  let phase = null;
+  let told = null;
+
+  function update(run, live) {
+    told = run;
+    gone.hidden = !run.gone;
+    say(gone, run.gone);
+    known.hidden = run.phase === undefined;
+    if (run.phase === undefined) return;
+    if (phase !== run.phase) {
+      phase = run.phase;
+      state.replaceChildren(badge(phase));
+      state.className = `verdict ${looks(phase)[0]}`;
+    }
+    const reasons = phase === "running" ? [] : [run.why, ["dead", "empty"].includes(phase) ? "" : run.waits_for];
+    say(why, reasons.filter(Boolean).join(" – "));
+    why.hidden = why.textContent === "";
+    say(figure.nodes.value, run.max === undefined || run.members === run.max ? number(run.members) : `${number(run.members)} of ${number(run.max)}`);
+    say(figure.nodes.note, [run.waiting && `${number(run.waiting)} waiting`, run.spares && count(run.spares, "spare"),
+      run.min !== undefined && run.min !== run.max && `at least ${number(run.min)}`].filter(Boolean).join(", "));
+    say(figure.step.value, run.step === undefined ? "–" : number(run.step));
+    const idle = Math.min(...Object.values(run.nodes).map((node) => node.idle ?? Infinity));
+    say(figure.step.note, idle === Infinity ? "" : `progress ${duration(idle)} ago`);
+    say(figure.speed.value, speed(phase === "running" ? run.speed : undefined));
+    say(figure.speed.note, run.restarts ? count(run.restarts, "restart") : "");
+    say(figure.ettr.value, run.ettr === undefined ? "–" : percent(run.ettr));
+    say(figure.fault.value, run.fault ? run.fault.event : "none");
+    const wrong = troubles(run);
+    problems.hidden = wrong.length === 0;
+    problems.replaceChildren(...wrong);
+    lanes.update(run.timeline ?? {}, live);
+    nodes.update(run, live);
+    events.update(run.events ?? {});
+    tick(live);
+  }
+
+  function tick(live) {
+    if (!told || told.phase === undefined) return;
+    const now = live.now;
+    say(figure.round.value, told.round === undefined ? "–" : number(told.round));
+    say(figure.round.note, told.round_at === undefined ? "" : phase === "running" ? `up ${rough(now - told.round_at)}` : `formed ${rough(now - told.round_at)} ago`);
+    say(figure.ettr.note, told.since === undefined ? "" : `of ${rough(now - told.since)}${told.partial ? " that are known" : ""}`);
+    say(figure.fault.note, told.fault ? `${told.fault.node}, ${rough(now - told.fault.time)} ago` : "");
+    lanes.tick(live);
+    nodes.tick(live);
+  }
+
+  return { element, update, tick, close: () => { lanes.close(); nodes.close(); } };
+}
+
+function troubles(run) {
+  const found = run.problems.map((text) => [null, text, "bad"]);
+  for (const node of Object.values(run.nodes)) for (const text of node.problems ?? []) found.push([node, text, "bad"]);
+  for (const node of Object.values(run.nodes)) if (node.draining) found.push([node, `is to drain, ${node.draining}`, "warn"]);
+  const lines = found.slice(0, PROBLEMS).map(([node, text, tone]) => h("li", {},
+    h("span", { class: `badge ${tone}` }, shape(tone === "bad" ? "triangle" : "diamond")),
+    h("span", {}, node ? h("b", {}, node.name) : "", node && node.rank !== undefined ? ` (rank ${node.rank})` : "", node ? " " : "", text)));
+  if (found.length > PROBLEMS) lines.push(h("li", { class: "dim" }, `and ${found.length - PROBLEMS} more: sort the nodes by state`));
+  return lines;
+}
+
+function eventList(run) {
+  const list = h("ol", { class: "events" });
+  const none = h("p", { class: "none" }, "Nothing has happened yet.");
+  const element = h("div", {}, h("div", { class: "card-head" }, h("h2", {}, "Events")), list, none);
+  let rows = new Map();
+  let last = null;
+
+  function update(events) {
+    if (events === last) return;
+    last = events;
+    const fresh = new Map();
+    const ids = Object.keys(events);
+    for (const id of ids) {
+      const old = rows.get(id);
+      fresh.set(id, old && old.told === events[id] ? old : { told: events[id], element: line(run, id, events[id]) });
+    }
+    for (const [id, row] of rows) if (fresh.get(id) !== row) row.element.remove();
+    let before = null; // the newest is above
+    for (const id of ids) {
+      const row = fresh.get(id).element;
+      if (row.nextSibling !== before || row.parentNode !== list) list.insertBefore(row, before);
+      before = row;
+    }
+    rows = fresh;
+    none.hidden = ids.length > 0;
+  }
+
+  return { element, update };
+}
+
+function line(run, id, event) {
+  const who = event.size ? `round ${event.round}, ${count(event.size, "node")}` : event.count ? `${number(event.count)} nodes` : event.node;
+  const text = event.count && ["started"].includes(event.event) ? "" : event.reason;
+  const row = h("li", {},
+    h("time", { datetime: new Date(1000 * event.time).toISOString() }, moment(event.time)),
+    badge(event.event),
+    h("span", { class: "event-text" }, who ? h("b", {}, who) : "", who && text ? " " : "", text ?? ""));
+  if (event.detail) {
+    const text_ = h("pre", { tabindex: 0 }, "…");
+    const more = h("details", {}, h("summary", {}, event.event === "hung" ? "stacks" : event.event === "log" ? "log" : "more"), text_);
+    more.addEventListener("toggle", async () => {
+      if (!more.open || text_.dataset.read) return;
+      try {
+        const answer = await fetch(`/api/runs/${encodeURIComponent(run)}?event=${encodeURIComponent(id)}`);
+        const found = await answer.json();
+        say(text_, answer.ok ? found.detail : found.error);
+        if (answer.ok) text_.dataset.read = "yes";
+      } catch (error) {
+        say(text_, `It could not be read: ${error.message}`);
+      }
+    });
+    row.append(more);
+  }
+  return row;
+}

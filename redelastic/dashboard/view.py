@@ -1,0 +1,220 @@
+"""What the page shows of a run, as JSON without nulls: what is not known is not there.
+
+Times are seconds on the server's clock, as moments rather than as ages, so that a page that nobody tells anything new
+counts on by itself and a patch holds what happened, not what time it is.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+from redelastic.cli.output import clean, short
+from redelastic.run.chronicle import last_fault, telling
+from redelastic.run.history import STATES, History, NodeHistory
+from redelastic.run.records import Event, Node, Run
+
+Document = dict[str, Any]
+
+EVENTS: Final = 250  # lines of them
+MARKS: Final = 500  # faults and the like, on the timeline
+ROUNDS: Final = 500
+MARKED: Final = frozenset({"lost", "hung", "failed", "drain", "refused", "barred", "stopped", "closed"})
+FOLDED: Final = frozenset({"joined", "started", "left", "saved"})  # events that each node has: one line for many
+WINDOW: Final = 60.0  # over which steps a second are taken, in seconds
+GIB: Final = 2**30
+
+
+class Speed:
+    """Steps a second, over the last minute; from what the run's nodes say of their steps."""
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[float, int]] = deque()
+        self._epoch = 0
+
+    def take_in(self, run: Run, step: int | None) -> float | None:
+        """What it is now; None where that is not known yet."""
+        seen = self._seen
+        if step is None or run.epoch != self._epoch or (seen and step < seen[-1][1]):
+            seen.clear()  # workers that resume redo steps
+            self._epoch = run.epoch
+        if step is not None and (not seen or step > seen[-1][1]):
+            seen.append((run.time, step))
+        while len(seen) > 2 and seen[1][0] < run.time - WINDOW:
+            seen.popleft()
+        if len(seen) < 2:
+            return None
+        return (seen[-1][1] - seen[0][1]) / max(0.001, run.time - seen[0][0])
+
+
+def overview(run: Run, report: Mapping[str, Any], history: History | None, speed: float | None) -> Document:
+    """A run as a row of the list of runs."""
+    fault = last_fault(history.events) if history else None
+    return _known(
+        run=run.run_id,
+        phase=report["phase"],
+        why=_why(run, report),
+        round=run.epoch or None,
+        round_at=_moment(run.time - run.age) if run.age is not None else None,
+        members=len(run.members),
+        waiting=len(run.candidates) or None,
+        spares=len(run.spares) or None,
+        min=run.min_nodes,
+        max=run.max_nodes,
+        step=report["step"],
+        speed=_figures(speed),
+        ettr=_figures(report["ettr"]),
+        since=_moment(history.start) if history else None,
+        partial=True if history and not history.complete else None,
+        fault=_event(fault) if fault else None,
+        restarts=run.restarts or None,
+    )
+
+
+def details(
+    run: Run, report: Mapping[str, Any], history: History | None, speed: float | None, origin: float
+) -> Document:
+    """A run on its own page.
+
+    Args:
+        run: as it is now.
+        report: what ``redelastic status --json`` says of it.
+        history: of it, until now.
+        speed: in steps a second.
+        origin: what the timeline's times count from.
+    """
+    return overview(run, report, history, speed) | {
+        "lease": run.lease,
+        "problems": [clean(short(problem)) for problem in report["problems"]],
+        "waits_for": clean(short(report["waits_for"])),
+        "nodes": {
+            node.id: _node(node, told, run, place)
+            for place, (node, told) in enumerate(zip(run.nodes, report["nodes"], strict=True))
+        },
+        "timeline": _timeline(history, origin, live=report["phase"] not in {"dead", "closed", "stopped", "empty"})
+        if history
+        else {},
+        "events": fold(telling(history.events)) if history else {},
+    }
+
+
+def _why(run: Run, report: Mapping[str, Any]) -> str:
+    """The verdict, without its first word and without figures that have places of their own."""
+    if report["phase"] == "running":
+        of_nodes = (f"{node['name']} {problem}" for node in report["nodes"] for problem in node["problems"])
+        wrong = [*report["problems"], *of_nodes]
+        return clean(short(wrong[0])) + (f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else "") if wrong else ""
+    _, _, rest = report["verdict"].partition(": ")
+    return clean(short(rest or (report["waits_for"] if run.nodes else "")))
+
+
+def _node(node: Node, told: Mapping[str, Any], run: Run, place: int) -> Document:
+    total = told["memory_total"]
+    return _known(
+        place=place,
+        name=clean(node.name),
+        host=clean(told["host"]) if told["host"] not in {"", node.name} else None,
+        rank=node.rank,
+        state=clean(told["state"]),
+        until=_moment(run.time + node.lease),
+        draining=clean(short(node.draining)) or None,
+        step=told["step"],
+        idle=round(told["idle"], 1) if told["idle"] is not None else None,
+        cpu=round(told["cpu"]) if told["cpu"] is not None else None,
+        memory=round(told["memory"] / GIB, 1) if told["memory"] is not None else None,
+        memory_total=round(total / GIB, 1) if total is not None else None,
+        restarts=told["restarts"] or None,
+        problems=[clean(short(text)) for text in told["problems"]] or None,
+        gpus=[_gpu(gpu) for gpu in told["gpus"]] or None,
+        gpus_hidden=clean(told["gpus_hidden"]) if told["gpus_hidden"] else None,
+    )
+
+
+def _gpu(gpu: Mapping[str, Any]) -> list[float]:
+    """Utilisation in percent, memory in use and in all in GiB, degrees, whether something is wrong; -1: not known."""
+
+    def figure(name: str, unit: float = 1, digits: int | None = None) -> float:
+        return -1 if gpu[name] is None else round(gpu[name] / unit, digits)
+
+    wrong = gpu["lost"] or bool(gpu["ecc"]) or bool(gpu["xid"])
+    memory = figure("memory_used", GIB, 1), figure("memory_total", GIB, 1)
+    return [figure("utilization"), *memory, figure("temperature"), int(wrong)]
+
+
+def _timeline(history: History, origin: float, *, live: bool) -> Document:
+    """Lanes of spans, rounds and marks; spans that go on have no end."""
+
+    def at(time: float) -> float:
+        return round(time - origin, 2)
+
+    def spans(node: NodeHistory) -> Document:
+        return {
+            str(i): [
+                STATES.index(span.state),
+                at(span.start),
+                -1 if live and node.gone_at is None and span.end >= history.end else at(span.end),
+                span.epoch,
+                -1 if span.rank is None else span.rank,
+            ]
+            for i, span in enumerate(node.spans)
+        }
+
+    marked = [event for event in history.events if event.event in MARKED][-MARKS:]
+    return _known(
+        origin=_moment(origin),
+        start=at(history.start),
+        end=None if live else at(history.end),
+        lanes={node.id: {"name": clean(node.name), "spans": spans(node)} for node in history.nodes},
+        rounds={
+            str(this.epoch): [at(this.completed_at), this.size]
+            for this in history.rounds[-ROUNDS:]
+            if this.completed_at is not None
+        },
+        outages=[[at(start), at(end)] for start, end in history.outages],
+        marks={event.id: [at(event.time), event.event, event.node, clean(short(event.reason))] for event in marked},
+    )
+
+
+def fold(events: Sequence[Event]) -> Document:
+    """The last events by id; what each of many nodes does one after the other is one of them, with a count."""
+    lines: list[Document] = []
+    ids: list[str] = []
+    for event in events:
+        same = lines[-1] if lines and event.event in FOLDED else None
+        if same and (same["event"], same["round"]) == (event.event, event.epoch):
+            same["count"] = same.get("count", 1) + 1
+        else:
+            lines.append(_event(event))
+            ids.append(event.id)
+    return dict(zip(ids[-EVENTS:], lines[-EVENTS:], strict=True))
+
+
+def _event(event: Event) -> Document:
+    return _known(
+        time=event.time,
+        event=clean(event.event) or "?",
+        round=event.epoch,
+        size=event.size if event.event == "completed" else None,
+        node=clean(short(event.node)),
+        reason=clean(short(event.reason)),
+        detail=True if event.detail and event.event not in FOLDED else None,
+    )
+
+
+def listed(rows: Iterable[Document]) -> Document:
+    """Rows of the list of runs, by the run's id."""
+    return {row["run"]: row for row in rows}
+
+
+def _known(**fields: Any) -> Document:
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _moment(time: float) -> float:
+    return round(time, 3)
+
+
+def _figures(value: float | None) -> float | None:
+    """A number with as many digits as anybody reads."""
+    return None if value is None else float(f"{value:.4g}")

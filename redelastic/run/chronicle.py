@@ -1,0 +1,71 @@
+"""A run's events, each read from Redis once, and the history that follows from them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from .control import RunControl
+from .history import History, replay
+from .records import Event, Run
+
+KEPT: Final = 12_000  # events: Redis keeps some 10,000
+MOMENT: Final = 0.001  # in seconds: what the last event began has to have lasted, to go on in `History.extended`
+
+
+class Chronicle:
+    """Follows one run's events; not safe for several threads at once.
+
+    Args:
+        control: of the run.
+    """
+
+    def __init__(self, control: RunControl) -> None:
+        self._control = control
+        self._history: History | None = None
+        self.events: list[Event] = []
+
+    def read(self) -> list[Event]:
+        """Read what has happened since the last call; returns the new events.
+
+        Raises:
+            RendezvousConnectionError, RendezvousStateError: as for :meth:`RunControl.events`.
+        """
+        new = self._control.events(self.last_id if self.events else "-")
+        if new:
+            self.events = [*self.events, *new][-KEPT:]
+            self._history = None
+        return new
+
+    @property
+    def last_id(self) -> str:
+        """Id of the newest event; "0" if there is none."""
+        return self.events[-1].id if self.events else "0"
+
+    def history(self, run: Run) -> History | None:
+        """The run's history until its nodes were last heard of; None without events.
+
+        Args:
+            run: as it is now.
+        """
+        if not self.events:
+            return None
+        if self._history is None:
+            self._history = replay(self.events, self.events[-1].time + MOMENT)
+        self._history = self._history.extended(last_heard(run))
+        return self._history
+
+
+def last_heard(run: Run) -> float:
+    """When a node of the run was last heard of, on the server's clock in seconds; 0 if none is there."""
+    return run.time - max(0.0, min(node.silence for node in run.nodes)) if run.nodes else 0.0
+
+
+def telling(events: Iterable[Event]) -> list[Event]:
+    """Events without those of nodes that regroup: each round has as many as members."""
+    return [event for event in events if (event.event, event.reason) != ("joined", "regroups")]
+
+
+def last_fault(events: Sequence[Event]) -> Event | None:
+    """The newest event that cost training time: a node lost, or workers that failed or hung."""
+    return next((event for event in reversed(events) if event.event in {"lost", "failed", "hung"}), None)

@@ -1,0 +1,97 @@
+"""Where the logs of a run's workers are, and the end of those that failed: told by agents as events, read back here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from .records import Event
+
+STARTED: Final = "started"
+FAILED: Final = "log"
+
+_PLACE: Final = re.compile(r"rank ([0-9]{1,9}): (.+)", re.ASCII)
+_FAILURE: Final = re.compile(r"rank ([0-9]{1,9}) failed ([0-9]{1,9}\.[0-9]{1,3}) s ago; its log: (.*)", re.ASCII)
+
+
+def places_text(paths: Mapping[int, str]) -> str:
+    """Detail of the event ``started``: the log of each worker, by its rank."""
+    return "\n".join(f"rank {rank}: {path}" for rank, path in sorted(paths.items()))
+
+
+def failure_text(rank: int, ago: float, path: str) -> str:
+    """Reason of the event ``log``; its detail is the log's end."""
+    return f"rank {rank} failed {max(0.0, ago):.3f} s ago; its log: {path}"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a worker writes.
+
+    Attributes:
+        rank: of the worker in the job.
+        node: id of its node.
+        epoch: of its round.
+        path: of its log on that node.
+    """
+
+    rank: int
+    node: str
+    epoch: int
+    path: str
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A worker that failed.
+
+    Attributes:
+        rank, node, epoch, path: as of a :class:`Place`.
+        time: when it failed, on the server's clock, in seconds since 1970.
+        tail: the last lines of its log, without secrets.
+    """
+
+    rank: int
+    node: str
+    epoch: int
+    path: str
+    time: float
+    tail: str
+
+
+def places(events: Iterable[Event]) -> list[Place]:
+    """The logs of the last round whose agents told of them, by rank."""
+    found: dict[int, Place] = {}
+    last = 0
+    for event in events:
+        if event.event == STARTED and event.detail and event.epoch >= last:
+            found = found if event.epoch == last else {}
+            last = event.epoch
+            for line in event.detail.splitlines():
+                if told := _PLACE.fullmatch(line):
+                    found[int(told[1])] = Place(int(told[1]), event.node, event.epoch, told[2])
+    return [found[rank] for rank in sorted(found)]
+
+
+def failures(events: Iterable[Event]) -> list[Failure]:
+    """Workers that failed, the newest round last, and in each round who failed first first."""
+    found = [
+        Failure(int(told[1]), event.node, event.epoch, told[3], event.time - float(told[2]), event.detail)
+        for event in events
+        if event.event == FAILED and (told := _FAILURE.fullmatch(event.reason))
+    ]
+    return sorted(found, key=lambda failure: (failure.epoch, failure.time))
+
+
+def first_failure(events: Iterable[Event]) -> Failure | None:
+    """Who failed first in the last round in which somebody did.
+
+    A round that lost a node is passed over where there is another: there workers fail because their peer is gone.
+    """
+    told = list(events)
+    of_losses = {event.epoch for event in told if event.event == "lost"}
+    found = failures(told)
+    found = [one for one in found if one.epoch not in of_losses] or found
+    return next((one for one in found if one.epoch == found[-1].epoch), None)

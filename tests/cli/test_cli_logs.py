@@ -1,0 +1,136 @@
+"""`redelastic logs`: where real workers write, the end of what the first that failed wrote, and no secret in it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from agent_job import AgentJob
+from commands import command
+
+from redelastic.agent.workers.logs import HIDDEN, TAIL, log_files, redacted, tail
+from redelastic.redis.server import RedisServer
+from redelastic.run.logs import failure_text, first_failure, places, places_text
+from redelastic.run.records import Event
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.fault("a worker fails", "`redelastic logs --failed` shows the end of its log, without secrets")
+def test_the_log_of_the_worker_that_failed_first(server: RedisServer, tmp_path: Path) -> None:
+    with AgentJob(server, tmp_path, "2:2") as job:
+        options = (f"--log-dir={tmp_path / 'logs'}", "--redirects=3")
+        job.tell("patient")  # who loses its peer waits: b is the first, whatever the machine does
+        job.begin("a", "b", options=options, env={"SOME_API_KEY": "told to fail"})  # it stands in the log
+        epoch = job.wait_round("ab")
+        told = command("logs", job.run_id, "--json", "--endpoint", server.url).json
+        by_rank = {log["rank"]: log for log in told["logs"]}
+        assert sorted(by_rank) == [0, 1]
+        assert told["failed"] is None
+        for log in by_rank.values():
+            assert log["epoch"] == epoch
+            assert Path(log["path"]).is_file()
+            assert log["path"].startswith(str(tmp_path / "logs"))
+        nothing = command("logs", job.run_id, "--failed", "--endpoint", server.url)
+        assert (nothing.code, nothing.out) == (1, "")
+
+        victim = job.id_of("b")
+        job.tell("fail-b")
+        job.wait_round("ab", epoch)
+        job.wait("it is told", lambda: [event for event in job.events("log") if event.node == victim])
+        failed = command("logs", job.run_id, "--json", "--endpoint", server.url).json["failed"]
+        assert (failed["node"], failed["epoch"]) == (victim, epoch)
+        assert failed["path"] == by_rank[failed["rank"]]["path"]
+        assert f"the worker of node b was {HIDDEN} at step" in failed["tail"]
+        assert "told to fail" in Path(failed["path"]).read_text()
+        done = command("logs", job.run_id, "--failed", "--endpoint", server.url)
+        assert done.code == 0
+        assert done.out.startswith(f"rank {failed['rank']} on b-")
+        assert f"was {HIDDEN} at step" in done.out
+        of_rank = command("logs", job.run_id, f"--rank={failed['rank']}", "--endpoint", server.url)
+        assert failed["path"] in of_rank.out
+        unknown = command("logs", job.run_id, "--rank=7", "--endpoint", server.url)
+        assert (unknown.code, unknown.out, unknown.err.count("\n")) == (4, "", 1)
+        job.tell("finish")
+        assert job.wait_end("a") == job.wait_end("b") == 0
+
+
+def test_no_such_run_and_no_such_rank(server: RedisServer) -> None:
+    assert command("logs", "not-there", "--endpoint", server.url).code == 4
+    assert command("logs", "x", "--rank=-1", "--endpoint", server.url).code == 2
+
+
+def test_who_failed_first_is_who_failed_first_not_who_said_so_first() -> None:
+    def log(time: float, rank: int, ago: float, epoch: int = 2) -> Event:
+        return Event(f"{time}", time, "log", epoch, 2, f"n{rank}", failure_text(rank, ago, f"/{rank}"), "the end")
+
+    found = first_failure([log(50, 9, 3, 1), log(100, 0, 0.1), log(101, 1, 1.5)])
+    assert found
+    assert (found.rank, found.node, found.path, found.tail) == (1, "n1", "/1", "the end")
+    assert found.time == pytest.approx(99.5)
+    lost = Event("2", 102.0, "lost", 3, 2, "n5", "lost its lease after 6.0 s")
+    assert first_failure([log(100, 0, 0.1), log(101, 4, 0.1, 3), lost]) == first_failure([log(100, 0, 0.1)])
+    assert first_failure([log(101, 4, 0.1, 3), lost]) is not None
+    assert first_failure([Event("1", 1.0, "log", 1, 1, "n", "somebody wrote this", "x")]) is None
+
+
+def test_logs_are_those_of_the_last_round() -> None:
+    def started(epoch: int, node: str, paths: dict[int, str]) -> Event:
+        return Event("1", 1.0, "started", epoch, 2, node, "rank 0 of 2", places_text(paths))
+
+    found = places(
+        [started(1, "a", {0: "/1/0", 1: "/1/1"}), started(2, "b", {1: "/2/1: x"}), started(2, "a", {0: "/2/0"})]
+    )
+    assert [(one.rank, one.node, one.path) for one in found] == [(0, "a", "/2/0"), (1, "b", "/2/1: x")]
+
+
+@pytest.mark.parametrize(
+    ("line", "secret"),
+    [
+        ("connecting to redis://user:hunter2hunter2@redis.example:6379", "hunter2hunter2"),
+        ("postgres://u:p%40ss@db/x", "p%40ss"),
+        ('config = {"api_key": "abc-123-def", "lr": 0.1}', "abc-123-def"),
+        ("password='correct horse battery'", "correct horse battery"),
+        ("AWS_SECRET_ACCESS_KEY=wJalrXUtnFEMI/K7MDENG", "wJalrXUtnFEMI/K7MDENG"),
+        ("Authorization: Bearer abc.def.ghi", "abc.def.ghi"),
+        ("using AKIAIOSFODNN7EXAMPLE for s3", "AKIAIOSFODNN7EXAMPLE"),
+        ("hf_abcdefghijklmnopqrstuvwxyz", "hf_abcdefghijklmnopqrstuvwxyz"),
+        ("-----BEGIN RSA PRIVATE KEY-----\nMIIEow\n-----END RSA PRIVATE KEY-----", "MIIEow"),
+        ("MIIEowcut\n-----END PRIVATE KEY-----", "MIIEowcut"),
+        ("wandb: logged in with 0123456789abcdef", "0123456789abcdef"),
+    ],
+)
+def test_secrets_are_hidden(line: str, secret: str) -> None:
+    environ = {
+        "WANDB_API_KEY": "0123456789abcdef",
+        "GIT_AUTHOR_NAME": "before",
+        "SSH_KEY_FILE": "/etc/key",
+        "AUTH": "on",
+    }
+    text = redacted(f"before\n{line} at step 3\nand after, on /etc/key", environ)
+    assert text.startswith(HIDDEN if secret == "MIIEowcut" else "before")
+    assert secret not in text
+    assert HIDDEN in text
+    assert text.endswith("and after, on /etc/key")
+
+
+def test_what_is_no_secret_stays() -> None:
+    text = "step 3: loss 0.1, 4096 tokens/s, keys: 12, https://user@host/path, author: me\nKeyError: 'weights'"
+    assert redacted(text, {"MY_KEY": "1", "KEYS": ""}) == text
+
+
+def test_a_tail_is_bounded_and_of_whole_lines(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("".join(f"line {i}\n" for i in range(10_000)))
+    told = tail(str(log))
+    assert len(told) <= TAIL
+    assert told.startswith("line ")
+    assert told.endswith("line 9999")
+    log.write_bytes(b"\xff\xfe broken\n")
+    assert tail(str(log)).endswith("broken")
+    assert tail(str(tmp_path / "gone")) == ""
+    assert tail(str(tmp_path)) == ""
+
+
+def test_what_has_a_log() -> None:
+    assert log_files({0: "", 1: "/o"}, {0: "/dev/null", 1: "/e"}) == {1: "/e"}
+    assert log_files({0: "/o"}, {0: "/dev/null"}) == {0: "/o"}

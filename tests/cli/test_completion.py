@@ -1,0 +1,92 @@
+"""`redelastic completion`, in the shells themselves."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from commands import command
+
+from redelastic import cli
+from redelastic.cli.completion import SHELLS
+
+# What completes LINE, one word a line, with the script in $1.
+COMPLETERS = {
+    "bash": 'source "$1"; read -ra COMP_WORDS <<<"$2"; [[ $2 == *" " ]] && COMP_WORDS+=(""); '
+    "COMP_CWORD=$((${#COMP_WORDS[@]} - 1)); COMP_LINE=$2; COMP_POINT=${#2}; "
+    "$(complete -p redelastic | sed 's/.*-F \\([^ ]*\\).*/\\1/') redelastic \"${COMP_WORDS[COMP_CWORD]}\"; "
+    'printf "%s\\n" "${COMPREPLY[@]}"',
+    "fish": 'source $argv[1]; complete -C $argv[2] | string replace -r "\\t.*" ""',
+}
+
+
+@pytest.fixture(scope="module")
+def scripts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("completion")
+    for shell in SHELLS:
+        done = command("completion", shell)
+        assert (done.code, done.err) == (0, "")
+        (folder / shell).write_text(done.out)
+    return {shell: folder / shell for shell in SHELLS}
+
+
+def shell_of(name: str) -> str:
+    found = shutil.which(name)
+    if found is None:
+        pytest.skip(f"needs {name}: apt-get install {name}")
+    return found
+
+
+@pytest.mark.parametrize("shell", COMPLETERS)
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("redelastic sta", {"status"}),
+        ("redelastic ", {found.NAME for found in cli.COMMANDS} | {"run"}),
+        ("redelastic status --wa", {"--watch"}),
+        ("redelastic run --max-job-r", {"--max-job-restarts"}),
+        ("redelastic run --nproc-per", {"--nproc-per-node"}),
+        ("redelastic completion f", {"fish"}),
+    ],
+)
+def test_words_are_completed(scripts: dict[str, Path], shell: str, line: str, expected: set[str]) -> None:
+    done = subprocess.run(
+        [shell_of(shell), "-c", COMPLETERS[shell], *([shell] if shell == "bash" else []), scripts[shell], line],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    found = set(done.stdout.split())
+    assert expected <= found, done
+    if not line.endswith(" "):
+        assert all(word.startswith(line.rpartition(" ")[2]) for word in found), found
+
+
+def test_zsh_takes_its_script(scripts: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "_redelastic").write_text(scripts["zsh"].read_text())
+    load = (
+        "fpath=($PWD $fpath); autoload -U compinit; compinit -D -u; print $_comps[redelastic]; autoload +X _redelastic"
+    )
+    done = subprocess.run(
+        [shell_of("zsh"), "-fc", load], capture_output=True, text=True, timeout=60, check=True, cwd=tmp_path
+    )
+    assert (done.stdout, done.stderr) == ("_redelastic\n", "")
+    text = scripts["zsh"].read_text()
+    for found in (*(found.NAME for found in cli.COMMANDS), "run", "--max-job-restarts", "--nproc-per-node"):
+        assert found in text
+
+
+def test_wrong_arguments() -> None:
+    done = command("completion", "tcsh")
+    assert done.code == 2
+    assert done.err.count("\n") == 1
+
+
+def test_no_command_needs_it() -> None:
+    script = "import sys, redelastic.cli; print('shtab' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "False\n"

@@ -1,0 +1,282 @@
+"""The dashboard's server: whom it lets in, what it serves them, and what that costs Redis."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from browsing import dashboard
+from commands import command, until
+from crowds import Crowd
+from hypothesis import given
+from hypothesis import strategies as st
+from nodes import NodeFactory
+from scenes import START, Story
+
+from redelastic.dashboard.feed import Topic, merge_patch
+from redelastic.dashboard.view import Speed, fold
+from redelastic.redis.server import RedisServer
+from redelastic.run.records import Run
+
+TOKEN = "a-token-of-enough-characters"
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *_: object) -> None:
+        return None
+
+
+OPENER = urllib.request.build_opener(_NoRedirect)
+
+
+def ask(url: str, method: str = "GET", **headers: str) -> tuple[int, Mapping[str, str], str]:
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    try:
+        with OPENER.open(urllib.request.Request(url, headers=named, method=method), timeout=30) as answer:  # noqa: S310
+            return answer.status, answer.headers, answer.read().decode()
+    except urllib.error.HTTPError as e:
+        with e:
+            return e.code, dict(e.headers), e.read().decode()
+
+
+def listen(url: str) -> Any:
+    return urllib.request.urlopen(url, timeout=30)  # noqa: S310
+
+
+class TestWhoIsLetIn:
+    def test_headers_forbid_frames_and_foreign_scripts(self, server: RedisServer) -> None:
+        with dashboard(f"--endpoint={server.url}") as (url, _):
+            for path in ("", "runs/x", "page/main.js", "page/../app.py", "api/runs", "api/runs/no-such-run", "no-such"):
+                _, headers, _ = ask(url + path)
+                policy = headers["content-security-policy"]
+                assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self'")
+                assert "frame-ancestors 'none'" in policy
+                assert headers["x-frame-options"] == "DENY"
+                assert headers["x-content-type-options"] == "nosniff"
+                assert headers["cache-control"] == "no-store"
+
+    def test_nothing_can_be_changed_through_it(self, server: RedisServer) -> None:
+        with dashboard(f"--endpoint={server.url}") as (url, _):
+            for path in ("", "live", "api/runs", "api/runs/x", "page/main.js"):
+                for method in ("POST", "PUT", "DELETE", "PATCH"):
+                    assert ask(url + path, method)[0] == 405
+
+    def test_a_page_from_elsewhere_cannot_read_it_under_a_name_of_its_own(self, server: RedisServer) -> None:
+        with dashboard(f"--endpoint={server.url}") as (url, _):
+            assert ask(f"{url}api/runs", Host="evil.example:8265")[0] == 403
+            assert ask(f"{url}api/runs", Host="localhost:1")[0] == 200
+            assert ask(f"{url}api/runs", Host="[::1]")[0] == 200
+
+    def test_elsewhere_it_asks_for_a_token(self, server: RedisServer, tmp_path: Path) -> None:
+        file = tmp_path / "token"
+        file.write_text(f"{TOKEN}\n")
+        with dashboard(f"--endpoint={server.url}", "--host=0.0.0.0", f"--token-file={file}") as (told, process):
+            url = told.replace("0.0.0.0", "127.0.0.1")  # noqa: S104
+            assert TOKEN not in process.out
+            for path in ("", "live", "api/runs", "page/main.js"):
+                code, headers, body = ask(url + path)
+                assert (code, headers["www-authenticate"]) == (401, "Bearer")
+                assert "--token-file" in body
+                assert ask(f"{url}{path}?token=wrong")[0] == 401
+                assert ask(url + path, Cookie=f"redelastic-dashboard={TOKEN}")[0] == 401
+                assert ask(url + path, Authorization=f"Basic {TOKEN}")[0] == 401
+            assert ask(f"{url}api/runs", Authorization=f"Bearer {TOKEN}")[0] == 200
+            code, headers, _ = ask(f"{url}runs/x?a=1&token={TOKEN}")
+            assert (code, headers["location"]) == (303, "/runs/x?a=1")
+            cookie = headers["set-cookie"]
+            assert "HttpOnly" in cookie
+            assert "SameSite=strict" in cookie
+            assert TOKEN not in cookie
+            assert ask(f"{url}api/runs", Cookie=cookie.partition(";")[0])[0] == 200
+
+    def test_wrong_arguments(self, server: RedisServer, tmp_path: Path) -> None:
+        short = tmp_path / "short"
+        short.write_text("secret\n")
+        with dashboard(f"--endpoint={server.url}") as (url, _):
+            port = url.rstrip("/").rpartition(":")[2]
+            for arguments, said in [
+                (("--host=0.0.0.0",), "--host 0.0.0.0 is not loopback: give --token-file FILE"),
+                (("--host=no.such.host.invalid",), "--host no.such.host.invalid is no address of this machine"),
+                (("--token-file", str(tmp_path / "none")), "cannot be read"),
+                (("--token-file", str(short)), "begins with a token of 6 characters; it needs 16 or more"),
+                (("--port", port), f"cannot listen on port {port} of 127.0.0.1: Address already in use"),
+                (("--port", "70000"), "must be a port, from 0 to 65535"),
+            ]:
+                done = command("dashboard", "--endpoint", server.url, *arguments)
+                assert done.code == 2, arguments
+                assert said in done.err
+                assert done.err.count("\n") == 1
+        assert command("dashboard", "--endpoint", "127.0.0.1:1").code == 3
+
+
+class TestJson:
+    def test_it_is_what_the_commands_print(
+        self, server: RedisServer, client: redis.Redis, new_node: NodeFactory, run_id: str
+    ) -> None:
+        new_node(1, 1, node_name="a").next_rendezvous()
+        other = Crowd(client, f"{run_id}/%2F", 3)
+        with dashboard(f"--endpoint={server.url}") as (url, _):
+            listed = {run["run"]: run for run in json.loads(ask(f"{url}api/runs")[2])["runs"]}
+            printed = {run["run"]: run for run in command("list", "--json", "--endpoint", server.url).json["runs"]}
+            for one in (run_id, other.keys.run_id):
+                assert listed[one] | {"age": 0} == printed[one] | {"age": 0}
+                told = json.loads(ask(f"{url}api/runs/{urllib.parse.quote(one, safe='')}")[2])
+                status = command("status", one, "--json", "--endpoint", server.url).json
+                assert told.keys() == status.keys()
+                assert [n.keys() for n in told["nodes"]] == [n.keys() for n in status["nodes"]]
+                for name in ("run", "phase", "epoch", "size", "events", "restarts", "lease"):
+                    assert told[name] == status[name]
+            told = json.loads(ask(f"{url}api/runs/{run_id}")[2])
+            [node] = told["nodes"]
+            assert json.loads(ask(f"{url}api/runs/{run_id}?node={node['id']}")[2])["id"] == node["id"]
+            event = told["events"][0]
+            assert json.loads(ask(f"{url}api/runs/{run_id}?event={event['id']}")[2]) == event
+            for missing in ("no-such-run", "bad*id", f"{run_id}?node=x", f"{run_id}?event=1-0"):
+                code, _, body = ask(f"{url}api/runs/{missing}")
+                assert code == 404
+                assert json.loads(body)["error"]
+
+    def test_redis_is_away(self, own_server: RedisServer) -> None:
+        with dashboard(f"--endpoint={own_server.url}") as (url, _):
+            assert ask(f"{url}api/runs")[0] == 200
+            own_server.kill()
+            until(lambda: ask(f"{url}api/runs")[0] == 503, "it says so")
+            assert ask(url)[0] == 200
+            own_server.start()
+            until(lambda: ask(f"{url}api/runs")[0] == 200, "it is back")
+
+
+class TestCost:
+    def test_redis_is_read_once_however_many_look_and_not_at_all_while_nobody_does(
+        self, own_server: RedisServer, new_node: NodeFactory
+    ) -> None:
+        node = new_node(1, 1, url=own_server.url)
+        node.next_rendezvous()
+        run_id = node.membership.run_id
+        node.membership.stop()  # from now on only the dashboard asks Redis anything
+        with own_server.get_client() as client, dashboard(f"--endpoint={own_server.url}") as (url, _):
+
+            def looks() -> int:
+                return int(client.info("commandstats").get("cmdstat_mget", {}).get("calls", 0))
+
+            def follow(browsers: int) -> float:
+                """Looks at Redis for each update that one of so many browsers is sent."""
+                streams = [listen(f"{url}live?run={run_id}") for _ in range(browsers)]
+                for stream in streams:
+                    assert stream.readline() == b"event: document\n"
+                before, seen = looks(), 0
+                while seen < 3:
+                    seen += streams[0].readline() == b"event: patch\n"
+                after = looks()
+                for stream in streams:
+                    stream.close()
+                return (after - before) / seen
+
+            assert follow(1) <= 2
+            assert follow(20) <= 2
+
+            def reads() -> dict[str, int]:
+                told = client.info("commandstats")
+                names = ("mget", "xread", "xrevrange", "evalsha", "scan", "ping")
+                return {name: told.get(f"cmdstat_{name}", {}).get("calls", 0) for name in names}
+
+            def at_rest() -> bool:
+                before = reads()
+                client.blpop(["nobody-writes-this"], 3)
+                return reads() == before
+
+            until(at_rest, "nobody looks any more")
+
+
+values = st.recursive(
+    st.booleans() | st.integers(-5, 5) | st.text(max_size=3) | st.lists(st.integers(), max_size=2),
+    lambda inner: st.dictionaries(st.text("abc", max_size=2), inner, max_size=4),
+    max_leaves=12,
+)
+documents = st.dictionaries(st.text("abc", max_size=2), values, max_size=5)
+
+
+def patched(target: Any, patch: Any) -> Any:
+    """RFC 7396, word for word."""
+    if not isinstance(patch, dict):
+        return patch
+    result = dict(target) if isinstance(target, dict) else {}
+    for name, value in patch.items():
+        if value is None:
+            result.pop(name, None)
+        else:
+            result[name] = patched(result.get(name), value)
+    return result
+
+
+class TestFeed:
+    @given(documents, documents)
+    def test_a_patch_makes_the_new_document_of_the_old(self, old: dict[str, Any], new: dict[str, Any]) -> None:
+        assert patched(old, merge_patch(old, new)) == new
+        assert bool(merge_patch(old, new)) == (json.dumps(old, sort_keys=True) != json.dumps(new, sort_keys=True))
+
+    def test_whoever_is_slow_is_given_the_whole_document(self) -> None:
+        async def story() -> None:
+            topic = Topic()
+            topic.publish({"a": 1, "b": 1})
+            quick, slow = topic.follow(), topic.follow()
+            for follower in (quick, slow):
+                assert await anext(follower) == 'event: document\ndata: {"a":1,"b":1}\n\n'
+            topic.publish({"a": 2, "b": 1})
+            assert await anext(quick) == 'event: patch\ndata: {"a":2}\n\n'
+            topic.publish({"a": 2, "b": 2})
+            assert await anext(quick) == 'event: patch\ndata: {"b":2}\n\n'
+            assert await anext(slow) == 'event: document\ndata: {"a":2,"b":2}\n\n'
+
+        asyncio.run(story())
+
+
+class TestView:
+    def test_what_each_of_many_nodes_does_is_one_line(self) -> None:
+        story = Story()
+        nodes = [story.node(f"n{i}") for i in range(50)]
+        story.join(0, nodes, within=1)
+        story.complete(2, nodes, start=5)
+        told = list(fold(story.events()).values())
+        assert [(line["event"], line.get("count")) for line in told] == [
+            ("joined", 50),
+            ("completed", None),
+            ("started", 50),
+        ]
+
+    def test_speed_is_over_what_was_seen_of_a_round(self) -> None:
+        def run(time: float, epoch: int = 1) -> Run:
+            return Run("r", epoch, 1, 1, 1, 1.0, "", "", False, None, 6.0, 0, 0, {}, [], (), time)
+
+        speed = Speed()
+        assert speed.take_in(run(START), 100) is None
+        assert speed.take_in(run(START + 10), 120) == 2.0
+        assert speed.take_in(run(START + 20), 120) == 1.0, "it falls while nothing happens"
+        assert speed.take_in(run(START + 21, 2), 110) is None, "steps are redone"
+        assert speed.take_in(run(START + 22, 2), 111) == 1.0
+
+
+def test_it_needs_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "uvicorn", None)
+    done = command("dashboard")
+    assert (done.code, done.err) == (
+        2,
+        "redelastic dashboard: the dashboard needs more packages: pip install 'redelastic[dashboard]'.\n",
+    )
+
+
+def test_it_ends_at_once_while_somebody_looks(server: RedisServer) -> None:
+    with dashboard("--endpoint", server.url) as (url, process):
+        stream = listen(f"{url}live")
+        assert stream.readline() == b"event: document\n"
+        assert process.interrupt() == 0
+        assert process.err == ""
+        stream.close()

@@ -1,0 +1,159 @@
+"""The dashboard's page in a real browser: what people read off it while real nodes come, fail and go."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import redis
+from agent_job import DRAINED, AgentJob
+from browsing import Browser, dashboard
+from commands import form, until
+from crowds import Crowd
+from nodes import NodeFactory
+from selenium.webdriver.common.by import By
+
+from redelastic.redis.server import RedisServer
+
+pytestmark = pytest.mark.timeout(300)
+SCRIPT = "<script>document.title='taken'</script><img/src=x/onerror=alert(1)>"
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    opened = Browser(tmp_path_factory.mktemp("profile"))
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def browser(chromium: Browser) -> Iterator[Browser]:
+    """A browser in which no page has complained when the test is over."""
+    yield chromium
+    chromium.open("about:blank")
+    assert chromium.complaints() == []
+
+
+@pytest.mark.fault("nodes are killed, drained and join", "the dashboard shows each as it happens")
+def test_a_job_is_read_off_the_page(server: RedisServer, tmp_path: Path, browser: Browser) -> None:
+    """Three real nodes: one is killed, one joins, one is drained."""
+    with dashboard(f"--endpoint={server.url}") as (url, _), AgentJob(server, tmp_path, "1:3") as job:
+        job.begin("a", "b", "c")
+        epoch = job.wait_round("abc")
+        browser.open(url)
+        browser.until(".runs", lambda text: job.run_id in text and "running" in text)
+        link = next(a for a in browser.driver.find_elements(By.CSS_SELECTOR, ".runs a") if a.text == job.run_id)
+        link.click()
+        browser.until(".verdict", "running")
+        until(lambda: browser.rows() == dict.fromkeys("abc", "running"), "three nodes run", 60)
+        browser.until(".figures", lambda text: re.search(r"Round\n1\n.*Step\n[0-9]+\n", text, re.DOTALL))
+        assert browser.run("return document.querySelectorAll('.lanes .lane-name').length") == 3
+
+        job.nodes["c"].kill()
+        browser.until(".events", lambda text: re.search(r"lost\nc-.*lost its lease", text))
+        epoch = job.wait_round("ab", epoch)
+        until(lambda: browser.rows() == dict.fromkeys("ab", "running"), "c is gone", 60)
+        browser.until(".figures", lambda text: "2 of 3" in text and "lost" in text)
+        assert browser.run("return document.querySelectorAll('.lanes .mark.cross').length") == 1
+
+        job.begin("d")
+        epoch = job.wait_round("abd", epoch)
+        until(lambda: browser.rows() == dict.fromkeys("abd", "running"), "d has joined", 60)
+
+        job.tell("slow-b")
+        job.nodes["b"].terminate()
+        browser.until(".events", lambda text: re.search(r"drain\nb-.*SIGTERM", text))
+        assert job.wait_end("b") == DRAINED
+        job.wait_round("ad", epoch)
+        until(lambda: browser.rows() == dict.fromkeys("ad", "running"), "b has left", 60)
+        ettr = browser.until(".figures", "Effective training time")
+        assert re.search(r"Effective training time\n[0-9.]+ %\nof ", ettr)
+
+        job.tell("finish")
+        assert job.wait_end("a") == job.wait_end("d") == 0
+        browser.until(".verdict", "closed")
+        browser.until("[aria-label=Nodes] .none", "Nobody is in the run.")
+
+
+def test_names_from_redis_stay_text(server: RedisServer, browser: Browser, new_node: NodeFactory) -> None:
+    node = new_node(1, 1, node_name=SCRIPT)
+    node.next_rendezvous()
+    with dashboard(f"--endpoint={server.url}") as (url, _):
+        browser.open(f"{url}runs/{node.membership.run_id}")
+        until(lambda: browser.rows() == {SCRIPT: "running"}, "the name is shown as it is", 60)
+        browser.until(".lanes", "<script>")
+        assert SCRIPT in browser.until(".events", "completed")
+        assert browser.driver.title == f"{node.membership.run_id} · redelastic"
+        assert not browser.driver.find_elements(By.CSS_SELECTOR, "main img, main script")
+        browser.driver.find_element(By.CSS_SELECTOR, ".node-name").click()
+        assert SCRIPT in browser.until(".panel", node.membership.node)
+
+
+@pytest.mark.fault("Redis goes away and comes back", "the dashboard says so, keeps what it knew, and goes on")
+def test_redis_away_and_back(
+    own_server: RedisServer, browser: Browser, new_node: NodeFactory, pool: ThreadPoolExecutor
+) -> None:
+    nodes = [new_node(2, 2, url=own_server.url, node_name=name) for name in "ab"]
+    form(pool, *nodes)
+    run_id = nodes[0].membership.run_id
+    with dashboard(f"--endpoint={own_server.url}") as (url, _):
+        browser.open(f"{url}runs/{run_id}")
+        until(lambda: browser.rows() == dict.fromkeys("ab", "running"), "both run", 60)
+        browser.until(".live", "Live")
+        own_server.kill()
+        browser.until(".live", "Away")
+        assert browser.text(".banner").startswith("Redis is away: ")
+        assert set(browser.rows()) == {"a", "b"}
+        own_server.start()
+        browser.until(".live", "Live")
+        assert browser.text(".banner") == ""
+        until(lambda: browser.rows() == dict.fromkeys("ab", "running"), "they have told Redis of themselves", 60)
+
+
+def test_the_page_outlives_its_server(server: RedisServer, browser: Browser, new_node: NodeFactory) -> None:
+    node = new_node(1, 1, node_name="a")
+    node.next_rendezvous()
+    with dashboard(f"--endpoint={server.url}") as (url, process):
+        browser.open(f"{url}runs/{node.membership.run_id}")
+        until(lambda: browser.rows() == {"a": "running"}, "it is shown", 60)
+        port = url.rstrip("/").rpartition(":")[2]
+        assert process.interrupt() == 0
+        browser.until(".banner", "The dashboard's server does not answer.")
+        assert browser.rows() == {"a": "running"}
+    with dashboard(f"--endpoint={server.url}", f"--port={port}"):
+        browser.until(".live", "Live")
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_a_thousand_nodes(client: redis.Redis, server: RedisServer, browser: Browser, run_id: str, width: int) -> None:
+    crowd = Crowd(client, run_id, 1000)
+    with dashboard(f"--endpoint={server.url}") as (url, _):
+        browser.open(f"{url}runs/{run_id}", width)
+        browser.until("[aria-label=Nodes] h2", "1,000 nodes")
+        assert 16 < len(browser.rows()) < 60, "only rows in sight exist"
+        browser.run("document.querySelector('.scroller').scrollTop = 1e6")
+        until(lambda: "node-0999" in browser.rows(), "the last one is reached")
+        crowd.beat()
+        browser.until(".figures", f"{crowd.step:,}")
+        assert browser.run("return document.documentElement.scrollWidth <= innerWidth"), "nothing sticks out"
+        victim = crowd.members[700]
+        browser.driver.find_element(By.CSS_SELECTOR, "input[type=search]").send_keys("node-0700")
+        until(lambda: list(browser.rows()) == ["node-0700"], "it is found by its name")
+        browser.driver.find_element(By.CSS_SELECTOR, ".node-name").click()
+        told = browser.until(".panel", "NVIDIA H100")
+        assert victim in told
+
+
+def test_a_run_that_is_not_there(server: RedisServer, browser: Browser, new_node: NodeFactory, run_id: str) -> None:
+    with dashboard(f"--endpoint={server.url}") as (url, _):
+        browser.open(f"{url}runs/{run_id}")
+        browser.until("main", f"holds no run '{run_id}'")
+        assert browser.text("h2").strip() == ""
+        new_node(1, 1, node_name="a").next_rendezvous()
+        until(lambda: browser.rows() == {"a": "running"}, "it is shown as soon as it is there", 60)
+        browser.open(f"{url}runs/bad*id")
+        browser.until(".banner", "The dashboard's server refuses this page")
+        browser.complaints()  # of the 404

@@ -1,0 +1,82 @@
+"""A real browser that looks at a real dashboard."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+from commands import Started, started, until
+from selenium import webdriver
+from selenium.common.exceptions import StaleElementReferenceException
+from selenium.webdriver.common.by import By
+
+FLAGS: Final = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-dev-shm-usage"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+)
+_URL: Final = re.compile(r"(http://\S+?/)[\s?]")
+
+
+@contextlib.contextmanager
+def dashboard(*arguments: str) -> Iterator[tuple[str, Started]]:
+    """The command as a process of its own; yields where it serves, with a slash at the end, and the process."""
+    with started("dashboard", "--port=0", *arguments) as process:
+        until(lambda: "Ctrl-C" in process.out or process.process.poll() is not None, "it serves", 120)
+        found = _URL.search(process.out)
+        assert found, process.out
+        yield found[1], process
+
+
+class Browser:
+    """Chromium without a window, on one page at a time."""
+
+    def __init__(self, profile: Path) -> None:
+        chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
+        if chromium is None or driver is None:
+            pytest.skip("needs a browser: apt-get install chromium chromium-driver")
+        options = webdriver.ChromeOptions()
+        options.binary_location = chromium
+        for flag in (*FLAGS, f"--user-data-dir={profile}"):
+            options.add_argument(flag)
+        options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+        self.driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
+
+    def open(self, url: str, width: int = 1280, height: int = 900) -> None:
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
+        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        self.driver.get(url)
+
+    def text(self, selector: str) -> str:
+        """What is to be read there; of several elements one below the other."""
+        with contextlib.suppress(StaleElementReferenceException):
+            return "\n".join(found.text for found in self.driver.find_elements(By.CSS_SELECTOR, selector))
+        return ""
+
+    def until(self, selector: str, reads: str | Callable[[str], object]) -> str:
+        """Wait until there is something to be read that holds this text, or passes this test; return all of it."""
+        holds = (lambda text: reads in text) if isinstance(reads, str) else reads
+        until(lambda: holds(self.text(selector)), f"{selector} reads {reads}: {self.text('body')}", 60)
+        return self.text(selector)
+
+    def rows(self) -> dict[str, str]:
+        """Each node in sight and the word for its state, by its name."""
+        script = """return [...document.querySelectorAll(".nodes tbody tr:not(.gap)")].map(
+            (row) => [row.querySelector(".c-node").textContent, row.querySelector(".c-state").textContent])"""
+        return dict(self.run(script))
+
+    def run(self, script: str) -> Any:
+        """What a script in the page returns."""
+        return self.driver.execute_script(script)
+
+    def complaints(self) -> list[str]:
+        """What the console has told since it was asked last, of errors and of what the policy forbade."""
+        told = [entry["message"] for entry in self.driver.get_log("browser")]
+        return [message for message in told if "net::ERR_" not in message]  # servers end, and tests end them
+
+    def close(self) -> None:
+        self.driver.quit()

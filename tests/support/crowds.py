@@ -1,0 +1,163 @@
+"""Made-up runs in a real Redis, of any number of nodes, written as the scripts write them."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import redis
+from scenes import Story
+
+from redelastic.redis.keys import RunKeys
+
+LEASE = 6.0  # in seconds
+FIELDS = ("event", "epoch", "size", "node", "reason", "detail")
+
+
+class Crowd:
+    """A run with a past, whose nodes all live: :meth:`beat` has each of them tell what it does now.
+
+    Args:
+        client: of the server.
+        run_id: of the run.
+        nodes: how many.
+        gpus: of each node.
+        age: how long ago the run began, in seconds.
+    """
+
+    def __init__(self, client: redis.Redis, run_id: str, nodes: int, *, gpus: int = 8, age: float = 3600.0) -> None:
+        self._client = client
+        self.keys = RunKeys(run_id)
+        self._gpus = gpus
+        self._random = random.Random(nodes)
+        self.step = 41_000
+        self._began = time.time() - age
+        story = Story(nodes)
+        self.members = [story.node(f"node-{i:04d}") for i in range(nodes)]
+        story.join(0, self.members, within=20)
+        story.complete(21, self.members, "max_nodes joined", start=25)
+        rounds = 1
+        for at, kind in ((0.35, "lost"), (0.6, "hung"), (0.8, "failed")) if nodes > 1 else ((0.5, "failed"),):
+            victim = self.members[len(self.members) // 3]
+            why = {
+                "lost": "lost its lease after 6.1 s",
+                "hung": "worker 3 (rank 11) made no progress for 120 s, last at step 30412",
+                "failed": "worker 5 (rank 85) ended with exit code 1",
+            }[kind]
+            story.tell(at * age, kind, victim, why, "Thread 0x1\n  File train.py, line 3" if kind == "hung" else "")
+            stay = [node for node in self.members if kind != "lost" or node != victim]
+            story.join(at * age + 0.2, stay, "regroups", within=2)
+            if kind == "lost":
+                again = story.node(victim.rsplit("-", 2)[0])
+                self.members[self.members.index(victim)] = again
+                story.join(at * age + 4, [again])
+            story.complete(at * age + 5, self.members, "max_nodes joined", start=25)
+            rounds += 1
+        self._write(story, rounds)
+
+    def _write(self, story: Story, rounds: int) -> None:
+        client, keys = self._client, self.keys
+        events = story.events()
+        shift = self._began - (events[0].time - 0.01)
+        with client.pipeline(transaction=False) as pipe:
+            for event in events:
+                fields: dict[Any, Any] = {
+                    "event": event.event,
+                    "epoch": event.epoch,
+                    "size": event.size,
+                    "node": event.node,
+                }
+                fields |= {"reason": event.reason} | ({"detail": event.detail} if event.detail else {})
+                pipe.xadd(keys.events, fields, id=f"{round(1000 * (event.time + shift))}-{event.id.partition('-')[2]}")
+            completed = max(event.time for event in events if event.event == "completed") + shift
+            n = len(self.members)
+            run: dict[Any, Any] = {
+                "epoch": rounds,
+                "size": n,
+                "min": max(1, n // 2),
+                "max": n,
+                "lease": round(1000 * LEASE),
+            }
+            run |= {"ttl": 7_200_000, "completed_at": round(1000 * completed), "restarts": 2}
+            pipe.hset(keys.run, mapping=run)
+            pipe.zadd(keys.ranks, {node: rank for rank, node in enumerate(self.members)})
+            pipe.sadd(keys.members, *self.members)
+            pipe.execute()
+        self.beat()
+
+    def beat(self, steps: int = 1, silent: Sequence[str] = ()) -> None:
+        """Each node but the ``silent`` ones tells what it does, as many steps further."""
+        self.step += steps
+        until = round(1000 * (time.time() + LEASE))
+        with self._client.pipeline(transaction=False) as pipe:
+            for i, node in enumerate(self.members):
+                if node not in silent:
+                    pipe.set(self.keys.status(node), json.dumps(self._status(node, i)))
+                    pipe.zadd(self.keys.leases, {node: until - self._random.randrange(1500)})
+            pipe.execute()
+
+    def _status(self, node: str, rank: int) -> dict[str, object]:
+        pick = self._random
+        each = max(1, self._gpus)
+        workers = [
+            {"local_rank": i, "rank": rank * each + i, "pid": 4000 + i, "state": "running", "step": self.step}
+            | {"idle": pick.uniform(0, 0.6), "cpu": pick.uniform(90, 120), "memory": 9_000_000_000}
+            for i in range(each)
+        ]
+        gpus = [
+            {"index": i, "uuid": f"GPU-{rank:04d}-{i}", "name": "NVIDIA H100 80GB HBM3"}
+            | {"memory_used": 76_000_000_000 + pick.randrange(10**9), "memory_total": 85_899_345_920}
+            | {"utilization": pick.randrange(90, 100), "temperature": pick.randrange(58, 66), "ecc": 0, "xid": 0}
+            for i in range(self._gpus)
+        ]
+        return {
+            "name": node.rsplit("-", 2)[0],
+            "host": f"10.0.{rank // 250}.{rank % 250}",
+            "pid": 3000 + rank,
+            "state": "running",
+            "agent": "redelastic",
+            "restarts": 2,
+            "cpu": pick.uniform(700, 900),
+            "memory": 72_000_000_000,
+            "memory_available": 10**12,
+            "memory_total": 2 * 10**12,
+            "workers": workers,
+            "gpus": gpus,
+        }
+
+
+def main(nodes: int) -> None:
+    """Print what one update of the dashboard's page costs, with so many nodes of 8 GPUs and a new heartbeat of each."""
+    with RedisServer() as server, server.get_client() as client:
+        crowd = Crowd(client, "crowd", nodes)
+        watch = Watch(Connection.open(server.url), crowd.keys)
+        watch.read()
+        whole, told = len(json.dumps(watch.page)), []
+        for _ in range(9):
+            before = watch.page
+            crowd.beat()
+            began = time.process_time()
+            watch.read()
+            looked = time.process_time()
+            patch = json.dumps(merge_patch(before, watch.page), separators=(",", ":"))
+            told.append((1000 * (looked - began), 1000 * (time.process_time() - looked), len(patch)))
+    look, diff, size = (statistics.median(column) for column in zip(*told, strict=True))
+    sys.stdout.write(
+        f"{nodes} nodes: the page {whole:,} bytes; an update {size:,.0f} bytes, {look:.0f} ms of CPU to read and "
+        f"{diff:.0f} ms to tell what changed\n"
+    )
+
+
+if __name__ == "__main__":  # python tests/support/crowds.py 1000
+    import statistics
+    import sys
+
+    from redelastic.dashboard.feed import merge_patch
+    from redelastic.dashboard.reader import Watch
+    from redelastic.redis.connection import Connection
+    from redelastic.redis.server import RedisServer
+
+    main(int(sys.argv[1]))
