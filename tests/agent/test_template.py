@@ -34,8 +34,13 @@ ENVIRONMENT = {**OWN_ENVIRONMENT, "PYTHONFAULTHANDLER": "1", "PYTHONHASHSEED": "
 Make = Callable[..., Template]
 
 
+_children_before: set[int] = set()  # those of this process that no test of ours has started
+
+
 @pytest.fixture(autouse=True)
 def _adoption() -> Iterator[None]:
+    _children_before.clear()
+    _children_before.update(child.pid for child in psutil.Process().children())
     processes._adopt(True)
     yield
     processes._adopt(False)
@@ -293,8 +298,8 @@ def test_a_template_that_is_frozen_starts_no_worker_later(
 
 def adopted(one: Template) -> Fork | None:
     """The child of this process that leads a session, beside the template."""
-    found = (child.pid for child in psutil.Process().children() if os.getsid(child.pid) == child.pid != one.pid)
-    return next(map(Fork, found), None)
+    new = {child.pid for child in psutil.Process().children()} - _children_before - {one.pid}
+    return next((Fork(pid) for pid in new if os.getsid(pid) == pid), None)
 
 
 def test_a_worker_waits_for_the_word_of_its_agent(make: Make, tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def test_a_job_is_read_off_the_page(server: RedisServer, tmp_path: Path, browser
         assert browser.run("return document.querySelectorAll('.lanes .lane-name').length") == 3
 
         job.nodes["c"].kill()
-        browser.until(".events", lambda text: re.search(r"lost\nc-.*lost its lease", text))
+        browser.until(".events", lambda text: re.search(r"lost\nc-.*(did not answer|lost its lease)", text))
         epoch = job.wait_round("ab", epoch)
         until(lambda: browser.rows() == dict.fromkeys("ab", "running"), "c is gone", 60)
         browser.until(".figures", lambda text: "2 of 3" in text and "lost" in text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,14 +48,20 @@ def test_the_walk_finds_every_metric() -> None:
         assert len(list(selectors(parsed(expression)))) == expression.count("redelastic_"), expression
 
 
+def metrics_of_training(url: str) -> str:
+    """What it serves, once it has seen itself train."""
+    with urllib.request.urlopen(url, timeout=20) as answer:  # noqa: S310  # our own node's
+        text: str = answer.read().decode()
+    return text if re.search(r"^redelastic_training_seconds_total\{.*\} .*[1-9]", text, re.MULTILINE) else ""
+
+
 @pytest.mark.timeout(200)
 def test_every_query_is_for_metrics_that_a_node_has(server: RedisServer, tmp_path: Path, free_ports: list[int]) -> None:
     with AgentJob(server, tmp_path, "1:1") as job:
         job.begin("a", options=(f"--health-port={free_ports[0]}",))
         job.wait_round("a")
         url = f"http://127.0.0.1:{free_ports[0]}/metrics"
-        with urllib.request.urlopen(url, timeout=20) as answer:
-            text = answer.read().decode()
+        text = job.wait("it has seen itself train", lambda: metrics_of_training(url))
         families = list(text_string_to_metric_families(text))
         samples = {sample.name: set(sample.labels) for family in families for sample in family.samples}
         counters = {f"{family.name}_total" for family in families if family.type == "counter"}

@@ -162,15 +162,16 @@ def fuzz_wake_ups(dice: Dice) -> None:
     entries = []
     for i in range(3):
         change = {
-            "event": dice.choice(("broken", "closed", "stopped", "drain", "complete")),
+            "event": dice.choice(("broken", "closed", "stopped", "drain", "complete", "roll_call", "answered")),
             "epoch": "2",
             "node": node.node,
         }
-        change |= {"reason": "why", "waiting": "1", "lost": "1", "timeout": "30000"}
+        change |= {"reason": "why", "waiting": "1", "lost": "1", "timeout": "30000", "called_at": "1"}
         entries.append(
             (f"{i}-0", {k: dice.told() if dice.random() < 0.3 else v for k, v in change.items() if dice.random() < 0.9})
         )
-    node.view.take_in_wake_ups(entries)
+    for roll_call in node.view.take_in_wake_ups(entries):
+        node.heartbeat.answer(roll_call)
     assert node.view.nodes_waiting >= 0
     assert all(drain.timeout >= 0 and math.isfinite(drain.timeout) for drain in node.view.drains)
 
@@ -187,6 +188,7 @@ def fuzz_replies(dice: Dice) -> None:
         -1,
         dice.randrange(2),
         drain,
+        dice.choice((0, 1)),
     ]
     node = member(beat, [dice.raw(), 0, 0], [dice.choice((None, dice.raw())), None])
     node._enter(node._round_from(2, 0, 2, b"host 1", 1, 0))

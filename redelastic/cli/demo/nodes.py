@@ -27,7 +27,6 @@ from redelastic.redis.server import RedisServer
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-KEEP_ALIVE: Final = (0.5, 3)  # interval in seconds, attempts: a short lease, since who watches a demo waits for it
 PRELOAD: Final = "torch,torch._dynamo,numpy"  # with the second, which DDP and optimizers import when they are made
 GONE_WITHIN: Final = 10.0  # how long killed processes may take to disappear, in seconds
 LOG_TAIL: Final = 15  # lines
@@ -45,7 +44,7 @@ class Reported:
 
 @dataclass(frozen=True)
 class Changed:
-    """The run changed: ``broken``, ``complete`` or ``closed``.
+    """The run changed, or a node asks who is there: ``broken``, ``complete``, ``closed``, ``roll_call``, ….
 
     Attributes:
         event: which of them.
@@ -106,7 +105,7 @@ class Nodes:
         self._command = [
             *(sys.executable, "-m", "redelastic.cli", "run", f"--preload={PRELOAD}", f"--rdzv-id={self.run_id}"),
             *(f"--nnodes={nnodes[0]}:{nnodes[1]}", "--nproc-per-node=1", "--max-restarts=5", "--local-addr=127.0.0.1"),
-            f"--rdzv-conf=keep_alive_interval={KEEP_ALIVE[0]},keep_alive_max_attempt={KEEP_ALIVE[1]},join_timeout=60",
+            "--rdzv-conf=join_timeout=60",
             *("-m", *command),
         ]
         self._environment = _environment(server.url, folder)
@@ -189,7 +188,7 @@ class Nodes:
         def name_of(text: str) -> str:
             return _NODE_ID.sub(lambda node: names.get(node["pid"], node[0]), text)
 
-        reason = name_of(entry["reason"])
+        reason = name_of(entry.get("reason", ""))
         return Changed(entry["event"], int(entry["epoch"]), reason, tuple(name_of(node) for node in members))
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
-from .nodes import KEEP_ALIVE, Changed, Event, Events, Exited, Interrupted, Nodes, Reported
+from .nodes import Changed, Event, Events, Exited, Interrupted, Nodes, Reported
 from .view import Round, View
 
 STEPS: Final = 500
@@ -80,7 +80,6 @@ class Story:
 
     def introduce(self, endpoint: str) -> None:
         """Say what is going to happen; ``endpoint`` is that of Redis, without its password."""
-        beat, attempts = KEEP_ALIVE
         kill = "Rank 0's node is killed in mid-training; later a replacement joins."
         self._view.introduce(
             "redelastic demo",
@@ -88,7 +87,7 @@ class Story:
                 f"{self._plan.nodes} nodes, each a `redelastic run`, learn handwritten digits (DDP, CPU).",
                 f"They meet in Redis: run {self._nodes.run_id} on a private server, {endpoint}.",
                 kill if self._plan.kill else "Nobody is killed.",
-                f"Who is silent for {beat * attempts:g} s is out (the lease; outside of demos {3 * 2} s).",
+                "When a worker fails, every node has to answer: who is silent for 0.5 s is out.",
             ],
         )
 
@@ -119,8 +118,13 @@ class Story:
         if isinstance(event, Exited):
             self._on_exit(event)
         elif isinstance(event, Changed):
-            if event.event == "broken" and self._broken_at is None:
+            if event.event == "broken" and (self._broken_at is None or self._awaits_survivors()):
                 self._on_break(event, time.monotonic())
+            elif event.event == "roll_call" and self._awaits_survivors():
+                seconds = time.monotonic() - self._killed_at
+                self._view.note(
+                    f"a worker fails: all nodes are asked whether they are there, {seconds:.2f} s after the kill"
+                )
             elif event.event == "complete":
                 self._on_round(event, time.monotonic())
         elif self._rounds and event.fields.get("epoch") == self._rounds[-1].epoch:
@@ -143,12 +147,10 @@ class Story:
         return self._victim is not None and self._victim in self._rounds[-1].members
 
     def _on_break(self, event: Changed, now: float) -> None:
-        self._broken_at = now
+        self._broken_at = self._broken_at or now
         text = f"round {event.epoch} is broken: {event.reason}"
         if self._awaits_survivors():
             text += f", {now - self._killed_at:.2f} s after the kill"
-            if "lease" not in event.reason:
-                text += f"; {self._victim}'s lease has to run out"
         self._view.note(text, "yellow")
         self._view.show_activity("regrouping")
 

@@ -15,6 +15,7 @@ import fcntl
 import importlib.metadata
 import json
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -194,7 +195,8 @@ def save_checkpoint(path: Path, owner: Owner, before: Owner | None, training: St
 
 def report(event: str, **fields: float) -> None:
     """Tell who watches stdout."""
-    print(json.dumps({"event": event, **fields}), flush=True)  # noqa: T201
+    sys.stdout.write(json.dumps({"event": event, **fields}) + "\n")  # at once: print writes the end of a line apart
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":
