@@ -80,6 +80,6 @@ def test_no_replica(own_server: RedisServer, run_id: str, tmp_path: Path) -> Non
         wait_until(lambda: (run := job.state()) is not None and (run.age or 0) > 3, "time passes", LIMIT)
         assert not job.lines() + hasty.lines()
         with servers.replica_of(own_server):
-            job.wait_round("ab")
+            job.wait_round("ab", after=0)
         job.train_on(1, "ab")  # those who are in a round need no replica
         job.finish("a", "b")

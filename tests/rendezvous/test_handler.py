@@ -327,8 +327,10 @@ class TestRegrouping:
         """Its survivors' workers fail first, on the broken connection."""
         nodes = [new_node(1, 3, keep_alive_interval=0.2) for _ in range(2)]
         join_all(pool, *nodes)
+        regrouping = pool.submit(nodes[0].next_rendezvous)
+        until(lambda: f"{nodes[0].membership.node} regroups." in caplog.text, "that it regroups is told")
         nodes[1].membership.stop()
-        assert nodes[0].next_rendezvous().world_size == 1
+        assert regrouping.result(30).world_size == 1
         told = [text for text in caplog.messages if "is broken" in text]
         assert [lost for text in told for lost in re.findall(r"(\S+) lost its lease", text)] == [
             nodes[1].membership.node

@@ -206,6 +206,10 @@ def end(token: str, look: Callable[[], tuple[dict[int, Process], dict[int, Proce
         ended = not left and (newest == _newest() or empty_looks == EMPTY_LOOKS)
         if ended or seconds > LIMIT:
             return Ended(*({pid for pid, _ in found} for found in (asked, met, left)))
+        if seconds < 0 and not left:
+            # Nobody is there to be asked, yet something new keeps coming: it may be ours, and too quick for a look.
+            kill_at = time.monotonic()
+            continue
         if seconds < 0:
             _terminate(left - asked)
             asked |= left
