@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import redis
 from nodes import NodeFactory
@@ -26,6 +27,9 @@ from redelastic.rendezvous.backend import create_backend
 from redelastic.rendezvous.handler import RedisRendezvousHandler, create_handler
 
 pytest_plugins = ["fault_matrix", "folder_times", "left_out"]
+# Speed is judged by benchmarks: here a draw or a test may take as long as a busy machine needs.
+hypothesis.settings.register_profile("suite", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("suite")
 _MEMORY = "/dev/shm"
 _ROOM = 4e9  # bytes
 
