@@ -92,6 +92,7 @@ def test_the_commands_show_the_truth(  # noqa: PLR0915  (a night, from its begin
         [lost] = [e for e in ask("events")["events"] if e["event"] == "lost"]
         assert lost["node"] == ids["c"], "by a roll call, or by its lease where that ran out before"
         job.wait("restarts for a lost node do not count", lambda: scrape(ports["b"])["redelastic_job_restarts",] == 0)
+        assert scrape(ports["b"])["redelastic_restarts_total",] == 1, "its workers were started again all the same"
 
         assert scrape(ports["b"])["redelastic_restarts_total",] == 1, "unlike these, which never go down"
 
