@@ -19,6 +19,7 @@ from redelastic.rendezvous.handler import RedisRendezvousHandler
 from redelastic.rendezvous.membership import DrainedError, RunStoppedError
 from redelastic.run.control import RunControl
 from redelastic.run.logs import failure_text, places_text
+from redelastic.run.records import BEREFT
 from redelastic.store import RedisStore
 from redelastic.torch_internals import close_within, shut_down, shutdown_option
 
@@ -47,7 +48,6 @@ log = logging.getLogger(__name__)
 
 TEND: Final = 1.0  # between two looks whether the template of the workers lives, in seconds
 FAREWELL: Final = 2.0  # for what Redis is still to be told at the end, in seconds
-BEREFT: Final = "lost its agent: killed or crashed"  # what the warden says of this node then
 
 
 class RedisElasticAgent(RegroupingAgent):

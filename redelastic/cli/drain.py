@@ -83,14 +83,17 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _why_not_left(control: RunControl, node: Node, after: str, deadline: float) -> str:
     """Wait for a node to leave; returns what became of it instead, or "" if it left."""
+    from redelastic.run.records import BEREFT
+
     why = "has not left in time: see `redelastic status` and `redelastic events`"
     for seen in follow(control, after):
         if isinstance(seen, Exception):
             why = f"may have left or not: {seen}"
         else:
-            for event in seen:
+            for event in (one for several in seen for one in several.each()):
                 if event.node == node.id and event.event in {"left", "lost"}:
-                    return "" if event.event == "left" else f"did not leave, it died: it {event.reason}"
+                    died = event.event == "lost" or event.reason == BEREFT
+                    return f"did not leave, it died: it {event.reason}" if died else ""
             if not seen and all(other.id != node.id for other in control.state().nodes):
                 return ""
         if time.monotonic() > deadline:

@@ -18,16 +18,14 @@ local FORMER = -2147483648 -- a former member's place among the candidates is FO
 local clock = redis.call('TIME')
 local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
 
-local TEXTS = { 'closed', 'stop', 'broken', 'member_lost', 'blamed', 'roll_called_by', 'mark' }
 local NUMBERS = { 'epoch', 'size', 'min', 'max', 'last_call', 'replacement', 'lease', 'interval', 'ttl', 'deadline', 'beat_at',
   'charged', 'restarts', 'idle', 'progress', 'failed_at', 'restoring', 'roll_called_at', 'roll_timeout', 'roll_until',
   'roll_last_chance', 'roll_again', 'roll_answered', 'written', 'untold' }
-local run, numbers = {}, redis.call('HMGET', RUN, unpack(NUMBERS))
-for i, text in ipairs(redis.call('HMGET', RUN, unpack(TEXTS))) do
-  run[TEXTS[i]] = text
-end
+local run = {}
+local found = redis.call('HMGET', RUN, 'closed', 'stop', 'broken', 'member_lost', 'blamed', 'mark', 'roll_called_by', unpack(NUMBERS))
+run.closed, run.stop, run.broken, run.member_lost, run.blamed, run.mark, run.roll_called_by = unpack(found, 1, 7)
 for i, name in ipairs(NUMBERS) do
-  local text = numbers[i]
+  local text = found[7 + i]
   local number = text and tonumber(text)
   if text and not (number and number >= 0 and number < 2 ^ 53 and number % 1 == 0) then -- nor nan, which is not >= 0
     error('CORRUPT ' .. RUN .. ': field ' .. name .. ' is not a number')
@@ -80,8 +78,8 @@ end
 -- nodes are collected, and told of together once 64 have come, or a second has passed, or something else is told that
 -- they may have led to. A field `many <kind>` holds the row: when the last came, epoch, size, count, the nodes that are
 -- not told yet, and the first one's reason.
-local KINDS = { 'joined is new', 'joined regroups', 'started', 'lost', 'left', 'drain', 'saved', 'failed', 'hung', 'refused',
-  'barred', 'unreached' }
+local KINDS = { 'joined is new', 'joined regroups', 'started', 'lost', 'left', 'drain', 'saved', 'failed', 'hung', 'log',
+  'refused', 'barred', 'unreached' }
 local IS_KIND = {}
 for _, kind in ipairs(KINDS) do
   IS_KIND[kind] = true

@@ -16,6 +16,7 @@ from redelastic.redis.keys import MAX_KEY_PART, RunKeys
 MAX_DETAIL: Final = 16_384  # characters of an event's detail, and of any text of a run that is read
 MAX_STATUS: Final = 65_536  # bytes of a node's status that are looked at; ours have 8,192 at most
 SHARED_REASONS: Final = ("joined", "lost", "left", "drain", "saved")  # events of many nodes whose reasons are alike
+BEREFT: Final = "lost its agent: killed or crashed"  # why a node left whose warden says so
 LARGEST: Final = 10**15  # of scores: beyond any time in ms, and a double counts so far
 
 

@@ -25,11 +25,11 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torchrun_job import LIMIT, Job
 
 from redelastic.agent import AgentOptions, RedisElasticAgent
-from redelastic.agent.agent import BEREFT
 from redelastic.agent.host.health_endpoint import HealthEndpoint
 from redelastic.agent.workers.signals import SAME_REQUEST
 from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.membership import RunStoppedError
+from redelastic.run.records import BEREFT
 
 pytestmark = pytest.mark.timeout(300)
 

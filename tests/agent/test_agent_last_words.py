@@ -14,13 +14,13 @@ from agent_job import AgentJob
 from job_user import CANARY, as_user_of
 from worker_processes import DAEMON, lives, said, until
 
-from redelastic.agent.agent import BEREFT
 from redelastic.agent.workers import warden
 from redelastic.redis.connection import Connection
 from redelastic.redis.endpoint import URL_VARIABLE
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
 from redelastic.run.control import RunControl
+from redelastic.run.records import BEREFT
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),

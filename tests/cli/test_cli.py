@@ -26,6 +26,7 @@ from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.handler import RedisRendezvousHandler
 from redelastic.rendezvous.membership import Membership
 from redelastic.run.control import RunControl
+from redelastic.run.records import BEREFT
 
 Cli = Callable[..., Done]
 HOSTILE = "\x1b[2J\x9b[red]bold[/red]\r\n\u202e\u2066"  # clears screens, reverses text, is markup
@@ -313,6 +314,26 @@ class TestDrain:
         assert done.code == 1
         assert "it died: it lost its lease" in done.err
         dying.result(20)
+
+    @pytest.mark.parametrize("reason", ["drained: by hand", BEREFT])
+    def test_wait_for_one_that_leaves_with_many_others(
+        self, cli: Cli, new_node: NodeFactory, pool: ThreadPoolExecutor, run_id: str, reason: str
+    ) -> None:
+        """What they do at once is told together, under the first one's name; a killed agent's node has not drained."""
+        nodes = [with_agent(new_node(20, 20, join_timeout=60)) for _ in range(20)]
+        with ThreadPoolExecutor(20) as many:
+            form(many, *nodes)
+        last = max(nodes, key=lambda node: rank_of(node.membership))
+
+        def leave() -> None:
+            until(lambda: last.membership.view.drains, "it is asked")
+            for node in [*(other for other in nodes if other is not last), last]:
+                node.end(reason, "goes on")
+
+        leaving = pool.submit(leave)
+        done = cli("drain", run_id, str(rank_of(last.membership)), "--wait")
+        leaving.result(30)
+        assert (done.code, "it died: it lost its agent" in done.err) == ((0, False) if reason != BEREFT else (1, True))
 
     def test_wait_for_one_that_stays(
         self, cli: Cli, new_node: NodeFactory, run_id: str, monkeypatch: pytest.MonkeyPatch
