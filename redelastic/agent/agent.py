@@ -130,7 +130,6 @@ class RedisElasticAgent(RegroupingAgent):
         self._monitor = NodeMonitor(self._membership, self._worker_group, self._assignment.visible, self._admission)
         self._budget = Budget(self._membership, self._monitor, self._options)
         self._hangs = Hangs(self._note)
-        self._logs: dict[int, str] = {}  # of the workers, by local rank
         self._unfit = True  # whether this node has to prove its fitness before it joins
         self._verdict = ""  # why the job may not restart its workers
         self._asked_to_drain = False
@@ -237,9 +236,9 @@ class RedisElasticAgent(RegroupingAgent):
         self._monitor.restarts = spec.max_restarts - self._remaining_restarts
         close_within(self._pcontext, self._shutdown_timeout)  # it ends the other workers by itself when one has failed
         context: Any = self._pcontext
-        self._logs = log_files(context.stdouts, context.stderrs)
+        workers.logs = log_files(context.stdouts, context.stderrs)
         ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
-        told = places_text({ranks[local_rank]: path for local_rank, path in self._logs.items()})
+        told = places_text({ranks[local_rank]: path for local_rank, path in workers.logs.items()})
         self._note("started", f"rank {worker_group.group_rank} of {size}", told)
         return pids
 
@@ -362,11 +361,11 @@ class RedisElasticAgent(RegroupingAgent):
 
     def _tell_log(self, result: RunResult) -> None:
         """Have Redis keep the last lines of the worker that failed first here."""
-        if not result.failures:
+        if not result.failures or not self._workers:
             return
         failed_at = self._first_failure() or time.monotonic()
         rank, failure = min(result.failures.items(), key=lambda item: item[1].timestamp)
-        node, path = self._membership.node, self._logs.get(failure.local_rank, "")
+        node, path = self._membership.node, self._workers.logs.get(failure.local_rank, "")
         last = tail(path) if path else ""
 
         def errand() -> None:

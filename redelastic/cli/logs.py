@@ -45,11 +45,9 @@ def run(arguments: argparse.Namespace) -> int:
     control = open_run(arguments)
     from redelastic.run.logs import failures, first_failure, places
 
-    events = control.events()
-    if not events:
-        control.state()  # says so if there is no such run
+    events, run = control.events(), control.state()
     rank = arguments.rank
-    found = [place for place in places(events) if rank in (None, place.rank)]
+    found = [place for place in places(events, run.nodes) if rank in (None, place.rank)]
     if rank is None:
         failed = first_failure(events)
     else:

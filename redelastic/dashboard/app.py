@@ -125,7 +125,7 @@ async def _run(request: Request) -> Response:
         found = asdict(event) if event else None
     elif "logs" in asked:
         events = watch.chronicle.events
-        found = logs.document(watch.keys.run_id, places(events), first_failure(events))
+        found = logs.document(watch.keys.run_id, places(events, watch.nodes), first_failure(events))
     else:
         found = watch.report
     if found is None:

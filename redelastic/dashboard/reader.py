@@ -7,7 +7,7 @@ import contextlib
 import logging
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Final
 
 from redis import RedisCluster
@@ -19,7 +19,7 @@ from redelastic.redis.connection import Connection
 from redelastic.redis.keys import RunKeys
 from redelastic.run.chronicle import Chronicle, telling
 from redelastic.run.control import RunControl, UnknownRunError, list_runs
-from redelastic.run.records import Event
+from redelastic.run.records import Event, Node
 
 from . import view
 from .feed import Document, Topic
@@ -46,6 +46,7 @@ class Watch:
         self.keys = keys
         self._control = RunControl(connection, keys)
         self.chronicle = Chronicle(self._control)
+        self.nodes: Sequence[Node] = ()
         self.now = 0.0  # on the server's clock, as it was read
         self._speed = view.Speed()
         self._origin: float | None = None
@@ -68,6 +69,7 @@ class Watch:
         run = self._control.state()
         self.chronicle.read()
         history = self.chronicle.history(run)
+        self.nodes = run.nodes
         self.summary = summary(run)
         self.report = describe(run, telling(self.chronicle.events)[-STATUS_EVENTS:], time.time(), history)
         speed = self._speed.take_in(run, self.report["step"])

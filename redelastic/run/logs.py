@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from .records import Event
+from .records import Event, Node
 
 STARTED: Final = "started"
 FAILED: Final = "log"
@@ -61,8 +61,13 @@ class Failure:
     tail: str
 
 
-def places(events: Iterable[Event]) -> list[Place]:
-    """The logs of the last round whose agents told of them, by rank."""
+def places(events: Iterable[Event], nodes: Iterable[Node] = ()) -> list[Place]:
+    """The logs of the last round whose agents told of them, by rank.
+
+    Args:
+        events: of the run; where many nodes started at once, only the first of them tell there.
+        nodes: that are there now: each says in its status where its workers write.
+    """
     found: dict[int, Place] = {}
     last = 0
     for event in events:
@@ -72,6 +77,11 @@ def places(events: Iterable[Event]) -> list[Place]:
             for line in event.detail.splitlines():
                 if told := _PLACE.fullmatch(line):
                     found[int(told[1])] = Place(int(told[1]), event.node, event.epoch, told[2])
+    for node in nodes:
+        for worker in node.workers if node.status.get("epoch") == last else ():
+            rank, path = worker.get("rank"), worker.get("log")
+            if isinstance(rank, int) and isinstance(path, str):
+                found[rank] = Place(rank, node.id, last, path)
     return [found[rank] for rank in sorted(found)]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from agent_job import AgentJob
@@ -11,7 +12,7 @@ from commands import command
 from redelastic.agent.workers.logs import HIDDEN, TAIL, log_files, redacted, tail
 from redelastic.redis.server import RedisServer
 from redelastic.run.logs import failure_text, first_failure, places, places_text
-from redelastic.run.records import Event
+from redelastic.run.records import Event, Node
 
 
 @pytest.mark.timeout(300)
@@ -81,6 +82,21 @@ def test_logs_are_those_of_the_last_round() -> None:
         [started(1, "a", {0: "/1/0", 1: "/1/1"}), started(2, "b", {1: "/2/1: x"}), started(2, "a", {0: "/2/0"})]
     )
     assert [(one.rank, one.node, one.path) for one in found] == [(0, "a", "/2/0"), (1, "b", "/2/1: x")]
+
+
+def test_a_node_that_started_among_many_says_in_its_status_where_its_logs_are() -> None:
+    def node(name: str, epoch: int, workers: list[dict[str, Any]]) -> Node:
+        return Node(name, "member", 0, 1.0, 0.0, "", {"name": name, "epoch": epoch, "workers": workers})
+
+    alone = Event("1", 1.0, "started", 2, 3, "a", "rank 0 of 3", places_text({0: "/a/0"}))
+    together = Event("2", 2.0, "started", 2, 3, "b", "rank 1 of 3", nodes=("b", "c"))
+    nodes = [
+        node("b", 2, [{"rank": 1, "log": "/b/0"}, {"rank": 2}]),
+        node("c", 1, [{"rank": 3, "log": "of an older round"}]),
+        node("d", 2, [{"rank": "4", "log": 5}]),
+    ]
+    found = places([alone, together], nodes)
+    assert [(one.rank, one.node, one.epoch, one.path) for one in found] == [(0, "a", 2, "/a/0"), (1, "b", 2, "/b/0")]
 
 
 @pytest.mark.parametrize(

@@ -234,13 +234,14 @@ def bounded(status: Mapping[str, Any], limit: int = STATUS_LIMIT) -> str:
     """A node's status as compact JSON of at most ``limit`` bytes; never an error.
 
     Where it is too long, ``"cut": true`` says so, and this is left out, one after the other until it fits: the names,
-    UUIDs and Xid numbers of ``gpus``; ``cpu`` and ``memory`` of each of ``workers``; ``gpus``; ``workers``. Only if the
-    node's own fields alone are too long are these cut, the longest first: a text to its beginning, anything else
-    altogether.
+    UUIDs and Xid numbers of ``gpus``; of each of ``workers`` its ``log``, then ``cpu`` and ``memory``; ``gpus``;
+    ``workers``. Only if the node's own fields alone are too long are these cut, the longest first: a text to its
+    beginning, anything else altogether.
     """
     kept = dict(status)
     cuts: tuple[Callable[[dict[str, Any]], None], ...] = (
         lambda s: _strip(s, "gpus", ("name", "uuid", "xids")),
+        lambda s: _strip(s, "workers", ("log",)),
         lambda s: _strip(s, "workers", ("cpu", "memory")),
         lambda s: s.pop("gpus", None),
         lambda s: s.pop("workers", None),

@@ -40,6 +40,7 @@ class Workers:
 
     Attributes:
         pids: of those that were started, by local rank.
+        logs: where those write that write to a file, by local rank.
         hung: how long each that hangs has made no progress, in seconds, by local rank.
         start_timeout: how long each may take to report its first progress, in seconds.
     """
@@ -48,6 +49,7 @@ class Workers:
         self, count: int, options: AgentOptions, interval: float, reporters: set[int], notify: Callable[[], None]
     ) -> None:
         self.pids: dict[int, int] = {}
+        self.logs: dict[int, str] = {}
         self.hung: dict[int, float] = {}
         self._board = Board(count)
         timeout = math.inf if options.hang_timeout is None else options.hang_timeout
@@ -183,6 +185,8 @@ class Workers:
         state = "exited" if self.ended(local_rank) else "hung" if local_rank in self.hung else "running"
         told: dict[str, Any] = {"local_rank": local_rank, "rank": worker.global_rank}
         told |= {"pid": self.pids.get(local_rank), "state": state}
+        if log := self.logs.get(local_rank):
+            told["log"] = log
         if (step := self.step(local_rank)) is not None:
             told["step"] = step
         if (idle := self._watch.idle.get(local_rank)) is not None:
