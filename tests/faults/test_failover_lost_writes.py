@@ -113,21 +113,51 @@ class Way:
     def __init__(self, node: RedisRendezvousHandler) -> None:
         self._membership = node.membership
         self._inner = node.membership.heartbeat.connection
-        self._open = threading.Event()
-        self._open.set()
+        self._changed = threading.Condition()
+        self._is_open = True
+        self._passes: int | None = None  # a thread to which it is open all the same
+        self._calls = 0  # under way
         node.membership.heartbeat.connection = cast("Any", self)
-        self.shut, self.open = self._open.clear, self._open.set
+
+    def open(self) -> None:
+        with self._changed:
+            self._is_open = True
+            self._changed.notify_all()
+
+    def shut(self) -> None:
+        """Returns when nothing is under way that may still judge the node."""
+        with self._changed:
+            self._is_open = False
+            assert self._changed.wait_for(lambda: not self._calls, LIMIT)
+
+    def _wait(self) -> None:
+        may_pass = self._passes == threading.get_ident()
+        assert may_pass or self._changed.wait_for(lambda: self._is_open, 2 * LIMIT)
+
+    def call(self, *args: Any, **options: Any) -> Any:
+        with self._changed:
+            self._wait()
+            self._calls += 1
+        try:
+            return self._inner.call(*args, **options)
+        finally:
+            with self._changed:
+                self._calls -= 1
+                self._changed.notify_all()
+
+    def read(self, *args: Any, **options: Any) -> Any:
+        with self._changed:
+            self._wait()
+        return self._inner.read(*args, **options)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("call", "read"):
-            assert self._open.wait(2 * LIMIT)
         return getattr(self._inner, name)
 
     def join_and_lose_the_reply(self) -> None:
         """Shut it first: only this request passes."""
-        self._membership.heartbeat.connection = self._inner
+        self._passes = threading.get_ident()
         self._membership._ask_to_join(1, time.monotonic() + LIMIT)
-        self._membership.heartbeat.connection = cast("Any", self)
+        self._passes = None
 
 
 @pytest.mark.fault(
