@@ -27,6 +27,7 @@ local function open_roll_call(node, timeout)
   set('roll_until', now + math.floor(window))
   lease_until(run.roll_until, redis.call('ZRANGEBYSCORE', LEASES, '(' .. run.roll_until, '+inf'))
   redis.call('XADD', WAKE, 'MAXLEN', '~', 64, '*', 'event', 'roll_call', 'epoch', run.epoch, 'called_at', now)
+  redis.call('PEXPIRE', WAKE, run.ttl) -- it may be new
 end
 
 -- Renews the lease of a node that has heard of the roll call `heard`; returns the one that it has to answer, or 0.
@@ -48,18 +49,18 @@ end
 
 -- The first look after its end may have overtaken answers that a frozen server has not read yet: the silent nodes get one
 -- last chance. A node that is not `steady` has just found Redis again, so others may still be looking for it: then nobody
--- is judged.
+-- is judged, and the leases are put back where they ended at the latest, so that no loss is known later for having been asked.
 local function judge_roll_call(steady)
   if not run.roll_until or now < run.roll_until then
     return
   end
   local silent = redis.call('ZRANGEBYSCORE', LEASES, '-inf', run.roll_until)
   if not steady then
-    lease_until(now + run.lease, silent)
+    lease_until(math.max(run.roll_called_at + run.lease, now + run.interval), silent)
     end_roll_call()
   elseif not run.roll_last_chance then
     set('roll_last_chance', 1)
-    set('roll_until', now + math.ceil(run.roll_timeout * LAST_CHANCE))
+    set('roll_until', now + math.ceil(math.min(run.roll_timeout * LAST_CHANCE + PER_ANSWER * #silent, run.lease / 4)))
     lease_until(run.roll_until, silent)
   end
 end
@@ -81,8 +82,8 @@ local function roll_call_is_over()
   local nodes = redis.call('ZCARD', LEASES)
   record('roll_call', called_by, string.format('%.0f nodes are there: all answered within %.3f s', nodes, (now - called_at) / 1000))
   redis.call('XADD', WAKE, 'MAXLEN', '~', 64, '*', 'event', 'answered', 'epoch', run.epoch, 'called_at', called_at)
-  if again and redis.call('ZSCORE', LEASES, called_by) then
-    open_roll_call(called_by, timeout)
+  if again then
+    open_roll_call(again, timeout)
   end
   return not run.roll_until
 end

@@ -18,7 +18,7 @@ local refused = was_away or epoch ~= run.epoch or run.closed or run.restoring
 if not refused then
   if run.roll_until then
     if run.roll_called_at < failed_at then
-      set('roll_again', 1)
+      set('roll_again', node)
     end
   elseif not run.member_lost and (run.roll_answered or 0) < failed_at then
     open_roll_call(node, timeout)
@@ -28,5 +28,4 @@ try_complete()
 if refused then
   return {}
 end
-touch() -- the wake stream may be new
 return { failed_at, (run.roll_answered or 0) >= failed_at and 1 or 0 }

@@ -20,12 +20,13 @@ local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
 
 local NUMBERS = { 'epoch', 'size', 'min', 'max', 'last_call', 'replacement', 'lease', 'interval', 'ttl', 'deadline', 'beat_at',
   'charged', 'restarts', 'idle', 'progress', 'failed_at', 'restoring', 'roll_called_at', 'roll_timeout', 'roll_until',
-  'roll_last_chance', 'roll_again', 'roll_answered', 'written', 'untold' }
+  'roll_last_chance', 'roll_answered', 'written', 'untold' }
 local run = {}
-local found = redis.call('HMGET', RUN, 'closed', 'stop', 'broken', 'member_lost', 'blamed', 'mark', 'roll_called_by', unpack(NUMBERS))
-run.closed, run.stop, run.broken, run.member_lost, run.blamed, run.mark, run.roll_called_by = unpack(found, 1, 7)
+local found = redis.call('HMGET', RUN, 'closed', 'stop', 'broken', 'member_lost', 'blamed', 'mark', 'roll_called_by',
+  'roll_again', unpack(NUMBERS))
+run.closed, run.stop, run.broken, run.member_lost, run.blamed, run.mark, run.roll_called_by, run.roll_again = unpack(found, 1, 8)
 for i, name in ipairs(NUMBERS) do
-  local text = found[7 + i]
+  local text = found[8 + i]
   local number = text and tonumber(text)
   if text and not (number and number >= 0 and number < 2 ^ 53 and number % 1 == 0) then -- nor nan, which is not >= 0
     error('CORRUPT ' .. RUN .. ': field ' .. name .. ' is not a number')

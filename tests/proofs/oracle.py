@@ -119,7 +119,7 @@ class State:
     roll_timeout: int | None = None  # how long nodes had to answer,
     roll_until: int | None = None  # and until when those who are silent may
     roll_last_chance: int | None = None  # 1: that was put off once
-    roll_again: int | None = None  # 1: workers have failed since it was opened
+    roll_again: str | None = None  # on whose node workers have failed since it was opened
     roll_answered: int | None = None  # when the last one of this round was opened that everybody answered
     wake: tuple[Wake | DrainWake | RollCallWake, ...] = ()
     events: tuple[Event, ...] = ()
@@ -388,7 +388,7 @@ def roll_call(state: State, now: int, request: RollCall) -> tuple[State, Reply]:
     refused = refused or node not in s.members
     if not refused:
         if s.roll_called_at is not None:
-            s.roll_again = 1 if s.roll_called_at < failed_at else s.roll_again
+            s.roll_again = node if s.roll_called_at < failed_at else s.roll_again
         elif s.member_lost is None and (s.roll_answered or 0) < failed_at:
             _open_roll_call(s, now, node, request.timeout)
     _try_complete(s, now)
@@ -581,10 +581,12 @@ def _judge_roll_call(s: State, now: int, *, steady: int) -> None:
         return
     silent = [node for node, at in s.leases.items() if at <= s.roll_until]
     if not steady:
-        s.leases |= dict.fromkeys(silent, now + _settings(s).lease)
+        assert s.roll_called_at is not None
+        s.leases |= dict.fromkeys(silent, max(s.roll_called_at + _settings(s).lease, now + _settings(s).interval))
         _end_roll_call(s)
     elif s.roll_last_chance is None:
-        s.roll_last_chance, s.roll_until = 1, now + math.ceil(0.2 * s.roll_timeout)
+        more = min(0.2 * s.roll_timeout + 0.2 * len(silent), _settings(s).lease / 4)
+        s.roll_last_chance, s.roll_until = 1, now + math.ceil(more)
         s.leases |= dict.fromkeys(silent, s.roll_until)
 
 
@@ -604,8 +606,8 @@ def _roll_call_is_over(s: State, now: int) -> bool:
         seconds = (now - called_at) / 1000
         _record(s, "roll_call", called_by, f"{len(s.leases)} nodes are there: all answered within {seconds:.3f} s")
         s.wake = (*s.wake, RollCallWake("answered", s.epoch, called_at))
-        if again and called_by in s.leases:
-            _open_roll_call(s, now, called_by, timeout)
+        if again:
+            _open_roll_call(s, now, again, timeout)
     return s.roll_until is None
 
 

@@ -9,7 +9,8 @@ round 3, when it had done step 7; the job may make 2 restarts, of those 1 in a r
 the first to fail in 3 rounds in a row. `finally`: a loss of a member would be known by now.
 
 `a calls 20 ago in 1` is a roll call: workers of the node a failed 20 ms ago in round 1. A node that `answers` beats and
-has heard of it; one that `is back` beats and has just found Redis again.
+has heard of it; one that `is back` beats and has just found Redis again. `, heard` and `, back` say the same of a
+join or a leave.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Callable
 from typing import Final
 
 from oracle import (
+    NOTHING,
     Beat,
     Charge,
     Close,
@@ -40,7 +42,7 @@ COMMAND: Final = re.compile(
     r" (?P<verb>joins|beats|leaves|finishes|gives up|closes|stops|drains|fails|is readmitted|calls|is back|answers)"
     r"(?: after (?P<after>\d+))?(?: from (?P<label>\w+))?(?: of (?P<min>\d):(?P<max>\d))?"
     r"(?: (?P<ago>\d+) ago)?(?: in (?P<epoch>\d+))?(?: at (?P<step>\d+))?"
-    r"(?: of (?P<limits>[-\d]+/[-\d]+/[-\d]+))?(?P<final>, finally)?"
+    r"(?: of (?P<limits>[-\d]+/[-\d]+/[-\d]+))?(?P<final>, finally)?(?P<aside>, heard|, back)?"
 )
 
 
@@ -49,15 +51,13 @@ def parse(line: str, roll_call: int | None = None) -> tuple[int, Request]:
     found = COMMAND.match(line)
     assert found, line
     node, verb, settings = found["node"], found["verb"], Settings(int(found["min"] or 1), int(found["max"] or 1))
+    knows = {"is back": Known(steady=0), "answers": Known(heard=roll_call or 0)}
+    known = knows.get(ASIDES.get(found["aside"], verb), NOTHING)
     request: Request
     if verb == "joins":
-        request = Join(node, int(found["after"] or 0), f"{node}:1", found["label"] or "", settings)
-    elif verb == "beats":
-        request = Beat(node, settings)
-    elif verb == "is back":
-        request = Beat(node, settings, Known(steady=0))
-    elif verb == "answers":
-        request = Beat(node, settings, Known(heard=roll_call or 0))
+        request = Join(node, int(found["after"] or 0), f"{node}:1", found["label"] or "", settings, known)
+    elif verb in ("beats", "is back", "answers"):
+        request = Beat(node, settings, known)
     elif verb == "calls":
         request = RollCall(node, int(found["epoch"] or 1), int(found["ago"] or 0), 500)
     elif verb in ("closes", "stops"):
@@ -71,10 +71,11 @@ def parse(line: str, roll_call: int | None = None) -> tuple[int, Request]:
         when = int(found["epoch"] or 1), int(found["ago"] or 0), int(found["step"] or -1)
         request = Charge(node, node[0], *when, "died", budget, patience, limit, int(bool(found["final"])))
     else:
-        request = LEAVES[verb](node)
+        request = LEAVES[verb](node)._replace(known=known)
     return START + int(found["at"]), request
 
 
+ASIDES: Final = {", heard": "answers", ", back": "is back"}
 LEAVES: Final[dict[str, Callable[[str], Leave]]] = {
     "leaves": lambda node: Leave(node, "left", "goes on"),
     "finishes": lambda node: Leave(node, "finished", "closes"),
