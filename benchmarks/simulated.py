@@ -187,16 +187,17 @@ class Node(asyncio.Protocol):
 
     async def _pump(self, longest: float) -> None:
         node, early = self.membership, min(COARSE, self.interval / 2)
-        if time.monotonic() >= node.heartbeat._next_beat - (0 if node.heartbeat._beat_is_urgent else early):  # noqa: SLF001
+        due, urgent = node.heartbeat.due()
+        if time.monotonic() >= due - (0 if urgent else early):
             await self.beat()
-        until_beat = node.heartbeat._next_beat - early - time.monotonic()  # noqa: SLF001
+        until_beat = node.heartbeat.due()[0] - early - time.monotonic()
         if until_beat <= 0:
             await asyncio.sleep(max(0.0, until_beat + early))
             return
         since, block = {self.wake: self._heard}, min(longest, until_beat)
         if entries := (await self.through(lambda: self.connection.read(since, block))).get(self.wake):
             self._heard = entries[-1][0]
-            for roll_call in node.view.take_in_wake_ups(entries):
+            for roll_call in node.view.take_in_wake_ups(entries):  # a node has one task: it hears of each once
                 node.heartbeat.answer(roll_call)
 
 

@@ -55,7 +55,8 @@ class Heartbeat:
         self.host = check_key_part("address of this node", host)
         self._wake_key = keys.wake.encode()
         self._next_beat, self._beat_is_urgent = math.inf, False
-        self._roll_call = 0  # the last one that this node has heard of
+        self._roll_call = self._answered = 0  # the last one that this node has heard of; has answered
+        self._answer_at = math.inf  # when to answer the former, unless that is done
         self._keeper: threading.Thread | None = None
         self.renew_identity()
 
@@ -136,10 +137,11 @@ class Heartbeat:
         """
         try:
             early = min(COARSE, self._settings.keep_alive_interval / 2)
-            if time.monotonic() >= self._next_beat - (0 if self._beat_is_urgent else early):
+            due, urgent = self.due()
+            if time.monotonic() >= due - (0 if urgent else early):
                 self.beat()
                 self.view.take_in_return()  # not after a mere read: it may be writes that Redis refuses
-            until_beat = self._next_beat - early - time.monotonic()
+            until_beat = self.due()[0] - early - time.monotonic()
             if until_beat <= 0:  # urgent, and too soon for a blocking read
                 self.stopped.wait(max(0.0, until_beat + early))
                 return since
@@ -153,15 +155,17 @@ class Heartbeat:
             return since
         entries = woken.get(self._wake_key, [])
         for call in self.view.take_in_wake_ups(entries):
-            self.answer(call)
+            if call != self._roll_call:  # several threads hear of the same one
+                self.answer(call)
         return entries[-1][0] if entries else since
 
     def answer(self, roll_call: int) -> None:
-        """Answer a roll call by a beat, which is due now; several threads may hear of the same one."""
-        if roll_call not in (0, self._roll_call):
-            self._roll_call = roll_call
+        """Answer a roll call by a beat, which is due now; 0 is none."""
+        if roll_call:
             mine = self.view.round
-            self.is_due_in(random.uniform(0, PER_ANSWER * mine.size if mine else 0), urgent=True)
+            self._roll_call, self._answered = roll_call, min(self._answered, roll_call - 1)
+            # Last: a beat that another thread begins just now puts this off only if it names the call itself.
+            self._answer_at = time.monotonic() + random.uniform(0, PER_ANSWER * mine.size if mine else 0)
 
     def may_pass(self, error: RendezvousConnectionError) -> bool:
         """Whether an error is an outage, which a node sits out, and not a refusal."""
@@ -172,11 +176,12 @@ class Heartbeat:
     def beat(self) -> None:
         """Renew the lease, and take in what Redis says of the round."""
         asked_as, asked_in = self.view.node, self.view.round
-        self.is_due_in(
-            self._settings.keep_alive_interval
-        )  # also when it fails: the loop pauses, and must not beat twice
-        keys = self.keys_with_store(asked_in.epoch if asked_in else 0)
-        told = self.call(scripts.BEAT, keys, self.known(), 0)
+        # Also when it fails: the loop pauses, must not beat twice, and reads between its attempts to answer.
+        self.is_due_in(self._settings.keep_alive_interval)
+        self._answer_at = time.monotonic() + RETRY_PAUSE + COARSE
+        keys, known = self.keys_with_store(asked_in.epoch if asked_in else 0), self.known()
+        told = self.call(scripts.BEAT, keys, known, 0)
+        self._answered = known[-1]
         self.view.take_in_beat(asked_as, asked_in, told)
         if told[5] >= 0:
             self._look_after_lease_that_ends_in(told[5] / 1000, asked_in.size if asked_in else 1)
@@ -190,11 +195,12 @@ class Heartbeat:
         if due_in < self._settings.keep_alive_interval:
             self.is_due_in(due_in, urgent=looks)
 
-    def has_been_renewed(self) -> None:
-        """A request to join has renewed the lease; a beat that is due before the next regular one stays due.
+    def has_been_renewed(self, answered: int) -> None:
+        """A request to join has renewed the lease, and answered a roll call; an earlier beat stays due.
 
         It may be the one that looks after the lease of another silent node.
         """
+        self._answered = answered
         if self._next_beat > time.monotonic() + self._settings.keep_alive_interval:
             self.is_due_in(self._settings.keep_alive_interval)
 
@@ -202,17 +208,25 @@ class Heartbeat:
         """Have the next beat come in so many seconds; an urgent one not a moment before."""
         self._next_beat, self._beat_is_urgent = time.monotonic() + seconds, urgent
 
+    def due(self) -> tuple[float, bool]:
+        """When the next beat is due, on the monotonic clock in seconds, and whether it is urgent."""
+        if self._answered != self._roll_call and self._answer_at < self._next_beat:
+            return self._answer_at, True
+        return self._next_beat, self._beat_is_urgent
+
 
 def _keep(reference: weakref.ref[Heartbeat], stopped: threading.Event, since: str, interval: float) -> None:
     """The keeper's thread: it lives until its heartbeat is stopped or forgotten."""
+    failure = ""
     while not stopped.is_set():
         heartbeat = reference()
         if heartbeat is None:
             return
         try:
-            since = heartbeat.pump(since, interval)
-        except Exception:  # without its keeper the node would be lost
-            if not stopped.is_set():
+            since, failure = heartbeat.pump(since, interval), ""
+        except Exception as e:  # without its keeper the node would be lost
+            if not stopped.is_set() and repr(e) != failure:
                 log.exception("The keep-alive of node %s failed; it goes on trying.", heartbeat.view.node)
-            stopped.wait(interval)
+            failure = repr(e)
+            stopped.wait(RETRY_PAUSE)
         del heartbeat

@@ -175,8 +175,8 @@ class Membership:
         return time.monotonic() + self._settings.join_timeout if spare else deadline
 
     def _ask_to_join(self, port: int, give_up_at: float) -> Any:
-        keys = self.heartbeat.keys_with_store(self._epoch_held)
-        args = [*self.heartbeat.known(), self._epoch_held, f"{self.heartbeat.host} {port}", self._settings.topology]
+        keys, known = self.heartbeat.keys_with_store(self._epoch_held), self.heartbeat.known()
+        args = [*known, self._epoch_held, f"{self.heartbeat.host} {port}", self._settings.topology]
         try:
             reply = self.heartbeat.call(scripts.JOIN, keys, args, 0)
         except RendezvousConnectionError as e:
@@ -185,7 +185,7 @@ class Membership:
             self.view.take_in_outage(e)
             return ["away"]
         self.view.take_in_return()
-        self.heartbeat.has_been_renewed()
+        self.heartbeat.has_been_renewed(answered=known[-1])
         return reply
 
     def _is_replicated(self, completed: Round, deadline: float) -> bool:
@@ -341,10 +341,13 @@ class Membership:
         lost = self.view.member_lost or not held or held.size == 1
         if lost or not s.roll_call_timeout or not self.view.has_reached_redis_for(s.lease):
             return
-        ago = max(0.0, time.monotonic() - failed_at)
-        args = [self.node, self._epoch_held, round(1000 * ago), round(1000 * s.roll_call_timeout)]
-        try:  # once: when Redis has been away meanwhile, the leases decide
-            told = self.heartbeat.call(scripts.ROLL_CALL, self.heartbeat.keys, args, 0)
+        who = (self.node, self._epoch_held)
+
+        def args() -> list[Any]:
+            return [*who, round(1000 * max(0.0, time.monotonic() - failed_at)), round(1000 * s.roll_call_timeout)]
+
+        try:  # an idle connection may be dead, that is no outage; after one the leases decide
+            told = self.heartbeat.call(scripts.ROLL_CALL, self.heartbeat.keys, args, min(1.0, s.roll_call_timeout))
         except RendezvousError as e:
             log.warning("No roll call of run %r: %s", self.run_id, e)
             return

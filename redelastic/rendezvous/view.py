@@ -117,11 +117,17 @@ class View:
     def wait_for_loss(self, timeout: float) -> bool:
         """Wait until a member of this node's round is lost; returns whether one is.
 
-        It takes ``timeout`` seconds at most, and ends when every node has answered a roll call: then nobody is lost.
+        It ends when every node has answered a roll call: then nobody is lost; and after ``timeout`` seconds in which
+        Redis was there.
         """
         with self._lock:
             timeout = 0.0 if self.round and self.round.size == 1 else timeout
-            self._lock.wait_for(lambda: self._member_lost or self._all_answered(), timeout)
+            until = time.monotonic() + timeout
+            while not (self._member_lost or self._all_answered()):
+                left = max(until, self._back_at + timeout) - time.monotonic()  # leases began anew when it came back
+                if left <= 0:
+                    break
+                self._lock.wait(left)
             return self._member_lost
 
     def _all_answered(self) -> bool:

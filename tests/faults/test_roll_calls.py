@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
-from failovers import LIMIT, lost_writes, new_group, wait_until_all_beat
+from failovers import LIMIT, lost_writes, new_group
 from fault_matrix import Measured
 from nodes import NodeFactory
-from rounds import events, join
+from rounds import events, join, state
 from servers import Shard, wait_until
 
 from redelastic.redis.server import RedisServer
@@ -44,18 +44,37 @@ def roll_calls(node: RedisRendezvousHandler) -> list[str]:
     return [fields[b"event"].decode() for _, fields in wake if fields[b"event"] in {b"roll_call", b"answered"}]
 
 
-def holds_back(node: RedisRendezvousHandler) -> Callable[[], None]:
-    """Have a node not answer before that is called."""
-    answer, asked, released = node.membership.heartbeat.answer, threading.Event(), threading.Event()
+class Silence:
+    """Has a node not answer roll calls."""
 
-    def later(roll_call: int) -> None:
+    def __init__(self, node: RedisRendezvousHandler) -> None:
+        self._answer = node.membership.heartbeat.answer
+        self._asked, self._released = threading.Event(), threading.Event()
+        node.membership.heartbeat.answer = self._hold_back  # type: ignore[method-assign]
+
+    def _hold_back(self, roll_call: int) -> None:
         if roll_call:
-            asked.set()
-            released.wait(LIMIT)
-        answer(roll_call)
+            self._asked.set()
+            self._released.wait(LIMIT)
+        self._answer(roll_call)
 
-    node.membership.heartbeat.answer = later  # type: ignore[method-assign]
-    return released.set
+    def wait_until_asked(self) -> None:
+        assert self._asked.wait(LIMIT)
+
+    def end(self) -> None:
+        self._released.set()
+
+
+def counted_beats(node: RedisRendezvousHandler) -> Callable[[], int]:
+    """Returns how many heartbeats the node has begun to send since."""
+    beat, begun = node.membership.heartbeat.beat, []
+
+    def count() -> None:
+        begun.append(1)
+        beat()
+
+    node.membership.heartbeat.beat = count  # type: ignore[method-assign]
+    return lambda: len(begun)
 
 
 @pytest.mark.fault(
@@ -90,12 +109,12 @@ def test_all_answer_and_nobody_is_lost(new_node: NodeFactory, measured: Measured
 def test_who_failed_in_a_roll_call_that_began_before_waits_for_another(new_node: NodeFactory) -> None:
     """A node may have answered, and died, and have taken this one's worker with it."""
     nodes = group(new_node, 3)
-    release = holds_back(nodes[2])
+    silence = Silence(nodes[2])
     call(nodes[0])
     wait_until(lambda: roll_calls(nodes[0]) == ["roll_call"], "it is open")
     time.sleep(0.01)  # a later millisecond: that is how the server tells before from after
     call(nodes[1])
-    release()
+    silence.end()
     assert not nodes[0].wait_for_loss()
     assert not nodes[1].wait_for_loss()
     assert roll_calls(nodes[0]) == ["roll_call", "answered"] * 2
@@ -140,13 +159,18 @@ PROMISE: Final = "I9: nobody is evicted; the leases decide"
 
 @pytest.mark.fault("Redis is frozen in the middle of a roll call, and thawed", PROMISE)
 def test_a_frozen_server_evicts_nobody(own_server: RedisServer, new_node: NodeFactory) -> None:
-    nodes = group(new_node, 3, url=own_server.url, roll_call_timeout=0.5)
-    release = holds_back(nodes[2])
-    assert own_server.pid is not None
+    """It reads first that others look whether the time is up, which it is, and only then the last answer."""
+    nodes = group(new_node, 3, url=own_server.url, roll_call_timeout=2.0)
+    silence, beats = Silence(nodes[2]), [counted_beats(node) for node in nodes[:2]]
     call(nodes[0])
+    silence.wait_until_asked()
+    wait_until(lambda: silent_nodes(nodes[0]) == 1, "the others have answered")
+    assert own_server.pid is not None
     os.kill(own_server.pid, signal.SIGSTOP)
-    release()  # its answer lies in the server's socket by the time that the others look whether it has come
-    time.sleep(1.5)  # for so long the server is frozen: past the end of the roll call
+    before = [count() for count in beats]
+    wait_until(lambda: all(count() > n for count, n in zip(beats, before, strict=True)), "both look", LIMIT)
+    silence.end()
+    wait_until(lambda: nodes[2].membership.heartbeat._answered == 0, "it answers", LIMIT)
     os.kill(own_server.pid, signal.SIGCONT)
     wait_until(lambda: not roll_call_is_open(nodes[0]), "it is over", LIMIT)
     assert not events(nodes[0], "lost")
@@ -156,29 +180,51 @@ def test_a_frozen_server_evicts_nobody(own_server: RedisServer, new_node: NodeFa
 def test_a_server_that_restarts_evicts_nobody(new_node: NodeFactory, tmp_path: Path) -> None:
     with RedisServer(data_dir=tmp_path) as server:
         nodes = group(new_node, 3, url=server.url, roll_call_timeout=0.5)
-        release = holds_back(nodes[2])
+        silence = Silence(nodes[2])
         call(nodes[0])
         server.kill()
         server.start()
         wait_until(lambda: not roll_call_is_open(nodes[0]), "it is over", LIMIT)
-        release()
+        silence.end()
         assert not events(nodes[0], "lost")
         for node in nodes:
             node.shutdown()
 
 
 @pytest.mark.fault("the master fails over in the middle of a roll call", PROMISE)
+@pytest.mark.parametrize("case", ["the new master knows of it", "it is lost"])
 @pytest.mark.timeout(300)
-def test_a_fail_over_evicts_nobody(shard: Shard, new_node: NodeFactory, run_id: str) -> None:
-    nodes = new_group(new_node, shard, 3, 3, roll_call_timeout=0.5)
+def test_a_fail_over_evicts_nobody(shard: Shard, new_node: NodeFactory, run_id: str, case: str) -> None:
+    nodes = new_group(new_node, shard, 3, 3, keep_alive_interval=5, roll_call_timeout=PATIENT)
     join(*nodes)
-    release = holds_back(nodes[2])
-    with lost_writes(shard, run_id):
+    silence = Silence(nodes[2])
+    if case == "it is lost":
+        with lost_writes(shard, run_id):
+            call(nodes[0])
+    else:
         call(nodes[0])
-    release()
-    wait_until_all_beat(*nodes)
+        shard.replicate(run_id)
+        assert roll_call_is_open(nodes[0])
+        shard.kill_master()
     wait_until(lambda: not roll_call_is_open(nodes[0]), "it is over", LIMIT)
+    over = time.monotonic()
+    silence.end()
+    wait_until(lambda: longest_silence(nodes[0]) < time.monotonic() - over, "all are heard", LIMIT)
     assert not events(nodes[0], "lost")
+
+
+def longest_silence(node: RedisRendezvousHandler) -> float:
+    """Of all members, in seconds."""
+    run = state(node)
+    assert run is not None
+    return max(member.silence for member in run.members)
+
+
+def silent_nodes(node: RedisRendezvousHandler) -> int:
+    """How many nodes have not answered the open roll call."""
+    ask, keys = node.backend.connection.call, node.backend.keys
+    until: Any = ask(lambda client: client.hget(keys.run, "roll_until"))
+    return int(ask(lambda client: client.zcount(keys.leases, "-inf", int(until))))
 
 
 def roll_call_is_open(node: RedisRendezvousHandler) -> bool:

@@ -1,0 +1,101 @@
+"""A node's part in a roll call: it asks, whatever became of idle connections, and nothing puts its answer off."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import redis
+from faulty_proxy import Fault, FaultyProxy
+from nodes import NodeFactory
+from rounds import events, join
+from servers import HOST, port_of
+
+from redelastic.redis import scripts
+from redelastic.redis.server import RedisServer
+from redelastic.rendezvous.view import Round, View
+
+
+@pytest.mark.parametrize("loss", ["request", "reply"])
+def test_who_asks_over_a_connection_that_dies_asks_again(
+    loss: str, server: RedisServer, client: redis.Redis, new_node: NodeFactory
+) -> None:
+    client.script_load(scripts.ROLL_CALL.text)
+    with FaultyProxy(HOST, port_of(server)) as proxy:
+        through = server.url.replace(str(port_of(server)), str(proxy.port))
+        nodes = [new_node(1, 2, url=through, keep_alive_interval=20, roll_call_timeout=5.0) for _ in range(2)]
+        join(*nodes)
+        digest = scripts.ROLL_CALL._digest.encode()
+        fault = proxy.add(Fault(digest, lose_request=loss == "request", hold=0))
+        nodes[0].membership.call_roll(time.monotonic() - 0.1)
+        assert fault.fired.is_set()
+        assert not nodes[0].wait_for_loss(), "long before the lease of a minute"
+        assert len(events(nodes[0], "roll_call")) == 1
+        for node in nodes:
+            node.shutdown()
+
+
+def test_an_answer_that_is_due_stays_due(new_node: NodeFactory) -> None:
+    heartbeat = new_node(keep_alive_interval=30).membership.heartbeat
+    heartbeat.answer(7)
+    for put_off in (
+        lambda: heartbeat._look_after_lease_that_ends_in(10.0, 1),
+        lambda: heartbeat.is_due_in(30),
+        lambda: heartbeat.has_been_renewed(answered=6),
+    ):
+        put_off()
+        due, urgent = heartbeat.due()
+        assert due <= time.monotonic()
+        assert urgent
+    heartbeat.has_been_renewed(answered=7)
+    assert heartbeat.due()[0] > time.monotonic() + 9
+    heartbeat.answer(0)
+    assert heartbeat.due()[0] > time.monotonic() + 9
+
+
+def test_an_answer_that_failed_is_tried_again_soon(own_server: RedisServer, new_node: NodeFactory) -> None:
+    node = new_node(1, 1, url=own_server.url, keep_alive_interval=30)
+    heartbeat = node.membership.heartbeat
+    heartbeat.answer(7)
+    own_server.kill()
+    with pytest.raises(Exception, match="could not be reached"):
+        heartbeat.beat()
+    due, urgent = heartbeat.due()
+    assert time.monotonic() < due < time.monotonic() + 1, "after a read: wake-ups are heard while writes are refused"
+    assert urgent
+    own_server.start()
+    heartbeat.beat()
+    assert heartbeat.due()[0] > time.monotonic() + 9
+
+
+def test_a_server_that_did_not_hear_the_answer_asks_again(new_node: NodeFactory) -> None:
+    """It may be one that has taken over."""
+    nodes = [new_node(1, 2, keep_alive_interval=20, roll_call_timeout=5.0) for _ in range(2)]
+    join(*nodes)
+    nodes[0].membership.call_roll(time.monotonic())
+    assert not nodes[0].wait_for_loss()
+    heard = nodes[1].membership.heartbeat._roll_call
+    assert heard > 0
+    nodes[1].membership.heartbeat.answer(heard)
+    due, urgent = nodes[1].membership.heartbeat.due()
+    assert due <= time.monotonic() + 1
+    assert urgent
+
+
+def test_who_waits_for_a_loss_begins_anew_when_redis_comes_back() -> None:
+    """Leases begin anew then, too."""
+    view = View("run")
+    view.become("a")
+    view.take_in_round(Round(1, 0, 2, "host", 1, 0, 0, again=False))
+    ended = []
+    waiting = threading.Thread(target=lambda: ended.append((view.wait_for_loss(0.5), time.monotonic())))
+    waiting.start()
+    view.take_in_outage(OSError("gone"))
+    time.sleep(0.25)  # for so long it is gone
+    view.take_in_return()
+    back = time.monotonic()
+    waiting.join(30)
+    [(lost, at)] = ended
+    assert not lost
+    assert at >= back + 0.5
