@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Final
 
 import checking
 import pytest
@@ -188,8 +189,20 @@ def test_a_process_that_sigkill_does_not_end_is_given_up(tmp_path: Path, monkeyp
     assert reason == f"command: did not end within 0.2 s, and {hangs}"
 
 
-def test_an_agent_that_ends_in_mid_check_leaves_no_process(tmp_path: Path) -> None:
+SLOW_START: Final = (
+    "import subprocess, time\n"
+    "class Slow(subprocess.Popen):\n"
+    "    def __init__(self, *args, **more):\n"
+    "        super().__init__(*args, **more)\n"
+    "        time.sleep(1)  # by then the command runs, and its agent ends\n"
+    "subprocess.Popen = Slow\n"
+)
+
+
+@pytest.mark.parametrize("start", ["", SLOW_START], ids=["as it runs", "as it starts"])
+def test_an_agent_that_ends_in_mid_check_leaves_no_process(start: str, tmp_path: Path) -> None:
     program = (
+        f"{start}"
         "import signal, sys; from pathlib import Path; from redelastic.agent.host.checks import Node, run_checks\n"
         "signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))\n"
         "run_checks([], f'echo $$ >{sys.argv[1]}/part; mv {sys.argv[1]}/part {sys.argv[1]}/pid; exec sleep 300',"

@@ -15,6 +15,7 @@ KILL_PATIENCE: Final = 2.0  # how long a killed process may take to be gone, in 
 OUTPUT_KEPT: Final = 65536  # of a process, in bytes
 
 _running: set[subprocess.Popen[bytes]] = set()
+_starting = threading.Lock()  # whatever has been started is in `_running` while nobody holds it
 
 
 class Ended(NamedTuple):
@@ -39,15 +40,16 @@ def run_within(timeout: float, argv: tuple[str, ...], environment: Mapping[str, 
         argv: the command.
         environment: to add to our own.
     """
-    process = subprocess.Popen(
-        argv,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-        env={**os.environ, **(environment or {})},
-    )
-    _running.add(process)
+    with _starting:
+        process = subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, **(environment or {})},
+        )
+        _running.add(process)
     tail = bytearray()
     reader = threading.Thread(target=_keep_tail, args=(process, tail), daemon=True)
     reader.start()
@@ -90,5 +92,6 @@ def _signal_name(number: int) -> str:
 @atexit.register
 def _kill_what_runs() -> None:
     """An agent that is told to end while one runs leaves nothing of it behind."""
+    _starting.acquire()  # for good: threads that are left start nothing more
     for process in list(_running):
         _kill_group(process)
