@@ -335,8 +335,8 @@ class RedisElasticAgent(RegroupingAgent):
     def _may_restart(self, result: RunResult) -> bool:
         self._leave_if_drained()  # a signal to all processes may have ended them
         self._unfit = True
-        self._tell_log(result)
         self._verdict = self._budget.charge(result, final=False)
+        self._tell_log(result)  # once it is known who failed first: of many, only that one's is sure to be told
         return super()._may_restart(result) and not self._verdict
 
     def _leave_if_drained(self) -> None:

@@ -28,6 +28,7 @@ end
 local function blame()
   set('failed_at', failed_at)
   set('blamed', name)
+  set('blamed_node', node)
   redis.call('HINCRBY', FAILURES, name, 1)
 end
 

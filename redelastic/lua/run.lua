@@ -18,20 +18,21 @@ local FORMER = -2147483648 -- a former member's place among the candidates is FO
 local clock = redis.call('TIME')
 local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
 
-local NUMBERS = { 'epoch', 'size', 'min', 'max', 'last_call', 'replacement', 'lease', 'interval', 'ttl', 'deadline', 'beat_at',
-  'charged', 'restarts', 'idle', 'progress', 'failed_at', 'restoring', 'roll_called_at', 'roll_timeout', 'roll_until',
-  'roll_last_chance', 'roll_answered', 'written', 'untold' }
+local TEXTS = 9 -- of these fields are words, the others numbers
+local FIELDS = { 'closed', 'stop', 'broken', 'member_lost', 'blamed', 'blamed_node', 'mark', 'roll_called_by', 'roll_again',
+  'epoch', 'size', 'min', 'max', 'last_call', 'replacement', 'lease', 'interval', 'ttl', 'deadline', 'beat_at', 'charged',
+  'restarts', 'idle', 'progress', 'failed_at', 'restoring', 'roll_called_at', 'roll_timeout', 'roll_until', 'roll_last_chance',
+  'roll_answered', 'written', 'untold' }
 local run = {}
-local found = redis.call('HMGET', RUN, 'closed', 'stop', 'broken', 'member_lost', 'blamed', 'mark', 'roll_called_by',
-  'roll_again', unpack(NUMBERS))
-run.closed, run.stop, run.broken, run.member_lost, run.blamed, run.mark, run.roll_called_by, run.roll_again = unpack(found, 1, 8)
-for i, name in ipairs(NUMBERS) do
-  local text = found[8 + i]
-  local number = text and tonumber(text)
-  if text and not (number and number >= 0 and number < 2 ^ 53 and number % 1 == 0) then -- nor nan, which is not >= 0
-    error('CORRUPT ' .. RUN .. ': field ' .. name .. ' is not a number')
+for i, value in ipairs(redis.call('HMGET', RUN, unpack(FIELDS))) do
+  if value and i > TEXTS then
+    local number = tonumber(value)
+    if not (number and number >= 0 and number < 2 ^ 53 and number % 1 == 0) then -- nor nan, which is not >= 0
+      error('CORRUPT ' .. RUN .. ': field ' .. FIELDS[i] .. ' is not a number')
+    end
+    value = number
   end
-  run[name] = number
+  run[FIELDS[i]] = value
 end
 
 local function set(field, value)
@@ -113,32 +114,32 @@ local function tell_rest()
   end
 end
 
--- Returns whether the event is told by itself.
+-- Returns whether the event is told by itself; whatever was collected before it is told first. The log of the worker
+-- that failed first always is: its lines are what people look for.
 local function record(event, node, reason, detail)
   local kind = event == 'joined' and event .. ' ' .. reason or event
   local this, size = run.epoch or 0, run.size or 0
-  if IS_KIND[kind] and run.ttl then
+  if IS_KIND[kind] and run.ttl and not (event == 'log' and node == run.blamed_node) then
     local last, epoch, _, count, nodes, first_reason = row_of(kind)
-    if not last or epoch ~= this or now - last > 1000 or now < last then
-      if last and nodes ~= '' then
-        tell_rest()
-      end
-      count, nodes, first_reason = 0, '', ''
+    local is_new = not last or epoch ~= this or now - last > 1000 or now < last
+    if last and nodes ~= '' and (is_new or event == 'left' and reason ~= first_reason) then
+      tell_rest()
+      nodes = ''
     end
+    count = is_new and 0 or count
     if count >= 16 then
-      local collected = nodes == '' and node or nodes .. ' ' .. node
-      first_reason = nodes == '' and reason or first_reason
+      local first = nodes == ''
+      keep_row(kind, now, this, size, count + 1, first and node or nodes .. ' ' .. node, first and reason or first_reason)
       if (count - 15) % 64 == 0 then
-        tell_together(kind, this, size, collected, first_reason)
-        collected, first_reason = '', ''
+        tell_rest()
       elseif not run.untold then
         set('untold', now + 1000)
       end
-      keep_row(kind, now, this, size, count + 1, collected, first_reason)
       return false
     end
-    keep_row(kind, now, this, size, count + 1, nodes, first_reason)
-  elseif run.untold then
+    keep_row(kind, now, this, size, count + 1, '', '')
+  end
+  if run.untold then
     tell_rest()
   end
   local more = detail and detail ~= '' and { 'detail', detail } or {}

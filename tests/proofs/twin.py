@@ -69,7 +69,13 @@ FIELDS: Final = (  # of the run's hash, and of the oracle's state alike
 )
 
 
-TELLING: Final = ("many ", "mark", "untold", "written")  # fields by which the run tells its events, and no more
+TELLING: Final = (
+    "many ",
+    "mark",
+    "untold",
+    "written",
+    "blamed_node",
+)  # fields by which the run tells its events, and no more
 
 
 class Server:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from random import Random
 from typing import Any
 
 import pytest
@@ -48,14 +49,27 @@ class Crowd:
             args = (name, "{}", *settings, *NOTHING, after, f"{name} 1", "")
             self._send(scripts.JOIN, name, *args, store=after)
 
+    def note_of(self, i: int, event: str) -> None:
+        self._send(scripts.NOTE, self.names[i], event, self.names[i], "is so", "")
+
     def note(self, n: int, event: str, reason: str, detail: str = "") -> None:
         for i, name in enumerate(self.names[:n]):
             self._send(scripts.NOTE, name, event, name, reason.format(i), detail)
 
-    def leave(self) -> None:
+    def leave(self, *reasons: str) -> None:
+        """Each of the reasons is that of as many nodes as the others, which come after another."""
         settings = (N, N, 30_000, 0, 6_000, 2_000, 60_000)
-        for name in self.names:
-            self._send(scripts.LEAVE, name, name, "{}", *settings, *NOTHING, "drained: SIGTERM", "goes on")
+        for i, name in enumerate(self.names):
+            reason = reasons[i * len(reasons) // N]
+            self._send(scripts.LEAVE, name, name, "{}", *settings, *NOTHING, reason, "goes on")
+
+    def fail(self, n: int, first: int) -> None:
+        """The workers of n nodes fail, those of the `first` before all others; each tells the end of its log."""
+        for i, name in enumerate(self.names[:n]):
+            limits = (-1, -1, -1, 0)
+            host = name.split("-7-")[0]
+            self._send(scripts.CHARGE, name, name, host, 1, 20 if i == first else 10, -1, "failed", *limits)
+            self._send(scripts.NOTE, name, "log", name, "rank 0", f"the last lines of {name}")
 
     def drain(self) -> None:
         for name in self.names:
@@ -111,11 +125,45 @@ def test_the_rest_of_many_is_told_by_a_heartbeat(crowd: Crowd, control: RunContr
 
 def test_the_rest_of_all_is_told_by_the_last_that_leaves(crowd: Crowd, control: RunControl) -> None:
     crowd.join()
-    crowd.leave()
+    crowd.leave("drained: SIGTERM")
     left = [event for event in control.events() if event.event == "left"]
     assert [one.node for event in left for one in event.each()] == crowd.names
     assert {one.reason for event in left for one in event.each()} == {"drained: SIGTERM"}
     assert all(node.gone_at is not None for node in replay(control.events()).nodes)
+
+
+def test_who_leaves_for_another_reason_is_not_told_with_the_others(crowd: Crowd, control: RunControl) -> None:
+    crowd.join()
+    reasons = ("drained: SIGTERM", "the agent was killed")
+    crowd.leave(*reasons)
+    left = [one for event in control.events() if event.event == "left" for one in event.each()]
+    assert [one.reason for one in left] == [reasons[0]] * (N // 2) + [reasons[1]] * (N // 2)
+
+
+def test_an_event_that_stands_alone_comes_after_all_before_it(crowd: Crowd, control: RunControl) -> None:
+    crowd.join(1)
+    dice = Random(7)
+    recorded = []
+    for i in range(N):
+        for kind in dice.choices(("started", "saved", "hung", "x"), (30, 30, 1, 0.2), k=3):
+            crowd.note_of(i, kind)
+            recorded.append((kind, crowd.names[i]))
+    told: list[tuple[str, str]] = []
+    for event in control.events()[1:]:
+        if not event.nodes:
+            before = recorded[: recorded.index((event.event, event.node), len(told))]
+            assert sorted(told) == sorted(before)
+        told += [(one.event, one.node) for one in event.each()]
+    assert any(event.nodes for event in control.events())
+
+
+def test_the_log_of_who_failed_first_is_told_with_its_lines(crowd: Crowd, control: RunControl) -> None:
+    crowd.join()
+    crowd.fail(FEW + 8, first=FEW + 4)
+    logs = {event.node: event.detail for event in control.events() if event.event == "log"}
+    first = crowd.names[FEW + 4]
+    assert logs[first] == f"the last lines of {first}"
+    assert len(logs) < FEW + 8
 
 
 def test_after_a_second_an_event_of_the_kind_stands_alone_again(
