@@ -11,9 +11,9 @@ if not run.epoch then -- the server has forgotten the run, and this node knows o
   return { 'unknown', 0, '', 0, run.closed or '', -1, run.stop and 1 or 0, '', 0 }
 end
 reap(ARGV[17] == '1')
-local to_answer = 0
+local heard = tonumber(ARGV[18])
 if redis.call('ZSCORE', LEASES, node) then
-  to_answer = renew(node, ARGV[7], tonumber(ARGV[18]))
+  renew(node, ARGV[7], heard)
   redis.call('SET', STATUS, status, 'PX', ARGV[7])
 end
 try_complete()
@@ -39,4 +39,4 @@ for i = 1, #soonest, 2 do
   end
 end
 return { standing, run.epoch, run.broken or '', redis.call('ZCARD', CANDIDATES), run.closed or '', expires_in,
-  run.stop and 1 or 0, redis.call('HGET', RUN, 'draining ' .. node) or '', to_answer }
+  run.stop and 1 or 0, redis.call('HGET', RUN, 'draining ' .. node) or '', to_answer(node, heard) }

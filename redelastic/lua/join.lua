@@ -9,6 +9,7 @@
 --       {'closed', why, spare: 1 or 0, stop: 1 or 0} | {'mismatch', min, max} | {'left'}
 -- I1 I2 I3 I4 I5 I6 I8
 local min, max, after, endpoint, label = tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[19]), ARGV[20], ARGV[21]
+local heard = tonumber(ARGV[18])
 
 if redis.call('GET', STATUS) == 'left' then
   return { 'left' } -- a late copy of a request that this node had taken back
@@ -50,7 +51,7 @@ if regroups or not (is_member or is_candidate) then -- not for a late copy of a 
   end
 end
 redis.call('SET', STATUS, status, 'PX', ARGV[7])
-local to_answer = renew(node, ARGV[7], tonumber(ARGV[18])) -- before it is a candidate: whatever fails then, it can be reaped
+renew(node, ARGV[7], heard) -- before it is a candidate: whatever fails then, it can be reaped
 if regroups then
   redis.call('SREM', MEMBERS, node)
   redis.call('ZADD', CANDIDATES, FORMER + rank, node)
@@ -79,4 +80,4 @@ end
 local last = redis.call('XREVRANGE', WAKE, '+', '-', 'COUNT', 1)
 local full = run.size == run.max and redis.call('SCARD', MEMBERS) == run.size
 return { 'waiting', run.epoch, last[1] and last[1][1] or '0-0', run.deadline and math.max(0, run.deadline - now) or -1, full and 1 or 0,
-  run.roll_until and to_answer or 0 }
+  to_answer(node, heard) } -- opened just now, too: the node reads on from the last wake-up

@@ -30,15 +30,14 @@ local function open_roll_call(node, timeout)
   redis.call('PEXPIRE', WAKE, run.ttl) -- it may be new
 end
 
--- Renews the lease of a node that has heard of the roll call `heard`; returns the one that it has to answer, or 0.
-local function renew(node, lease, heard)
+-- The roll call that a node has to answer, or 0, when it has heard of the roll call `heard`.
+local function to_answer(node, heard)
   local expiry = run.roll_until and heard ~= run.roll_called_at and redis.call('ZSCORE', LEASES, node)
-  if expiry and tonumber(expiry) <= run.roll_until then
-    redis.call('ZADD', LEASES, run.roll_until, node)
-    return run.roll_called_at
-  end
-  redis.call('ZADD', LEASES, now + lease, node)
-  return 0
+  return expiry and tonumber(expiry) <= run.roll_until and run.roll_called_at or 0
+end
+
+local function renew(node, lease, heard)
+  redis.call('ZADD', LEASES, to_answer(node, heard) > 0 and run.roll_until or now + lease, node)
 end
 
 local function end_roll_call()
@@ -82,7 +81,7 @@ local function roll_call_is_over()
   local nodes = redis.call('ZCARD', LEASES)
   record('roll_call', called_by, string.format('%.0f nodes are there: all answered within %.3f s', nodes, (now - called_at) / 1000))
   redis.call('XADD', WAKE, 'MAXLEN', '~', 64, '*', 'event', 'answered', 'epoch', run.epoch, 'called_at', called_at)
-  if again then
+  if again and nodes > 0 then
     open_roll_call(again, timeout)
   end
   return not run.roll_until

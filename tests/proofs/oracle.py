@@ -258,13 +258,13 @@ def join(state: State, now: int, request: Join) -> tuple[State, Reply]:
         s.epoch = request.after  # I4: after a loss of data no epoch is given twice
 
     _enter(s, node, request)
-    to_answer = _renew(s, now, node, request.settings, request.known)
+    _renew(s, now, node, request.settings, request.known)
     _try_complete(s, now)
 
     if s.epoch > request.after and node in s.members:
         return s, ("complete", s.epoch, s.ranks[node], _size(s), s.master or "", s.completed_at or 0, s.lost or 0)
     wait = -1 if s.deadline is None else max(0, s.deadline - now)
-    return s, ("waiting", s.epoch, len(s.wake), wait, int(s.full), to_answer if s.roll_until is not None else 0)
+    return s, ("waiting", s.epoch, len(s.wake), wait, int(s.full), _to_answer(s, node, request.known))
 
 
 def _enter(s: State, node: str, request: Join) -> None:
@@ -295,13 +295,14 @@ def beat(state: State, now: int, request: Beat) -> tuple[State, Reply]:
     if s.epoch is None:  # I9: the data are gone, and this node knows of no round: it is not judged
         return s, ("unknown", 0, "", 0, s.closed or "", -1, s.stop or 0, "", 0)
     _reap(s, now, steady=request.known.steady)
-    to_answer = _renew(s, now, node, request.settings, request.known) if node in s.leases else 0
+    if node in s.leases:
+        _renew(s, now, node, request.settings, request.known)
     _try_complete(s, now)
     standing = "member" if node in s.members else "candidate" if node in s.candidates else "fenced"
     others = [at for other, at in s.leases.items() if other != node]
     expires_in = max(0, min(others) - now) if others else -1
     run = (s.epoch, s.broken or "", len(s.candidates), s.closed or "", expires_in, s.stop or 0)
-    return s, (standing, *run, s.draining.get(node, ""), to_answer)
+    return s, (standing, *run, s.draining.get(node, ""), _to_answer(s, node, request.known))
 
 
 def leave(state: State, now: int, request: Leave) -> tuple[State, Reply]:
@@ -560,15 +561,20 @@ def _open_roll_call(s: State, now: int, node: str, timeout: int) -> None:
     s.wake = (*s.wake, RollCallWake("roll_call", s.epoch, now))
 
 
-def _renew(s: State, now: int, node: str, settings: Settings, known: Known) -> int:
-    """Renew a lease, during a roll call only if the node knows of it; returns the one that it has to answer."""
-    if s.roll_until is not None and s.leases.get(node, s.roll_until + 1) <= s.roll_until:
-        assert s.roll_called_at is not None
-        if known.heard != s.roll_called_at:
-            s.leases[node] = s.roll_until
-            return s.roll_called_at
-    s.leases[node] = now + settings.lease
-    return 0
+def _renew(s: State, now: int, node: str, settings: Settings, known: Known) -> None:
+    """Renew a lease, during a roll call only if the node knows of it."""
+    if _to_answer(s, node, known):
+        assert s.roll_until is not None
+        s.leases[node] = s.roll_until
+    else:
+        s.leases[node] = now + settings.lease
+
+
+def _to_answer(s: State, node: str, known: Known) -> int:
+    """The roll call that a node has to answer, or 0."""
+    if s.roll_until is None or known.heard == s.roll_called_at or s.leases.get(node, s.roll_until + 1) > s.roll_until:
+        return 0
+    return s.roll_called_at or 0
 
 
 def _end_roll_call(s: State) -> None:
@@ -606,7 +612,7 @@ def _roll_call_is_over(s: State, now: int) -> bool:
         seconds = (now - called_at) / 1000
         _record(s, "roll_call", called_by, f"{len(s.leases)} nodes are there: all answered within {seconds:.3f} s")
         s.wake = (*s.wake, RollCallWake("answered", s.epoch, called_at))
-        if again:
+        if again and s.leases:
             _open_roll_call(s, now, again, timeout)
     return s.roll_until is None
 

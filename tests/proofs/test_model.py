@@ -73,6 +73,7 @@ class World:
     state: State
     nodes: tuple[Node, ...]
     holders: frozenset[str] = frozenset()  # of the last round who neither rejoined nor left nor had a lease run out
+    dead: frozenset[str] = frozenset()  # who was dead when the last roll call was opened, and has held its lease since
     sent: frozenset[tuple[str, int]] = frozenset()  # joins that may arrive once more
     faults: int = 1  # still to come: lost replies, late copies, frozen nodes, a closing
     story: tuple[str, ...] = field(default=(), compare=False)
@@ -100,6 +101,7 @@ class World:
             self.nodes,
             (
                 self.holders,
+                self.dead if s.roll_until is not None else frozenset(),
                 self.sent,
                 self.faults,
             ),
@@ -147,6 +149,11 @@ class Model:
         else:
             assert (state.epoch or 0) == (old.epoch or 0), ("I4", story)
             assert state.ranks == old.ranks, ("I2: the ranks of a round never change", story)
+        told = {entry.event for entry in state.wake}
+        dead = (world.dead & set(state.leases)) - {event.node for event in state.events if event.event == "lost"}
+        assert "answered" not in told or not dead, ("I7: the dead do not answer", story)
+        if "roll_call" in told:
+            dead = frozenset(n.name for n in world.nodes if n.phase == DEAD and n.name in state.leases)
         assert old.closed in (None, state.closed), ("I5", story)
         assert old.closed is None or state.epoch == old.epoch, ("I5", story)
         if request[0] in old.members and request[0] in state.candidates and old.leases[request[0]] > NOW:
@@ -163,18 +170,18 @@ class Model:
             lost = set(before) & set(old.members) - set(state.members) - {node.name}
             if lost and node.phase == TRAINING and node.name in state.members and not state.closed:
                 assert node.broken, ("I7: every live member knows", story)
-        return replace(
-            world, state=replace(state, wake=(), events=()), nodes=nodes, holders=holders, story=story
-        ), reply
+        if "roll_call" in told:
+            state = replace(state, roll_called_at=NOW - 1)  # time passes: workers may fail after that
+        state = replace(state, wake=(), events=())
+        return replace(world, state=state, nodes=nodes, holders=holders, dead=dead, story=story), reply
 
     def ask(self, world: World, node: Node, why: str, *, lost: bool = False) -> World:
         join = Join(node.name, node.held, f"{node.name} 1", "", self.settings, known_to(node, world.state))
-        world = self.request(world, join, why=why + (" (reply lost)" if lost else ""))[0]
+        world, reply = self.request(world, join, why=why + (" (reply lost)" if lost else ""))
         world = replace(world, sent=world.sent | {(node.name, node.held)}, faults=world.faults - lost)
         node = world.node(node.name)
         if lost:
             return world.changed(node, phase=ASKING, woken=False, has_deadline=False)
-        reply = apply(world.state, NOW, join)[1]  # I8: it is the same
         if reply[0] == "waiting":
             world = world.changed(node, called=node.called or reply[5] != 0)
             return world.changed(
@@ -200,11 +207,12 @@ class Model:
             node, phase=TRAINING, held=epoch, woken=False, has_deadline=False, spare=False, broken=broken
         )
 
-    def beat(self, world: World, node: Node) -> World:
-        why = "answers" if node.called else "beats"
+    def beat(self, world: World, node: Node, *, steady: int = 1) -> World:
+        why = ("answers" if node.called else "beats") + ("" if steady else ", having just found Redis again")
         world = world.changed(node, called=False, knows=node.knows or node.called)
         node = world.node(node.name)
-        world, reply = self.request(world, Beat(node.name, self.settings, known_to(node, world.state)), why=why)
+        known = known_to(node, world.state)._replace(steady=steady)
+        world, reply = self.request(world, Beat(node.name, self.settings, known), why=why)
         node = world.node(node.name)
         if reply[8]:
             world = world.changed(node, called=True)
@@ -285,9 +293,12 @@ class Model:
         s = world.state
         for node in world.nodes:
             if node.phase == TRAINING:
-                yield self.request(world, RollCall(node.name, node.held, 0, 500), why="calls the roll")[0]
+                for ago in (0, 1):  # after one that is open was called for, and before
+                    yield self.request(world, RollCall(node.name, node.held, ago, 500), why="calls the roll")[0]
             if node.alive and node.called:
                 yield self.beat(world, node)
+            if node.alive and world.faults and s.roll_until is not None and s.roll_until <= NOW:
+                yield self.beat(replace(world, faults=world.faults - 1), node, steady=0)
         if s.roll_until is not None and s.roll_until > NOW:
             late = any(node.alive and node.name in silent_in(s) for node in world.nodes)
             if not late or world.faults:

@@ -47,6 +47,7 @@ run_thens = st.sampled_from(("goes on", "goes on", "goes on", "goes on", "closes
 steps = st.sampled_from((-1, -1, -1, 0, 0, 1, 2, 7, 2**63 - 1))
 limits = st.tuples(*(st.sampled_from((-1, -1, 0, 1, 2, 3)) for _ in range(3)))
 finals = st.sampled_from((0, 0, 0, 0, 1))
+asides = st.sampled_from(("", "", "heard of the roll call", "heard of another roll call", "has just found Redis again"))
 
 
 class Equivalence(RuleBasedStateMachine):
@@ -95,10 +96,17 @@ class Equivalence(RuleBasedStateMachine):
         for node in first[: size[0] + others]:
             self.join(node, "", False)
 
-    @rule(node=nodes, label=labels, lost=st.booleans())
-    def join(self, node: str, label: str, lost: bool) -> None:
+    def known(self, node: str, aside: str) -> Known:
+        """What a node tells of its round, and of roll calls and itself: see `asides`."""
+        heard = (self.state.roll_called_at or 0) - (aside == "heard of another roll call")
+        return self.held[node]._replace(
+            heard=heard if aside.startswith("heard") else 0, steady=int(aside != "has just found Redis again")
+        )
+
+    @rule(node=nodes, label=labels, lost=st.booleans(), aside=asides)
+    def join(self, node: str, label: str, lost: bool, aside: str = "") -> None:
         endpoint = f"{node} {40_000 + len(self.sent)}"
-        self.send_new(Join(node, self.last[node], endpoint, label, self.settings, self.held[node]), lost)
+        self.send_new(Join(node, self.last[node], endpoint, label, self.settings, self.known(node, aside)), lost)
 
     @rule(lost=st.booleans())
     def all_candidates_ask_again(self, lost: bool) -> None:
@@ -110,9 +118,9 @@ class Equivalence(RuleBasedStateMachine):
     def join_a_run_of_another_size(self, node: str, size: tuple[int, int]) -> None:
         self.send_new(Join(node, self.held[node].epoch, f"{node} 1", "", Settings(*size)))
 
-    @rule(node=nodes)
-    def beat(self, node: str) -> None:
-        self.send_new(Beat(node, self.settings, self.held[node]))
+    @rule(node=nodes, aside=asides)
+    def beat(self, node: str, aside: str = "") -> None:
+        self.send_new(Beat(node, self.settings, self.known(node, aside)))
 
     @rule(silent=st.sets(nodes, max_size=2), times=st.integers(1, 3), late=st.sampled_from((0, 0, 1000, 1001)))
     def some_beat_for_a_while(self, silent: set[str], times: int, late: int) -> None:
@@ -126,10 +134,10 @@ class Equivalence(RuleBasedStateMachine):
         nodes = sorted(self.state.candidates) + sorted(self.state.members) or ["a"]
         return nodes[pick % len(nodes)]
 
-    @rule(pick=st.integers(0, 7), run_then=run_thens)
-    def leave(self, pick: int, run_then: RunThen) -> None:
+    @rule(pick=st.integers(0, 7), run_then=run_thens, aside=asides)
+    def leave(self, pick: int, run_then: RunThen, aside: str) -> None:
         node = self.present(pick)
-        self.send_new(Leave(node, "went", run_then, self.settings, self.held[node]))
+        self.send_new(Leave(node, "went", run_then, self.settings, self.known(node, aside)))
 
     @rule(node=nodes, run_then=run_thens)
     def leave_without_having_come(self, node: str, run_then: RunThen) -> None:
@@ -181,12 +189,11 @@ class Equivalence(RuleBasedStateMachine):
         self.send_new(RollCall(node, max(0, (self.state.epoch or 0) + off), ago, timeout))
         for other in sorted(answer & set(self.state.leases)):
             self.now += 1
-            heard = self.state.roll_called_at or 0
-            self.send_new(Beat(other, self.settings, self.held[other]._replace(heard=heard)))
+            self.beat(other, "heard of the roll call")
         for _ in range(("", "in time", "looked at once", "looked at twice").index(end) if "away" not in end else 1):
             if self.state.roll_until is not None:
                 self.now = self.state.roll_until - (end == "in time")
-                self.send_new(Beat(node, self.settings, self.held[node]._replace(steady=int("away" not in end))))
+                self.beat(node, "has just found Redis again" if "away" in end else "")
 
     @rule(late=st.sampled_from((-1, 0, 1)))
     def roll_call_ends(self, late: int) -> None:

@@ -70,7 +70,7 @@ STORIES: Final = {
   1001  a answers                      -> member, 1, -, 0, -, 399, 0, -, 0
   1001  b answers                      -> member, 1, -, 0, -, 399, 0, -, 0
   1010  b calls 2 ago                  -> 1000001008, 0
-  1011  c answers                      -> member, 1, -, 0, -, 400, 0, -, 0
+  1011  c answers                      -> member, 1, -, 0, -, 400, 0, -, 1000001011
         | answered 1
         | roll_call 1
         * roll_call a: 3 nodes are there: all answered within 0.011 s
@@ -134,6 +134,24 @@ STORIES: Final = {
   1003  a joins after 1 of 1:3, heard  -> complete, 2, 0, 3, a:1, 0
         | complete 2: max_nodes joined (0 waiting)
 """,
+    "who joins as the second one begins has to answer that": """
+  1000  a calls 5 ago                  -> 1000000995, 0
+        | roll_call 1
+  1001  b answers                      -> member, 1, -, 0, -, 399, 0, -, 0
+  1002  c answers                      -> member, 1, -, 0, -, 398, 0, -, 0
+  1010  b calls 2 ago                  -> 1000001008, 0
+  1011  a joins after 1 of 1:3, heard  -> waiting, 1, 5, -1, 0, 1000001011
+        | broken 1: a regroups (1 waiting)
+        | answered 1
+        | roll_call 1
+        * roll_call a: 3 nodes are there: all answered within 0.011 s
+  1012  b joins after 1 of 1:3, heard  -> waiting, 1, 5, -1, 0, 0
+  1013  c joins after 1 of 1:3, heard  -> waiting, 1, 5, -1, 0, 0
+  1014  a joins after 1 of 1:3, heard  -> complete, 2, 0, 3, a:1, 0
+        | answered 1
+        | complete 2: max_nodes joined (0 waiting)
+        * roll_call b: 3 nodes are there: all answered within 0.003 s
+""",
     "the second one is in the name of who needs it, though the first's caller is gone": """
   1000  a calls 5 ago                  -> 1000000995, 0
         | roll_call 1
@@ -143,7 +161,7 @@ STORIES: Final = {
   1010  b calls 2 ago                  -> 1000001008, 0
   1011  a leaves                       -> nothing
         * left a: left
-  1012  c answers                      -> member, 1, a regroups, 0, -, 400, 0, -, 0
+  1012  c answers                      -> member, 1, a regroups, 0, -, 400, 0, -, 1000001012
         | answered 1
         | roll_call 1
         * roll_call a: 2 nodes are there: all answered within 0.012 s
