@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 import pytest
-from agent_job import DRAINED, STOPPED, AgentJob
+from agent_job import DRAINED, REFUSED, STOPPED, AgentJob
 from nodes import NodeFactory
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
@@ -32,8 +32,6 @@ from redelastic.rendezvous.membership import RunStoppedError
 from redelastic.run.records import BEREFT
 
 pytestmark = pytest.mark.timeout(300)
-
-REFUSED = 77
 
 
 @pytest.mark.fault("an agent gets SIGTERM", "all workers save, the node leaves, the others go on at once")

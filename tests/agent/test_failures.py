@@ -13,12 +13,12 @@ import pytest
 from agent_job import AgentJob
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torchrun_job import Job
+from unruly_job import UNRULY
 
 from redelastic.redis.server import RedisServer
 
 pytestmark = pytest.mark.timeout(180)
 
-UNRULY: Final = Path(__file__).parents[1] / "support" / "workers" / "unruly.py"
 WATCHES_KERNEL: Final = "uninterruptible_state_timeout" in inspect.signature(LocalElasticAgent).parameters
 
 

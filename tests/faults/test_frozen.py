@@ -15,10 +15,11 @@ from urllib.parse import urlencode
 import psutil
 import pytest
 import redis
-from agent_job import AgentJob
+from agent_job import AWARE, AgentJob
 from faulty_proxy import Fault, FaultyProxy
 from nodes import NodeFactory
 from servers import wait_until
+from unruly_job import Unruly, lives, pid_in
 from workers.frozen_node import JOINS, REQUESTS, WRITES
 
 from redelastic.redis import scripts
@@ -195,13 +196,6 @@ def test_a_late_join_of_the_old_identity(pair: Pair) -> None:
     assert pair.other.num_nodes_waiting() == 0
 
 
-def lives(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
 @pytest.mark.fault(
     "an agent and its workers are frozen for longer than the lease, and thawed",
     "I4: REDELASTIC_EPOCH tells the workers' writes, they are stopped, the node comes back as a new one",
@@ -229,5 +223,46 @@ def test_a_frozen_tree_is_replaced_and_its_worker_overwrites_no_checkpoint(serve
         job.wait("b saves in a later round", lambda: epoch_of("b", second))
         assert job.id_of("b") != before
         assert json.loads((tmp_path / "checkpoint").read_text())[0] > second
+        job.tell("finish")
+        assert job.wait_end("a") == job.wait_end("b") == 0
+
+
+@pytest.mark.fault("an agent is frozen, and thawed", "I4: it comes back as a new node")
+def test_a_frozen_agent_comes_back_as_a_new_node(server: RedisServer, tmp_path: Path) -> None:
+    with AgentJob(server, tmp_path, "1:2") as job:
+        job.begin("a", "b")
+        epoch = job.wait_round("ab")
+        agent, *others = job.nodes["b"].tree()
+        [worker] = [process for process in others if str(AWARE) in process.cmdline()]
+        before = job.id_of("b")
+        agent.suspend()
+        epoch = job.wait_round("a", epoch)
+        assert [event.node for event in job.events("lost")] == [before]
+        assert agent.status() == psutil.STATUS_STOPPED
+        agent.resume()
+        job.wait_round("ab", epoch)
+        assert job.id_of("b") != before
+        assert not lives(worker.pid)
+        job.tell("finish")
+        assert job.wait_end("a") == job.wait_end("b") == 0
+
+
+@pytest.mark.fault("an agent is frozen, its workers are not", "they are stopped once it is thawed")
+def test_a_frozen_agents_workers_are_stopped(server: RedisServer, tmp_path: Path) -> None:
+    """Those that would never have ended by themselves."""
+    with Unruly(server, tmp_path, "1:2", conf={"last_call_timeout": 0.2}) as job:
+        job.begin("b")
+        worker = pid_in(job.wait_file("b-started"))
+        [agent, *_] = job.nodes["b"].tree()
+        before = job.control.state().members[0].id
+        agent.suspend()
+        job.wait("its lease is over", lambda: job.control.state().members[0].lease < 0)
+        job.begin("a")
+        job.wait("b is lost", lambda: before in [event.node for event in job.events("lost")])
+        assert lives(worker), "nobody could stop it"
+        agent.resume()
+        job.wait("it is stopped", lambda: not lives(worker))
+        job.wait("b is back", lambda: len(job.control.state().members) == 2)
+        assert before not in [node.id for node in job.control.state().members]
         job.tell("finish")
         assert job.wait_end("a") == job.wait_end("b") == 0

@@ -1,16 +1,15 @@
-"""Calls to Redis: every way a server can fail ends in torch's right error, within its time, and sends nothing twice."""
+"""Calls to Redis: whatever the server does, a call ends within its time and has one effect."""
 
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 
 import pytest
 import redis
 import servers
+from calls import ATTEMPT, increment, opened, takes
 from nodes import NodeFactory
 from peers import lossy_proxy, peer, say_nothing, speak_http
 from redis.backoff import NoBackoff
@@ -18,7 +17,6 @@ from redis.cluster import RedisCluster
 from redis.retry import Retry
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousConnectionError,
-    RendezvousError,
     RendezvousStateError,
     RendezvousTimeoutError,
 )
@@ -26,31 +24,10 @@ from torch.distributed.elastic.rendezvous.api import (
 from redelastic import RedisStore
 from redelastic.redis import connection as connection_module
 from redelastic.redis import scripts
-from redelastic.redis.client import DirectClient
 from redelastic.redis.connection import Connection
-from redelastic.redis.endpoint import Client
 from redelastic.redis.errors import UnreachableError
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
-
-ATTEMPT = 0.5  # time-out of one attempt, in seconds
-SLOW = 3.0  # what a busy machine may add to a bound, in seconds
-
-
-def opened(url: str, *, attempt: float = ATTEMPT, connect: float = 1.0, read: float = 10.0) -> Connection:
-    return Connection.open(url, attempt, read, connect)
-
-
-@contextmanager
-def takes(least: float, most: float) -> Iterator[None]:
-    started = time.monotonic()
-    yield
-    assert least <= time.monotonic() - started <= most + SLOW
-
-
-def increment(client: Client) -> int:
-    return int(client.incr("counter"))
-
 
 # -- Nobody there, or somebody else
 
@@ -107,68 +84,6 @@ def test_a_peer_that_is_no_redis_is_refused_at_once(scheme: str, login: str) -> 
         with takes(0, 1), pytest.raises(RendezvousConnectionError, match=says) as raised:
             opened(f"{scheme}://{rest}", connect=30)
         assert not isinstance(raised.value, UnreachableError)
-
-
-# -- Refused
-
-
-@pytest.mark.parametrize("login", [":wrong@", "", "nobody:wrong@", "default:@"])
-def test_a_refused_login_is_final_and_says_where_to_put_it(server: RedisServer, login: str) -> None:
-    with (
-        takes(0, 1),
-        pytest.raises(RendezvousConnectionError, match=r"refused the login: .*REDELASTIC_REDIS_URL") as raised,
-    ):
-        opened(f"redis://{login}{server.endpoint}", connect=30)
-    assert not isinstance(raised.value, UnreachableError)
-
-
-def test_a_user_that_is_switched_off_while_we_are_connected(own_server: RedisServer) -> None:
-    with own_server.get_client() as admin:
-        admin.acl_setuser("u", enabled=True, passwords=["+p"], categories=["+@all"], keys=["*"])
-        connection = opened(f"redis://u:p@{own_server.endpoint}")
-        admin.acl_setuser("u", enabled=False)
-        admin.client_kill_filter(_type="normal", skipme=True)
-        with takes(0, 1), pytest.raises(RendezvousConnectionError, match="refused the login"):
-            connection.call(increment)
-        connection.close()
-
-
-def test_a_database_that_is_not_there(server: RedisServer) -> None:
-    with (
-        takes(0, 1),
-        pytest.raises(RendezvousConnectionError, match=r"does not have that database.*Leave the number out"),
-    ):
-        opened(server.url.removesuffix("/0") + "/99", connect=30)
-
-
-def test_a_server_that_is_no_cluster_and_no_sentinel(server: RedisServer) -> None:
-    for scheme, rest, says in (
-        ("redis+cluster", "", r"is no Cluster. Use redis://"),
-        ("redis+sentinel", f"/m?sentinel_password={server._password}", r"is no sentinel. Use redis://"),
-    ):
-        url = server.url.replace("redis://", f"{scheme}://").removesuffix("/0") + rest
-        with takes(0, 1), pytest.raises(RendezvousConnectionError, match=says):
-            opened(url, connect=30)
-
-
-@pytest.mark.fault("the endpoint is a read-only replica", "it is told at once, with what to do")
-def test_a_replica_is_refused(server: RedisServer) -> None:
-    with servers.replica_of(server) as replica:
-        connection = opened(replica.url)
-        for write in (increment, lambda _: scripts.CLOSE(connection, [*RunKeys("r").types, "n"], ["me", 1])):
-            with takes(0, 1), pytest.raises(RendezvousConnectionError, match=r"read-only replica. Name its master"):
-                connection.call(write)
-        connection.close()
-
-
-@pytest.mark.fault("maxmemory is reached, at a call", "it is told at once, with what to do")
-def test_a_server_out_of_memory(own_server: RedisServer) -> None:
-    with own_server.get_client() as admin:
-        connection = opened(own_server.url)
-        admin.config_set("maxmemory", "1")
-        with pytest.raises(RendezvousConnectionError, match=r"out of memory.*Raise its maxmemory"):
-            connection.call(increment)
-        connection.close()
 
 
 def test_a_client_that_decodes_or_waits_for_ever_is_refused(server: RedisServer) -> None:
@@ -435,44 +350,6 @@ def test_redis_py_sends_nothing_twice_when_the_connection_breaks(own_server: Red
         connection.close()
 
 
-@pytest.mark.parametrize("protocol", [2, 3])
-@pytest.mark.parametrize(
-    "command",
-    [
-        ("HGETALL", "hash"),  # redis-py makes a dict of it
-        ("hgetall", "hash"),
-        ("HEXISTS", "hash", "f"),  # and a bool of this
-        ("HGET", "hash", "f"),
-        ("XREAD", "STREAMS", "stream", "0"),
-        ("ZRANGE", "zset", 0, -1, "WITHSCORES"),
-        ("TIME",),
-    ],
-)
-def test_replies_are_in_redis_pys_form(own_server: RedisServer, protocol: int, command: tuple[str | int, ...]) -> None:
-    clients = [kind.from_url(own_server.url, protocol=protocol) for kind in (DirectClient, redis.Redis)]
-    with clients[0] as ours, clients[1] as theirs:
-        ours.hset("hash", "f", "1")
-        ours.xadd("stream", {"f": "1"})
-        ours.zadd("zset", {"member": 1})
-        mine, its = (client.execute_command(*command) for client in (ours, theirs))
-        assert type(mine) is type(its)
-        assert command == ("TIME",) or mine == its
-
-
-@pytest.mark.parametrize("refused", [0, 1], ids=["the first is refused", "the second is refused"])
-def test_of_two_commands_sent_together_no_reply_is_anothers(own_server: RedisServer, refused: int) -> None:
-    with DirectClient.from_url(own_server.url) as client:
-        client.rpush("list", "item")
-        client.hset("hash", "f", "1")
-        both = [("HEXISTS", "hash", "f"), ("EXISTS", "list")]
-        assert client.execute_both(*both) == (1, 1)
-        both[refused] = ("HGET", "list", "f")
-        with pytest.raises(redis.ResponseError, match="WRONGTYPE"):
-            client.execute_both(*both)
-        assert client.execute_command("PING") is True
-        assert client.execute_both(("LLEN", "list"), ("HGET", "hash", "f")) == (1, b"1")
-
-
 def test_redis_pys_defaults_would_send_twice(own_server: RedisServer) -> None:
     """The proxy would show it: this is the control of the test above."""
     with own_server.get_client() as admin, lossy_proxy(own_server, b"INCRBY") as (url, control):
@@ -507,39 +384,7 @@ def test_a_callers_own_client_may_send_twice_and_nothing_doubles(own_server: Red
         store.close()
 
 
-# -- The map of errors
-
-
-@pytest.mark.parametrize(
-    ("code", "kind", "says"),
-    [
-        ("return redis.error_reply('CORRUPT the key')", RendezvousStateError, "the key. Remove that key"),
-        ("return redis.error_reply('NOREPLICAS Not enough good replicas')", UnreachableError, "NOREPLICAS"),
-        ("return redis.error_reply('CLUSTERDOWN Hash slot not served')", UnreachableError, "not served"),
-        ("return redis.error_reply('TRYAGAIN Multiple keys')", UnreachableError, "Multiple keys"),
-        ("return redis.error_reply('MASTERDOWN Link')", UnreachableError, "Link"),
-        ("return redis.error_reply('LOADING Redis is loading')", UnreachableError, "is loading"),
-        ("return redis.error_reply('MOVED 1 127.0.0.1:7')", RendezvousConnectionError, r"Use redis\+cluster://"),
-        ("return redis.error_reply('ERR whatever')", RendezvousError, "answered with an error: whatever"),
-        ("return redis.call('LPUSH', KEYS[1], 1), redis.call('GET', KEYS[1])", RendezvousStateError, "wrong type"),
-        ("return nil + 1", RendezvousStateError, "our script cannot read"),
-    ],
-)
-def test_replies_become_torchs_errors(server: RedisServer, run_id: str, code: str, kind: type, says: str) -> None:
-    connection = opened(server.url)
-    with pytest.raises(RendezvousError, match=says) as raised:
-        connection.call(lambda c: c.eval(code, 1, run_id), 0)
-    assert type(raised.value) is kind
-    assert server.endpoint in str(raised.value)
-    assert isinstance(raised.value.__cause__, redis.RedisError)
-    assert ".." not in str(raised.value)
-    connection.close()
-
-
-def test_what_redis_py_itself_refuses_is_no_outage(connection: Connection) -> None:
-    with takes(0, 0.5), pytest.raises(RendezvousError, match="redis-py refused") as raised:
-        connection.call(lambda c: c.set("k", object()))  # type: ignore[arg-type]
-    assert not isinstance(raised.value, RendezvousConnectionError)
+# -- Many threads
 
 
 def test_a_connection_serves_many_threads_at_once(server: RedisServer, run_id: str) -> None:

@@ -4,28 +4,19 @@ from __future__ import annotations
 
 import os
 import re
-import signal
-import subprocess
-import sys
-import textwrap
-import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError  # the built-in one from Python 3.11 on
-from datetime import timedelta
-from typing import Any
 
-import psutil
 import pytest
 import redis
 import torch.distributed as dist
 from nodes import NodeFactory
+from rounds import join_all, ranks, until, until_joined
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
     RendezvousGracefulExitError,
-    RendezvousInfo,
     RendezvousParameters,
     RendezvousTimeoutError,
 )
@@ -33,33 +24,8 @@ from torch.distributed.elastic.rendezvous import (
 from redelastic import plugin
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
-from redelastic.rendezvous.handler import EPOCH_VARIABLE, RedisRendezvousHandler
-from redelastic.rendezvous.heartbeat import COARSE, SPREAD
+from redelastic.rendezvous.handler import EPOCH_VARIABLE
 from redelastic.store import RoundBrokenError
-
-Node = RedisRendezvousHandler
-LOOK_UP = timedelta(seconds=30)  # torch's TCPStore looks names up, which takes 5 s where a name server loses a query
-
-
-def join_all(pool: ThreadPoolExecutor, *nodes: Node) -> list[RendezvousInfo]:
-    joining = [pool.submit(node.next_rendezvous) for node in nodes]
-    return [future.result(30) for future in joining]
-
-
-def until(condition: Callable[[], Any], what: str, seconds: float = 10) -> None:
-    """Wait for something that another process or thread brings about."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
-        time.sleep(0.005)
-
-
-def until_joined(client: redis.Redis, keys: RunKeys, n: int) -> None:
-    until(lambda: client.zcard(keys.candidates) == n, f"{n} candidates")
-
-
-def ranks(infos: list[RendezvousInfo]) -> list[int]:
-    return [info.rank for info in infos]
 
 
 class TestForming:
@@ -211,40 +177,6 @@ class TestRegrouping:
         assert {info.world_size for info in after} == {2}
         assert all(a.rank == b.rank for a, b in zip(after, before[1:], strict=True) if b.rank < 2)
 
-    def test_of_a_large_group_few_look_at_a_silent_members_lease_and_the_others_listen(
-        self, new_node: NodeFactory, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        beats: list[tuple[float, bool]] = []
-        member = new_node(keep_alive_interval=30).membership.heartbeat
-        monkeypatch.setattr(member, "is_due_in", lambda seconds, *, urgent: beats.append((seconds, urgent)))
-        for size in (1, 2, 16, 1000):
-            beats.clear()
-            for _ in range(1000):
-                member._look_after_lease_that_ends_in(0.0, size)
-            looks = [due_in for due_in, urgent in beats if urgent]
-            assert len(looks) == 1000 if size <= 16 else 2 <= len(looks) <= 50, size
-            assert max(looks) <= SPREAD
-            # who is not in a hurry blocks in a read until COARSE before its beat
-            assert all(SPREAD < due_in - COARSE <= 2 * SPREAD for due_in, urgent in beats if not urgent)
-
-    def test_who_does_not_look_finds_a_silent_member_if_nobody_else_does(
-        self, new_node: NodeFactory, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr("redelastic.rendezvous.heartbeat.LOOKERS", 0)
-        nodes = [new_node(1, 3, keep_alive_interval=1) for _ in range(3)]
-        join_all(pool, *nodes)
-        nodes[0].membership.stop()
-        until(lambda: nodes[1].num_nodes_waiting() and nodes[2].num_nodes_waiting(), "both survivors know")
-
-    def test_a_join_puts_off_no_heartbeat_that_is_due_before(self, new_node: NodeFactory) -> None:
-        """It may be the one that looks after the lease of another silent node (I7)."""
-        node = new_node(1, 2, keep_alive_interval=30)
-        node.next_rendezvous()
-        node.membership.heartbeat.is_due_in(20)
-        due = node.membership.heartbeat._next_beat
-        node.membership._ask_to_join(1, time.monotonic() + 5)
-        assert node.membership.heartbeat._next_beat == due
-
     @pytest.mark.parametrize("field", ["completed_at", "master", "rank"])
     def test_a_member_of_another_round_with_the_same_epoch_is_fenced(
         self, field: str, new_node: NodeFactory, pool: ThreadPoolExecutor, client: redis.Redis, keys: RunKeys
@@ -358,38 +290,6 @@ class TestRegrouping:
         late.result(10)
 
 
-class TestBootstrapStore:
-    def test_each_round_has_a_fresh_one(self, new_node: NodeFactory, pool: ThreadPoolExecutor) -> None:
-        nodes = [new_node(2, 2) for _ in range(2)]
-        for round_number in range(3):
-            infos = join_all(pool, *nodes)
-            where = infos[0].bootstrap_store_info
-            assert where is not None
-            store = dist.TCPStore("localhost", where.master_port, is_master=False, timeout=LOOK_UP)
-            assert store.num_keys() == 0, f"round {round_number} sees older keys"
-            store.set("key", "value")
-
-    def test_a_new_rank_0_serves_it(self, new_node: NodeFactory, pool: ThreadPoolExecutor) -> None:
-        nodes = [new_node(1, 2) for _ in range(2)]
-        infos = join_all(pool, *nodes)
-        leader = nodes[ranks(infos).index(0)]
-        leader.end("drained", run_then="goes on", timeout=5)
-        survivor = nodes[1 - nodes.index(leader)]
-        where = pool.submit(survivor.next_rendezvous).result(10).bootstrap_store_info
-        assert where is not None
-        dist.TCPStore("localhost", where.master_port, is_master=False, timeout=LOOK_UP).set("a", "b")
-
-    def test_torchs_switch_leaves_the_port_to_the_workers(
-        self, new_node: NodeFactory, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-        node = new_node(1, 1)
-        where = node.next_rendezvous().bootstrap_store_info
-        assert where is not None
-        assert not node.use_agent_store
-        dist.TCPStore("localhost", where.master_port, is_master=True, wait_for_workers=False)
-
-
 class TestClosing:
     def test_it_reaches_members_and_waiting_nodes(
         self, new_node: NodeFactory, pool: ThreadPoolExecutor, client: redis.Redis, keys: RunKeys
@@ -457,79 +357,3 @@ class TestClosing:
         with pytest.raises(RendezvousConnectionError):
             node.is_closed()
         assert not node.shutdown()
-
-
-class TestProcesses:
-    SCRIPT = textwrap.dedent(
-        """
-        import sys, time
-        from redelastic import handler_from_url
-        handler = handler_from_url(sys.argv[1])
-        print(handler.next_rendezvous().rank, flush=True)
-        sys.stdin.read()
-        """
-    )
-
-    def start(self, url: str, run_id: str, **parameters: Any) -> subprocess.Popen[str]:
-        query = "&".join(f"{k}={v}" for k, v in parameters.items())
-        url = f"{url}?run_id={run_id}&min_nodes=1&max_nodes=2&last_call_timeout=20&{query}"
-        return subprocess.Popen(
-            [sys.executable, "-c", self.SCRIPT, url], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-
-    @pytest.mark.parametrize("how", ["exit", "SIGTERM", "SIGKILL", "SIGSTOP"])
-    def test_a_process_that_goes_is_missed(
-        self, how: str, server: RedisServer, run_id: str, new_node: NodeFactory
-    ) -> None:
-        process = self.start(server.url, run_id, keep_alive_interval=0.3)
-        try:
-            node = new_node(1, 2, last_call_timeout=20)
-            assert node.next_rendezvous().world_size == 2
-            assert process.stdout is not None
-            process.stdout.readline()
-            if how == "exit":
-                process.communicate("", timeout=10)
-            else:
-                process.send_signal(getattr(signal, how))
-            until(node.num_nodes_waiting, f"the other knows of the {how}")
-            assert node.next_rendezvous().world_size == 1
-        finally:
-            process.kill()
-            process.communicate()
-
-    def test_a_quiet_job_costs_less_than_two_commands_a_second_and_node(
-        self, own_server: RedisServer, new_node: NodeFactory, pool: ThreadPoolExecutor
-    ) -> None:
-        nodes = [new_node(4, 4, url=own_server.url, keep_alive_interval=0.2) for _ in range(4)]
-        join_all(pool, *nodes)
-        with own_server.get_client() as client:
-
-            def calls(command: str) -> int:
-                return int(client.info("commandstats").get(f"cmdstat_{command}", {"calls": 0})["calls"])
-
-            client.config_resetstat()
-            until(lambda: calls("evalsha") >= 40, "10 heartbeats of each node")
-            assert calls("xread") <= calls("evalsha") + 8  # one read for each beat: two commands in two seconds
-        assert [n.num_nodes_waiting() for n in nodes] == [0] * 4
-
-    @pytest.mark.parametrize("seconds", [0, 0.001, 0.01])
-    def test_a_process_may_end_while_its_bootstrap_store_starts(self, seconds: float) -> None:
-        script = (
-            "import time; from redelastic.rendezvous.bootstrap import BootstrapPort\n"
-            f"port = BootstrapPort(); port.serve(5); time.sleep({seconds})"
-        )
-        ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
-        assert ended.returncode == 0, ended.stderr
-
-    def test_threads_and_connections_end_with_their_handlers(
-        self, own_server: RedisServer, new_node: NodeFactory
-    ) -> None:
-        process = psutil.Process()
-        threads, files = threading.active_count(), process.num_fds()
-        for _ in range(20):
-            node = new_node(1, 1, url=own_server.url, run_id=f"leak-{time.monotonic_ns()}")
-            node.next_rendezvous()
-            assert node.shutdown()
-            del node
-        until(lambda: threading.active_count() <= threads, "the threads end")
-        until(lambda: process.num_fds() <= files + 2, "the files are closed")

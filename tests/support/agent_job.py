@@ -13,7 +13,7 @@ from redelastic.redis.server import RedisServer
 from redelastic.run.control import RunControl
 from redelastic.run.records import Event
 
-DRAINED, STOPPED = 75, 76  # exit codes
+FAILED, DRAINED, STOPPED, REFUSED = 1, 75, 76, 77  # exit codes
 AWARE: Final = Path(__file__).parent / "workers" / "aware.py"
 
 

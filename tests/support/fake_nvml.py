@@ -18,6 +18,7 @@ from redelastic.agent.host import devices
 
 pynvml: Final[Any] = importlib.import_module("pynvml")
 MIB: Final = 2**20
+UUIDS: Final = [f"GPU-{letter * 8}-0000-0000-0000-000000000000" for letter in "abc"]
 
 
 @dataclass(eq=False)

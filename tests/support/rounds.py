@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import redis
+from torch.distributed.elastic.rendezvous import RendezvousInfo
+
+from redelastic.redis.keys import RunKeys
 from redelastic.rendezvous.handler import RedisRendezvousHandler
 from redelastic.run.control import RunControl, UnknownRunError
 from redelastic.run.records import Run
@@ -39,3 +45,24 @@ def join(*nodes: RedisRendezvousHandler) -> list[tuple[int, int]]:
 def events(node: RedisRendezvousHandler, kind: str) -> list[Any]:
     told = RunControl(node.backend.connection, node.backend.keys).events()
     return [event for event in told if event.event == kind]
+
+
+def until(condition: Callable[[], Any], what: str, seconds: float = 10) -> None:
+    """Wait for something that another process or thread brings about."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        time.sleep(0.005)
+
+
+def join_all(pool: ThreadPoolExecutor, *nodes: RedisRendezvousHandler) -> list[RendezvousInfo]:
+    joining = [pool.submit(node.next_rendezvous) for node in nodes]
+    return [future.result(30) for future in joining]
+
+
+def until_joined(client: redis.Redis, keys: RunKeys, n: int) -> None:
+    until(lambda: client.zcard(keys.candidates) == n, f"{n} candidates")
+
+
+def ranks(infos: list[RendezvousInfo]) -> list[int]:
+    return [info.rank for info in infos]

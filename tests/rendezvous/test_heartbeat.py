@@ -1,0 +1,48 @@
+"""Heartbeats: who looks after the lease of a silent member, and when."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from nodes import NodeFactory
+from rounds import join_all, until
+
+from redelastic.rendezvous.heartbeat import COARSE, SPREAD
+
+
+class TestRegrouping:
+    def test_of_a_large_group_few_look_at_a_silent_members_lease_and_the_others_listen(
+        self, new_node: NodeFactory, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        beats: list[tuple[float, bool]] = []
+        member = new_node(keep_alive_interval=30).membership.heartbeat
+        monkeypatch.setattr(member, "is_due_in", lambda seconds, *, urgent: beats.append((seconds, urgent)))
+        for size in (1, 2, 16, 1000):
+            beats.clear()
+            for _ in range(1000):
+                member._look_after_lease_that_ends_in(0.0, size)
+            looks = [due_in for due_in, urgent in beats if urgent]
+            assert len(looks) == 1000 if size <= 16 else 2 <= len(looks) <= 50, size
+            assert max(looks) <= SPREAD
+            # who is not in a hurry blocks in a read until COARSE before its beat
+            assert all(SPREAD < due_in - COARSE <= 2 * SPREAD for due_in, urgent in beats if not urgent)
+
+    def test_who_does_not_look_finds_a_silent_member_if_nobody_else_does(
+        self, new_node: NodeFactory, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("redelastic.rendezvous.heartbeat.LOOKERS", 0)
+        nodes = [new_node(1, 3, keep_alive_interval=1) for _ in range(3)]
+        join_all(pool, *nodes)
+        nodes[0].membership.stop()
+        until(lambda: nodes[1].num_nodes_waiting() and nodes[2].num_nodes_waiting(), "both survivors know")
+
+    def test_a_join_puts_off_no_heartbeat_that_is_due_before(self, new_node: NodeFactory) -> None:
+        """It may be the one that looks after the lease of another silent node (I7)."""
+        node = new_node(1, 2, keep_alive_interval=30)
+        node.next_rendezvous()
+        node.membership.heartbeat.is_due_in(20)
+        due = node.membership.heartbeat._next_beat
+        node.membership._ask_to_join(1, time.monotonic() + 5)
+        assert node.membership.heartbeat._next_beat == due

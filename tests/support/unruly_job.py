@@ -1,0 +1,59 @@
+"""Jobs of `redelastic run` whose workers run `workers/unruly.py`, and what tests ask of the processes it leaves."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import psutil
+from agent_job import AgentJob
+from torchrun_job import LIMIT
+
+UNRULY: Final = Path(__file__).parent / "workers" / "unruly.py"
+OURS: Final = (sys.executable, "-m", "redelastic.cli", "run")
+
+
+def environment(action: str = "", more: Mapping[str, str] | None = None) -> dict[str, str]:
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("REDELASTIC_", "TORCHELASTIC_"))}
+    return env | {"OMP_NUM_THREADS": "1", "UNRULY": action} | dict(more or {})
+
+
+def run(directory: Path, action: str, *options: str, **more: Any) -> subprocess.CompletedProcess[str]:
+    """One node on a server of its own, whose worker misbehaves."""
+    command = [*OURS, "--standalone", *options, str(UNRULY), str(directory)]
+    more = {"capture_output": True} | more
+    return subprocess.run(command, env=environment(action), text=True, timeout=LIMIT, check=False, **more)
+
+
+def lives(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def pid_in(file: Path) -> int:
+    return int(file.read_text())
+
+
+class Unruly(AgentJob):
+    """Nodes whose workers misbehave."""
+
+    def begin(self, *names: str, action: str = "wait", **more: Any) -> None:
+        self.start(*names, script=UNRULY, env={"UNRULY": action}, may_end=True, **more)
+
+    def lose_redis(self) -> None:
+        """Kill the server for good, once all workers run, and wait until the nodes know."""
+        for name in self.nodes:
+            self.wait_file(f"{name}-started")
+        self.server.kill()
+        knows = "Redis is away"
+        self.wait("all know", lambda: all(knows in node.stderr for node in self.nodes.values()))
+
+    def wait_file(self, name: str) -> Path:
+        self.wait(f"there is a file {name}", (self.directory / name).exists)
+        return self.directory / name
