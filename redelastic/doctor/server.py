@@ -215,7 +215,7 @@ def _memory(facts: Facts, _: Endpoint) -> Finding:
         return _found("ok", f"{_mib(used)} used, no maxmemory", used_bytes=used)
     shown = f"{_mib(used)} of {_mib(limit)} used"
     advice = (
-        "Raise maxmemory, or remove what fills it; a run needs up to 8 MiB for its events, and 12 KiB for each node."
+        "Raise maxmemory, or remove what fills it; a run needs up to 8 MiB for its events, and 100 kB for each node."
     )
     share = used / limit
     level: Level = "problem" if share >= 1 else "warning" if share > 0.9 else "ok"
