@@ -227,9 +227,15 @@ class RedisElasticAgent(RegroupingAgent):
             pids: dict[int, Any] = super()._start_workers(worker_group)
         workers.started(pids)
         self._tree.look(pids.values())  # its warden has to know who this node is now
-        size = int(worker_group.group_world_size or 0)
+        rank, size = int(worker_group.group_rank or 0), int(worker_group.group_world_size or 0)
         self._drains = Drains(
-            self._membership, workers, store=self._round_store, size=size, courier=self._courier, note=self._note
+            self._membership,
+            workers,
+            store=self._round_store,
+            rank=rank,
+            size=size,
+            courier=self._courier,
+            note=self._note,
         )
         self._monitor.workers, self._monitor.drains = workers, self._drains
         self._monitor.starts += 1
@@ -239,7 +245,7 @@ class RedisElasticAgent(RegroupingAgent):
         workers.logs = log_files(context.stdouts, context.stderrs)
         ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
         told = places_text({ranks[local_rank]: path for local_rank, path in workers.logs.items()})
-        self._note("started", f"rank {worker_group.group_rank} of {size}", told)
+        self._note("started", f"rank {rank} of {size}", told)
         return pids
 
     def _set_local_rank_env(self, worker_env: dict[str, Any], local_rank: int, spec: WorkerSpec) -> None:
