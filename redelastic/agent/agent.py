@@ -354,11 +354,18 @@ class RedisElasticAgent(RegroupingAgent):
         """A node that drains is lost once its workers have ended; ours may have failed for that long before."""
         lost = super()._wait_for_loss(handler)
         self._leave_if_drained()
-        while not lost and self._membership.view.drains:  # others', which their leases end if nothing else does
+        while not lost and self._may_still_drain(handler.settings.lease):
             self._act_on_requests()
             self._membership.view.wait_for_news(self._interval)
             lost = self._membership.view.member_lost
         return lost
+
+    def _may_still_drain(self, lease: float) -> bool:
+        """Whether another node drains that may be about to leave, or to lose its lease: some never do."""
+        if not self._drains or not self._membership.view.drains:
+            return False
+        self._drains.advance()  # it may not have heard of them yet
+        return time.monotonic() < self._drains.end + self._shutdown_timeout + lease
 
     def _give_up(self, result: RunResult) -> None:
         # without a verdict now, another node was lost meanwhile

@@ -1,17 +1,22 @@
-"""Drains of many nodes at once, without workers: what they count in Redis, and when each leaves."""
+"""Drains without workers: what they count in Redis, and when each node leaves; and one that comes to nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import redis
 from commands import form, until
 from nodes import NodeFactory
+from torch.distributed.elastic.agent.server.api import WorkerSpec, WorkerState
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
+from redelastic.agent import RedisElasticAgent
+from redelastic.agent.torchrun.regrouping import RegroupingAgent
 from redelastic.agent.workers import drains
 from redelastic.agent.workers.drains import SHOWN, Drains
 from redelastic.redis.connection import Connection
@@ -162,3 +167,32 @@ def test_a_save_for_a_drain_that_came_to_nothing_does_not_count_for_a_later_one(
     until(lambda: here.has_drained(0), "now they have, so it leaves")
     saved = [event.reason for event in here.control.events() if event.event == "saved"]
     assert saved == [f"for {stuck.node}, which drains"] * 3 + [f"for {leaving.node}, which drains"] * 3
+
+
+def test_workers_that_fail_do_not_wait_for_ever_for_a_node_that_drains(
+    connection: Connection, keys: RunKeys, new_node: NodeFactory, tmp_path: Path
+) -> None:
+    """torchrun has no agent of ours, and so does not drain; but anybody may ask its node to."""
+    nodes = [new_node(2, 2, keep_alive_interval=0.4) for _ in range(2)]
+    fail = "until test -e {}; do sleep 0.02; done; exit 1"
+    mine, other = (
+        WorkerSpec("test", 1, node, entrypoint="sh", args=("-c", fail.format(tmp_path / name)), max_restarts=0)
+        for node, name in zip(nodes, ("mine", "other"), strict=True)
+    )
+    agents = (
+        RedisElasticAgent(mine, DefaultLogsSpecs(str(tmp_path / "logs-a")), shutdown_timeout=0.5),
+        RegroupingAgent(other, DefaultLogsSpecs(str(tmp_path / "logs-b"))),
+    )
+    control = RunControl(connection, keys)
+    with ThreadPoolExecutor(2) as pool:
+        ends = [pool.submit(agent.run) for agent in agents]
+        until(lambda: [event for event in control.events() if event.event == "started"], "the workers run")
+        assert control.drain(nodes[1].membership.node, "by hand", 0)
+        until(lambda: nodes[0].membership.view.drains, "it is known")
+        try:
+            (tmp_path / "mine").touch()
+            assert ends[0].result(20).state == WorkerState.FAILED
+        finally:
+            (tmp_path / "other").touch()
+            ends[1].result(20)
+            nodes[1].end("drained", "goes on", 5)
