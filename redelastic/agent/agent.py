@@ -159,7 +159,7 @@ class RedisElasticAgent(RegroupingAgent):
             self._courier.start()
             if self._options.preload:
                 given = self._options.preload, self._fixed_environment, self._tree.spared
-                self._warm = WarmStart(self._worker_group.spec, *given)
+                self._warm = WarmStart(self._worker_group.spec, *given, self._is_to_leave)
                 opened.callback(self._warm.close)
                 self._warm.prepare()
                 opened.enter_context(repeat(self._warm.tend, TEND, "template"))
@@ -327,8 +327,10 @@ class RedisElasticAgent(RegroupingAgent):
                 each_second=self._act_on_requests,
                 is_patient=self._is_patient,
             )
-        view = self._membership.view
-        self._tree.wait(self._pids().values(), leftovers_end, lambda: bool(view.drain or view.stopped))
+        self._tree.wait(self._pids().values(), leftovers_end, self._is_to_leave)
+
+    def _is_to_leave(self) -> bool:
+        return bool(self._membership.view.drain or self._membership.view.stopped)
 
     def _is_patient(self) -> bool:
         return self._membership.view.away < self._rendezvous_handler.settings.read_timeout
