@@ -163,24 +163,24 @@ def told(nodes: list[Membership], connection: Counted) -> None:
 def drain(nodes: list[Membership], connection: Counted, control: RunControl, keys: RunKeys) -> None:
     """All get SIGTERM, have their workers save, and leave."""
     agents: list[tuple[Membership, Drains]] = []
-    for node in nodes:
+    for rank, node in enumerate(nodes):
         store = RedisStore(connection, keys.run_id, epoch=1, timeout=60)
         note = lambda event, reason, node=node.node: control.note(event, node, reason)  # noqa: E731
         at_once: Any = Errands()
         workers: Any = Saved()
-        agents.append((node, Drains(node, workers, store=store, size=len(nodes), courier=at_once, note=note)))
+        of_round: dict[str, Any] = {"store": store, "rank": rank, "size": len(nodes)}
+        agents.append((node, Drains(node, workers, **of_round, courier=at_once, note=note)))
     for node in nodes:
         node.drain("SIGTERM", TIMEOUT)
-    for node in nodes:
-        entries = connection.read({keys.wake.encode(): "0"}, 0.001).get(keys.wake.encode(), [])
-        node.view.take_in_wake_ups([entry for entry in entries if entry[1].get("event") == "drain"])
     while agents:
         still = []
         for node, drains in agents:
+            entries = connection.read({keys.wake.encode(): "0"}, 0.001)[keys.wake.encode()]
+            node.view.take_in_wake_ups([entry for entry in entries if entry[1]["event"] in ("drain", "broken")])
             try:
                 drains.advance()
                 still.append((node, drains))
-            except DrainedError as e:  # noqa: PERF203
+            except DrainedError as e:
                 node.leave(f"drained: {e.reason}")
         agents = still
 

@@ -17,7 +17,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from redelastic.integrations.lightning import ElasticCallback
+from redelastic.integrations.lightning import ElasticCallback, last_checkpoint
 
 
 class Network(lightning.LightningModule):
@@ -59,7 +59,7 @@ def main() -> None:
         logger=False,
         enable_progress_bar=False,
     )
-    trainer.fit(Network(), data, ckpt_path="last")
+    trainer.fit(Network(), data, ckpt_path=last_checkpoint(options.folder))
 
 
 if __name__ == "__main__":

@@ -159,7 +159,7 @@ class RedisElasticAgent(RegroupingAgent):
             self._courier.start()
             if self._options.preload:
                 given = self._options.preload, self._fixed_environment, self._tree.spared
-                self._warm = WarmStart(self._worker_group.spec, *given)
+                self._warm = WarmStart(self._worker_group.spec, *given, self._is_to_leave)
                 opened.callback(self._warm.close)
                 self._warm.prepare()
                 opened.enter_context(repeat(self._warm.tend, TEND, "template"))
@@ -227,9 +227,15 @@ class RedisElasticAgent(RegroupingAgent):
             pids: dict[int, Any] = super()._start_workers(worker_group)
         workers.started(pids)
         self._tree.look(pids.values())  # its warden has to know who this node is now
-        size = int(worker_group.group_world_size or 0)
+        rank, size = int(worker_group.group_rank or 0), int(worker_group.group_world_size or 0)
         self._drains = Drains(
-            self._membership, workers, store=self._round_store, size=size, courier=self._courier, note=self._note
+            self._membership,
+            workers,
+            store=self._round_store,
+            rank=rank,
+            size=size,
+            courier=self._courier,
+            note=self._note,
         )
         self._monitor.workers, self._monitor.drains = workers, self._drains
         self._monitor.starts += 1
@@ -239,7 +245,7 @@ class RedisElasticAgent(RegroupingAgent):
         workers.logs = log_files(context.stdouts, context.stderrs)
         ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
         told = places_text({ranks[local_rank]: path for local_rank, path in workers.logs.items()})
-        self._note("started", f"rank {worker_group.group_rank} of {size}", told)
+        self._note("started", f"rank {rank} of {size}", told)
         return pids
 
     def _set_local_rank_env(self, worker_env: dict[str, Any], local_rank: int, spec: WorkerSpec) -> None:
@@ -321,8 +327,10 @@ class RedisElasticAgent(RegroupingAgent):
                 each_second=self._act_on_requests,
                 is_patient=self._is_patient,
             )
-        view = self._membership.view
-        self._tree.wait(self._pids().values(), leftovers_end, lambda: bool(view.drain or view.stopped))
+        self._tree.wait(self._pids().values(), leftovers_end, self._is_to_leave)
+
+    def _is_to_leave(self) -> bool:
+        return bool(self._membership.view.drain or self._membership.view.stopped)
 
     def _is_patient(self) -> bool:
         return self._membership.view.away < self._rendezvous_handler.settings.read_timeout
@@ -348,11 +356,18 @@ class RedisElasticAgent(RegroupingAgent):
         """A node that drains is lost once its workers have ended; ours may have failed for that long before."""
         lost = super()._wait_for_loss(handler)
         self._leave_if_drained()
-        while not lost and self._membership.view.drains:  # others', which their leases end if nothing else does
+        while not lost and self._may_still_drain(handler.settings.lease):
             self._act_on_requests()
             self._membership.view.wait_for_news(self._interval)
             lost = self._membership.view.member_lost
         return lost
+
+    def _may_still_drain(self, lease: float) -> bool:
+        """Whether another node drains that may be about to leave, or to lose its lease: some never do."""
+        if not self._drains or not self._membership.view.drains:
+            return False
+        self._drains.advance()  # it may not have heard of them yet
+        return time.monotonic() < self._drains.end + self._shutdown_timeout + lease
 
     def _give_up(self, result: RunResult) -> None:
         # without a verdict now, another node was lost meanwhile

@@ -1,10 +1,12 @@
-"""A callback for the Trainer of Lightning, as ``lightning`` or as ``pytorch_lightning``."""
+"""For the Trainer of ``lightning`` or ``pytorch_lightning``: a callback, and the checkpoint to resume from."""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
+import zipfile
+from pathlib import Path
 from typing import Any
 
 try:
@@ -14,14 +16,15 @@ except ImportError:
 
 import redelastic
 
-__all__ = ["ElasticCallback"]
+__all__ = ["ElasticCallback", "last_checkpoint"]
 
 
 class ElasticCallback(Callback):
     """Reports each batch to the agent, and saves on all ranks when a node drains.
 
-    It saves what ``ckpt_path="last"`` resumes from. Give the Trainer ``max_steps``: how many steps an epoch has depends
-    on the world size. ::
+    Each batch costs an ``all_reduce`` of one number, in which the ranks agree on whether to save, and on a GPU the wait
+    for its result. What is saved is the ``last.ckpt`` of the ``ModelCheckpoint``. Give the Trainer ``max_steps``: how
+    many steps an epoch has depends on the world size. ::
 
         checkpoint = ModelCheckpoint(folder, every_n_train_steps=100, save_last=True)  # on storage that all nodes share
         trainer = Trainer(
@@ -31,14 +34,14 @@ class ElasticCallback(Callback):
             max_steps=10_000,
             callbacks=[checkpoint, ElasticCallback()],
         )
-        trainer.fit(model, data, ckpt_path="last")
+        trainer.fit(model, data, ckpt_path=last_checkpoint(folder))
     """
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse a trainer whose restarted workers would begin anew.
 
         Raises:
-            ValueError: its ``ModelCheckpoint`` is missing, or does not keep what ``ckpt_path="last"`` finds.
+            ValueError: its ``ModelCheckpoint`` is missing, or does not keep the last checkpoint in a folder of its own.
         """
         if stage == "fit":
             self._path(trainer)
@@ -72,3 +75,25 @@ class ElasticCallback(Callback):
             "ElasticCallback needs a ModelCheckpoint with dirpath and save_last=True, or restarted workers begin anew: "
             "callbacks=[ModelCheckpoint(folder, save_last=True), ElasticCallback()]."
         )
+
+
+def last_checkpoint(folder: str | Path) -> str | None:
+    """Find the newest whole checkpoint: a node that dies while it saves may leave part of one.
+
+    Lightning writes a file to the host's temporary folder and moves it from there. To another file system, such as one
+    that all nodes share, it is copied. ``ckpt_path="last"`` would take the part, and no worker could resume. In an
+    object store a file appears only when it is whole, so that ``"last"`` is safe there.
+
+    Args:
+        folder: the ``dirpath`` of the ``ModelCheckpoint``, in a file system.
+
+    Returns:
+        The path for ``ckpt_path``; None if there is none yet.
+    """
+    found = [(path.stat().st_mtime_ns, path) for path in Path(folder).glob("*.ckpt")]
+    return next((str(path) for _, path in sorted(found, reverse=True) if _is_whole(path)), None)
+
+
+def _is_whole(path: Path) -> bool:
+    last_part = path / "meta.pt" if path.is_dir() else path  # FSDP's, which a rank each writes, and this one in the end
+    return zipfile.is_zipfile(last_part)  # the end of torch.save's format is its table of contents

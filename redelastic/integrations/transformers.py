@@ -18,7 +18,8 @@ __all__ = ["ElasticCallback", "last_checkpoint"]
 class ElasticCallback(TrainerCallback):
     """Reports each step to the agent, and saves on all ranks when a node drains.
 
-    Give the Trainer ``max_steps``: how many steps an epoch has depends on the world size. ::
+    Each step costs an ``all_reduce`` of one number, in which the ranks agree on whether to save, and on a GPU the wait
+    for its result. Give the Trainer ``max_steps``: how many steps an epoch has depends on the world size. ::
 
         trainer = Trainer(model, args, train_dataset=data, callbacks=[ElasticCallback()])
         trainer.train(resume_from_checkpoint=last_checkpoint(args.output_dir))

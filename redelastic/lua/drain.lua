@@ -1,5 +1,6 @@
--- drain: asks a node to let its workers save and to leave, and tells every node of the run. The wake-up is for speed: the
--- node's next heartbeat tells it too. Asked again while the node is there, it changes nothing (I8).
+-- drain: asks a node to let its workers save and to leave. If it is a member, the others are woken: their workers save too.
+-- The node itself learns of it from its next heartbeat at the latest. Asked again while the node is there, it changes
+-- nothing (I8).
 --
 -- KEYS 1-11 of run.lua
 -- ARGV 1 node, 2 reason, 3 timeout: how long the workers have to save (ms)
@@ -9,9 +10,15 @@ if not redis.call('ZSCORE', LEASES, node) then
   return 0
 end
 if redis.call('HSETNX', RUN, 'draining ' .. node, timeout .. ' ' .. reason) == 1 then
-  if record('drain', node, reason) then -- else the others have been asked to save by now, by those that drain with it
-    redis.call('XADD', WAKE, 'MAXLEN', '~', 64, '*', 'event', 'drain', 'epoch', run.epoch or 0, 'node', node,
-      'reason', reason, 'timeout', timeout)
+  local is_told_alone = record('drain', node, reason)
+  if redis.call('SISMEMBER', MEMBERS, node) == 1 then -- a candidate has no workers, and nobody's need to save for it
+    -- Of many at once a few wake the others, one a second after that: the save is for all that drain.
+    local second = string.format('%.0f %.0f', run.epoch or 0, math.floor(now / 1000))
+    if is_told_alone or redis.call('HGET', RUN, 'drain_woke') ~= second then
+      redis.call('HSET', RUN, 'drain_woke', second)
+      redis.call('XADD', WAKE, 'MAXLEN', '~', 64, '*', 'event', 'drain', 'epoch', run.epoch or 0, 'node', node,
+        'reason', reason, 'timeout', timeout)
+    end
   end
   touch() -- the wake stream may be new
 end

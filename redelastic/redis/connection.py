@@ -88,7 +88,7 @@ class Connection:
         opened: list[Client] = []
 
         def connect() -> Client:
-            client = endpoint.open(min(attempt_timeout, patience))
+            client = endpoint.open(attempt_timeout)
             client.ping()
             opened.append(client)
             return client

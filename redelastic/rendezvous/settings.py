@@ -182,7 +182,7 @@ class Settings:
     @property
     def attempt_timeout(self) -> float:
         """How long one attempt at a call may take, in seconds: a lost one must leave time for another in the lease."""
-        return min(self.heartbeat_timeout, max(1.0, self.lease / 2))
+        return min(self.heartbeat_timeout, self.read_timeout, max(1.0, self.lease / 2))
 
     def endpoint(self, text: str) -> Endpoint:
         """The endpoint of a text, with these settings' files for TLS."""

@@ -14,6 +14,7 @@ from redelastic.redis.connection import Entries, text, words
 
 log = logging.getLogger(__name__)
 
+NOWHERE: Final = (0, 0)  # a place before all in a stream
 COMPLAINT_INTERVAL: Final = 60.0  # between two warnings about the same outage, in seconds
 
 
@@ -25,11 +26,13 @@ class Drain:
         node: its id.
         reason: by whom or what.
         timeout: how long the workers have to save, in seconds.
+        place: of the wake-up that told of it in the run's stream, the same for every node; NOWHERE if none has.
     """
 
     node: str
     reason: str
     timeout: float
+    place: tuple[int, int] = NOWHERE
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,7 @@ class View:
         self._closed = ""  # why; "" while it is not
         self._stop = False  # whether that means that workers have to end too
         self.record_of_closing = ("", 0)  # a wake-up alone proves nothing
-        self._drains: dict[str, tuple[int, Drain]] = {}  # of others, by node, with the epoch in which they were asked
+        self._drains: dict[str, tuple[int, Drain]] = {}  # that wake-ups told of, by node, with its epoch
         self.drain: Drain | None = None  # whatever this node's id; set by a signal's handler too, so not guarded
         self._failed_at: int | None = None  # when the workers failed that a roll call was asked for, in its ms
         self._answered = 0  # when the last roll call was opened that every node answered, in the server's ms
@@ -162,8 +165,11 @@ class View:
         """Which nodes were asked to drain since this node entered its round, as far as is known."""
         with self._lock:
             epoch = self.round.epoch if self.round else 0
-            others = [drain for asked_in, drain in self._drains.values() if asked_in == epoch]
-        return [*others, replace(self.drain, node=self.node)] if self.drain else others
+            told = {node: drain for node, (asked_in, drain) in self._drains.items() if asked_in == epoch}
+        own = told.pop(self.node, None)
+        if self.drain:
+            told[self.node] = replace(self.drain, node=self.node, place=own.place if own else NOWHERE)
+        return list(told.values())
 
     @property
     def away(self) -> float:
@@ -215,7 +221,7 @@ class View:
         """What the run's stream of wake-ups says; returns the roll calls that this node has to answer."""
         roll_calls: list[int] = []
         with self._lock:
-            for _, change in entries:
+            for place, change in entries:
                 event, reason = change.get("event"), words(change.get("reason", ""))
                 if event in {"closed", "stopped"}:
                     self._closed, self._stop = reason, event == "stopped"
@@ -224,8 +230,9 @@ class View:
                     node, timeout = change.get("node", ""), _number(change.get("timeout")) / 1000
                     if node == self.node:
                         self.begin_drain(reason, timeout)
-                    else:  # that of a round which this node is about to enter counts there
-                        self._drains.setdefault(node, (_number(change.get("epoch")), Drain(node, reason, timeout)))
+                    told = Drain(node, reason, timeout, place_of(place))
+                    # That of a round which this node is about to enter counts there.
+                    self._drains.setdefault(node, (_number(change.get("epoch")), told))
                     self._tell()
                 elif event == "roll_call":
                     roll_calls.append(_number(change.get("called_at")))
@@ -292,6 +299,12 @@ class View:
             log.warning("Redis is back for node %s of run %r, after %.1f s.", self.node, self.run_id, self.away)
             self._away_since, self._back_at = None, time.monotonic()
             self._complain_at.clear()
+
+
+def place_of(entry: str | bytes) -> tuple[int, int]:
+    """The place of an entry in a stream, as its id has it; before all others if that is none."""
+    ms, _, n = text(entry).partition("-")
+    return _number(ms), _number(n)
 
 
 def _number(field: str | None) -> int:

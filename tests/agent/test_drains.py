@@ -1,17 +1,23 @@
-"""Drains of many nodes at once, without workers: what they count in Redis, and when each leaves."""
+"""Drains without workers: what they count in Redis, and when each node leaves; and one that comes to nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import redis
 from commands import form, until
 from nodes import NodeFactory
+from torch.distributed.elastic.agent.server.api import WorkerSpec, WorkerState
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
+from redelastic.agent import RedisElasticAgent
+from redelastic.agent.torchrun.regrouping import RegroupingAgent
+from redelastic.agent.workers import drains
 from redelastic.agent.workers.drains import SHOWN, Drains
 from redelastic.redis.connection import Connection
 from redelastic.redis.keys import RunKeys
@@ -23,7 +29,7 @@ N = 12
 
 
 class Workers:
-    """They have saved once the test says so."""
+    """They have saved what they were asked to once the test says so."""
 
     def __init__(self) -> None:
         self.asked = 0
@@ -31,6 +37,7 @@ class Workers:
 
     def ask_to_save(self) -> None:
         self.asked += 1
+        self.saved = False
 
     def have_saved(self) -> bool:
         return self.saved
@@ -59,7 +66,9 @@ class Site:
         node, workers, courier = self.nodes[i].membership, self.workers[i], AtOnce()
         note: Any = partial(self._note, node.node)
         fakes: Any = (workers, courier)
-        return Drains(node, fakes[0], store=self.store, size=len(self.nodes), courier=fakes[1], note=note)
+        assert node.view.round
+        of_round: dict[str, Any] = {"store": self.store, "rank": node.view.round.rank, "size": len(self.nodes)}
+        return Drains(node, fakes[0], **of_round, courier=fakes[1], note=note)
 
     def _note(self, node: str, event: str, reason: str) -> None:
         self.control.note(event, node, reason)
@@ -98,7 +107,9 @@ def test_when_all_nodes_drain_each_saves_and_counts_once(
     saved = [event for event in here.control.events() if event.event == "saved"]
     assert sorted(event.node for event in saved) == sorted(node.membership.node for node in here.nodes)
     assert {event.reason.partition(", ")[0].partition(" and ")[2] for event in saved} == {f"{N - 1} more"}
-    assert client.hgetall(keys.store(1).data) == {b"redelastic/saved": b"%d" % N}
+    wake: Any = client.xrange(keys.wake)
+    last, told = wake[-1][0], client.hgetall(keys.store(1).data)
+    assert told == {b"redelastic/saved/%d" % rank: last for rank in range(N)}, "one key for each, whoever drains"
     of_one = [r for r in caplog.records if r.name.endswith("drains") and r.threadName == "MainThread"]
     assert len(of_one) <= N * (SHOWN + 2)
 
@@ -120,8 +131,68 @@ def test_of_one_drain_the_event_says_for_whom(site: Callable[[int], Site]) -> No
     leaving = here.nodes[0].membership
     leaving.drain("SIGTERM", 600)
     until(lambda: here.nodes[1].membership.view.drains, "the other has heard of it")
+    assert not here.has_drained(0) | here.has_drained(1), "they are asked to save only now"
     for workers in here.workers:
         workers.saved = True
     until(lambda: here.has_drained(0) or here.has_drained(1), "both have saved, and it leaves")
     saved = [event for event in here.control.events() if event.event == "saved"]
     assert [event.reason for event in saved] == [f"for {leaving.node}, which drains"] * 2
+
+
+def test_a_save_for_a_drain_that_came_to_nothing_does_not_count_for_a_later_one(
+    site: Callable[[int], Site], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = site(3)
+    stuck, leaving = here.nodes[2].membership, here.nodes[0].membership
+    assert here.control.drain(stuck.node, "by hand", 600)
+    for node in here.nodes:
+        until(lambda node=node: node.membership.view.drains, "it has heard of the drain")  # type: ignore[misc]
+    for i in range(3):
+        here.has_drained(i)
+        here.workers[i].saved = True
+    until(lambda: sum(here.has_drained(i) for i in range(3)), "all have saved; yet the node does not leave")
+
+    monkeypatch.setattr(drains, "ANEW", 0.0)
+    leaving.drain("SIGTERM", 600)
+    for node in here.nodes:
+        until(lambda node=node: len(node.membership.view.drains) == 2, "it has heard of both")  # type: ignore[misc]
+    for i in (0, 1, 2):
+        here.has_drained(i)
+    assert [workers.asked for workers in here.workers] == [2] * 3
+    here.workers[0].saved = True
+    assert not here.has_drained(0), "two have not saved for it"
+    for i in (1, 2):
+        here.workers[i].saved = True
+        here.has_drained(i)
+    until(lambda: here.has_drained(0), "now they have, so it leaves")
+    saved = [event.reason for event in here.control.events() if event.event == "saved"]
+    assert saved == [f"for {stuck.node}, which drains"] * 3 + [f"for {leaving.node}, which drains"] * 3
+
+
+def test_workers_that_fail_do_not_wait_for_ever_for_a_node_that_drains(
+    connection: Connection, keys: RunKeys, new_node: NodeFactory, tmp_path: Path
+) -> None:
+    """torchrun has no agent of ours, and so does not drain; but anybody may ask its node to."""
+    nodes = [new_node(2, 2, keep_alive_interval=0.4) for _ in range(2)]
+    fail = "until test -e {}; do sleep 0.02; done; exit 1"
+    mine, other = (
+        WorkerSpec("test", 1, node, entrypoint="sh", args=("-c", fail.format(tmp_path / name)), max_restarts=0)
+        for node, name in zip(nodes, ("mine", "other"), strict=True)
+    )
+    agents = (
+        RedisElasticAgent(mine, DefaultLogsSpecs(str(tmp_path / "logs-a")), shutdown_timeout=0.5),
+        RegroupingAgent(other, DefaultLogsSpecs(str(tmp_path / "logs-b"))),
+    )
+    control = RunControl(connection, keys)
+    with ThreadPoolExecutor(2) as pool:
+        ends = [pool.submit(agent.run) for agent in agents]
+        until(lambda: [event for event in control.events() if event.event == "started"], "the workers run")
+        assert control.drain(nodes[1].membership.node, "by hand", 0)
+        until(lambda: nodes[0].membership.view.drains, "it is known")
+        try:
+            (tmp_path / "mine").touch()
+            assert ends[0].result(20).state == WorkerState.FAILED
+        finally:
+            (tmp_path / "other").touch()
+            ends[1].result(20)
+            nodes[1].end("drained", "goes on", 5)

@@ -9,7 +9,9 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -53,10 +55,10 @@ def make(tmp_path: Path) -> Iterator[Callable[..., WarmStart]]:
     made: list[WarmStart] = []
     processes._adopt(True)
 
-    def start(*modules: str) -> WarmStart:
+    def start(*modules: str, is_hurried: Callable[[], bool] = lambda: False) -> WarmStart:
         arguments = ("-u", str(tmp_path / "script.py"), "--rank=${local_rank}")
         spec: Any = SimpleNamespace(entrypoint=sys.executable, args=arguments, local_world_size=2)
-        made.append(WarmStart(spec, modules, {"OWN": "1"}, set()))
+        made.append(WarmStart(spec, modules, {"OWN": "1"}, set(), is_hurried))
         return made[-1]
 
     (tmp_path / "model.py").write_text(MODEL)
@@ -141,6 +143,62 @@ def test_workers_do_not_wait_for_ever_for_a_template(
     assert [fork for fork, _ in start_group(one, tmp_path)] == [True, True], "it is there for the next ones"
 
 
+def test_a_node_that_is_to_leave_does_not_wait_for_its_template(
+    make: Callable[..., WarmStart], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(warm, "PATIENCE", 100 * LIMIT)
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "slow.py").write_text(f"open({str(tmp_path / 'fifo')!r}).read()")
+    leaves = threading.Event()
+    one = make("slow", is_hurried=leaves.is_set)
+    one.prepare()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(one.await_template)
+        until(one._lock.locked, "it waits")
+        leaves.set()
+        waiting.result(LIMIT)
+    assert [fork for fork, _ in start_group(one, tmp_path)] == [False, False]
+
+
+def test_a_template_that_dies_is_noticed_though_a_process_of_its_own_lives(
+    make: Callable[..., WarmStart], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Which has the agent's socket too, so that nobody hangs up."""
+    told = f"open({str(tmp_path / 'child')!r}, 'w').write(str(child))"
+    (tmp_path / "dies.py").write_text(f"import os, time\nchild = os.fork() or time.sleep(600)\n{told}\nos._exit(3)")
+    one = make("dies")
+    one.prepare()
+    dead = one._template
+    assert dead
+    until(lambda: not dead.lives(), "its end")
+    try:
+        one.tend()
+    finally:
+        os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
+    assert one._template is None
+    assert one._spared == set()
+    assert "the template ended with status 3 while it imported" in caplog.text
+
+
+def test_a_template_that_the_kernel_does_not_let_go_is_not_waited_for(make: Callable[..., WarmStart]) -> None:
+    class Stuck:
+        def wait(self, timeout: float) -> int:
+            raise subprocess.TimeoutExpired("template", timeout)
+
+        def poll(self) -> None:
+            pass
+
+    one = make("model")
+    one.prepare()
+    assert one._template
+    real, stuck = one._template._process, Stuck()
+    stuck.pid, stuck.kill = real.pid, real.kill  # type: ignore[attr-defined]
+    one._template._process = stuck  # type: ignore[assignment]
+    one.close()
+    assert one._spared == {real.pid}, "it is nobody's worker even so"
+    real.wait(LIMIT)
+
+
 def test_what_cannot_be_preloaded_is_told_once(
     make: Callable[..., WarmStart], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -174,7 +232,8 @@ def test_a_template_that_was_killed_is_replaced_once_until_workers_need_it(
         os.kill(before.pid, signal.SIGKILL)
         until(lambda: not before.lives(), "its end")  # noqa: B023  # called at once
         one.tend()
-        assert (one._template is not before) == replaced
+        assert (one._template is not None) == replaced
+        assert one._spared == ({pid_of(one)} if replaced else set()), "another process may get its number"
     assert [fork for fork, _ in start_group(one, tmp_path)] == [True, True]
     told = ["The template of the workers was ended by SIGKILL; another one is made."]
     assert [r.getMessage() for r in caplog.records] == 2 * told
@@ -200,6 +259,7 @@ def test_a_template_that_hangs_is_given_up_for_this_group(
     ("wrong", "told"),
     [
         ({"entrypoint": print}, "workers are functions"),
+        ({"entrypoint": print, "args": (3, None)}, "workers are functions"),
         ({"entrypoint": "ls"}, "workers are started by ls, not by this Python"),
         ({"args": ("-u", "-I", "x.py")}, "-I is an option of Python"),
         ({"numa_options": object()}, "NUMA nodes"),

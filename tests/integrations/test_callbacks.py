@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +14,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import redelastic
 
@@ -103,6 +106,28 @@ def test_a_checkpoint_that_is_not_whole_is_passed_over(
     if state is not None:
         (tmp_path / "checkpoint-100" / "trainer_state.json").write_text(state)
     assert transformers.last_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-10")
+
+
+def test_of_lightnings_checkpoints_the_newest_whole_one_is_found(lightning: ModuleType, tmp_path: Path) -> None:
+    assert lightning.last_checkpoint(tmp_path / "nowhere") is None
+    names = ("epoch=0-step=10.ckpt", "last.ckpt", "epoch=0-step=20.ckpt", "sharded.ckpt")
+    first, second, third, folder = (tmp_path / name for name in names)
+    for path in (first, second, third):
+        torch.save({"state_dict": {"weight": torch.zeros(1000)}}, path)
+    folder.mkdir()
+    shutil.copy(first, folder / "meta.pt")
+    for at, path in enumerate((first, second, third, folder)):
+        os.utime(path, (at, at))
+    assert lightning.last_checkpoint(tmp_path) == str(folder), "as FSDP leaves it"
+    (folder / "meta.pt").unlink()  # which is written last
+    os.utime(folder, (3, 3))
+    assert lightning.last_checkpoint(tmp_path) == str(third)
+    os.truncate(third, third.stat().st_size - 1)
+    os.utime(third, (2, 2))
+    assert lightning.last_checkpoint(str(tmp_path)) == str(second)
+    for path in (first, second):
+        path.write_bytes(b"")
+    assert lightning.last_checkpoint(tmp_path) is None
 
 
 class Trainer:

@@ -21,8 +21,9 @@ SCRIPTS: Final = {
     "accelerate": "train_accelerate.py",
     "torch": "train_dcp.py",
 }
-TORN: Final = {  # left by a node that dies while it saves step 22; Lightning's file appears only when it is whole
+TORN: Final = {  # left by a node that dies while it saves step 22, or copies the file to where others see it
     "transformers": "checkpoint-22/model.safetensors",
+    "lightning": "last.ckpt",
     "accelerate": "new/model.safetensors",
     "torch": "step-00000022/__0_0.distcp",
 }
@@ -37,10 +38,9 @@ def kill_in_a_save(job: TrainerJob, node: Node, library: str) -> float:
     """Kill a node, and leave what it had begun to save."""
     fault = job.note(f"SIGKILL of node {node.name}")
     node.kill()
-    if library in TORN:
-        torn = job.saved / TORN[library]
-        torn.parent.mkdir()
-        torn.touch()
+    torn = job.saved / TORN[library]
+    torn.parent.mkdir(exist_ok=True)
+    torn.write_bytes(b"")
     return fault
 
 

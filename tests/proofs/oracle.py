@@ -105,6 +105,7 @@ class State:
     labels: dict[str, str] = field(default_factory=dict)
     left: set[str] = field(default_factory=set)  # nodes that have gone for good
     draining: dict[str, str] = field(default_factory=dict)  # node -> "timeout (ms) reason"
+    drain_woke: str | None = None  # "epoch second" in which a member that drains last woke the others
     failed: dict[str, int] = field(default_factory=dict)  # node -> the last round in which its workers failed
     charged: int | None = None  # the last round whose failure counts
     restarts: int | None = None  # of the whole job
@@ -339,15 +340,18 @@ def close(state: State, now: int, request: Close) -> tuple[State, Reply]:  # noq
     return s, (s.closed,)
 
 
-def drain(state: State, now: int, request: Drain) -> tuple[State, Reply]:  # noqa: ARG001
-    """Ask a node to let its workers save and to leave: once, as long as it is there."""
+def drain(state: State, now: int, request: Drain) -> tuple[State, Reply]:
+    """Ask a node to let its workers save and to leave: once, as long as it is there; a member's peers are woken."""
     s, node = state.copy(), request.node
     if node not in s.leases:
         return s, (0,)
     if node not in s.draining:
         s.draining[node] = f"{request.timeout} {request.reason}"
         _record(s, "drain", node, request.reason)
-        s.wake = (*s.wake, DrainWake("drain", s.epoch or 0, node, request.reason, request.timeout))
+        if node in s.members:
+            assert s.epoch is not None
+            s.drain_woke = f"{s.epoch} {now // 1000}"
+            s.wake = (*s.wake, DrainWake("drain", s.epoch, node, request.reason, request.timeout))
     return s, (1,)
 
 

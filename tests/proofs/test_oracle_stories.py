@@ -130,14 +130,13 @@ STORIES: Final = {
         | complete 1: max_nodes joined (0 waiting)
      1  b joins of 1:1                 -> waiting, 1, 1, -1, 1, 0
      2  b drains                       -> 1
-        | drain 1: b preempted (30000 ms)
         * drain b: preempted
      3  b beats                        -> candidate, 1, -, 1, -, 5997, 0, 30000 preempted, 0
   2000  a beats                        -> member, 1, -, 1, -, 4003, 0, -, 0
   4000  a beats                        -> member, 1, -, 1, -, 2003, 0, -, 0
   6003  a beats                        -> member, 1, -, 0, -, -1, 0, -, 0
         * lost b: lost its lease after 6.0 s
-  6004  b joins of 1:1                 -> waiting, 1, 2, -1, 1, 0
+  6004  b joins of 1:1                 -> waiting, 1, 1, -1, 1, 0
   6005  b beats                        -> candidate, 1, -, 1, -, 5998, 0, -, 0
 """,
     "closed, then stopped": """

@@ -56,7 +56,7 @@ FIELDS: Final = (  # of the run's hash, and of the oracle's state alike
         "beat_at",
         "restoring",
     ),
-    *("charged", "restarts", "idle", "progress", "failed_at", "blamed", "limit"),
+    *("drain_woke", "charged", "restarts", "idle", "progress", "failed_at", "blamed", "limit"),
     *(
         "roll_called_at",
         "roll_called_by",

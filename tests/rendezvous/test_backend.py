@@ -26,6 +26,7 @@ from redelastic.redis.connection import Connection
 from redelastic.redis.errors import UnreachableError
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
+from redelastic.rendezvous.backend import wait_for_backend
 
 
 @pytest.fixture
@@ -210,6 +211,25 @@ def test_connecting_takes_no_longer_than_a_call_may(run_id: str, listens: bool) 
         params = RendezvousParameters("redis", f"127.0.0.1:{port}", run_id, 1, 1, read_timeout="1.5")
         with pytest.raises(UnreachableError, match=rf"127.0.0.1:{port}.* could not be reached within [123]\.[0-9] s"):
             create_backend(params)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, 3.0),  # half a lease of 6 s
+        ({"heartbeat_timeout": "2.75"}, 2.75),
+        ({"keep_alive_interval": "20", "heartbeat_timeout": "25"}, 25.0),
+        ({"read_timeout": "1.5"}, 1.5),  # for a call with all its retries
+        ({"join_timeout": "1"}, 3.0),
+    ],
+)
+def test_how_long_connecting_is_tried_does_not_limit_later_calls(
+    server: RedisServer, run_id: str, given: dict[str, str], expected: float
+) -> None:
+    backend = wait_for_backend(RendezvousParameters("redis", server.url, run_id, 1, 1, **given))
+    assert backend.connection.client.get_connection_kwargs()["socket_timeout"] == expected
+    assert backend.connection.max_block == expected / 2
+    backend.connection.close()
 
 
 def test_a_server_that_is_away_is_a_connection_error(own_server: RedisServer, run_id: str) -> None:

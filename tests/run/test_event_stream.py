@@ -43,8 +43,8 @@ class Crowd:
         keys += [] if store is None else [self._keys.store(store).data] * 3
         self._client.eval(on_injected_clock(script.text), len(keys), *keys, *args)
 
-    def join(self, n: int = N, after: int = 0) -> None:
-        settings = (N, N, 30_000, 0, 6_000, 2_000, 60_000)
+    def join(self, n: int = N, after: int = 0, most: int = N) -> None:
+        settings = (most, most, 30_000, 0, 6_000, 2_000, 60_000)
         for name in self.names[:n]:
             args = (name, "{}", *settings, *NOTHING, after, f"{name} 1", "")
             self._send(scripts.JOIN, name, *args, store=after)
@@ -71,8 +71,8 @@ class Crowd:
             self._send(scripts.CHARGE, name, name, host, 1, 20 if i == first else 10, -1, "failed", *limits)
             self._send(scripts.NOTE, name, "log", name, "rank 0", f"the last lines of {name}")
 
-    def drain(self) -> None:
-        for name in self.names:
+    def drain(self, *numbers: int) -> None:
+        for name in (self.names[i] for i in numbers):
             self._send(scripts.DRAIN, name, name, "SIGTERM", 30_000)
 
 
@@ -208,8 +208,20 @@ def test_a_drain_of_all_wakes_the_others_for_a_few_only(
     client: redis.Redis, keys: RunKeys, crowd: Crowd, control: RunControl
 ) -> None:
     crowd.join()
-    crowd.drain()
+    crowd.drain(*range(N))
     wake: Any = client.xrange(keys.wake)
     woken = [fields[b"node"].decode() for _, fields in wake if fields[b"event"] == b"drain"]
     assert woken == crowd.names[:FEW]
     assert all(node.draining == "SIGTERM" for node in control.state().nodes), "each hears of its own by its heartbeat"
+
+
+def test_a_member_that_drains_with_many_spares_wakes_the_others(
+    client: redis.Redis, keys: RunKeys, crowd: Crowd
+) -> None:
+    members = 3
+    crowd.join(N, most=members)
+    for i in (*range(members, N), *range(members)):  # the events of all are told together
+        crowd.drain(i)
+    wake: Any = client.xrange(keys.wake)
+    woken = [fields[b"node"].decode() for _, fields in wake if fields[b"event"] == b"drain"]
+    assert woken == crowd.names[:1], "no spare has anybody saved, and in one second one member does for all"

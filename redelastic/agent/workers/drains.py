@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
@@ -11,7 +12,7 @@ from typing import Final
 
 from redelastic.agent.courier import Courier
 from redelastic.rendezvous.membership import DrainedError, Membership
-from redelastic.rendezvous.view import Drain
+from redelastic.rendezvous.view import NOWHERE, Drain, place_of
 from redelastic.store import RedisStore, RoundBrokenError
 
 from .group import Workers
@@ -21,20 +22,23 @@ log = logging.getLogger(__name__)
 SOON: Final = 0.01  # in seconds
 ANEW: Final = 10.0  # seconds after which another drain has the workers save again: the first has come to nothing
 SHOWN: Final = 8  # of the nodes that drain in one round, how many the log names
-SAVED: Final = "redelastic/saved"  # in the round's store: how many nodes have saved
+SAVED: Final = "redelastic/saved/{}"  # in the round's store, by rank: up to which drain it has saved, as a place
 
 
 class Drains:
     """The drains of one round, from the side of one of its nodes.
 
-    The first drain of a round has all its workers save, and each node counts itself in the round's store when its own
-    have. A node that drains leaves when all have, or its time is up, or the round is broken anyway. One save is for all
-    that drain in a round, however many: with the first that leaves the round is over, for the others too.
+    A drain has all workers of the round save, unless they were asked to moments ago: one save is for all nodes that
+    drain together. Drains have an order, that of the wake-ups that tell of them. Each node says in the round's store
+    up to which one its workers have saved, and a node that drains leaves when all have for its own, or its time is up,
+    or the round is broken anyway. Of many that drain together wake-ups tell of a few; the first of these that leaves
+    ends the round for the others too.
 
     Args:
         membership: of this node.
         workers: of this node.
         store: of the round.
+        rank: of this node.
         size: number of nodes in the round.
         courier: which asks the store in the background.
         note: tells people: an event and its reason.
@@ -46,17 +50,20 @@ class Drains:
         workers: Workers,
         *,
         store: RedisStore,
+        rank: int,
         size: int,
         courier: Courier,
         note: Callable[[str, str], None],
     ) -> None:
-        self._membership, self._workers, self._store, self._size = membership, workers, store, size
+        self._membership, self._workers, self._store, self._rank = membership, workers, store, rank
         self._courier, self._note = courier, note
-        self._began = -math.inf  # when the first drain was heard of, on the monotonic clock
         self._until: dict[str, float] = {}  # node -> when its drain's time is up, on the monotonic clock
-        self._asked = -math.inf  # when the workers were last asked to save, on the same clock
-        self._told = False  # whether no drain waits for us any more
-        self._saved = 0  # how many nodes have saved
+        self._heard_at = -math.inf  # when the last drain was heard of, on the same clock
+        self._asked_at = -math.inf  # when the workers were last asked to save,
+        self._asked_for: list[str] = []  # for which nodes,
+        self._has_noted = True  # and whether people know what came of it
+        self._told = NOWHERE  # up to which drain the others know that our workers have saved
+        self._awaited = [other for other in range(size) if other != rank]  # who may not have saved for our drain yet
         self._counting = False  # whether the courier is about to ask for that
 
     @property
@@ -65,9 +72,14 @@ class Drains:
         return self._membership.node in self._until
 
     @property
+    def end(self) -> float:
+        """When the time of all drains is up, on the monotonic clock in seconds; long ago if there is none."""
+        return max(self._until.values(), default=-math.inf)
+
+    @property
     def pause(self) -> float:
         """After how many seconds to advance again: at first as soon as workers may have saved, later less often."""
-        return max(SOON, (time.monotonic() - self._began) / 10)
+        return max(SOON, (time.monotonic() - self._heard_at) / 10)
 
     def advance(self) -> None:
         """Take each drain a step further; called at each look at the workers, and as often as :attr:`pause` says.
@@ -81,18 +93,15 @@ class Drains:
                 self._hear_of(drain)
         if not drains:
             return
-        first = drains[0].node
-        over = time.monotonic() >= min(self._until.values())
-        if not self._told and (over or self._workers.have_saved()):
-            self._told = True
-            others = f" and {len(drains) - 1} more" if len(drains) > 1 else ""
-            self._note(
-                "saved", f"{'not in time ' if over else ''}for {first}{others}, which drain{'' if others else 's'}"
-            )
-            self._courier.send(partial(self._add, 1))
+        have_saved = self._workers.have_saved()
+        self._note_what_came_of_it(have_saved)
+        last = max(drain.place for drain in drains)
+        if have_saved and last > self._told:
+            self._told = last
+            self._courier.send(partial(self._tell, last))
         for drain in drains:
             if drain.node == self._membership.node:
-                self._leave_if_done(drain)
+                self._leave_if_done(drain, have_saved)
 
     def _hear_of(self, drain: Drain) -> None:
         if len(self._until) < SHOWN or drain.node == self._membership.node:
@@ -101,30 +110,38 @@ class Drains:
             )
         elif len(self._until) == SHOWN:
             log.warning("More nodes drain; `redelastic events %s` names them.", self._membership.run_id)
-        now = time.monotonic()
-        self._began = self._began if self._until else now
-        if now - self._asked > ANEW:
-            self._asked = now
-            self._workers.ask_to_save()
+        self._heard_at = now = time.monotonic()
         self._until[drain.node] = now + drain.timeout
+        if now - self._asked_at > ANEW:
+            self._asked_at, self._asked_for, self._has_noted = now, [], False
+            self._workers.ask_to_save()
+        self._asked_for.append(drain.node)
 
-    def _leave_if_done(self, drain: Drain) -> None:
-        over = time.monotonic() >= self._until[drain.node]
-        saved = self._size if self._size == 1 and self._told else self._saved
-        if over or self._membership.view.nodes_waiting > 0 or saved >= self._size:
-            raise DrainedError(drain.node, self._membership.run_id, drain.reason)
-        if not self._counting:  # while Redis is away that takes long
+    def _note_what_came_of_it(self, have_saved: bool) -> None:
+        first, *others = self._asked_for
+        is_late = time.monotonic() >= min(self._until[node] for node in self._asked_for)
+        if not self._has_noted and (have_saved or is_late):
+            self._has_noted = True
+            whom = f"{first} and {len(others)} more, which drain" if others else f"{first}, which drains"
+            self._note("saved", f"{'not in time ' if is_late else ''}for {whom}")
+
+    def _leave_if_done(self, own: Drain, have_saved: bool) -> None:
+        over = time.monotonic() >= self._until[own.node]
+        if over or self._membership.view.nodes_waiting > 0 or (have_saved and not self._awaited):
+            raise DrainedError(own.node, self._membership.run_id, own.reason)
+        if own.place > NOWHERE and not self._counting:  # while Redis is away that takes long
             self._counting = True
-            self._courier.send(self._count)
+            self._courier.send(partial(self._count, own.place))
 
-    def _count(self) -> None:
+    def _tell(self, place: tuple[int, int]) -> None:
+        with contextlib.suppress(RoundBrokenError):  # the members regroup: nobody waits for this
+            self._store.set(SAVED.format(self._rank), "{}-{}".format(*place))
+
+    def _count(self, place: tuple[int, int]) -> None:
         try:
-            self._saved = self._add(0)
+            told = self._store.peek([SAVED.format(rank) for rank in self._awaited])
+            self._awaited = [
+                rank for rank, saved in zip(self._awaited, told, strict=True) if place_of(saved or b"") < place
+            ]
         finally:
             self._counting = False
-
-    def _add(self, amount: int) -> int:
-        try:
-            return self._store.add(SAVED, amount)
-        except RoundBrokenError:  # the members regroup: nobody waits for this
-            return 0

@@ -14,6 +14,7 @@ process in this alone:
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -21,7 +22,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Final
 
@@ -30,6 +31,8 @@ from .site.sitecustomize import ADOPTED, RUN, VARIABLE, receive, send
 SITE: Final = str(Path(__file__).parent / "site")
 HAND_OVER: Final = 10.0  # within which a template has to fork a worker, in seconds
 LOOK: Final = 0.05  # how long to look for files that have changed, in seconds
+AGAIN: Final = 0.1  # after so many seconds it is asked again whether to wait on
+END: Final = 5.0  # for a template that was killed to be gone, in seconds
 LOST: Final = 255  # exit status of a worker for which somebody else has waited
 
 
@@ -120,18 +123,26 @@ class Template:
         """Whether it is known to have imported all."""
         return self._files is not None
 
-    def await_ready(self, timeout: float) -> None:
+    def await_ready(self, timeout: float, is_hurried: Callable[[], bool] = lambda: False) -> None:
         """Wait until it has imported all.
+
+        Args:
+            timeout: in seconds, from its start.
+            is_hurried: whether to give up now; asked several times a second.
 
         Raises:
             TemplateError: it cannot.
-            TimeoutError: it has not within ``timeout`` seconds of its start.
+            TimeoutError: it has not in time.
         """
         if self._files is not None:
             return
-        left = max(0.0, self._began + timeout - time.monotonic())
-        if not select.select([self._socket], [], [], left)[0]:
-            raise TimeoutError(f"the template has not imported all within {timeout:g} s")
+        while not self._has_spoken(self._began + timeout - time.monotonic()):
+            if not self.lives():  # a process that it has started may keep the connection open
+                raise TemplateError(f"the template {self.obituary()} while it imported")
+            if time.monotonic() >= self._began + timeout:
+                raise TimeoutError(f"the template has not imported all within {timeout:g} s")
+            if is_hurried():
+                raise TimeoutError("this node is to leave before the template has imported all")
         try:
             (problem, files), _ = receive(self._socket)
         except (OSError, EOFError) as e:
@@ -139,6 +150,9 @@ class Template:
         if problem:
             raise TemplateError(problem)
         self._files = files
+
+    def _has_spoken(self, seconds: float) -> bool:
+        return bool(select.select([self._socket], [], [], min(AGAIN, max(0.0, seconds)))[0])
 
     def lives(self) -> bool:
         """Whether the process is there."""
@@ -201,7 +215,11 @@ class Template:
         return f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
 
     def close(self) -> None:
-        """End the template; its workers are not touched; idempotent."""
+        """End the template; its workers are not touched; idempotent.
+
+        It may live on if the kernel does not let go of it, as when it reads from a disk that is out of reach.
+        """
         self._socket.close()
         self._process.kill()
-        self._process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(END)

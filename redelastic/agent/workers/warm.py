@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, Any, Final
 
 from torch.distributed.elastic.agent.server.api import WorkerSpec
@@ -38,7 +38,7 @@ def refuse(spec: WorkerSpec, *, owns_process: bool) -> None:
         ValueError: it says why.
     """
     options: list[str] = []
-    for option in spec.args:
+    for option in () if callable(spec.entrypoint) else spec.args:
         if option == "-m" or not option.startswith("-"):
             break
         options.append(option)
@@ -64,14 +64,21 @@ class WarmStart:
         modules: what to import in the template.
         environment: what workers have beside this process' own.
         spared: to be told the pid of the template, which is none of the workers.
+        is_hurried: whether this node is to leave, so that no template is worth waiting for.
     """
 
     def __init__(
-        self, spec: WorkerSpec, modules: Sequence[str], environment: Mapping[str, str], spared: set[int]
+        self,
+        spec: WorkerSpec,
+        modules: Sequence[str],
+        environment: Mapping[str, str],
+        spared: set[int],
+        is_hurried: Callable[[], bool],
     ) -> None:
         arguments = substitute_local_rank(spec.args, spec.local_world_size - 1)
         self._command = [str(spec.entrypoint), *arguments]
         self._modules, self._own_environment, self._spared = modules, environment, spared
+        self._is_hurried = is_hurried
         self._lock = threading.Lock()
         self._template: Template | None = None
         self._hopeless = False  # another template would fail as the last one did
@@ -99,9 +106,10 @@ class WarmStart:
                 return
             if not template.ready:
                 self._settle(template, 0.0)
-            elif self._may_replace:
+                return
+            self._lose(template)
+            if self._may_replace:
                 self._may_replace = False
-                self._lose(template)
                 self._prepare(template.environment)
         finally:
             self._lock.release()
@@ -166,7 +174,7 @@ class WarmStart:
     def _settle(self, template: Template, patience: float) -> bool:
         """Whether a template can fork, once it has imported all; it has ``patience`` seconds from its start."""
         try:
-            template.await_ready(patience)
+            template.await_ready(patience, self._is_hurried)
         except TemplateError as e:
             self._give_up(str(e))
         return template.ready
@@ -188,7 +196,8 @@ class WarmStart:
     def _drop(self) -> None:
         if self._template is not None:
             self._template.close()
-            self._spared.discard(self._template.pid)
+            if not self._template.lives():  # else it is no worker even so
+                self._spared.discard(self._template.pid)
             self._template = None
 
 
