@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -9,9 +11,11 @@ import pytest
 import redis
 from nodes import NodeFactory
 from oracle import NOTHING
+from scenes import SCENES, Story
 from servers import wait_until
 from twin import on_injected_clock
 
+import redelastic
 from redelastic.cli.output import reason_of
 from redelastic.redis import scripts
 from redelastic.redis.connection import Connection
@@ -20,6 +24,7 @@ from redelastic.run.control import RunControl
 from redelastic.run.history import replay
 from redelastic.run.records import MAX_DETAIL
 
+LUA = Path(redelastic.__file__).parent / "lua"
 FEW, MANY = 16, 64
 N = 200
 
@@ -213,3 +218,38 @@ def test_a_drain_of_all_wakes_the_others_for_a_few_only(
     woken = [fields[b"node"].decode() for _, fields in wake if fields[b"event"] == b"drain"]
     assert woken == crowd.names[:FEW]
     assert all(node.draining == "SIGTERM" for node in control.state().nodes), "each hears of its own by its heartbeat"
+
+
+@pytest.mark.parametrize("scene", ["three", "64", "crowded"])
+def test_made_up_runs_are_told_as_the_script_tells_them(
+    client: redis.Redis, keys: RunKeys, control: RunControl, scene: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`scenes.py` makes up events for the tests of what reads them: here those are held against the Lua."""
+    with monkeypatch.context() as patched:
+        patched.setattr(Story, "events", Story.one_by_one)
+        alone = SCENES[scene]()
+    heartbeat = (
+        on_injected_clock((LUA / "run.lua").read_text()) + "\nif run.untold and now >= run.untold then tell_rest() end"
+    )
+    note = on_injected_clock(scripts.NOTE.text)
+    names = [*keys.types]
+
+    def send(script: str, ms: int, *args: str) -> None:
+        client.delete(f"{keys.run}:clock")
+        client.rpush(f"{keys.run}:clock", ms // 1000, ms % 1000 * 1000)
+        client.eval(script, len(names), *names, *args)
+
+    client.hset(keys.run, mapping={"ttl": 7_200_000})
+    for event in alone:
+        ms = round(1000 * event.time)
+        untold = client.hget(keys.run, "untold")
+        if untold and int(untold) <= ms:
+            send(heartbeat, int(untold))
+        client.hset(keys.run, mapping={"epoch": event.epoch, "size": event.size})
+        send(note, ms, event.event, event.node, event.reason, event.detail)
+    untold = client.hget(keys.run, "untold")
+    if untold:
+        send(heartbeat, int(untold))
+    expected, told = SCENES[scene](), control.events()
+    assert [replace(event, id="", time=0) for event in told] == [replace(event, id="", time=0) for event in expected]
+    assert any(event.nodes for event in told) == (scene != "three")
