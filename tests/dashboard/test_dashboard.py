@@ -7,7 +7,7 @@ import json
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,15 @@ from crowds import Crowd
 from hypothesis import given
 from hypothesis import strategies as st
 from nodes import NodeFactory
-from scenes import START, Story
+from scenes import START, Story, many_nodes
 
+from redelastic.cli.status.report import describe
+from redelastic.dashboard import view
 from redelastic.dashboard.feed import Topic, merge_patch
 from redelastic.dashboard.view import Speed, fold
 from redelastic.redis.server import RedisServer
-from redelastic.run.records import Run
+from redelastic.run.history import replay
+from redelastic.run.records import Event, Run
 
 TOKEN = "a-token-of-enough-characters"
 
@@ -239,6 +242,15 @@ class TestFeed:
         asyncio.run(story())
 
 
+def page_of(events: Sequence[Event], now: float | None = None) -> dict[str, Any]:
+    """The page of a run of which only its events are known."""
+    history = replay(events, now)
+    run = Run(
+        "r", events[-1].epoch, events[-1].size, 1, 1, 1.0, "", "", False, None, 6.0, 0, 0, {}, [], (), history.end
+    )
+    return view.details(run, describe(run, events[-5:], history.end, history), history, None, history.start)
+
+
 class TestView:
     def test_what_each_of_many_nodes_does_is_one_line(self) -> None:
         story = Story()
@@ -251,6 +263,46 @@ class TestView:
             ("completed", None),
             ("started", 50),
         ]
+
+    def test_what_many_nodes_are_told_of_together_is_seen_of_each(self) -> None:
+        story = Story()
+        nodes = [story.node(f"n{i:03d}") for i in range(200)]
+        story.join(0, nodes, within=1)
+        story.complete(2, nodes, start=5)
+        for i, node in enumerate(nodes[:150]):
+            story.tell(60 + i / 1000, "lost", node, "lost its lease after 6.0 s")
+        events = story.events()
+        together = [event for event in events if event.event == "lost" and event.nodes]
+        page = page_of(events, START + 90)
+        lanes = page["timeline"]["lanes"]
+        assert lanes.keys() == set(nodes)
+        assert all(next(reversed(lane["spans"].values()))[2] > 0 for node, lane in lanes.items() if node in nodes[:150])
+        marks = page["timeline"]["marks"].values()
+        assert {(event, node) for _, event, node, _ in marks} == {("lost", node) for node in nodes[:150]}
+        lines = [line for line in page["events"].values() if line["event"] == "lost"]
+        assert sum(line.get("count", 1) for line in lines) == 150
+        assert [page["events"][event.id]["count"] for event in together] == [64, 64, 6]
+        assert all(page["events"][event.id]["detail"] for event in together), "their names can be asked for"
+        assert page["fault"]["count"] == 6
+
+    def test_a_timeline_is_bounded_and_shows_all_of_its_last_part(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        events = many_nodes(30, 4.0, 40)
+        history = replay(events)
+        spans = [(node.id, span.end) for node in history.nodes for span in node.spans]
+        whole = page_of(events)["timeline"]
+        assert sum(len(lane["spans"]) for lane in whole["lanes"].values()) == len(spans) > 2000
+        assert "cut" not in whole
+        monkeypatch.setattr(view, "SPANS", 500)
+        shown = page_of(events)["timeline"]
+        since = shown["origin"] + shown["start"]
+        kept = sum(len(lane["spans"]) for lane in shown["lanes"].values())
+        assert 400 < kept <= 500
+        assert kept == sum(end > since + 0.01 for _, end in spans), "nothing of that time is missing"
+        assert shown["cut"]
+        assert all(
+            lane["spans"].items() <= whole["lanes"][node]["spans"].items() for node, lane in shown["lanes"].items()
+        )
+        assert len(json.dumps(shown)) < len(json.dumps(whole)) / 3
 
     def test_speed_is_over_what_was_seen_of_a_round(self) -> None:
         def run(time: float, epoch: int = 1) -> Run:
