@@ -163,8 +163,9 @@ class Event:
     Attributes:
         id: its place in the stream.
         time: on the server's clock, in seconds since 1970.
-        event: ``joined``, ``completed``, ``lost``, ``left``, ``drain``, ``failed``, ``closed``, ``stopped``, ``outage``
-            by the scripts, exactly once; others by agents, at least once (:meth:`RunControl.note`).
+        event: ``joined``, ``completed``, ``lost``, ``left``, ``drain``, ``failed``, ``roll_call``, ``closed``,
+            ``stopped``, ``readmitted``, ``outage``, ``restored`` by the scripts, exactly once; others by agents, at
+            least once (:meth:`RunControl.note`).
         epoch, size: of the round that was the last one then.
         node: id of the node it happened to; for ``completed`` that of rank 0; empty if to none.
         reason: in words.
