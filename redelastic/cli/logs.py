@@ -52,27 +52,34 @@ def run(arguments: argparse.Namespace) -> int:
         failed = first_failure(events)
     else:
         failed = next((one for one in reversed(failures(events)) if one.rank == rank), None)
+    code, nothing = OK, ""
+    if rank is not None and not found and failed is None:
+        code, nothing = UNKNOWN, f"no agent has told of a log of rank {rank} in run {arguments.run!r}."
+    elif arguments.failed and failed is None:
+        code, nothing = NO, f"no agent has told of a worker that failed in run {arguments.run!r}."
+    elif not found and failed is None:
+        code, nothing = NO, f"no agent has told of a log in run {arguments.run!r} (see redelastic logs --help)."
     if arguments.json:
         write_json(document(arguments.run, found, failed))
-        return OK if found or failed else NO
-    if rank is not None and not found and failed is None:
-        return _nothing(f"no agent has told of a log of rank {rank} in run {arguments.run!r}.", UNKNOWN)
-    if arguments.failed:
-        if failed is None:
-            return _nothing(f"no agent has told of a worker that failed in run {arguments.run!r}.", NO)
+    elif nothing:
+        sys.stderr.write(f"redelastic {NAME}: {clean(nothing)}\n")
+    else:
+        _show(found, failed, arguments)
+    return code
+
+
+def _show(found: list[Place], failed: Failure | None, arguments: argparse.Namespace) -> None:
+    if not arguments.failed:
+        _show_places(found)
+    if failed is None:
+        return
+    if arguments.failed or arguments.rank is not None:
         _show_failure(failed)
-        return OK
-    if not found and failed is None:
-        return _nothing(f"no agent has told of a log in run {arguments.run!r} (see redelastic logs --help).", NO)
-    _show(found)
-    if failed is not None and rank is not None:
-        _show_failure(failed)
-    elif failed is not None:
+    else:
         write_line(f"rank {failed.rank} failed first in round {failed.epoch}; its last lines: --failed")
-    return OK
 
 
-def _show(found: list[Place]) -> None:
+def _show_places(found: list[Place]) -> None:
     from rich.table import Table
     from rich.text import Text
 
@@ -94,11 +101,6 @@ def _show_failure(failed: Failure) -> None:
     write_line(f"{who} ({moment(failed.time, full=True)}): {failed.path or 'it has no log file'}")
     for line in failed.tail.splitlines():
         write_line("    " + line.expandtabs())
-
-
-def _nothing(message: str, code: int) -> int:
-    sys.stderr.write(f"redelastic {NAME}: {clean(message)}\n")
-    return code
 
 
 def _rank(text: str) -> int:
