@@ -7,8 +7,10 @@ import math
 import time
 from typing import TYPE_CHECKING, Final
 
+from redelastic.run.wording import duration
+
 from .common import NO, OK, add_run_argument, add_server_arguments, open_run
-from .output import add_json_argument, answer, by_whom, duration, follow, last_event_id, write_line
+from .output import add_json_argument, answer, by_whom, follow, last_event_id, write_line
 
 if TYPE_CHECKING:
     from redelastic.run.control import RunControl

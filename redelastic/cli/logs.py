@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
+
+from redelastic.run.wording import clean, duration, short
 
 from .common import NO, OK, UNKNOWN, add_run_argument, add_server_arguments, open_run
-from .output import add_json_argument, clean, duration, moment, open_console, short, write_json, write_line
+from .output import add_json_argument, moment, open_console, write_json, write_line
 
 if TYPE_CHECKING:
     from redelastic.run.logs import Failure, Place
@@ -43,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; see :data:`DESCRIPTION`."""
     control = open_run(arguments)
-    from redelastic.run.logs import failures, first_failure, places
+    from redelastic.run.logs import document, failures, first_failure, places
 
     events, run = control.events(), control.state()
     rank = arguments.rank
@@ -107,8 +108,3 @@ def _rank(text: str) -> int:
     if not text.isascii() or not text.isdecimal() or len(text) > 9:
         raise argparse.ArgumentTypeError(f"must be a rank, 0 or more, not {text!r}")
     return int(text)
-
-
-def document(run_id: str, found: list[Place], failed: Failure | None) -> dict[str, Any]:
-    """What ``--json`` prints."""
-    return {"run": run_id, "logs": [asdict(one) for one in found], "failed": failed and asdict(failed)}

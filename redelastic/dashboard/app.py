@@ -31,10 +31,9 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-from redelastic.cli import logs
 from redelastic.redis.connection import Connection
+from redelastic.run import logs
 from redelastic.run.control import UnknownRunError
-from redelastic.run.logs import first_failure, places
 
 from .reader import Reader, event_of, node_of
 
@@ -125,7 +124,7 @@ async def _run(request: Request) -> Response:
         found = asdict(event) if event else None
     elif "logs" in asked:
         events = watch.chronicle.events
-        found = logs.document(watch.keys.run_id, places(events, watch.nodes), first_failure(events))
+        found = logs.document(watch.keys.run_id, logs.places(events, watch.nodes), logs.first_failure(events))
     else:
         found = watch.report
     if found is None:

@@ -13,13 +13,12 @@ from typing import Any, Final
 from redis import RedisCluster
 from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousStateError
 
-from redelastic.cli.runs import corrupt, summary
-from redelastic.cli.status.report import describe
 from redelastic.redis.connection import Connection
 from redelastic.redis.keys import RunKeys
-from redelastic.run.chronicle import Chronicle, telling
+from redelastic.run.chronicle import Chronicle
 from redelastic.run.control import RunControl, UnknownRunError, list_runs
 from redelastic.run.records import Event, Node
+from redelastic.run.report import corrupt, describe, summary
 
 from . import view
 from .feed import Document, Topic
@@ -31,7 +30,6 @@ SLOW_PACE: Final = 3.0  # the same for a run of which only the list is looked at
 LIST_PACE: Final = 3.0  # between two searches for new runs, in seconds
 REST: Final = 4.0  # a look that takes long is followed by a rest of so many times that: a fifth of a core at most
 RETRY: Final = 1.0  # while Redis is away, in seconds
-STATUS_EVENTS: Final = 5  # as `redelastic status` has them
 
 
 class Watch:
@@ -71,7 +69,7 @@ class Watch:
         history = self.chronicle.history(run)
         self.nodes = run.nodes
         self.summary = summary(run)
-        self.report = describe(run, telling(self.chronicle.events)[-STATUS_EVENTS:], time.time(), history)
+        self.report = describe(run, self.chronicle.events, time.time(), history)
         speed = self._speed.take_in(run, self.report["step"])
         if self._origin is None and history:
             self._origin = history.start

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any, Final
 
-from redelastic.cli.output import clean, short
 from redelastic.run.chronicle import last_fault, telling
 from redelastic.run.history import STATES, History, NodeHistory
 from redelastic.run.records import Event, Node, Run
+from redelastic.run.wording import clean, short
 
 Document = dict[str, Any]
 

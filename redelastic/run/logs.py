@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import asdict, dataclass
+from typing import Any, Final
 
 from .records import Event, Node
 
@@ -110,3 +110,8 @@ def first_failure(events: Iterable[Event]) -> Failure | None:
     found = failures(told)
     found = [one for one in found if one.epoch not in of_losses] or found
     return next((one for one in found if one.epoch == found[-1].epoch), None)
+
+
+def document(run_id: str, found: list[Place], failed: Failure | None) -> dict[str, Any]:
+    """What ``redelastic logs --json`` prints."""
+    return {"run": run_id, "logs": [asdict(one) for one in found], "failed": failed and asdict(failed)}

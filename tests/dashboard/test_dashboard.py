@@ -21,13 +21,13 @@ from hypothesis import strategies as st
 from nodes import NodeFactory
 from scenes import START, Story, many_nodes
 
-from redelastic.cli.status.report import describe
 from redelastic.dashboard import view
 from redelastic.dashboard.feed import Topic, merge_patch
 from redelastic.dashboard.view import Speed, fold
 from redelastic.redis.server import RedisServer
 from redelastic.run.history import replay
 from redelastic.run.records import Event, Run
+from redelastic.run.report import describe
 
 TOKEN = "a-token-of-enough-characters"
 
@@ -248,7 +248,7 @@ def page_of(events: Sequence[Event], now: float | None = None) -> dict[str, Any]
     run = Run(
         "r", events[-1].epoch, events[-1].size, 1, 1, 1.0, "", "", False, None, 6.0, 0, 0, {}, [], (), history.end
     )
-    return view.details(run, describe(run, events[-5:], history.end, history), history, None, history.start)
+    return view.details(run, describe(run, events, history.end, history), history, None, history.start)
 
 
 class TestView:

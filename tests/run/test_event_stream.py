@@ -16,13 +16,13 @@ from servers import wait_until
 from twin import on_injected_clock
 
 import redelastic
-from redelastic.cli.output import reason_of
 from redelastic.redis import scripts
 from redelastic.redis.connection import Connection
 from redelastic.redis.keys import RunKeys
 from redelastic.run.control import RunControl
 from redelastic.run.history import replay
 from redelastic.run.records import MAX_DETAIL
+from redelastic.run.wording import reason_of
 
 LUA = Path(redelastic.__file__).parent / "lua"
 FEW, MANY = 16, 64
