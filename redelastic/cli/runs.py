@@ -54,14 +54,14 @@ def _summary(connection: Any, prefix: str, run_id: str) -> dict[str, Any] | None
     from torch.distributed.elastic.rendezvous.api import RendezvousStateError
 
     from redelastic.run.control import RunControl, UnknownRunError
-    from redelastic.run.report import corrupt, summary
+    from redelastic.run.report import summary, unread
 
     try:
         state = RunControl(connection, RunKeys(run_id, prefix)).state()
     except (UnknownRunError, ValueError):  # it has just gone; no run of ours has such a name
         return None
     except RendezvousStateError:
-        return corrupt(run_id)
+        return unread(run_id, "corrupt")
     return summary(state)
 
 

@@ -88,7 +88,6 @@ def make_app(connection: Connection, prefix: str, token: str | None) -> Starlett
         exception_handlers={
             HTTPException: _refused,
             UnknownRunError: _failed(404),
-            ValueError: _failed(404),
             RendezvousError: _failed(503),
         },
         lifespan=lifespan,

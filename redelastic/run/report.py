@@ -27,11 +27,9 @@ def phase_of(run: Run) -> str:
     return run.phase
 
 
-def corrupt(run_id: str) -> dict[str, Any]:
-    """What a list of runs says of one whose keys hold what no run's do."""
-    return {"run": run_id, "phase": "corrupt"} | dict.fromkeys(
-        ("epoch", "size", "members", "candidates", "spares", "age")
-    )
+def unread(run_id: str, phase: str) -> dict[str, Any]:
+    """What a list of runs says of one that cannot be read."""
+    return {"run": run_id, "phase": phase} | dict.fromkeys(("epoch", "size", "members", "candidates", "spares", "age"))
 
 
 def summary(run: Run) -> dict[str, Any]:

@@ -157,48 +157,6 @@ class TestJson:
             until(lambda: ask(f"{url}api/runs")[0] == 200, "it is back")
 
 
-class TestCost:
-    def test_redis_is_read_once_however_many_look_and_not_at_all_while_nobody_does(
-        self, own_server: RedisServer, new_node: NodeFactory
-    ) -> None:
-        node = new_node(1, 1, url=own_server.url)
-        node.next_rendezvous()
-        run_id = node.membership.run_id
-        node.membership.stop()  # from now on only the dashboard asks Redis anything
-        with own_server.get_client() as client, dashboard(f"--endpoint={own_server.url}") as (url, _):
-
-            def looks() -> int:
-                return int(client.info("commandstats").get("cmdstat_mget", {}).get("calls", 0))
-
-            def follow(browsers: int) -> float:
-                """Looks at Redis for each update that one of so many browsers is sent."""
-                streams = [listen(f"{url}live?run={run_id}") for _ in range(browsers)]
-                for stream in streams:
-                    assert stream.readline() == b"event: document\n"
-                before, seen = looks(), 0
-                while seen < 3:
-                    seen += streams[0].readline() == b"event: patch\n"
-                after = looks()
-                for stream in streams:
-                    stream.close()
-                return (after - before) / seen
-
-            assert follow(1) <= 2
-            assert follow(20) <= 2
-
-            def reads() -> dict[str, int]:
-                told = client.info("commandstats")
-                names = ("mget", "xread", "xrevrange", "evalsha", "scan", "ping")
-                return {name: told.get(f"cmdstat_{name}", {}).get("calls", 0) for name in names}
-
-            def at_rest() -> bool:
-                before = reads()
-                client.blpop(["nobody-writes-this"], 3)
-                return reads() == before
-
-            until(at_rest, "nobody looks any more")
-
-
 values = st.recursive(
     st.booleans() | st.integers(-5, 5) | st.text(max_size=3) | st.lists(st.integers(), max_size=2),
     lambda inner: st.dictionaries(st.text("abc", max_size=2), inner, max_size=4),

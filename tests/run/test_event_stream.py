@@ -19,9 +19,10 @@ import redelastic
 from redelastic.redis import scripts
 from redelastic.redis.connection import Connection
 from redelastic.redis.keys import RunKeys
+from redelastic.run import chronicle
 from redelastic.run.control import RunControl
 from redelastic.run.history import replay
-from redelastic.run.records import MAX_DETAIL
+from redelastic.run.records import MAX_DETAIL, Event
 from redelastic.run.wording import reason_of
 
 LUA = Path(redelastic.__file__).parent / "lua"
@@ -199,6 +200,29 @@ def test_long_events_are_bounded_by_their_bytes(
     assert len(kept) * MAX_DETAIL > 3 << 20, "3 MiB at least are kept"
     assert kept[-1].node == "gpu-1499"
     assert replay(kept).complete is False
+
+
+def test_a_chronicle_keeps_as_much_as_redis_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever follows a run for days would else have every stack that was ever told of it."""
+
+    class Long(RunControl):
+        def __init__(self) -> None:
+            self.told = 0
+
+        def events(self, *_: Any, **__: Any) -> list[Event]:
+            self.told += 100
+            return [Event(f"{i}-0", i, "hung", 1, 1, "a", "", "s" * 900) for i in range(self.told - 100, self.told)]
+
+    monkeypatch.setattr(chronicle, "KEPT_TEXT", 100_000)
+    kept = chronicle.Chronicle(Long())
+    for _ in range(3):
+        kept.read()
+        assert sum(len(event.detail) for event in kept.events) <= 100_000
+    assert len(kept.events) > 100
+    assert kept.last_id == "299-0"
+    monkeypatch.setattr(chronicle, "KEPT_TEXT", 10)
+    kept.read()
+    assert [event.id for event in kept.events] == ["399-0"]
 
 
 def test_events_of_a_run_that_is_not_there_make_no_run(client: redis.Redis, keys: RunKeys, control: RunControl) -> None:

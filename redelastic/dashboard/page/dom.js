@@ -51,7 +51,7 @@ const LOOKS = {
   waiting: ["calm", "ring"], spare: ["calm", "ring"], closed: ["calm", "tick"], empty: ["calm", "ring"],
   silent: ["bad", "cross"], dead: ["bad", "cross"], lost: ["bad", "cross"], stopped: ["bad", "square"],
   log: ["calm", "square"], hung: ["bad", "square"], failed: ["bad", "triangle"], barred: ["bad", "diamond"], refused: ["bad", "diamond"],
-  corrupt: ["bad", "square"], unreached: ["bad", "square"],
+  corrupt: ["bad", "square"], unreadable: ["bad", "square"], unreached: ["bad", "square"],
 };
 
 export const looks = (state) => LOOKS[state] ?? ["calm", "ring"];

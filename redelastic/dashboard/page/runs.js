@@ -3,7 +3,7 @@
 import { badge, count, h, moment, number, percent, rough, say, speed, whose } from "./dom.js";
 
 const OVER = ["closed", "stopped", "empty"];
-const ORDER = ["corrupt", "dead", "regrouping", "forming", "running", "empty", "stopped", "closed"];
+const ORDER = ["corrupt", "unreadable", "dead", "regrouping", "forming", "running", "empty", "stopped", "closed"];
 
 export function runsView(open) {
   const rows = new Map();
