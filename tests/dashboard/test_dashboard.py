@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -18,7 +20,6 @@ from commands import command, until
 from crowds import Crowd
 from hypothesis import given
 from hypothesis import strategies as st
-from nodes import NodeFactory
 from scenes import START, Story, many_nodes
 
 from redelastic.dashboard import view
@@ -26,10 +27,20 @@ from redelastic.dashboard.feed import Topic, merge_patch
 from redelastic.dashboard.view import Speed, fold
 from redelastic.redis.server import RedisServer
 from redelastic.run.history import replay
+from redelastic.run.logs import failure_text, places_text
 from redelastic.run.records import Event, Run
 from redelastic.run.report import describe
 
 TOKEN = "a-token-of-enough-characters"
+OF_THE_MOMENT = {"age", "ettr", "heard", "lease", "time", "verdict"}
+
+
+def has_ipv6_loopback() -> bool:
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            return True
+    except OSError:
+        return False
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
@@ -74,9 +85,41 @@ class TestWhoIsLetIn:
 
     def test_a_page_from_elsewhere_cannot_read_it_under_a_name_of_its_own(self, server: RedisServer) -> None:
         with dashboard(f"--endpoint={server.url}") as (url, _):
-            assert ask(f"{url}api/runs", Host="evil.example:8265")[0] == 403
-            assert ask(f"{url}api/runs", Host="localhost:1")[0] == 200
-            assert ask(f"{url}api/runs", Host="[::1]")[0] == 200
+            for local in (
+                "localhost:1",
+                "LOCALHOST",
+                "127.0.0.1",
+                "127.0.0.2:80",
+                "127.255.255.254",
+                "[::1]",
+                "[::1]:1",
+            ):
+                assert ask(f"{url}api/runs", Host=local)[0] == 200, local
+            for foreign in (
+                *("evil.example:8265", "localhost.evil.example", "127.0.0.1.evil.example", "evil.localhost", "127.1"),
+                *(
+                    "0.0.0.0:1",
+                    "192.168.0.1",
+                    "[::]",
+                    "[fe80::1]",
+                    "[localhost]x",
+                    "127.0.0.1:1:2",
+                    "a@localhost",
+                    "x:y",
+                ),
+            ):
+                code, _, said = ask(f"{url}api/runs", Host=foreign)
+                assert (code, "not to this name" in said) == (403, True), foreign
+
+    @pytest.mark.parametrize("host", ["localhost", "127.0.0.2"])
+    def test_whatever_loopback_is_called(self, server: RedisServer, host: str) -> None:
+        with dashboard(f"--endpoint={server.url}", f"--host={host}") as (url, _):
+            assert url.startswith(f"http://{host}:")
+            assert ask(f"{url}api/runs")[0] == 200
+            if host == "localhost":
+                port = url.rstrip("/").rpartition(":")[2]
+                for address in ("127.0.0.1", "[::1]") if has_ipv6_loopback() else ("127.0.0.1",):
+                    assert ask(f"http://{address}:{port}/api/runs")[0] == 200, address
 
     def test_elsewhere_it_asks_for_a_token(self, server: RedisServer, tmp_path: Path) -> None:
         file = tmp_path / "token"
@@ -89,7 +132,7 @@ class TestWhoIsLetIn:
                 assert (code, headers["www-authenticate"]) == (401, "Bearer")
                 assert "--token-file" in body
                 assert ask(f"{url}{path}?token=wrong")[0] == 401
-                assert ask(url + path, Cookie=f"redelastic-dashboard={TOKEN}")[0] == 401
+                assert ask(url + path, Cookie=f"redelastic-dashboard={TOKEN}", Host="a")[0] == 401
                 assert ask(url + path, Authorization=f"Basic {TOKEN}")[0] == 401
             assert ask(f"{url}api/runs", Authorization=f"Bearer {TOKEN}")[0] == 200
             code, headers, _ = ask(f"{url}runs/x?a=1&token={TOKEN}")
@@ -98,7 +141,13 @@ class TestWhoIsLetIn:
             assert "HttpOnly" in cookie
             assert "SameSite=strict" in cookie
             assert TOKEN not in cookie
-            assert ask(f"{url}api/runs", Cookie=cookie.partition(";")[0])[0] == 200
+            named, _, given = cookie.partition(";")[0].partition("=")
+            port = url.rstrip("/").rpartition(":")[2]
+            assert named == f"redelastic-dashboard-{port}", "each port of a host has its own"
+            assert ask(f"{url}api/runs", Cookie=f"redelastic-dashboard-1=x; {named}={given}")[0] == 200
+            assert ask(f"{url}api/runs", Cookie=f"{named}={given}", Host="a.example:1")[0] == 401
+            cookie = ask(f"{url}?token={TOKEN}", Host="a.example")[1]["set-cookie"]
+            assert cookie.startswith("redelastic-dashboard="), "behind a proxy on the port of the scheme"
 
     def test_wrong_arguments(self, server: RedisServer, tmp_path: Path) -> None:
         short = tmp_path / "short"
@@ -110,7 +159,7 @@ class TestWhoIsLetIn:
                 (("--host=no.such.host.invalid",), "--host no.such.host.invalid is no address of this machine"),
                 (("--token-file", str(tmp_path / "none")), "cannot be read"),
                 (("--token-file", str(short)), "begins with a token of 6 characters; it needs 16 or more"),
-                (("--port", port), f"cannot listen on port {port} of 127.0.0.1: Address already in use"),
+                (("--port", port), f"cannot listen on port {port} of localhost: Address already in use"),
                 (("--port", "70000"), "must be a port, from 0 to 65535"),
             ]:
                 done = command("dashboard", "--endpoint", server.url, *arguments)
@@ -120,32 +169,71 @@ class TestWhoIsLetIn:
         assert command("dashboard", "--endpoint", "127.0.0.1:1").code == 3
 
 
+def timeless(told: Any) -> Any:
+    """A document without what is of the moment at which it was made."""
+    if isinstance(told, dict):
+        return {name: timeless(value) for name, value in told.items() if name not in OF_THE_MOMENT}
+    return [timeless(value) for value in told] if isinstance(told, list) else told
+
+
 class TestJson:
-    def test_it_is_what_the_commands_print(
-        self, server: RedisServer, client: redis.Redis, new_node: NodeFactory, run_id: str
-    ) -> None:
-        new_node(1, 1, node_name="a").next_rendezvous()
-        other = Crowd(client, f"{run_id}/%2F", 3)
+    def test_it_is_what_the_commands_print(self, server: RedisServer, client: redis.Redis, run_id: str) -> None:
+        many, few, broken = (Crowd(client, f"{run_id}{name}", n) for name, n in (("/%2F", 100), ("", 2), ("-x", 1)))
+        at = round(1000 * time.time())
+        path = "/logs/0/stdout.log"
+        for crowd in (many, few):  # their nodes live as long as this takes
+            client.zadd(crowd.keys.leases, dict.fromkeys(crowd.members, at + 3_600_000))
+        for event, reason, detail in (
+            ("started", "rank 0 of 2", places_text({0: path})),
+            ("log", failure_text(0, 1.5, path), "the last lines"),
+        ):
+            fields: dict[Any, Any] = {"event": event, "epoch": 4, "size": 2, "node": few.members[0]}
+            client.xadd(few.keys.events, fields | {"reason": reason, "detail": detail}, id=f"{at}-*")
+        client.hset(broken.keys.run, "epoch", "x")
+        ours = [crowd.keys.run_id for crowd in (many, few, broken)]
+
+        def printed(*argv: str) -> Any:
+            return command(*argv, "--json", "--endpoint", server.url).json
+
         with dashboard(f"--endpoint={server.url}") as (url, _):
-            listed = {run["run"]: run for run in json.loads(ask(f"{url}api/runs")[2])["runs"]}
-            printed = {run["run"]: run for run in command("list", "--json", "--endpoint", server.url).json["runs"]}
-            for one in (run_id, other.keys.run_id):
-                assert listed[one] | {"age": 0} == printed[one] | {"age": 0}
-                told = json.loads(ask(f"{url}api/runs/{urllib.parse.quote(one, safe='')}")[2])
-                status = command("status", one, "--json", "--endpoint", server.url).json
-                assert told.keys() == status.keys()
-                assert [n.keys() for n in told["nodes"]] == [n.keys() for n in status["nodes"]]
-                for name in ("run", "phase", "epoch", "size", "events", "restarts", "lease"):
-                    assert told[name] == status[name]
-            told = json.loads(ask(f"{url}api/runs/{run_id}")[2])
-            [node] = told["nodes"]
-            assert json.loads(ask(f"{url}api/runs/{run_id}?node={node['id']}")[2])["id"] == node["id"]
-            event = told["events"][0]
-            assert json.loads(ask(f"{url}api/runs/{run_id}?event={event['id']}")[2]) == event
-            for missing in ("no-such-run", "bad*id", f"{run_id}?node=x", f"{run_id}?event=1-0"):
-                code, _, body = ask(f"{url}api/runs/{missing}")
-                assert code == 404
-                assert json.loads(body)["error"]
+
+            def served(run: str, query: str = "") -> Any:
+                code, _, body = ask(f"{url}api/runs/{urllib.parse.quote(run, safe='')}{query}")
+                assert code == 200
+                return json.loads(body)
+
+            listed = json.loads(ask(f"{url}api/runs")[2])
+            assert [run["run"] for run in listed["runs"]] == sorted(run["run"] for run in listed["runs"])
+            expected = [timeless(run) for run in printed("list")["runs"] if run["run"] in ours]
+            assert [timeless(run) for run in listed["runs"] if run["run"] in ours] == expected
+            assert [run["phase"] for run in expected] == ["running", "corrupt", "running"]
+            for run in ours[:2]:
+                assert timeless(served(run)) == timeless(printed("status", run))
+                assert served(run, "?logs") == printed("logs", run)
+                for node in printed("status", run)["nodes"][:3]:
+                    assert timeless(served(run, f"?node={node['id']}")) == timeless(node)
+                for event in printed("events", run)["events"][-20:]:
+                    assert served(run, f"?event={event['id']}") == event
+            assert served(few.keys.run_id, "?logs")["failed"]["tail"] == "the last lines"
+            assert [log["path"] for log in served(few.keys.run_id, "?logs")["logs"]] == [path]
+            code, _, body = ask(f"{url}api/runs/{broken.keys.run_id}")
+            assert (code, broken.keys.run in json.loads(body)["error"]) == (503, True)
+
+    def test_what_is_not_there(self, server: RedisServer, client: redis.Redis, run_id: str) -> None:
+        Crowd(client, run_id, 1)
+        with dashboard(f"--endpoint={server.url}") as (url, _):
+            for missing, said in {
+                "api/runs/no-such-run": "holds no run 'no-such-run'",
+                "api/runs/bad*id": "'bad*id'",
+                f"api/runs/{run_id}?node=x": "no such node or event",
+                f"api/runs/{run_id}?event=1-0": "no such node or event",
+                "live?run=bad*id": "'bad*id'",
+                "page/none.js": "Not Found",
+                "none": "Not Found",
+            }.items():
+                code, headers, body = ask(url + missing)
+                assert (code, headers["content-type"]) == (404, "application/json")
+                assert said in json.loads(body)["error"]
 
     def test_redis_is_away(self, own_server: RedisServer) -> None:
         with dashboard(f"--endpoint={own_server.url}") as (url, _):

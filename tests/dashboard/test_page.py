@@ -156,4 +156,5 @@ def test_a_run_that_is_not_there(server: RedisServer, browser: Browser, new_node
         until(lambda: browser.rows() == {"a": "running"}, "it is shown as soon as it is there", 60)
         browser.open(f"{url}runs/bad*id")
         browser.until(".banner", "The dashboard's server refuses this page")
-        browser.complaints()  # of the 404
+        [told] = browser.complaints()
+        assert re.search(r"/live\?run=bad\*id .* 404 ", told)
