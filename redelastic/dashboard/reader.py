@@ -245,7 +245,7 @@ class Reader:
         except UnreachableError:
             raise
         except RendezvousError as e:  # a job's own user may see its run, and no list
-            self._publish_trouble(self.overview, str(e))
+            self._publish_trouble(self.overview, f"{e} Here a run's page is /runs/RUN.")
         else:
             now = max((watch.now for watch in self._watches.values()), default=time.time())
             rows = view.listed(watch.row for watch in self._watches.values())

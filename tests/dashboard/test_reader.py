@@ -93,6 +93,7 @@ class TestTrouble:
             listed, page = Browser(reader, None), Browser(reader, run_id)
             await listed.until(lambda told: told.get("trouble"))
             assert "needs ~redelastic:* and +scan" in listed.document["trouble"]
+            assert listed.document["trouble"].endswith("Here a run's page is /runs/RUN.")
             await page.until(lambda told: told.get("phase") == "running")
             before = page.document["now"]
             await page.until(lambda told: told["now"] > before)
