@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from redelastic import __version__
+from redelastic.run.wording import clean
 
 from . import (
     close,
@@ -20,7 +21,6 @@ from . import (
     drain,
     events,
     logs,
-    output,
     readmit,
     run,
     runs,
@@ -91,7 +91,7 @@ def _ended(name: str, call: Callable[[], int]) -> int:
         code = exit_code(e)
         if not code:
             raise
-        sys.stderr.write(f"redelastic {name}: {output.clean(str(e))}\n")  # it may quote what Redis holds
+        sys.stderr.write(f"redelastic {name}: {clean(str(e))}\n")  # it may quote what Redis holds
     return code
 
 

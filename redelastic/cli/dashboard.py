@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import ipaddress
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,14 +22,15 @@ Serve a read-only web page, live, for one Redis and all runs on it: how they
 stand, their nodes and GPUs, their timelines and events. It needs
 redelastic[dashboard] here, and nothing on the nodes.
 
-It listens on loopback, and then lets in whoever is on this machine. On another
+It listens on localhost, and then lets in whoever is on this machine. On another
 address it asks for the token in --token-file: open the page once as
 http://HOST:PORT/?token=TOKEN, or send "Authorization: Bearer TOKEN". It speaks
 plain HTTP; on a network that you do not trust, put TLS in front of it, or use
 ssh -L 8265:localhost:8265 HOST.
 
-The page's data is there as JSON too: /api/runs is what `redelastic list --json`
-prints, /api/runs/RUN what `redelastic status RUN --json` prints.
+How runs stand is there as JSON too, at most some seconds old: /api/runs is what
+`redelastic list --json` prints, /api/runs/RUN what `redelastic status RUN --json`
+prints, /api/runs/RUN?logs what `redelastic logs RUN --json` prints.
 
 Exit code: 0 when Ctrl-C or SIGTERM ends it; 2 for wrong arguments, or when it
 cannot listen there; 3 when Redis cannot be reached at the start. Later outages
@@ -37,11 +40,14 @@ PORT: Final = 8265
 CALL_TIMEOUT: Final = 2.0  # for a call to Redis, in seconds; after that the page says that Redis is away
 CONNECT_TIMEOUT: Final = 5.0
 SHORTEST_TOKEN: Final = 16  # characters
+NOT_HERE: Final = frozenset({errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT})  # such as ::1 on a host without IPv6
+
+Address = tuple[socket.AddressFamily, tuple[Any, ...]]  # the host, and of IPv6 its flow and scope
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    parser.add_argument("--host", default="localhost", help="name or address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=_port, default=PORT, help="port to listen on; 0: any (default: %(default)s)")
     parser.add_argument(
         "--token-file", metavar="FILE", type=Path, help="whose first line a browser has to know; needed beyond loopback"
@@ -61,8 +67,8 @@ def run(arguments: argparse.Namespace) -> int:
     except ImportError:
         raise ValueError("the dashboard needs more packages: pip install 'redelastic[dashboard]'.") from None
     token = None if arguments.token_file is None else _token(arguments.token_file)
-    family, address, loopback = _resolve(arguments.host, arguments.port)
-    if token is None and not loopback:
+    addresses = _resolve(arguments.host)
+    if token is None and not all(map(_is_loopback, addresses)):
         raise ValueError(
             f"--host {arguments.host} is not loopback: give --token-file FILE, whose token a browser then has to know."
         )
@@ -70,11 +76,9 @@ def run(arguments: argparse.Namespace) -> int:
     from redelastic.redis.connection import Connection
 
     connection = Connection.open(endpoint(arguments), CALL_TIMEOUT, CALL_TIMEOUT, CONNECT_TIMEOUT)
-    with socket.socket(family) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    with contextlib.ExitStack() as opened:
         try:
-            listener.bind(address)
-            listener.listen()
+            listeners = _listen(addresses, arguments.port, opened)
         except OSError as e:
             raise ValueError(
                 f"cannot listen on port {arguments.port} of {arguments.host}: {e.strerror}; give another --port."
@@ -86,16 +90,16 @@ def run(arguments: argparse.Namespace) -> int:
             server_header=False,
             timeout_graceful_shutdown=1,  # its streams end with it
         )
-        host = f"[{arguments.host}]" if family == socket.AF_INET6 else arguments.host
+        host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
         sys.stdout.write(
-            f"redelastic dashboard for {connection.name}: http://{host}:{listener.getsockname()[1]}/"
+            f"redelastic dashboard for {connection.name}: http://{host}:{listeners[0].getsockname()[1]}/"
             + ("?token=… (from --token-file)" if token else "")
             + "  (Ctrl-C ends it)\n"
         )
         sys.stdout.flush()
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises the signal again when it has ended
-            uvicorn.Server(config).run(sockets=[listener])
+            uvicorn.Server(config).run(sockets=listeners)
     return OK
 
 
@@ -118,10 +122,40 @@ def _token(file: Path) -> str:
     return token
 
 
-def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, tuple[Any, ...], bool]:
-    """The address to bind, and whether it is a loopback."""
+def _resolve(host: str) -> list[Address]:
+    """The addresses that a name stands for; localhost is both, as some browsers ask ::1 and others 127.0.0.1."""
+    if host.lower() == "localhost":
+        return [(socket.AF_INET, ("127.0.0.1",)), (socket.AF_INET6, ("::1",))]
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as e:
         raise ValueError(f"--host {host} is no address of this machine: {e.strerror}.") from e
-    return socket.AddressFamily(family), address, ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback
+    return [(socket.AddressFamily(family), (address[0], *address[2:])) for family, _, _, _, address in found]
+
+
+def _is_loopback(address: Address) -> bool:
+    return ipaddress.ip_address(str(address[1][0]).partition("%")[0]).is_loopback
+
+
+def _listen(addresses: Sequence[Address], port: int, opened: contextlib.ExitStack) -> list[socket.socket]:
+    """Listen on one port of those of the addresses that this machine has.
+
+    Raises:
+        OSError: it has none of them, or the port of one is taken: whoever has that would be asked instead of us.
+    """
+    listeners: list[socket.socket] = []
+    for family, (host, *rest) in addresses:
+        try:
+            listener = opened.enter_context(socket.socket(family))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            listener.bind((host, port, *rest))
+        except OSError as e:
+            if e.errno not in NOT_HERE or (not listeners and (family, (host, *rest)) == addresses[-1]):
+                raise
+            continue
+        listener.listen()
+        port = listener.getsockname()[1]
+        listeners.append(listener)
+    return listeners

@@ -6,8 +6,10 @@ import argparse
 import dataclasses
 from typing import TYPE_CHECKING, Final
 
+from redelastic.run.wording import clean
+
 from .common import NO, OK, UNREACHABLE, add_server_arguments, endpoint
-from .output import clean, open_console, write_json
+from .output import open_console, write_json
 
 if TYPE_CHECKING:
     from rich.console import Console

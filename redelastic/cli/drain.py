@@ -7,8 +7,10 @@ import math
 import time
 from typing import TYPE_CHECKING, Final
 
+from redelastic.run.wording import duration
+
 from .common import NO, OK, add_run_argument, add_server_arguments, open_run
-from .output import add_json_argument, answer, by_whom, duration, follow, last_event_id, write_line
+from .output import add_json_argument, answer, by_whom, follow, last_event_id, write_line
 
 if TYPE_CHECKING:
     from redelastic.run.control import RunControl
@@ -26,6 +28,7 @@ cannot drain, or has not left in time; 3 when Redis cannot be reached; 4 when
 there is no such run or node."""
 
 GRACE: Final = 30.0  # for ending workers that do not save in time, and for leaving, in seconds
+COLLECTED: Final = 1.0  # how long an event may wait for others of its kind, for a heartbeat to tell them, in seconds
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -86,7 +89,9 @@ def _why_not_left(control: RunControl, node: Node, after: str, deadline: float) 
     from redelastic.run.records import BEREFT
 
     why = "has not left in time: see `redelastic status` and `redelastic events`"
+    gone_since: float | None = None
     for seen in follow(control, after):
+        now = time.monotonic()
         if isinstance(seen, Exception):
             why = f"may have left or not: {seen}"
         else:
@@ -94,9 +99,13 @@ def _why_not_left(control: RunControl, node: Node, after: str, deadline: float) 
                 if event.node == node.id and event.event in {"left", "lost"}:
                     died = event.event == "lost" or event.reason == BEREFT
                     return f"did not leave, it died: it {event.reason}" if died else ""
-            if not seen and all(other.id != node.id for other in control.state().nodes):
-                return ""
-        if time.monotonic() > deadline:
+            if not seen:
+                run = control.state()
+                here = any(other.id == node.id for other in run.nodes)
+                gone_since = None if here else gone_since or now
+                if gone_since is not None and now - gone_since > COLLECTED + run.lease:
+                    return ""  # somebody has beaten since: no event is left that could say how
+        if gone_since is None and now > deadline:
             return why
     raise AssertionError("a run is followed for ever")
 

@@ -7,8 +7,10 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from redelastic.run.wording import clean, short
+
 from .common import OK, add_run_argument, add_server_arguments, open_run
-from .output import add_json_argument, clean, event_table, follow, open_console, short, write_json
+from .output import add_json_argument, event_table, follow, open_console, write_json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

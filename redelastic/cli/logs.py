@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
+
+from redelastic.run.wording import clean, duration, short
 
 from .common import NO, OK, UNKNOWN, add_run_argument, add_server_arguments, open_run
-from .output import add_json_argument, clean, duration, moment, open_console, short, write_json, write_line
+from .output import add_json_argument, moment, open_console, write_json, write_line
 
 if TYPE_CHECKING:
     from redelastic.run.logs import Failure, Place
@@ -43,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; see :data:`DESCRIPTION`."""
     control = open_run(arguments)
-    from redelastic.run.logs import failures, first_failure, places
+    from redelastic.run.logs import document, failures, first_failure, places
 
     events, run = control.events(), control.state()
     rank = arguments.rank
@@ -52,27 +53,34 @@ def run(arguments: argparse.Namespace) -> int:
         failed = first_failure(events)
     else:
         failed = next((one for one in reversed(failures(events)) if one.rank == rank), None)
+    code, nothing = OK, ""
+    if rank is not None and not found and failed is None:
+        code, nothing = UNKNOWN, f"no agent has told of a log of rank {rank} in run {arguments.run!r}."
+    elif arguments.failed and failed is None:
+        code, nothing = NO, f"no agent has told of a worker that failed in run {arguments.run!r}."
+    elif not found and failed is None:
+        code, nothing = NO, f"no agent has told of a log in run {arguments.run!r} (see redelastic logs --help)."
     if arguments.json:
         write_json(document(arguments.run, found, failed))
-        return OK if found or failed else NO
-    if rank is not None and not found and failed is None:
-        return _nothing(f"no agent has told of a log of rank {rank} in run {arguments.run!r}.", UNKNOWN)
-    if arguments.failed:
-        if failed is None:
-            return _nothing(f"no agent has told of a worker that failed in run {arguments.run!r}.", NO)
+    elif nothing:
+        sys.stderr.write(f"redelastic {NAME}: {clean(nothing)}\n")
+    else:
+        _show(found, failed, arguments)
+    return code
+
+
+def _show(found: list[Place], failed: Failure | None, arguments: argparse.Namespace) -> None:
+    if not arguments.failed:
+        _show_places(found)
+    if failed is None:
+        return
+    if arguments.failed or arguments.rank is not None:
         _show_failure(failed)
-        return OK
-    if not found and failed is None:
-        return _nothing(f"no agent has told of a log in run {arguments.run!r} (see redelastic logs --help).", NO)
-    _show(found)
-    if failed is not None and rank is not None:
-        _show_failure(failed)
-    elif failed is not None:
+    else:
         write_line(f"rank {failed.rank} failed first in round {failed.epoch}; its last lines: --failed")
-    return OK
 
 
-def _show(found: list[Place]) -> None:
+def _show_places(found: list[Place]) -> None:
     from rich.table import Table
     from rich.text import Text
 
@@ -96,17 +104,7 @@ def _show_failure(failed: Failure) -> None:
         write_line("    " + line.expandtabs())
 
 
-def _nothing(message: str, code: int) -> int:
-    sys.stderr.write(f"redelastic {NAME}: {clean(message)}\n")
-    return code
-
-
 def _rank(text: str) -> int:
     if not text.isascii() or not text.isdecimal() or len(text) > 9:
         raise argparse.ArgumentTypeError(f"must be a rank, 0 or more, not {text!r}")
     return int(text)
-
-
-def document(run_id: str, found: list[Place], failed: Failure | None) -> dict[str, Any]:
-    """What ``--json`` prints."""
-    return {"run": run_id, "logs": [asdict(one) for one in found], "failed": failed and asdict(failed)}

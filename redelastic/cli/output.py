@@ -5,15 +5,14 @@ from __future__ import annotations
 import argparse
 import getpass
 import json
-import math
 import os
-import re
 import socket
 import sys
 import time
-import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
+
+from redelastic.run.wording import clean, reason_of, short
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,10 +23,7 @@ if TYPE_CHECKING:
     from redelastic.run.records import Event
 
 PIPE_WIDTH: Final = 10_000  # columns where there is no terminal: nothing is wrapped or cut
-LARGEST: Final = 10**18  # a number beyond this is none of ours
 MAX_REASON: Final = 1_000  # characters, as `control` has it: what is longer would not be told again as it was given
-NAMES: Final = 4  # of nodes that are told of together
-NODE_ID: Final = re.compile(r"(\S+-\d+)-[0-9a-f]{12}\b")  # host's name and process; identity
 EVENT_STYLES: Final = {
     "completed": "green",
     "started": "green",
@@ -75,59 +71,6 @@ def open_console() -> Console:
     if not console.is_terminal:
         console.width = PIPE_WIDTH
     return console
-
-
-def clean(text: str) -> str:
-    """``text`` on one line, with everything that a terminal would obey instead of showing it as an escape."""
-    return "".join(sign if _is_shown(sign) else sign.encode("unicode_escape").decode() for sign in text)
-
-
-def _is_shown(sign: str) -> bool:
-    return sign.isprintable() or unicodedata.category(sign) == "Zs"
-
-
-def number(told: Any) -> float | None:
-    """A number that somebody wrote into Redis; None if it is none, or none that we would have written."""
-    if isinstance(told, bool) or not isinstance(told, int | float):
-        return None
-    return told if abs(told) < LARGEST and math.isfinite(told) else None
-
-
-def whole(told: Any) -> int | None:
-    """As :func:`number`, for what is counted."""
-    value = number(told)
-    return None if value is None else int(value)
-
-
-def duration(seconds: float) -> str:
-    """A time for people: ``0.8 s``, ``42 s``, ``12 min``, ``3.5 h``, ``2.1 d``."""
-    seconds = max(0.0, seconds)
-    if seconds < 9.95:
-        return f"{seconds:.1f} s"
-    if seconds < 119.5:
-        return f"{seconds:.0f} s"
-    if seconds < 5970:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.1f} d"
-
-
-def size(bytes_: float) -> str:
-    """A size for people, in binary units: ``71.2G``."""
-    for unit in ("B", "K", "M", "G", "T"):
-        if abs(bytes_) < 999.5:
-            return f"{bytes_:.0f}{unit}" if unit == "B" or bytes_ >= 99.95 else f"{bytes_:.1f}{unit}"
-        bytes_ /= 1024
-    return f"{bytes_:.0f}P"
-
-
-def count(n: int, thing: str) -> str:
-    """``1 node``, ``2 nodes``."""
-    return f"{n} {thing}" + ("" if n == 1 else "s")
-
-
-def short(text: str) -> str:
-    """``text`` for people: each node's id in it without the part that only tells it from its own earlier selves."""
-    return NODE_ID.sub(r"\1", text)
 
 
 def who() -> str:
@@ -180,15 +123,6 @@ def event_table(events: Iterable[Event], *, full: bool = False, widths: Sequence
             Text(clean(short(reason_of(event)))),
         )
     return table
-
-
-def reason_of(event: Event) -> str:
-    """Why it happened; where it happened to many nodes, to how many, and a few of their names."""
-    others = [node for node in event.nodes if node != event.node]
-    if not others:
-        return event.reason
-    names = ", ".join(others[:NAMES]) + (", …" if len(others) > NAMES else "")
-    return f"{event.reason} (and {count(len(others), 'more node')}: {names})"
 
 
 def styled(*parts: str | tuple[str, str]) -> Text:

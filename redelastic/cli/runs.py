@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from redelastic.redis.keys import RunKeys
+from redelastic.run.wording import clean, duration
 
 from .common import OK, add_server_arguments, open_connection
-from .output import add_json_argument, clean, duration, open_console, write_json, write_line
-
-if TYPE_CHECKING:
-    from redelastic.run.records import Run
+from .output import add_json_argument, open_console, write_json, write_line
 
 NAME = "list"
 SUMMARY = "the runs that a Redis holds"
@@ -56,29 +54,15 @@ def _summary(connection: Any, prefix: str, run_id: str) -> dict[str, Any] | None
     from torch.distributed.elastic.rendezvous.api import RendezvousStateError
 
     from redelastic.run.control import RunControl, UnknownRunError
+    from redelastic.run.report import summary, unread
 
     try:
         state = RunControl(connection, RunKeys(run_id, prefix)).state()
     except (UnknownRunError, ValueError):  # it has just gone; no run of ours has such a name
         return None
     except RendezvousStateError:
-        return corrupt(run_id)
+        return unread(run_id, "corrupt")
     return summary(state)
-
-
-def corrupt(run_id: str) -> dict[str, Any]:
-    """What is said of a run whose keys hold what no run's do; `status` says what that is."""
-    return {"run": run_id, "phase": "corrupt"} | dict.fromkeys(
-        ("epoch", "size", "members", "candidates", "spares", "age")
-    )
-
-
-def summary(run: Run) -> dict[str, Any]:
-    """What is said of a run."""
-    from .status.report import phase_of
-
-    groups = {name: len(getattr(run, name)) for name in ("members", "candidates", "spares")}
-    return {"run": run.run_id, "phase": phase_of(run), "epoch": run.epoch, "size": run.size, **groups, "age": run.age}
 
 
 def _show(runs: list[dict[str, Any]]) -> None:

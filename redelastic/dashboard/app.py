@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
+import ipaddress
 import json
+import re
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -31,16 +33,15 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-from redelastic.cli import logs
 from redelastic.redis.connection import Connection
+from redelastic.run import logs
 from redelastic.run.control import UnknownRunError
-from redelastic.run.logs import first_failure, places
 
 from .reader import Reader, event_of, node_of
 
 PAGE: Final = Path(__file__).parent / "page"
-COOKIE: Final = "redelastic-dashboard"
-LOCAL: Final = ("localhost", "127.0.0.1", "[::1]")
+COOKIE: Final = "redelastic-dashboard"  # and the port: browsers give a host's cookies to all its ports
+HOST: Final = re.compile(r"(?:\[([^\]]*)\]|([^:]*))(?::([0-9]{1,5}))?")
 # Scripts and styles are ours or they do not run; nothing is loaded from outside, and no page may frame this one.
 HEADERS: Final[Mapping[str, str]] = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
@@ -89,7 +90,6 @@ def make_app(connection: Connection, prefix: str, token: str | None) -> Starlett
         exception_handlers={
             HTTPException: _refused,
             UnknownRunError: _failed(404),
-            ValueError: _failed(404),
             RendezvousError: _failed(503),
         },
         lifespan=lifespan,
@@ -125,7 +125,7 @@ async def _run(request: Request) -> Response:
         found = asdict(event) if event else None
     elif "logs" in asked:
         events = watch.chronicle.events
-        found = logs.document(watch.keys.run_id, places(events, watch.nodes), first_failure(events))
+        found = logs.document(watch.keys.run_id, logs.places(events, watch.nodes), logs.first_failure(events))
     else:
         found = watch.report
     if found is None:
@@ -185,22 +185,26 @@ class _Guard:
 
     def _refusal(self, request: Request) -> Response | None:
         """What to answer instead; None to let the request in."""
+        host, port = _host_and_port(request.headers)
         if self._token is None:
             # A page from elsewhere whose name somebody has made point here would send that name.
-            if _host(request.headers) in LOCAL:
+            if _is_local(host):
                 return None
             return PlainTextResponse(
-                "Without --token-file the dashboard answers to localhost only, not to this name.\n", 403
+                "Without --token-file the dashboard answers to localhost and to loopback addresses only, not to this "
+                "name.\n",
+                403,
             )
+        cookie = f"{COOKIE}-{port}" if port else COOKIE
         given = request.query_params.get("token")
         if given is not None and _same(given, self._token):
             answer = RedirectResponse(_without_token(request.url), 303)
             answer.set_cookie(
-                COOKIE, self._pass, httponly=True, samesite="strict", secure=request.url.scheme == "https"
+                cookie, self._pass, httponly=True, samesite="strict", secure=request.url.scheme == "https"
             )
             return answer
         scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
-        known = _same(request.cookies.get(COOKIE, ""), self._pass)
+        known = _same(request.cookies.get(cookie, ""), self._pass)
         if known or (scheme.lower() == "bearer" and _same(bearer, self._token)):
             return None
         return PlainTextResponse(
@@ -214,9 +218,17 @@ def _same(given: str, expected: str) -> bool:
     return hmac.compare_digest(given.encode(errors="surrogatepass"), expected.encode())
 
 
-def _host(headers: Headers) -> str:
-    named = headers.get("host", "").lower()
-    return named if named.endswith("]") else named.rpartition(":")[0] or named
+def _host_and_port(headers: Headers) -> tuple[str, str]:
+    """Whom the browser asks, as it names it; the port is empty if it is the scheme's own."""
+    found = HOST.fullmatch(headers.get("host", ""))
+    return (found[1] or found[2] or "", found[3] or "") if found else ("", "")
+
+
+def _is_local(host: str) -> bool:
+    try:
+        return host.lower() == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def _without_token(url: URL) -> str:

@@ -13,13 +13,13 @@ from typing import Any, Final
 from redis import RedisCluster
 from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousStateError
 
-from redelastic.cli.runs import corrupt, summary
-from redelastic.cli.status.report import describe
 from redelastic.redis.connection import Connection
+from redelastic.redis.errors import UnreachableError
 from redelastic.redis.keys import RunKeys
-from redelastic.run.chronicle import Chronicle, telling
+from redelastic.run.chronicle import Chronicle
 from redelastic.run.control import RunControl, UnknownRunError, list_runs
 from redelastic.run.records import Event, Node
+from redelastic.run.report import describe, summary, unread
 
 from . import view
 from .feed import Document, Topic
@@ -31,7 +31,7 @@ SLOW_PACE: Final = 3.0  # the same for a run of which only the list is looked at
 LIST_PACE: Final = 3.0  # between two searches for new runs, in seconds
 REST: Final = 4.0  # a look that takes long is followed by a rest of so many times that: a fifth of a core at most
 RETRY: Final = 1.0  # while Redis is away, in seconds
-STATUS_EVENTS: Final = 5  # as `redelastic status` has them
+KEPT: Final = 60.0  # for how long a run is kept at hand after somebody has asked for it, in seconds
 
 
 class Watch:
@@ -54,32 +54,54 @@ class Watch:
         self.report: Document = {}  # as `redelastic status --json` has it
         self.row: Document = {}
         self.page: Document = {}
+        self.trouble: UnknownRunError | RendezvousError | None = None  # why the last look failed, but for Redis away
         self.read_at = float("-inf")  # on the monotonic clock
         self.cost = 0.0  # of the last look, in seconds
         self.stirred = False  # whether something has happened since
 
     def read(self) -> None:
-        """Look at the run; blocks.
+        """Look at the run; blocks. What its page shows stays as it was if that fails.
 
         Raises:
-            UnknownRunError, RendezvousConnectionError, RendezvousStateError: as for :meth:`RunControl.state`.
+            UnknownRunError: Redis holds nothing of it.
+            UnreachableError: Redis is away.
+            RendezvousError: the run cannot be read: its keys are corrupt, or not for this user, or a fault of ours.
         """
         began = time.monotonic()
         self.stirred = False
+        trouble: UnknownRunError | RendezvousError | None = None
+        try:
+            self._read()
+        except UnreachableError:
+            raise
+        except (UnknownRunError, RendezvousError) as e:
+            trouble = e
+        except Exception as e:
+            what = f"Run {self.keys.run_id!r} cannot be shown, by a fault of the dashboard's: {type(e).__name__}: {e}."
+            if str(self.trouble) != what:
+                log.exception("Run %r cannot be shown.", self.keys.run_id)
+            trouble = RendezvousError(what)
+        self.trouble = trouble
+        self.read_at = time.monotonic()
+        self.cost = self.read_at - began
+        if trouble:
+            phase = "corrupt" if isinstance(trouble, RendezvousStateError) else "unreadable"
+            self.summary = unread(self.keys.run_id, phase)
+            self.row = {"run": self.keys.run_id, "phase": phase, "why": str(trouble)}
+            raise trouble
+
+    def _read(self) -> None:
         run = self._control.state()
         self.chronicle.read()
         history = self.chronicle.history(run)
-        self.nodes = run.nodes
-        self.summary = summary(run)
-        self.report = describe(run, telling(self.chronicle.events)[-STATUS_EVENTS:], time.time(), history)
-        speed = self._speed.take_in(run, self.report["step"])
+        report = describe(run, self.chronicle.events, time.time(), history)
+        speed = self._speed.take_in(run, report["step"])
         if self._origin is None and history:
             self._origin = history.start
-        self.page = view.details(run, self.report, history, speed, self._origin or 0.0)
-        self.row = view.overview(run, self.report, history, speed)
-        self.now = run.time
-        self.read_at = time.monotonic()
-        self.cost = self.read_at - began
+        self.page = view.details(run, report, history, speed, self._origin or 0.0)
+        self.row = view.overview(run, report, history, speed)
+        self.summary, self.report = summary(run), report
+        self.nodes, self.now = run.nodes, run.time
 
     def is_due(self, pace: float) -> bool:
         """Whether it is time for another look."""
@@ -112,10 +134,10 @@ class Reader:
         """What a browser is told, as server-sent events, of a run, or with None of all.
 
         Raises:
-            ValueError: no run can have that id.
+            UnknownRunError: no run can have that id.
         """
         if run_id is not None:
-            RunKeys(run_id, self._prefix)
+            self._keys(run_id)
         return self._follow(run_id)
 
     async def _follow(self, run_id: str | None) -> AsyncIterator[str]:
@@ -132,26 +154,28 @@ class Reader:
         """The runs, as ``redelastic list --json`` has them.
 
         Raises:
-            RendezvousError: Redis is away.
+            RendezvousError: Redis is away, or this user may see one run's keys only.
         """
         async with self._turn:
+            self._forget()
             await self._list()
             await self._read_rows(PACE)
             return [watch.summary for _, watch in sorted(self._watches.items())]
 
     async def watch(self, run_id: str) -> Watch:
-        """A run, not older than a second.
+        """A run, not older than a second, or than it takes to read such a large one.
 
         Raises:
-            UnknownRunError: there is none.
-            ValueError: no run can have that id.
-            RendezvousError: Redis is away, or the run's keys are corrupt.
+            UnknownRunError: there is none, or none can have that id.
+            RendezvousError: Redis is away, or the run cannot be read.
         """
         async with self._turn:
-            watch = self._watches.get(run_id) or Watch(self._connection, RunKeys(run_id, self._prefix))
+            self._forget()
+            watch = self._watch(run_id)
             if watch.is_due(PACE):
-                await asyncio.to_thread(watch.read)
-            self._watches[run_id] = watch
+                await self._read(watch)
+            elif watch.trouble:
+                raise watch.trouble
             return watch
 
     # -- the one that reads
@@ -162,21 +186,24 @@ class Reader:
             await self._looked_at.wait()
             topics = self._followed()
             if not topics:
+                self._watches.clear()
                 self._looked_at.clear()
                 continue
             try:
                 pause = await self._round()
-            except RendezvousError as e:
-                self._away = self._away or str(e)
-                for topic in [self.overview, *self.runs.values()]:
-                    topic.publish((topic.document or {"server": self._connection.name}) | {"trouble": self._away})
-                await asyncio.sleep(RETRY)
-            except Exception:
-                log.exception("The dashboard could not read a run.")
-                await asyncio.sleep(RETRY)
-            else:
                 self._away = ""
                 await self._wait(pause)
+            except UnreachableError as e:
+                self._away = self._away or f"Redis is away: {e}"
+                await self._rest(topics, self._away)
+            except Exception as e:  # a fault of ours must not end this, unseen
+                log.exception("The dashboard cannot read its runs.")
+                await self._rest(topics, f"The dashboard cannot read its runs, by a fault of its own: {e!r}.")
+
+    async def _rest(self, topics: Sequence[Topic], trouble: str) -> None:
+        for topic in topics:
+            self._publish_trouble(topic, trouble)
+        await asyncio.sleep(RETRY)
 
     def _followed(self) -> list[Topic]:
         for run_id in [run_id for run_id, topic in self.runs.items() if not topic.followers]:
@@ -188,34 +215,71 @@ class Reader:
     async def _round(self) -> float:
         """Look at what is due; returns until when nothing is, in seconds."""
         async with self._turn:
-            whole = self.overview.followers > 0
-            if whole:
-                await self._list()
+            self._forget()
             for run_id, topic in list(self.runs.items()):
                 await self._read_page(run_id, topic)
-            if whole:
-                await self._read_rows(SLOW_PACE)
-                rows = view.listed(watch.row for watch in self._watches.values())
-                now = max((watch.now for watch in self._watches.values()), default=time.time())
-                self.overview.publish(self._frame() | {"now": now, "runs": rows})
-            return PACE / 4 if any(watch.stirred for watch in self._watches.values()) else PACE
+            if self.overview.followers:
+                await self._read_overview()
+            return PACE / 4 if any(watch.stirred for watch in self._followed_watches()) else PACE
 
     async def _read_page(self, run_id: str, topic: Topic) -> None:
-        watch = self._watches.get(run_id) or Watch(self._connection, RunKeys(run_id, self._prefix))
-        if not watch.is_due(PACE) and topic.document is not None and not topic.document.get("trouble"):
+        watch = self._watch(run_id)
+        is_told = topic.document is not None and (watch.trouble or not topic.document["trouble"])
+        if is_told and not watch.is_due(PACE):
             return
         try:
-            await asyncio.to_thread(watch.read)
+            await self._read(watch)
+        except UnreachableError:
+            raise
         except (UnknownRunError, RendezvousStateError) as e:
-            self._watches.pop(run_id, None)
             topic.publish((topic.document or {}) | self._frame() | {"gone": str(e)})
+        except RendezvousError as e:
+            self._publish_trouble(topic, str(e))
         else:
-            self._watches[run_id] = watch
-            topic.publish(self._frame(watch) | watch.page)
+            topic.publish(self._frame() | {"now": watch.now} | watch.page)
 
-    def _frame(self, watch: Watch | None = None) -> Document:
-        now = {"now": watch.now} if watch else {}
-        return {"server": self._connection.name, "prefix": self._prefix, "trouble": "", **now}
+    async def _read_overview(self) -> None:
+        try:
+            await self._list()
+            await self._read_rows(SLOW_PACE)
+        except UnreachableError:
+            raise
+        except RendezvousError as e:  # a job's own user may see its run, and no list
+            self._publish_trouble(self.overview, f"{e} Here a run's page is /runs/RUN.")
+        else:
+            now = max((watch.now for watch in self._watches.values()), default=time.time())
+            rows = view.listed(watch.row for watch in self._watches.values())
+            self.overview.publish(self._frame() | {"now": now, "runs": rows})
+
+    def _frame(self) -> Document:
+        return {"server": self._connection.name, "prefix": self._prefix, "trouble": ""}
+
+    def _publish_trouble(self, topic: Topic, trouble: str) -> None:
+        topic.publish((topic.document or self._frame()) | {"trouble": trouble})
+
+    # -- what is read
+
+    def _watch(self, run_id: str) -> Watch:
+        return self._watches.get(run_id) or Watch(self._connection, self._keys(run_id))
+
+    def _keys(self, run_id: str) -> RunKeys:
+        try:
+            return RunKeys(run_id, self._prefix)
+        except ValueError as e:
+            raise UnknownRunError(str(e)) from e
+
+    async def _read(self, watch: Watch) -> None:
+        """Look at a run, and keep it if it is there."""
+        run_id = watch.keys.run_id
+        try:
+            await asyncio.to_thread(watch.read)
+        except UnknownRunError:
+            self._watches.pop(run_id, None)
+            raise
+        except RendezvousError:
+            self._watches[run_id] = watch
+            raise
+        self._watches[run_id] = watch
 
     async def _list(self) -> None:
         if time.monotonic() - self._listed_at < LIST_PACE:
@@ -225,34 +289,49 @@ class Reader:
         for run_id in self._watches.keys() - set(found) - self.runs.keys():
             del self._watches[run_id]
         for run_id in found:
-            if run_id not in self._watches:
-                with contextlib.suppress(ValueError):  # no run of ours has such a name
-                    self._watches[run_id] = Watch(self._connection, RunKeys(run_id, self._prefix))
+            with contextlib.suppress(UnknownRunError):  # no run of ours has such a name
+                self._watches[run_id] = self._watch(run_id)
 
     async def _read_rows(self, pace: float) -> None:
         for watch in [watch for watch in self._watches.values() if watch.is_due(pace)]:
             await self._read_row(watch)
 
     async def _read_row(self, watch: Watch) -> None:
-        run_id = watch.keys.run_id
         try:
-            await asyncio.to_thread(watch.read)
-        except UnknownRunError:
-            self._watches.pop(run_id, None)
-        except RendezvousStateError as e:
-            watch.summary, watch.row = corrupt(run_id), {"run": run_id, "phase": "corrupt", "why": str(e)}
-            watch.read_at = time.monotonic()
+            await self._read(watch)
+        except UnreachableError:
+            raise
+        except (UnknownRunError, RendezvousError):
+            pass  # it is not there any more, or its row says why it cannot be read
+
+    def _forget(self) -> None:
+        """Let go of runs that nobody looks at any more."""
+        for run_id, watch in list(self._watches.items()):
+            if run_id not in self.runs and time.monotonic() - watch.read_at > KEPT:
+                del self._watches[run_id]
+
+    # -- until something happens
+
+    def _followed_watches(self) -> list[Watch]:
+        of_all = self.overview.followers > 0
+        return [watch for run_id, watch in self._watches.items() if of_all or run_id in self.runs]
 
     async def _wait(self, seconds: float) -> None:
-        """Until something happens in a run, or the time is over."""
-        streams = {watch.keys.events.encode(): watch.chronicle.last_id for watch in self._watches.values()}
-        if any(watch.stirred for watch in self._watches.values()) or not streams:
+        """Until something happens in a run that somebody looks at, or the time is over."""
+        watches = [watch for watch in self._followed_watches() if watch.trouble is None]
+        if any(watch.stirred for watch in watches) or not watches:
             await asyncio.sleep(seconds)
             return
-        with contextlib.suppress(RendezvousError):  # the next look says so
+        streams = {watch.keys.events.encode(): watch.chronicle.last_id for watch in watches}
+        try:
             stirred = await asyncio.to_thread(self._block, streams, seconds)
-            for watch in self._watches.values():
-                watch.stirred = watch.stirred or watch.keys.events.encode() in stirred
+        except UnreachableError:
+            raise
+        except RendezvousError:  # the next look says of which run
+            await asyncio.sleep(seconds)
+            return
+        for watch in watches:
+            watch.stirred = watch.keys.events.encode() in stirred
 
     def _block(self, streams: Mapping[bytes, str], seconds: float) -> set[bytes]:
         if not isinstance(self._connection.client, RedisCluster):

@@ -6,19 +6,22 @@ counts on by itself and a patch holds what happened, not what time it is.
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any, Final
 
-from redelastic.cli.output import clean, short
 from redelastic.run.chronicle import last_fault, telling
 from redelastic.run.history import STATES, History, NodeHistory
 from redelastic.run.records import Event, Node, Run
+from redelastic.run.wording import clean, short
 
 Document = dict[str, Any]
 
 EVENTS: Final = 250  # lines of them
-MARKS: Final = 500  # faults and the like, on the timeline
+MARKS: Final = 1_000  # faults and the like, each of a node, on the timeline
+SPANS: Final = 20_000  # on the timeline, or four for each node that is there: what a round may take of each
 ROUNDS: Final = 500
 MARKED: Final = frozenset({"lost", "hung", "failed", "drain", "refused", "barred", "stopped", "closed"})
 FOLDED: Final = frozenset({"joined", "started", "left", "saved"})  # events that each node has: one line for many
@@ -92,9 +95,7 @@ def details(
             node.id: _node(node, told, run, place)
             for place, (node, told) in enumerate(zip(run.nodes, report["nodes"], strict=True))
         },
-        "timeline": _timeline(history, origin, live=report["phase"] not in {"dead", "closed", "stopped", "empty"})
-        if history
-        else {},
+        "timeline": _timeline(run, report, history, origin) if history else {},
         "events": fold(telling(history.events)) if history else {},
     }
 
@@ -142,8 +143,10 @@ def _gpu(gpu: Mapping[str, Any]) -> list[float]:
     return [figure("utilization"), *memory, figure("temperature"), int(wrong)]
 
 
-def _timeline(history: History, origin: float, *, live: bool) -> Document:
+def _timeline(run: Run, report: Mapping[str, Any], history: History, origin: float) -> Document:
     """Lanes of spans, rounds and marks; spans that go on have no end."""
+    live = report["phase"] not in {"dead", "closed", "stopped", "empty"}
+    cut = _cut(history, max(SPANS, 4 * len(run.nodes)))
 
     def at(time: float) -> float:
         return round(time - origin, 2)
@@ -158,22 +161,36 @@ def _timeline(history: History, origin: float, *, live: bool) -> Document:
                 -1 if span.rank is None else span.rank,
             ]
             for i, span in enumerate(node.spans)
+            if cut is None or span.end > cut
         }
 
-    marked = [event for event in history.events if event.event in MARKED][-MARKS:]
+    lanes = {node.id: {"name": clean(node.name), "spans": spans(node)} for node in history.nodes}
+    marks = (
+        (f"{event.id}.{i}", [at(one.time), one.event, one.node, clean(short(one.reason))])
+        for event in reversed(history.events)
+        if event.event in MARKED
+        for i, one in enumerate(event.each())
+    )
     return _known(
         origin=_moment(origin),
-        start=at(history.start),
+        start=at(history.start if cut is None else cut),
+        cut=None if cut is None else True,
         end=None if live else at(history.end),
-        lanes={node.id: {"name": clean(node.name), "spans": spans(node)} for node in history.nodes},
+        lanes={node: lane for node, lane in lanes.items() if lane["spans"]},
         rounds={
             str(this.epoch): [at(this.completed_at), this.size]
             for this in history.rounds[-ROUNDS:]
             if this.completed_at is not None
         },
         outages=[[at(start), at(end)] for start, end in history.outages],
-        marks={event.id: [at(event.time), event.event, event.node, clean(short(event.reason))] for event in marked},
+        marks=dict(islice(marks, MARKS)),
     )
+
+
+def _cut(history: History, most: int) -> float | None:
+    """From when on there are no more than so many spans; None if the run has no more since its beginning."""
+    ends = [span.end for node in history.nodes for span in node.spans]
+    return None if len(ends) <= most else heapq.nlargest(most + 1, ends)[-1]
 
 
 def fold(events: Sequence[Event]) -> Document:
@@ -183,7 +200,8 @@ def fold(events: Sequence[Event]) -> Document:
     for event in events:
         same = lines[-1] if lines and event.event in FOLDED else None
         if same and (same["event"], same["round"]) == (event.event, event.epoch):
-            same["count"] = same.get("count", 1) + 1
+            same["count"] = same.get("count", 1) + (len(event.nodes) or 1)
+            same.pop("node", None)
         else:
             lines.append(_event(event))
             ids.append(event.id)
@@ -197,8 +215,9 @@ def _event(event: Event) -> Document:
         round=event.epoch,
         size=event.size if event.event == "completed" else None,
         node=clean(short(event.node)),
+        count=len(event.nodes) or None,
         reason=clean(short(event.reason)),
-        detail=True if event.detail and event.event not in FOLDED else None,
+        detail=True if (event.detail or event.nodes) and event.event not in FOLDED else None,
     )
 
 

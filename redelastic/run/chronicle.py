@@ -10,6 +10,7 @@ from .history import History, replay
 from .records import Event, Run
 
 KEPT: Final = 12_000  # events: Redis keeps some 10,000
+KEPT_TEXT: Final = 8 << 20  # characters of them: Redis keeps 8 MiB
 MOMENT: Final = 0.001  # in seconds: what the last event began has to have lasted, to go on in `History.extended`
 
 
@@ -33,7 +34,7 @@ class Chronicle:
         """
         new = self._control.events(self.last_id if self.events else "-")
         if new:
-            self.events = [*self.events, *new][-KEPT:]
+            self.events = _last([*self.events, *new])
             self._history = None
         return new
 
@@ -54,6 +55,17 @@ class Chronicle:
             self._history = replay(self.events, self.events[-1].time + MOMENT)
         self._history = self._history.extended(last_heard(run))
         return self._history
+
+
+def _last(events: Sequence[Event]) -> list[Event]:
+    """As many of the last events as are kept, the newest at least."""
+    room, first = KEPT_TEXT, len(events)
+    for event in reversed(events[-KEPT:]):
+        room -= len(event.reason) + len(event.detail) + sum(map(len, event.nodes))
+        if room < 0 and first < len(events):
+            break
+        first -= 1
+    return [*events[first:]]
 
 
 def last_heard(run: Run) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
@@ -14,18 +15,12 @@ if TYPE_CHECKING:  # importing it takes as long as importing torch
 State = Literal["training", "starting", "regrouping", "waiting", "unknown"]
 STATES: Final[tuple[State, ...]] = get_args(State)
 
-_BY_SCRIPTS: Final = {
-    "joined",
-    "completed",
-    "lost",
-    "left",
-    "drain",
-    "failed",
-    "readmitted",
-    "closed",
-    "stopped",
-    "outage",
-}
+_BY_SCRIPTS: Final = frozenset(
+    {
+        *("joined", "completed", "lost", "left", "drain", "failed", "roll_call", "closed", "stopped", "readmitted"),
+        *("outage", "restored"),
+    }
+)
 _RESENT_WITHIN: Final = 60.0  # in seconds: as long as a call and its retries take; the same note again is that note
 _DURATION: Final = re.compile(r"\b(?:after|for|within) ([0-9]{1,9}(?:\.[0-9]{1,3})?) s\b", re.ASCII)
 _RANK: Final = re.compile(r"\brank ([0-9]{1,9}) of [0-9]", re.ASCII)
@@ -131,8 +126,10 @@ class History:
     @property
     def seconds(self) -> dict[State, float]:
         """For how long all nodes together were in each state."""
-        spans = [span for node in self.nodes for span in node.spans]
-        return {state: sum(s.end - s.start for s in spans if s.state == state) for state in STATES}
+        told = dict.fromkeys(STATES, 0.0)
+        for span in self._spans():
+            told[span.state] += span.end - span.start
+        return told
 
     @property
     def ettr(self) -> float | None:
@@ -141,22 +138,32 @@ class History:
         The time of a node counts from its join until it is gone, except as a spare beside a round that stands.
         Training ends when a fault begins: when a lost node was last heard of, or a hung worker last made progress.
         """
-        spare = sum(
-            max(0.0, min(span.end, end) - max(span.start, start))
-            for start, end in self._standing()
-            for node in self.nodes
-            for span in node.spans
-            if span.state == "waiting"
-        )
         seconds = self.seconds
-        counted = sum(seconds.values()) - seconds["unknown"] - spare
+        counted = sum(seconds.values()) - seconds["unknown"] - self._spare_seconds()
         return seconds["training"] / counted if counted > 0 else None
 
-    def _standing(self) -> Iterator[tuple[float, float]]:
-        """From when until when there was a round that stood."""
+    def _spans(self) -> Iterator[Span]:
+        return (span for node in self.nodes for span in node.spans)
+
+    def _spare_seconds(self) -> float:
+        """For how long all nodes together waited beside a round that stood."""
+        starts: list[float] = []  # of rounds that stood, one after the other
+        ends: list[float] = []
+        before = [0.0]  # for how long rounds had stood when each of them began
         for this, later in zip_longest(self.rounds, self.rounds[1:]):
+            start = this.completed_at or self.start
             end = later.completed_at if later and later.completed_at is not None else self.end
-            yield this.completed_at or self.start, end if this.fault_at is None else this.fault_at
+            end = end if this.fault_at is None else this.fault_at
+            if end > start:
+                starts.append(start)
+                ends.append(end)
+                before.append(before[-1] + end - start)
+
+        def stood_until(time: float) -> float:
+            i = bisect_right(starts, time)
+            return before[i] - max(0.0, ends[i - 1] - time) if i else 0.0
+
+        return sum(stood_until(s.end) - stood_until(s.start) for s in self._spans() if s.state == "waiting")
 
     def extended(self, end: float) -> History:
         """This history if nothing more happens until ``end``: what :func:`replay` gives, without the work.
@@ -237,7 +244,7 @@ class _Replay:
     def take_in(self, event: Event, following: Event | None) -> None:
         """Go one event further; ``following`` is the one after it."""
         if event.event not in _BY_SCRIPTS:
-            same = (event.event, event.epoch, event.node, event.reason, event.detail)
+            same = (event.event, event.epoch, event.node, event.reason, event.detail, event.nodes)
             if event.time - self._seen.get(same, -_RESENT_WITHIN) < _RESENT_WITHIN:
                 return
             self._seen[same] = event.time

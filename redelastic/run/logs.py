@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Final
 
 from .records import Event, Node
 
@@ -68,21 +68,26 @@ def places(events: Iterable[Event], nodes: Iterable[Node] = ()) -> list[Place]:
         events: of the run; where many nodes started at once, only the first of them tell there.
         nodes: that are there now: each says in its status where its workers write.
     """
-    found: dict[int, Place] = {}
-    last = 0
-    for event in events:
-        if event.event == STARTED and event.detail and event.epoch >= last:
-            found = found if event.epoch == last else {}
-            last = event.epoch
-            for line in event.detail.splitlines():
-                if told := _PLACE.fullmatch(line):
-                    found[int(told[1])] = Place(int(told[1]), event.node, event.epoch, told[2])
-    for node in nodes:
-        for worker in node.workers if node.status.get("epoch") == last else ():
-            rank, path = worker.get("rank"), worker.get("log")
-            if isinstance(rank, int) and isinstance(path, str):
-                found[rank] = Place(rank, node.id, last, path)
+    told = [*_told_by_events(events), *_told_by_statuses(nodes)]
+    last = max((place.epoch for place in told), default=0)
+    found = {place.rank: place for place in told if place.epoch == last}
     return [found[rank] for rank in sorted(found)]
+
+
+def _told_by_events(events: Iterable[Event]) -> Iterator[Place]:
+    for event in events:
+        for line in event.detail.splitlines() if event.event == STARTED else ():
+            if told := _PLACE.fullmatch(line):
+                yield Place(int(told[1]), event.node, event.epoch, told[2])
+
+
+def _told_by_statuses(nodes: Iterable[Node]) -> Iterator[Place]:
+    for node in nodes:
+        epoch = node.status.get("epoch")
+        for worker in node.workers:
+            rank, path = worker.get("rank"), worker.get("log")
+            if isinstance(epoch, int) and isinstance(rank, int) and isinstance(path, str):
+                yield Place(rank, node.id, epoch, path)
 
 
 def failures(events: Iterable[Event]) -> list[Failure]:
@@ -105,3 +110,8 @@ def first_failure(events: Iterable[Event]) -> Failure | None:
     found = failures(told)
     found = [one for one in found if one.epoch not in of_losses] or found
     return next((one for one in found if one.epoch == found[-1].epoch), None)
+
+
+def document(run_id: str, found: list[Place], failed: Failure | None) -> dict[str, Any]:
+    """What ``redelastic logs --json`` prints."""
+    return {"run": run_id, "logs": [asdict(one) for one in found], "failed": failed and asdict(failed)}

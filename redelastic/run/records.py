@@ -17,6 +17,9 @@ MAX_DETAIL: Final = 16_384  # characters of an event's detail, and of any text o
 MAX_STATUS: Final = 65_536  # bytes of a node's status that are looked at; ours have 8,192 at most
 SHARED_REASONS: Final = ("joined", "lost", "left", "drain", "saved")  # events of many nodes whose reasons are alike
 BEREFT: Final = "lost its agent: killed or crashed"  # why a node left whose warden says so
+# Xid errors that NVIDIA puts down to the application, not to the GPU; its Kubernetes device plugin ignores these too:
+# 13 graphics engine exception, 31 page fault, 43 GPU stopped processing, 45 preemptive cleanup, 68 video processor.
+APPLICATION_XIDS: Final = frozenset({13, 31, 43, 45, 68})
 LARGEST: Final = 10**15  # of scores: beyond any time in ms, and a double counts so far
 
 
@@ -163,8 +166,9 @@ class Event:
     Attributes:
         id: its place in the stream.
         time: on the server's clock, in seconds since 1970.
-        event: ``joined``, ``completed``, ``lost``, ``left``, ``drain``, ``failed``, ``closed``, ``stopped``, ``outage``
-            by the scripts, exactly once; others by agents, at least once (:meth:`RunControl.note`).
+        event: ``joined``, ``completed``, ``lost``, ``left``, ``drain``, ``failed``, ``roll_call``, ``closed``,
+            ``stopped``, ``readmitted``, ``outage``, ``restored`` by the scripts, exactly once; others by agents, at
+            least once (:meth:`RunControl.note`).
         epoch, size: of the round that was the last one then.
         node: id of the node it happened to; for ``completed`` that of rank 0; empty if to none.
         reason: in words.

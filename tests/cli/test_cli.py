@@ -8,15 +8,17 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import commands
 import pytest
 import redis
 from commands import Done, command, form, started, until
 from nodes import NodeFactory
+from scenes import START
 
 import redelastic
 from redelastic.cli import drain
@@ -26,7 +28,7 @@ from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.handler import RedisRendezvousHandler
 from redelastic.rendezvous.membership import Membership
 from redelastic.run.control import RunControl
-from redelastic.run.records import BEREFT
+from redelastic.run.records import BEREFT, Event, Node, Run
 
 Cli = Callable[..., Done]
 HOSTILE = "\x1b[2J\x9b[red]bold[/red]\r\n\u202e\u2066"  # clears screens, reverses text, is markup
@@ -334,6 +336,31 @@ class TestDrain:
         done = cli("drain", run_id, str(rank_of(last.membership)), "--wait")
         leaving.result(30)
         assert (done.code, "it died: it lost its agent" in done.err) == ((0, False) if reason != BEREFT else (1, True))
+
+    def test_a_node_that_is_gone_may_still_be_told_of(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """What many nodes do together is told a second or two later: until then it is open whether one died."""
+        node = Node("b-1-0", "member", 1, 1.0, 0.0, "", {"name": "b"})
+        lost = Event("2-0", START, "lost", 1, 40, "a-1-0", "lost its lease after 6.0 s", nodes=("a-1-0", "b-1-0"))
+
+        class Told(RunControl):
+            """A run from which the node is gone; each reading of its events takes a second."""
+
+            def __init__(self, *readings: list[Event]) -> None:
+                self.now, self.readings = 100.0, readings
+
+            def state(self) -> Run:
+                return Run("r", 1, 2, 1, 2, 1.0, "", "", False, None, 6.0, 0, 0, {}, [], (), START)
+
+            def follow(self, *_: Any, **__: Any) -> Iterator[list[Event]]:
+                for events in self.readings:
+                    self.now += 1
+                    yield events
+
+        late = Told(*[[]] * 6, [lost])
+        monkeypatch.setattr(time, "monotonic", lambda: late.now)
+        assert drain._why_not_left(late, node, "0", 200) == "did not leave, it died: it lost its lease after 6.0 s"
+        late = Told(*[[]] * 9)
+        assert drain._why_not_left(late, node, "0", 102) == "", "after a lease nothing more is to be told of it"
 
     def test_wait_for_one_that_stays(
         self, cli: Cli, new_node: NodeFactory, run_id: str, monkeypatch: pytest.MonkeyPatch

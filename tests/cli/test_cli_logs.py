@@ -33,6 +33,8 @@ def test_the_log_of_the_worker_that_failed_first(server: RedisServer, tmp_path: 
             assert log["path"].startswith(str(tmp_path / "logs"))
         nothing = command("logs", job.run_id, "--failed", "--endpoint", server.url)
         assert (nothing.code, nothing.out) == (1, "")
+        as_json = command("logs", job.run_id, "--failed", "--json", "--endpoint", server.url)
+        assert (as_json.code, as_json.json) == (1, told)
 
         victim = job.id_of("b")
         job.tell("fail-b")
@@ -51,6 +53,8 @@ def test_the_log_of_the_worker_that_failed_first(server: RedisServer, tmp_path: 
         assert failed["path"] in of_rank.out
         unknown = command("logs", job.run_id, "--rank=7", "--endpoint", server.url)
         assert (unknown.code, unknown.out, unknown.err.count("\n")) == (4, "", 1)
+        as_json = command("logs", job.run_id, "--rank=7", "--json", "--endpoint", server.url)
+        assert (as_json.code, as_json.json["logs"], as_json.err) == (4, [], "")
         job.tell("finish")
         assert job.wait_end("a") == job.wait_end("b") == 0
 
@@ -97,6 +101,17 @@ def test_a_node_that_started_among_many_says_in_its_status_where_its_logs_are() 
     ]
     found = places([alone, together], nodes)
     assert [(one.rank, one.node, one.epoch, one.path) for one in found] == [(0, "a", 2, "/a/0"), (1, "b", 2, "/b/0")]
+
+
+def test_the_last_round_may_be_one_of_which_only_statuses_tell() -> None:
+    """The events that told of it are gone, or never had room for the paths."""
+    old = Event("1", 1.0, "started", 2, 2, "a", "rank 0 of 2", places_text({0: "/2/0", 1: "/2/1"}))
+    workers = [{"rank": 0, "log": "/3/0"}]
+    nodes = [Node("b", "member", 0, 1.0, 0.0, "", {"name": "b", "epoch": 3, "workers": workers})]
+    assert [(one.rank, one.node, one.epoch, one.path) for one in places([old], nodes)] == [(0, "b", 3, "/3/0")]
+    silent = [Node("b", "member", 0, 1.0, 0.0, "", {"name": "b", "epoch": 3, "workers": [{"rank": 0}]})]
+    assert [one.path for one in places([old], silent)] == ["/2/0", "/2/1"]
+    assert places([], [Node("b", "member", 0, 1.0, 0.0, "", {"name": "b", "epoch": "3", "workers": workers})]) == []
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from nodes import NodeFactory
 from rich.console import Console
 
-from redelastic.cli.status.report import describe
 from redelastic.cli.status.view import Screen
 from redelastic.redis.connection import Connection
 from redelastic.redis.keys import RunKeys
@@ -27,6 +26,7 @@ from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.handler import RedisRendezvousHandler
 from redelastic.run.control import RunControl
 from redelastic.run.records import Event, Node, Run
+from redelastic.run.report import describe
 
 GIB = 2**30
 Cli = Callable[..., Done]

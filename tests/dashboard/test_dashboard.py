@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +20,27 @@ from commands import command, until
 from crowds import Crowd
 from hypothesis import given
 from hypothesis import strategies as st
-from nodes import NodeFactory
-from scenes import START, Story
+from scenes import START, Story, many_nodes
 
+from redelastic.dashboard import view
 from redelastic.dashboard.feed import Topic, merge_patch
 from redelastic.dashboard.view import Speed, fold
 from redelastic.redis.server import RedisServer
-from redelastic.run.records import Run
+from redelastic.run.history import replay
+from redelastic.run.logs import failure_text, places_text
+from redelastic.run.records import Event, Run
+from redelastic.run.report import describe
 
 TOKEN = "a-token-of-enough-characters"
+OF_THE_MOMENT = {"age", "ettr", "heard", "lease", "time", "verdict"}
+
+
+def has_ipv6_loopback() -> bool:
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            return True
+    except OSError:
+        return False
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
@@ -71,9 +85,41 @@ class TestWhoIsLetIn:
 
     def test_a_page_from_elsewhere_cannot_read_it_under_a_name_of_its_own(self, server: RedisServer) -> None:
         with dashboard(f"--endpoint={server.url}") as (url, _):
-            assert ask(f"{url}api/runs", Host="evil.example:8265")[0] == 403
-            assert ask(f"{url}api/runs", Host="localhost:1")[0] == 200
-            assert ask(f"{url}api/runs", Host="[::1]")[0] == 200
+            for local in (
+                "localhost:1",
+                "LOCALHOST",
+                "127.0.0.1",
+                "127.0.0.2:80",
+                "127.255.255.254",
+                "[::1]",
+                "[::1]:1",
+            ):
+                assert ask(f"{url}api/runs", Host=local)[0] == 200, local
+            for foreign in (
+                *("evil.example:8265", "localhost.evil.example", "127.0.0.1.evil.example", "evil.localhost", "127.1"),
+                *(
+                    "0.0.0.0:1",
+                    "192.168.0.1",
+                    "[::]",
+                    "[fe80::1]",
+                    "[localhost]x",
+                    "127.0.0.1:1:2",
+                    "a@localhost",
+                    "x:y",
+                ),
+            ):
+                code, _, said = ask(f"{url}api/runs", Host=foreign)
+                assert (code, "not to this name" in said) == (403, True), foreign
+
+    @pytest.mark.parametrize("host", ["localhost", "127.0.0.2"])
+    def test_whatever_loopback_is_called(self, server: RedisServer, host: str) -> None:
+        with dashboard(f"--endpoint={server.url}", f"--host={host}") as (url, _):
+            assert url.startswith(f"http://{host}:")
+            assert ask(f"{url}api/runs")[0] == 200
+            if host == "localhost":
+                port = url.rstrip("/").rpartition(":")[2]
+                for address in ("127.0.0.1", "[::1]") if has_ipv6_loopback() else ("127.0.0.1",):
+                    assert ask(f"http://{address}:{port}/api/runs")[0] == 200, address
 
     def test_elsewhere_it_asks_for_a_token(self, server: RedisServer, tmp_path: Path) -> None:
         file = tmp_path / "token"
@@ -86,7 +132,7 @@ class TestWhoIsLetIn:
                 assert (code, headers["www-authenticate"]) == (401, "Bearer")
                 assert "--token-file" in body
                 assert ask(f"{url}{path}?token=wrong")[0] == 401
-                assert ask(url + path, Cookie=f"redelastic-dashboard={TOKEN}")[0] == 401
+                assert ask(url + path, Cookie=f"redelastic-dashboard={TOKEN}", Host="a")[0] == 401
                 assert ask(url + path, Authorization=f"Basic {TOKEN}")[0] == 401
             assert ask(f"{url}api/runs", Authorization=f"Bearer {TOKEN}")[0] == 200
             code, headers, _ = ask(f"{url}runs/x?a=1&token={TOKEN}")
@@ -95,7 +141,13 @@ class TestWhoIsLetIn:
             assert "HttpOnly" in cookie
             assert "SameSite=strict" in cookie
             assert TOKEN not in cookie
-            assert ask(f"{url}api/runs", Cookie=cookie.partition(";")[0])[0] == 200
+            named, _, given = cookie.partition(";")[0].partition("=")
+            port = url.rstrip("/").rpartition(":")[2]
+            assert named == f"redelastic-dashboard-{port}", "each port of a host has its own"
+            assert ask(f"{url}api/runs", Cookie=f"redelastic-dashboard-1=x; {named}={given}")[0] == 200
+            assert ask(f"{url}api/runs", Cookie=f"{named}={given}", Host="a.example:1")[0] == 401
+            cookie = ask(f"{url}?token={TOKEN}", Host="a.example")[1]["set-cookie"]
+            assert cookie.startswith("redelastic-dashboard="), "behind a proxy on the port of the scheme"
 
     def test_wrong_arguments(self, server: RedisServer, tmp_path: Path) -> None:
         short = tmp_path / "short"
@@ -107,7 +159,7 @@ class TestWhoIsLetIn:
                 (("--host=no.such.host.invalid",), "--host no.such.host.invalid is no address of this machine"),
                 (("--token-file", str(tmp_path / "none")), "cannot be read"),
                 (("--token-file", str(short)), "begins with a token of 6 characters; it needs 16 or more"),
-                (("--port", port), f"cannot listen on port {port} of 127.0.0.1: Address already in use"),
+                (("--port", port), f"cannot listen on port {port} of localhost: Address already in use"),
                 (("--port", "70000"), "must be a port, from 0 to 65535"),
             ]:
                 done = command("dashboard", "--endpoint", server.url, *arguments)
@@ -117,32 +169,71 @@ class TestWhoIsLetIn:
         assert command("dashboard", "--endpoint", "127.0.0.1:1").code == 3
 
 
+def timeless(told: Any) -> Any:
+    """A document without what is of the moment at which it was made."""
+    if isinstance(told, dict):
+        return {name: timeless(value) for name, value in told.items() if name not in OF_THE_MOMENT}
+    return [timeless(value) for value in told] if isinstance(told, list) else told
+
+
 class TestJson:
-    def test_it_is_what_the_commands_print(
-        self, server: RedisServer, client: redis.Redis, new_node: NodeFactory, run_id: str
-    ) -> None:
-        new_node(1, 1, node_name="a").next_rendezvous()
-        other = Crowd(client, f"{run_id}/%2F", 3)
+    def test_it_is_what_the_commands_print(self, server: RedisServer, client: redis.Redis, run_id: str) -> None:
+        many, few, broken = (Crowd(client, f"{run_id}{name}", n) for name, n in (("/%2F", 100), ("", 2), ("-x", 1)))
+        at = round(1000 * time.time())
+        path = "/logs/0/stdout.log"
+        for crowd in (many, few):  # their nodes live as long as this takes
+            client.zadd(crowd.keys.leases, dict.fromkeys(crowd.members, at + 3_600_000))
+        for event, reason, detail in (
+            ("started", "rank 0 of 2", places_text({0: path})),
+            ("log", failure_text(0, 1.5, path), "the last lines"),
+        ):
+            fields: dict[Any, Any] = {"event": event, "epoch": 4, "size": 2, "node": few.members[0]}
+            client.xadd(few.keys.events, fields | {"reason": reason, "detail": detail}, id=f"{at}-*")
+        client.hset(broken.keys.run, "epoch", "x")
+        ours = [crowd.keys.run_id for crowd in (many, few, broken)]
+
+        def printed(*argv: str) -> Any:
+            return command(*argv, "--json", "--endpoint", server.url).json
+
         with dashboard(f"--endpoint={server.url}") as (url, _):
-            listed = {run["run"]: run for run in json.loads(ask(f"{url}api/runs")[2])["runs"]}
-            printed = {run["run"]: run for run in command("list", "--json", "--endpoint", server.url).json["runs"]}
-            for one in (run_id, other.keys.run_id):
-                assert listed[one] | {"age": 0} == printed[one] | {"age": 0}
-                told = json.loads(ask(f"{url}api/runs/{urllib.parse.quote(one, safe='')}")[2])
-                status = command("status", one, "--json", "--endpoint", server.url).json
-                assert told.keys() == status.keys()
-                assert [n.keys() for n in told["nodes"]] == [n.keys() for n in status["nodes"]]
-                for name in ("run", "phase", "epoch", "size", "events", "restarts", "lease"):
-                    assert told[name] == status[name]
-            told = json.loads(ask(f"{url}api/runs/{run_id}")[2])
-            [node] = told["nodes"]
-            assert json.loads(ask(f"{url}api/runs/{run_id}?node={node['id']}")[2])["id"] == node["id"]
-            event = told["events"][0]
-            assert json.loads(ask(f"{url}api/runs/{run_id}?event={event['id']}")[2]) == event
-            for missing in ("no-such-run", "bad*id", f"{run_id}?node=x", f"{run_id}?event=1-0"):
-                code, _, body = ask(f"{url}api/runs/{missing}")
-                assert code == 404
-                assert json.loads(body)["error"]
+
+            def served(run: str, query: str = "") -> Any:
+                code, _, body = ask(f"{url}api/runs/{urllib.parse.quote(run, safe='')}{query}")
+                assert code == 200
+                return json.loads(body)
+
+            listed = json.loads(ask(f"{url}api/runs")[2])
+            assert [run["run"] for run in listed["runs"]] == sorted(run["run"] for run in listed["runs"])
+            expected = [timeless(run) for run in printed("list")["runs"] if run["run"] in ours]
+            assert [timeless(run) for run in listed["runs"] if run["run"] in ours] == expected
+            assert [run["phase"] for run in expected] == ["running", "corrupt", "running"]
+            for run in ours[:2]:
+                assert timeless(served(run)) == timeless(printed("status", run))
+                assert served(run, "?logs") == printed("logs", run)
+                for node in printed("status", run)["nodes"][:3]:
+                    assert timeless(served(run, f"?node={node['id']}")) == timeless(node)
+                for event in printed("events", run)["events"][-20:]:
+                    assert served(run, f"?event={event['id']}") == event
+            assert served(few.keys.run_id, "?logs")["failed"]["tail"] == "the last lines"
+            assert [log["path"] for log in served(few.keys.run_id, "?logs")["logs"]] == [path]
+            code, _, body = ask(f"{url}api/runs/{broken.keys.run_id}")
+            assert (code, broken.keys.run in json.loads(body)["error"]) == (503, True)
+
+    def test_what_is_not_there(self, server: RedisServer, client: redis.Redis, run_id: str) -> None:
+        Crowd(client, run_id, 1)
+        with dashboard(f"--endpoint={server.url}") as (url, _):
+            for missing, said in {
+                "api/runs/no-such-run": "holds no run 'no-such-run'",
+                "api/runs/bad*id": "'bad*id'",
+                f"api/runs/{run_id}?node=x": "no such node or event",
+                f"api/runs/{run_id}?event=1-0": "no such node or event",
+                "live?run=bad*id": "'bad*id'",
+                "page/none.js": "Not Found",
+                "none": "Not Found",
+            }.items():
+                code, headers, body = ask(url + missing)
+                assert (code, headers["content-type"]) == (404, "application/json")
+                assert said in json.loads(body)["error"]
 
     def test_redis_is_away(self, own_server: RedisServer) -> None:
         with dashboard(f"--endpoint={own_server.url}") as (url, _):
@@ -152,48 +243,6 @@ class TestJson:
             assert ask(url)[0] == 200
             own_server.start()
             until(lambda: ask(f"{url}api/runs")[0] == 200, "it is back")
-
-
-class TestCost:
-    def test_redis_is_read_once_however_many_look_and_not_at_all_while_nobody_does(
-        self, own_server: RedisServer, new_node: NodeFactory
-    ) -> None:
-        node = new_node(1, 1, url=own_server.url)
-        node.next_rendezvous()
-        run_id = node.membership.run_id
-        node.membership.stop()  # from now on only the dashboard asks Redis anything
-        with own_server.get_client() as client, dashboard(f"--endpoint={own_server.url}") as (url, _):
-
-            def looks() -> int:
-                return int(client.info("commandstats").get("cmdstat_mget", {}).get("calls", 0))
-
-            def follow(browsers: int) -> float:
-                """Looks at Redis for each update that one of so many browsers is sent."""
-                streams = [listen(f"{url}live?run={run_id}") for _ in range(browsers)]
-                for stream in streams:
-                    assert stream.readline() == b"event: document\n"
-                before, seen = looks(), 0
-                while seen < 3:
-                    seen += streams[0].readline() == b"event: patch\n"
-                after = looks()
-                for stream in streams:
-                    stream.close()
-                return (after - before) / seen
-
-            assert follow(1) <= 2
-            assert follow(20) <= 2
-
-            def reads() -> dict[str, int]:
-                told = client.info("commandstats")
-                names = ("mget", "xread", "xrevrange", "evalsha", "scan", "ping")
-                return {name: told.get(f"cmdstat_{name}", {}).get("calls", 0) for name in names}
-
-            def at_rest() -> bool:
-                before = reads()
-                client.blpop(["nobody-writes-this"], 3)
-                return reads() == before
-
-            until(at_rest, "nobody looks any more")
 
 
 values = st.recursive(
@@ -239,6 +288,15 @@ class TestFeed:
         asyncio.run(story())
 
 
+def page_of(events: Sequence[Event], now: float | None = None) -> dict[str, Any]:
+    """The page of a run of which only its events are known."""
+    history = replay(events, now)
+    run = Run(
+        "r", events[-1].epoch, events[-1].size, 1, 1, 1.0, "", "", False, None, 6.0, 0, 0, {}, [], (), history.end
+    )
+    return view.details(run, describe(run, events, history.end, history), history, None, history.start)
+
+
 class TestView:
     def test_what_each_of_many_nodes_does_is_one_line(self) -> None:
         story = Story()
@@ -251,6 +309,46 @@ class TestView:
             ("completed", None),
             ("started", 50),
         ]
+
+    def test_what_many_nodes_are_told_of_together_is_seen_of_each(self) -> None:
+        story = Story()
+        nodes = [story.node(f"n{i:03d}") for i in range(200)]
+        story.join(0, nodes, within=1)
+        story.complete(2, nodes, start=5)
+        for i, node in enumerate(nodes[:150]):
+            story.tell(60 + i / 1000, "lost", node, "lost its lease after 6.0 s")
+        events = story.events()
+        together = [event for event in events if event.event == "lost" and event.nodes]
+        page = page_of(events, START + 90)
+        lanes = page["timeline"]["lanes"]
+        assert lanes.keys() == set(nodes)
+        assert all(next(reversed(lane["spans"].values()))[2] > 0 for node, lane in lanes.items() if node in nodes[:150])
+        marks = page["timeline"]["marks"].values()
+        assert {(event, node) for _, event, node, _ in marks} == {("lost", node) for node in nodes[:150]}
+        lines = [line for line in page["events"].values() if line["event"] == "lost"]
+        assert sum(line.get("count", 1) for line in lines) == 150
+        assert [page["events"][event.id]["count"] for event in together] == [64, 64, 6]
+        assert all(page["events"][event.id]["detail"] for event in together), "their names can be asked for"
+        assert page["fault"]["count"] == 6
+
+    def test_a_timeline_is_bounded_and_shows_all_of_its_last_part(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        events = many_nodes(30, 4.0, 40)
+        history = replay(events)
+        spans = [(node.id, span.end) for node in history.nodes for span in node.spans]
+        whole = page_of(events)["timeline"]
+        assert sum(len(lane["spans"]) for lane in whole["lanes"].values()) == len(spans) > 2000
+        assert "cut" not in whole
+        monkeypatch.setattr(view, "SPANS", 500)
+        shown = page_of(events)["timeline"]
+        since = shown["origin"] + shown["start"]
+        kept = sum(len(lane["spans"]) for lane in shown["lanes"].values())
+        assert 400 < kept <= 500
+        assert kept == sum(end > since + 0.01 for _, end in spans), "nothing of that time is missing"
+        assert shown["cut"]
+        assert all(
+            lane["spans"].items() <= whole["lanes"][node]["spans"].items() for node, lane in shown["lanes"].items()
+        )
+        assert len(json.dumps(shown)) < len(json.dumps(whole)) / 3
 
     def test_speed_is_over_what_was_seen_of_a_round(self) -> None:
         def run(time: float, epoch: int = 1) -> Run:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
@@ -147,6 +148,25 @@ def test_a_thousand_nodes(client: redis.Redis, server: RedisServer, browser: Bro
         assert victim in told
 
 
+def test_nodes_that_are_lost_together_are_each_seen(
+    client: redis.Redis, server: RedisServer, browser: Browser, run_id: str
+) -> None:
+    crowd = Crowd(client, run_id, 100, gpus=0)
+    lost = crowd.members[20:84]
+    fields: dict[Any, Any] = {"event": "lost", "epoch": 4, "size": 100, "node": lost[0]}
+    client.xadd(crowd.keys.events, fields | {"reason": "lost its lease after 6.0 s", "nodes": " ".join(lost)})
+    with dashboard(f"--endpoint={server.url}") as (url, _):
+        browser.open(f"{url}runs/{run_id}")
+        told = browser.until(".events", "and 63 more nodes lost its lease after 6.0 s")
+        assert "node-0020" in told
+        browser.until(".figures", lambda text: re.search(r"Last fault\nlost\nnode-0020-[0-9]+ and 63 more nodes", text))
+        marks = "return [...document.querySelectorAll('.lanes .mark.cross title')].map((title) => title.textContent)"
+        seen = {title.partition(":")[0] for title in browser.run(marks) if "after 6.0 s" in title}
+        assert {node.rpartition("-")[0] for node in lost} <= seen
+        browser.driver.find_element(By.CSS_SELECTOR, ".events details summary").click()
+        assert browser.until(".events details[open] pre", lost[-1]).split("\n") == lost
+
+
 def test_a_run_that_is_not_there(server: RedisServer, browser: Browser, new_node: NodeFactory, run_id: str) -> None:
     with dashboard(f"--endpoint={server.url}") as (url, _):
         browser.open(f"{url}runs/{run_id}")
@@ -156,4 +176,5 @@ def test_a_run_that_is_not_there(server: RedisServer, browser: Browser, new_node
         until(lambda: browser.rows() == {"a": "running"}, "it is shown as soon as it is there", 60)
         browser.open(f"{url}runs/bad*id")
         browser.until(".banner", "The dashboard's server refuses this page")
-        browser.complaints()  # of the 404
+        [told] = browser.complaints()
+        assert re.search(r"/live\?run=bad\*id .* 404 ", told)

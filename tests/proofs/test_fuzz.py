@@ -33,7 +33,6 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError, Rendezvous
 
 from redelastic import RedisRendezvousBackend
 from redelastic.cli.output import moment
-from redelastic.cli.status.report import describe
 from redelastic.redis.connection import Connection
 from redelastic.redis.endpoint import parse_endpoint
 from redelastic.redis.errors import UnreachableError
@@ -44,6 +43,7 @@ from redelastic.rendezvous.settings import Settings, parameters_from_url
 from redelastic.run.control import UnknownRunError
 from redelastic.run.history import STATES, replay
 from redelastic.run.records import decode_status
+from redelastic.run.report import describe
 
 pytestmark = pytest.mark.timeout(3600 if "REDELASTIC_FUZZ" in os.environ else 120)
 

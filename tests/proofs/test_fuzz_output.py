@@ -23,12 +23,13 @@ from torch.distributed.elastic.rendezvous.api import RendezvousStateError
 from redelastic.agent.host.health_endpoint import _Handler, _Server, _StatusCollector
 from redelastic.agent.host.telemetry import STATUS_LIMIT, bounded
 from redelastic.agent.workers.board import Board, HangWatch
-from redelastic.cli.output import clean, duration, moment, size
-from redelastic.cli.status.report import describe
+from redelastic.cli.output import moment
 from redelastic.cli.status.view import Screen
 from redelastic.cli.timeline.page import page
 from redelastic.run.control import UnknownRunError
 from redelastic.run.history import replay
+from redelastic.run.report import describe
+from redelastic.run.wording import clean, duration, size
 from redelastic.worker import SLOT_BYTES
 
 pytestmark = pytest.mark.timeout(3600 if "REDELASTIC_FUZZ" in os.environ else 120)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -9,17 +11,21 @@ import pytest
 import redis
 from nodes import NodeFactory
 from oracle import NOTHING
+from scenes import SCENES, Story
 from servers import wait_until
 from twin import on_injected_clock
 
-from redelastic.cli.output import reason_of
+import redelastic
 from redelastic.redis import scripts
 from redelastic.redis.connection import Connection
 from redelastic.redis.keys import RunKeys
+from redelastic.run import chronicle
 from redelastic.run.control import RunControl
 from redelastic.run.history import replay
-from redelastic.run.records import MAX_DETAIL
+from redelastic.run.records import MAX_DETAIL, Event
+from redelastic.run.wording import reason_of
 
+LUA = Path(redelastic.__file__).parent / "lua"
 FEW, MANY = 16, 64
 N = 200
 
@@ -196,6 +202,29 @@ def test_long_events_are_bounded_by_their_bytes(
     assert replay(kept).complete is False
 
 
+def test_a_chronicle_keeps_as_much_as_redis_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever follows a run for days would else have every stack that was ever told of it."""
+
+    class Long(RunControl):
+        def __init__(self) -> None:
+            self.told = 0
+
+        def events(self, *_: Any, **__: Any) -> list[Event]:
+            self.told += 100
+            return [Event(f"{i}-0", i, "hung", 1, 1, "a", "", "s" * 900) for i in range(self.told - 100, self.told)]
+
+    monkeypatch.setattr(chronicle, "KEPT_TEXT", 100_000)
+    kept = chronicle.Chronicle(Long())
+    for _ in range(3):
+        kept.read()
+        assert sum(len(event.detail) for event in kept.events) <= 100_000
+    assert len(kept.events) > 100
+    assert kept.last_id == "299-0"
+    monkeypatch.setattr(chronicle, "KEPT_TEXT", 10)
+    kept.read()
+    assert [event.id for event in kept.events] == ["399-0"]
+
+
 def test_events_of_a_run_that_is_not_there_make_no_run(client: redis.Redis, keys: RunKeys, control: RunControl) -> None:
     for i in range(2 * FEW):
         control.note("refused", f"gpu-{i}", "no room on its disk")
@@ -225,3 +254,38 @@ def test_a_member_that_drains_with_many_spares_wakes_the_others(
     wake: Any = client.xrange(keys.wake)
     woken = [fields[b"node"].decode() for _, fields in wake if fields[b"event"] == b"drain"]
     assert woken == crowd.names[:1], "no spare has anybody saved, and in one second one member does for all"
+
+
+@pytest.mark.parametrize("scene", ["three", "64", "crowded"])
+def test_made_up_runs_are_told_as_the_script_tells_them(
+    client: redis.Redis, keys: RunKeys, control: RunControl, scene: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`scenes.py` makes up events for the tests of what reads them: here those are held against the Lua."""
+    with monkeypatch.context() as patched:
+        patched.setattr(Story, "events", Story.one_by_one)
+        alone = SCENES[scene]()
+    heartbeat = (
+        on_injected_clock((LUA / "run.lua").read_text()) + "\nif run.untold and now >= run.untold then tell_rest() end"
+    )
+    note = on_injected_clock(scripts.NOTE.text)
+    names = [*keys.types]
+
+    def send(script: str, ms: int, *args: str) -> None:
+        client.delete(f"{keys.run}:clock")
+        client.rpush(f"{keys.run}:clock", ms // 1000, ms % 1000 * 1000)
+        client.eval(script, len(names), *names, *args)
+
+    client.hset(keys.run, mapping={"ttl": 7_200_000})
+    for event in alone:
+        ms = round(1000 * event.time)
+        untold = client.hget(keys.run, "untold")
+        if untold and int(untold) <= ms:
+            send(heartbeat, int(untold))
+        client.hset(keys.run, mapping={"epoch": event.epoch, "size": event.size})
+        send(note, ms, event.event, event.node, event.reason, event.detail)
+    untold = client.hget(keys.run, "untold")
+    if untold:
+        send(heartbeat, int(untold))
+    expected, told = SCENES[scene](), control.events()
+    assert [replace(event, id="", time=0) for event in told] == [replace(event, id="", time=0) for event in expected]
+    assert any(event.nodes for event in told) == (scene != "three")

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 import random
+import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 import oracle
@@ -15,6 +19,7 @@ from nodes import NodeFactory
 from scenes import HOSTILE, SCENES, START, Story, three_nodes
 from servers import wait_until
 
+import redelastic
 from redelastic.redis.connection import Connection
 from redelastic.redis.keys import RunKeys
 from redelastic.rendezvous.handler import RedisRendezvousHandler
@@ -205,6 +210,15 @@ def spans(history: History, name: str) -> list[tuple[str, float, float, int, int
     ]
 
 
+def recorded() -> set[str]:
+    """The events that the scripts tell of themselves."""
+    folder = Path(redelastic.__file__).parent / "lua"
+    texts = "".join(path.read_text() for path in folder.glob("*.lua"))
+    found = set(re.findall(r"\brecord\('(\w+)'", texts)) | {"stopped", "closed"}
+    assert len(found) > 9
+    return found
+
+
 class TestReplay:
     def test_where_the_time_of_each_node_went(self) -> None:
         story = Story()
@@ -259,6 +273,19 @@ class TestReplay:
         assert len(replay([*events[: at + 1], again, *events[at + 1 :]]).events) == len(events)
         later = Event(hung.id + "2", hung.time + 90, *(getattr(hung, f) for f in FIELDS))
         assert len(replay([*events[: at + 1], later, *events[at + 1 :]]).events) == len(events) + 1
+
+    def test_what_is_told_of_one_node_and_of_many_is_not_the_same(self) -> None:
+        alone = Event("1-0", START, "saved", 1, 20, "a-1-0", "for z, which drains")
+        together = replace(alone, id="2-0", time=START + 5, nodes=("a-1-0", "b-1-0"))
+        assert replay([alone, together]).events == [alone, together]
+        again = replace(together, id="3-0", time=START + 6)
+        assert replay([alone, together, again]).events == [alone, together]
+
+    @pytest.mark.parametrize("event", sorted(recorded()))
+    def test_what_scripts_tell_is_told_once_and_never_taken_for_a_repetition(self, event: str) -> None:
+        first = Event("1-0", START, event, 1, 2, "a-1-0", "why")
+        events = [first, replace(first, id="2-0", time=START + 5)]
+        assert replay(events).events == events
 
     def test_ranks_by_labels_are_those_that_agents_tell(self) -> None:
         story = Story()
@@ -361,8 +388,39 @@ class TestEffectiveTrainingTime:
 
     @pytest.mark.parametrize("scene", SCENES)
     def test_it_is_a_share(self, scene: str) -> None:
-        ettr = replay(SCENES[scene]()).ettr
-        assert ettr is None or 0 <= ettr <= 1
+        history = replay(SCENES[scene]())
+        assert history.ettr is None or 0 <= history.ettr <= 1
+        assert history.ettr == by_definition(history)
+
+    @pytest.mark.parametrize("sizes", [(1, 2), (1, 4), (3, 8)], ids=str)
+    def test_it_is_what_its_definition_says(self, sizes: tuple[int, int]) -> None:
+        spares = 0
+        for seed in range(SEQUENCES // 3):
+            events = told(Walk(seed, sizes).seen)
+            for first, last in ((0, len(events)), (0, len(events) // 2), (len(events) // 3, len(events))):
+                whole = replay(events[first:last] or events, events[-1].time + 7)
+                for history in (whole, whole.since(whole.start + (whole.end - whole.start) / 3)):
+                    assert history.ettr == by_definition(history), seed
+                    spares += any(span.state == "waiting" for node in history.nodes for span in node.spans)
+        assert spares
+
+
+def by_definition(history: History) -> Any:
+    """The ratio as its description says it: every span of a node beside every round that stood."""
+    stood = []
+    for this, later in zip_longest(history.rounds, history.rounds[1:]):
+        end = (later and later.completed_at) or history.end
+        stood.append((this.completed_at or history.start, end if this.fault_at is None else this.fault_at))
+    spans = [span for node in history.nodes for span in node.spans]
+    spare = sum(
+        max(0.0, min(span.end, end) - max(span.start, start))
+        for span in spans
+        for start, end in stood
+        if span.state == "waiting"
+    )
+    counted = sum(span.end - span.start for span in spans if span.state != "unknown") - spare
+    trained = sum(span.end - span.start for span in spans if span.state == "training")
+    return pytest.approx(trained / counted) if counted > 1e-6 else history.ettr  # nobody was there but spares
 
 
 class TestExtended:

@@ -71,6 +71,7 @@ class Crowd:
                     "node": event.node,
                 }
                 fields |= {"reason": event.reason} | ({"detail": event.detail} if event.detail else {})
+                fields |= {"nodes": " ".join(event.nodes)} if event.nodes else {}
                 pipe.xadd(keys.events, fields, id=f"{round(1000 * (event.time + shift))}-{event.id.partition('-')[2]}")
             completed = max(event.time for event in events if event.event == "completed") + shift
             n = len(self.members)

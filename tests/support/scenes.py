@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 from redelastic.run.records import Event
 
 START = 1_790_000_000.0
+KINDS = (  # in the order of `lua/run.lua`
+    *("joined is new", "joined regroups", "started", "lost", "left", "drain", "saved", "failed", "hung", "log"),
+    *("refused", "barred", "unreached"),
+)
 HOSTILE = "<script>alert(1)</script>\"'&$x^2$]]>-->\x1b[31m\x00\ud800\u202e"
 
 
@@ -37,14 +42,81 @@ class Story:
             self.tell(at + start * self.random.uniform(0.6, 1), "started", node, f"rank {rank} of {len(members)}")
 
     def events(self) -> list[Event]:
+        return told_together(self.one_by_one())
+
+    def one_by_one(self) -> list[Event]:
+        """Each event of each node by itself: what the scripts are told, not what they tell."""
         events: list[Event] = []
         epoch = size = 0
         for at, event, node, reason, detail, n in sorted(self._told, key=lambda told: told[0]):
             if event == "completed":
                 epoch, size = epoch + 1, n
-            when = START + at
-            events.append(Event(f"{round(1000 * when)}-{len(events)}", when, event, epoch, size, node, reason, detail))
+            events.append(Event("", START + at, event, epoch, size, node, reason, detail))
         return events
+
+
+@dataclass
+class _Row:
+    """Nodes to which the same happens, one soon after the other."""
+
+    epoch: int
+    last: int  # when the last one came, in ms
+    count: int = 0
+    untold: list[Event] = field(default_factory=list)
+
+
+class _Telling:
+    """What `record` in `lua/run.lua` makes of events, if a heartbeat comes whenever one is needed; times in ms."""
+
+    def __init__(self) -> None:
+        self.told: list[Event] = []
+        self.due: int | None = None  # when a heartbeat tells what is collected
+        self._rows: dict[str, _Row] = {}
+
+    def take_in(self, event: Event, now: int) -> None:
+        kind = f"joined {event.reason}" if event.event == "joined" else event.event
+        if kind in KINDS and self._collects(event, self._rows.setdefault(kind, _Row(event.epoch, now)), now):
+            return
+        if self.due is not None:
+            self.tell_rest(now)
+        self._tell(event, now)
+
+    def _collects(self, event: Event, row: _Row, now: int) -> bool:
+        is_new = row.epoch != event.epoch or now - row.last > 1000
+        if row.untold and (is_new or (event.event == "left" and event.reason != row.untold[0].reason)):
+            self.tell_rest(now)
+        row.epoch, row.last, row.count = event.epoch, now, 1 if is_new else row.count + 1
+        if row.count <= 16:
+            return False
+        row.untold.append(event)
+        if (row.count - 16) % 64 == 0:
+            self.tell_rest(now)
+        elif self.due is None:
+            self.due = now + 1000
+        return True
+
+    def tell_rest(self, now: int) -> None:
+        self.due = None
+        for row in [self._rows[kind] for kind in KINDS if kind in self._rows]:
+            if row.untold:
+                self._tell(replace(row.untold[0], detail="", nodes=tuple(event.node for event in row.untold)), now)
+                row.untold = []
+
+    def _tell(self, event: Event, now: int) -> None:
+        self.told.append(replace(event, id=f"{now}-{len(self.told)}", time=now / 1000))
+
+
+def told_together(events: Iterable[Event]) -> list[Event]:
+    """The events that a run's stream holds when these have happened."""
+    telling = _Telling()
+    for event in events:
+        now = round(1000 * event.time)
+        if telling.due is not None and telling.due <= now:
+            telling.tell_rest(telling.due)
+        telling.take_in(event, now)
+    if telling.due is not None:
+        telling.tell_rest(telling.due)
+    return telling.told
 
 
 def three_nodes() -> list[Event]:

@@ -12,14 +12,13 @@ from typing import Any, Final
 
 import psutil
 
+from redelastic.run.records import APPLICATION_XIDS
+
 from .devices import handle_of, open_nvml
 from .gpus import Gpu
 
 STATUS_LIMIT: Final = 8192  # of a node's status, in bytes
 LONG_TEXT: Final = 64  # what is left of a text that is too long for the limit, in characters
-# Xid errors that NVIDIA puts down to the application, not to the GPU; its Kubernetes device plugin ignores these too:
-# 13 graphics engine exception, 31 page fault, 43 GPU stopped processing, 45 preemptive cleanup, 68 video processor.
-APPLICATION_XIDS: Final = frozenset({13, 31, 43, 45, 68})
 XIDS_AT_ONCE: Final = 100  # that one sample takes from a GPU: one that keeps failing must not hold the sample up
 
 Times = dict[tuple[int, float], tuple[float, float]]  # process -> CPU seconds of its own, of the children it has reaped

@@ -35,7 +35,6 @@ and dead; 3 when Redis cannot be reached; 4 when there is no such run. With
 --watch an outage is shown, and Ctrl-C ends the command with 0."""
 
 BAD_PHASES: Final = frozenset({"stopped", "empty", "dead"})
-EVENTS: Final = 5  # underneath; not those of nodes that regroup: each round has as many as members
 ROWS: Final = 25  # nodes, where a terminal's height does not say how many
 PAUSE: Final = 0.25  # between two looks at least, in seconds: a thousand nodes that join are no reason for as many
 
@@ -82,13 +81,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _read(control: RunControl, chronicle: Chronicle) -> dict[str, Any]:
-    from redelastic.run.chronicle import telling
-
-    from .report import describe
+    from redelastic.run.report import describe
 
     state = control.state()
     chronicle.read()
-    return describe(state, telling(chronicle.events)[-EVENTS:], time.time(), chronicle.history(state))
+    return describe(state, chronicle.events, time.time(), chronicle.history(state))
 
 
 def _screen(arguments: argparse.Namespace) -> Screen:

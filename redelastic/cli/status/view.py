@@ -14,8 +14,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from redelastic.cli.output import clean, count, duration, event_table, short, size, styled
+from redelastic.cli.output import event_table, styled
 from redelastic.run.records import Event
+from redelastic.run.wording import clean, count, duration, short, size
 
 Document = Mapping[str, Any]
 

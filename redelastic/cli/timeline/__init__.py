@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from redelastic.cli import common, output
+from redelastic.run.wording import count
 
 if TYPE_CHECKING:
     from redelastic.run.history import History
@@ -89,9 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
     if out is not None:
         size = _draw(out, history, arguments.run)
         faults = sum(this.broken_at is not None for this in history.rounds)
-        told = (
-            f"{output.count(len(history.nodes), 'node')}, {output.count(len(history.rounds), 'round')}, {faults} broken"
-        )
+        told = f"{count(len(history.nodes), 'node')}, {count(len(history.rounds), 'round')}, {faults} broken"
         sys.stderr.write(f"{out}: {told}; {size:,} bytes\n")
     return common.OK
 

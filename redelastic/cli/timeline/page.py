@@ -5,8 +5,8 @@ from __future__ import annotations
 import html
 from typing import TYPE_CHECKING, Final
 
-from redelastic.cli.output import reason_of
 from redelastic.run.history import History
+from redelastic.run.wording import reason_of
 
 from .picture import date, shown
 

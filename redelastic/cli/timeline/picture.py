@@ -18,8 +18,8 @@ from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.transforms import Bbox
 
-from redelastic.cli.output import clean, duration
 from redelastic.run.history import History, NodeHistory, Span
+from redelastic.run.wording import clean, duration
 
 from .summary import ANNOTATED, INK, LOOKS, MARKS, OUTAGE, draw_summary, edge, hatch, marked
 from .summary import WIDTH as SIDE_WIDTH

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
-from redelastic.cli.output import duration
 from redelastic.run.history import History
+from redelastic.run.wording import duration
 
 if TYPE_CHECKING:
     from redelastic.run.records import Event

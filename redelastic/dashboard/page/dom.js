@@ -51,7 +51,7 @@ const LOOKS = {
   waiting: ["calm", "ring"], spare: ["calm", "ring"], closed: ["calm", "tick"], empty: ["calm", "ring"],
   silent: ["bad", "cross"], dead: ["bad", "cross"], lost: ["bad", "cross"], stopped: ["bad", "square"],
   log: ["calm", "square"], hung: ["bad", "square"], failed: ["bad", "triangle"], barred: ["bad", "diamond"], refused: ["bad", "diamond"],
-  corrupt: ["bad", "square"], unreached: ["bad", "square"],
+  corrupt: ["bad", "square"], unreadable: ["bad", "square"], unreached: ["bad", "square"],
 };
 
 export const looks = (state) => LOOKS[state] ?? ["calm", "ring"];
@@ -74,6 +74,7 @@ export function duration(seconds) {
 export const rough = (seconds) => (seconds < 9.95 ? `${Math.max(0, Math.floor(seconds))} s` : duration(seconds));
 export const count = (n, thing) => `${number(n)} ${thing}${n === 1 ? "" : "s"}`;
 export const number = (n) => n.toLocaleString("en-US");
+export const whose = (event) => (event.count > 1 ? `${event.node} and ${count(event.count - 1, "more node")}` : event.node);
 export const percent = (share) => `${(100 * share).toFixed(share > 0.9995 || share === 0 ? 0 : 1)} %`;
 export const clock = (time) => new Date(1000 * time).toLocaleTimeString("en-GB");
 

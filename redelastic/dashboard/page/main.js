@@ -50,7 +50,7 @@ function state() {
   let words = "";
   if (away) words = away;
   else if (!connected) words = `The dashboard's server does not answer.${since} It is tried again.`;
-  else if (trouble) words = `Redis is away: ${trouble}${since} It is tried again.`;
+  else if (trouble) words = `${trouble}${since} It is tried again.`;
   say($("banner"), words);
   $("banner").hidden = words === "";
   const word = words ? "away" : live?.document ? "live" : "wait";

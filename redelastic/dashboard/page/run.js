@@ -1,6 +1,6 @@
 // One run: how it stands, its timeline, its nodes and its events.
 
-import { badge, count, duration, h, looks, moment, number, percent, rough, say, shape, speed } from "./dom.js";
+import { badge, count, duration, h, looks, moment, number, percent, rough, say, shape, speed, whose } from "./dom.js";
 import { nodesTable } from "./nodes.js";
 import { timeline } from "./timeline.js";
 
@@ -69,7 +69,7 @@ export function runView(id) {
     say(figure.round.value, told.round === undefined ? "–" : number(told.round));
     say(figure.round.note, told.round_at === undefined ? "" : phase === "running" ? `up ${rough(now - told.round_at)}` : `formed ${rough(now - told.round_at)} ago`);
     say(figure.ettr.note, told.since === undefined ? "" : `of ${rough(now - told.since)}${told.partial ? " that are known" : ""}`);
-    say(figure.fault.note, told.fault ? `${told.fault.node}, ${rough(now - told.fault.time)} ago` : "");
+    say(figure.fault.note, told.fault ? `${whose(told.fault)}, ${rough(now - told.fault.time)} ago` : "");
     lanes.tick(live);
     nodes.tick(live);
   }
@@ -119,7 +119,7 @@ function eventList(run) {
 }
 
 function line(run, id, event) {
-  const who = event.size ? `round ${event.round}, ${count(event.size, "node")}` : event.count ? `${number(event.count)} nodes` : event.node;
+  const who = event.size ? `round ${event.round}, ${count(event.size, "node")}` : event.node === undefined ? `${number(event.count)} nodes` : whose(event);
   const text = event.count && ["started"].includes(event.event) ? "" : event.reason;
   const row = h("li", {},
     h("time", { datetime: new Date(1000 * event.time).toISOString() }, moment(event.time)),
@@ -127,13 +127,13 @@ function line(run, id, event) {
     h("span", { class: "event-text" }, who ? h("b", {}, who) : "", who && text ? " " : "", text ?? ""));
   if (event.detail) {
     const text_ = h("pre", { tabindex: 0 }, "…");
-    const more = h("details", {}, h("summary", {}, event.event === "hung" ? "stacks" : event.event === "log" ? "log" : "more"), text_);
+    const more = h("details", {}, h("summary", {}, event.count ? "nodes" : event.event === "hung" ? "stacks" : event.event === "log" ? "log" : "more"), text_);
     more.addEventListener("toggle", async () => {
       if (!more.open || text_.dataset.read) return;
       try {
         const answer = await fetch(`/api/runs/${encodeURIComponent(run)}?event=${encodeURIComponent(id)}`);
         const found = await answer.json();
-        say(text_, answer.ok ? found.detail : found.error);
+        say(text_, answer.ok ? found.detail || found.nodes.join("\n") : found.error);
         if (answer.ok) text_.dataset.read = "yes";
       } catch (error) {
         say(text_, `It could not be read: ${error.message}`);

@@ -1,9 +1,9 @@
 // The list of runs.
 
-import { badge, count, h, moment, number, percent, rough, say, speed } from "./dom.js";
+import { badge, count, h, moment, number, percent, rough, say, speed, whose } from "./dom.js";
 
 const OVER = ["closed", "stopped", "empty"];
-const ORDER = ["corrupt", "dead", "regrouping", "forming", "running", "empty", "stopped", "closed"];
+const ORDER = ["corrupt", "unreadable", "dead", "regrouping", "forming", "running", "empty", "stopped", "closed"];
 
 export function runsView(open) {
   const rows = new Map();
@@ -74,7 +74,7 @@ function runRow(id, open) {
       say(cells.speed, speed(run.phase === "running" ? run.speed : undefined));
       say(share, run.ettr === undefined ? "–" : percent(run.ettr));
       bar.style.width = `${100 * (run.ettr ?? 0)}%`;
-      say(faultWhat, run.fault ? `${run.fault.node ? `${run.fault.node} ` : ""}${run.fault.reason || run.fault.event}` : "none");
+      say(faultWhat, run.fault ? `${run.fault.node ? `${whose(run.fault)} ` : ""}${run.fault.reason || run.fault.event}` : "none");
       faultWhat.title = run.fault ? moment(run.fault.time) : "";
       fault.classList.toggle("dim", !run.fault);
     },

@@ -49,7 +49,7 @@ export function timeline() {
     if (document_ === told) return;
     told = document_;
     rows = lanesOf(told);
-    say(hosts, rows.length ? count(rows.length, "host") : "");
+    say(hosts, rows.length ? count(rows.length, "host") + (told.cut ? `, from ${moment(told.origin + told.start)} on` : "") : "");
     none.hidden = rows.length > 0;
     box.hidden = rows.length === 0;
     draw();

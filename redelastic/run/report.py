@@ -1,4 +1,4 @@
-"""What ``redelastic status`` says, as the document that ``--json`` prints; the view shows the same."""
+"""How runs stand: the documents that `redelastic status --json` and `list --json` print, and the dashboard serves."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
-from redelastic.agent.host.telemetry import APPLICATION_XIDS
-from redelastic.cli.output import count, duration, number, whole
+from .chronicle import telling
+from .records import APPLICATION_XIDS
+from .wording import count, duration, number, whole
 
 if TYPE_CHECKING:
-    from redelastic.run.history import History
-    from redelastic.run.records import Event, Node, Run
+    from .history import History
+    from .records import Event, Node, Run
 
+EVENTS: Final = 5  # the last ones are told
 MISSED: Final = 2 / 3  # of its lease: a node that was silent for longer has missed a heartbeat, with the defaults
 TOLD: Final = ("cpu", "memory", "memory_available", "memory_total")
 
@@ -25,12 +27,23 @@ def phase_of(run: Run) -> str:
     return run.phase
 
 
+def unread(run_id: str, phase: str) -> dict[str, Any]:
+    """What a list of runs says of one that cannot be read."""
+    return {"run": run_id, "phase": phase} | dict.fromkeys(("epoch", "size", "members", "candidates", "spares", "age"))
+
+
+def summary(run: Run) -> dict[str, Any]:
+    """What a list of runs says of a run."""
+    groups = {name: len(getattr(run, name)) for name in ("members", "candidates", "spares")}
+    return {"run": run.run_id, "phase": phase_of(run), "epoch": run.epoch, "size": run.size, **groups, "age": run.age}
+
+
 def describe(run: Run, events: Sequence[Event], now: float, history: History | None = None) -> dict[str, Any]:
     """The document.
 
     Args:
         run: as it is now.
-        events: the last ones.
+        events: of the run, the oldest first.
         now: in seconds since 1970.
         history: of the run; None if it has no events.
     """
@@ -54,7 +67,7 @@ def describe(run: Run, events: Sequence[Event], now: float, history: History | N
         "barred": list(run.barred),
         "problems": [],
         "nodes": nodes,
-        "events": [asdict(event) for event in events],
+        "events": [asdict(event) for event in telling(events)[-EVENTS:]],
     }
     document["verdict"] = _verdict(run, document)
     document["problems"] = _problems(run)

@@ -1,0 +1,250 @@
+"""The dashboard's reader: what one run's trouble does to the others, what it keeps, and what all that costs Redis."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any
+
+import pytest
+import redis
+from crowds import Crowd
+from job_user import as_user_of
+from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousStateError
+
+from redelastic.dashboard import reader as reader_module
+from redelastic.dashboard import view
+from redelastic.dashboard.reader import Reader
+from redelastic.redis.connection import Connection
+from redelastic.redis.keys import DEFAULT_PREFIX
+from redelastic.redis.server import RedisServer
+from redelastic.run.records import Run
+
+Story = Callable[[Reader], Awaitable[None]]
+
+
+def play(connection: Connection, story: Story) -> None:
+    """A story with a reader that reads."""
+
+    async def whole() -> None:
+        reader = Reader(connection, DEFAULT_PREFIX)
+        reading = asyncio.create_task(reader.run())
+        await story(reader)
+        assert not reading.done()
+        reading.cancel()
+
+    asyncio.run(whole())
+
+
+class Browser:
+    """What a browser has been told so far; of a run, or with None of all."""
+
+    def __init__(self, reader: Reader, run_id: str | None) -> None:
+        self._told: AsyncIterator[str] = reader.follow(run_id)
+        self.heard: list[str] = []
+        self.document: Any = {}
+
+    async def hear(self) -> None:
+        text = await anext(self._told)
+        self.heard.append(text)
+        kind, _, data = text.partition("\ndata: ")
+        if kind == "event: document":
+            self.document = json.loads(data)
+        elif kind == "event: patch":
+            self.document = _patched(self.document, json.loads(data))
+
+    async def until(self, holds: Callable[[Any], object]) -> None:
+        while not holds(self.document):
+            await self.hear()
+
+    async def close(self) -> None:
+        close: Any = self._told
+        await close.aclose()
+
+
+def _patched(target: Any, patch: Any) -> Any:
+    if not isinstance(patch, dict):
+        return patch
+    result = dict(target) if isinstance(target, dict) else {}
+    for name, value in patch.items():
+        result[name] = _patched(result.get(name), value)
+    return {name: value for name, value in result.items() if value is not None}
+
+
+async def parked(reader: Reader) -> None:
+    """Until it reads nothing any more, and waits for somebody to look."""
+    while reader._looked_at.is_set():  # noqa: ASYNC110  (it is not there to be waited for)
+        await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+def runs(client: redis.Redis, run_id: str) -> dict[str, Crowd]:
+    return {name: Crowd(client, f"{run_id}-{name}", 3) for name in "ab"}
+
+
+class TestTrouble:
+    @pytest.mark.fault("the dashboard's user may see one run only", "its page works, and the list says what it needs")
+    def test_who_may_not_list_runs_sees_its_own(self, server: RedisServer, runs: dict[str, Crowd]) -> None:
+        run_id = runs["a"].keys.run_id
+        connection = Connection.open(as_user_of(server, run_id).url)
+
+        async def story(reader: Reader) -> None:
+            listed, page = Browser(reader, None), Browser(reader, run_id)
+            await listed.until(lambda told: told.get("trouble"))
+            assert "needs ~redelastic:* and +scan" in listed.document["trouble"]
+            assert listed.document["trouble"].endswith("Here a run's page is /runs/RUN.")
+            await page.until(lambda told: told.get("phase") == "running")
+            before = page.document["now"]
+            await page.until(lambda told: told["now"] > before)
+            assert page.document["trouble"] == ""
+            assert len(page.document["nodes"]) == 3
+            with pytest.raises(RendezvousError, match="scan"):
+                await reader.summaries()
+            assert (await reader.watch(run_id)).report["run"] == run_id
+
+        play(connection, story)
+        connection.close()
+
+    def test_a_run_that_cannot_be_shown_hides_no_other(
+        self, connection: Connection, runs: dict[str, Crowd], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        good, bad = (runs[name].keys.run_id for name in "ab")
+        overview = view.overview
+
+        def fails(run: Run, *rest: Any) -> Mapping[str, Any]:
+            if run.run_id == bad:
+                raise KeyError("what nobody thought of")
+            return overview(run, *rest)
+
+        async def story(reader: Reader) -> None:
+            monkeypatch.setattr(view, "overview", fails)
+            listed, of_good, of_bad = Browser(reader, None), Browser(reader, good), Browser(reader, bad)
+            await of_bad.until(lambda told: "what nobody thought of" in told.get("trouble", ""))
+            await of_good.until(lambda told: told.get("phase") == "running")
+            await listed.until(lambda told: told.get("runs", {}).keys() >= {good, bad})
+            assert listed.document["runs"][good]["phase"] == "running"
+            assert listed.document["runs"][bad]["phase"] == "unreadable"
+            assert "KeyError" in listed.document["runs"][bad]["why"]
+            assert of_good.document["trouble"] == listed.document["trouble"] == ""
+            with pytest.raises(RendezvousError, match="KeyError"):
+                await reader.watch(bad)
+            phases = {told["run"]: told["phase"] for told in await reader.summaries()}
+            assert (phases[good], phases[bad]) == ("running", "unreadable")
+            monkeypatch.setattr(view, "overview", overview)
+            await of_bad.until(lambda told: told["trouble"] == "")
+            assert of_bad.document["phase"] == "running"
+            await listed.until(lambda told: told["runs"][bad]["phase"] == "running")
+
+        play(connection, story)
+
+    def test_a_corrupt_run_says_so_also_when_it_was_listed_just_now(
+        self, client: redis.Redis, connection: Connection, runs: dict[str, Crowd]
+    ) -> None:
+        keys = runs["b"].keys
+        client.hset(keys.run, "epoch", "x")
+
+        async def story(reader: Reader) -> None:
+            phases = {told["run"]: told["phase"] for told in await reader.summaries()}
+            assert (phases[runs["a"].keys.run_id], phases[keys.run_id]) == ("running", "corrupt")
+            for _ in range(2):
+                with pytest.raises(RendezvousStateError, match=keys.run):
+                    await reader.watch(keys.run_id)
+
+        play(connection, story)
+
+
+class TestWhatIsKept:
+    def test_only_what_somebody_looks_at_is_waited_for_and_in_the_end_nothing_is_kept(
+        self, connection: Connection, runs: dict[str, Crowd], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        asked, followed = runs["a"].keys, runs["b"].keys
+        waited: list[set[bytes]] = []
+        block = Reader._block
+
+        def noted(reader: Reader, streams: Mapping[bytes, str], seconds: float) -> set[bytes]:
+            waited.append({*streams})
+            return block(reader, streams, seconds)
+
+        monkeypatch.setattr(Reader, "_block", noted)
+
+        async def story(reader: Reader) -> None:
+            (await reader.watch(asked.run_id)).stirred = True  # something happened there, and nobody asks again
+            page = Browser(reader, followed.run_id)
+            while len(waited) < 3:
+                await page.hear()
+            assert waited[:3] == [{followed.events.encode()}] * 3
+            await page.close()
+            await parked(reader)
+            assert reader._watches == {}
+            assert reader.runs == {}
+
+        play(connection, story)
+
+    def test_a_run_that_was_asked_for_once_is_let_go(
+        self, connection: Connection, runs: dict[str, Crowd], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        first, second = (runs[name].keys.run_id for name in "ab")
+
+        async def story(reader: Reader) -> None:
+            await reader.watch(first)
+            await reader.watch(second)
+            assert reader._watches.keys() == {first, second}
+            monkeypatch.setattr(reader_module, "KEPT", 0.0)
+            await reader.watch(second)
+            assert reader._watches.keys() == {second}
+
+        play(connection, story)
+
+
+class TestCost:
+    def test_redis_is_read_once_however_many_look_and_not_at_all_while_nobody_does(
+        self, own_server: RedisServer
+    ) -> None:
+        with own_server.get_client() as client:
+            crowd = Crowd(client, "r", 3)
+            connection = Connection.open(own_server.url)
+
+            def calls() -> dict[str, int]:
+                told: Any = client.info("commandstats")
+                return {
+                    name: told.get(f"cmdstat_{name}", {}).get("calls", 0) for name in ("evalsha", "mget", "xrevrange")
+                }
+
+            async def story(reader: Reader) -> None:
+                pages = [Browser(reader, "r") for _ in range(20)]
+                for page in pages:
+                    await page.hear()
+                before, looks = calls(), 5
+                for _ in range(looks):
+                    crowd.beat()
+                    for page in pages:
+                        await page.hear()
+                after = calls()
+                assert len({*(text for page in pages for text in page.heard)}) <= looks + 2, "all are sent the same"
+                for name, n in after.items():
+                    assert n - before[name] <= looks + 1, name
+                for page in pages:
+                    await page.close()
+                await parked(reader)
+                assert reader._watches == {}
+
+            play(connection, story)
+            connection.close()
+
+    def test_what_a_heartbeat_of_all_costs_is_a_part_of_the_page(
+        self, client: redis.Redis, connection: Connection, run_id: str
+    ) -> None:
+        crowd = Crowd(client, run_id, 30)
+
+        async def story(reader: Reader) -> None:
+            page = Browser(reader, run_id)
+            await page.hear()
+            crowd.beat()
+            await page.until(lambda told: told["step"] == crowd.step)
+            whole, patches = len(page.heard[0]), page.heard[1:]
+            assert all(patch.startswith("event: patch") for patch in patches)
+            assert max(map(len, patches)) < whole / 2
+            assert whole < 1200 * 30
+
+        play(connection, story)
