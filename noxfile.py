@@ -42,6 +42,12 @@ def lint(session: nox.Session) -> None:
 
 
 @nox.session
+def docs(session: nox.Session) -> None:
+    """The documentation as a site, in site/; a broken link fails."""
+    session.run("mkdocs", "build", "--strict", *session.posargs, env={"NO_MKDOCS_2_WARNING": "1"})
+
+
+@nox.session
 def suite(session: nox.Session) -> None:
     """All tests; the last lines say what this machine left out, and the time of each folder."""
     session.run("pytest", "-q", *PARALLEL, *session.posargs)

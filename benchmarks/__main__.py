@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import psutil
 
-from benchmarks.report import RESULTS, markdown, regressions, summary, tables_of
+from benchmarks.report import MISSED, RESULTS, markdown, regressions, summary, tables_of
 
 BENCHMARKS: Final = ("rendezvous", "scale", "store", "recovery", "agent", "start", "crowd", "load")
 DEFAULT: Final = BENCHMARKS[:-1]  # load looks for limits, and compares nothing
@@ -62,23 +62,50 @@ def command_of(name: str) -> str:
     return f"python -m benchmarks.{name}"
 
 
-def readme(folder: Path) -> Iterator[str]:
-    """What was to be reached and what was, then the tables and pictures of all results."""
-    kept = {name: json.loads(path.read_text()) for name in BENCHMARKS if (path := folder / f"{name}.json").exists()}
-    yield from ("### Targets", "", *summary((command_of(name), t) for name in kept for t in tables_of(kept[name])), "")
-    for name, found in kept.items():
-        where = f"{found['cores']} cores, torch {found['torch']}, Redis {found['redis']}, commit {found['commit']}"
-        yield from (f"### `{command_of(name)}`", "", f"{found['date']}, {where}", "")
+def kept(folder: Path) -> dict[str, dict[str, Any]]:
+    """The documents of a folder, by benchmark."""
+    return {name: json.loads(path.read_text()) for name in BENCHMARKS if (path := folder / f"{name}.json").exists()}
+
+
+def setting_of(found: dict[str, Any]) -> str:
+    """When and where a document's figures were measured."""
+    where = f"{found['cores']} cores, torch {found['torch']}, Redis {found['redis']}, commit {found['commit']}"
+    return f"{found['date']}, {where}"
+
+
+def targets(documents: dict[str, dict[str, Any]]) -> list[str]:
+    """A row for each target."""
+    return list(summary((command_of(name), table) for name in documents for table in tables_of(documents[name])))
+
+
+def pages(folder: Path) -> Iterator[tuple[str, str]]:
+    """The pages beside the documents, by file name: all targets, then each benchmark's tables and pictures."""
+    documents = kept(folder)
+    yield "targets.md", "\n".join(["# Targets", "", *targets(documents), ""])
+    for name, found in documents.items():
+        lines = [f"# `{command_of(name)}`", "", setting_of(found), ""]
         for table in tables_of(found):
-            yield from (*markdown(table), "")
-            if table.log is not None:
-                yield from (f"![{table.title}]({folder.name}/{table.name}.png)", "")
+            lines += [*markdown(table), ""]
+            lines += [f"![{table.title}]({table.name}.png)", ""] if table.log is not None else []
+        yield f"{name}.md", "\n".join(lines)
+
+
+def overview(folder: Path) -> Iterator[str]:
+    """The targets that are missed, and where all tables are."""
+    documents = kept(folder)
+    head, rule, *rows = targets(documents)
+    missed = [row for row in rows if MISSED in row]
+    yield f"{len(rows) - len(missed)} of {len(rows)} [targets](results/targets.md) are met. Missed:"
+    yield from ("", head, rule, *missed, "", "| tables | measured |", "|---|---|")
+    for name, found in documents.items():
+        yield f"| [{name}](results/{name}.md) | {setting_of(found)} |"
+    yield ""
 
 
 def with_results(page: str, folder: Path) -> str:
     """The page with these results in the place of those that it has."""
     before, _, rest = page.partition(BEGIN)
-    return f"{before}{BEGIN}\n\n" + "\n".join(readme(folder)) + f"\n{END}{rest.partition(END)[2]}"
+    return f"{before}{BEGIN}\n\n" + "\n".join(overview(folder)) + f"\n{END}{rest.partition(END)[2]}"
 
 
 def main() -> int:
@@ -88,7 +115,9 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="only whether they work; nothing is kept")
     parser.add_argument("--limit", type=float, default=600, help="seconds for each (default: 600)")
     parser.add_argument("--json", type=Path, metavar="FOLDER", help="write the figures into this folder too")
-    parser.add_argument("--keep", action="store_true", help="put tables and pictures into benchmarks/README.md")
+    parser.add_argument(
+        "--keep", action="store_true", help="write tables and pictures to benchmarks/results and benchmarks/README.md"
+    )
     options = parser.parse_args()
     names = options.names or (BENCHMARKS if options.quick else DEFAULT)
     with tempfile.TemporaryDirectory() as made:
@@ -104,6 +133,8 @@ def main() -> int:
             RESULTS.mkdir(exist_ok=True)
             for path in folder.iterdir():
                 (RESULTS / path.name).write_bytes(path.read_bytes())
+            for name, text in pages(RESULTS):
+                (RESULTS / name).write_text(text)
             README.write_text(with_results(README.read_text(), RESULTS))
     return 1 if failed or lost else 0
 

@@ -26,6 +26,7 @@ UNITS: Final[dict[str, tuple[tuple[float, str], ...]]] = {  # from the largest t
     "%": ((1.0, "%"),),
     "": ((1.0, ""),),
 }
+MISSED: Final = "**missed**"
 SLOWER: Final = 1.5  # a ratio that has grown by so much is a regression: less is this machine's noise
 
 Progress = Callable[[str], None]
@@ -148,7 +149,7 @@ def summary(tables: Iterable[tuple[str, Table]]) -> Iterator[str]:
     yield from ("| what | case | to be reached | median | of that | | command |", "|---|---|---:|---:|---:|---|---|")
     for command, table in tables:
         for case, target, found, share, reached in judged(table):
-            mark = "" if reached else "**missed**"
+            mark = "" if reached else MISSED
             yield f"| {table.title} | {case} | {target} | {found} | {share} | {mark} | `{command}` |"
 
 

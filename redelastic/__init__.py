@@ -1,4 +1,4 @@
-"""redelastic: a Redis-backed elastic runtime for PyTorch. See README.md, then PROTOCOL.md."""
+"""redelastic: a Redis-backed elastic runtime for PyTorch. See README.md and PROTOCOL.md."""
 
 from __future__ import annotations
 

@@ -52,9 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     named = next((word for word in argv if not word.startswith("-")), "")
     if named and named not in commands.choices:
         names = ", ".join(commands.choices)
-        parser.error(
-            f"there is no command {named!r}{common.meant_by(named, commands.choices) or f': there are {names}'}"
-        )
+        parser.error(f"unknown command {named!r}{common.meant_by(named, commands.choices) or f'; commands: {names}'}")
     arguments = parser.parse_args(argv)
     return _ended(arguments.command.NAME, lambda: arguments.command.run(arguments))
 

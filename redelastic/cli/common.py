@@ -46,16 +46,21 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
         "--endpoint",
         metavar="URL",
         default="",
-        help="host:port or URL of Redis, as --rdzv-endpoint; default: the environment variable REDELASTIC_REDIS_URL",
+        help="host:port or URL of Redis, like --rdzv-endpoint (default: $REDELASTIC_REDIS_URL)",
     )
-    for option, what in (("--ca-cert", "its CA"), ("--ssl-cert", "our certificate"), ("--ssl-cert-key", "its key")):
-        parser.add_argument(option, metavar="FILE", help=f"{what}, for TLS (rediss://)")
-    parser.add_argument("--key-prefix", metavar="PREFIX", default=DEFAULT_PREFIX, help="as in the run's --rdzv-conf")
+    for option, what in (("--ca-cert", "CA"), ("--ssl-cert", "client certificate"), ("--ssl-cert-key", "client key")):
+        parser.add_argument(option, metavar="FILE", help=f"{what} file for TLS (rediss://)")
+    parser.add_argument(
+        "--key-prefix",
+        metavar="PREFIX",
+        default=DEFAULT_PREFIX,
+        help="key_prefix of the run's --rdzv-conf (default: redelastic)",
+    )
 
 
 def add_run_argument(parser: argparse.ArgumentParser) -> None:
     """Which run."""
-    parser.add_argument("run", metavar="RUN", help="the run's id, as --rdzv-id")
+    parser.add_argument("run", metavar="RUN", help="run id, as given to --rdzv-id")
 
 
 def endpoint(arguments: argparse.Namespace) -> Endpoint:

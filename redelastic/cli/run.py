@@ -113,11 +113,21 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--node-name", metavar="NAME", help="what people call this host; default: its hostname")
     add("--drain-timeout", type=float, default=30.0, metavar="S", help="how long workers may save (default: 30)")
     add("--drain-file", type=Path, metavar="FILE", help="drain once it is there; it may hold a Unix time as deadline")
-    add("--hang-timeout", type=float, metavar="S", help="restart workers that stop calling redelastic.progress()")
+    add(
+        "--hang-timeout",
+        type=float,
+        metavar="S",
+        help="restart all workers if any has not called redelastic.progress() for S seconds",
+    )
     add("--hang-start-timeout", type=float, metavar="S", help="the same, up to the first call (default: 1800)")
     add("--max-job-restarts", type=int, metavar="N", help="of the whole job; --max-restarts is then as many")
     add("--max-idle-restarts", type=int, metavar="N", help="of those in a row, how many may bring no progress")
-    add("--max-failed-rounds", type=int, metavar="N", help="in a row by this host's fault, until it is kept out")
+    add(
+        "--max-failed-rounds",
+        type=int,
+        metavar="N",
+        help="exclude a host whose workers failed first in N consecutive rounds",
+    )
     add(
         "--health-check",
         action="append",
@@ -141,7 +151,7 @@ def _options(arguments: argparse.Namespace) -> AgentOptions:
 
     least, _, most = arguments.nnodes.partition(":")
     if not (re.fullmatch(r"[0-9]+(:[0-9]+)?", arguments.nnodes) and 1 <= int(least) <= int(most or least)):
-        raise ValueError(f"--nnodes={arguments.nnodes!r} is no number of nodes; give one, as 4, or MIN:MAX, as 2:4.")
+        raise ValueError(f"--nnodes={arguments.nnodes} is invalid: use N (4) or MIN:MAX (2:4)")
     if not arguments.monitor_interval > 0:
         raise ValueError(f"--monitor-interval={arguments.monitor_interval} is out of range; it must be above 0.")
     if arguments.max_job_restarts is not None and not arguments.max_restarts:

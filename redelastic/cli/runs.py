@@ -74,7 +74,7 @@ def _show(runs: list[dict[str, Any]]) -> None:
     table.add_column("phase", no_wrap=True)
     for name in ("epoch", "members", "waiting", "spares"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("round since", justify="right", no_wrap=True)
+    table.add_column("round age", justify="right", no_wrap=True)
     for one in runs:
         counts = [str("?" if one[name] is None else one[name]) for name in ("epoch", "members", "candidates", "spares")]
         age = "-" if one["age"] is None else duration(one["age"])

@@ -141,7 +141,7 @@ def _gpus() -> Finding:
     if inventory.fault:
         return Finding("host", "gpu", "warning", inventory.fault, "See nvidia-smi.")
     if inventory.devices is None:
-        return Finding("host", "gpu", "note", "no driver of NVIDIA")
+        return Finding("host", "gpu", "note", "no NVIDIA driver")
     count = len(inventory.devices)
     found, numbers = f"{count}, driver {inventory.driver}", {"gpus": count}
     if faults := [f"GPU {device.index}: {device.fault}" for device in inventory.devices if device.fault]:

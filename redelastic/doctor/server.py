@@ -125,12 +125,12 @@ def _encryption(endpoint: Endpoint) -> Finding:
 def _login(endpoint: Endpoint, facts: Facts) -> Finding:
     if not endpoint.password:
         level: Level = "note" if endpoint.scheme == "unix" or is_local(endpoint) else "warning"
-        advice = "Whoever reaches the server can change a run: give it a password and users (README, Security)."
+        advice = "Whoever reaches the server can change a run: give it a password and users (SECURITY.md)."
         return Finding("server", "login", level, "none", advice)
     user = f"user {endpoint.username or 'default'!r}"
     if "timeout" not in facts:  # CONFIG is for administrators
         return Finding("server", "login", "ok", user)
-    advice = "A job's user needs less: see Security in the README."
+    advice = "A job's user needs less: see SECURITY.md."
     return Finding("server", "login", "note", f"{user}, an administrator", advice)
 
 

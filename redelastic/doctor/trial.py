@@ -198,7 +198,7 @@ def examine_rights(connection: Connection, corner: Corner) -> Finding:
     commands = sorted({(m[1] or m[2]).upper() for reply in denied if (m := _DENIED_COMMAND.search(reply))})
     if commands:
         found = f"this user may not run {', '.join(commands[:8])}{', …' if len(commands) > 8 else ''}"
-        return Finding("trial", "rights", "problem", found, f"It needs the rules '{corner.rules}' (README, Security).")
+        return Finding("trial", "rights", "problem", found, f"It needs the rules '{corner.rules}' (SECURITY.md).")
     if denied:
         advice = f"If the user is for one run, name it with --run; else give the user the keys ~{corner.keys.prefix}:*."
         return Finding("trial", "rights", "problem", f"this user may not use the keys {corner.pattern}", advice)

@@ -141,7 +141,7 @@ def _translate(  # noqa: C901, PLR0911, PLR0912  (a list, to be read from the to
     if isinstance(cause, rx.NoPermissionError) or _DENIED.search(reply):
         return RendezvousConnectionError, (
             f"Redis at {name} denies this user a key or command: {reply}. Check that the run id and the key_prefix are "
-            f"those that the user is for; it needs the rules '{ACL_RULES}' (see Security in the README)."
+            f"those that the user is for; it needs the rules '{ACL_RULES}' (SECURITY.md)."
         )
     if is_of_replica(cause):
         return RefusesWritesError, (

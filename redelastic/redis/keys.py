@@ -43,8 +43,8 @@ def check_key_part(what: str, value: object) -> str:
         raise ValueError(f"The {what} {value[:40]!r}… has {size} bytes; at most {MAX_KEY_PART} are allowed.")
     if found := _FORBIDDEN.search(value):
         raise ValueError(
-            f"The {what} {value!r} holds {found.group()!r}; "
-            "it may hold neither white space nor control characters nor any of { } * ? [ ] \\ ^."
+            f"The {what} {value!r} contains {found.group()!r}; "
+            "it must not contain white space, control characters, or any of { } * ? [ ] \\ ^."
         )
     return value
 
@@ -173,6 +173,6 @@ class RunKeys:
         text = check_key_part("store name", str(name))
         if ":" in text:
             raise ValueError(
-                f"The store name {text!r} holds ':', which separates the parts of a key; use another sign."
+                f"The store name {text!r} contains ':', which separates the parts of a key; use another character."
             )
         return StoreKeys(self._key(f"store:{text}"))

@@ -83,8 +83,9 @@ def _verdict(run: Run, document: Mapping[str, Any]) -> str:
         silence = duration(min(node.silence for node in run.nodes))
         return f"dead: nobody has been heard of for {silence}, longer than the lease of {run.lease:g} s"
     if phase == "running":
-        since = f" since {duration(run.age)}" if run.age is not None else ""
-        words = [f"running: round {run.epoch} of {count(run.size, 'node')}{since}"]
+        words = [f"running: round {run.epoch}", count(run.size, "node")]
+        if run.age is not None:
+            words.append(f"up {duration(run.age)}")
         if document["step"] is not None:
             words.append(f"step {document['step']}")
         if document["idle"] is not None:

@@ -55,8 +55,8 @@ def with_agent(node: RedisRendezvousHandler) -> RedisRendezvousHandler:
 @pytest.mark.parametrize(
     ("argv", "told"),
     [
-        (("statsu", "RUN"), "redelastic: there is no command 'statsu'; did you mean status? (see redelastic --help)"),
-        (("xyz",), "redelastic: there is no command 'xyz': there are run, status, events"),
+        (("statsu", "RUN"), "redelastic: unknown command 'statsu'; did you mean status? (see redelastic --help)"),
+        (("xyz",), "redelastic: unknown command 'xyz'; commands: run, status, events"),
         (("run", "--hang-timout=5", "t.py"), "unrecognized arguments: --hang-timout=5; did you mean --hang-timeout?"),
         (("run",), "redelastic run: the following arguments are required: training_script"),
         (("run", "--max-restarts=x", "t.py"), "redelastic run: argument --max-restarts/--max_restarts: invalid int"),
@@ -91,7 +91,7 @@ class TestErrors:
         name, _, *rest = argv
         done = command(name, "my job", *rest, "--endpoint", "nowhere.invalid")  # nobody is asked
         assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
-        assert done.err.startswith(f"redelastic {name}: The run id 'my job' holds ' '")
+        assert done.err.startswith(f"redelastic {name}: The run id 'my job' contains ' '")
 
     @pytest.mark.parametrize("argv", COMMANDS, ids=lambda argv: argv[0])
     def test_an_unknown_run(self, cli: Cli, client: redis.Redis, run_id: str, argv: tuple[str, ...]) -> None:

@@ -57,7 +57,7 @@ class TestPhases:
         done = cli(run_id, "--json")
         assert done.code == 0
         report = done.json
-        assert re.fullmatch(r"running: round 1 of 2 nodes since \d.*", report["verdict"])
+        assert re.fullmatch(r"running: round 1, 2 nodes, up \d.*", report["verdict"])
         assert [report[k] for k in ("phase", "epoch", "size", "waits_for", "problems")] == ["running", 1, 2, "", []]
         assert [node["rank"] for node in report["nodes"]] == [0, 1]
         assert {node["name"]: node["restarts"] for node in report["nodes"]} == {"host-0": 0, "host-1": 1}
@@ -65,7 +65,7 @@ class TestPhases:
         assert all(0 <= node["heard"] <= node["lease"] + node["heard"] <= 0.91 for node in report["nodes"])
         assert report["events"][-1]["event"] == "completed"
         lines = cli(run_id).out.splitlines()
-        assert lines[0].startswith("running: round 1 of 2 nodes")
+        assert lines[0].startswith("running: round 1, 2 nodes, up ")
         assert lines[1].startswith(f"run {run_id} · epoch 1 · 2 members of 2")
         assert lines[-1].endswith("max_nodes joined")
 
@@ -359,15 +359,15 @@ class TestWatch:
         nodes = [new_node(1, 3, last_call_timeout=0.1) for _ in range(2)]
         form(pool, *nodes)
         with started("status", run_id, "--watch", "--endpoint", server.url, columns=80) as watching:
-            watching.until("running: round 1 of 2 nodes")
+            watching.until("running: round 1, 2 nodes, up ")
             nodes.pop().membership.stop()
             until(nodes[0].num_nodes_waiting, "the loss is known")
             watching.until("lost its lease after")
             form(pool, *nodes)
-            watching.until("running: round 2 of 1 node")
+            watching.until("running: round 2, 1 node, up ")
             before = len(watching.out)
             assert watching.interrupt() == 0
-        assert "running: round 2 of 1 node" in watching.out[before:]  # the last picture stays
+        assert "running: round 2, 1 node, up " in watching.out[before:]  # the last picture stays
         assert watching.err == ""
 
     def test_redis_is_away(self, own_server: RedisServer, new_node: NodeFactory, run_id: str) -> None:

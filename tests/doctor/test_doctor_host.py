@@ -125,7 +125,7 @@ def test_few_files_and_little_shared_memory(monkeypatch: pytest.MonkeyPatch) -> 
         ("nvml = FakeNvml(*(FakeGpu(f'GPU-{i}') for i in range(8)))", "ok", "8, driver 570.86"),
         ("nvml = FakeNvml()", "note", "0, driver 570.86"),
         ("nvml = FakeNvml(FakeGpu('GPU-1'), lost := FakeGpu('GPU-2')); lost.lose()", "problem", "GPU 1: GPU is lost"),
-        ("nvml = FakeNvml(init_error=9)", "note", "no driver of NVIDIA"),
+        ("nvml = FakeNvml(init_error=9)", "note", "no NVIDIA driver"),
         ("nvml = FakeNvml(); nvml.nvmlInit = lambda: time.sleep(600)", "warning", "the driver does not answer"),
     ],
 )

@@ -17,9 +17,9 @@ import pytest
 from commands import until
 
 from benchmarks import recovery
-from benchmarks.__main__ import BEGIN, BENCHMARKS, END, stolen, with_results
+from benchmarks.__main__ import BEGIN, BENCHMARKS, END, README, pages, stolen, with_results
 from benchmarks.recovery_job import OURS, Job
-from benchmarks.report import Spread, Table, document, markdown, regressions, summary, tables_of
+from benchmarks.report import RESULTS, Spread, Table, document, markdown, regressions, summary, tables_of
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 240.0  # for one benchmark with --quick, which takes some seconds, on a busy machine
@@ -160,11 +160,23 @@ def test_targets_are_summed_up() -> None:
 
 
 def test_kept_results_replace_those_before(tmp_path: Path) -> None:
-    (tmp_path / "store.json").write_text(json.dumps(document("store", [_table(redelastic=1, theirs=2)])))
+    table = _table(redelastic=1, theirs=2)
+    table.targets["2"] = 0.5
+    (tmp_path / "store.json").write_text(json.dumps(document("store", [table])))
     page = f"# Benchmarks\n\n{BEGIN}\nold\n{END}\n\nthe end\n"
     once = with_results(page, tmp_path)
     assert once.startswith("# Benchmarks\n")
     assert once.endswith("\n\nthe end\n")
     assert "old" not in once
-    assert "| 2 | 1 s | 2 s · 2 x |" in once
+    assert "0 of 1 [targets]" in once
+    assert "**missed**" in once
+    assert "[store](results/store.md)" in once
     assert with_results(once, tmp_path) == once
+    assert "| 2 | 1 s | 2 s · 2 x | 500 ms |" in dict(pages(tmp_path))["store.md"]
+
+
+def test_the_kept_pages_are_those_of_the_kept_figures() -> None:
+    written = dict(pages(RESULTS))
+    assert written.keys() == {path.name for path in RESULTS.glob("*.md")}
+    assert [name for name, text in written.items() if (RESULTS / name).read_text() != text] == []
+    assert with_results(README.read_text(), RESULTS) == README.read_text()

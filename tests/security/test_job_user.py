@@ -10,7 +10,7 @@ import pytest
 import redis
 import servers
 from agent_job import DRAINED, STOPPED, AgentJob
-from job_user import CANARY, as_user_of, command_line, readme_rules, run_command
+from job_user import CANARY, as_user_of, command_line, job_rules, run_command
 from nodes import NodeFactory
 from whole_life import live_a_whole_life
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.timeout(300)
 def test_the_rules_are_the_commands_that_a_run_sends() -> None:
     """`test_doctor_users.py` holds the probes against all that the scripts and the code send."""
     sent = {f"+{probe.split()[0].lower()}" for probe in PROBES}
-    rules = readme_rules("my-job")
+    rules = job_rules("my-job")
     assert rules[:4] == ["reset", "on", f">{CANARY}", "~redelastic:{my-job*}:*"]
     assert set(rules[4:]) == sent
     assert {rule for rule in ACL_RULES.split() if rule.startswith("+")} == sent, "what errors and `doctor` advise"
@@ -88,7 +88,7 @@ def test_the_backend_and_the_stores_work_for_that_user(every_server: RedisServer
 
 
 def test_what_more_a_cluster_and_another_database_need(run_id: str) -> None:
-    """As the README says."""
+    """As SECURITY.md says."""
     with servers.redis_cluster() as cluster:
         for server in cluster.servers:
             url = as_user_of(server, run_id, "+cluster|slots", "+command").url

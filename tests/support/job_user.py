@@ -1,4 +1,4 @@
-"""The user of one job, with the README's rules: how the tests make it, and reach a server and the commands as it."""
+"""The user of one job, with the rules of SECURITY.md: how the tests create it, and connect as it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import redelastic
 from redelastic.redis.server import RedisServer
 
 PACKAGE: Final = Path(redelastic.__file__).parent
-README: Final = (Path(__file__).parents[2] / "README.md").read_text()
+PAGE: Final = (Path(__file__).parents[2] / "SECURITY.md").read_text()
 CANARY: Final = "c4n4ry-s3cr3t"
 
 
-def readme_rules(run_id: str) -> list[str]:
-    """What the README's `ACL SETUSER` says after the user's name, for that run."""
-    block = README.partition("ACL SETUSER my-job ")[2].partition("```")[0]
+def job_rules(run_id: str) -> list[str]:
+    """What `ACL SETUSER` says there after the user's name, for that run."""
+    block = PAGE.partition("ACL SETUSER my-job ")[2].partition("```")[0]
     words = shlex.split(block.replace("\\\n", " "))
     return [word.replace("my-job", run_id).replace(">password", f">{CANARY}") for word in words]
 
@@ -39,7 +39,7 @@ class AsUser:
 
 def as_user_of(server: RedisServer, run_id: str, *more: str) -> AsUser:
     with server.get_client() as admin:
-        admin.execute_command("ACL SETUSER", run_id, *readme_rules(run_id), *more)
+        admin.execute_command("ACL SETUSER", run_id, *job_rules(run_id), *more)
     return AsUser(server, f"redis://{run_id}:{CANARY}@{server.endpoint}")
 
 

@@ -8,18 +8,21 @@ import sys
 from collections.abc import Callable
 
 NAME = "demo"
-SUMMARY = "kill the node of rank 0 in mid-training, and watch the training go on"
+SUMMARY = "kill the node of rank 0 during training, and watch the training go on"
 DESCRIPTION = """\
-A training that outlives the node of rank 0, on this machine, in under a minute.
+A training run that survives the loss of rank 0's node, on this machine, in
+under a minute.
 
-It starts a private Redis and some nodes, each a `redelastic run` of its own
-with --preload=torch, that train a small network on scikit-learn's handwritten
-digits (DDP, gloo, CPU only). In mid-training the node of rank 0 gets SIGKILL,
-agent and worker. The others regroup and go on from the last checkpoint; then
-a replacement joins. At the end the accuracy on held-out digits is measured.
+It starts a private Redis and a few nodes, each a `redelastic run` with
+--preload=torch, that train a small network on scikit-learn's handwritten
+digits (DDP, gloo, CPU only). During the training, the node of rank 0 gets
+SIGKILL, agent and worker. The others regroup and go on from the last
+checkpoint; then a replacement joins. At the end the accuracy on held-out
+digits is measured.
 
-Nothing is left behind: no process, no file. The exit code is 0 if all went as
-promised: killed, survived, joined, and an accuracy of at least 95 %."""
+It leaves no process and no file behind. The exit code is 0 if the node was
+killed, the others survived, the replacement joined, and the accuracy is at
+least 95 %."""
 
 MIN_NODES, MAX_NODES = 2, 8
 MAX_SEED = 2**31 - 1
@@ -34,13 +37,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"nodes to start with, {MIN_NODES} to {MAX_NODES} (default: 3; more take longer)",
     )
-    parser.add_argument("--no-kill", action="store_true", help="only train: kill nobody, replace nobody")
+    parser.add_argument("--no-kill", action="store_true", help="only train: kill and replace no node")
     parser.add_argument(
         "--seed",
         type=_whole_number(0, MAX_SEED),
         default=0,
         metavar="N",
-        help="of the weights, the order of the data and the step at which the node is killed (default: 0)",
+        help="seed of the weights, the data order and the step of the kill (default: 0)",
     )
 
 
@@ -52,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     if missing := [name for name in ("rich", "sklearn", "numpy") if importlib.util.find_spec(name) is None]:
         print(  # noqa: T201
-            f"redelastic demo: {' and '.join(missing)} not installed; get what the demo needs with: "
+            f"redelastic demo: {' and '.join(missing)} not installed; install what the demo needs with: "
             "pip install 'redelastic[demo]'",
             file=sys.stderr,
         )

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
+from redelastic.run.wording import count
+
 from .nodes import Changed, Event, Events, Exited, Interrupted, Nodes, Reported
 from .view import Round, View
 
@@ -21,7 +23,7 @@ PACE: Final = (
 BATCH: Final = 128
 ACCURACY: Final = 0.95  # that is promised
 TIME_LIMIT: Final = 240.0  # for everything, in seconds
-TOO_LATE: Final = "the training was over before the replacement joined; this machine is very busy, try again"
+TOO_LATE: Final = "the training was over before the replacement joined; this machine is very busy: try again"
 
 
 class DemoError(Exception):
@@ -80,14 +82,14 @@ class Story:
 
     def introduce(self, endpoint: str) -> None:
         """Say what is going to happen; ``endpoint`` is that of Redis, without its password."""
-        kill = "Rank 0's node is killed in mid-training; later a replacement joins."
+        kill = "Rank 0's node is killed while it trains; later a replacement joins."
         self._view.introduce(
             "redelastic demo",
             [
                 f"{self._plan.nodes} nodes, each a `redelastic run`, learn handwritten digits (DDP, CPU).",
                 f"They meet in Redis: run {self._nodes.run_id} on a private server, {endpoint}.",
                 kill if self._plan.kill else "Nobody is killed.",
-                "When a worker fails, every node has to answer: who is silent for 0.5 s is out.",
+                "When a worker fails, every node must answer a roll call within 0.5 s.",
             ],
         )
 
@@ -122,9 +124,7 @@ class Story:
                 self._on_break(event, time.monotonic())
             elif event.event == "roll_call" and self._awaits_survivors():
                 seconds = time.monotonic() - self._killed_at
-                self._view.note(
-                    f"a worker fails: all nodes are asked whether they are there, {seconds:.2f} s after the kill"
-                )
+                self._view.note(f"a worker failed: roll call of all nodes, {seconds:.2f} s after the kill")
             elif event.event == "complete":
                 self._on_round(event, time.monotonic())
         elif self._rounds and event.fields.get("epoch") == self._rounds[-1].epoch:
@@ -137,7 +137,7 @@ class Story:
             raise DemoError(TOO_LATE)
         if self._result is None or event.code != 0:
             self._view.quote(self._nodes.log_tail(event.node))
-            when = "in mid-run" if self._result is None else "after the training"
+            when = "during the run" if self._result is None else "after the training"
             raise DemoError(f"node {event.node}'s agent ended {when} with exit code {event.code}; its log is above")
         self._set(event.node, "done")
 
@@ -171,9 +171,7 @@ class Story:
         for rank, name in enumerate(event.members):
             self._set(name, f"rank {rank}")
         ranks = " ".join(event.members)
-        self._view.note(
-            f"round {event.epoch} is formed, {now - since:.2f} s after {cause}; by rank: {ranks}", "bold cyan"
-        )
+        self._view.note(f"round {event.epoch} formed, {now - since:.2f} s after {cause}; by rank: {ranks}", "bold cyan")
         self._view.show_activity("starting workers")
 
     # -- the training
@@ -185,7 +183,9 @@ class Story:
             if len(self._rounds) > 1:
                 redone = self._last_step - fields["step"]
                 self._redone += redone
-                self._view.note(f"resumed from the checkpoint of step {fields['step']}: {redone} steps to redo")
+                self._view.note(
+                    f"resumed from the checkpoint of step {fields['step']}: {count(redone, 'step')} to redo"
+                )
         elif fields["event"] == "step":
             self._on_step(current, fields["step"], fields["loss"])
         elif fields["event"] == "done":
@@ -198,21 +198,21 @@ class Story:
         self._view.show_step(step, loss)
         if current.first_step is None:
             current.first_step = time.monotonic()
-            self._view.note(f"step {step} is done, {current.first_step - current.since:.1f} s after {current.cause}")
+            self._view.note(f"step {step} done, {current.first_step - current.since:.1f} s after {current.cause}")
             if self._victim is not None and self._replacement is None and not self._awaits_survivors():
                 self._replacement = self._nodes.start()
                 self._set(self._replacement, "starting")
-                self._view.note(f"a replacement is started, node {self._replacement}", "green")
+                self._view.note(f"replacement started, node {self._replacement}", "green")
         if self._plan.kill and self._victim is None and step >= self._plan.kill_at:
             self._kill(current.members[0], step)
 
     def _kill(self, name: str, step: int) -> None:
         self._victim, self._killed_at = name, time.monotonic()
-        count = self._nodes.kill(name)
-        if count < 2:
-            raise DemoError(f"node {name} was to be killed with its worker, but {count} of its processes were found")
+        killed = self._nodes.kill(name)
+        if killed < 2:
+            raise DemoError(f"expected an agent and a worker of node {name} to kill, found {killed}")
         self._set(name, "killed")
-        self._view.note(f"SIGKILL to node {name}, rank 0, at step {step}: agent and worker are dead", "bold red")
+        self._view.note(f"SIGKILL to node {name}, rank 0, at step {step}: its agent and worker are dead", "bold red")
         self._view.show_activity("rank 0 is dead")
 
     # -- the end
@@ -230,7 +230,7 @@ class Story:
         self._view.list_facts(
             {
                 "accuracy": f"{result['accuracy']:.1%} of {result['test_samples']} held-out digits "
-                f"(promised: {ACCURACY:.0%})",
+                f"(expected: at least {ACCURACY:.0%})",
                 "steps": f"{result['step']} of {BATCH} samples, each counted once; {self._redone} were redone",
                 "time": f"{time.monotonic() - self._launched:.0f} s",
             }
@@ -238,7 +238,7 @@ class Story:
         for problem in self._problems(result):
             raise DemoError(problem)
         ending = "the node of rank 0 died, the training did not." if self._plan.kill else "nobody was killed."
-        self._view.conclude(f"As promised: {ending}", "bold green")
+        self._view.conclude(f"As expected: {ending}", "bold green")
 
     def _problems(self, result: dict[str, Any]) -> Iterator[str]:
         if result["accuracy"] < ACCURACY:
@@ -251,6 +251,6 @@ class Story:
         if self._victim is None:
             yield "the training was over before a node could be killed"
         elif all(self._victim in members for members in trained):
-            yield "the survivors have not trained without the node that was killed"
+            yield "the survivors did not train without the node that was killed"
         elif all(self._replacement not in members for members in trained):
             yield TOO_LATE

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 WIDTH: Final = 100  # lines longer than this are hard to read
 LOG_EVERY: Final = 100  # steps, where there is no terminal to show a bar in
 NOTE_ON_TABLE: Final = (
-    " Nodes stand in the order of their ranks; times count from what the round came\n"
-    " from. Each round starts its workers anew, as forks of a process that has\n"
-    " imported torch; a node that joins imports it first."
+    " Nodes are listed by rank; times count from the cause. Each round starts new\n"
+    " workers, as forks of a process that has imported torch; a node that joins\n"
+    " imports it first."
 )
 
 
@@ -137,7 +137,7 @@ class View:
         table = Table(box=box.SIMPLE_HEAD, header_style="bold")
         table.add_column("round", justify="right")
         table.add_column("nodes")
-        table.add_column("because")
+        table.add_column("cause")
         table.add_column("formed", justify="right")
         table.add_column("first step", justify="right")
         table.add_column("steps", justify="right")

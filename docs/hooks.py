@@ -1,0 +1,109 @@
+"""Adds to the site what lives elsewhere: the repository's documents, its examples, the commands' help."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from posixpath import normpath, relpath
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.files import Files
+    from mkdocs.structure.pages import Page
+
+ROOT: Final = Path(__file__).parents[1]
+# They keep their places in the repository, and have the same ones on the site.
+INCLUDED: Final = (
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    "benchmarks/*.md",
+    "benchmarks/results/*.md",
+    "benchmarks/results/*.png",
+    "compose.yaml",
+    "examples/*",
+    "redelastic/*.md",
+)
+LINK: Final = re.compile(r"(!?\[[^\]]*\]\()(?!https?:|#|mailto:)([^)#\s]+)(#[^)\s]*)?\)")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the included files and the generated pages."""
+    from mkdocs.structure.files import File  # noqa: PLC0415  # the functions below need no mkdocs
+
+    for pattern in INCLUDED:
+        for path in sorted(ROOT.glob(pattern)):
+            if path.is_file():
+                files.append(File.generated(config, str(path.relative_to(ROOT)), abs_src_path=str(path)))
+    for name, text in generated():
+        files.append(File.generated(config, name, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Have links that are right in the repository lead to the same page of the site."""
+    del config
+    generated_from = page.file.generated_by is not None
+    here = PurePosixPath(page.file.src_uri)
+    place = here if generated_from else PurePosixPath("docs") / here
+
+    def on_site(link: re.Match[str]) -> str:
+        target = normpath(place.parent / link[2]).removeprefix("docs/")
+        found = next((uri for uri in (target, f"{target}/README.md") if files.get_file_from_path(uri)), None)
+        return f"{link[1]}{relpath(found, here.parent)}{link[3] or ''})" if found else link[0]
+
+    return LINK.sub(on_site, markdown)
+
+
+def generated() -> Iterator[tuple[str, str]]:
+    """The pages written here: their names on the site, and their text."""
+    for name, parser in parsers().items():
+        yield f"reference/commands/{name}.md", f"# redelastic {name}\n\n```text\n{parser.format_help()}```\n"
+    yield "reference/metrics.md", METRICS + "\n".join(metric_rows()) + "\n"
+
+
+def parsers() -> dict[str, argparse.ArgumentParser]:
+    """The parser of each command, by its name."""
+    from redelastic.cli import make_parser, run  # noqa: PLC0415
+
+    os.environ["COLUMNS"] = "88"
+    _, commands = make_parser()
+    return {**commands.choices, run.NAME: run.make_parser()}
+
+
+METRICS: Final = """\
+# Metrics
+
+`redelastic run --health-port=8080` serves them at `/metrics`, each with the labels `run_id` and `node`.
+A value that is not known has no sample. [grafana.json](../examples/grafana.json) is a Grafana dashboard on them.
+
+| metric | type | more labels | meaning |
+|---|---|---|---|
+"""
+
+
+def metric_rows() -> Iterator[str]:
+    """A row for each metric that the health endpoint serves."""
+    from redelastic.agent.host import health_endpoint  # noqa: PLC0415
+
+    class Node:
+        """One that knows everything."""
+
+        def status(self) -> dict[str, object]:
+            known = {metric.field: 1 for metric in (*health_endpoint.NODE_METRICS, *health_endpoint.WORKER_METRICS)}
+            gpu = {metric.field: 1 for metric in health_endpoint.GPU_METRICS} | {"xids": {"79": 1}}
+            return {**known, "state": "running", "workers": [known], "gpus": [gpu]}
+
+        def stalled(self) -> str:
+            return ""
+
+        unready = stalled
+
+    for family in health_endpoint._StatusCollector(Node()).collect():  # noqa: SLF001  # the only list of all of them
+        name = family.name + ("_total" if family.type == "counter" else "")
+        labels = [key for sample in family.samples[:1] for key in sample.labels if key not in ("run_id", "node")]
+        yield f"| `{name}` | {family.type} | {', '.join(f'`{label}`' for label in labels)} | {family.documentation} |"

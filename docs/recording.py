@@ -1,0 +1,94 @@
+"""Records `redelastic demo` as a picture that plays: `python docs/recording.py`, on an idle machine."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import sys
+import time
+from html import escape
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Final
+
+from rich.console import Console
+from rich.text import Text
+
+PICTURE: Final = Path(__file__).parent / "pictures" / "demo.svg"
+COLUMNS: Final = 100
+LINE: Final = 18.0  # height of a line, in pixels
+SIGN: Final = 8.0  # width of a character, in pixels
+PAUSE: Final = 2.5  # what is longer is cut to that, in seconds
+HOLD: Final = 6.0  # how long the last line is shown before it begins again, in seconds
+COLOURS: Final = {1: "#ff6b6b", 2: "#5fd38d", 3: "#ffd166", 6: "#4cc9f0"}  # by ANSI's numbers
+NBSP: Final = "\N{NO-BREAK SPACE}"  # one of several that an image keeps
+INK: Final = "#d7dde5"
+
+
+def record() -> list[tuple[float, Text]]:
+    """The lines of a demo, and when each came; what it draws over on a terminal is not among them."""
+    began, rest, lines = time.monotonic(), "", []
+    os.environ |= {"COLUMNS": str(COLUMNS), "TERM": "xterm-256color"}
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execv(sys.executable, [sys.executable, "-m", "redelastic", "demo"])  # noqa: S606
+    while True:
+        try:
+            rest += os.read(terminal, 1 << 16).decode(errors="replace")
+        except OSError:  # how a pseudo-terminal says that its other side is closed
+            break
+        *whole, rest = rest.split("\n")
+        lines += [(time.monotonic() - began, line) for line in whole]
+    _, status = os.waitpid(pid, 0)
+    if status:
+        raise SystemExit(f"The demo ended with {os.waitstatus_to_exitcode(status)}.")
+    return [(at, Text.from_ansi(line)) for at, line in lasting(lines)]
+
+
+def lasting(lines: list[tuple[float, str]]) -> list[tuple[float, str]]:
+    """Without those that the terminal is told to erase, by going up and clearing each."""
+    kept: list[tuple[float, str]] = []
+    for at, line in lines:
+        before, *after = re.split(r"(?:\x1b\[2K|\x1b\[1A|\r)+(?=.)", line.rstrip("\r"))
+        del kept[max(0, len(kept) - line.count("\x1b[1A")) :]
+        kept.append((at, re.sub(r"\x1b\[\?25[lh]|\x1b\[2K|\r", "", after[-1] if after else before)))
+    return kept
+
+
+def drawn(lines: list[tuple[float, Text]]) -> str:
+    """An SVG in which each line appears when it came."""
+    console = Console(width=COLUMNS)
+    shown_at = list(accumulate(min(PAUSE, b - a) for a, b in pairwise([lines[0][0], *(at for at, _ in lines)])))
+    total = shown_at[-1] + HOLD
+    width, height = COLUMNS * SIGN + 40, len(lines) * LINE + 40
+    parts, styles = [], []
+    for i, (at, (_, line)) in enumerate(zip(shown_at, lines, strict=True)):
+        spans, column = [], 0
+        for segment in line.render(console):
+            style, text = segment.style, segment.text.rstrip("\n")
+            colour = COLOURS.get(style.color.number or 0, INK) if style and style.color else INK
+            weight = ' font-weight="bold"' if style and style.bold else ""
+            faint = ' opacity="0.65"' if style and style.dim else ""
+            if words := text.strip():
+                x = 20 + (column + text.index(words[0])) * SIGN
+                place = f'x="{x:g}" textLength="{len(words) * SIGN:g}" fill="{colour}"'
+                spans.append(f"<tspan {place}{weight}{faint}>{escape(words.replace(' ', NBSP))}</tspan>")
+            column += len(text)
+        if spans:
+            parts.append(f'<text class="l l{i}" y="{36 + i * LINE:g}">{"".join(spans)}</text>')
+            share = 100 * at / total
+            styles.append(f"@keyframes k{i}{{0%,{share:.2f}%{{opacity:0}}{share + 0.01:.2f}%,100%{{opacity:1}}}}")
+            styles.append(f".l{i}{{animation-name:k{i}}}")
+    moving = f".l{{animation-duration:{total:.1f}s;animation-iteration-count:infinite}}" + "".join(styles)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" font-size="13.3" '
+        'font-family="ui-monospace, SFMono-Regular, Menlo, Consolas, monospace">\n'
+        "<title>redelastic demo: the node of rank 0 is killed, and the training goes on</title>\n"
+        f"<style>@media (prefers-reduced-motion: no-preference) {{{moving}}}</style>\n"
+        f'<rect width="100%" height="100%" rx="8" fill="#161b22"/>\n' + "\n".join(parts) + "\n</svg>\n"
+    )
+
+
+if __name__ == "__main__":
+    PICTURE.write_text(drawn(record()))

@@ -1,0 +1,185 @@
+"""The documentation says what the program does: its quotes, options, settings, exit codes, events and variables."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import io
+import re
+import shlex
+import time
+from collections.abc import Iterator
+from datetime import datetime, timezone
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from commands import command
+from rich.console import Console
+
+from redelastic.agent.torchrun import launch
+from redelastic.cli import common
+from redelastic.cli.status.view import Screen
+from redelastic.rendezvous.settings import Settings
+from redelastic.run.records import Event, Node, Run
+from redelastic.run.report import describe
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+SOURCE = Path(launch.__file__).parents[2]
+MIB = 2**20
+# Options in our pages that are other programs'.
+OTHERS = {
+    *("--help", "--version", "--system-site-packages", "--index-url", "--dist", "--from-file", "--build", "--scale"),
+    *("--rm", "--no-recreate", "--volumes", "--profile", "--quick", "--seed", "--minutes", "--server-faults"),
+    *("--operations", "--rendezvous", "--checkpoint", "--pace", "--strict", "--keep", "--no-cache-dir"),
+}
+
+
+def read(page: str) -> str:
+    return (ROOT / page).read_text()
+
+
+def blocks(kind: str) -> Iterator[tuple[Path, str]]:
+    """The fenced blocks of a kind in all pages."""
+    for page in PAGES:
+        for body in re.findall(rf"^```{kind}\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL):
+            yield page, body
+
+
+def rows(page: str) -> list[list[str]]:
+    """The cells of all tables of a page."""
+    return [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in read(page).splitlines() if line[:1] == "|"
+    ]
+
+
+def code(text: str) -> list[str]:
+    """What a text has in backquotes."""
+    return re.findall(r"`([^`]+)`", text)
+
+
+@pytest.fixture(scope="module")
+def hooks() -> ModuleType:
+    """The module that builds pages of the site."""
+    spec = importlib.util.spec_from_file_location("hooks", ROOT / "docs" / "hooks.py")
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_readme_is_short_and_has_its_commands() -> None:
+    text = read("README.md")
+    assert len(text.splitlines()) < 150
+    for marker in ("<!-- demo -->", "<!-- test -->"):
+        assert re.search(re.escape(marker) + r"\n```bash\n.+?```", text, re.DOTALL), marker
+
+
+def test_links_in_readme_lead_to_files() -> None:
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", read("README.md")):
+        assert (ROOT / target).exists(), target
+
+
+# -- quotes
+
+
+def member(rank: int, name: str, pid: int, cpu: float) -> Node:
+    worker = {"local_rank": 0, "rank": rank, "pid": pid, "step": 56, "idle": 0.0}
+    told = {"name": name, "host": name, "state": "running", "cpu": cpu, "memory": 448 * MIB, "workers": [worker]}
+    return Node(f"{name}-{pid}-{0:012x}", "member", rank, 1.5, 0.0, "", told)
+
+
+def event(at: str, what: str, epoch: int, node: str, reason: str) -> Event:
+    seconds = datetime.fromisoformat(
+        f"{datetime.now(timezone.utc):%Y-%m-%d}T{at}+00:00"
+    ).timestamp()  # no date is shown
+    return Event("1-0", seconds, what, epoch, 2, f"{node}-{0:012x}", reason, "")
+
+
+def test_the_quoted_status_is_what_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    run = Run(
+        run_id="night", epoch=2, size=2, min_nodes=1, max_nodes=3, age=7.7, broken="", closed="", stopped=False,
+        deadline=None, lease=1.5, restarts=0, idle=0, failures={}, barred=(),
+        nodes=(member(0, "alpha", 5521, 0), member(1, "beta", 5522, 4)),
+    )  # fmt: skip
+    events = (
+        event("20:14:54.779", "failed", 1, "beta-5522", "worker 1 (rank 3, pid 5543) exited with 1"),
+        event("20:14:55.257", "lost", 1, "gamma-5520", "lost its lease after 1.5 s"),
+        event("20:14:55.257", "completed", 2, "alpha-5521", "every live node joined"),
+        event("20:14:55.271", "started", 2, "alpha-5521", "rank 0 of 2"),
+        event("20:14:55.271", "started", 2, "beta-5522", "rank 1 of 2"),
+    )
+    out = io.StringIO()
+    screen = Screen(Console(file=out, width=100, highlight=False, markup=False), rows=25, workers=False)
+    screen.print(describe(run, events, time.time()))
+    printed = "".join(f"{line.rstrip()}\n" for line in out.getvalue().splitlines())
+    assert f"```console\n$ redelastic status night\n{printed}```" in read("docs/how-to/on-call.md")
+
+
+QUOTED = [
+    (page.name, prompt, output)
+    for page, body in blocks("console")
+    for prompt, output in re.findall(r"^\$ (redelastic .+)\n((?:(?!\$ ).*\n)*)", body, re.MULTILINE)
+    if prompt != "redelastic status night"
+]
+
+
+@pytest.mark.parametrize(("page", "prompt", "output"), QUOTED, ids=[prompt for _, prompt, _ in QUOTED])
+def test_the_quoted_errors_are_what_is_printed(page: str, prompt: str, output: str) -> None:
+    done = command(*shlex.split(prompt)[1:])
+    assert (done.out + done.err) == output, page
+
+
+# -- options, settings, and the like
+
+
+def test_every_option_in_the_pages_exists(hooks: ModuleType) -> None:
+    known = {option for parser in hooks.parsers().values() for option in parser._option_string_actions} | OTHERS
+    for page in PAGES:
+        told = re.findall(r"(?<![\w-])--[a-z][a-z-]+", re.sub(r"<!--.*?-->", "", page.read_text()))
+        assert {option.rstrip("-") for option in told} <= known, page
+
+
+def test_the_settings_are_those_of_the_page() -> None:
+    told = {code(cells[0])[0]: cells[1] for cells in rows("docs/reference/settings.md") if code(cells[0])}
+    fields = {field.name: field for field in dataclasses.fields(Settings)}
+    assert told.keys() == fields.keys() - {"run_id", "min_nodes", "max_nodes", "local_addr"}
+    for name, default in told.items():
+        if name != "node_name":
+            expected = fields[name].default
+            assert default == (f"{expected:g}" if isinstance(expected, int | float) else expected or ""), name
+
+
+def test_the_exit_codes_are_those_of_the_page() -> None:
+    told = {int(cells[0]) for cells in rows("docs/reference/exit-codes.md") if cells[0].isdecimal()}
+    agent = {launch.OK, launch.FAILED, launch.DRAINED, launch.STOPPED, launch.REFUSED}
+    assert told == agent | {common.NO, common.USAGE, common.UNREACHABLE, common.UNKNOWN, 130}
+
+
+def test_the_events_are_those_of_the_page() -> None:
+    told = {name for cells in rows("docs/reference/events.md") for name in code(cells[0])}
+    scripts = "".join(path.read_text() for path in (SOURCE / "lua").glob("*.lua"))
+    recorded = set(re.findall(r"record\('(\w+)'", scripts)) | {"closed", "stopped"}
+    agents = "".join(path.read_text() for path in SOURCE.rglob("*.py"))
+    noted = set(re.findall(r'note\(\s*"(\w+)"', agents))
+    assert recorded
+    assert told >= recorded | noted
+    assert all(re.search(rf"['\"]{name}['\"]", scripts + agents) for name in told)
+
+
+def test_the_variables_of_the_page_are_read_or_set() -> None:
+    source = "".join(path.read_text() for path in SOURCE.rglob("*.py"))
+    told = {name for cells in rows("docs/reference/environment.md") for name in code(cells[0]) if name.isupper()}
+    ours = {name for name in told if name.startswith("REDELASTIC_")}
+    assert len(ours) >= 5
+    assert [name for name in ours if f'"{name}"' not in source] == []
+
+
+def test_each_metric_has_a_row(hooks: ModuleType) -> None:
+    names = [re.findall(r"`(\w+)`", row)[0] for row in hooks.metric_rows()]
+    assert len(names) == len(set(names)) > 20
+    assert {"redelastic_restarts_total", "redelastic_worker_step", "redelastic_gpu_xids_total"} <= set(names)

@@ -1,0 +1,21 @@
+"""The words of a recording of the demo (`docs/recording.py`)."""
+
+from __future__ import annotations
+
+import html
+import re
+from pathlib import Path
+
+PICTURE = Path(__file__).parents[2] / "docs" / "pictures" / "demo.svg"
+
+
+def words(line: str) -> str:
+    """A line without what differs from run to run: numbers, names of nodes, spaces, and a plural."""
+    line = re.sub(r"run demo-\w+", "run demo", line)
+    return re.sub(r"[\d.:]+|\b[A-Z]\b|\s|[─━╭╮╰╯│]", "", line.replace("step to redo", "steps to redo"))
+
+
+def lines() -> set[str]:
+    """The lines of the picture, each as its words."""
+    found = re.findall(r"<text [^>]*>(.*?)</text>", PICTURE.read_text())
+    return {words(html.unescape(re.sub(r"<[^>]+>", "", line))) for line in found} - {""}
