@@ -11,7 +11,7 @@ PICTURE = Path(__file__).parents[2] / "docs" / "pictures" / "demo.svg"
 
 def words(line: str) -> str:
     """A line without what differs from run to run: numbers, names of nodes, spaces, and a plural."""
-    line = re.sub(r"run demo-\w+", "run demo", line)
+    line = re.sub(r"run\sdemo-\w+", "run demo", line)  # which spaces an image keeps are others
     return re.sub(r"[\d.:]+|\b[A-Z]\b|\s|[─━╭╮╰╯│]", "", line.replace("step to redo", "steps to redo"))
 
 
