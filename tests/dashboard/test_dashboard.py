@@ -178,11 +178,10 @@ def timeless(told: Any) -> Any:
 
 class TestJson:
     def test_it_is_what_the_commands_print(self, server: RedisServer, client: redis.Redis, run_id: str) -> None:
-        many, few, broken = (Crowd(client, f"{run_id}{name}", n) for name, n in (("/%2F", 100), ("", 2), ("-x", 1)))
+        names = (("/%2F", 100), ("", 2), ("-x", 1))
+        many, few, broken = (Crowd(client, f"{run_id}{name}", n, lease=600) for name, n in names)
         at = round(1000 * time.time())
         path = "/logs/0/stdout.log"
-        for crowd in (many, few):  # their nodes live as long as this takes
-            client.zadd(crowd.keys.leases, dict.fromkeys(crowd.members, at + 3_600_000))
         for event, reason, detail in (
             ("started", "rank 0 of 2", places_text({0: path})),
             ("log", failure_text(0, 1.5, path), "the last lines"),

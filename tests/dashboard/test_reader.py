@@ -80,7 +80,7 @@ async def parked(reader: Reader) -> None:
 
 @pytest.fixture
 def runs(client: redis.Redis, run_id: str) -> dict[str, Crowd]:
-    return {name: Crowd(client, f"{run_id}-{name}", 3) for name in "ab"}
+    return {name: Crowd(client, f"{run_id}-{name}", 3, lease=600) for name in "ab"}
 
 
 class TestTrouble:

@@ -26,12 +26,22 @@ class Crowd:
         nodes: how many.
         gpus: of each node.
         age: how long ago the run began, in seconds.
+        lease: for how long the nodes live after each :meth:`beat`, in seconds.
     """
 
-    def __init__(self, client: redis.Redis, run_id: str, nodes: int, *, gpus: int = 8, age: float = 3600.0) -> None:
+    def __init__(
+        self,
+        client: redis.Redis,
+        run_id: str,
+        nodes: int,
+        *,
+        gpus: int = 8,
+        age: float = 3600.0,
+        lease: float = LEASE,
+    ) -> None:
         self._client = client
         self.keys = RunKeys(run_id)
-        self._gpus = gpus
+        self._gpus, self._lease = gpus, lease
         self._random = random.Random(nodes)
         self.step = 41_000
         self._began = time.time() - age
@@ -80,7 +90,7 @@ class Crowd:
                 "size": n,
                 "min": max(1, n // 2),
                 "max": n,
-                "lease": round(1000 * LEASE),
+                "lease": round(1000 * self._lease),
             }
             run |= {"ttl": 7_200_000, "completed_at": round(1000 * completed), "restarts": 2}
             pipe.hset(keys.run, mapping=run)
@@ -92,7 +102,7 @@ class Crowd:
     def beat(self, steps: int = 1, silent: Sequence[str] = ()) -> None:
         """Each node but the ``silent`` ones tells what it does, as many steps further."""
         self.step += steps
-        until = round(1000 * (time.time() + LEASE))
+        until = round(1000 * (time.time() + self._lease))
         with self._client.pipeline(transaction=False) as pipe:
             for i, node in enumerate(self.members):
                 if node not in silent:
