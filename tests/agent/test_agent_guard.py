@@ -107,7 +107,7 @@ def test_a_warden_that_was_killed_is_told_of_and_replaced_at_once(
         caplog.clear()
         guard.brief(())
         assert guard.pid not in (first, None)
-        assert "was ended by signal 9 (Killed)" in caplog.text
+        assert "was ended by SIGKILL" in caplog.text
 
 
 def test_a_warden_that_cannot_be_started_is_told_of_once(

@@ -267,6 +267,20 @@ def test_a_hung_worker_writes_its_stacks_itself(start: Start, board: Board, way:
 
 
 @pytest.mark.usefixtures("no_py_spy")
+def test_workers_that_are_replaced_while_their_stacks_are_asked_for_have_none(
+    start: Start, board: Board, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, pid = board.stacks_size, start(HANG)
+
+    def close_first(local_rank: int) -> int:
+        board.close()
+        return real(local_rank)
+
+    monkeypatch.setattr(board, "stacks_size", close_first)
+    assert dump_stacks(board, {0: pid}, TIMEOUT)[0].startswith(f"No stacks: process {pid} ")
+
+
+@pytest.mark.usefixtures("no_py_spy")
 def test_a_worker_that_hangs_before_its_first_call_writes_its_stacks(start: Start, board: Board) -> None:
     pid = start(HANG.replace("progress(7)", ""))
     assert board.read(0).pid == 0

@@ -11,6 +11,8 @@ import threading
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
+from redelastic.agent.signal_names import signal_name
+
 KILL_PATIENCE: Final = 2.0  # how long a killed process may take to be gone, in seconds
 OUTPUT_KEPT: Final = 65536  # of a process, in bytes
 
@@ -56,7 +58,7 @@ def run_within(timeout: float, argv: tuple[str, ...], environment: Mapping[str, 
     status: int | None = None
     try:
         status = process.wait(timeout)
-        how = f"was killed by {_signal_name(-status)}" if status < 0 else f"exited with {status}"
+        how = f"was killed by {signal_name(-status)}" if status < 0 else f"exited with {status}"
     except subprocess.TimeoutExpired:
         how = f"did not end within {timeout:g} s"
     _kill_group(process)
@@ -80,13 +82,6 @@ def _keep_tail(process: subprocess.Popen[bytes], tail: bytearray) -> None:
 def _kill_group(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # real-time signals have no names
-        return f"signal {number}"
 
 
 @atexit.register

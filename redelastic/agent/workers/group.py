@@ -15,6 +15,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from redelastic.agent.host.cgroups import oom_kills
 from redelastic.agent.options import AgentOptions
+from redelastic.agent.signal_names import signal_name
 from redelastic.agent.torchrun.failures import LiveFailure
 
 from .board import FROZEN, Board, HangWatch
@@ -143,7 +144,7 @@ class Workers:
         if starved := self._starved(failure, usage):
             return f"{who} {starved}"
         if failure.exitcode < 0:
-            return f"{who} was ended by {failure.signal_name()}"
+            return f"{who} was ended by {signal_name(-failure.exitcode)}"
         return f"{who} exited with {failure.exitcode}{_message(failure)}"
 
     def explain(self, result: RunResult, usage: Mapping[str, Any]) -> None:

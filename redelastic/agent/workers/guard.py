@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection
 from typing import Final
 
+from redelastic.agent.signal_names import signal_name
 from redelastic.redis.endpoint import URL_VARIABLE
 
 from . import warden
@@ -105,7 +105,7 @@ class Guard:
         if time.monotonic() - self._started >= SETTLED:
             self._pause, self._complaint = 0.0, ""
         status = dead.returncode
-        how = f"exited with {status}" if status >= 0 else f"was ended by signal {-status} ({signal.strsignal(-status)})"
+        how = f"exited with {status}" if status >= 0 else f"was ended by {signal_name(-status)}"
         self._failed(f"The warden of the workers' processes {how}. {WITHOUT}" + (f"\n{said}" if said else ""))
 
     def _failed(self, complaint: str) -> None:

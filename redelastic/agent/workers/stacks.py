@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -68,7 +69,8 @@ def dump_stacks(board: Board, pids: Mapping[int, int], timeout: float) -> dict[i
         else:
             hung[local_rank] = pid
     asked = {r: pid for r, pid in hung.items() if _ask(board, r, pid)}
-    texts |= _answers(board, asked, now + (timeout / 2 if py_spy else timeout))
+    with contextlib.suppress(ValueError):  # the board is closed: the workers have been replaced meanwhile
+        texts |= _answers(board, asked, now + (timeout / 2 if py_spy else timeout))
     silent = {r: pid for r, pid in hung.items() if r not in texts}
     with ThreadPoolExecutor(max(1, len(silent))) as pool:
         spied = pool.map(lambda pid: _spy(py_spy, pid, now + timeout), silent.values())

@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import signal
 import socket
 import subprocess
 import sys
@@ -25,6 +24,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Final
+
+from redelastic.agent.signal_names import signal_name
 
 from .site.sitecustomize import ADOPTED, RUN, VARIABLE, receive, send
 
@@ -77,11 +78,6 @@ class Fork:
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
         return status
-
-    def send_signal(self, number: int) -> None:
-        """Signal it, unless it has ended."""
-        if self.poll() is None:
-            os.kill(self.pid, number)
 
 
 class Template:
@@ -212,7 +208,7 @@ class Template:
             status = self._process.wait(1.0)
         except subprocess.TimeoutExpired:
             return "does not fork"
-        return f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        return f"was ended by {signal_name(-status)}" if status < 0 else f"ended with status {status}"
 
     def close(self) -> None:
         """End the template; its workers are not touched; idempotent.
