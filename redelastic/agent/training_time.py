@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 
 class TrainingTime:
-    """Adds up a node's time since its agent began; for one thread that looks every now and then.
+    """Adds up a node's time since its agent began; for one thread that looks every now and then."""
 
-    Args:
-        clock: monotonic, in seconds.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._looked_at = clock()
+    def __init__(self) -> None:
+        self._looked_at = time.monotonic()
         self._training = self._whole = 0.0
 
     def look(self, *, trains: bool) -> None:
         """Count the time since the last look as what the node does now."""
-        now = self._clock()
+        now = time.monotonic()
         passed, self._looked_at = now - self._looked_at, now
         self._whole += passed
         self._training += passed if trains else 0.0

@@ -6,6 +6,7 @@ its agent has asked for a checkpoint: then it makes one step more. Rank 0 hears 
 
 from __future__ import annotations
 
+import atexit
 import os
 import runpy
 import sys
@@ -19,9 +20,19 @@ import redelastic
 from redelastic import worker
 
 
+def end_with_an_error_if_the_process_group_is_left() -> None:
+    """Its threads would need an interpreter that may be gone by then, which aborts the process now and then."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        sys.stderr.write("The script has not ended its process group.\n")
+        sys.stderr.flush()
+        os._exit(1)
+
+
 def main(directory: Path, hold: int, script: str, *arguments: str) -> None:
     record, report, ask = Recorder(directory), redelastic.progress, redelastic.should_checkpoint
     record("start")
+    atexit.register(end_with_an_error_if_the_process_group_is_left)  # called after all that the script registers
     last = -1
 
     def asked() -> bool:
