@@ -46,7 +46,7 @@ def main() -> None:
         callbacks=[ElasticCallback()],
     )
     trainer.train(resume_from_checkpoint=last_checkpoint(options.folder))
-    trainer.end()  # ends the process group; a thread of one that is left may abort the process as it exits
+    trainer.end()  # and with it the process group: threads of one that is left may abort the exit
 
 
 if __name__ == "__main__":
