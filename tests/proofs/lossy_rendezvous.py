@@ -18,7 +18,8 @@ from random import Random
 from typing import Any, Final
 
 from lossy_network import ATTEMPT, PATIENCE, LossyNetwork, address, all_at_once
-from oracle import NOTHING, Beat, Join, Known, Leave, Request, Settings, State, apply
+from oracle import apply
+from oracle_state import NOTHING, Beat, Join, Known, Leave, Request, Settings, State
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters
 from twin import Server, stored
 

@@ -19,7 +19,8 @@ import re
 from collections.abc import Callable
 from typing import Final
 
-from oracle import (
+from oracle import apply
+from oracle_state import (
     NOTHING,
     Beat,
     Charge,
@@ -33,7 +34,6 @@ from oracle import (
     RollCall,
     Settings,
     State,
-    apply,
 )
 from twin import START, Server, stored
 

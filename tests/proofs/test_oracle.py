@@ -15,7 +15,8 @@ import redis
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
-from oracle import (
+from oracle import apply
+from oracle_state import (
     NOTHING,
     Beat,
     Charge,
@@ -30,7 +31,6 @@ from oracle import (
     RollCall,
     Settings,
     State,
-    apply,
 )
 from twin import HOSTS, NODES, START, Server, stored
 

@@ -7,7 +7,8 @@ from typing import Final
 
 import pytest
 import redis
-from oracle import Charge, Join, Leave, Request, Settings, State, apply
+from oracle import apply
+from oracle_state import Charge, Join, Leave, Request, Settings, State
 from stories import tell
 from twin import START, Server
 

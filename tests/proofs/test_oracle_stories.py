@@ -6,7 +6,8 @@ from typing import Final
 
 import pytest
 import redis
-from oracle import Join, Leave, Settings, State, apply
+from oracle import apply
+from oracle_state import Join, Leave, Settings, State
 from stories import tell
 from twin import START, Server
 

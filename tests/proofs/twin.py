@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any, Final
 
 import redis
-from oracle import (
+from oracle_state import (
     Beat,
     Charge,
     Close,

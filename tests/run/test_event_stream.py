@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import redis
 from nodes import NodeFactory
-from oracle import NOTHING
+from oracle_state import NOTHING
 from scenes import SCENES, Story
 from servers import wait_until
 from twin import on_injected_clock

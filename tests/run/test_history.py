@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import oracle
+import oracle_state
 import pytest
 import redis
 from nodes import NodeFactory
@@ -36,23 +37,23 @@ class Walk:
 
     def __init__(self, seed: int, sizes: tuple[int, int]) -> None:
         self.random = random.Random(seed)
-        self.settings = oracle.Settings(*sizes, replacement=self.random.choice((0, 2500)))
-        self.state, self.now = oracle.State(), 1_000_000
+        self.settings = oracle_state.Settings(*sizes, replacement=self.random.choice((0, 2500)))
+        self.state, self.now = oracle_state.State(), 1_000_000
         self.held: dict[str, int] = {}
         self.names = list("abcdefgh")
-        self.seen: list[tuple[int, oracle.State]] = []
+        self.seen: list[tuple[int, oracle_state.State]] = []
         for _ in range(60):
             steps = (self.join, self.all_join, self.beat, self.leave, self.close, self.wait)
             self.random.choices(steps, (4, 5, 3, 1, 0.05, 1))[0](self.random.randrange(len(self.names)))
 
-    def send(self, request: oracle.Request) -> None:
+    def send(self, request: oracle_state.Request) -> None:
         self.state, reply = oracle.apply(self.state, self.now, request)
         if reply[:1] == ("complete",):
             self.held[request[0]] = int(reply[1])
         self.seen.append((self.now, self.state))
 
     def ask(self, name: str) -> None:
-        self.send(oracle.Join(name, self.held.get(name, 0), f"{name} 1", "", self.settings))
+        self.send(oracle_state.Join(name, self.held.get(name, 0), f"{name} 1", "", self.settings))
 
     def join(self, pick: int) -> None:
         self.ask(self.names[pick])
@@ -64,21 +65,21 @@ class Walk:
     def beat(self, silent: int) -> None:
         self.now += self.settings.interval
         for name in [name for name in self.state.leases if name != self.names[silent]]:
-            self.send(oracle.Beat(name, self.settings))
+            self.send(oracle_state.Beat(name, self.settings))
 
     def leave(self, pick: int) -> None:
         then = self.random.choice(("closes", "stops")) if self.random.random() < 0.06 else "goes on"
-        self.send(oracle.Leave(self.names[pick], "went", then))  # type: ignore[arg-type]
+        self.send(oracle_state.Leave(self.names[pick], "went", then))  # type: ignore[arg-type]
         self.names[pick] += "'"  # who has left comes back as somebody else
 
     def close(self, _: int) -> None:
-        self.send(oracle.Close("by hand", self.settings.ttl, 0))
+        self.send(oracle_state.Close("by hand", self.settings.ttl, 0))
 
     def wait(self, _: int) -> None:
         self.now += self.random.choice((1, 700, 2500, 9000))
 
 
-def told(seen: Sequence[tuple[int, oracle.State]]) -> list[Event]:
+def told(seen: Sequence[tuple[int, oracle_state.State]]) -> list[Event]:
     events: list[Event] = []
     for now, state in seen:
         for e in state.events[len(events) :]:
