@@ -1,4 +1,4 @@
-"""How our log lines look: as torch's beside them, with level, time and pid first."""
+"""The format of our log lines: torch's, with level, time and pid first."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class LogFormatter(logging.Formatter):
 def set_up_logging(logger: logging.Logger) -> None:
     """Have a logger's lines written to stderr, from the level that ``LOGLEVEL`` names or WARNING on.
 
-    Where a program has set up logging itself, that stays, and nothing is done.
+    If the program has already set up logging, nothing changes.
 
     Args:
         logger: the root logger in a process of our own, ``redelastic``'s in one that is torchrun's.

@@ -31,8 +31,8 @@ def create(params: RendezvousParameters) -> RendezvousHandler:
 
     if params.run_id == "none":  # torchrun's default
         raise ValueError(
-            "--rdzv-id is missing: it tells this job from others on the same Redis. "
-            "Where another launcher calls torchrun, as `accelerate launch` does, set PET_RDZV_ID."
+            "--rdzv-id is missing: give the job an id that is unique on this Redis. "
+            "If another launcher calls torchrun, such as `accelerate launch`, set PET_RDZV_ID."
         )
     set_up_logging(logging.getLogger("redelastic"))
     teach_torchrun()

@@ -1,7 +1,7 @@
-"""All that redelastic uses of torch that is not public, or that differs between versions of torch.
+"""Everything that redelastic uses of torch that is not public, or that differs between torch versions.
 
 ``HOOKS`` lists each name with the parameters that we give it. One test asserts that :func:`missing` finds them all, so
-that a new torch is checked within a minute; ``redelastic doctor`` says the same of the torch that is installed.
+that a new torch is checked within a minute; ``redelastic doctor`` checks the installed torch the same way.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ def version_of(text: str) -> tuple[int, int]:
 
 
 def require_torch(version: str = torch.__version__) -> None:
-    """Refuse a torch on which we would hang or do half of what we promise.
+    """Refuse a torch on which we would hang or break our guarantees.
 
     Raises:
-        ImportError: it is too old.
+        ImportError: torch is too old.
     """
     if version_of(version) < OLDEST:
         raise ImportError(
-            f"redelastic needs torch {OLDEST[0]}.{OLDEST[1]} or newer, and this is torch {version}. "
-            "Install a newer one: pip install --upgrade torch."
+            f"redelastic needs torch {OLDEST[0]}.{OLDEST[1]} or newer; this is torch {version}. "
+            "Run pip install --upgrade torch."
         )
 
 
@@ -124,7 +124,7 @@ HOOKS: Final = (
 
 
 def missing() -> list[str]:
-    """What of ``HOOKS`` this torch does not have; empty if all is there."""
+    """The ``HOOKS`` that this torch lacks; empty if it has all."""
     return [why for hook in HOOKS if (why := _why_missing(hook))]
 
 
@@ -135,7 +135,7 @@ def _why_missing(hook: Hook) -> str:
         for part in hook.name.split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError):
-        return f"{named} is not there"
+        return f"{named} is missing"
     if not hook.parameters:
         return ""
     known = inspect.signature(found).parameters
@@ -222,7 +222,7 @@ def shutdown_timeout(config: Any, given: float | None) -> float:
     ``LaunchConfig`` says it itself from 2.12 on.
 
     Raises:
-        ValueError: it is negative, or no number.
+        ValueError: it is negative or not a number.
     """
     if (known := getattr(config, "shutdown_timeout", None)) is not None:
         return float(known)
@@ -239,8 +239,8 @@ def shutdown_timeout(config: Any, given: float | None) -> float:
 def replace_agent_of_launcher(theirs: type, ours: type) -> None:
     """Have torchrun make our agent; there is no other way in than the name by which its launcher finds torch's.
 
-    Where no launcher is loaded nobody runs torchrun, and nothing is done. Where the launcher uses another agent, that
-    one stays, and a warning says what that costs.
+    If no launcher is loaded, torchrun is not in use, and nothing is done. If the launcher uses another agent, that
+    agent stays, and a warning says what that costs.
     """
     launcher: Any = sys.modules.get(_LAUNCHER)
     if launcher is None:

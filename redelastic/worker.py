@@ -1,11 +1,11 @@
-"""What a training script says to its agent, and hears from it.
+"""What a training script tells its agent and hears from it.
 
-Both write into 64 bytes of shared memory that the agent made for this worker (`agent/workers/board.py`), so that a call
-costs a fraction of a microsecond, and works while the agent is busy or gone. Each field is an aligned 8-byte integer
-with one writer: on x86-64 and arm64 it is stored and read in one piece, so that neither side needs a lock.
+Both use 64 bytes of shared memory that the agent created for this worker (`agent/workers/board.py`), so that a call
+takes a fraction of a microsecond, and works while the agent is busy or gone. Each field is an aligned 8-byte integer
+with one writer: on x86-64 and arm64 it is written and read atomically, so neither side needs a lock.
 
-The stacks of a worker that hangs are asked for with a signal. What answers it is `faulthandler`, in C: it works while
-the main thread hangs, with or without the interpreter's lock.
+The agent requests the stacks of a hanging worker with a signal. `faulthandler` answers it in C: it works while the main
+thread hangs, with or without the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from typing import Final, SupportsIndex
 __all__ = ["progress", "should_checkpoint"]
 
 VARIABLE: Final = "REDELASTIC_WORKER"  # <file>:<token>; the token tells this worker's file from another of that name
-STACK_SIGNAL: Final = 39  # SIGRTMIN + 5 on Linux: a real-time signal, of no use to anybody else
+STACK_SIGNAL: Final = 39  # SIGRTMIN + 5 on Linux: a real-time signal that nothing else uses
 
 # The slot at the beginning of the file, behind which the stacks are written: its fields, and who writes each.
 TOKEN: Final = 0  # agent, once
-REQUESTED: Final = 1  # agent: number of checkpoints that it has asked for
+REQUESTED: Final = 1  # agent: number of checkpoints requested so far
 PID: Final = 2  # worker: which process speaks for it; 0 until it has called one of the two functions
 CALLS: Final = 3  # worker: calls of progress()
 STEP: Final = 4  # worker: that of the last one
@@ -36,9 +36,11 @@ AT: Final = 6  # worker: when it last called progress(), on the monotonic clock 
 SLOT_BYTES: Final = 64
 CALL_BITS: Final = 44  # 17 * 10^12 calls, and 500,000 requests
 
-_nowhere = memoryview(bytearray(SLOT_BYTES)).cast("q")  # where a process writes that has no agent, or is not the worker
+_nowhere = memoryview(bytearray(SLOT_BYTES)).cast(
+    "q"
+)  # where a process without an agent, or that is not the worker, writes
 _slot = _nowhere  # where this process writes
-_looked = False  # whether it was decided which of the two that is
+_looked = False  # whether that has been decided
 _deciding = threading.RLock()  # a signal's handler may interrupt that, and call too
 _calls = count(1)  # shared by all threads; next() is one step for them
 _name = ""  # value of the variable when the file was opened
@@ -46,16 +48,16 @@ _mapped: memoryview[int] | None = None  # slot in that file; None if it is not t
 
 
 def progress(step: SupportsIndex) -> None:
-    """Tell the agent that the training goes on; to be called by every rank after each step.
+    """Tell the agent that the training makes progress. Every rank must call it after each step.
 
-    Costs well under a microsecond, and nothing that happens to the agent makes it fail. Outside an agent, and in child
-    processes such as those of a ``DataLoader``, it does nothing. Any thread may call it.
+    It takes well under a microsecond, and does not fail whatever happens to the agent. Outside an agent, and in child
+    processes such as a ``DataLoader``'s, it does nothing. Any thread may call it.
 
     Args:
-        step: number of the step that is done. An integer of Python, NumPy or PyTorch; one on a GPU is waited for.
+        step: number of the finished step: an integer of Python, NumPy or PyTorch. A value on a GPU is waited for.
 
     Raises:
-        TypeError: ``step`` is no integer.
+        TypeError: ``step`` is not an integer.
         ValueError: ``step`` does not fit a signed 64-bit integer.
     """
     if not _looked:
@@ -63,19 +65,21 @@ def progress(step: SupportsIndex) -> None:
     try:
         _slot[STEP] = step  # type: ignore[call-overload]  # it takes whatever has __index__
     except TypeError:
-        raise TypeError(f"redelastic.progress() takes the step as an integer, not {step!r:.80}.") from None
+        raise TypeError(f"redelastic.progress() takes an integer step, not {step!r:.80}.") from None
     except ValueError:
         bits = step.__index__().bit_length()
-        raise ValueError(f"redelastic.progress() takes a step of at most 63 bits and a sign, not of {bits}.") from None
+        raise ValueError(
+            f"redelastic.progress() takes a step of at most 63 bits plus a sign, not {bits} bits."
+        ) from None
     _slot[AT] = monotonic_ns()
     _slot[CALLS] = next(_calls)  # last: the agent looks at the others when it has changed
 
 
 def should_checkpoint() -> bool:
-    """Whether the agent wants a checkpoint now: it has to stop the workers soon; True once for each time it asks.
+    """Whether the agent wants a checkpoint now, because it will stop the workers soon. True once per request.
 
-    The next call of :func:`progress` tells the agent that the checkpoint is saved. The processes of a job hear of a
-    request at slightly different steps, so a script whose processes save together has to agree::
+    The next call of :func:`progress` tells the agent that the checkpoint is saved. The processes of a job see a
+    request at slightly different steps, so a script whose processes save together must agree::
 
         for step in range(first_step, steps):
             train(step)
@@ -85,7 +89,7 @@ def should_checkpoint() -> bool:
                 save(step)
             redelastic.progress(step)
 
-    Every process has to call it equally often. One that hears of the request a step after the others makes all of them
+    Every process must call it equally often. A process that sees the request a step after the others makes all of them
     save once more. Outside an agent, and in child processes, it is False.
     """
     if not _looked:
@@ -137,10 +141,10 @@ def _open() -> memoryview[int] | None:
         else:
             os.close(file)  # that of a later group of workers, or anything else
     except FileNotFoundError:
-        pass  # the agent is gone, and nobody is there to be told
+        pass  # the agent is gone
     except (OSError, ValueError, RuntimeError) as e:
         with contextlib.suppress(Exception):  # stderr may be closed, or be anything
-            sys.stderr.write(f"redelastic: the agent does not see the progress of process {os.getpid()}: {e}\n")
+            sys.stderr.write(f"redelastic: the agent cannot see the progress of process {os.getpid()}: {e}\n")
     return _mapped
 
 
@@ -152,4 +156,4 @@ def _fall_silent() -> None:
 
 
 os.register_at_fork(after_in_child=_fall_silent)
-_open()  # so that there are stacks of a worker that hangs before its first call
+_open()  # to have the stacks of a worker that hangs before its first call

@@ -71,7 +71,7 @@ class Admission:
             refused = RefusedError(f"This node does not join run {self._membership.run_id!r}: {unfit}.")
             self._note("refused", unfit)
             try:
-                self._membership.leave(f"is not fit: {unfit}")
+                self._membership.leave(f"failed a health check: {unfit}")
             except RendezvousError as e:  # it is out when its lease has run out
                 raise refused from e
             raise refused
@@ -80,13 +80,13 @@ class Admission:
         limit = self._options.max_failed_rounds
         if limit is None or (failures := self._control.failures(self._host)) < limit:
             return
-        reason = f"its workers failed first in {failures} rounds in a row"
-        self._note("barred", f"{self._host} is kept out: {reason}")
+        reason = f"its workers failed first in {failures} consecutive rounds"
+        self._note("barred", f"{self._host} is excluded: {reason}")
         log.error(
-            "This host is kept out of run %r, since %s: `redelastic readmit %s %s` lets it in.",
+            "This host is excluded from run %r because %s: `redelastic readmit %s %s` readmits it.",
             *(self._membership.run_id, reason, self._membership.run_id, self._host),
         )
-        self._membership.leave(f"is kept out: {reason}")
+        self._membership.leave(f"is excluded: {reason}")
         self.barred = True
         self._membership.wait_while(lambda: self._control.failures(self._host) >= limit)
         self.barred = False

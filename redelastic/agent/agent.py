@@ -277,7 +277,7 @@ class RedisElasticAgent(RegroupingAgent):
         roots = self._pids().values()
         shut_down(super()._shutdown, death_sig, timeout)
         if ended := self._tree.stop(roots, timeout):
-            log.warning("Processes that the workers had left behind were ended: %s.", ", ".join(map(str, ended)))
+            log.warning("Ended processes that the workers had left behind: %s.", ", ".join(map(str, ended)))
 
     def _pids(self) -> dict[int, int]:
         context = self._pcontext

@@ -39,5 +39,5 @@ def _loop(task: Callable[[], object], interval: float, name: str, ended: threadi
         except Exception as e:  # noqa: PERF203
             error = f"{type(e).__name__}: {e}"
             if error != last_error:
-                log.exception("The agent's task %r failed; the training is not touched, and it is tried again.", name)
+                log.exception("The agent's task %r failed and will be retried; the training is not affected.", name)
             last_error = error

@@ -47,4 +47,4 @@ def _run(errands: _Errands) -> None:
         except (RendezvousError, DistNetworkError) as e:  # noqa: PERF203  # the next may succeed
             log.warning("%s", e)
         except Exception:
-            log.exception("The agent could not tell Redis what happened.")
+            log.exception("The agent could not report to Redis.")

@@ -34,9 +34,9 @@ class DrainFile:
         except OSError as e:
             if str(e) != self._complaint:
                 self._complaint = str(e)
-                log.warning("The drain file cannot be looked for: %s. It is tried again every second.", e)
+                log.warning("The drain file cannot be checked: %s. Retrying every second.", e)
             return
         timeout = self._timeout
         with contextlib.suppress(ValueError, OSError):
             timeout = min(timeout, max(0.0, float(self._path.read_text()) - time.time()))
-        self._drain(f"the file {self._path} is there", timeout)
+        self._drain(f"the file {self._path} exists", timeout)

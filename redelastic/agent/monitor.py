@@ -102,7 +102,7 @@ class NodeMonitor:
     def _forget_silent_gpus(self) -> None:
         silent = time.monotonic() - self._nvml_answered_at
         if silent > NVML_PATIENCE:
-            log.warning("NVML has not answered for %.0f s: until it does, this node tells nothing of its GPUs.", silent)
+            log.warning("NVML has not answered for %.0f s: this node does not report its GPUs until it does.", silent)
             self._gpu_usage, self._nvml_answered_at = {}, math.inf  # said once
 
     def allow(self, seconds: float) -> None:
@@ -133,14 +133,14 @@ class NodeMonitor:
         state = {**self._membership.heartbeat.status(), **self._own_state()}["state"]
         if state != "running":
             return f"the node is {state}"
-        return "" if self._group.state == WorkerState.HEALTHY else "the workers do not run"
+        return "" if self._group.state == WorkerState.HEALTHY else "the workers are not running"
 
     def _describe(self, base: dict[str, Any]) -> str:
         """The status for a heartbeat, which must not fail."""
         try:
             return bounded(self._extended(base))
         except Exception:
-            log.exception("The node's status could not be told.")
+            log.exception("The node's status could not be reported.")
             return json.dumps(base)
 
     def _extended(self, base: Mapping[str, Any]) -> dict[str, Any]:

@@ -67,10 +67,10 @@ class AgentOptions:
         for name, low in lowest.items():
             value = getattr(self, name)
             if value is not None and not low <= value < math.inf:
-                raise ValueError(f"{name}={value} is out of range; it must be {low:g} or more.")
+                raise ValueError(f"{name}={value} is out of range: it must be {low:g} or more.")
         for name in self.preload:
             if not all(part.isidentifier() for part in name.split(".")):
-                raise ValueError(f"preload={name!r} is not the name of a module.")
+                raise ValueError(f"preload={name!r} is not a module name.")
         if self.hang_start_timeout is not None and self.hang_timeout is None:
             raise ValueError("hang_start_timeout needs hang_timeout.")
 

@@ -8,15 +8,14 @@ from .common import OK, add_run_argument, add_server_arguments, open_run
 from .output import add_json_argument, answer, by_whom
 
 NAME = "close"
-SUMMARY = "close a run for good: no new round"
+SUMMARY = "close a run permanently: no new round"
 DESCRIPTION = """\
-Close a run for good: no round is formed any more, and nodes that wait are sent
-away. Workers of the round that stands may finish; with --stop the nodes end
-them, also when the run was closed before. A closed run is never opened again:
-use another run id.
+Close a run permanently: no new round forms, and waiting nodes are turned away.
+Workers of the current round may finish. With --stop the nodes end them, even if
+the run was closed before. A closed run cannot be reopened: use a new run id.
 
-Exit code: 0 when the run is closed, whoever closed it first; 3 when Redis cannot
-be reached; 4 when there is no such run."""
+Exit code: 0 if the run is closed, whoever closed it first; 3 if Redis cannot be
+reached; 4 if there is no such run."""
 
 TTL = 7200.0  # for how long it is remembered if the run's own record is gone by then, in seconds
 
@@ -24,10 +23,12 @@ TTL = 7200.0  # for how long it is remembered if the run's own record is gone by
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     add_run_argument(parser)
-    parser.add_argument("--stop", action="store_true", help="have the nodes end their workers too")
-    parser.add_argument("--reason", metavar="TEXT", default="", help="for the events and the nodes' logs")
+    parser.add_argument("--stop", action="store_true", help="end the workers too")
+    parser.add_argument(
+        "--reason", metavar="TEXT", default="", help="reason to record in the events and the nodes' logs"
+    )
     add_server_arguments(parser)
-    add_json_argument(parser, "run, closed (why it is), stopped, before (whether it was closed before), message.")
+    add_json_argument(parser, "run, closed (the reason), stopped, before (whether it was closed before), message.")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -38,6 +39,6 @@ def run(arguments: argparse.Namespace) -> int:
     why = control.close(ours, stop=arguments.stop, ttl=TTL)
     stopped = arguments.stop or earlier.stopped
     before = bool(earlier.closed) or why != ours
-    message = f"Run {arguments.run!r} was closed before, {why}" if before else f"Run {arguments.run!r} is closed"
-    message += ": its nodes end their workers." if stopped else ": no new round; workers that run may finish."
+    message = f"Run {arguments.run!r} was already closed, {why}" if before else f"Run {arguments.run!r} is closed"
+    message += ": its nodes end their workers." if stopped else ": no new round; running workers may finish."
     return answer(arguments, OK, message, closed=why, stopped=stopped, before=before)

@@ -13,11 +13,11 @@ from .common import OK
 NAME: Final = "completion"
 SUMMARY: Final = "complete commands and options in bash, zsh or fish"
 DESCRIPTION: Final = """\
-Print a script with which a shell completes `redelastic`, its commands and their
-options, those of torchrun included.
+Print a shell script that completes `redelastic`, its commands and their
+options, including torchrun's.
 
 bash: redelastic completion bash > ~/.local/share/bash-completion/completions/redelastic
-zsh:  redelastic completion zsh > DIRECTORY/_redelastic, one that $fpath names
+zsh:  redelastic completion zsh > DIRECTORY/_redelastic, with DIRECTORY in $fpath
 fish: redelastic completion fish > ~/.config/fish/completions/redelastic.fish
 
 Exit code: 0; 2 for wrong arguments."""

@@ -16,25 +16,25 @@ from typing import Any, Final
 from .common import OK, add_server_arguments, endpoint
 
 NAME: Final = "dashboard"
-SUMMARY: Final = "a web page for all runs on one Redis, live"
+SUMMARY: Final = "a live web page for all runs on one Redis"
 DESCRIPTION: Final = """\
-Serve a read-only web page, live, for one Redis and all runs on it: how they
-stand, their nodes and GPUs, their timelines and events. It needs
-redelastic[dashboard] here, and nothing on the nodes.
+Serve a live, read-only web page for all runs on one Redis: their state, nodes,
+GPUs, timelines and events. It needs redelastic[dashboard] here, and nothing on
+the nodes.
 
-It listens on localhost, and then lets in whoever is on this machine. On another
-address it asks for the token in --token-file: open the page once as
+By default it listens on localhost and admits everyone on this machine. On any
+other address it requires the token in --token-file: open the page once as
 http://HOST:PORT/?token=TOKEN, or send "Authorization: Bearer TOKEN". It speaks
-plain HTTP; on a network that you do not trust, put TLS in front of it, or use
+plain HTTP: on an untrusted network, put TLS in front of it, or use
 ssh -L 8265:localhost:8265 HOST.
 
-How runs stand is there as JSON too, at most some seconds old: /api/runs is what
+The data is also served as JSON, at most a few seconds old: /api/runs is what
 `redelastic list --json` prints, /api/runs/RUN what `redelastic status RUN --json`
 prints, /api/runs/RUN?logs what `redelastic logs RUN --json` prints.
 
-Exit code: 0 when Ctrl-C or SIGTERM ends it; 2 for wrong arguments, or when it
-cannot listen there; 3 when Redis cannot be reached at the start. Later outages
-are shown on the page."""
+Exit code: 0 after Ctrl-C or SIGTERM; 2 for wrong arguments, or if it cannot
+listen there; 3 if Redis cannot be reached at the start. Later outages are shown
+on the page."""
 
 PORT: Final = 8265
 CALL_TIMEOUT: Final = 2.0  # for a call to Redis, in seconds; after that the page says that Redis is away
@@ -48,9 +48,11 @@ Address = tuple[socket.AddressFamily, tuple[Any, ...]]  # the host, and of IPv6 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     parser.add_argument("--host", default="localhost", help="name or address to listen on (default: %(default)s)")
-    parser.add_argument("--port", type=_port, default=PORT, help="port to listen on; 0: any (default: %(default)s)")
     parser.add_argument(
-        "--token-file", metavar="FILE", type=Path, help="whose first line a browser has to know; needed beyond loopback"
+        "--port", type=_port, default=PORT, help="port to listen on; 0 for any free one (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--token-file", metavar="FILE", type=Path, help="file whose first line is the token; required beyond localhost"
     )
     add_server_arguments(parser)
 
@@ -65,12 +67,12 @@ def run(arguments: argparse.Namespace) -> int:
         import starlette  # noqa: F401  # is it there?
         import uvicorn
     except ImportError:
-        raise ValueError("the dashboard needs more packages: pip install 'redelastic[dashboard]'.") from None
+        raise ValueError("the dashboard needs an extra: pip install 'redelastic[dashboard]'.") from None
     token = None if arguments.token_file is None else _token(arguments.token_file)
     addresses = _resolve(arguments.host)
     if token is None and not all(map(_is_loopback, addresses)):
         raise ValueError(
-            f"--host {arguments.host} is not loopback: give --token-file FILE, whose token a browser then has to know."
+            f"--host {arguments.host} is not loopback: give --token-file FILE with a token for the browser."
         )
     from redelastic.dashboard.app import make_app
     from redelastic.redis.connection import Connection
@@ -81,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
             listeners = _listen(addresses, arguments.port, opened)
         except OSError as e:
             raise ValueError(
-                f"cannot listen on port {arguments.port} of {arguments.host}: {e.strerror}; give another --port."
+                f"cannot listen on port {arguments.port} of {arguments.host}: {e.strerror}; use another --port."
             ) from e
         config = uvicorn.Config(
             make_app(connection, arguments.key_prefix, token),
@@ -105,7 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _port(text: str) -> int:
     if not text.isascii() or not text.isdecimal() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"must be a port, from 0 to 65535, not {text!r}")
+        raise argparse.ArgumentTypeError(f"must be a port from 0 to 65535, not {text!r}")
     return int(text)
 
 
@@ -116,7 +118,7 @@ def _token(file: Path) -> str:
         raise ValueError(f"--token-file {file} cannot be read: {e}.") from e
     if len(token) < SHORTEST_TOKEN:
         raise ValueError(
-            f"--token-file {file} begins with a token of {len(token)} characters; it needs {SHORTEST_TOKEN} or more: "
+            f"--token-file {file} has a token of {len(token)} characters; use {SHORTEST_TOKEN} or more: "
             f"openssl rand -hex 32 > {file}"
         )
     return token
@@ -129,7 +131,7 @@ def _resolve(host: str) -> list[Address]:
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as e:
-        raise ValueError(f"--host {host} is no address of this machine: {e.strerror}.") from e
+        raise ValueError(f"--host {host} is not an address of this machine: {e.strerror}.") from e
     return [(socket.AddressFamily(family), (address[0], *address[2:])) for family, _, _, _, address in found]
 
 

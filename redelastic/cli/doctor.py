@@ -17,21 +17,21 @@ if TYPE_CHECKING:
     from redelastic.doctor import Finding, Level
 
 NAME = "doctor"
-SUMMARY = "is this Redis, this host and this installation fit for a run, and what to change"
+SUMMARY = "check Redis, this host and the installation, and say what to change"
 DESCRIPTION = """\
-Look at the Redis server, try a rendezvous and a store on it, and look at this
-host. Takes some seconds, changes nothing, leaves no keys.
+Check the Redis server, try a rendezvous and a store on it, and check this host.
+Takes a few seconds, changes nothing, leaves no keys.
 
 levels:
   ok        as it should be
   note      worth knowing
-  warning   works, and may fail one day
+  warning   works, but may fail one day
   problem   does not work
 
 exit codes:
   0  no problem (there may be warnings)
   1  a problem
-  3  Redis cannot be reached, or refuses us; the rest is shown all the same
+  3  Redis cannot be reached, or refuses the login; the rest is shown anyway
 
 --json prints a list of objects with the fields group (server, trial, host),
 name, level, found, advice (what to do) and numbers (what was measured, with
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     add_server_arguments(parser)
     parser.add_argument(
-        "--run", metavar="RUN", default="", help="the run that the Redis user is for, where it may use no other keys"
+        "--run", metavar="RUN", default="", help="the run that the Redis user is for, if it may use no other keys"
     )
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
 

@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from redelastic.run.records import Node
 
 NAME = "drain"
-SUMMARY = "have a node save, and leave; the others go on"
+SUMMARY = "have a node save and leave; the others go on"
 DESCRIPTION = """\
 Ask a node to leave: every worker of the run is told to save a checkpoint, then
-the node's workers end, it leaves, and the others regroup at once. It does not
-close the run. A node under plain torchrun cannot be asked.
+the node ends its workers and leaves, and the others regroup at once. The run
+stays open. A node under plain torchrun cannot drain.
 
-Exit code: 0 when the node was asked, with --wait when it has left; 1 when it
-cannot drain, or has not left in time; 3 when Redis cannot be reached; 4 when
-there is no such run or node."""
+Exit code: 0 if the node was asked, with --wait if it has left; 1 if it cannot
+drain, or has not left in time; 3 if Redis cannot be reached; 4 if there is no
+such run or node."""
 
 GRACE: Final = 30.0  # for ending workers that do not save in time, and for leaving, in seconds
 COLLECTED: Final = 1.0  # how long an event may wait for others of its kind, for a heartbeat to tell them, in seconds
@@ -34,8 +34,10 @@ COLLECTED: Final = 1.0  # how long an event may wait for others of its kind, for
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     add_run_argument(parser)
-    parser.add_argument("node", metavar="NODE", help="its id, its name, or its rank in the round")
-    parser.add_argument("--reason", metavar="TEXT", default="", help="for the events and the nodes' logs")
+    parser.add_argument("node", metavar="NODE", help="node id, name, or rank in the round")
+    parser.add_argument(
+        "--reason", metavar="TEXT", default="", help="reason to record in the events and the nodes' logs"
+    )
     parser.add_argument(
         "--timeout",
         metavar="SECONDS",
@@ -44,12 +46,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how long the workers have to save (default: 30)",
     )
     parser.add_argument(
-        "--wait", action="store_true", help=f"until it has left; {GRACE:g} s more than --timeout at most"
+        "--wait", action="store_true", help=f"wait until the node has left, for up to --timeout plus {GRACE:g} s"
     )
     add_server_arguments(parser)
     add_json_argument(
         parser,
-        "run, node, name, rank, asked, before (why it was to drain already, or\n"
+        "run, node, name, rank, asked, before (why it was draining already, or\n"
         '""), left (with --wait: whether it has left; else null), message.',
     )
 
@@ -64,16 +66,18 @@ def run(arguments: argparse.Namespace) -> int:
     node = control.find(arguments.node)
     told = {"node": node.id, "name": node.name, "rank": node.rank, "before": node.draining, "left": None}
     if node.status.get("agent") != "redelastic":
-        message = f"Node {node.id} has no agent of ours, so it cannot drain: send SIGTERM to its torchrun"
+        message = (
+            f"Node {node.id} does not run under `redelastic run`, so it cannot drain: send SIGTERM to its torchrun"
+        )
         where = node.status.get("host")
         message += f", process {node.status.get('pid')} on {where}." if where else "."
         return answer(arguments, NO, message, **told, asked=False)
     after = last_event_id(control)
     if not control.drain(node.id, by_whom(arguments.reason), arguments.timeout):
-        return answer(arguments, NO, f"Node {node.id} went before it could be asked.", **told, asked=False)
-    message = f"Node {node.id} is asked to drain: workers have {arguments.timeout:g} s to save."
+        return answer(arguments, NO, f"Node {node.id} left before it could be asked.", **told, asked=False)
+    message = f"Node {node.id} was asked to drain: workers have {arguments.timeout:g} s to save."
     if node.draining:
-        message = f"Node {node.id} drains already, {node.draining}: nothing changes."
+        message = f"Node {node.id} is already draining, {node.draining}: nothing changes."
     if not arguments.wait:
         return answer(arguments, OK, message, **told, asked=True)
     if not arguments.json:
@@ -93,7 +97,7 @@ def _why_not_left(control: RunControl, node: Node, after: str, deadline: float) 
     for seen in follow(control, after):
         now = time.monotonic()
         if isinstance(seen, Exception):
-            why = f"may have left or not: {seen}"
+            why = f"may or may not have left: {seen}"
         else:
             for event in (one for several in seen for one in several.each()):
                 if event.node == node.id and event.event in {"left", "lost"}:

@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 NAME = "events"
 SUMMARY = "what happened in a run, and why"
 DESCRIPTION = """\
-What happened in a run, the oldest first: time (of this machine's zone), event,
-epoch of the last round, node, reason. Redis keeps the last 10,000 or so,
-and 8 MiB at most. What more than 16 nodes do at the same time is told in one line
-for up to 64 nodes, a second or two later.
+What happened in a run, oldest first: time (in this machine's time zone), event,
+epoch of the last round, node, reason. Redis keeps about the last 10,000 events,
+at most 8 MiB. When more than 16 nodes do the same at once, one line covers up
+to 64 of them, a second or two later.
 
-Exit code: 0; 3 when Redis cannot be reached; 4 when there is no such run. With
+Exit code: 0; 3 if Redis cannot be reached; 4 if there is no such run. With
 --follow an outage is reported, and Ctrl-C ends the command with 0."""
 
 DEFAULT_COUNT = 50
@@ -36,22 +36,22 @@ DEFAULT_COUNT = 50
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     add_run_argument(parser)
-    parser.add_argument("-f", "--follow", action="store_true", help="go on with what happens from now on")
+    parser.add_argument("-f", "--follow", action="store_true", help="keep printing new events")
     parser.add_argument(
         "-n",
         metavar="COUNT",
         dest="count",
         type=_count,
         default=DEFAULT_COUNT,
-        help=f"how many of the last ones to begin with (default: {DEFAULT_COUNT})",
+        help=f"number of past events to print (default: {DEFAULT_COUNT})",
     )
-    parser.add_argument("--detail", action="store_true", help="what belongs to an event too, such as workers' stacks")
+    parser.add_argument("--detail", action="store_true", help="print details too, such as workers' stacks")
     add_server_arguments(parser)
     add_json_argument(
         parser,
         "run, events: a list of id, time, event, node, epoch, size (of the round),\n"
-        "reason, detail, nodes (all of them, where several are told of together).\n"
-        "With --follow: no list, but one event on each line.",
+        "reason, detail, nodes (all of them, if one event covers several).\n"
+        "With --follow: one event per line instead of a list.",
     )
 
 
@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
         return OK
     printer.print(past)
     if older:
-        sys.stderr.write(f"(there are older ones: -n shows more than {arguments.count})\n")
+        sys.stderr.write(f"(older events exist: use -n to show more than {arguments.count})\n")
     if not arguments.follow:
         return OK
     away = False

@@ -15,29 +15,29 @@ if TYPE_CHECKING:
     from redelastic.run.logs import Failure, Place
 
 NAME: Final = "logs"
-SUMMARY: Final = "where each rank's log is, and the end of the one that failed first"
+SUMMARY: Final = "where each rank's log is; the last lines of the worker that failed first"
 DESCRIPTION: Final = """\
 Where each rank of the last round writes its log, and on which node. With
---failed: the last lines of the worker that failed first in the last round in
-which one did; rounds that lost a node are passed over, since workers fail there
-for want of a peer. Agents of `redelastic run` tell this; a worker whose output goes
-to a terminal or a pipe has no log (--log-dir with --redirects=3 or --tee=3 gives
-it one). Known secrets are hidden in those lines.
+--failed: the last lines of the worker that failed first, in the latest round in
+which one failed by itself. Rounds that lost a node are skipped: their workers
+fail because a peer is gone. Only `redelastic run` reports this. A worker whose
+output goes to a terminal or a pipe has no log: use --log-dir with --redirects=3
+or --tee=3. Known secrets in those lines are hidden.
 
-Exit code: 0; 1 when there is nothing to show; 3 when Redis cannot be reached; 4
-when there is no such run or rank."""
+Exit code: 0; 1 if there is nothing to show; 3 if Redis cannot be reached; 4 if
+there is no such run or rank."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     add_run_argument(parser)
-    parser.add_argument("--rank", metavar="R", type=_rank, help="of this rank only, with its last lines if it failed")
+    parser.add_argument("--rank", metavar="R", type=_rank, help="only this rank, with its last lines if it failed")
     parser.add_argument("--failed", action="store_true", help="the last lines of the worker that failed first")
     add_server_arguments(parser)
     add_json_argument(
         parser,
-        "run, logs: a list of rank, node, epoch, path; failed: who failed first, or\nnull: rank, node, epoch, "
-        "path, time, tail (the last lines).",
+        "run, logs: a list of rank, node, epoch, path; failed: the worker that failed first, or\n"
+        "null: rank, node, epoch, path, time, tail (the last lines).",
     )
 
 
@@ -55,11 +55,11 @@ def run(arguments: argparse.Namespace) -> int:
         failed = next((one for one in reversed(failures(events)) if one.rank == rank), None)
     code, nothing = OK, ""
     if rank is not None and not found and failed is None:
-        code, nothing = UNKNOWN, f"no agent has told of a log of rank {rank} in run {arguments.run!r}."
+        code, nothing = UNKNOWN, f"no agent has reported a log of rank {rank} in run {arguments.run!r}."
     elif arguments.failed and failed is None:
-        code, nothing = NO, f"no agent has told of a worker that failed in run {arguments.run!r}."
+        code, nothing = NO, f"no agent has reported a failed worker in run {arguments.run!r}."
     elif not found and failed is None:
-        code, nothing = NO, f"no agent has told of a log in run {arguments.run!r} (see redelastic logs --help)."
+        code, nothing = NO, f"no agent has reported a log in run {arguments.run!r} (see redelastic logs --help)."
     if arguments.json:
         write_json(document(arguments.run, found, failed))
     elif nothing:
@@ -77,7 +77,7 @@ def _show(found: list[Place], failed: Failure | None, arguments: argparse.Namesp
     if arguments.failed or arguments.rank is not None:
         _show_failure(failed)
     else:
-        write_line(f"rank {failed.rank} failed first in round {failed.epoch}; its last lines: --failed")
+        write_line(f"rank {failed.rank} failed first in round {failed.epoch}; --failed shows its last lines")
 
 
 def _show_places(found: list[Place]) -> None:

@@ -44,9 +44,7 @@ EVENT_STYLES: Final = {
 def add_json_argument(parser: argparse.ArgumentParser, fields: str) -> None:
     """Offer ``--json``; ``fields`` goes to the end of the help."""
     parser.add_argument("--json", action="store_true", help="print JSON; see below")
-    parser.epilog = (
-        f"--json: {fields}\nTimes are Unix seconds, durations seconds, sizes bytes; null is what is not known."
-    )
+    parser.epilog = f"--json: {fields}\nTimes are Unix seconds, durations seconds, sizes bytes; null means unknown."
 
 
 def write_json(document: Any) -> None:

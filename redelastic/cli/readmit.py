@@ -8,23 +8,25 @@ from .common import OK, add_run_argument, add_server_arguments, open_run
 from .output import add_json_argument, answer, by_whom
 
 NAME = "readmit"
-SUMMARY = "let a host join again that was kept out for its failures"
+SUMMARY = "readmit a host that was excluded for its failures"
 DESCRIPTION = """\
-Forget that workers of a host failed first in rounds in a row, so that it is kept
-out no longer; a node there that waits to be readmitted joins at once. `redelastic
-status RUN` names such hosts.
+Clear a host's count of consecutive failed rounds, so that it is no longer
+excluded; a node that waits there joins at once. `redelastic status RUN` names
+such hosts.
 
-Exit code: 0 when it was readmitted; 3 when Redis cannot be reached; 4 when there
-is no such run, or the host has no failures to forget."""
+Exit code: 0 if it was readmitted; 3 if Redis cannot be reached; 4 if there is
+no such run, or the host has no failures to clear."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     add_run_argument(parser)
-    parser.add_argument("name", metavar="NAME", help="the host's name, as `redelastic status` shows it")
-    parser.add_argument("--reason", metavar="TEXT", default="", help="for the events")
+    parser.add_argument("name", metavar="NAME", help="host name, as `redelastic status` shows it")
+    parser.add_argument("--reason", metavar="TEXT", default="", help="reason to record in the events")
     add_server_arguments(parser)
-    add_json_argument(parser, "run, name, failures (rounds in a row, forgotten), barred (whether it was), message.")
+    add_json_argument(
+        parser, "run, name, failures (consecutive rounds, cleared), barred (whether it was excluded), message."
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -40,11 +42,11 @@ def run(arguments: argparse.Namespace) -> int:
     if not control.readmit(name, by_whom(arguments.reason)):
         others = ", ".join(f"{n} ({failures})" for n, failures in sorted(before.failures.items())[:8])
         raise UnknownNodeError(
-            f"Run {arguments.run!r} holds no failures against a host {name!r}; "
-            + (f"against these it does: {others}." if others else "nor against any other.")
+            f"Run {arguments.run!r} has no failures of a host {name!r}; "
+            + (f"hosts with failures: {others}." if others else "no host has any.")
         )
     failures, barred = before.failures.get(name, 0), name in before.barred
-    message = f"Host {name} may join run {arguments.run!r} again: {failures} failed rounds in a row are forgotten."
+    message = f"Host {name} may join run {arguments.run!r} again: {failures} consecutive failed rounds cleared."
     if not barred:
-        message = f"Host {name} was not kept out of run {arguments.run!r}: {failures} failed rounds are forgotten."
+        message = f"Host {name} was not excluded from run {arguments.run!r}: {failures} failed rounds cleared."
     return answer(arguments, OK, message, name=name, failures=failures, barred=barred)

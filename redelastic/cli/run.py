@@ -20,28 +20,28 @@ if TYPE_CHECKING:
     from redelastic.agent import AgentOptions
 
 NAME = "run"
-SUMMARY = "run one node of a job: torchrun's flags, and more"
+SUMMARY = "run one node of a job, with torchrun's flags and more"
 EPILOG = """\
-exit codes: 0 finished; 1 workers failed, or a signal ended it; 2 wrong arguments; 3 Redis not reached;
-75 this node was drained (its place may be taken); 76 the job was stopped, or its restarts are used up;
-77 refused by a health check.
+exit codes: 0 finished; 1 workers failed, or a signal ended the agent; 2 wrong arguments; 3 Redis cannot be
+reached; 75 this node was drained (start another in its place); 76 the job was stopped, or its restarts are
+used up; 77 refused by a health check.
 
 SIGTERM and SIGUSR1 drain the node: all workers of the job are asked to save, then this node leaves and
-the others go on. A second SIGTERM, a second or more after the first, waits for nobody to save.
+the others go on. A second SIGTERM, at least one second after the first, does not wait for the save.
 
-Every rank has to call redelastic.progress(): workers that never did are warned of, not restarted.
+Every rank must call redelastic.progress(): workers that never call it get a warning and are not restarted.
 """
 
 # What torchrun's help says of them does not hold here.
 HELP = {
-    "--rdzv-endpoint": "host:port or URL of Redis; default: the environment variable REDELASTIC_REDIS_URL or localhost",
-    "--rdzv-backend": "redis, and no other",
-    "--rdzv-id": "the run's id, the same on all its nodes; it tells this job from others on the same Redis",
-    "--standalone": "start a Redis for this job, which has one node; --rdzv-endpoint and --rdzv-id are not used",
-    "--local-addr": "address of this host for the others; default: that on its way to Redis",
-    "--master-addr": "has no effect: rank 0 says where it serves",
-    "--master-port": "has no effect, as --master-addr",
-    "--node-rank": "has no effect: the rendezvous gives ranks",
+    "--rdzv-endpoint": "host:port or URL of Redis (default: $REDELASTIC_REDIS_URL, or localhost)",
+    "--rdzv-backend": "must be redis",
+    "--rdzv-id": "run id: the same on all nodes of the job, and unique on this Redis",
+    "--standalone": "run a job of one node with its own Redis; --rdzv-endpoint and --rdzv-id are ignored",
+    "--local-addr": "this host's address, name or interface for its peers (default: the address it reaches Redis from)",
+    "--master-addr": "has no effect: rank 0 announces its address",
+    "--master-port": "has no effect: rank 0 announces its port",
+    "--node-rank": "has no effect: the rendezvous assigns ranks",
 }
 
 
@@ -103,25 +103,46 @@ def make_parser() -> argparse.ArgumentParser:
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     from torch.distributed.argparse_util import check_env, env
 
-    group = parser.add_argument_group("what torchrun does not have (times in seconds)")
+    group = parser.add_argument_group("options that torchrun does not have (times in seconds)")
 
     def add(option: str, **settings: Any) -> None:
         """As torchrun's own: with underscores as well, and by default what a variable PET_… says."""
         action = {"action": check_env if settings.pop("flag", False) else env}
         group.add_argument(option, "--" + option[2:].replace("-", "_"), **{**action, **settings})
 
-    add("--node-name", metavar="NAME", help="what people call this host; default: its hostname")
-    add("--drain-timeout", type=float, default=30.0, metavar="S", help="how long workers may save (default: 30)")
-    add("--drain-file", type=Path, metavar="FILE", help="drain once it is there; it may hold a Unix time as deadline")
+    add("--node-name", metavar="NAME", help="name of this node in status and events (default: its hostname)")
+    add(
+        "--drain-timeout",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="time for workers to save during a drain (default: 30)",
+    )
+    add(
+        "--drain-file",
+        type=Path,
+        metavar="FILE",
+        help="drain when this file appears; it may contain a Unix time as the deadline",
+    )
     add(
         "--hang-timeout",
         type=float,
         metavar="S",
         help="restart all workers if any has not called redelastic.progress() for S seconds",
     )
-    add("--hang-start-timeout", type=float, metavar="S", help="the same, up to the first call (default: 1800)")
-    add("--max-job-restarts", type=int, metavar="N", help="of the whole job; --max-restarts is then as many")
-    add("--max-idle-restarts", type=int, metavar="N", help="of those in a row, how many may bring no progress")
+    add(
+        "--hang-start-timeout",
+        type=float,
+        metavar="S",
+        help="the same for the time until the first call (default: 1800)",
+    )
+    add(
+        "--max-job-restarts",
+        type=int,
+        metavar="N",
+        help="restart budget of the whole job; also the default of --max-restarts",
+    )
+    add("--max-idle-restarts", type=int, metavar="N", help="maximum consecutive restarts without progress")
     add(
         "--max-failed-rounds",
         type=int,
@@ -132,18 +153,25 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--health-check",
         action="append",
         metavar="NAME",
-        help="gpu (if a driver is there), disk, memory, … or none (default: disk)",
+        help="check to pass before joining: gpu (if there is a driver), disk, memory, …, or none (default: disk)",
     )
-    add("--health-command", metavar="COMMAND", help="a shell command; if it fails, this node does not join")
-    add("--health-timeout", type=float, default=60.0, metavar="S", help="how long a check may take (default: 60)")
-    add("--health-port", type=int, metavar="PORT", help="serve /livez, /readyz and /metrics")
-    add("--health-host", default="127.0.0.1", metavar="ADDRESS", help="where to serve them (default: 127.0.0.1)")
+    add("--health-command", metavar="COMMAND", help="shell command; if it fails, this node does not join")
+    add("--health-timeout", type=float, default=60.0, metavar="S", help="time limit of each check (default: 60)")
+    add("--health-port", type=int, metavar="PORT", help="port for /livez, /readyz and /metrics")
+    add("--health-host", default="127.0.0.1", metavar="ADDRESS", help="address to listen on (default: 127.0.0.1)")
     add("--share-gpus", flag=True, help="let several workers use one GPU (not with NCCL)")
     add(
-        "--preload", metavar="MODULE,…", help="import these once; workers are forks of the process that has (as: torch)"
+        "--preload",
+        metavar="MODULE,…",
+        help="import these modules once and fork workers from that process (such as torch)",
     )
     if "--shutdown-timeout" not in parser._option_string_actions:  # noqa: SLF001  # torchrun has it from torch 2.12 on
-        add("--shutdown-timeout", type=int, metavar="S", help="from SIGTERM to SIGKILL for workers (default: 30)")
+        add(
+            "--shutdown-timeout",
+            type=int,
+            metavar="S",
+            help="time between SIGTERM and SIGKILL for workers (default: 30)",
+        )
 
 
 def _options(arguments: argparse.Namespace) -> AgentOptions:
@@ -153,7 +181,7 @@ def _options(arguments: argparse.Namespace) -> AgentOptions:
     if not (re.fullmatch(r"[0-9]+(:[0-9]+)?", arguments.nnodes) and 1 <= int(least) <= int(most or least)):
         raise ValueError(f"--nnodes={arguments.nnodes} is invalid: use N (4) or MIN:MAX (2:4)")
     if not arguments.monitor_interval > 0:
-        raise ValueError(f"--monitor-interval={arguments.monitor_interval} is out of range; it must be above 0.")
+        raise ValueError(f"--monitor-interval={arguments.monitor_interval} is out of range: it must be above 0.")
     if arguments.max_job_restarts is not None and not arguments.max_restarts:
         arguments.max_restarts = arguments.max_job_restarts
     checks: list[str] = arguments.health_check or os.environ.get("PET_HEALTH_CHECK", "disk").split(",")
@@ -173,11 +201,9 @@ def _check_script(arguments: argparse.Namespace) -> None:
     script = arguments.training_script
     if arguments.no_python and not (arguments.run_path or arguments.module):
         if shutil.which(script) is None:
-            raise ValueError(f"There is no command {script!r}, neither on PATH nor in {Path.cwd()}, that may be run.")
+            raise ValueError(f"No executable {script!r} on PATH or in {Path.cwd()}.")
     elif not (arguments.module or Path(script).exists()):
-        raise ValueError(
-            f"There is no script {script!r} in {Path.cwd()}; with -m a module is run, with --no-python a command."
-        )
+        raise ValueError(f"No script {script!r} in {Path.cwd()}; use -m for a module, --no-python for a command.")
 
 
 def _place(arguments: argparse.Namespace, opened: ExitStack) -> None:
@@ -185,21 +211,23 @@ def _place(arguments: argparse.Namespace, opened: ExitStack) -> None:
     told = os.environ.get("PET_RDZV_BACKEND") or "redis"
     if told != "redis" and arguments.rdzv_backend == told:
         raise ValueError(
-            f"PET_RDZV_BACKEND={told} asks for another rendezvous; unset it (a launcher may have set it), or say redis."
+            f"PET_RDZV_BACKEND={told} selects another rendezvous: unset it, or set it to redis (a launcher may set it)."
         )
     if arguments.rdzv_backend not in ("redis", "static"):
-        raise ValueError(f"--rdzv-backend={arguments.rdzv_backend} is torchrun's; redelastic run needs Redis.")
+        raise ValueError(
+            f"--rdzv-backend={arguments.rdzv_backend} is for torchrun; redelastic run supports only redis."
+        )
     if arguments.standalone:
         from redelastic.redis.server import RedisServer
 
         if arguments.max_failed_rounds is not None:
             raise ValueError(
-                "--max-failed-rounds is for several hosts: with --standalone nobody could readmit this one."
+                "--max-failed-rounds needs several hosts: with --standalone nobody could readmit this one."
             )
         server = opened.enter_context(RedisServer())
         arguments.rdzv_endpoint, arguments.rdzv_id = server.url, f"standalone-{uuid.uuid4().hex[:12]}"
         arguments.local_addr = arguments.local_addr or "127.0.0.1"
     elif arguments.rdzv_id == "none":
-        raise ValueError("--rdzv-id is missing: it tells this job from others on the same Redis (or use --standalone).")
+        raise ValueError("--rdzv-id is missing: give the job an id that is unique on this Redis, or use --standalone.")
     arguments.rdzv_backend = "redis"
     del arguments.master_addr  # of the static rendezvous: torchrun would warn that it is not used

@@ -1,4 +1,4 @@
-"""``redelastic list``: the runs that a Redis holds."""
+"""``redelastic list``: list the runs on a Redis."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from .common import OK, add_server_arguments, open_connection
 from .output import add_json_argument, open_console, write_json, write_line
 
 NAME = "list"
-SUMMARY = "the runs that a Redis holds"
+SUMMARY = "list the runs on a Redis"
 DESCRIPTION = """\
-The runs that a Redis holds under a key prefix: those that somebody is in, and
-those that ended not long ago (ttl).
+List the runs on a Redis under a key prefix: those with nodes, and those that
+ended recently (within their ttl).
 
-Exit code: 0; 3 when Redis cannot be reached, or this user may see one run's
-keys only."""
+Exit code: 0; 3 if Redis cannot be reached, or if this user may see only one
+run's keys."""
 
 PHASE_STYLES = {"running": "green", "stopped": "red", "dead": "red", "empty": "red", "closed": "", "corrupt": "red"}
 
@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         write_json({"runs": runs})
     elif not runs:
-        write_line(f"Redis at {connection.name} holds no run with the key prefix {prefix!r}.")
+        write_line(f"Redis at {connection.name} has no run with the key prefix {prefix!r}.")
     else:
         _show(runs)
     return OK

@@ -19,24 +19,24 @@ if TYPE_CHECKING:
     from redelastic.redis.server import RedisServer
 
 NAME = "server"
-SUMMARY = "run a private Redis until Ctrl-C: for a try or a test on this host"
+SUMMARY = "run a private Redis for tests on this host, until Ctrl-C"
 DESCRIPTION = """\
 Run a private redis-server in the foreground, until Ctrl-C or SIGTERM.
 
-It is no production server: it listens on this host only, behind a random
+It is not a production server: it listens on this host only, with a random
 password, keeps everything in memory unless --data-dir is given, has no replica,
-and ends with this command, even by SIGKILL.
+and ends with this command, even on SIGKILL.
 
-The first line of the output is for the shell of whoever uses the server:
+The first line of the output is for the shell that uses the server:
 
   export REDELASTIC_REDIS_URL='redis://:PASSWORD@127.0.0.1:PORT/0'
 
-With --url-file the URL goes into a file that only you can read, and nothing
-secret is printed: REDELASTIC_REDIS_URL="$(cat FILE)" redelastic doctor
+With --url-file the URL goes to a file that only you can read, and no secret is
+printed: REDELASTIC_REDIS_URL="$(cat FILE)" redelastic doctor
 
---json prints one line instead, as an object with the fields endpoint, pid (of
+--json prints one line instead, an object with the fields endpoint, pid (of
 redis-server), and url or url_file. The exit code is 0 after Ctrl-C or SIGTERM,
-1 if the server could not be started or ended by itself."""
+1 if the server could not start or exited by itself."""
 
 
 POLL_S: Final = 0.2
@@ -46,10 +46,10 @@ _ENDINGS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the last whe
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     place = parser.add_mutually_exclusive_group()
-    place.add_argument("--port", type=_port, default=0, metavar="N", help="TCP port of 127.0.0.1 (default: a free one)")
-    place.add_argument("--unix-socket", action="store_true", help="listen on a unix socket, and on no port")
-    parser.add_argument("--data-dir", metavar="DIR", help="keep the data there; they outlive the server")
-    parser.add_argument("--url-file", metavar="FILE", type=Path, help="write the URL there, and print no secret")
+    place.add_argument("--port", type=_port, default=0, metavar="N", help="TCP port on 127.0.0.1 (default: a free one)")
+    place.add_argument("--unix-socket", action="store_true", help="listen on a Unix socket instead of a port")
+    parser.add_argument("--data-dir", metavar="DIR", help="keep the data in this directory")
+    parser.add_argument("--url-file", metavar="FILE", type=Path, help="write the URL to this file, and print no secret")
     parser.add_argument("--json", action="store_true", help="print the URL as JSON")
 
 
@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     file: Path | None = arguments.url_file
     if file is not None and (file.is_dir() or not file.parent.is_dir()):
-        raise ValueError(f"--url-file {file} is a folder, or is in one that does not exist: name a file.")
+        raise ValueError(f"--url-file {file} is a directory, or its directory does not exist: name a file.")
     stop = threading.Event()
     server: RedisServer | None = None
     with _on_signals(stop):
@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
             with _announced(server, arguments):
                 while not stop.wait(POLL_S):
                     if server.pid is None:
-                        _say("its redis-server ended by itself.")
+                        _say("redis-server exited by itself.")
                         return NO
         except (OSError, RuntimeError) as e:
             _say(str(e))
@@ -117,7 +117,7 @@ def _announced(server: RedisServer, arguments: argparse.Namespace) -> Iterator[N
         sys.stdout.flush()
         kept = "in memory only" if arguments.data_dir is None else f"data in {arguments.data_dir}"
         _say(f"Redis is at {server.endpoint}, process {server.pid}; Ctrl-C ends it.")
-        _say(f"For a try or a test: this host only, no replica, {kept}.")
+        _say(f"For tests: this host only, no replica, {kept}.")
         yield
     finally:
         if file is not None:

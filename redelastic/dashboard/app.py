@@ -191,7 +191,7 @@ class _Guard:
             if _is_local(host):
                 return None
             return PlainTextResponse(
-                "Without --token-file the dashboard answers to localhost and to loopback addresses only, not to this "
+                "Without --token-file the dashboard answers only to localhost and loopback addresses, not to this "
                 "name.\n",
                 403,
             )
@@ -208,7 +208,7 @@ class _Guard:
         if known or (scheme.lower() == "bearer" and _same(bearer, self._token)):
             return None
         return PlainTextResponse(
-            "This dashboard needs its token: open it once as /?token=… with what is in its --token-file.\n",
+            "This dashboard requires its token: open it once as /?token=… with the token from its --token-file.\n",
             401,
             {"WWW-Authenticate": "Bearer"},
         )

@@ -50,7 +50,7 @@ def examine(endpoint: Endpoint, key_prefix: str, run_id: str = "") -> list[Findi
     try:
         connection = Connection.open(endpoint, ATTEMPT_TIMEOUT, CALL_TIMEOUT, CONNECT_TIMEOUT)
     except RendezvousError as e:
-        found_it = "no" if isinstance(e, UnreachableError) else "yes, but it refuses us"
+        found_it = "no" if isinstance(e, UnreachableError) else "yes, but it refuses the login"
         return [Finding("server", "reachable", "problem", found_it, str(e)), *examine_host(endpoint, None)]
     try:
         found = [Finding("server", "reachable", "ok", connection.name)]
@@ -59,7 +59,7 @@ def examine(endpoint: Endpoint, key_prefix: str, run_id: str = "") -> list[Findi
             found += examine_round_trips(connection)
             found += _try(connection, endpoint, corner, found, deadline)
         except UnreachableError as e:
-            found[0] = Finding("server", "reachable", "problem", "not any more", str(e))
+            found[0] = Finding("server", "reachable", "problem", "no longer", str(e))
         return found + list(examine_host(endpoint, connection))
     finally:
         connection.close()
@@ -81,9 +81,9 @@ def _try(
             hindrance = rights.name if rights.level == "problem" else ""
         for name, trial in trials.items():
             if hindrance:
-                yield Finding("trial", name, "note", f"not tried, because of {hindrance}")
+                yield Finding("trial", name, "note", f"skipped because of {hindrance}")
             elif time.monotonic() > deadline:
-                yield Finding("trial", name, "problem", "not tried, the server is too slow", "See latency.")
+                yield Finding("trial", name, "problem", "skipped: the server is too slow", "See latency.")
             else:
                 yield from trial()
     finally:

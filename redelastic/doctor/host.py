@@ -48,7 +48,7 @@ def examine_host(endpoint: Endpoint, connection: Connection | None) -> Iterator[
         yield Finding("host", "hiredis", "ok", importlib.metadata.version("hiredis"))
     else:
         yield Finding(
-            "host", "hiredis", "warning", "not installed: replies are parsed slowly", "pip install 'redis[hiredis]'"
+            "host", "hiredis", "warning", "not installed: parsing replies is slow", "pip install 'redis[hiredis]'"
         )
     yield _torchrun()
     yield from _addresses(endpoint, connection)
@@ -60,7 +60,9 @@ def examine_host(endpoint: Endpoint, connection: Connection | None) -> Iterator[
 def _version(name: str, version: str, supported: str) -> Finding:
     if version == supported or version.startswith(f"{supported}."):
         return Finding("host", name, "ok", version)
-    return Finding("host", name, "problem", version, f"Install {name} {supported}: redelastic was probed on that.")
+    return Finding(
+        "host", name, "problem", version, f"Install {name} {supported}, the version that redelastic was tested with."
+    )
 
 
 def _torch(version: str, missing: list[str]) -> Finding:
@@ -68,7 +70,7 @@ def _torch(version: str, missing: list[str]) -> Finding:
     if missing:
         return Finding("host", "torch", "problem", f"{version}: {'; '.join(missing)}", f"Install torch {newest}.")
     if torch_internals.version_of(version) > torch_internals.NEWEST_TESTED:
-        found = f"{version}, which is newer than what was tested; all that redelastic uses of it is there"
+        found = f"{version}, newer than the tested versions; it has everything that redelastic uses"
         return Finding("host", "torch", "note", found, f"If something fails, try torch {newest}.")
     return Finding("host", "torch", "ok", version)
 
@@ -105,10 +107,10 @@ def _address(endpoint: Endpoint, address: LocalAddress, *, reached: bool) -> Fin
         return Finding("host", "address", "ok", f"peers are told {address}")
     found = f"peers are told {address}, which only this host reaches"
     if is_local(endpoint):
-        return Finding("host", "address", "note", found, "Enough for nodes on this host.")
+        return Finding("host", "address", "note", found, "This is enough for nodes on this host.")
     if not reached:
-        return Finding("host", "address", "note", "not known: it is the one by which this host reaches Redis")
-    advice = "Give each node an address that its peers reach, or the interface that has it: --local-addr for torchrun."
+        return Finding("host", "address", "note", "unknown: it is the address by which this host reaches Redis")
+    advice = "Give each node an address that its peers can reach, or its interface, with --local-addr."
     return Finding("host", "address", "problem", found, advice)
 
 
@@ -116,28 +118,30 @@ def _gloo(address: LocalAddress, meant: str, said: str) -> Finding:
     """Where gloo listens, which goes its own way: what is right for NCCL need not be so for it."""
     if said:
         if missing := [name for name in said.split(",") if name not in interfaces()]:
-            advice = f"gloo fails with that, it takes no patterns. Unset it, or name one of {', '.join(interfaces())}."
+            advice = f"gloo fails with that: it takes no patterns. Unset it, or use one of {', '.join(interfaces())}."
             return Finding("host", "gloo", "problem", f"{GLOO_VARIABLE}={said}: there is no {missing[0]}", advice)
         return Finding("host", "gloo", "ok", f"listens on {said}, as {GLOO_VARIABLE} says")
     if address.interface:
-        found = f"this host's name means {meant or 'no address of its own'}, so workers are told {GLOO_VARIABLE}="
+        found = f"this host's name resolves to {meant or 'no address of its own'}, so workers get {GLOO_VARIABLE}="
         return Finding("host", "gloo", "ok", found + address.interface)
     listens = interface_of(meant) if meant else "lo"
     if is_loopback(address.host) or interface_of(address.host) == listens:
-        return Finding("host", "gloo", "ok", f"listens on {listens}, as this host's name says")
-    found = f"listens on {listens}, as this host's name says, and peers are told {address}"
-    return Finding("host", "gloo", "note", found, f"If peers do not reach it there: {GLOO_VARIABLE}, or --local-addr.")
+        return Finding("host", "gloo", "ok", f"listens on {listens}, as this host's name resolves")
+    found = f"listens on {listens}, as this host's name resolves, but peers are told {address}"
+    return Finding(
+        "host", "gloo", "note", found, f"If peers cannot reach it there, set {GLOO_VARIABLE} or --local-addr."
+    )
 
 
 def _gpus() -> Finding:
     if importlib.util.find_spec("pynvml") is None:  # an extra
         return Finding(
-            "host", "gpu", "note", "not looked at: nvidia-ml-py is not installed", "pip install 'redelastic[gpu]'"
+            "host", "gpu", "note", "not checked: nvidia-ml-py is not installed", "pip install 'redelastic[gpu]'"
         )
     try:
         inventory = take_inventory(GPU_LIMIT)
     except DriverError as e:
-        return Finding("host", "gpu", "warning", "the driver does not answer", str(e))
+        return Finding("host", "gpu", "warning", "the driver does not respond", str(e))
     if inventory.fault:
         return Finding("host", "gpu", "warning", inventory.fault, "See nvidia-smi.")
     if inventory.devices is None:
@@ -156,8 +160,8 @@ def _files() -> Finding:
     numbers = {"limit": soft}
     if soft >= FEW_FILES:
         return Finding("host", "open-files", "ok", f"up to {soft:,}", numbers=numbers)
-    most = "as many as you like" if hard == resource.RLIM_INFINITY else f"{hard:,} at most"
-    return Finding("host", "open-files", "warning", f"up to {soft:,}", f"Raise it: ulimit -n, {most}.", numbers)
+    most = "unlimited" if hard == resource.RLIM_INFINITY else f"at most {hard:,}"
+    return Finding("host", "open-files", "warning", f"up to {soft:,}", f"Raise it with ulimit -n ({most}).", numbers)
 
 
 def _shared_memory() -> Iterator[Finding]:
@@ -169,5 +173,7 @@ def _shared_memory() -> Iterator[Finding]:
     if free >= LITTLE_SHM:
         yield Finding("host", "shared-memory", "ok", found, numbers=numbers)
     else:
-        advice = "NCCL and DataLoader need more: --shm-size=1g for Docker, an emptyDir of medium Memory in Kubernetes."
+        advice = (
+            "NCCL and DataLoader need more: --shm-size=1g for Docker, an emptyDir with medium: Memory in Kubernetes."
+        )
         yield Finding("host", "shared-memory", "warning", found, advice, numbers)

@@ -92,7 +92,7 @@ def _judge(
     try:
         return replace(check(facts, endpoint), name=name)
     except (KeyError, ValueError, TypeError):
-        return Finding("server", name, "note", "not known: this user may not ask", should)
+        return Finding("server", name, "note", "unknown: this user may not ask", should)
 
 
 def _worst(findings: Mapping[str, Finding]) -> Finding:
@@ -117,20 +117,20 @@ def _encryption(endpoint: Endpoint) -> Finding:
     if endpoint.tls:
         return Finding("server", "encryption", "ok", "TLS")
     if endpoint.scheme == "unix" or is_local(endpoint):
-        return Finding("server", "encryption", "ok", "none, and the server is on this host")
-    advice = "Everybody on the way can read the password and change a run: use rediss:// and a server with TLS."
+        return Finding("server", "encryption", "ok", "none; the server is on this host")
+    advice = "Anyone on the network path can read the password and change a run: use rediss:// and a server with TLS."
     return Finding("server", "encryption", "warning", "none", advice)
 
 
 def _login(endpoint: Endpoint, facts: Facts) -> Finding:
     if not endpoint.password:
         level: Level = "note" if endpoint.scheme == "unix" or is_local(endpoint) else "warning"
-        advice = "Whoever reaches the server can change a run: give it a password and users (SECURITY.md)."
+        advice = "Anyone who reaches the server can change a run: set a password and users (SECURITY.md)."
         return Finding("server", "login", level, "none", advice)
     user = f"user {endpoint.username or 'default'!r}"
     if "timeout" not in facts:  # CONFIG is for administrators
         return Finding("server", "login", "ok", user)
-    advice = "A job's user needs less: see SECURITY.md."
+    advice = "A job's user needs fewer rights: see SECURITY.md."
     return Finding("server", "login", "note", f"{user}, an administrator", advice)
 
 
@@ -138,7 +138,7 @@ def _topology(endpoint: Endpoint, facts: Facts) -> Finding:
     kind = endpoint.scheme.partition("+")[2]
     mode = facts.get("mode")
     if mode == "cluster" and kind != "cluster":
-        advice = "Use redis+cluster://: this node has some of the keys only."
+        advice = "Use redis+cluster://: this node has only some of the keys."
         return Finding("server", "topology", "problem", "a node of a Cluster, reached as a single server", advice)
     if mode == "sentinel" and kind != "sentinel":
         advice = "Use redis+sentinel://host:port/master-name."
@@ -161,11 +161,11 @@ def _version(facts: Facts, _: Endpoint) -> Finding:
     product, version = facts["product"], _version_of(facts)
     shown = f"{product.capitalize()} {facts['version']}"
     if product not in NEWEST:
-        return _found("note", shown, "Not tried by us; Redis 6.2 to 8 and Valkey up to 9 are known to work.")
+        return _found("note", shown, "Not tested; Redis 6.2 to 8 and Valkey up to 9 are known to work.")
     if version < OLDEST:
         return _found("problem", shown, "Too old: redelastic needs Redis 6.2 or newer, or Valkey.")
     if version[0] > NEWEST[product]:
-        return _found("note", shown, "Newer than what we have tried.")
+        return _found("note", shown, "Newer than the tested versions.")
     return _found("ok", shown)
 
 
@@ -175,8 +175,8 @@ def _weaknesses(facts: Facts, endpoint: Endpoint) -> Finding:
     if not known:
         return _found("ok", "none known to us in this version")
     advice = (
-        f"Update to {mended_in(known, version[:2])} or newer: users of a run, or whoever reaches the server, may run "
-        "code on it. A distribution may have mended it without a new version number: see its changelog."
+        f"Update to {mended_in(known, version[:2])} or newer: a run's users, or anyone who reaches the server, may run "
+        "code on it. Your distribution may have fixed it under the same version number: see its changelog."
     )
     return _found("warning", ", ".join(weakness.name for weakness in known), advice)
 
@@ -214,9 +214,7 @@ def _memory(facts: Facts, _: Endpoint) -> Finding:
     if not limit:
         return _found("ok", f"{_mib(used)} used, no maxmemory", used_bytes=used)
     shown = f"{_mib(used)} of {_mib(limit)} used"
-    advice = (
-        "Raise maxmemory, or remove what fills it; a run needs up to 8 MiB for its events, and 100 kB for each node."
-    )
+    advice = "Raise maxmemory, or free memory; a run needs up to 8 MiB for its events, and 100 kB for each node."
     share = used / limit
     level: Level = "problem" if share >= 1 else "warning" if share > 0.9 else "ok"
     return _found(level, shown, advice if level != "ok" else "", used_bytes=used, limit_bytes=limit)
@@ -230,13 +228,13 @@ def _persistence(facts: Facts, _: Endpoint) -> Finding:
     # A server that refuses writes because it cannot persist them refuses PING too: it does not get as far as this.
     appends = bool(facts["aof_enabled"])
     if facts["save"] and facts["rdb_last_bgsave_status"] != "ok":
-        return _found("warning", "the last snapshot failed", "See the server's log and its disk.")
+        return _found("warning", "the last snapshot failed", "Check the server's log and disk.")
     if appends:
         return _found("ok", "append-only file")
     if facts["save"]:
-        return _found("note", "snapshots only: a crash loses what came after the last one", "Set appendonly yes.")
+        return _found("note", "snapshots only: a crash loses everything after the last one", "Set appendonly yes.")
     level: Level = "note" if int(facts["connected_slaves"]) else "warning"
-    return _found(level, "none: a restart forgets every run", "Set appendonly yes, or have replicas.")
+    return _found(level, "none: a restart forgets every run", "Set appendonly yes, or add replicas.")
 
 
 def _replicas(facts: Facts, endpoint: Endpoint) -> Finding:
@@ -246,13 +244,13 @@ def _replicas(facts: Facts, endpoint: Endpoint) -> Finding:
         return _found(
             "problem",
             f"{good} in step, and min-replicas-to-write is {required}: writes are refused",
-            "Mend the replicas, or lower min-replicas-to-write.",
+            "Repair the replicas, or lower min-replicas-to-write.",
         )
     fails_over = "+" in endpoint.scheme
     if not count:
-        return _found("warning" if fails_over else "note", "none: nobody takes over when this server is gone")
+        return _found("warning" if fails_over else "note", "none: nothing takes over if this server fails")
     if not required:
-        advice = "Set min-replicas-to-write 1: a master that is cut off must not go on alone (PROTOCOL.md)."
+        advice = "Set min-replicas-to-write 1: an isolated master must stop accepting writes (PROTOCOL.md)."
         return _found("warning" if fails_over else "note", f"{count}, and min-replicas-to-write is 0", advice)
     return _found("ok", f"{count}, and min-replicas-to-write is {required}", replicas=count)
 
@@ -268,8 +266,8 @@ def _clients(facts: Facts, _: Endpoint) -> Finding:
 def _idle_timeout(facts: Facts, _: Endpoint) -> Finding:
     seconds = int(facts["timeout"])
     if not seconds:
-        return _found("ok", "idle connections stay")
-    found = f"idle connections are cut after {seconds} s, and made again when needed"
+        return _found("ok", "idle connections stay open")
+    found = f"idle connections are closed after {seconds} s, and reopened when needed"
     return _found("note" if seconds < 60 else "ok", found, "Set timeout 0." if seconds < 60 else "", seconds=seconds)
 
 
@@ -284,7 +282,9 @@ def _script_limit(facts: Facts, _: Endpoint) -> Finding:
     ms = int(facts["busy-reply-threshold"] if "busy-reply-threshold" in facts else facts["lua-time-limit"])
     if ms == 0 or ms >= SHORT_SCRIPT_MS:
         return _found("ok", f"{ms} ms" if ms else "none", ms=ms)
-    return _found("note", f"{ms} ms", "Scripts of others that last longer are answered BUSY: 5000 is usual.", ms=ms)
+    return _found(
+        "note", f"{ms} ms", "Longer scripts of other users make the server answer BUSY: 5000 is usual.", ms=ms
+    )
 
 
 def _output_limit(facts: Facts, _: Endpoint) -> Finding:
@@ -292,7 +292,9 @@ def _output_limit(facts: Facts, _: Endpoint) -> Finding:
     hard = int(words[words.index("normal") + 1])
     if not hard or hard >= 2**25:
         return _found("ok", _mib(hard) if hard else "none for normal clients")
-    return _found("warning", f"{_mib(hard)}: a larger reply of a store cuts the client off", "Set it to 0 for normal.")
+    return _found(
+        "warning", f"{_mib(hard)}: a larger store reply disconnects the client", "Set it to 0 for normal clients."
+    )
 
 
 _CHECKS: Final[Mapping[str, tuple[Callable[[Facts, Endpoint], Finding], str]]] = {

@@ -157,8 +157,8 @@ def examine_round_trips(connection: Connection) -> Iterator[Finding]:
         times.append(_timed(lambda: connection.call(lambda _: client.ping())))
     median, most = statistics.median(times), max(times)
     level: Level = "warning" if median > SLOW_MS else "ok"
-    advice = "Put Redis nearer to the nodes: a rendezvous takes some round trips." if level != "ok" else ""
-    found = f"{median:.2f} ms, at most {most:.2f} ms, of {len(times)} round trips"
+    advice = "Move Redis closer to the nodes: a rendezvous takes several round trips." if level != "ok" else ""
+    found = f"{median:.2f} ms median, {most:.2f} ms maximum of {len(times)} round trips"
     yield Finding("trial", "latency", level, found, advice, {"median_ms": median, "max_ms": most})
     try:
         seconds, microseconds = connection.call(lambda _: client.time())
@@ -171,7 +171,7 @@ def examine_round_trips(connection: Connection) -> Iterator[Finding]:
     if abs(apart) < CLOCKS_APART:
         yield Finding("trial", "clock", "ok", found, numbers={"ahead_s": apart})
     else:
-        advice = "Runs do not mind; keep it in mind when you compare `redelastic events` with logs."
+        advice = "Runs are not affected; allow for it when you compare `redelastic events` with logs."
         yield Finding("trial", "clock", "note", found, advice, {"ahead_s": apart})
 
 
@@ -200,9 +200,9 @@ def examine_rights(connection: Connection, corner: Corner) -> Finding:
         found = f"this user may not run {', '.join(commands[:8])}{', …' if len(commands) > 8 else ''}"
         return Finding("trial", "rights", "problem", found, f"It needs the rules '{corner.rules}' (SECURITY.md).")
     if denied:
-        advice = f"If the user is for one run, name it with --run; else give the user the keys ~{corner.keys.prefix}:*."
+        advice = f"If the user is for one run, name it with --run; otherwise grant it ~{corner.keys.prefix}:*."
         return Finding("trial", "rights", "problem", f"this user may not use the keys {corner.pattern}", advice)
-    return Finding("trial", "rights", "ok", f"this user may do all that a run needs with {corner.pattern}")
+    return Finding("trial", "rights", "ok", f"this user may do everything that a run needs with {corner.pattern}")
 
 
 def _probe(client: redis.Redis | RedisCluster, keys: _CornerKeys) -> list[Any]:
@@ -258,9 +258,9 @@ def _bootstrap(host: str, port: int) -> Finding:
     try:
         socket.create_connection((host, port), TIMEOUT / 2).close()
     except OSError as e:
-        advice = "Workers meet there: check name resolution and the firewall, or give --local-addr."
+        advice = "Workers connect there: check name resolution and the firewall, or give --local-addr."
         return Finding("trial", "bootstrap", "problem", f"{host}:{port} cannot be reached from this host: {e}", advice)
-    return Finding("trial", "bootstrap", "ok", f"rank 0 is reached at {host}, on a port of its own")
+    return Finding("trial", "bootstrap", "ok", f"rank 0 is reachable at {host}")
 
 
 def try_store(connection: Connection, corner: Corner) -> Iterator[Finding]:
@@ -276,7 +276,9 @@ def try_store(connection: Connection, corner: Corner) -> Iterator[Finding]:
         median = statistics.median(_wake_up(store, f"wake-{n}") for n in range(WAKES))
         found, numbers = f"a blocked reader in {median:.1f} ms", {"median_ms": median}
         if median > SLOW_WAKE_MS:
-            yield Finding("trial", "wake-up", "warning", found, "See latency, and what else the server does.", numbers)
+            yield Finding(
+                "trial", "wake-up", "warning", found, "See latency, and check the server's other load.", numbers
+            )
         else:
             yield Finding("trial", "wake-up", "ok", found, numbers=numbers)
     except (RendezvousError, dist.DistError) as e:
@@ -305,7 +307,7 @@ def _use(store: RedisStore, which: str) -> dict[str, float]:
         got = operation()
         times[name] = 1000 * (time.perf_counter() - started)
         if got != expected:
-            raise RendezvousError(f"{name} gave {got!r}, not {expected!r}; report this as a bug.")
+            raise RendezvousError(f"{name} returned {got!r}, not {expected!r}; report this as a bug.")
     return times
 
 

@@ -38,7 +38,7 @@ class ElasticCallback(Callback):
     """
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse a trainer whose restarted workers would begin anew.
+        """Refuse a trainer whose restarted workers would start over.
 
         Raises:
             ValueError: its ``ModelCheckpoint`` is missing, or does not keep the last checkpoint in a folder of its own.
@@ -58,12 +58,12 @@ class ElasticCallback(Callback):
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         """Save if any rank was asked to, and report the step."""
         wanted = redelastic.should_checkpoint()
-        if trainer.strategy.reduce_boolean_decision(wanted, all=False):  # one rank may hear of it before the others
+        if trainer.strategy.reduce_boolean_decision(wanted, all=False):  # one rank may see it before the others
             trainer.save_checkpoint(self._path(trainer))
         redelastic.progress(trainer.global_step)
 
     def on_validation_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Report that the validation goes on: it is no hang."""
+        """Report that the validation goes on: it is not a hang."""
         redelastic.progress(trainer.global_step)
 
     def _path(self, trainer: Trainer) -> str:
@@ -72,7 +72,7 @@ class ElasticCallback(Callback):
                 name = callback.CHECKPOINT_NAME_LAST + callback.FILE_EXTENSION
                 return str(os.path.join(callback.dirpath, name))  # noqa: PTH118  # a URL stays one
         raise ValueError(
-            "ElasticCallback needs a ModelCheckpoint with dirpath and save_last=True, or restarted workers begin anew: "
+            "ElasticCallback needs a ModelCheckpoint with dirpath and save_last=True, or restarted workers start over: "
             "callbacks=[ModelCheckpoint(folder, save_last=True), ElasticCallback()]."
         )
 

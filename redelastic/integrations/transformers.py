@@ -32,7 +32,7 @@ class ElasticCallback(TrainerCallback):
         """Agree with the other ranks on whether to save now, and report the step if not."""
         wanted = torch.tensor(int(redelastic.should_checkpoint()), device=args.device)
         if dist.is_initialized():
-            dist.all_reduce(wanted, op=dist.ReduceOp.MAX)  # one rank may hear of a drain a step before the others
+            dist.all_reduce(wanted, op=dist.ReduceOp.MAX)  # one rank may see a drain a step before the others
         if wanted.item():
             self._saving = control.should_save = True
             control.should_evaluate = False  # the Trainer would evaluate first, and the node may be gone by then
@@ -47,7 +47,7 @@ class ElasticCallback(TrainerCallback):
     def on_prediction_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        """Report that the evaluation goes on: it is no hang."""
+        """Report that the evaluation goes on: it is not a hang."""
         if not self._saving:
             redelastic.progress(state.global_step)
 
@@ -57,7 +57,7 @@ class ElasticCallback(TrainerCallback):
 def last_checkpoint(folder: str | Path) -> str | None:
     """Find the newest complete checkpoint: a node that dies while it saves leaves one that cannot be loaded.
 
-    Call it on all ranks, once the Trainer is made: rank 0 decides for all.
+    Call it on all ranks, after creating the Trainer: rank 0 decides for all.
 
     Args:
         folder: the Trainer's ``output_dir``.

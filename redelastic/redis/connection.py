@@ -50,10 +50,10 @@ class Connection:
     ) -> None:
         options = client.get_connection_kwargs()
         if options.get("decode_responses"):
-            raise ValueError("The Redis client has decode_responses=True; make it without: stored values are bytes.")
+            raise ValueError("The Redis client has decode_responses=True; create it without: stored values are bytes.")
         if "socket_timeout" in options and not options["socket_timeout"]:
             raise ValueError(
-                "The Redis client has no socket_timeout; make it with one: a server that freezes stays mute."
+                "The Redis client has no socket_timeout; create it with one: a frozen server never answers."
             )
         self.client = client
         self._owned = owned
@@ -94,7 +94,9 @@ class Connection:
             return client
 
         name = (
-            f"{endpoint} (the default, as no endpoint and no {URL_VARIABLE} was given)" if endpoint.is_default else ""
+            f"{endpoint} (the default, because neither an endpoint nor {URL_VARIABLE} was given)"
+            if endpoint.is_default
+            else ""
         )
         retried(connect, name or str(endpoint), patience, time.monotonic())
         return cls(opened[-1], str(endpoint), owned=True, read_timeout=read_timeout)
@@ -223,7 +225,7 @@ def _describe(client: Client, options: Mapping[str, Any]) -> str:
     if isinstance(client, RedisCluster):
         return "redis+cluster://" + ",".join(node.name for node in client.get_primaries())
     if isinstance(client.connection_pool, SentinelConnectionPool):
-        return f"the master {client.connection_pool.service_name!r} of its sentinels"
+        return f"the master {client.connection_pool.service_name!r} of the sentinels"
     if path := options.get("path"):
         return f"unix://{path}"
     return f"redis://{options.get('host', '?')}:{options.get('port', '?')}/{options.get('db') or 0}"
@@ -261,8 +263,8 @@ def require_keys_of_types(connection: Connection, types: Mapping[str, str], erro
         actual = text(connection.call(lambda client, key=key: client.type(key)))  # type: ignore[misc]
         if actual not in (expected, "none"):
             raise RendezvousStateError(
-                f"The key {key!r} in Redis at {connection.name} holds a {actual}, not the {expected} that a run keeps "
-                "there. Something else writes to it: remove that key, or choose another key_prefix."
+                f"The key {key!r} in Redis at {connection.name} is a {actual}, but a run needs a {expected} "
+                "there. Another program writes to it: remove that key, or use another key_prefix."
             ) from error
     if any(key in str(error) for key in types):
         raise error

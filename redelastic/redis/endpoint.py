@@ -149,12 +149,12 @@ def parse_endpoint(
             raise ValueError("The endpoint has a login but no scheme; use redis://user:password@host[:port].")
         endpoint = replace(base, hosts=(_parse_host(text, text),))
     if (ca_cert or ssl_cert or ssl_cert_key) and not endpoint.tls:
-        raise ValueError(f"ca_cert, ssl_cert and ssl_cert_key need TLS, but the endpoint is {endpoint}; use rediss://.")
+        raise ValueError(f"ca_cert, ssl_cert and ssl_cert_key need TLS, but the endpoint is {endpoint}: use rediss://.")
     for name, path in (("ca_cert", ca_cert), ("ssl_cert", ssl_cert), ("ssl_cert_key", ssl_cert_key)):
         if path and not (Path(path).is_file() and os.access(path, os.R_OK)):
-            raise ValueError(f"{name}={path!r} is not a file that can be read; give the path of a PEM file.")
+            raise ValueError(f"{name}={path!r} is not a readable file: give the path of a PEM file.")
     if ssl_cert_key and not ssl_cert:
-        raise ValueError(f"ssl_cert_key={ssl_cert_key!r} needs the certificate that it belongs to; give ssl_cert too.")
+        raise ValueError(f"ssl_cert_key={ssl_cert_key!r} needs its certificate: give ssl_cert too.")
     return replace(endpoint, ca_cert=ca_cert, ssl_cert=ssl_cert, ssl_cert_key=ssl_cert_key)
 
 
@@ -192,11 +192,11 @@ def split_url(url: str) -> UrlParts:
     behind = rest[len(authority) :]
     if "#" in behind or ("@" in behind and (scheme != "unix" or hosts)):
         raise ValueError(
-            f"The {scheme}:// endpoint has a '#', or an '@' after a '/' or '?'; percent-encode such signs in its user "
+            f"The {scheme}:// endpoint has a '#', or an '@' after a '/' or '?'; percent-encode them in the user "
             "and password: %23 for '#', %2F for '/', %3F for '?', %40 for '@'."
         )
     if scheme != "unix" and "=" in hosts + path:
-        raise ValueError(f"The {scheme}:// endpoint has an '=' before any '?'; options come behind it: …?name=value.")
+        raise ValueError(f"The {scheme}:// endpoint has an '=' before any '?'; options follow a '?': …?name=value.")
     return UrlParts(scheme, login, hosts, path, query)
 
 
@@ -207,7 +207,7 @@ def _environment_endpoint() -> Endpoint | None:
             return _parse_url(text) if text else None
         return Endpoint("redis", (_parse_host(text, text),))
     except ValueError as e:
-        raise ValueError(f"The environment's {URL_VARIABLE} is wrong. {e}") from None
+        raise ValueError(f"The environment variable {URL_VARIABLE} is invalid. {e}") from None
 
 
 def _parse_url(url: str) -> Endpoint:
@@ -218,9 +218,9 @@ def _parse_url(url: str) -> Endpoint:
     query = dict(pairs)
     allowed = {"db", "sentinel_username", "sentinel_password"} if scheme.endswith("+sentinel") else {"db"}
     if unknown := sorted(query.keys() - allowed):
-        raise ValueError(f"The endpoint {shown} has unknown options {unknown}; allowed are {sorted(allowed)}.")
+        raise ValueError(f"The endpoint {shown} has unknown options {unknown}; allowed: {sorted(allowed)}.")
     if len(query) < len(pairs):
-        raise ValueError(f"The endpoint {shown} gives one of the options {sorted(query)} twice; give it once.")
+        raise ValueError(f"The endpoint {shown} repeats one of the options {sorted(query)}: give each once.")
     endpoint = Endpoint(
         scheme, username=_decode(username, "user", shown) or None, password=_decode(password, "password", shown) or None
     )
@@ -234,7 +234,7 @@ def _parse_url(url: str) -> Endpoint:
         raise ValueError(f"The endpoint {shown} has several hosts; use {scheme}+sentinel:// or {scheme}+cluster://.")
     if scheme.endswith("+sentinel"):
         if not segments:
-            raise ValueError(f"The endpoint {shown} lacks the master's name; use {scheme}://host:26379/mymaster.")
+            raise ValueError(f"The endpoint {shown} lacks the master's name: use {scheme}://host:26379/mymaster.")
         endpoint = replace(
             endpoint,
             service=segments.pop(0),
@@ -242,10 +242,12 @@ def _parse_url(url: str) -> Endpoint:
             sentinel_password=query.get("sentinel_password"),
         )
     if segments and "db" in query:
-        raise ValueError(f"The endpoint {shown} gives the database twice, in its path and as db; give it once.")
+        raise ValueError(f"The endpoint {shown} gives the database twice, in its path and as db: give it once.")
     db = _parse_db(query.get("db", segments.pop(0) if segments else None), shown)
     if segments or (db and scheme.endswith("+cluster")):
-        raise ValueError(f"The endpoint {shown} has a path or database that means nothing here; use one of: {_FORMS}.")
+        raise ValueError(
+            f"The endpoint {shown} has a path or database that this form does not take; use one of: {_FORMS}."
+        )
     return replace(endpoint, hosts=hosts, db=db)
 
 
@@ -276,7 +278,7 @@ def _parse_db(text: str | None, shown: str) -> int:
     if text is None:
         return 0
     if not re.fullmatch("[0-9]{1,9}", text):
-        raise ValueError(f"The database {text!r} of the endpoint {shown} is not a number from 0.")
+        raise ValueError(f"The database {text!r} of the endpoint {shown} is not a whole number, 0 or more.")
     return int(text)
 
 

@@ -121,85 +121,85 @@ def _translate(  # noqa: C901, PLR0911, PLR0912  (a list, to be read from the to
         return FencedError, reply.partition("FENCED ")[2]
     if "CORRUPT " in reply:
         return RendezvousStateError, (
-            f"Redis at {name} holds something that is not ours: {reply.partition('CORRUPT ')[2]}. "
+            f"Redis at {name} contains a value that redelastic did not write: {reply.partition('CORRUPT ')[2]}. "
             "Remove that key once no node of the run is alive."
         )
     if "WRONGTYPE" in reply:
         return RendezvousStateError, (
-            f"Redis at {name} holds a key of a wrong type: {reply}. Remove it, or choose another key_prefix."
+            f"Redis at {name} has a key of the wrong type: {reply}. Remove it, or use another key_prefix."
         )
     if isinstance(cause, MasterNotFoundError) and "AuthenticationError" in reply:
         return RendezvousConnectionError, (
-            f"The sentinels of {name} refused the login: {reply}. Put ?sentinel_password=…, and &sentinel_username=… "
-            "if they have users, at the end of the endpoint's URL; and check that those are sentinels' ports."
+            f"The sentinels of {name} refused the login: {reply}. Append ?sentinel_password=… (and "
+            "&sentinel_username=… if they have users) to the endpoint's URL, and check the sentinels' ports."
         )
     if isinstance(cause, rx.AuthenticationError | rx.AuthorizationError):
         return RendezvousConnectionError, (
-            f"Redis at {name} refused the login: {reply}. Put the right user and password into its URL, or "
-            "into REDELASTIC_REDIS_URL and give the endpoint as host:port."
+            f"Redis at {name} refused the login: {reply}. Put the correct user and password into its URL, or "
+            "into REDELASTIC_REDIS_URL with the endpoint as host:port."
         )
     if isinstance(cause, rx.NoPermissionError) or _DENIED.search(reply):
         return RendezvousConnectionError, (
-            f"Redis at {name} denies this user a key or command: {reply}. Check that the run id and the key_prefix are "
-            f"those that the user is for; it needs the rules '{ACL_RULES}' (SECURITY.md)."
+            f"Redis at {name} denies this user a key or command: {reply}. Check that the user is for this run id and "
+            f"key_prefix; it needs the rules '{ACL_RULES}' (SECURITY.md)."
         )
     if is_of_replica(cause):
         return RefusesWritesError, (
             f"Redis at {name} is a read-only replica. Name its master, or use redis+sentinel:// to follow it."
         )
     if isinstance(cause, rx.OutOfMemoryError) or "OOM command not allowed" in reply:
-        return RefusesWritesError, (
-            f"Redis at {name} is out of memory: {reply}. Raise its maxmemory, or remove what fills it."
-        )
+        return RefusesWritesError, (f"Redis at {name} is out of memory: {reply}. Raise its maxmemory, or free memory.")
     if reply.startswith("MISCONF"):
         return RefusesWritesError, (
-            f"Redis at {name} cannot save its data, and takes no writes: {reply}. See its log and its disk, or turn "
-            "stop-writes-on-bgsave-error off."
+            f"Redis at {name} cannot save its data and refuses writes: {reply}. Check its log and its disk, or turn "
+            "off stop-writes-on-bgsave-error."
         )
     if isinstance(cause, rx.MovedError | rx.AskError):
         return RendezvousConnectionError, (
-            f"Redis at {name} is a node of a Cluster, and keeps this run elsewhere. Use redis+cluster://."
+            f"Redis at {name} is a Cluster node, and this run's keys are on another one. Use redis+cluster://."
         )
     if _NO_CLUSTER in reply:
-        return RendezvousConnectionError, f"Redis at {name} is no Cluster. Use redis://, or rediss:// with TLS."
+        return RendezvousConnectionError, f"Redis at {name} is not a Cluster. Use redis://, or rediss:// with TLS."
     if "DB index" in reply or "SELECT is not allowed" in reply:
         return RendezvousConnectionError, (
-            f"Redis at {name} does not have that database: {reply}. Leave the number out, or raise its 'databases'."
+            f"Redis at {name} does not have that database: {reply}. Omit the number, or raise its 'databases'."
         )
     if refusal := _tls_refusal(cause):
         reason = getattr(refusal, "verify_message", "") or refusal.reason or str(refusal)
         return RendezvousConnectionError, (
-            f"TLS with Redis at {name} failed: {reason}. Check that it serves TLS on that port, that ca_cert is the "
-            "file of its CA, that its certificate is for that host, and that ssl_cert and ssl_cert_key suit it."
+            f"TLS with Redis at {name} failed: {reason}. Check that the port serves TLS, that ca_cert is its "
+            "CA's file, that its certificate is for that host, and that it accepts ssl_cert and ssl_cert_key."
         )
     if isinstance(cause, rx.InvalidResponse):
         return RendezvousConnectionError, (
-            f"What answers at {name} is not a Redis server: {reply}. Check host and port; for TLS use rediss://."
+            f"The server at {name} is not Redis: {reply}. Check host and port; for TLS use rediss://."
         )
     if isinstance(cause, rx.ResponseError) and not _is_passing(cause):
         if "user_script" in reply:
-            return RendezvousStateError, f"Redis at {name} holds something that our script cannot read: {reply}."
+            return RendezvousStateError, f"Redis at {name} contains a value that our script cannot read: {reply}."
         if reply.startswith("unknown command 'SENTINEL'"):
-            return RendezvousConnectionError, f"What answers at {name} is no sentinel. Use redis://, or its own port."
+            return (
+                RendezvousConnectionError,
+                f"The server at {name} is not a sentinel. Use redis://, or the sentinel's port.",
+            )
         if reply.startswith("unknown command"):
             return RendezvousConnectionError, (
-                f"What answers at {name} does not know our commands: {reply}. It has to be Redis 6.2 or later, or "
-                "Valkey; if it is a sentinel, use redis+sentinel://host:port/master-name."
+                f"The server at {name} does not know our commands: {reply}. It must be Redis 6.2 or later, or "
+                "Valkey. If it is a sentinel, use redis+sentinel://host:port/master-name."
             )
         return RendezvousError, f"Redis at {name} answered with an error: {reply}."
     if isinstance(cause, MasterNotFoundError):
         return UnreachableError, (
-            f"The sentinels of {name} named no master{within}: {reply}. Check that they run there and "
-            "watch a master of that name, and that it is up."
+            f"The sentinels of {name} named no master{within}: {reply}. Check that they run there, "
+            "that they watch a master of that name, and that it is up."
         )
     if "NOREPLICAS" in reply:
         return UnreachableError, (
-            f"Redis at {name} takes no writes: {reply}. See why its replicas do not follow, or lower its "
-            "min-replicas-to-write."
+            f"Redis at {name} refuses writes: {reply}. Check why its replicas lag, or lower its min-replicas-to-write."
         )
     if isinstance(error, OSError) or _is_passing(error):
         return UnreachableError, (
             f"Redis at {name} could not be reached{within}: {reply or type(cause).__name__}. "
-            "Check that it runs there, that this host may connect to it, and that both or none use TLS (rediss://)."
+            "Check that it runs there, that this host may connect to it, and that both sides or neither use TLS (rediss://)."
         )
-    return RendezvousError, f"redis-py refused a call to Redis at {name}: {reply or type(cause).__name__}."
+    return RendezvousError, f"redis-py rejected a call to Redis at {name}: {reply or type(cause).__name__}."

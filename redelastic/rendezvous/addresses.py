@@ -100,24 +100,24 @@ def _given(local_addr: str, towards_redis: str | None) -> LocalAddress:
         listed = [f"{address} ({name})" for name, own in interfaces().items() for address in own]
         more = ", …" if len(listed) > MAX_LISTED else ""
         return ValueError(
-            f"local_addr={local_addr!r} is not of this host: {why}. Give an address that its peers reach, or the "
-            f"interface that has it; this host has {', '.join(listed[:MAX_LISTED])}{more}."
+            f"local_addr={local_addr!r} is not this host's: {why}. Give an address that its peers can reach, or its "
+            f"interface; this host has {', '.join(listed[:MAX_LISTED])}{more}."
         )
 
     if (own := interfaces().get(local_addr)) is not None:
         if not own:
-            raise refuse("that interface has no address")
+            raise refuse("the interface has no address")
         return LocalAddress(_best(own), f"of the given interface {local_addr}", local_addr)
     try:
         found = socket.getaddrinfo(local_addr, 0, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as e:
-        raise refuse(f"neither an address nor an interface, and no name that can be looked up ({e})") from e
+        raise refuse(f"neither an address, an interface, nor a name that resolves ({e})") from e
     meant = list(dict.fromkeys(str(place[4][0]) for place in found))
     held = [address for address in map(_bound, found) if address]
     if not held:
-        raise refuse("no interface has it" if meant == [local_addr] else f"it means {', '.join(meant)}")
+        raise refuse("no interface has it" if meant == [local_addr] else f"it resolves to {', '.join(meant)}")
     if ipaddress.ip_address(held[0]).is_unspecified:
-        raise refuse("it means every address, which tells peers none")
+        raise refuse("it means every address, so it gives peers none")
     if held[0] != local_addr and is_loopback(held[0]):  # a name that peers take for something else
         return LocalAddress(local_addr, "given", _automatic(towards_redis).interface)
     return LocalAddress(local_addr, "given", interface_of(held[0]))

@@ -146,7 +146,7 @@ def wait_for_backend(params: RendezvousParameters) -> RedisRendezvousBackend:
         left = patience - (time.monotonic() - started)
         if left <= 0:
             raise
-        log.warning("%s It is waited for, up to the join_timeout of %g s.", e, patience)
+        log.warning("%s Waiting for it, up to the join_timeout of %g s.", e, patience)
         return open_backend(params, left)
 
 

@@ -63,7 +63,7 @@ class BootstrapPort:
                     )
                 except (RuntimeError, OSError) as e:  # noqa: PERF203
                     if not self._closed.is_set():
-                        log.warning("The bootstrap store on port %s did not start, trying again: %s", self.port, e)
+                        log.warning("The bootstrap store on port %s did not start, retrying: %s", self.port, e)
                     self._closed.wait(RETRY_PAUSE)
                 else:
                     if not self._closed.is_set():

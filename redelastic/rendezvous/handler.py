@@ -60,7 +60,7 @@ class RedisRendezvousHandler(RendezvousHandler):
         self._settings = settings
         self._address = find_address(settings.local_addr, backend.connection.local_address())
         self.membership = Membership(backend.connection, backend.keys, settings, self._address.host)
-        log.info("Peers of node %s are told the address %s.", self.membership.node, self._address)
+        log.info("Node %s announces the address %s to its peers.", self.membership.node, self._address)
         self._stores: list[RedisStore] = []
         self._bootstrap: BootstrapPort | None = None
         self._entered: Round | None = None
@@ -98,7 +98,9 @@ class RedisRendezvousHandler(RendezvousHandler):
         """
         started = time.monotonic()
         if self._shut_down:
-            raise RendezvousClosedError(f"This handler of run {self._settings.run_id!r} was shut down; make a new one.")
+            raise RendezvousClosedError(
+                f"This handler of run {self._settings.run_id!r} was shut down; create a new one."
+            )
         self._close_bootstrap()  # a round never sees the keys of the one before
         self._bootstrap = BootstrapPort()
         try:
@@ -172,9 +174,9 @@ class RedisRendezvousHandler(RendezvousHandler):
         except (RendezvousError, LookupError):  # it can be read in the run's events
             rank_0 = "?"
         message = (
-            f"Rank 0, node {rank_0}, told its peers to meet at {host} port {port}, but from {self._address.host} "
-            f"nobody gets there within {REACH_TIMEOUT:g} s: {why}. If that is not its address for this host, give it "
-            "the right one or its interface (--local-addr); else see which firewall keeps hosts off each other's ports."
+            f"Rank 0, node {rank_0}, announced itself at {host} port {port}, but from {self._address.host} "
+            f"it cannot be reached within {REACH_TIMEOUT:g} s: {why}. If that is the wrong address, set its address or "
+            "interface there with --local-addr; otherwise check for a firewall between the hosts."
         )
         if not is_over():
             log.error("Round %s of run %r: %s", entered.epoch, self._settings.run_id, message)
@@ -247,7 +249,7 @@ class RedisRendezvousHandler(RendezvousHandler):
             self.membership.leave(reason, run_then=run_then, timeout=timeout)
         except RendezvousError as e:
             level = logging.WARNING if self._entered else logging.INFO  # who was in no round is missed by nobody
-            log.log(level, "Run %r could not be told that this node leaves: %s", self._settings.run_id, e)
+            log.log(level, "Could not tell run %r that this node is leaving: %s", self._settings.run_id, e)
             return False
         finally:
             self._close_bootstrap()
@@ -287,7 +289,7 @@ def create_handler(backend: RedisRendezvousBackend, params: RendezvousParameters
     if (settings.run_id, settings.key_prefix) != (backend.keys.run_id, backend.keys.prefix):
         raise ValueError(
             f"The parameters are for run {settings.run_id!r} with key_prefix={settings.key_prefix!r}, but the backend "
-            f"is for run {backend.keys.run_id!r} with {backend.keys.prefix!r}; give both the same."
+            f"is for run {backend.keys.run_id!r} with {backend.keys.prefix!r}; use the same for both."
         )
     if settings.protocol == "native":
         return RedisRendezvousHandler(backend, settings)

@@ -226,7 +226,7 @@ def _keep(reference: weakref.ref[Heartbeat], stopped: threading.Event, since: st
             since, failure = heartbeat.pump(since, interval), ""
         except Exception as e:  # without its keeper the node would be lost
             if not stopped.is_set() and repr(e) != failure:
-                log.exception("The keep-alive of node %s failed; it goes on trying.", heartbeat.view.node)
+                log.exception("The keep-alive of node %s failed; it keeps retrying.", heartbeat.view.node)
             failure = repr(e)
             stopped.wait(RETRY_PAUSE)
         del heartbeat

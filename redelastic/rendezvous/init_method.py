@@ -74,7 +74,7 @@ def _rendezvous(url: str, timeout: timedelta = default_pg_timeout, **_unused: An
         yield store.prefixed(f"worker/{_groups[place]}"), rank, size
     else:
         yield _join(connection, settings, rank, timeout)
-    raise RuntimeError("A process group cannot regroup by itself; start the workers anew in the next round.")
+    raise RuntimeError("A process group cannot regroup by itself; restart the workers in the next round.")
 
 
 def _join(connection: Connection, settings: Settings, rank: int | None, timeout: timedelta) -> tuple[Store, int, int]:
@@ -100,10 +100,10 @@ def _take(rank: int, info: RendezvousInfo, run_id: str) -> None:
     if rank >= info.world_size:
         raise ValueError(f"rank={rank} is not below the world size of {info.world_size} of run {run_id!r}.")
     if info.store.add(f"redelastic/rank/{rank}", 1) != 1:
-        raise ValueError(f"rank={rank} is taken twice in run {run_id!r}; give each process a rank of its own, or none.")
+        raise ValueError(f"rank={rank} is used twice in run {run_id!r}; give each process its own rank, or none.")
 
 
 def _number(name: str, value: str | None) -> int | None:
     if value is not None and not (value.isascii() and value.isdecimal()):
-        raise ValueError(f"{name}={value!r} must be a whole number from 0.")
+        raise ValueError(f"{name}={value!r} must be a whole number, 0 or more.")
     return None if value is None else int(value)

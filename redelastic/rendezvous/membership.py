@@ -130,7 +130,7 @@ class Membership:
 
     def _require_that_it_may_join(self) -> None:
         if self.heartbeat.stopped.is_set():
-            raise RendezvousClosedError(f"Node {self.node} of run {self.run_id!r} was shut down; make a new one.")
+            raise RendezvousClosedError(f"Node {self.node} of run {self.run_id!r} was shut down; create a new one.")
         if drain := self.view.drain:
             node, reason = self.node, drain.reason
             self._try_to_leave(f"drained: {reason}")
@@ -141,7 +141,7 @@ class Membership:
         if left <= 0:
             raise RendezvousError(
                 f"Node {self.node} wants {self._settings.min_nodes} to {self._settings.max_nodes} nodes, but run "
-                f"{self.run_id!r} has {min_nodes} to {max_nodes}; start all with the same --nnodes."
+                f"{self.run_id!r} has {min_nodes} to {max_nodes}; start all nodes with the same --nnodes."
             )
         self.heartbeat.stopped.wait(min(self._settings.keep_alive_interval, left))
 
@@ -157,7 +157,7 @@ class Membership:
             raise RendezvousTimeoutError(
                 f"Run {self.run_id!r} had no new round after epoch {epoch} within the join_timeout of "
                 f"{self._settings.join_timeout:g} s: fewer than {self._settings.min_nodes} nodes joined, or a member "
-                "of the last round neither came back nor left. All nodes need the same --rdzv-id and the same Redis."
+                "of the last round neither rejoined nor left. All nodes need the same --rdzv-id and the same Redis."
             )
         self._heard, self.view.standing = text(wake_id), "candidate"
         self.heartbeat.answer(roll_call)
@@ -167,7 +167,7 @@ class Membership:
             if not spare and time.monotonic() >= self._complain_of_wait_at:
                 self._complain_of_wait_at = math.inf
                 log.warning(
-                    "Node %s waits for a round of run %r, of %d to %d nodes; `redelastic status %s` says who is there.",
+                    "Node %s waits for a round of run %r, of %d to %d nodes; `redelastic status %s` lists the nodes.",
                     *(self.node, self.run_id, self._settings.min_nodes, self._settings.max_nodes, self.run_id),
                 )
             if self._heard != before or self.view.standing != "candidate" or self.view.drain:
@@ -214,7 +214,7 @@ class Membership:
             raise RendezvousTimeoutError(
                 f"Round {completed.epoch} of run {self.run_id!r} is complete, but only {replicas} of "
                 f"min_replicas={s.min_replicas} replicas of Redis at {self.heartbeat.connection.name} "
-                f"confirmed it within the join_timeout of {s.join_timeout:g} s. See why they do not follow, or lower "
+                f"confirmed it within the join_timeout of {s.join_timeout:g} s. Check why they lag, or lower "
                 "min_replicas."
             )
         return replicas >= s.min_replicas
@@ -245,7 +245,7 @@ class Membership:
         self._try_to_leave("the run is closed")
         if stop:
             raise RunStoppedError(f"Run {self.run_id!r} was stopped: {self.view.closed}.")
-        message = f"Run {self.run_id!r} is closed ({self.view.closed}); use another run id for a new run."
+        message = f"Run {self.run_id!r} is closed ({self.view.closed}); use a new run id."
         raise RendezvousGracefulExitError(message) if spare else RendezvousClosedError(message)
 
     def leave(self, reason: str, *, run_then: RunThen = "goes on", timeout: float | None = None) -> None:

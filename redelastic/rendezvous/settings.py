@@ -60,7 +60,7 @@ def _attempts(name: str, value: object) -> int:
 def _protocol(name: str, value: object) -> str:
     if value in ("http", "https"):
         raise ValueError(
-            f"The rendezvous parameter {name}={value!r} is etcd's; leave it out. For TLS give a rediss:// endpoint."
+            f"The rendezvous parameter {name}={value!r} is for etcd: remove it. For TLS use a rediss:// endpoint."
         )
     if value not in PROTOCOLS:
         raise ValueError(f"The rendezvous parameter {name}={_shown(value)} must be one of {', '.join(PROTOCOLS)}.")
@@ -199,10 +199,10 @@ class Settings:
         for name in config:
             if name[:1] in "\"'":
                 raise ValueError(
-                    f"--rdzv-conf is quoted as a whole; write --rdzv-conf={name[1:]}=… without quotes around it all."
+                    f"--rdzv-conf is quoted as a whole: write --rdzv-conf={name[1:]}=… without quotes around it all."
                 )
         if unknown := sorted(config.keys() - _CHECKS.keys()):  # its value may be a secret
-            raise ValueError(f"Unknown rendezvous parameter {unknown[0]!r}; allowed are {', '.join(sorted(_CHECKS))}.")
+            raise ValueError(f"Unknown rendezvous parameter {unknown[0]!r}; allowed: {', '.join(sorted(_CHECKS))}.")
         checked = {name: _CHECKS[name](name, value) for name, value in config.items() if value is not None}
         settings = cls(
             run_id=check_key_part("run id", params.run_id),
@@ -213,8 +213,8 @@ class Settings:
         )
         if settings.min_nodes > settings.max_nodes:  # torch checks it too, when the parameters are made
             raise ValueError(
-                f"min_nodes={settings.min_nodes} is above max_nodes={settings.max_nodes}; give --nnodes=MIN:MAX with "
-                "MIN at most MAX."
+                f"min_nodes={settings.min_nodes} is above max_nodes={settings.max_nodes}: give --nnodes=MIN:MAX with "
+                "MIN <= MAX."
             )
         if settings.ttl < 2 * settings.lease:
             raise ValueError(
@@ -252,7 +252,7 @@ def parameters_from_url(url: str) -> RendezvousParameters:
         target = _URL_ALIASES.get(name, name)
         into = given if target in own else endpoint_options
         if target in into:
-            raise ValueError(f"The URL {parts} gives {target} twice (as {name}); give it once.")
+            raise ValueError(f"The URL {parts} gives {target} twice (as {name}): give it once.")
         into[target] = value
     try:
         run_id, low, high = (given.pop(name) for name in ("run_id", "min_nodes", "max_nodes"))
@@ -264,5 +264,5 @@ def parameters_from_url(url: str) -> RendezvousParameters:
     local_addr = given.pop("local_addr", None)
     min_nodes, max_nodes = _count("min_nodes", low), _count("max_nodes", high)
     if min_nodes > max_nodes:
-        raise ValueError(f"The URL {parts} has min_nodes={low} above max_nodes={high}; give at most as many.")
+        raise ValueError(f"The URL {parts} has min_nodes={low} above max_nodes={high}: lower it.")
     return RendezvousParameters("redis", endpoint, run_id, min_nodes, max_nodes, local_addr, **given)

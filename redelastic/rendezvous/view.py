@@ -289,7 +289,7 @@ class View:
         if now >= self._complain_at.get(kind, now):
             self._complain_at[kind] = now + COMPLAINT_INTERVAL
             log.warning(
-                "Node %s keeps its place in run %r; Redis is away, for %.0f s by now: %s",
+                "Node %s keeps its place in run %r; Redis has been away for %.0f s: %s",
                 *(self.node, self.run_id, self.away, error),
             )
 

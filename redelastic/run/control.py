@@ -55,9 +55,9 @@ class RunControl:
         run = decode_run(self._keys, reply, dict(zip(ids, statuses, strict=True)))
         if run is None:
             raise UnknownRunError(
-                f"Redis at {self._connection.name} holds no run {self._keys.run_id!r} with the key prefix "
-                f"{self._keys.prefix!r}; `redelastic list` shows what is there. What a run has there goes when nobody "
-                "has used it for its ttl."
+                f"Redis at {self._connection.name} has no run {self._keys.run_id!r} with the key prefix "
+                f"{self._keys.prefix!r}; `redelastic list` lists the runs. A run's keys expire after its ttl, once "
+                "nobody uses it."
             )
         return run
 
@@ -114,7 +114,7 @@ class RunControl:
             return (exact or found)[0]
         if found:
             raise UnknownNodeError(
-                f"{len(found)} nodes of run {self._keys.run_id!r} are called {named!r}: "
+                f"{len(found)} nodes of run {self._keys.run_id!r} are named {named!r}: "
                 f"{', '.join(node.id for node in found[:8])}; give an id."
             )
         known = ", ".join(node.id for node in nodes[:8]) or "none"
@@ -200,8 +200,8 @@ def list_runs(connection: Connection, prefix: str) -> list[str]:
         if not isinstance(e.__cause__, NoPermissionError):
             raise
         raise RendezvousConnectionError(
-            f"Redis at {connection.name} does not tell this user which runs there are: that needs ~{prefix}:* and "
-            "+scan, and a job's own user has neither. Ask for a run by its id: `redelastic status RUN`."
+            f"Redis at {connection.name} does not let this user list runs: that needs ~{prefix}:* and "
+            "+scan, and a job's own user has neither. Name the run: `redelastic status RUN`."
         ) from e
     return sorted({text(key)[len(prefix) + 2 : -len("}:run")] for key in found})
 

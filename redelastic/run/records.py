@@ -144,18 +144,20 @@ class Run:
         if self.closed or self.phase == "running" or self.min_nodes is None:
             return ""
         if self.phase == "empty":
-            return f"Nobody is there: at least {self.min_nodes} nodes have to join."
+            return f"No nodes are there: at least {self.min_nodes} must join."
         if self.members:
             late = min(self.members, key=lambda node: node.lease)
             held = ", ".join(node.id for node in self.members[:3]) + (", …" if len(self.members) > 3 else "")
             return (
-                f"{len(self.members)} of {self.size} members still hold round {self.epoch}: {held}; the first lease "
-                f"among them runs out in {max(0.0, late.lease):.1f} s."
+                f"{len(self.members)} of {self.size} members still hold round {self.epoch}: {held}; the first of "
+                f"their leases expires in {max(0.0, late.lease):.1f} s."
             )
         if n < self.min_nodes:
             return f"{n} of at least {self.min_nodes} nodes have joined."
         if self.deadline is not None:
-            return f"{n} of {self.max_nodes} nodes have joined; it goes on without more in {self.deadline:.1f} s."
+            return (
+                f"{n} of {self.max_nodes} nodes have joined; the round completes without more in {self.deadline:.1f} s."
+            )
         return f"{n} of {self.max_nodes} nodes have joined; the next one to ask completes the round."
 
 

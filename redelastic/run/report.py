@@ -81,7 +81,7 @@ def _verdict(run: Run, document: Mapping[str, Any]) -> str:
         return f"{phase}: {run.closed}" + (f"; {here}" if run.nodes else "")
     if phase == "dead":
         silence = duration(min(node.silence for node in run.nodes))
-        return f"dead: nobody has been heard of for {silence}, longer than the lease of {run.lease:g} s"
+        return f"dead: no heartbeat for {silence}, longer than the lease of {run.lease:g} s"
     if phase == "running":
         words = [f"running: round {run.epoch}", count(run.size, "node")]
         if run.age is not None:
@@ -95,18 +95,18 @@ def _verdict(run: Run, document: Mapping[str, Any]) -> str:
         return f"regrouping: round {run.epoch} is broken: {run.broken}"
     if phase == "forming":
         return f"forming round {run.epoch + 1}" + (f": round {run.epoch} is over: {run.broken}" if run.broken else "")
-    return f"empty: nobody is in the run; its last round was {run.epoch}"
+    return f"empty: no nodes in the run; its last round was {run.epoch}"
 
 
 def _problems(run: Run) -> list[str]:
     """What is wrong with the run, beside what its verdict says."""
     found = [
-        f"host {name} is kept out, its workers failed first in {count(run.failures[name], 'round')} in a row; "
-        f"`redelastic readmit {run.run_id} {name}` lets it in"
+        f"host {name} is excluded: its workers failed first in {count(run.failures[name], 'consecutive round')}; "
+        f"`redelastic readmit {run.run_id} {name}` readmits it"
         for name in run.barred
     ]
     if run.idle:
-        found.append(f"the last {count(run.idle, 'restart')} brought no progress")
+        found.append(f"the last {count(run.idle, 'restart')} made no progress")
     return found
 
 
@@ -184,16 +184,16 @@ def _node_problems(
 ) -> list[str]:
     found = []
     if node.lease <= 0:
-        found.append(f"silent for {duration(node.silence)}: its lease is over, and nobody has noticed yet")
+        found.append(f"silent for {duration(node.silence)}: its lease has expired, and no other node has noticed yet")
     elif node.silence > MISSED * run.lease > 0:
-        found.append(f"silent for {duration(node.silence)}: out in {duration(node.lease)} if it stays so")
+        found.append(f"silent for {duration(node.silence)}: its lease expires in {duration(node.lease)}")
     if hung := [worker for worker in workers if worker["state"] == "hung"]:
         more = f", and {count(len(hung) - 1, 'more worker')}" if len(hung) > 1 else ""
         found.append(_hung(hung[0]) + more)
     for gpu in gpus:
         which = "a GPU" if gpu["index"] is None else f"GPU {gpu['index']}"
         if gpu["lost"]:
-            found.append(f"{which} is lost: it is gone from the bus")
+            found.append(f"{which} has fallen off the bus")
         errors = [count(gpu["ecc"], "ECC error")] if gpu["ecc"] else []
         if gpu["xid"]:
             numbers = ", ".join(xid for xid in gpu["xids"] if int(xid) not in APPLICATION_XIDS)
@@ -202,7 +202,7 @@ def _node_problems(
             found.append(f"{which} has {' and '.join(errors)}")
     failures = run.failures.get(node.name, 0)
     if failures:
-        found.append(f"its workers failed first in {count(failures, 'round')} in a row")
+        found.append(f"its workers failed first in {count(failures, 'consecutive round')}")
     return found
 
 

@@ -36,14 +36,14 @@ _alive: Final[set[RedisStore]] = set()
 
 
 class RoundBrokenError(dist.DistStoreError):
-    """A wait on a round's store cannot succeed any more: a member is gone, or a later round is complete (I7)."""
+    """A wait on a round's store can no longer succeed: a member is gone, or a later round is complete (I7)."""
 
 
 class RedisStore(dist.Store):
     """A ``torch.distributed.Store`` in Redis.
 
-    Contract: ``torch.distributed.Store`` and ``TCPStore`` of torch 2.13. All that writes takes effect once, even when a
-    reply is lost and the request is sent again, or a copy of it arrives late (I8). A blocked ``get``, ``wait`` or
+    Contract: ``torch.distributed.Store`` and ``TCPStore`` of torch 2.13. Every write takes effect exactly once, even
+    when a reply is lost and the request is sent again, or a copy arrives late (I8). A blocked ``get``, ``wait`` or
     ``queue_pop`` is woken by the ``set`` that satisfies it.
 
     A store stays usable until :meth:`close`, even if only torch's C++ still knows it. All objects for one store are the
@@ -51,19 +51,19 @@ class RedisStore(dist.Store):
 
     Args:
         client: an endpoint or URL, a redis-py client of bytes, or a :class:`Connection`.
-        run_id: id of the run that the store belongs to.
-        name: tells this store from others of the run.
-        epoch: that of the round the store belongs to, if it does; the name is not used then. A wait on such a store
-            ends at once when the round is broken, and nothing is written to it once a later round is complete (I4).
-        key_prefix: what the names of all keys in Redis begin with.
-        timeout: of blocking calls, in seconds. The error may come up to 0.1 s later, however short that is: Redis looks
-            for blocked clients whose time is up ten times a second. What comes in time is told at once.
+        run_id: id of the run.
+        name: distinguishes this store from the run's others.
+        epoch: epoch of the round that the store belongs to, if any; the name is not used then. A wait on such a store
+            ends at once when the round is broken, and it refuses writes once a later round is complete (I4).
+        key_prefix: prefix of all keys in Redis.
+        timeout: of blocking calls, in seconds. The error may come up to 0.1 s later, however short the time-out: Redis
+            checks blocked clients ten times a second. A value that comes in time is returned at once.
         ttl: how long the store outlives its last change, in seconds, or up to a hundredth less; a round's members keep
             its store, but for queues that nobody uses.
 
     Raises:
-        RendezvousConnectionError: no Redis answers at the endpoint, or it refuses us.
-        ValueError: an endpoint, run id, name or prefix that is not valid.
+        RendezvousConnectionError: Redis does not answer, or refuses the connection.
+        ValueError: the endpoint, run id, name or prefix is invalid.
     """
 
     timeout: timedelta  # torch's own, which its type stubs lack
@@ -101,9 +101,9 @@ class RedisStore(dist.Store):
         return f"RedisStore({self._keys.base!r} at {self._connection.name})"
 
     def close(self) -> None:
-        """Give up this object and its views: they may be collected once nothing in Python holds them.
+        """Release this object and its views: they may be collected once nothing in Python refers to them.
 
-        What is stored stays.
+        The stored data stays.
         """
         _alive.discard(self)
         while self._views:
@@ -112,7 +112,7 @@ class RedisStore(dist.Store):
             self._connection.close()
 
     def clone(self) -> RedisStore:
-        """Another object for the same store, with a time-out of its own."""
+        """Another object for the same store, with its own time-out."""
         return self.prefixed(b"")
 
     def prefixed(self, prefix: Text) -> RedisStore:
@@ -150,11 +150,11 @@ class RedisStore(dist.Store):
             self._once(scripts.STORE_SET, [self._keys.stream(key) for key in full], pairs)
 
     def get(self, key: Text) -> bytes:
-        """Read a value; blocks until it is there.
+        """Read a value; block until it is set.
 
         Raises:
-            DistStoreError: it was not there within ``timeout``.
-            RoundBrokenError: it cannot come any more, since the store's round is broken.
+            DistStoreError: it was not set within ``timeout``.
+            RoundBrokenError: it will not be set, because the store's round is broken.
         """
         full, started = self._key(key), time.monotonic()
         while True:
@@ -166,7 +166,7 @@ class RedisStore(dist.Store):
                 return value
 
     def multi_get(self, keys: Sequence[Text]) -> list[bytes]:
-        """Read several values; blocks until all are there. Raises as :meth:`get`."""
+        """Read several values; block until all are set. Raises like :meth:`get`."""
         full, started, seconds = self._all(keys), time.monotonic(), self._seconds()
         values = self._read(full)
         while missing := [i for i, value in enumerate(values) if value is None]:
@@ -184,10 +184,10 @@ class RedisStore(dist.Store):
         """Add to the number in a key, 0 at first; returns the new number.
 
         Raises:
-            ValueError: the key holds no number, or the new one would not fit 64 bits.
+            ValueError: the value is not a number, or the new one would not fit 64 bits.
         """
         if not isinstance(amount, int) or not -(2**63) <= amount < 2**63:
-            raise TypeError(f"add takes a whole number of 64 bits, not {amount!r}.")
+            raise TypeError(f"add takes a 64-bit integer, not {amount!r}.")
         full = self._key(key)
         try:
             return int(self._once(scripts.STORE_ADD, [self._keys.stream(full)], [full, amount]))
@@ -233,7 +233,7 @@ class RedisStore(dist.Store):
         return there
 
     def wait(self, keys: Sequence[Text], timeout: timedelta | None = None) -> None:
-        """Block until all keys are there; raises as :meth:`get`."""
+        """Block until all keys are set. Raises like :meth:`get`."""
         full, started = self._all(keys), time.monotonic()
         seconds = self._seconds if timeout is None else timeout.total_seconds
         if len(full) != 1 or not self._call(
@@ -242,7 +242,7 @@ class RedisStore(dist.Store):
             self._await(full, "wait", started, seconds())
 
     def num_keys(self) -> int:
-        """How many keys the store has."""
+        """The number of keys."""
         if self._prefix:
             return len(self.list_keys())
         return int(self._call(lambda client: client.hlen(self._keys.data)))
@@ -256,13 +256,13 @@ class RedisStore(dist.Store):
     # -- queues
 
     def queue_push(self, key: Text, value: Text) -> None:
-        """Put an item at the end of a queue."""
+        """Append an item to a queue."""
         full = self._key(key)
         streams = [self._keys.stream(full), self._keys.queue(full)]
         self._once(scripts.QUEUE_PUSH, streams, [full, _bytes("value", value)])
 
     def queue_pop(self, key: Text, block: bool = True) -> bytes:
-        """Take the item at the front of a queue.
+        """Remove and return the first item of a queue.
 
         Raises:
             QueueEmptyError: there is none, and ``block`` is False.
@@ -278,7 +278,7 @@ class RedisStore(dist.Store):
             self._await([full], "pop", started, seconds)
 
     def queue_len(self, key: Text) -> int:
-        """How many items a queue has."""
+        """The number of items in a queue."""
         queue = self._keys.queue(self._key(key))
         return int(self._call(lambda client: client.llen(queue), [queue]))
 
@@ -328,7 +328,7 @@ class RedisStore(dist.Store):
             if reply[0] < 0:
                 raise RoundBrokenError(
                     f"Round {self._epoch} of run {self._run.run_id!r} is broken ({text(reply[1])}); "
-                    f"the keys {_listed(keys)} cannot come any more. Join the next round."
+                    f"the keys {_listed(keys)} will not be set any more. Join the next round."
                 )
             remaining = deadline - time.monotonic()
             if remaining <= 0:
@@ -411,10 +411,10 @@ def _bytes(what: str, value: Text) -> bytes:
         value = value.encode("utf-8", "surrogateescape")
     elif type(value) is not bytes:
         if not isinstance(value, bytes | bytearray):
-            raise TypeError(f"A {what} of a store is str or bytes, not {type(value).__name__}.")
+            raise TypeError(f"A {what} of a store must be str or bytes, not {type(value).__name__}.")
         value = bytes(value)
-    if len(value) > _LONGEST:  # Redis hangs up on whoever sends more, and nobody would know why
-        raise ValueError(f"A {what} of a store has at most {_LONGEST:,} bytes, not {len(value):,}; write it in parts.")
+    if len(value) > _LONGEST:  # Redis drops a client that sends more, without a reason
+        raise ValueError(f"A {what} of a store must have at most {_LONGEST:,} bytes, not {len(value):,}: split it.")
     return value
 
 

@@ -98,7 +98,7 @@ def test_other_ways_to_drain(server: RedisServer, tmp_path: Path, how: str) -> N
             Path(f"{drain_file}-b").touch()  # both nodes look for it
         assert job.wait_end("b") == DRAINED
         assert {line.node for line in job.lines("saved")} == {"a", "b"}
-        reasons = {"SIGUSR1": "SIGUSR1", "command": "by a test", "file": f"the file {drain_file}-b is there"}
+        reasons = {"SIGUSR1": "SIGUSR1", "command": "by a test", "file": f"the file {drain_file}-b exists"}
         assert job.events("drain")[0].reason == reasons[how]
         if how == "file":
             assert job.wait_end("a") == DRAINED

@@ -56,7 +56,7 @@ def test_what_does_not_heed_sigterm_is_killed_when_its_time_is_up(
     ended(worker)
     assert tree.stop([worker.pid], grace=0.2) == [left.pid]
     assert not lives(left)
-    assert f"did not heed SIGTERM within 0.2 s: {left.pid}." in caplog.text
+    assert f"did not exit within 0.2 s of SIGTERM: {left.pid}." in caplog.text
 
 
 def test_a_process_gets_sigterm_once(tree: ProcessTree, start: Start, tmp_path: Path) -> None:
@@ -129,6 +129,6 @@ def test_who_is_hurried_waits_for_nobody(
 ) -> None:
     start(DAEMON)
     left = said(tmp_path, "worker", "left")["left"]
-    tree.wait([], time.monotonic() + 10 * DEADLINE, lambda: "which get SIGTERM in" in caplog.text)
+    tree.wait([], time.monotonic() + 10 * DEADLINE, lambda: "which will get SIGTERM in" in caplog.text)
     assert lives(left)
     assert f"{left.pid} (python" in caplog.text, "it is named"

@@ -90,7 +90,7 @@ def test_why_a_warden_died_is_told_once(
     assert set(pauses[7:]) == {noticed_after + LONGEST_PAUSE}
     [record] = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert "exited with 1" in record.message
-    assert "workers outlive this process if SIGKILL ends it" in record.message
+    assert "workers would survive this process if it got SIGKILL" in record.message
     assert record.message.endswith("no module named spam")
 
 

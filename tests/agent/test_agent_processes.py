@@ -177,7 +177,7 @@ def test_what_does_not_die_is_named(
         broken.setattr(warden, "_signal", lambda *_: None)
         tree.kill([worker.pid])
     assert f"{worker.pid} (python" in caplog.text
-    assert "not gone 0.1 s after SIGKILL" in caplog.text
+    assert "still there 0.1 s after SIGKILL" in caplog.text
 
 
 def test_without_proc_psutil_finds_the_descendants_and_sessions(

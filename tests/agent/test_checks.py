@@ -75,7 +75,7 @@ def test_a_fit_node_is_fit(node: Node) -> None:
         ("unfit", "unfit: has 2 workers and a broken fan"),
         ("raises", "raises: OSError: [Errno 5] Input/output error"),
         ("exits", "exits: SystemExit: 3"),
-        ("unclear", "unclear: returned False, which is neither a reason nor None"),
+        ("unclear", "unclear: returned False, which is neither a string nor None"),
         ("absent", "absent: ModuleNotFoundError: No module named 'no_such_module'"),
     ],
 )
@@ -91,7 +91,7 @@ def test_the_first_reason_wins(node: Node) -> None:
 
 def test_a_check_that_nobody_knows_is_an_error(node: Node, hooks: str) -> None:
     with pytest.raises(
-        ValueError, match=r"no health check 'fan'; known are: .*fit, .*our-disk.*'redelastic\.health_ch"
+        ValueError, match=r"Unknown health check 'fan'; known checks: .*fit, .*our-disk.*'redelastic\.health_ch"
     ):
         run_checks(["fit", "fan"], None, node)
     assert hooks not in sys.modules, "nothing ran before the name was found wrong"
@@ -99,7 +99,7 @@ def test_a_check_that_nobody_knows_is_an_error(node: Node, hooks: str) -> None:
 
 @pytest.mark.usefixtures("hooks")
 def test_a_check_that_hangs_refuses_in_time(tmp_path: Path) -> None:
-    assert run_checks(["hangs"], None, Node(tmp_path, 1, timeout=0.2)) == "hangs: did not answer within 0.2 s"
+    assert run_checks(["hangs"], None, Node(tmp_path, 1, timeout=0.2)) == "hangs: did not finish within 0.2 s"
 
 
 def test_our_checks_fit_this_machine_when_asked_directly(node: Node) -> None:
@@ -185,7 +185,7 @@ def test_a_process_that_sigkill_does_not_end_is_given_up(tmp_path: Path, monkeyp
     process.kill()
     process.wait(10)
     assert ran_still, "when it was given up"
-    hangs = f"not even SIGKILL ends its process {process.pid}, which hangs in the kernel"
+    hangs = f"not even SIGKILL ends process {process.pid}, which hangs in the kernel"
     assert reason == f"command: did not end within 0.2 s, and {hangs}"
 
 

@@ -94,7 +94,7 @@ def test_memory_that_is_too_little(node: Node, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("REDELASTIC_MIN_MEMORY", "1000T")
     reason = memory(node)
     assert reason is not None
-    assert re.match(r"[\d,]+ MiB of memory are available to .*, less than 1,048,576,000 MiB: end what", reason)
+    assert re.match(r"[\d,]+ MiB of memory is available to .*, less than 1,048,576,000 MiB: free some", reason)
     monkeypatch.setenv("REDELASTIC_MIN_MEMORY", "1M")
     assert memory(node) is None
 
@@ -119,7 +119,7 @@ def test_sizes(monkeypatch: pytest.MonkeyPatch, value: str, size: int) -> None:
 @pytest.mark.parametrize("value", ["much", "-1", "4X", "4 G B", "1e9"])
 def test_a_size_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv("REDELASTIC_MIN_MEMORY", value)
-    with pytest.raises(ValueError, match=f"REDELASTIC_MIN_MEMORY='{value}' is no number of bytes; give one such as 4G"):
+    with pytest.raises(ValueError, match=f"REDELASTIC_MIN_MEMORY='{value}' is not a number of bytes; use 4G"):
         checks._bytes_from_environment("REDELASTIC_MIN_MEMORY", 7)
 
 
@@ -213,4 +213,4 @@ def test_memory_in_a_real_cgroup(tmp_path: Path) -> None:
             ).stdout.strip()
 
         assert answer(1) == "None"
-        assert re.match(rf"\d+ MiB of memory are available to cgroup {group}, less than 512 MiB", answer(2))
+        assert re.match(rf"\d+ MiB of memory is available to cgroup {group}, less than 512 MiB", answer(2))

@@ -74,7 +74,7 @@ def test_a_drain_file_may_say_by_when_to_be_gone(tmp_path: Path, text: str, time
     assert drained == []
     (tmp_path / "notice").write_text(text)
     file.look()
-    assert drained == [(f"the file {tmp_path / 'notice'} is there", timeout)]
+    assert drained == [(f"the file {tmp_path / 'notice'} exists", timeout)]
 
 
 @pytest.mark.fault("the drain file is out of reach, as on a lost mount", "that is said once; it is looked for again")
@@ -90,7 +90,7 @@ def test_a_drain_file_that_cannot_be_looked_for_is_complained_of_once(
             file.look()
     [record] = caplog.records
     assert record.exc_info is None
-    assert "The drain file cannot be looked for" in record.getMessage()
+    assert "The drain file cannot be checked" in record.getMessage()
     assert str(folder / "notice") in record.getMessage()
     folder.unlink()
     folder.mkdir()

@@ -150,7 +150,7 @@ def test_more_workers_than_gpus_are_warned_of_where_each_sees_all_gpus(
     assignment = of(5, isolate=False)
     assert (assignment.gpus, assignment.isolate) == ((), False)
     assert len(assignment.visible) == len(four.gpus)
-    assert "5 workers were asked for, but this host has 4 GPUs" in caplog.text
+    assert "5 workers were requested, but this host has 4 GPUs" in caplog.text
     assert "--share-gpus" in caplog.text
 
 
@@ -356,7 +356,7 @@ def test_nvml_that_cannot_count_is_told_of_and_torch_counts(
     monkeypatch.setattr(four, "nvmlDeviceGetCount", fail)
     torch_counts(monkeypatch, 1)
     assert ids(of(1)) == ["0"]
-    assert "NVML cannot show" in caplog.text
+    assert "NVML cannot list" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -384,7 +384,7 @@ def driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Driver:
 @pytest.mark.fault("the GPUs' driver hangs when an agent starts", "the agent ends, and says that it was the driver")
 def test_a_driver_that_hangs_is_an_error_after_a_while(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     driver("nvml = FakeNvml(); nvml.nvmlInit = lambda: time.sleep(600)")
-    with pytest.raises(DriverError, match=r"driver .* cannot be asked: .* did not end within 0\.5 s.*nvidia-smi"):
+    with pytest.raises(DriverError, match=r"driver cannot be queried: .* did not end within 0\.5 s.*nvidia-smi"):
         assign(1, share=False, environ={}, ask=lambda: take_inventory(0.5))
     assert assign(1, share=False, environ={"CUDA_VISIBLE_DEVICES": ""}) == Assignment(), "nobody needs to be asked"
     monkeypatch.setattr(devices, "DEVICE_NODES", ("no-such-driver*",))

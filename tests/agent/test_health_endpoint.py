@@ -323,13 +323,13 @@ def test_a_port_in_use_is_named_with_what_to_do(endpoint: HealthEndpoint, node: 
 
 @pytest.mark.parametrize("port", [-1, 65536])
 def test_a_port_that_does_not_exist_is_refused(node: FakeNode, port: int) -> None:
-    with pytest.raises(ValueError, match=f"port {port}: give one from 1 to 65535"):
+    with pytest.raises(ValueError, match=f"port {port}: use 1 to 65535"):
         HealthEndpoint(node, port=port)
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host.invalid"])
 def test_an_address_of_another_machine_is_refused(node: FakeNode, host: str) -> None:
-    with pytest.raises(OSError, match=f"of {host}: .*give an address of this machine"):
+    with pytest.raises(OSError, match=f"of {host}: .*use an address of this machine"):
         HealthEndpoint(node, host=host, port=0).start()
 
 

@@ -99,7 +99,7 @@ def test_an_nvml_that_does_not_answer_stops_nothing_else(
     until(lambda: "gpus" not in running.status(), "what NVML said before is not told for ever")
     assert len([r for r in caplog.records if "NVML has not answered" in r.getMessage()]) == 1
     running.drain_file.touch()
-    with pytest.raises(DrainedError, match="notice is there"):
+    with pytest.raises(DrainedError, match="notice exists"):
         running.ended.result(LIMIT)
 
 

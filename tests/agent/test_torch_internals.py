@@ -30,8 +30,8 @@ def test_all_that_we_use_of_torch_is_there() -> None:
 @pytest.mark.parametrize(
     ("hook", "says"),
     [
-        (Hook("torch.gone", "x"), "torch.gone.x is not there"),
-        (Hook(LAUNCHER, "LocalElasticAgent._gone"), "LocalElasticAgent._gone is not there"),
+        (Hook("torch.gone", "x"), "torch.gone.x is missing"),
+        (Hook(LAUNCHER, "LocalElasticAgent._gone"), "LocalElasticAgent._gone is missing"),
         (Hook(LAUNCHER, "LaunchConfig", ("min_nodes", "colour")), "LaunchConfig takes no colour"),
     ],
 )
@@ -43,7 +43,7 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, hook: Hook, s
 
 @pytest.mark.parametrize("version", ["2.9.1+cu128", "2.6.0", "1.13.1"])
 def test_an_old_torch_is_refused_by_name(version: str) -> None:
-    with pytest.raises(ImportError, match=rf"needs torch 2.10 or newer, and this is torch {version[:5]}"):
+    with pytest.raises(ImportError, match=rf"needs torch 2.10 or newer; this is torch {version[:5]}"):
         require_torch(version)
     require_torch("2.10.0")
     require_torch("3.0.0a0+git1234")
@@ -63,7 +63,7 @@ def test_an_old_torch_is_refused_at_once(code: str) -> None:
     old = "import sys, torch; torch.__version__ = '2.7.1'; "
     done = subprocess.run([sys.executable, "-c", old + code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode != 0
-    assert "redelastic needs torch 2.10 or newer, and this is torch 2.7.1" in done.stderr
+    assert "redelastic needs torch 2.10 or newer; this is torch 2.7.1" in done.stderr
 
 
 class Theirs(LocalElasticAgent):

@@ -168,7 +168,7 @@ def test_spares_wait_and_step_in(server: RedisServer, tmp_path: Path) -> None:
         job.start("late", may_end=True)
         assert job.wait_end("late") != 0
         assert "RendezvousClosedError" in job.nodes["late"].stderr
-        assert "use another run id" in job.nodes["late"].stderr
+        assert "use a new run id" in job.nodes["late"].stderr
 
 
 def test_two_jobs_on_one_redis(server: RedisServer, tmp_path: Path) -> None:

@@ -136,7 +136,10 @@ def test_workers_do_not_wait_for_ever_for_a_template(
     one.prepare()
     assert [fork for fork, _ in start_group(one, tmp_path)] == [False, False]
     assert [r.getMessage() for r in caplog.records] == [
-        "Nothing is preloaded, and workers start as always: the template has not imported all within 0.01 s."
+        (
+            "Nothing is preloaded, and workers start as new processes: "
+            "the template did not finish its imports within 0.01 s."
+        )
     ]
     (tmp_path / "fifo").write_text("")
     monkeypatch.undo()
@@ -177,7 +180,7 @@ def test_a_template_that_dies_is_noticed_though_a_process_of_its_own_lives(
         os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
     assert one._template is None
     assert one._spared == set()
-    assert "the template ended with status 3 while it imported" in caplog.text
+    assert "the template ended with status 3 during its imports" in caplog.text
 
 
 def test_a_template_that_the_kernel_does_not_let_go_is_not_waited_for(make: Callable[..., WarmStart]) -> None:
@@ -215,7 +218,7 @@ def test_what_cannot_be_preloaded_is_told_once(
         assert [fork for fork, _ in start_group(one, tmp_path)] == [False, False]
     [record] = caplog.records
     assert record.getMessage() == (
-        "Nothing is preloaded, and workers start as always: "
+        "Nothing is preloaded, and workers start as new processes: "
         "bad starts 1 thread, which a fork would lose, when it is imported."
     )
 
@@ -235,7 +238,7 @@ def test_a_template_that_was_killed_is_replaced_once_until_workers_need_it(
         assert (one._template is not None) == replaced
         assert one._spared == ({pid_of(one)} if replaced else set()), "another process may get its number"
     assert [fork for fork, _ in start_group(one, tmp_path)] == [True, True]
-    told = ["The template of the workers was ended by SIGKILL; another one is made."]
+    told = ["The worker template was ended by SIGKILL; creating a new one."]
     assert [r.getMessage() for r in caplog.records] == 2 * told
 
 
@@ -250,7 +253,7 @@ def test_a_template_that_hangs_is_given_up_for_this_group(
     assert [fork for fork, _ in start_group(one, tmp_path)] == [False, False]
     assert not lives(frozen)
     assert len(caplog.records) == 1
-    assert "workers start as always: the template failed: it does not answer" in caplog.text
+    assert "workers start as new processes: the template failed: it does not answer" in caplog.text
     monkeypatch.undo()
     assert [fork for fork, _ in start_group(one, tmp_path)] == [True, True]
 
@@ -261,7 +264,7 @@ def test_a_template_that_hangs_is_given_up_for_this_group(
         ({"entrypoint": print}, "workers are functions"),
         ({"entrypoint": print, "args": (3, None)}, "workers are functions"),
         ({"entrypoint": "ls"}, "workers are started by ls, not by this Python"),
-        ({"args": ("-u", "-I", "x.py")}, "-I is an option of Python"),
+        ({"args": ("-u", "-I", "x.py")}, "-I is a Python option"),
         ({"numa_options": object()}, "NUMA nodes"),
         ({"owns_process": False}, "this process is not the agent's own"),
     ],
@@ -270,7 +273,7 @@ def test_what_no_template_can_be_made_for_is_refused(wrong: dict[str, Any], told
     settings = {"entrypoint": sys.executable, "args": ("-u", "-m", "x", "-I"), "numa_options": None, **wrong}
     owns_process = settings.pop("owns_process", True)
     spec: Any = SimpleNamespace(**settings)
-    with pytest.raises(ValueError, match=f"Nothing can be preloaded here: .*{told}.* Leave preload out"):
+    with pytest.raises(ValueError, match=f"Nothing can be preloaded here: .*{told}.* Remove preload"):
         refuse(spec, owns_process=owns_process)
 
 
@@ -285,7 +288,7 @@ def test_a_spec_that_is_right_is_not_refused() -> None:
     [
         (["--preload=torch", "--no-python", "ls"], "workers are started by ls, not by this Python"),
         (["--preload=torch", "--run-path", str(WITNESS)], "workers are functions"),
-        (["--preload=torch,1x", str(WITNESS)], "preload='1x' is not the name of a module"),
+        (["--preload=torch,1x", str(WITNESS)], "preload='1x' is not a module name"),
     ],
 )
 def test_the_command_line_is_refused_with_the_reason(
@@ -399,7 +402,7 @@ def test_a_template_that_is_killed_is_replaced(server: RedisServer, tmp_path: Pa
         [worker] = {line.pid for line in job.lines("start") if line.epoch == epoch}
         assert is_fork(worker)
         job.finish("a")
-        assert job.nodes["a"].stderr.count("The template of the workers was ended by SIGKILL") == 1
+        assert job.nodes["a"].stderr.count("The worker template was ended by SIGKILL") == 1
 
 
 def test_a_node_imports_before_it_joins(server: RedisServer, tmp_path: Path) -> None:
@@ -435,4 +438,4 @@ def test_the_agents_log_says_when_a_module_was_refused(tmp_path: Path) -> None:
     run = launch(tmp_path, "--nproc-per-node=2", "script.py", PET_PRELOAD="json,bad")
     out, err = run.communicate(timeout=LIMIT)
     assert (run.returncode, out.count("the script ran")) == (0, 2), err
-    assert err.count("workers start as always: bad starts 1 thread") == 1
+    assert err.count("workers start as new processes: bad starts 1 thread") == 1

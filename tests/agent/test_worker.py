@@ -62,12 +62,12 @@ def test_whatever_is_an_integer_is_a_step(step: int) -> None:
 
 @pytest.mark.parametrize("step", [1.0, "7", None, np.float32(1), torch.tensor(1.5), torch.arange(2), b"x" * 1000])
 def test_what_is_no_integer_is_refused(step: int) -> None:
-    with pytest.raises(TypeError, match=r"takes the step as an integer, not .{1,80}\.$"):
+    with pytest.raises(TypeError, match=r"takes an integer step, not .{1,80}\.$"):
         worker.progress(step)
 
 
 def test_a_step_of_more_than_64_bits_is_refused() -> None:
-    with pytest.raises(ValueError, match="63 bits and a sign, not of 64"):
+    with pytest.raises(ValueError, match="63 bits plus a sign, not 64 bits"):
         worker.progress(2**63)
 
 
@@ -297,7 +297,7 @@ def test_a_place_that_cannot_be_used_is_said_once_and_harms_nothing(tmp_path: Pa
         )
         assert (done.returncode, done.stdout) == (0, "False\n")
         assert done.stderr.count("\n") == (0 if closed else 1)
-        assert closed or "the agent does not see the progress" in done.stderr
+        assert closed or "the agent cannot see the progress" in done.stderr
     assert (tmp_path / "file").read_bytes() == b"too short"
 
 

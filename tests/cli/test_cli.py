@@ -98,7 +98,7 @@ class TestErrors:
         name, _, *rest = argv
         done = cli(name, run_id, *rest)
         assert (done.code, done.out, done.err.count("\n")) == (4, "", 1)
-        assert f"holds no run '{run_id}'" in done.err
+        assert f"has no run '{run_id}'" in done.err
         assert list(client.scan_iter(f"*{run_id}*")) == []  # and none was made
 
     @pytest.mark.parametrize("argv", [*COMMANDS, ("list",)], ids=lambda argv: argv[0])
@@ -162,7 +162,7 @@ def test_as_a_module() -> None:
 class TestList:
     def test_runs_of_the_prefix(self, cli: Cli, new_node: NodeFactory, run_id: str) -> None:
         prefix = f"p-{run_id}"
-        assert "holds no run with the key prefix" in cli("list", "--key-prefix", prefix).out
+        assert "has no run with the key prefix" in cli("list", "--key-prefix", prefix).out
         assert cli("list", "--key-prefix", prefix, "--json").json == {"runs": []}
         for name in ("a", "b"):
             new_node(1, 1, run_id=name, key_prefix=prefix).next_rendezvous()
@@ -210,7 +210,7 @@ class TestEvents:
             control.note("saved", "", f"number {i}")
         done = cli("events", run_id, "-n", "2")
         assert [line.split()[-1] for line in done.out.splitlines()] == ["3", "4"]
-        assert "older ones" in done.err
+        assert "older events" in done.err
         assert cli("events", run_id, "-n", "7").err == ""
 
     def test_detail(self, cli: Cli, new_node: NodeFactory, control: RunControl, run_id: str) -> None:
@@ -282,7 +282,7 @@ class TestDrain:
             assert (told.node, told.timeout) == (members[1].node, 12)
             assert told.reason.endswith(": spot VM goes")
         again = cli("drain", run_id, named)
-        assert "drains already" in again.out
+        assert "is already draining" in again.out
         assert "spot VM goes" in again.out
 
     def test_wait_until_it_has_left(
@@ -394,7 +394,7 @@ class TestClose:
         done = cli("close", run_id, "--stop")
         assert (done.code, "end their workers" in done.out) == (0, True)
         until(lambda: node.membership.view.stopped, "the node hears of it")
-        assert "was closed before, by" in cli("close", run_id, "--stop").out
+        assert "was already closed, by" in cli("close", run_id, "--stop").out
 
     def test_stop_after_close(self, cli: Cli, new_node: NodeFactory, run_id: str) -> None:
         node = new_node(1, 1)
@@ -436,8 +436,8 @@ class TestReadmit:
         node = new_node(1, 1, node_name="host-1")
         node.next_rendezvous()
         node.membership.charge(time.monotonic(), 7, "worker 0 failed", (-1, -1, 9), final=True)
-        assert "against these it does: host-1 (1)" in cli("readmit", run_id, "host-2").err
-        assert "was not kept out" in cli("readmit", run_id, "host-1").out
+        assert "hosts with failures: host-1 (1)" in cli("readmit", run_id, "host-2").err
+        assert "was not excluded" in cli("readmit", run_id, "host-1").out
 
 
 def _wake_ups(connection: Connection, keys: RunKeys) -> list[str]:

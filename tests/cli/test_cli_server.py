@@ -115,7 +115,7 @@ def test_a_server_that_dies_ends_the_command(start: Start) -> None:
     os.kill(json.loads(first_line(process))["pid"], signal.SIGKILL)
     _, err = process.communicate(timeout=20)
     assert process.returncode == 1
-    assert "ended by itself" in err
+    assert "exited by itself" in err
 
 
 def test_a_file_for_the_url_is_private_and_goes_with_the_server(start: Start, tmp_path: Path) -> None:

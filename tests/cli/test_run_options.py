@@ -83,7 +83,7 @@ def test_a_launcher_may_place_the_run_by_variables_alone(launched: list[Any], mo
 @pytest.mark.parametrize(
     ("variable", "value", "told"),
     [
-        ("PET_RDZV_BACKEND", "c10d", "PET_RDZV_BACKEND=c10d asks for another rendezvous; unset it"),
+        ("PET_RDZV_BACKEND", "c10d", "PET_RDZV_BACKEND=c10d selects another rendezvous: unset it"),
         ("PET_DRAIN_TIMEOUT", "-1", "drain_timeout=-1"),
     ],
 )

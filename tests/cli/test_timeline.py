@@ -198,13 +198,13 @@ class TestCommand:
         new_node(1, 1).next_rendezvous()
         (tmp_path / "folder.png").mkdir()
         for arguments, said in [
-            ((), "say where to draw with --out FILE.png, or ask for --json."),
-            (("--out", "it.gif"), "--out it.gif ends in none of .png, .svg, .pdf, .html."),
-            (("--out", "it"), "--out it ends in none of .png, .svg, .pdf, .html."),
+            ((), "give --out FILE.png, or --json."),
+            (("--out", "it.gif"), "--out it.gif must end in one of .png, .svg, .pdf, .html."),
+            (("--out", "it"), "--out it must end in one of .png, .svg, .pdf, .html."),
             (("--out", str(tmp_path / "no" / "it.png")), f"there is no directory {tmp_path / 'no'}."),
             (("--out", str(tmp_path / "folder.png")), "folder.png cannot be written: Is a directory."),
-            (("--json", "--since", "yesterday"), "--since 'yesterday' is neither such as 15m"),
-            (("--json", "--since", "2999-01-01"), "--since 2999-01-01: the last that is known of run"),
+            (("--json", "--since", "yesterday"), "--since 'yesterday' is invalid: use 15m"),
+            (("--json", "--since", "2999-01-01"), "--since 2999-01-01: the last event of run"),
         ]:
             code, out, err = command(*arguments)
             assert (code, out) == (2, ""), arguments

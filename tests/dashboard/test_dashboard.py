@@ -156,11 +156,11 @@ class TestWhoIsLetIn:
             port = url.rstrip("/").rpartition(":")[2]
             for arguments, said in [
                 (("--host=0.0.0.0",), "--host 0.0.0.0 is not loopback: give --token-file FILE"),
-                (("--host=no.such.host.invalid",), "--host no.such.host.invalid is no address of this machine"),
+                (("--host=no.such.host.invalid",), "--host no.such.host.invalid is not an address of this machine"),
                 (("--token-file", str(tmp_path / "none")), "cannot be read"),
-                (("--token-file", str(short)), "begins with a token of 6 characters; it needs 16 or more"),
+                (("--token-file", str(short)), "has a token of 6 characters; use 16 or more"),
                 (("--port", port), f"cannot listen on port {port} of localhost: Address already in use"),
-                (("--port", "70000"), "must be a port, from 0 to 65535"),
+                (("--port", "70000"), "must be a port from 0 to 65535"),
             ]:
                 done = command("dashboard", "--endpoint", server.url, *arguments)
                 assert done.code == 2, arguments
@@ -222,7 +222,7 @@ class TestJson:
         Crowd(client, run_id, 1)
         with dashboard(f"--endpoint={server.url}") as (url, _):
             for missing, said in {
-                "api/runs/no-such-run": "holds no run 'no-such-run'",
+                "api/runs/no-such-run": "has no run 'no-such-run'",
                 "api/runs/bad*id": "'bad*id'",
                 f"api/runs/{run_id}?node=x": "no such node or event",
                 f"api/runs/{run_id}?event=1-0": "no such node or event",
@@ -366,7 +366,7 @@ def test_it_needs_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     done = command("dashboard")
     assert (done.code, done.err) == (
         2,
-        "redelastic dashboard: the dashboard needs more packages: pip install 'redelastic[dashboard]'.\n",
+        "redelastic dashboard: the dashboard needs an extra: pip install 'redelastic[dashboard]'.\n",
     )
 
 

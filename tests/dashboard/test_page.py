@@ -76,7 +76,7 @@ def test_a_job_is_read_off_the_page(server: RedisServer, tmp_path: Path, browser
         job.tell("finish")
         assert job.wait_end("a") == job.wait_end("d") == 0
         browser.until(".verdict", "closed")
-        browser.until("[aria-label=Nodes] .none", "Nobody is in the run.")
+        browser.until("[aria-label=Nodes] .none", "No nodes in the run.")
 
 
 def test_names_from_redis_stay_text(server: RedisServer, browser: Browser, new_node: NodeFactory) -> None:
@@ -122,7 +122,7 @@ def test_the_page_outlives_its_server(server: RedisServer, browser: Browser, new
         until(lambda: browser.rows() == {"a": "running"}, "it is shown", 60)
         port = url.rstrip("/").rpartition(":")[2]
         assert process.interrupt() == 0
-        browser.until(".banner", "The dashboard's server does not answer.")
+        browser.until(".banner", "The dashboard's server does not respond.")
         assert browser.rows() == {"a": "running"}
     with dashboard(f"--endpoint={server.url}", f"--port={port}"):
         browser.until(".live", "Live")
@@ -170,7 +170,7 @@ def test_nodes_that_are_lost_together_are_each_seen(
 def test_a_run_that_is_not_there(server: RedisServer, browser: Browser, new_node: NodeFactory, run_id: str) -> None:
     with dashboard(f"--endpoint={server.url}") as (url, _):
         browser.open(f"{url}runs/{run_id}")
-        browser.until("main", f"holds no run '{run_id}'")
+        browser.until("main", f"has no run '{run_id}'")
         assert browser.text("h2").strip() == ""
         new_node(1, 1, node_name="a").next_rendezvous()
         until(lambda: browser.rows() == {"a": "running"}, "it is shown as soon as it is there", 60)

@@ -30,7 +30,7 @@ def test_a_good_server_is_found_fit_and_left_as_it_was(every_server: RedisServer
         before = client.dbsize()
         found = look(every_server.url)
         assert not bad(found)
-        assert not [finding for finding in found.values() if "not known" in finding.found]
+        assert not [finding for finding in found.values() if "unknown" in finding.found]
         for name in ("latency", "rights", "rendezvous", "bootstrap", "store", "wake-up", "version", "eviction"):
             assert found[name].level == "ok", found[name]
         assert client.info()["redis_version"].split(".")[0] in found["version"].found
@@ -138,7 +138,7 @@ def test_a_master_that_waits_for_its_replicas_is_a_problem() -> None:
     with RedisServer(config={"min-replicas-to-write": "1"}) as server:
         found = look(server.url)
         assert bad(found) == {"replicas"}
-        assert found["rendezvous"].found == "not tried, because of replicas"
+        assert found["rendezvous"].found == "skipped because of replicas"
         assert "writes are refused" in found["replicas"].found
 
 
@@ -150,7 +150,7 @@ def test_a_failed_snapshot_is_a_problem(own_server: RedisServer) -> None:
         wait_until(lambda: client.info()["rdb_last_bgsave_status"] == "err", "the snapshot failed")
         found = look(own_server.url)
         assert bad(found) == {"reachable"}
-        assert found["reachable"].found == "yes, but it refuses us"
+        assert found["reachable"].found == "yes, but it refuses the login"
         assert "MISCONF" in found["reachable"].advice
         client.config_set("stop-writes-on-bgsave-error", "no")
         found = look(own_server.url)
@@ -163,7 +163,7 @@ def test_a_replica_is_a_problem_and_nothing_is_tried_there(own_server: RedisServ
     with replica_of(own_server) as replica, untouched(own_server):
         found = look(replica.url)
         assert bad(found) == {"role"}
-        assert found["rendezvous"].found == "not tried, because of role"
+        assert found["rendezvous"].found == "skipped because of role"
 
 
 # -- No server
@@ -207,7 +207,7 @@ def test_a_server_that_freezes_midway_ends_it_with_what_is_known(
         found = look(own_server.url)
         assert time.monotonic() - started < 30  # ten, and much for a busy machine
     assert bad(found) == {"reachable"}
-    assert found["reachable"].found == "not any more"
+    assert found["reachable"].found == "no longer"
     assert found["version"].level == "ok"
     assert found["torch"].level == "ok"
 

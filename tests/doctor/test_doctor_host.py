@@ -80,9 +80,9 @@ def test_a_version_is_told_from_one_that_looks_like_it(version: str, level: str)
 def test_a_torch_that_is_newer_or_lacks_something_is_told() -> None:
     assert host._torch("2.13.0+cpu", []).level == "ok"
     newer = host._torch("2.150.0", [])
-    assert (newer.level, "newer than what was tested" in newer.found) == ("note", True)
-    lacking = host._torch("2.15.0", ["a.b is not there"])
-    assert (lacking.level, lacking.found) == ("problem", "2.15.0: a.b is not there")
+    assert (newer.level, "newer than the tested versions" in newer.found) == ("note", True)
+    lacking = host._torch("2.15.0", ["a.b is missing"])
+    assert (lacking.level, lacking.found) == ("problem", "2.15.0: a.b is missing")
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_few_files_and_little_shared_memory(monkeypatch: pytest.MonkeyPatch) -> 
         ("nvml = FakeNvml()", "note", "0, driver 570.86"),
         ("nvml = FakeNvml(FakeGpu('GPU-1'), lost := FakeGpu('GPU-2')); lost.lose()", "problem", "GPU 1: GPU is lost"),
         ("nvml = FakeNvml(init_error=9)", "note", "no NVIDIA driver"),
-        ("nvml = FakeNvml(); nvml.nvmlInit = lambda: time.sleep(600)", "warning", "the driver does not answer"),
+        ("nvml = FakeNvml(); nvml.nvmlInit = lambda: time.sleep(600)", "warning", "the driver does not respond"),
     ],
 )
 def test_gpus(program: str, level: str, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_gpus(program: str, level: str, said: str, monkeypatch: pytest.MonkeyPat
 
 def test_without_the_extra_gpus_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    assert host._gpus().found == "not looked at: nvidia-ml-py is not installed"
+    assert host._gpus().found == "not checked: nvidia-ml-py is not installed"
 
 
 def test_an_installation_that_torchrun_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,7 @@ def test_the_readmes_user_of_one_run(own_server: RedisServer) -> None:
     assert found["login"].level == "ok"
     for name in ("eviction", "memory", "persistence", "replicas", "clients", "hz"):  # CONFIG and INFO are refused
         assert found[name].level == "note"
-        assert "not known" in found[name].found
+        assert "unknown" in found[name].found
 
 
 def test_a_trial_does_not_disturb_the_run_whose_keys_it_may_use(new_node: Any, server: RedisServer) -> None:
@@ -56,7 +56,7 @@ def test_the_user_of_another_run_is_told_to_name_it(own_server: RedisServer) -> 
     found = look(add_user(own_server, rules_of("my-job")))
     assert bad(found) == {"rights"}
     assert "--run" in found["rights"].advice
-    assert found["rendezvous"].found == "not tried, because of rights"
+    assert found["rendezvous"].found == "skipped because of rights"
 
 
 def test_commands_that_are_denied_are_named(every_server: RedisServer) -> None:
@@ -71,7 +71,7 @@ def test_info_tells_what_hello_may_not(own_server: RedisServer) -> None:
     found = look(add_user(own_server, rules_of("my-job") + " +info -hello"), "my-job")
     assert not bad(found)
     for name in ("version", "role", "topology", "eviction", "memory", "clients", "hz"):
-        assert "not known" not in found[name].found
+        assert "unknown" not in found[name].found
     assert found["role"].found == "master"
 
 

@@ -22,13 +22,13 @@ USAGE, UNREACHABLE = 2, 3  # exit codes
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (("--standalone", "no-such-script.py"), "There is no script 'no-such-script.py'"),
-        (("--standalone", "--run-path", "no-such-script.py"), "There is no script 'no-such-script.py'"),
-        (("--standalone", "--no-python", "no-such-command"), "There is no command 'no-such-command'"),
+        (("--standalone", "no-such-script.py"), "No script 'no-such-script.py'"),
+        (("--standalone", "--run-path", "no-such-script.py"), "No script 'no-such-script.py'"),
+        (("--standalone", "--no-python", "no-such-command"), "No executable 'no-such-command'"),
         (("--rdzv-endpoint=127.0.0.1:1", str(UNRULY)), "--rdzv-id is missing"),
         (("--standalone", "--nnodes=1-2", str(UNRULY)), "--nnodes=1-2 is invalid: use N (4) or MIN:MAX (2:4)"),
         (("--standalone", "--nnodes=2:1", str(UNRULY)), "--nnodes=2:1 is invalid: use N (4) or MIN:MAX (2:4)"),
-        (("--standalone", "--health-check=luck", str(UNRULY)), "There is no health check 'luck'"),
+        (("--standalone", "--health-check=luck", str(UNRULY)), "Unknown health check 'luck'"),
         (("--standalone", "--hang-start-timeout=3", str(UNRULY)), "hang_start_timeout needs hang_timeout"),
         (("--standalone", "--drain-timeout=nan", str(UNRULY)), "drain_timeout=nan"),
         (("--standalone", "--health-port=70000", str(UNRULY)), "70000"),
@@ -53,7 +53,7 @@ def test_nodes_that_are_there_before_redis(tmp_path: Path, agent: bool) -> None:
     with RedisServer() as server, Job(server, tmp_path, "2:2", agent=agent) as job:
         server.kill()
         job.start("a", "b")
-        said = "It is waited for, up to the join_timeout of 60 s"
+        said = "Waiting for it, up to the join_timeout of 60 s"
         job.wait("they say that they wait", lambda: all(said in node.stderr for node in job.nodes.values()))
         assert not any(node.process.poll() for node in job.nodes.values())
         server.start()

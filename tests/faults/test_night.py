@@ -63,7 +63,7 @@ def test_the_commands_show_the_truth(  # noqa: PLR0915  (a night, from its begin
         job.wait("two wait for a third", lambda: len(job.redis("candidates") or []) == 2)
         forming = ask("status")
         assert forming["phase"] == "forming"
-        assert forming["waits_for"].startswith("2 of 3 nodes have joined; it goes on without more in ")
+        assert forming["waits_for"].startswith("2 of 3 nodes have joined; the round completes without more in ")
         assert probe(ports["a"], "/livez") == (200, "ok")
         assert probe(ports["a"], "/readyz") == (503, "the node is waiting")
 

@@ -78,18 +78,16 @@ def test_a_peer_that_says_nothing(scheme: str) -> None:
 def test_a_peer_that_is_no_redis_is_refused_at_once(scheme: str, login: str) -> None:
     with peer(speak_http) as http:
         rest = f"{login}127.0.0.1:{http.port}" + ("/m" if scheme.endswith("sentinel") else "")
-        says = (
-            r"TLS with Redis at .* failed" if scheme == "rediss" else r"is not a Redis server: .* Check host and port"
-        )
+        says = r"TLS with Redis at .* failed" if scheme == "rediss" else r"is not Redis: .* Check host and port"
         with takes(0, 1), pytest.raises(RendezvousConnectionError, match=says) as raised:
             opened(f"{scheme}://{rest}", connect=30)
         assert not isinstance(raised.value, UnreachableError)
 
 
 def test_a_client_that_decodes_or_waits_for_ever_is_refused(server: RedisServer) -> None:
-    with pytest.raises(ValueError, match=r"decode_responses=True; make it without"):
+    with pytest.raises(ValueError, match=r"decode_responses=True; create it without"):
         Connection(server.get_client(decode_responses=True))
-    with pytest.raises(ValueError, match=r"no socket_timeout; make it with one"):
+    with pytest.raises(ValueError, match=r"no socket_timeout; create it with one"):
         Connection(server.get_client(socket_timeout=None))
 
 

@@ -45,15 +45,15 @@ def test_a_user_that_is_switched_off_while_we_are_connected(own_server: RedisSer
 def test_a_database_that_is_not_there(server: RedisServer) -> None:
     with (
         takes(0, 1),
-        pytest.raises(RendezvousConnectionError, match=r"does not have that database.*Leave the number out"),
+        pytest.raises(RendezvousConnectionError, match=r"does not have that database.*Omit the number"),
     ):
         opened(server.url.removesuffix("/0") + "/99", connect=30)
 
 
 def test_a_server_that_is_no_cluster_and_no_sentinel(server: RedisServer) -> None:
     for scheme, rest, says in (
-        ("redis+cluster", "", r"is no Cluster. Use redis://"),
-        ("redis+sentinel", f"/m?sentinel_password={server._password}", r"is no sentinel. Use redis://"),
+        ("redis+cluster", "", r"is not a Cluster. Use redis://"),
+        ("redis+sentinel", f"/m?sentinel_password={server._password}", r"is not a sentinel. Use redis://"),
     ):
         url = server.url.replace("redis://", f"{scheme}://").removesuffix("/0") + rest
         with takes(0, 1), pytest.raises(RendezvousConnectionError, match=says):
@@ -110,6 +110,6 @@ def test_replies_become_torchs_errors(server: RedisServer, run_id: str, code: st
 
 
 def test_what_redis_py_itself_refuses_is_no_outage(connection: Connection) -> None:
-    with takes(0, 0.5), pytest.raises(RendezvousError, match="redis-py refused") as raised:
+    with takes(0, 0.5), pytest.raises(RendezvousError, match="redis-py rejected") as raised:
         connection.call(lambda c: c.set("k", object()))  # type: ignore[arg-type]
     assert not isinstance(raised.value, RendezvousConnectionError)

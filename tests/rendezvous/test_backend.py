@@ -274,7 +274,7 @@ def test_a_key_of_another_type_names_itself(backend: RedisRendezvousBackend, cli
     key = backend.keys.state
     client.rpush(key, "theirs")
     for call in (backend.get_state, lambda: backend.set_state(b"x"), lambda: backend.set_state(b"x", 5)):
-        with pytest.raises(RendezvousStateError, match="holds a list, not the hash") as raised:
+        with pytest.raises(RendezvousStateError, match="is a list, but a run needs a hash") as raised:
             call()
         assert key in str(raised.value)
         assert "another key_prefix" in str(raised.value)
@@ -297,7 +297,7 @@ def test_a_plain_client_serves_too(client: redis.Redis, run_id: str) -> None:
 
 
 def test_a_client_that_decodes_is_refused(server: RedisServer, run_id: str) -> None:
-    with pytest.raises(ValueError, match="decode_responses=True; make it without"):
+    with pytest.raises(ValueError, match="decode_responses=True; create it without"):
         RedisRendezvousBackend(server.get_client(decode_responses=True), run_id)
 
 
@@ -323,7 +323,7 @@ def test_create_backend_gives_a_backend_and_a_store_of_the_run(
 def test_create_backend_without_a_server(run_id: str) -> None:
     with peer(speak_http) as http:
         params = RendezvousParameters("redis", f"127.0.0.1:{http.port}", run_id, 1, 1)
-        with pytest.raises(RendezvousConnectionError, match="is not a Redis server"):
+        with pytest.raises(RendezvousConnectionError, match="is not Redis"):
             create_backend(params)
 
 
@@ -389,7 +389,7 @@ def test_torchs_handler_gets_torchs_errors(own_server: RedisServer, run_id: str)
     node = dynamic_node(own_server, run_id, 1, 1, heartbeat_timeout=0.3, read_timeout=0.3)
     with own_server.get_client() as admin:
         admin.set(RunKeys(run_id).state, "theirs")
-    with pytest.raises(RendezvousStateError, match=rf"{run_id}.*holds a string, not the hash"):
+    with pytest.raises(RendezvousStateError, match=rf"{run_id}.*is a string, but a run needs a hash"):
         node.next_rendezvous()
     own_server.kill()
     started = time.monotonic()

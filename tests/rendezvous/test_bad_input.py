@@ -59,10 +59,10 @@ def test_a_run_whose_key_is_of_another_type(
     key = key_named(keys, name)
     theirs = corrupt_type(client, key, keys.types[key])
     node = new_node(1, 1)
-    with pytest.raises(RendezvousStateError, match=r"holds a string, not the .* that a run keeps there") as raised:
+    with pytest.raises(RendezvousStateError, match=r"is a string, but a run needs a") as raised:
         node.next_rendezvous()
     assert key in str(raised.value)
-    assert "remove that key, or choose another key_prefix" in str(raised.value)
+    assert "remove that key, or use another key_prefix" in str(raised.value)
     assert client.dump(key) == theirs
     client.delete(key)
     assert node.next_rendezvous().world_size == 1  # the same node, once it is mended
@@ -104,7 +104,7 @@ def test_a_status_of_another_type(client: redis.Redis, new_node: NodeFactory, ke
     node.next_rendezvous()
     status = keys.status(node.membership.node)
     theirs = corrupt_type(client, status, "string")
-    with pytest.raises(RendezvousStateError, match=r"holds a list, not the string") as raised:
+    with pytest.raises(RendezvousStateError, match=r"is a list, but a run needs a string") as raised:
         node.next_rendezvous()
     assert status in str(raised.value)
     assert client.dump(status) == theirs
@@ -118,7 +118,7 @@ def test_closing_a_run_whose_record_is_of_another_type(
 ) -> None:
     node = new_node(1, 1)
     corrupt_type(client, keys.run, "hash")
-    with pytest.raises(RendezvousStateError, match=r"holds a string, not the hash") as raised:
+    with pytest.raises(RendezvousStateError, match=r"is a string, but a run needs a hash") as raised:
         getattr(node, call)()
     assert keys.run in str(raised.value)
     assert node.shutdown() is False
@@ -303,10 +303,10 @@ def test_a_store_whose_key_is_of_another_type(
     keys = RunKeys(run_id).store("default")
     key = {"stream": keys.stream(b"k").decode(), "queue": keys.queue(b"k").decode()}.get(name) or getattr(keys, name)
     theirs = corrupt_type(client, key, is_type)
-    with pytest.raises(DistStoreError, match=r"holds a (key|string)") as raised:
+    with pytest.raises(DistStoreError, match=r"(has a key|is a string)") as raised:
         call(store)
     assert keys.base in str(raised.value)
-    assert "choose another key_prefix" in str(raised.value)
+    assert "use another key_prefix" in str(raised.value)
     assert client.dump(key) == theirs
     client.delete(key)
     store.set("k", "1")
@@ -349,7 +349,7 @@ def test_a_node_with_other_numbers_of_nodes_is_refused_and_the_run_goes_on(
     first.next_rendezvous()
     other = new_node(2, 3, **timing)
     with pytest.raises(
-        RendezvousError, match=r"wants 2 to 3 nodes, but .* has 1 to 2; start all with the same --nnodes"
+        RendezvousError, match=r"wants 2 to 3 nodes, but .* has 1 to 2; start all nodes with the same --nnodes"
     ):
         other.next_rendezvous()
     assert other.shutdown() is True
@@ -413,13 +413,13 @@ def test_a_handler_is_of_its_backends_run(connection: Connection, server: RedisS
         (RendezvousParameters("redis", server.url, "other", 1, 1), "for run 'other'"),
         (RendezvousParameters("redis", server.url, run_id, 1, 1, key_prefix="other"), "key_prefix='other'"),
     ):
-        with pytest.raises(ValueError, match=f"{says}.*give both the same"):
+        with pytest.raises(ValueError, match=f"{says}.*use the same for both"):
             create_handler(backend, params)
 
 
 def test_a_native_handler_needs_a_client_of_bytes(server: RedisServer, run_id: str) -> None:
     params = RendezvousParameters("redis", server.url, run_id, 1, 1)
-    with pytest.raises(ValueError, match=r"decode_responses=True; make it without"):
+    with pytest.raises(ValueError, match=r"decode_responses=True; create it without"):
         create_handler(RedisRendezvousBackend(server.get_client(decode_responses=True), run_id), params)
     with server.get_client() as client:
         handler = create_handler(RedisRendezvousBackend(client, run_id), params)

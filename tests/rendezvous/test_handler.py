@@ -304,7 +304,7 @@ class TestClosing:
             spare.result(10)
         until(nodes[1].is_closed, "the other member knows")
         assert new_node(2, 2).is_closed()
-        with pytest.raises(RendezvousClosedError, match="use another run id"):
+        with pytest.raises(RendezvousClosedError, match="use a new run id"):
             nodes[1].next_rendezvous()  # I5
 
     def test_it_ends_a_forming_group(

@@ -207,12 +207,12 @@ def test_a_local_address_that_is_given(network: Network, local_addr: str, expect
 
 WRONG: Final = [
     pytest.param(ON_LAN["b"], "no interface has it", id="another host"),
-    pytest.param("b-host", f"it means {ON_LAN['b']}", id="name of another host"),
-    pytest.param("eth7", "neither an address nor an interface, and no name that can be looked up", id="no interface"),
+    pytest.param("b-host", f"it resolves to {ON_LAN['b']}", id="name of another host"),
+    pytest.param("eth7", "neither an address, an interface, nor a name that resolves", id="no interface"),
     pytest.param("fe80::1", "no interface has it", id="another link"),
     pytest.param("0.0.0.0", "it means every address", id="every address"),  # noqa: S104
     pytest.param("::", "it means every address", id="every IPv6 address"),
-    pytest.param(BARE, "that interface has no address", id="bare interface"),
+    pytest.param(BARE, "the interface has no address", id="bare interface"),
 ]
 
 
@@ -222,7 +222,7 @@ WRONG: Final = [
 )
 @pytest.mark.parametrize(("local_addr", "why"), WRONG)
 def test_a_local_address_of_nobody(network: Network, local_addr: str, why: str) -> None:
-    with pytest.raises(ValueError, match=f"^local_addr='{re.escape(local_addr)}' is not of this host: {why}") as error:
+    with pytest.raises(ValueError, match=f"^local_addr='{re.escape(local_addr)}' is not this host's: {why}") as error:
         found_on(network, hosts_file(network, meant="a"), local_addr)
     for name, address in ((LINK, network.addresses["a"]), (LAN, ON_LAN["a"]), (LAN, ON_LAN_6["a"]), ("lo", "::1")):
         assert f"{address} ({name})" in str(error.value)
@@ -253,7 +253,7 @@ def test_what_the_doctor_says(network: Network, redis: RedisServer, monkeypatch:
     address = network.addresses["a"]
     found = on(network, "a", debian, look)
     assert found["address"] == ("ok", f"peers are told {address} (its way to Redis)")
-    assert found["gloo"] == ("ok", f"this host's name means 127.0.1.1, so workers are told {GLOO}={LINK}")
+    assert found["gloo"] == ("ok", f"this host's name resolves to 127.0.1.1, so workers get {GLOO}={LINK}")
     level, said = on(network, "a", second, look)["gloo"]
     assert (level, LAN in said, address in said) == ("note", True, True)
     monkeypatch.setenv(GLOO, "^docker0")
@@ -433,5 +433,5 @@ def test_a_wrong_local_address_ends_a_node(network: Network, redis: RedisServer,
         on(network, "a", "", lambda: job.start("a", options=["--local-addr=eth7"], may_end=True))
         assert job.wait_end("a") == 2
         said = job.nodes["a"].stderr
-        assert "redelastic run: local_addr='eth7' is not of this host" in said
+        assert "redelastic run: local_addr='eth7' is not this host's" in said
         assert "Traceback" not in said

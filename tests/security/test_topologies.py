@@ -64,7 +64,7 @@ def refused(url: str, says: str, **files: str) -> None:
 
 def test_a_server_of_another_ca_is_refused(tls_url: str, certificates: Certificates) -> None:
     refused(tls_url, "self-signed certificate in certificate chain", ca_cert=certificates.other_ca)
-    refused(tls_url, "ca_cert is the file of its CA")
+    refused(tls_url, "ca_cert is its CA's file")
 
 
 def test_a_server_of_another_name_is_refused(tls_url: str, certificates: Certificates) -> None:
@@ -94,7 +94,7 @@ def test_an_encrypted_key_is_refused_and_nobody_is_asked(
 
 def test_a_server_without_tls_and_a_client_without_it_say_what_to_try(tls_url: str, server: RedisServer) -> None:
     for url in (tls_url.replace("rediss:", "redis:"), server.url.replace("redis:", "rediss:")):
-        with pytest.raises(UnreachableError, match=r"both or none use TLS \(rediss://\)"):
+        with pytest.raises(UnreachableError, match=r"both sides or neither use TLS \(rediss://\)"):
             Connection.open(url, attempt_timeout=0.5, connect_timeout=0.5)
 
 
@@ -169,7 +169,7 @@ def test_another_run_is_refused_with_what_to_do(every_server: RedisServer, run_i
         for kind, call in calls:
             with pytest.raises(kind, match=r"denies this user a key or command") as raised:
                 call()
-            assert "Check that the run id and the key_prefix are those that the user is for" in str(raised.value)
+            assert "Check that the user is for this run id and key_prefix" in str(raised.value)
             assert ACL_RULES in str(raised.value)
         assert node.shutdown() is False
         assert not admin.keys(f"*{other}*")
@@ -223,7 +223,7 @@ def test_a_master_that_refuses_the_login(sentinels: servers.SentinelGroup) -> No
 
 def test_a_sentinel_taken_for_a_server(sentinels: servers.SentinelGroup) -> None:
     connection = Connection.open(f"redis://:{sentinels.sentinel_password}@127.0.0.1:{sentinels.sentinel_ports[0]}")
-    with pytest.raises(RendezvousConnectionError, match=r"if it is a sentinel, use redis\+sentinel://"):
+    with pytest.raises(RendezvousConnectionError, match=r"If it is a sentinel, use redis\+sentinel://"):
         RedisRendezvousBackend(connection, "run").get_state()
     connection.close()
 
@@ -289,7 +289,7 @@ def test_a_node_of_a_cluster_taken_for_a_server(cluster: servers.Cluster, run_id
         if server is owner:
             assert backend.get_state() is None
         else:
-            with pytest.raises(RendezvousConnectionError, match=r"node of a Cluster.*Use redis\+cluster://"):
+            with pytest.raises(RendezvousConnectionError, match=r"is a Cluster node.*Use redis\+cluster://"):
                 backend.get_state()
         connection.close()
 

@@ -239,7 +239,7 @@ def test_a_wrong_rank_fails_all_processes_at_once(
     refused = [o for o in outcomes if o.error.startswith("ValueError")]
     others = [o for o in outcomes if o not in refused]
     assert len(refused) == len(others) == 1
-    assert ("taken twice" if ranks == (0, 0) else "rank=2 is not below the world size of 2") in refused[0].error
+    assert ("used twice" if ranks == (0, 0) else "rank=2 is not below the world size of 2") in refused[0].error
     assert "Round 1" in others[0].error
     assert refused[0].error.partition(": ")[2][:20] in others[0].error, "they are told why"
     assert max(o.seconds for o in outcomes) < SOON

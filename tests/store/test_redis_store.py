@@ -175,10 +175,10 @@ def test_a_key_of_a_wrong_type_is_named(
 ) -> None:
     base = store._keys.base
     client.set(base + suffix, "not ours", ex=60)
-    with pytest.raises(dist.DistStoreError, match="holds a string, not the") as caught:
+    with pytest.raises(dist.DistStoreError, match="is a string, but a run needs a") as caught:
         call(store)
     assert f"'{base}{suffix}'" in str(caught.value)
-    assert f"not the {type_of_ours}" in str(caught.value)
+    assert f"needs a {type_of_ours}" in str(caught.value)
     assert client.get(base + suffix) == b"not ours"
 
 
@@ -211,7 +211,7 @@ def test_a_value_of_16_megabytes(store: RedisStore) -> None:
 def test_what_redis_would_hang_up_on_is_refused(store: RedisStore) -> None:
     """Sent, it would be tried again and again until the store's time-out."""
     for call in (lambda: store.set("k", bytes(2**29 + 1)), lambda: store.append("k", bytes(2**29 + 1))):
-        with pytest.raises(ValueError, match="at most 536,870,912 bytes, not 536,870,913; write it in parts"):
+        with pytest.raises(ValueError, match="at most 536,870,912 bytes, not 536,870,913: split it"):
             call()
     assert not store.check(["k"])
 

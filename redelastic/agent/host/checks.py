@@ -86,8 +86,8 @@ def run_checks(names: Iterable[str], command: str | None, node: Node) -> str | N
     for name in names:
         if name not in known:
             raise ValueError(
-                f"There is no health check {name!r}; known are: {', '.join(sorted(known)) or 'none'}. Packages bring "
-                f"others, as entry points of the group {GROUP!r}."
+                f"Unknown health check {name!r}; known checks: {', '.join(sorted(known)) or 'none'}. Packages can "
+                f"add others, as entry points of the group {GROUP!r}."
             )
     checks: list[tuple[str, Callable[[], Check]]] = [(name, known[name].load) for name in names]
     if command:
@@ -105,7 +105,7 @@ def _answer(load: Callable[[], Check], node: Node) -> str:
         try:
             answer: object = load()(node)
             unclear = answer is not None and not isinstance(answer, str)
-            answers.put(f"returned {answer!r}, which is neither a reason nor None" if unclear else str(answer or ""))
+            answers.put(f"returned {answer!r}, which is neither a string nor None" if unclear else str(answer or ""))
         except BaseException as e:  # noqa: BLE001 - sys.exit() refuses too, and must not go unheard
             answers.put(f"{type(e).__name__}: {e}")
 
@@ -113,7 +113,7 @@ def _answer(load: Callable[[], Check], node: Node) -> str:
     try:
         return _one_line(answers.get(timeout=node.timeout + GRACE))
     except queue.Empty:
-        return f"did not answer within {node.timeout:g} s"
+        return f"did not finish within {node.timeout:g} s"
 
 
 # -- what we check
@@ -161,7 +161,7 @@ def _room_in(folder: Path, needed: int) -> str:
     except OSError as e:
         return f"cannot be written: {e.strerror or e}"
     if (free := room.f_bavail * room.f_frsize) < needed:
-        return f"has {_mib(free)} left, less than {_mib(needed)}: free some, or set REDELASTIC_MIN_DISK"
+        return f"has {_mib(free)} left, less than {_mib(needed)}: free some space, or set REDELASTIC_MIN_DISK"
     if room.f_files > 0 and room.f_favail < FREE_FILES:  # some file systems do not count inodes, and say 0
         return f"has {room.f_favail} inodes left, fewer than {FREE_FILES}: remove some files"
     return ""
@@ -177,7 +177,7 @@ def memory(node: Node) -> str | None:
     available, whose = min([(psutil.virtual_memory().available, "the machine"), *memory_room()])
     if available < needed:
         return (
-            f"{_mib(available)} of memory are available to {whose}, less than {_mib(needed)}: end what uses it, or set "
+            f"{_mib(available)} of memory is available to {whose}, less than {_mib(needed)}: free some, or set "
             "REDELASTIC_MIN_MEMORY"
         )
     return None
@@ -189,7 +189,7 @@ def _bytes_from_environment(variable: str, default: int) -> int:
         return default
     matched = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*(?:([KMGT])i?)?B?\s*", value, re.IGNORECASE)
     if not matched:
-        raise ValueError(f"{variable}={value!r} is no number of bytes; give one such as 4G, 512M or 1073741824.")
+        raise ValueError(f"{variable}={value!r} is not a number of bytes; use 4G, 512M or 1073741824.")
     return int(float(matched[1]) * 1024 ** (" KMGT".index(matched[2].upper()) if matched[2] else 0))
 
 

@@ -90,8 +90,8 @@ def take_inventory(limit: float = LIMIT) -> Inventory:
         return Inventory(**{**told, "devices": _decoded(told["devices"])})
     why = f": {ended.lines[-1]}" if ended.lines else ""
     raise DriverError(
-        f"The driver of this host's GPUs cannot be asked: the process that asks it {ended.how}{why}. See whether "
-        "nvidia-smi answers, and what dmesg says; mostly only a reboot helps. For a job without GPUs, set "
+        f"This host's GPU driver cannot be queried: the process that queries it {ended.how}{why}. Check "
+        "nvidia-smi and dmesg; often only a reboot helps. For a job without GPUs, set "
         "CUDA_VISIBLE_DEVICES to nothing."
     )
 
@@ -112,7 +112,7 @@ def list_devices() -> Inventory:
             driver = str(nvml.nvmlSystemGetDriverVersion())
             return Inventory(tuple(device for device in found if device is not None), driver=driver)
         except nvml.NVMLError as e:
-            fault = f"NVML cannot show the GPUs of this host: {e}"
+            fault = f"NVML cannot list the GPUs of this host: {e}"
     import torch  # noqa: PLC0415 - it takes a second or two, and is only needed where NVML cannot tell
 
     return Inventory(None, torch.cuda.device_count(), fault)  # which makes no CUDA context
@@ -167,7 +167,7 @@ def _device(nvml: Any, index: int) -> Device | None:
         if e.value == nvml.NVML_ERROR_NO_PERMISSION:
             return None  # a scheduler's cgroup keeps it from this job, and CUDA does not count it either
         return Device(index, fault=str(e))
-    fault = "it is in MIG mode and has no MIG device (nvidia-smi mig -cgi … -C makes one)"
+    fault = "it is in MIG mode but has no MIG device (create one with nvidia-smi mig -cgi … -C)"
     return Device(index, uuid, model, instances, fault if in_mig_mode and not instances else "")
 
 

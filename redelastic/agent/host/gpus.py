@@ -144,7 +144,7 @@ def assign(
     if local_world_size > len(pool) and not share:
         where = f"{VISIBLE}={environ[VISIBLE]} has" if named is not None else "this host has"
         fewer = (
-            f"{local_world_size} workers were asked for, but {where} {len(pool)} GPU{'s' * (len(pool) > 1)}.{faults}"
+            f"{local_world_size} workers were requested, but {where} {len(pool)} GPU{'s' * (len(pool) > 1)}.{faults}"
         )
         what_to_do = (
             f"Use --nproc-per-node={len(pool)}, or --share-gpus to let several workers use one GPU, "
@@ -152,7 +152,7 @@ def assign(
         )
         if isolate:
             raise ValueError(f"{fewer} {what_to_do}")
-        log.warning("%s Workers that use GPUs fail. %s", fewer, what_to_do)
+        log.warning("%s Workers that use GPUs will fail. %s", fewer, what_to_do)
         return Assignment(visible=visible)
     return Assignment(
         gpus=tuple(pool[rank % len(pool)] for rank in range(local_world_size)),
@@ -193,7 +193,7 @@ def visible_names(value: str) -> list[str]:
         kind = _kind(name)
         if not kind or (names and kind != _kind(names[0])):
             if name and not re.fullmatch(r"-\d+", name):
-                log.warning("%s=%s: CUDA sees no GPU from %r on; it expects indices, or UUIDs.", VISIBLE, value, name)
+                log.warning("%s=%s: CUDA sees no GPU from %r on; it expects indices or UUIDs.", VISIBLE, value, name)
             break
         name = str(int(name)) if kind == "index" else name
         if name in names:

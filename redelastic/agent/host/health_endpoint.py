@@ -58,9 +58,7 @@ class HealthEndpoint:
 
     def __init__(self, node: NodeView, *, host: str = "127.0.0.1", port: int) -> None:
         if not 0 <= port <= 65535:
-            raise ValueError(
-                f"The health endpoint cannot listen on port {port}: give one from 1 to 65535, or 0 for any."
-            )
+            raise ValueError(f"The health endpoint cannot listen on port {port}: use 1 to 65535, or 0 for any.")
         self._node, self._host, self._port = node, host, port
         self._server: _Server | None = None
 
@@ -101,10 +99,10 @@ class HealthEndpoint:
 
 def _advice(error: OSError) -> str:
     if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
-        return "give an address of this machine"
+        return "use an address of this machine"
     if error.errno == errno.EACCES:
-        return "give a port above 1023"
-    return "end the process that has it or give another port (each agent of a machine needs one of its own)"
+        return "use a port above 1023"
+    return "end the process that uses it, or use another port (each agent on a machine needs its own)"
 
 
 # -- the server
@@ -220,31 +218,31 @@ NODE_METRICS: Final = (
     _Metric("epoch", "epoch", "Fencing token of the node's round."),
     _Metric("rank", "rank", "Rank of the node in its round."),
     _Metric("size", "world_size", "Number of nodes in the round."),
-    _Metric("restarted", "restarts", "How often this node's workers were started again.", kind=CounterMetricFamily),
-    _Metric("job_restarts", "job_restarts", "Restarts of the whole job; those for a lost node are taken back."),
+    _Metric("restarted", "restarts", "How often this node's workers were restarted.", kind=CounterMetricFamily),
+    _Metric("job_restarts", "job_restarts", "Restarts of the whole job; restarts because of a lost node do not count."),
     _Metric("training_time", "training_seconds", "Time in which the node's workers ran.", kind=CounterMetricFamily),
     _Metric("node_time", "node_seconds", "Time since the node's agent began.", kind=CounterMetricFamily),
     _Metric("ettr", "effective_training_ratio", "Share of the node's time in which its workers ran."),
     _Metric("cpu", "cpu_cores", "CPU cores in use by the workers and their children.", 0.01),
     _Metric("memory", "memory_bytes", "Memory in use by the workers and their children."),
-    _Metric("redis_away", "redis_away_seconds", "For how long Redis has not answered; 0 while it does."),
+    _Metric("redis_away", "redis_away_seconds", "Time since Redis last answered; 0 while it does."),
 )
 WORKER_METRICS: Final = (
     _Metric("rank", "worker_rank", "Rank of the worker in the job."),
-    _Metric("step", "worker_step", "Step that the worker reported last."),
+    _Metric("step", "worker_step", "Last step that the worker reported."),
     _Metric("idle", "worker_idle_seconds", "Time since the worker last reported progress."),
     _Metric("cpu", "worker_cpu_cores", "CPU cores in use by the worker and its children.", 0.01),
     _Metric("memory", "worker_memory_bytes", "Memory in use by the worker and its children."),
 )
 GPU_METRICS: Final = (
     _Metric("memory_used", "gpu_memory_used_bytes", "GPU memory in use."),
-    _Metric("memory_total", "gpu_memory_size_bytes", "GPU memory that there is."),
+    _Metric("memory_total", "gpu_memory_size_bytes", "Total GPU memory."),
     _Metric("utilization", "gpu_utilization_ratio", "Share of the time in which the GPU was busy.", 0.01),
     _Metric("temperature", "gpu_temperature_celsius", "Temperature of the GPU."),
     _Metric("ecc", "gpu_ecc_errors", "Uncorrected ECC errors of the GPU.", kind=CounterMetricFamily),
-    _Metric("xid", "gpu_xid_errors", "Xid errors that are not an application's.", kind=CounterMetricFamily),
+    _Metric("xid", "gpu_xid_errors", "Xid errors not attributed to the application.", kind=CounterMetricFamily),
 )
-XIDS: Final = _Metric("n", "gpu_xids", "Xid errors by their number, an application's too.", kind=CounterMetricFamily)
+XIDS: Final = _Metric("n", "gpu_xids", "Xid errors by number, including the application's.", kind=CounterMetricFamily)
 
 
 class _StatusCollector(Collector):
@@ -259,7 +257,7 @@ class _StatusCollector(Collector):
         whose = {"run_id": status.get("run_id", ""), "node": status.get("node", "")}
         state = status.get("state")
 
-        yield _info("node_info", "What the node is called.", whose, ("name",), [status])
+        yield _info("node_info", "Name of the node.", whose, ("name",), [status])
         one_of = _info("node_state", "1 for the state that the node is in.", whose, ("state",), ())
         for each in dict.fromkeys([*STATES, state] if state else ()):
             one_of.add_metric(_values(whose, ("state",), {"state": each}), float(each == state))
@@ -267,7 +265,7 @@ class _StatusCollector(Collector):
         yield from _measured(NODE_METRICS, whose, (), [status])
         yield _info("worker_state", "1 for the state that the worker is in.", whose, ("local_rank", "state"), workers)
         yield from _measured(WORKER_METRICS, whose, ("local_rank",), workers)
-        yield _info("gpu_info", "What the GPU is called.", whose, ("index", "uuid", "name"), gpus)
+        yield _info("gpu_info", "Name of the GPU.", whose, ("index", "uuid", "name"), gpus)
         yield from _measured(GPU_METRICS, whose, ("index", "uuid"), gpus)
         by_number = [gpu | {"xid": xid, "n": n} for gpu in gpus for xid, n in _pairs(gpu.get("xids"))]
         yield from _measured([XIDS], whose, ("index", "uuid", "xid"), by_number)

@@ -66,7 +66,7 @@ def run_within(timeout: float, argv: tuple[str, ...], environment: Mapping[str, 
         process.wait(KILL_PATIENCE)
         _running.discard(process)
     except subprocess.TimeoutExpired:
-        how += f", and not even SIGKILL ends its process {process.pid}, which hangs in the kernel"
+        how += f", and not even SIGKILL ends process {process.pid}, which hangs in the kernel"
     reader.join(KILL_PATIENCE / 2)  # a daemon with a session of its own may hold the pipe for ever
     return Ended(status, how, [line for line in bytes(tail).decode(errors="replace").splitlines() if line.strip()])
 

@@ -54,12 +54,12 @@ def wait_for_others(
             except DistNetworkError:
                 if not is_patient():
                     raise
-        log.warning("Other nodes have not ended within %g s; this one does.", timeout)
+        log.warning("Other nodes have not finished within %g s; this one exits anyway.", timeout)
     except RoundBrokenError as e:
         each_second()  # which may know why
-        log.warning("The workers of this node have ended; others have to go on without it: %s", e)
+        log.warning("This node's workers have finished; the others must go on without it: %s", e)
     except (RendezvousConnectionError, DistNetworkError) as e:
-        log.warning("The workers of this node have ended; whether the others have is not known: %s", e)
+        log.warning("This node's workers have finished; whether the others have is unknown: %s", e)
 
 
 def _wait(store: RedisStore, keys: list[str]) -> bool:

@@ -72,7 +72,7 @@ def launch(
         )
     )
     if not isinstance(handler, RedisRendezvousHandler):
-        raise ValueError("The agent needs the native rendezvous: leave protocol=dynamic out, or use torchrun.")  # noqa: TRY004
+        raise ValueError("The agent needs the native rendezvous: remove protocol=dynamic, or use torchrun.")  # noqa: TRY004
     ending: tuple[str, RunThen] = ("exited", "goes on")
     try:
         agent = _agent(config, options, handler, entrypoint, args, shutdown_timeout=shutdown_timeout)

@@ -61,7 +61,7 @@ class RoleExchange:
                 raise
             except DistStoreError as e:  # not yet
                 if time.monotonic() - started >= limit:
-                    raise DistStoreError(f"Not all agents told their part within {limit:g} s; the last {e}") from e
+                    raise DistStoreError(f"Not all agents reported within {limit:g} s; the last {e}") from e
             except DistNetworkError:
                 if time.monotonic() - started >= limit:
                     raise

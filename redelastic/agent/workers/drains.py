@@ -106,10 +106,10 @@ class Drains:
     def _hear_of(self, drain: Drain) -> None:
         if len(self._until) < SHOWN or drain.node == self._membership.node:
             log.warning(
-                "Node %s drains (%s): the workers may save for %g s.", *(drain.node, drain.reason, drain.timeout)
+                "Node %s is draining (%s): workers have %g s to save.", *(drain.node, drain.reason, drain.timeout)
             )
         elif len(self._until) == SHOWN:
-            log.warning("More nodes drain; `redelastic events %s` names them.", self._membership.run_id)
+            log.warning("More nodes are draining; `redelastic events %s` names them.", self._membership.run_id)
         self._heard_at = now = time.monotonic()
         self._until[drain.node] = now + drain.timeout
         if now - self._asked_at > ANEW:

@@ -161,7 +161,7 @@ class Workers:
         memory = usage.get(str(failure.local_rank), {}).get("memory")
         seen = f"; it used {memory / 2**30:.1f} GiB when last seen" if memory else ""
         kills = "1 kill" if ooms == 1 else f"{ooms} kills"
-        return f"was killed for lack of memory, by the kernel's OOM killer ({kills} since its start){seen}"
+        return f"was killed for lack of memory, by the kernel's OOM killer ({kills} since the start){seen}"
 
     def name(self, worker: Worker) -> str:
         """What a worker is called in logs and events."""

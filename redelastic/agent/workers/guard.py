@@ -20,7 +20,7 @@ from .warden import Process
 log = logging.getLogger(__name__)
 
 TOKEN_VARIABLE: Final = "REDELASTIC_AGENT"  # noqa: S105
-WITHOUT: Final = "Until one stays up, workers outlive this process if SIGKILL ends it."
+WITHOUT: Final = "Until one stays up, workers would survive this process if it got SIGKILL."
 SETTLED: Final = 60.0  # after so many seconds the end of a warden has nothing to do with its start
 LONGEST_PAUSE: Final = 60.0  # between the end of one that did not settle and the next start, in seconds
 

@@ -118,7 +118,7 @@ class ProcessTree:
             if now >= say_at:
                 names = ", ".join(f"{process.pid} ({_describe(process.pid)})" for process in left)
                 log.warning(
-                    "The workers have left processes behind, which get SIGTERM in %.0f s: %s.", until - now, names
+                    "The workers left processes behind, which will get SIGTERM in %.0f s: %s.", until - now, names
                 )
                 say_at = math.inf
             psutil.wait_procs(left, timeout=0.1)
@@ -132,7 +132,7 @@ class ProcessTree:
         """
         ended = self._end(set(roots), grace)
         if stubborn := sorted(ended.asked & ended.killed):
-            log.warning("Processes of the workers did not heed SIGTERM within %g s: %s.", grace, _listed(stubborn))
+            log.warning("Processes of the workers did not exit within %g s of SIGTERM: %s.", grace, _listed(stubborn))
         return sorted(ended.asked | ended.killed)
 
     def kill(self, roots: Iterable[int] = ()) -> list[int]:
@@ -172,7 +172,7 @@ class ProcessTree:
             self._reap(warden.processes().values())
         if ended.left:
             names = ", ".join(f"{pid} ({_describe(pid)})" for pid in sorted(ended.left))
-            log.error("Processes of the workers are not gone %g s after SIGKILL: %s.", warden.LIMIT, names)
+            log.error("Processes of the workers are still there %g s after SIGKILL: %s.", warden.LIMIT, names)
         return ended
 
     def _find(self, roots: set[int]) -> Look:

@@ -105,8 +105,8 @@ def _explanation(pid: int, problem: str, *, asked: bool) -> str:
     if asked:
         return f"No stacks: process {pid} (state {state_of(pid) or 'gone'}) did not answer; py-spy: {problem}."
     return (
-        f"No stacks: process {pid} (state {state_of(pid) or 'gone'}) has not imported redelastic: do so in "
-        f"the script, and call redelastic.progress(step). py-spy: {problem}."
+        f"No stacks: process {pid} (state {state_of(pid) or 'gone'}) has not imported redelastic: import it in "
+        f"the script and call redelastic.progress(step). py-spy: {problem}."
     )
 
 

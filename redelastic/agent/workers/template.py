@@ -134,15 +134,15 @@ class Template:
             return
         while not self._has_spoken(self._began + timeout - time.monotonic()):
             if not self.lives():  # a process that it has started may keep the connection open
-                raise TemplateError(f"the template {self.obituary()} while it imported")
+                raise TemplateError(f"the template {self.obituary()} during its imports")
             if time.monotonic() >= self._began + timeout:
-                raise TimeoutError(f"the template has not imported all within {timeout:g} s")
+                raise TimeoutError(f"the template did not finish its imports within {timeout:g} s")
             if is_hurried():
-                raise TimeoutError("this node is to leave before the template has imported all")
+                raise TimeoutError("this node is about to leave, and the template has not finished its imports")
         try:
             (problem, files), _ = receive(self._socket)
         except (OSError, EOFError) as e:
-            raise TemplateError(f"the template {self.obituary()} while it imported") from e
+            raise TemplateError(f"the template {self.obituary()} during its imports") from e
         if problem:
             raise TemplateError(problem)
         self._files = files

@@ -45,15 +45,15 @@ def refuse(spec: WorkerSpec, *, owns_process: bool) -> None:
     program, wrong = spec.entrypoint, [option for option in options if not OPTIONS.fullmatch(option)]
     reasons = {
         "it needs Linux": not HAS_PROC,
-        "workers are functions, which torch starts by itself": callable(program),
+        "workers are functions, which torch starts itself": callable(program),
         f"workers are started by {program}, not by this Python ({sys.executable})": program != sys.executable,
-        f"{wrong and wrong[0]} is an option of Python that a template cannot have": wrong,
+        f"{wrong and wrong[0]} is a Python option that a template cannot have": wrong,
         "torch binds workers to NUMA nodes when it starts them": spec.numa_options is not None,
         "this process is not the agent's own (owns_process), so it cannot adopt workers": not owns_process,
     }
     for reason, holds in reasons.items():
         if holds:
-            raise ValueError(f"Nothing can be preloaded here: {reason}. Leave preload out.")
+            raise ValueError(f"Nothing can be preloaded here: {reason}. Remove preload.")
 
 
 class WarmStart:
@@ -126,7 +126,7 @@ class WarmStart:
         with self._lock, starting_workers_with(self._start):
             self._cold, self._may_replace = False, True
             if self._template and (path := self._template.changed()):
-                log.info("%s has changed: another template of the workers is made.", path)
+                log.info("%s has changed: creating a new worker template.", path)
                 self._drop()
             yield
 
@@ -167,7 +167,7 @@ class WarmStart:
             given = {**os.environ, **_fixed(environment), **self._own_environment}
             self._template = Template(self._command, self._modules, given)
         except OSError as e:
-            self._give_up(f"the template was not started: {e}")
+            self._give_up(f"the template could not be started: {e}")
         else:
             self._spared.add(self._template.pid)
 
@@ -182,7 +182,7 @@ class WarmStart:
     def _lose(self, template: Template) -> None:
         """One that was ready has gone."""
         self._drop()
-        log.warning("The template of the workers %s; another one is made.", template.obituary())
+        log.warning("The worker template %s; creating a new one.", template.obituary())
 
     def _give_up(self, why: str) -> None:
         self._hopeless = True
@@ -191,7 +191,7 @@ class WarmStart:
 
     def _go_without(self, why: str) -> None:
         self._cold = True
-        log.warning("Nothing is preloaded, and workers start as always: %s.", why)
+        log.warning("Nothing is preloaded, and workers start as new processes: %s.", why)
 
     def _drop(self) -> None:
         if self._template is not None:

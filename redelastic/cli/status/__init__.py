@@ -16,23 +16,23 @@ if TYPE_CHECKING:
     from .view import Screen
 
 NAME = "status"
-SUMMARY = "how a run stands, and what is wrong with it"
+SUMMARY = "show the state of a run, and what is wrong with it"
 DESCRIPTION = """\
-How a run stands: a verdict, what is wrong (lines with "!"), the nodes by rank,
-and the last events. heard: how long ago the last heartbeat came; step: the
-lowest of the node's workers; lag: how far that is behind the run's highest;
-idle: since its workers made progress, the longest; cpu: percent of one core;
-gpu: their number, lowest and highest utilisation, fullest memory, highest
-temperature; G: GiB. Effective training time is the share of the nodes' time in
-which they trained since the run began (ETTR), spares not counted.
+The state of a run: a verdict, what is wrong (lines with "!"), the nodes by rank,
+and the last events. heard: time since the last heartbeat; step: the lowest of
+the node's workers; lag: steps behind the run's highest; idle: the longest time
+since one of its workers made progress; cpu: percent of one core; gpu: number,
+lowest and highest utilisation, fullest memory, highest temperature; G: GiB.
+Effective training time (ETTR) is the share of the nodes' time, spares excluded,
+that went into training since the run began.
 
 Verdicts: running; forming and regrouping (a round is being completed); closed;
-stopped (workers were ended too); empty (nobody is there); dead (all nodes have
+stopped (workers were ended too); empty (no node is there); dead (all nodes have
 been silent for longer than their lease).
 
 Exit code: 0 for running, forming, regrouping and closed; 1 for stopped, empty
-and dead; 3 when Redis cannot be reached; 4 when there is no such run. With
---watch an outage is shown, and Ctrl-C ends the command with 0."""
+and dead; 3 if Redis cannot be reached; 4 if there is no such run. With --watch
+an outage is shown, and Ctrl-C ends the command with 0."""
 
 BAD_PHASES: Final = frozenset({"stopped", "empty", "dead"})
 ROWS: Final = 25  # nodes, where a terminal's height does not say how many
@@ -42,10 +42,10 @@ PAUSE: Final = 0.25  # between two looks at least, in seconds: a thousand nodes 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     add_run_argument(parser)
-    parser.add_argument("--watch", action="store_true", help="stay, and show what changes; Ctrl-C ends it")
-    parser.add_argument("--workers", action="store_true", help="each node's workers too")
+    parser.add_argument("--watch", action="store_true", help="keep updating until Ctrl-C")
+    parser.add_argument("--workers", action="store_true", help="show each node's workers too")
     parser.add_argument(
-        "--all", action="store_true", help=f"all nodes: else {ROWS}, first those with something wrong, then by rank"
+        "--all", action="store_true", help=f"show all nodes, not only {ROWS} (nodes with problems first, then by rank)"
     )
     add_server_arguments(parser)
     add_json_argument(
@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "spare), state, draining, heard, lease, agent, restarts, cpu, memory,\n"
         "memory_available, memory_total, step, lag, idle, workers, gpus, gpus_hidden (why\n"
         "its GPUs are not shown), problems.\n"
-        "With --watch: a document on each line, with trouble (why it is out of date).",
+        "With --watch: one document per line, with trouble (why it is out of date).",
     )
 
 

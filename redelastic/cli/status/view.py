@@ -87,7 +87,7 @@ class Screen:
         document, trouble = self._shown
         above: list[RenderableType] = []
         if trouble:
-            since = f"Not up to date: this is how it stood {duration(time.time() - self._seen_at)} ago."
+            since = f"Out of date: this is the state {duration(time.time() - self._seen_at)} ago."
             above = [Text(since, "bold red"), Text(clean(trouble), "red"), Text()]
         if not self._console.is_terminal:
             return Group(*above, self._picture(document, self._rows, PROBLEMS))
@@ -131,7 +131,7 @@ class Screen:
         yield _table(lines, wide=width >= WIDE)
         if hidden := len(nodes) - len(shown):
             wrong = sum(1 for node in nodes if node["problems"]) - sum(1 for node in shown if node["problems"])
-            also = f", {wrong} of them with something wrong" if wrong else ""
+            also = f", {wrong} of them with problems" if wrong else ""
             yield Text(f"and {count(hidden, 'more node')}{also} (--all)", "dim")
 
 
@@ -155,7 +155,7 @@ def _facts(document: Document) -> Text:
 def _hidden_gpus(nodes: Sequence[Document]) -> Iterator[str]:
     """Why GPUs that there are cannot be seen here."""
     for why, n in Counter(node["gpus_hidden"] for node in nodes if node["gpus_hidden"]).items():
-        yield f"GPUs of {count(n, 'node')} are not shown: {clean(why)} there"
+        yield f"GPUs of {count(n, 'node')} are not shown: {clean(why)}"
 
 
 def _problem_lines(document: Document, limit: int) -> list[Text]:
@@ -168,9 +168,9 @@ def _problem_lines(document: Document, limit: int) -> list[Text]:
         ]
     for node in document["nodes"]:
         if node["draining"]:
-            found.append(styled(("- ", "yellow"), (names[node["id"]], "bold"), f" is to drain, {node['draining']}"))
+            found.append(styled(("- ", "yellow"), (names[node["id"]], "bold"), f" is draining, {node['draining']}"))
     if len(found) > limit:
-        found[limit - 1 :] = [Text(f"  and {len(found) - limit + 1} more of the kind (--json has all)", "dim")]
+        found[limit - 1 :] = [Text(f"  and {len(found) - limit + 1} more (--json has all)", "dim")]
     return found
 
 

@@ -18,17 +18,17 @@ if TYPE_CHECKING:
     from redelastic.run.history import History
 
 NAME: Final = "timeline"
-SUMMARY: Final = "draw a run: nodes over time, rounds, deaths, where the time went"
+SUMMARY: Final = "draw a run: nodes over time, rounds, failures, where the time went"
 DESCRIPTION: Final = """\
-Draw what became of a run's nodes and rounds, from its events: who trained when,
-what broke each round, and how much of the nodes' time went into training, into
-waiting, and from a fault to the next round.
+Draw a run's nodes and rounds from its events: which node trained when, what
+broke each round, and how much of the nodes' time went into training, waiting,
+and getting from a fault to the next round.
 
-The file's ending says what is drawn: .png, .svg, .pdf, or .html, a page with a
-table of the events that loads nothing.
+The file's suffix selects the format: .png, .svg, .pdf, or .html, a
+self-contained page with a table of the events.
 
-Exit code: 0; 1 when the run has no events; 2 when the file cannot be written; 3
-when Redis cannot be reached; 4 when there is no such run."""
+Exit code: 0; 1 if the run has no events; 2 if the file cannot be written; 3 if
+Redis cannot be reached; 4 if there is no such run."""
 
 SUFFIXES: Final = (".png", ".svg", ".pdf", ".html")
 _AGO: Final = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,6})?)([smhd])", re.ASCII)
@@ -39,9 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's flags."""
     common.add_run_argument(parser)
     common.add_server_arguments(parser)
-    parser.add_argument("--out", metavar="FILE", type=Path, help="what to draw into: FILE.png, .svg, .pdf or .html")
+    parser.add_argument("--out", metavar="FILE", type=Path, help="file to write: FILE.png, .svg, .pdf or .html")
     parser.add_argument(
-        "--since", metavar="WHEN", default="", help="only from then on: 90s, 15m, 8h or 2d ago, or 2026-11-20T18:00"
+        "--since", metavar="WHEN", default="", help="start at this time: 90s, 15m, 8h or 2d ago, or 2026-11-20T18:00"
     )
     output.add_json_argument(
         parser,
@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     out: Path | None = arguments.out
     if out is None and not arguments.json:
-        raise ValueError("say where to draw with --out FILE.png, or ask for --json.")
+        raise ValueError("give --out FILE.png, or --json.")
     since = _moment(arguments.since) if arguments.since else None
     if out is not None:
         _check(out)
@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
     if since is not None:
         if since > history.end:
             raise ValueError(
-                f"--since {arguments.since}: the last that is known of run {arguments.run!r} is "
+                f"--since {arguments.since}: the last event of run {arguments.run!r} is "
                 f"{time.time() - history.end:.0f} s old."
             )
         history = history.since(since)
@@ -98,7 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _check(out: Path) -> None:
     """Say what is wrong before anything is asked and drawn."""
     if out.suffix.lower() not in SUFFIXES:
-        raise ValueError(f"--out {out} ends in none of {', '.join(SUFFIXES)}.")
+        raise ValueError(f"--out {out} must end in one of {', '.join(SUFFIXES)}.")
     if not out.parent.is_dir():
         raise ValueError(f"--out {out}: there is no directory {out.parent}.")
     try:
@@ -128,7 +128,7 @@ def _moment(when: str) -> float:
     try:
         return datetime.fromisoformat(when).timestamp()  # local time where no zone is given
     except (ValueError, OverflowError, OSError):
-        raise ValueError(f"--since {when!r} is neither such as 15m or 8h, nor such as 2026-11-20T18:00.") from None
+        raise ValueError(f"--since {when!r} is invalid: use 15m or 8h, or 2026-11-20T18:00.") from None
 
 
 def _document(run_id: str, history: History) -> dict[str, Any]:

@@ -268,7 +268,7 @@ def _draw_titles(figure: Figure, history: History, title: str, left: float, tota
     length = duration(history.end - history.start)
     figure.text(x, 1 - 0.2 / total, shown(f"Run {title}", 100), fontsize=13, weight="bold", va="top")
     known = "" if history.complete else "known "
-    parts = [f"{known}from {date(history.start)}, {length}", "" if history.complete else "not from its beginning"]
+    parts = [f"{known}from {date(history.start)}, {length}", "" if history.complete else "beginning unknown"]
     parts.append(f"closed: {history.closed}" if history.closed else "open")
     text = shown(" · ".join(part for part in parts if part), int((_WIDTH - SIDE_WIDTH - left) / 0.076))
     figure.text(x, 1 - 0.46 / total, text, fontsize=9, va="top")

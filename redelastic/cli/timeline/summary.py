@@ -23,7 +23,7 @@ LOOKS: Final[dict[str, tuple[str, str, float, str]]] = {
     "starting": ("#F4D35E", "#F4D35E", 0.74, "starting workers"),
     "regrouping": ("#EE964B", "#EE964B", 0.74, "fault to next round"),
     "waiting": ("#BDBDBD", "#BDBDBD", 0.30, "waiting, spare"),
-    "unknown": ("#8D8D8D", "#8D8D8D", 0.12, "state not known"),
+    "unknown": ("#8D8D8D", "#8D8D8D", 0.12, "state unknown"),
 }
 # By event: shape, colour, name. Those before "stopped" are annotated where there is room.
 MARKS: Final[dict[str, tuple[str, str, str]]] = {
@@ -128,7 +128,7 @@ def draw_summary(axes: Axes, history: History) -> float:
 
 def _say_effective(side: _Side, ettr: float | None) -> None:
     if ettr is None:
-        side.line("no node was there for any time", indent=0)
+        side.line("no node was present", indent=0)
     else:
         side.line("effective training time", "", f"{100 * ettr:.1f} %", indent=0)
 
@@ -137,9 +137,9 @@ def _about_rounds(history: History) -> Iterator[tuple[str, str]]:
     down = [this.down for this in history.rounds if this.down is not None]
     restart = [this.restart for this in history.rounds if this.restart is not None]
     yield "completed", f"{len(history.rounds):,}"
-    yield "most nodes in one", f"{max((this.size for this in history.rounds), default=0):,}"
+    yield "most nodes in a round", f"{max((this.size for this in history.rounds), default=0):,}"
     yield "broken", f"{len(down):,}"
     if down:
-        yield "fault to next round, in all", duration(sum(down))
+        yield "fault to next round, total", duration(sum(down))
     if restart:
-        yield "fault to workers running, in all", duration(sum(restart))
+        yield "fault to workers running, total", duration(sum(restart))

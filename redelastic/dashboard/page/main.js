@@ -49,8 +49,8 @@ function state() {
   const since = seenAt === null ? "" : ` What you see is from ${clock(seenAt)}.`;
   let words = "";
   if (away) words = away;
-  else if (!connected) words = `The dashboard's server does not answer.${since} It is tried again.`;
-  else if (trouble) words = `${trouble}${since} It is tried again.`;
+  else if (!connected) words = `The dashboard's server does not respond.${since} Retrying.`;
+  else if (trouble) words = `${trouble}${since} Retrying.`;
   say($("banner"), words);
   $("banner").hidden = words === "";
   const word = words ? "away" : live?.document ? "live" : "wait";

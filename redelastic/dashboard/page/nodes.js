@@ -109,13 +109,13 @@ export function nodesTable(run) {
       for (const name of ["cpu", "memory", "gpus"]) has[name] = nodes.some((n) => n[name] !== undefined);
       say(heading, count(nodes.length, "node"));
       const unseen = nodes.filter((n) => n.gpus_hidden);
-      say(hidden, unseen.length ? `GPUs of ${count(unseen.length, "node")} are not shown: ${unseen[0].gpus_hidden} there` : "");
+      say(hidden, unseen.length ? `GPUs of ${count(unseen.length, "node")} are not shown: ${unseen[0].gpus_hidden}` : "");
       hidden.hidden = unseen.length === 0;
       arrange();
       panel.refresh();
     }
     none.hidden = order.length > 0;
-    say(none, Object.keys(run_.nodes).length ? "No node is called so, or in such a state." : "Nobody is in the run.");
+    say(none, Object.keys(run_.nodes).length ? "No node has this name or state." : "No nodes in the run.");
     tick(live);
   }
 
@@ -208,7 +208,7 @@ function nodePanel(run) {
       const own = (logs.logs ?? []).filter((log) => log.node === id);
       if (shown === id) content.replaceChildren(...(answer.ok ? nodeFacts(node, own) : [h("p", {}, "The node is gone.")]));
     } catch (error) {
-      content.replaceChildren(h("p", {}, `It could not be read: ${error.message}`));
+      content.replaceChildren(h("p", {}, `Could not be read: ${error.message}`));
     } finally {
       asking = false;
     }

@@ -136,7 +136,7 @@ function line(run, id, event) {
         say(text_, answer.ok ? found.detail || found.nodes.join("\n") : found.error);
         if (answer.ok) text_.dataset.read = "yes";
       } catch (error) {
-        say(text_, `It could not be read: ${error.message}`);
+        say(text_, `Could not be read: ${error.message}`);
       }
     });
     row.append(more);

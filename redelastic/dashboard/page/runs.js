@@ -11,7 +11,7 @@ export function runsView(open) {
   const heads = [["State"], ["Run"], ["Nodes", "num"], ["Step", "num"], ["Steps/s", "num"], ["Effective training time", "meter-head"], ["Last fault"]];
   const table = h("table", { class: "runs" },
     h("thead", {}, h("tr", {}, heads.map(([title, kind]) => h("th", { scope: "col", class: kind }, title)))), body);
-  const none = h("p", { class: "none" }, "No run is here yet. It appears as soon as its first node joins.");
+  const none = h("p", { class: "none" }, "No runs yet. A run appears when its first node joins.");
   const title = h("h1", {}, "Runs");
   const sum = h("p", { class: "sub" });
   const element = h("div", { class: "page" }, h("div", { class: "head" }, title, sum), h("section", { class: "card" }, table, none));

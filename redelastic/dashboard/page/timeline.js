@@ -18,7 +18,7 @@ export function timeline() {
   const tip = h("div", { class: "tip", hidden: true });
   const ranges = h("div", { class: "segments", role: "group", "aria-label": "Time shown" });
   const box = h("div", { class: "lanes-box" }, svg, tip);
-  const none = h("p", { class: "none" }, "Nobody has joined yet.");
+  const none = h("p", { class: "none" }, "No node has joined yet.");
   const hosts = h("span", { class: "dim" });
   const element = h("div", {}, h("div", { class: "card-head" }, h("h2", {}, "Timeline"), hosts, h("span", { class: "grow" }), ranges), box, none, legend);
   const items = STATES.map((state, i) => {
