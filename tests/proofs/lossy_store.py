@@ -54,7 +54,8 @@ class Client:
             self._random.choice(verbs)()
 
     def _meet(self) -> None:
-        """Wait for what another client writes at this point."""
+        """Wait for all, and for what another client writes at this point."""
+        self._store.barrier(f"barrier met {self._calls}", CLIENTS)
         self._store.set(f"{self.me} met {self._calls}", b"here")
         assert self._store.get(f"{(self.me + 1) % CLIENTS} met {self._calls}") == b"here"
 
@@ -178,7 +179,10 @@ def run_batch(seed: str) -> Counter[str]:
 
 def compare(store: RedisStore, clients: list[Client]) -> None:
     """All that is in Redis against what the clients know."""
-    left = {key: store.get(key) for key in store.list_keys() if " met " not in key}
+    left = {key: store.get(key) for key in store.list_keys()}
+    met = [left.pop(key) for key in list(left) if " met " in key]
+    meetings = -(-OPERATIONS // CLIENTS // 200)
+    assert Counter(met) == {b"here": CLIENTS * meetings, b"%d" % CLIENTS: meetings, b"1": meetings}
     for client in clients:
         for key, value in client.own.items():
             assert left.pop(key) == value, key

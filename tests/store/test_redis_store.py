@@ -71,6 +71,18 @@ def test_a_wait_for_what_is_there_runs_no_script(own_server: RedisServer, run_id
         assert client.info("commandstats")["cmdstat_evalsha"]["calls"] == before
 
 
+def test_a_barrier_is_one_script_for_each_and_one_wake_up_for_all(own_server: RedisServer, run_id: str) -> None:
+    with opened(own_server, run_id) as store, own_server.get_client() as client:
+        waiting = [in_thread(store.barrier, "b", 5) for _ in range(4)]
+        until(lambda: blocked_clients(client) == 4)
+        store.barrier("b", 5)
+        assert [each.result(SOON) for each in waiting] == [None] * 4
+        stats = client.info("commandstats")
+        scripts_run = sum(stats.get(f"cmdstat_{name}", {"calls": 0})["calls"] for name in ("eval", "evalsha"))
+        failed = stats["cmdstat_evalsha"]["failed_calls"]  # a server that does not know the script yet
+        assert (scripts_run - failed, stats["cmdstat_xadd"]["calls"], stats["cmdstat_xread"]["calls"]) == (5, 1, 4)
+
+
 def test_a_waits_own_time_out_holds_without_a_server(own_server: RedisServer, run_id: str) -> None:
     with opened(own_server, run_id, timeout=600) as store:
         store.set("there", "v")

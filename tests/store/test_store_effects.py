@@ -41,6 +41,7 @@ WRITES: Writes = {
     "add": (lambda s: s.add("n", 1), lambda s: s.add("n", 10), 1, _state("n"), b"11"),
     "append": (lambda s: s.append("a", "x"), lambda s: s.append("a", "y"), None, _state("a"), b"xy"),
     "compare_set": (lambda s: s.compare_set("k", "0", "1"), lambda s: s.set("k", "0"), b"1", _state("k"), b"0"),
+    "barrier": (lambda s: s.barrier("b", 1), lambda s: s.add("b/num_members", 4), None, _state("b/num_members"), b"5"),
     "delete_key": (lambda s: s.delete_key("k"), lambda s: s.set("k", "2"), True, _state("k"), b"2"),
     "queue_push": (lambda s: s.queue_push("q", "9"), lambda s: s.queue_pop("q"), None, lambda s: s.queue_len("q"), 2),
     "queue_pop": (lambda s: s.queue_pop("q"), lambda s: s.queue_push("q", "9"), b"7", lambda s: s.queue_len("q"), 2),
@@ -203,7 +204,9 @@ def pair(new_node: NodeFactory) -> Pair:
     return [(node, info.result(SOON).store) for node, info in zip(nodes, infos, strict=True)]
 
 
-@pytest.mark.parametrize("wait", [lambda s: s.get("k"), lambda s: s.wait(["k"]), lambda s: s.queue_pop("q")])
+@pytest.mark.parametrize(
+    "wait", [lambda s: s.get("k"), lambda s: s.wait(["k"]), lambda s: s.queue_pop("q"), lambda s: s.barrier("b", 2)]
+)
 @pytest.mark.parametrize("view", ["store", "prefixed", "PrefixStore"])
 def test_a_wait_ends_at_once_when_a_member_leaves(pair: Pair, wait: Callable[[Any], Any], view: str) -> None:
     (gone, _), (_, store) = pair

@@ -9,7 +9,7 @@ import pytest
 import stores
 import test_store as contract
 import torch.distributed as dist
-from stores import opened
+from stores import LONG, SHORT, SOON, in_thread, opened, until
 
 from redelastic.redis.server import RedisServer
 
@@ -32,6 +32,19 @@ class TestRedisStorePrefixed(contract.TestRedisStore):
             assert made.queue_len("outer/inner/q") == 1
             assert dist.PrefixStore("inner", dist.PrefixStore("outer", made)).get("k") == b"v", "as in torch's own"
             assert (made.prefixed("other").num_keys(), view.num_keys()) == (0, 1)
+
+
+@contract.NEEDS_BARRIER
+def test_a_barrier_is_met_through_any_prefix(server: RedisServer, run_id: str) -> None:
+    """torch's own view goes through add, set and wait."""
+    with opened(server, run_id) as made:
+        view: Any = dist.PrefixStore("p", made)
+        meeting = [in_thread(each.barrier, "b", 4, LONG) for each in (view, made.prefixed("p"), view)]
+        until(lambda: made.check(["p/b/num_members"]) and made.get("p/b/num_members") == b"3")
+        assert not any(each.done() for each in meeting)
+        made.barrier("p/b", 4, LONG)
+        assert [each.result(SOON) for each in meeting] == [None] * 3
+        made.barrier("p/b", 4, SHORT)  # who comes later, as in torch's
 
 
 class TestPrefixStoreOfHashStore(contract.TestHashStore):
