@@ -3,11 +3,16 @@
 -- KEYS 1-5 of store.lua, then the wake-up stream of each pair's key
 -- ARGV 1-2 of store.lua, 3-4 of store_write.lua, then key, value, key, value, …
 -- I4 I8
+local PAIRS = #KEYS - 5
+local AT_ONCE = 1000 -- pairs: Lua's stack holds some 8,000 words
 if not seen then
-  for i = 1, #KEYS - 5 do
-    local key = ARGV[3 + 2 * i]
-    redis.call('HSET', DATA, key, ARGV[4 + 2 * i])
-    fire(key, KEYS[5 + i])
+  for first = 5, #ARGV, 2 * AT_ONCE do
+    redis.call('HSET', DATA, unpack(ARGV, first, math.min(first + 2 * AT_ONCE - 1, #ARGV)))
+  end
+  if PAIRS == 1 or redis.call('EXISTS', WAITS) == 1 then -- to ask for each key takes most of the time
+    for i = 1, PAIRS do
+      fire(ARGV[3 + 2 * i], KEYS[5 + i])
+    end
   end
   finish()
 end

@@ -146,9 +146,11 @@ class RedisStore(dist.Store):
         if len(keys) != len(values):
             raise ValueError(f"multi_set got {len(keys)} keys and {len(values)} values; give one value for each key.")
         full = self._all(keys)
-        pairs = [part for key, value in zip(full, values, strict=True) for part in (key, _bytes("value", value))]
-        if pairs:
-            self._once(scripts.STORE_SET, [self._keys.stream(key) for key in full], pairs)
+        if full:
+            pairs = [b""] * (2 * len(full))
+            pairs[::2], pairs[1::2] = full, [_bytes("value", value) for value in values]
+            streams = self._keys.streams
+            self._once(scripts.STORE_SET, [streams + key for key in full], pairs)
 
     def get(self, key: Text) -> bytes:
         """Read a value; block until it is set.
