@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from importlib.resources import files
 from typing import Any, Final
 
+import hiredis
 from redis.exceptions import NoScriptError
 
 from .connection import Connection, Timeout
@@ -50,6 +51,11 @@ class Script:
         reply = connection.call(run, timeout)
         connection.served = True
         return reply
+
+    def packed(self, keys: Sequence[str | bytes], args: Sequence[Argument], *, whole: bool) -> list[bytes]:
+        """A request of the script as it is sent: whole, or by its digest, for a server that has it."""
+        call = ("EVAL", self.text) if whole else ("EVALSHA", self._digest)
+        return [hiredis.pack_command((*call, len(keys), *keys, *args))]  # type: ignore[arg-type]  # says: one word
 
 
 JOIN: Final = Script("run", "roll", "complete", "restore", "join")

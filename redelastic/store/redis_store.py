@@ -24,6 +24,8 @@ from redelastic.redis.connection import Connection, Timeout, require_keys_of_typ
 from redelastic.redis.errors import FencedError
 from redelastic.redis.keys import DEFAULT_PREFIX, DEFAULT_TTL, RunKeys
 
+from .line import PATIENCE, Line, Write, WriteFailedError
+
 if TYPE_CHECKING:
     from redelastic.redis.endpoint import Client
 
@@ -61,6 +63,13 @@ class RedisStore(dist.Store):
             checks blocked clients ten times a second. A value that comes in time is returned at once.
         ttl: how long the store outlives its last change, in seconds, or up to a hundredth less; a round's members keep
             its store, but for queues that nobody uses.
+        acknowledge: whether ``set``, ``multi_set``, ``append`` and ``queue_push`` return only when Redis has made them.
+            If not, they return when they are sent, as TCPStore's do: they are made in the order in which this process
+            sent them, once, also if the connection is lost, and before any other call of this object, its views or
+            clones is. One that fails is an error of the next such call, which names it and has no effect of its own,
+            and those sent after it are not made. A process that exits or forks, or closes the store, waits for up to
+            5 s until all are made; one that is killed may lose them. On a client of redis-py's own, or a Cluster, all
+            are waited for.
 
     Raises:
         RendezvousConnectionError: Redis does not answer, or refuses the connection.
@@ -79,6 +88,7 @@ class RedisStore(dist.Store):
         key_prefix: str = DEFAULT_PREFIX,
         timeout: float | timedelta = 300.0,
         ttl: float = DEFAULT_TTL,
+        acknowledge: bool = True,
     ) -> None:
         super().__init__()
         run = RunKeys(run_id, key_prefix)
@@ -90,7 +100,9 @@ class RedisStore(dist.Store):
         if isinstance(client, str):
             client = Connection.open(client)
         self._connection = client if isinstance(client, Connection) else Connection(client)
-        self._prefix = b""
+        self._prefix, self._is_view = b"", False
+        may_send = not acknowledge and isinstance(self._connection.client, DirectClient)
+        self._line = Line(self._connection) if may_send else None
         self._views: list[RedisStore] = []  # torch's C++ may hold a clone: it lives as long as this does
         self._fixed_keys = [self._keys.data, self._keys.waits, self._keys.once, run.run, run.members]
         self._fixed_args = ["" if epoch is None else str(epoch), str(self._ttl_ms)]
@@ -107,10 +119,15 @@ class RedisStore(dist.Store):
         The stored data stays.
         """
         _alive.discard(self)
-        while self._views:
-            self._views.pop().close()
-        if self._opened:
-            self._connection.close()
+        try:
+            self._settle(min(PATIENCE, self._seconds()))
+        finally:
+            while self._views:
+                self._views.pop().close()
+            if self._line and not self._is_view:
+                self._line.close()
+            if self._opened:
+                self._connection.close()
 
     def clone(self) -> RedisStore:
         """Another object for the same store, with its own time-out."""
@@ -130,6 +147,7 @@ class RedisStore(dist.Store):
             timeout=self.timeout,
             ttl=self._ttl_ms / 1000,
         )
+        view._line, view._is_view = self._line, True
         view._prefix = self._prefix + _bytes("prefix", prefix) + (b"/" if prefix else b"")
         self._views.append(view)
         return view
@@ -139,7 +157,7 @@ class RedisStore(dist.Store):
     def set(self, key: Text, value: Text) -> None:
         """Write a value."""
         full = self._key(key)
-        self._once(scripts.STORE_SET, [self._keys.stream(full)], [full, _bytes("value", value)])
+        self._write("set", scripts.STORE_SET, [self._keys.stream(full)], [full, _bytes("value", value)])
 
     def multi_set(self, keys: Sequence[Text], values: Sequence[Text]) -> None:
         """Write several values at once."""
@@ -150,7 +168,7 @@ class RedisStore(dist.Store):
             pairs = [b""] * (2 * len(full))
             pairs[::2], pairs[1::2] = full, [_bytes("value", value) for value in values]
             streams = self._keys.streams
-            self._once(scripts.STORE_SET, [streams + key for key in full], pairs)
+            self._write("multi_set", scripts.STORE_SET, [streams + key for key in full], pairs)
 
     def get(self, key: Text) -> bytes:
         """Read a value; block until it is set.
@@ -197,7 +215,7 @@ class RedisStore(dist.Store):
     def append(self, key: Text, value: Text) -> None:
         """Add bytes to the end of a value, empty at first."""
         full = self._key(key)
-        self._once(scripts.STORE_APPEND, [self._keys.stream(full)], [full, _bytes("value", value)])
+        self._write("append", scripts.STORE_APPEND, [self._keys.stream(full)], [full, _bytes("value", value)])
 
     def compare_set(self, key: Text, expected: Text, desired: Text) -> bytes:
         """Write ``desired`` if the value is ``expected``, or if there is none and ``expected`` is empty.
@@ -269,7 +287,7 @@ class RedisStore(dist.Store):
         """Append an item to a queue."""
         full = self._key(key)
         streams = [self._keys.stream(full), self._keys.queue(full)]
-        self._once(scripts.QUEUE_PUSH, streams, [full, _bytes("value", value)])
+        self._write("queue_push", scripts.QUEUE_PUSH, streams, [full, _bytes("value", value)])
 
     def queue_pop(self, key: Text, block: bool = True) -> bytes:
         """Remove and return the first item of a queue.
@@ -360,6 +378,32 @@ class RedisStore(dist.Store):
             reply = None
         return None
 
+    def _write(self, verb: str, script: scripts.Script, keys: Sequence[Text], args: Sequence[bytes]) -> None:
+        """As :meth:`_once`, for what has no reply, and so need not be waited for."""
+        if self._line is not None:
+            try:
+                if self._line.send(Write(verb, script, self._fixed_keys, self._fixed_args, keys, args), self._seconds):
+                    return
+            except (RendezvousError, WriteFailedError) as e:
+                raise self._of_earlier_writes(e) from e
+        self._once(script, keys, args)
+
+    def _settle(self, timeout: Timeout = None) -> None:
+        """Return when all that was not waited for has been made."""
+        if self._line is not None and self._line.under_way:
+            try:
+                self._line.settle(self._seconds if timeout is None else timeout)
+            except (RendezvousError, WriteFailedError) as e:
+                raise self._of_earlier_writes(e) from e
+
+    def _of_earlier_writes(self, error: RendezvousError | WriteFailedError) -> Exception:
+        if isinstance(error, RendezvousError):
+            return self._as_torchs(error, [])
+        write, cause = error.write, error.__cause__
+        why = self._as_torchs(cause, write.keys) if isinstance(cause, RendezvousError) else dist.DistStoreError(cause)
+        later = f", and {error.later} more sent after it were not made" if error.later else ""
+        return type(why)(f"An earlier {write.verb} of the key {write.args[0]!r} has failed{later}: {why}")
+
     def _adding(self, key: bytes, amount: int, *request: Any) -> Any:
         """As :meth:`_once`, for a request that adds to a key."""
         try:
@@ -388,6 +432,8 @@ class RedisStore(dist.Store):
     def _script(
         self, script: scripts.Script, keys: Sequence[Text], args: Sequence[bytes | str | int], timeout: Timeout
     ) -> Any:
+        if self._line is not None and self._line.under_way:
+            self._settle(timeout)
         every_key, every_arg = [*self._fixed_keys, *keys], [*self._fixed_args, *args]
         try:
             return script(self._connection, every_key, every_arg, timeout)
@@ -395,6 +441,8 @@ class RedisStore(dist.Store):
             raise self._as_torchs(e, keys) from e
 
     def _call(self, operation: Callable[[Any], Any], keys: Sequence[Text] = (), timeout: Timeout = None) -> Any:
+        if self._line is not None and self._line.under_way:
+            self._settle(timeout)
         try:
             return self._connection.call(operation, self._seconds if timeout is None else timeout)
         except RendezvousError as e:

@@ -52,6 +52,7 @@ class Client:
                 self._meet()
             self._calls += 1
             self._random.choice(verbs)()
+        self._store.check([])  # what it has not waited for is made
 
     def _meet(self) -> None:
         """Wait for all, and for what another client writes at this point."""
@@ -167,7 +168,7 @@ def run_batch(seed: str) -> Counter[str]:
         for me in range(CLIENTS):
             connection = Connection.open(network.url(), ATTEMPT, PATIENCE, PATIENCE)
             stack.callback(connection.close)
-            store = RedisStore(connection, "lossy", timeout=PATIENCE)
+            store = RedisStore(connection, "lossy", timeout=PATIENCE, acknowledge=me % 2 == 0)
             stack.callback(store.close)
             clients.append(Client(me, store, Random(f"{seed}, calls of {me}")))
         all_at_once(*(partial(client.run, OPERATIONS // CLIENTS) for client in clients))

@@ -187,7 +187,7 @@ class FaultyProxy:
                 request = client.recv(1 << 20)
                 if not request:
                     return
-                fault = self._take(request)
+                fault = fault or self._take(request)  # a client that does not wait for replies may send several
                 if fault is not None and fault.lose_request:
                     self._hold(fault, request, client, upstream)
                     return

@@ -1,0 +1,256 @@
+"""Writes that nobody waits for: sent at once, in order, and acknowledged later."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import uuid
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from multiprocessing import util
+from typing import Any, Final, NamedTuple
+from weakref import WeakSet
+
+import redis.exceptions as rx
+from torch.distributed.elastic.rendezvous.api import RendezvousError
+
+from redelastic.redis.connection import Connection
+from redelastic.redis.errors import ERRORS, UnreachableError, may_pass
+from redelastic.redis.scripts import Script
+
+log = logging.getLogger(__name__)
+
+Limit = float | Callable[[], float]  # in seconds
+
+MOST: Final = 64  # writes under way, before the first half of them is waited for
+MOST_BYTES: Final = 2**20  # of values under way, before all are waited for
+PATIENCE: Final = 5.0  # of a process that exits or forks, in seconds
+
+
+class Write(NamedTuple):
+    """A request of a script, but for its sender and number.
+
+    Attributes:
+        verb: of the store.
+        script: which it is.
+        fixed_keys, fixed_args: of all requests to the store.
+        keys: those of this one.
+        args: those of this one; the first is the store's key.
+    """
+
+    verb: str
+    script: Script
+    fixed_keys: Sequence[str]
+    fixed_args: Sequence[str]
+    keys: Sequence[str | bytes]
+    args: Sequence[bytes]
+
+    def packed(self, sender: bytes, number: int, *, whole: bool) -> list[bytes]:
+        """As it is sent, with the script itself or with its digest."""
+        args: list[str | bytes | int] = [*self.fixed_args, sender, -number, *self.args]
+        return self.script.packed([*self.fixed_keys, *self.keys], args, whole=whole)
+
+
+class WriteFailedError(Exception):
+    """A write that nobody waited for has failed; its cause says why.
+
+    Attributes:
+        write: the write.
+        later: how many were sent after it. None of them was made.
+    """
+
+    def __init__(self, write: Write, later: int) -> None:
+        super().__init__(write.verb)
+        self.write, self.later = write, later
+
+
+class Line:
+    """The writes of one process to one store, on a connection of their own.
+
+    They are numbered without gaps, and Redis makes none whose predecessor it has not made (``lua/store_write.lua``). So
+    they are made in order; after a loss of the connection all that were not acknowledged are sent again, and those
+    that were made are not made twice; and one that fails takes those that were sent after it with it.
+
+    A forked child has a line of its own, with nothing under way.
+
+    Attributes:
+        under_way: the writes that may not have been made yet.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._begin()
+        _lines.add(self)
+
+    def _begin(self) -> None:
+        self._pid = os.getpid()
+        if self._pid not in _settling:
+            _settling.add(self._pid)
+            util.Finalize(None, _settle_all, exitpriority=100)  # as `atexit`, and in a child of multiprocessing too
+        self._lock = threading.RLock()  # reentrant for a signal's handler, which finds the line busy
+        self._busy = False
+        self.under_way: deque[Write] = deque()
+        self._bytes = 0
+        self._wire: Any = None  # redis-py's connection
+        self._sent = 0  # how many of those under way were sent on it
+        self._known: set[Script] = set()  # of the scripts that were sent on it
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self._sender, self._first = uuid.uuid4().bytes, 1  # number of the first write under way
+
+    def send(self, write: Write, timeout: Limit) -> bool:
+        """Send a write; raises as :meth:`settle`.
+
+        Args:
+            write: what to send.
+            timeout: how long it may take while Redis cannot be reached, in seconds.
+
+        Returns:
+            Whether the line has taken it. That of a signal's handler, within another call, it does not take.
+        """
+        held = self._enter(timeout)
+        try:
+            if held:
+                full, heavy = len(self.under_way) >= MOST, self._bytes > MOST_BYTES
+                if full or heavy:
+                    self._call(0 if heavy else MOST // 2, timeout)
+                self.under_way.append(write)
+                self._bytes += sum(map(len, write.args))
+                if self._wire is None or not self._could_put():
+                    self._call(len(self.under_way), timeout)
+            return held
+        finally:
+            self._leave(held)
+
+    def settle(self, timeout: Limit) -> None:
+        """Return when all that are under way have been made.
+
+        Raises:
+            WriteFailedError: one of them was refused.
+            RendezvousError: Redis could not be reached; they are sent again by the next call.
+        """
+        held = self._enter(timeout)
+        try:
+            if held and self.under_way:
+                self._call(0, timeout)
+        finally:
+            self._leave(held)
+
+    def close(self) -> None:
+        """Give the connection back; what is under way is given up."""
+        held = self._enter(PATIENCE)
+        try:
+            if held:
+                self._drop()
+                self.under_way.clear()
+                self._begin_anew()
+        finally:
+            self._leave(held)
+
+    def _enter(self, timeout: Limit) -> bool:
+        """Keep other threads out until :meth:`_leave`; False for a signal's handler, within another call."""
+        if self._pid != os.getpid():
+            self._begin()
+        if not self._lock.acquire(timeout=max(0.0, timeout() if callable(timeout) else timeout)):
+            raise UnreachableError(f"Another thread waits for Redis at {self._connection.name} to take earlier writes.")
+        held, self._busy = not self._busy, True
+        return held
+
+    def _leave(self, held: bool) -> None:
+        self._busy = not held
+        self._lock.release()
+
+    def _call(self, keep: int, timeout: Limit) -> None:
+        try:
+            self._connection.call(partial(self._exchange, keep=keep), timeout)
+        except RendezvousError as e:
+            if isinstance(cause := e.__cause__, rx.RedisError | OSError) and self._is_final(cause) and self.under_way:
+                failed = WriteFailedError(self.under_way[0], len(self.under_way) - 1)
+                self.under_way.clear()
+                self._bytes = 0
+                self._begin_anew()
+                raise failed from e
+            raise
+
+    def _is_final(self, error: BaseException) -> bool:
+        return not may_pass(error, fail_over=self._connection.served)
+
+    def _exchange(self, client: Any, keep: int) -> None:
+        """Send what was not sent on this connection, and read the replies to all but the last ``keep``."""
+        while True:
+            try:
+                if self._wire is None:
+                    self._wire = client.connection_pool.get_connection()
+                while self._sent < len(self.under_way):
+                    self._put()
+                while len(self.under_way) > keep:
+                    self._read()
+            except rx.ResponseError as e:  # noqa: PERF203  # at most once or twice
+                self._drop()
+                if "a gap before request" in str(e):  # the server has forgotten what this sender has done
+                    self._begin_anew()
+                elif not isinstance(e, rx.NoScriptError):
+                    raise
+            except BaseException:
+                self._drop()
+                raise
+            else:
+                return
+
+    def _could_put(self) -> bool:
+        try:
+            self._put()
+        except BaseException as e:
+            self._drop()
+            if not isinstance(e, ERRORS):
+                raise
+            return False
+        return True
+
+    def _put(self) -> None:
+        if not self._wire.is_connected:  # redis-py would connect anew, and replies be taken for those of earlier writes
+            raise rx.ConnectionError("The connection was closed.")
+        write = self.under_way[self._sent]
+        packed = write.packed(self._sender, self._first + self._sent, whole=write.script not in self._known)
+        self._wire.send_packed_command(packed, check_health=False)
+        self._known.add(write.script)
+        self._sent += 1
+
+    def _read(self) -> None:
+        try:
+            self._wire.read_response()
+        except rx.ResponseError as e:
+            if "a late copy of request" not in str(e):  # else it was made, as a later one was: its reply was lost
+                raise
+        self._connection.served = True
+        self._bytes -= sum(map(len, self.under_way.popleft().args))
+        self._sent -= 1
+        self._first += 1
+
+    def _drop(self) -> None:
+        wire, self._wire, self._sent = self._wire, None, 0
+        self._known.clear()
+        if wire is not None:
+            wire.disconnect()
+            client: Any = self._connection.client
+            client.connection_pool.release(wire)
+
+
+_lines: Final[WeakSet[Line]] = WeakSet()
+_settling: Final[set[int]] = set()  # processes that settle all at their end
+
+
+def _settle_all() -> None:
+    """What a process has written is there when it exits, and for the child that it forks."""
+    for line in list(_lines):
+        if line.under_way:
+            try:
+                line.settle(PATIENCE)
+            except (RendezvousError, WriteFailedError) as e:
+                log.error("Not all writes to a store are known to have been made: %s", e)  # noqa: TRY400
+
+
+os.register_at_fork(before=_settle_all)
