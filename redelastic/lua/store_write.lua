@@ -40,10 +40,11 @@ local function finish(reply)
   end
 end
 
--- Wakes whoever is blocked on `key`, and tells a small value at once; `stream` is the key's wake-up stream.
-local function fire(key, stream)
+-- Wakes whoever is blocked on `key`, and tells a small value at once; `stream` is the key's wake-up stream. A value that may
+-- be large is not even looked at.
+local function fire(key, stream, large)
   if redis.call('HDEL', WAITS, key) == 1 then
-    local value = redis.call('HGET', DATA, key)
+    local value = not large and redis.call('HGET', DATA, key)
     if value and #value <= 4096 then
       redis.call('XADD', stream, 'MAXLEN', 1, '*', 'value', value)
     else

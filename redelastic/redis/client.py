@@ -5,11 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import deque
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Final
 
 import hiredis
 import redis
 from redis.connection import Connection
+
+_MULTI: Final = hiredis.pack_command(("MULTI",))
+_EXEC: Final = hiredis.pack_command(("EXEC",))
 
 
 def is_of_replica(error: BaseException) -> bool:
@@ -61,6 +65,40 @@ class DirectClient(redis.Redis):
         self._idle.append(connection)
         return replies
 
+    def may_transact(self) -> bool:
+        """Whether the user may use transactions."""
+        try:
+            self.execute_both(("MULTI",), ("EXEC",))
+        except redis.exceptions.NoPermissionError:
+            return False
+        return True
+
+    def transact(self, commands: Sequence[bytes | list[bytes]]) -> list[Any]:
+        """Send packed commands as one transaction, and return their replies; raises the first error among them."""
+        connection, replies = self._take(), []
+        parts = [_MULTI]
+        for command in (*commands, _EXEC):
+            first, *others = [command] if isinstance(command, bytes) else command
+            parts[-1] += first  # what is not large goes out together
+            parts += others
+        try:
+            connection.send_packed_command(parts, check_health=False)
+            for _ in range(len(commands) + 2):
+                try:
+                    replies.append(connection.read_response())
+                except redis.ResponseError as e:  # noqa: PERF203  # all have to be read
+                    replies.append(e)
+        except BaseException as e:
+            self._give_up(connection, e)
+            raise
+        for reply in (*replies[:-1], *(replies[-1] if isinstance(replies[-1], list) else replies[-1:])):
+            if isinstance(reply, Exception):
+                self._give_up(connection, reply)
+                raise reply
+        self._idle.append(connection)
+        done: list[Any] = replies[-1]
+        return done
+
     def _take(self) -> Connection:
         if self._idle_pid != os.getpid():  # a forked child: these connections are its parent's
             self._idle, self._idle_pid = deque(), os.getpid()
@@ -85,6 +123,20 @@ class DirectClient(redis.Redis):
     def _discard(self, connection: Connection) -> None:
         connection.disconnect()
         self.connection_pool.release(connection)
+
+
+def packed_uncopied(words: Sequence[bytes], large: int) -> list[bytes]:
+    """As ``hiredis.pack_command``, but in parts: each word of ``large`` bytes or more is one, and not copied."""
+    parts, small = [], [b"*%d\r\n" % len(words)]
+    for word in words:
+        small.append(b"$%d\r\n" % len(word))
+        if len(word) >= large:
+            parts += [b"".join(small), word]
+            small = []
+        else:
+            small.append(word)
+        small.append(b"\r\n")
+    return [*parts, b"".join(small)]
 
 
 def _packed(connection: Connection, args: tuple[Any, ...]) -> list[bytes]:

@@ -60,6 +60,7 @@ class Connection:
         self.name = name or _describe(client, options)
         self.read_timeout = read_timeout
         self.served = False  # whether a script has run there: then a server that takes no writes may do so again
+        self.transacts: bool | None = None  # whether its user may use transactions; None: not tried yet
         # A blocking read has to end before the socket's own time-out does, which is how a silent server is noticed.
         self.max_block = (options.get("socket_timeout") or 2 * ATTEMPT_TIMEOUT) / 2
 

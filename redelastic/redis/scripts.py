@@ -26,7 +26,9 @@ class Script:
     def __init__(self, *parts: str) -> None:
         self.name = parts[-1]
         folder = files("redelastic") / "lua"
-        self.text = "".join((folder / f"{part}.lua").read_text() for part in parts)
+        lines = "".join((folder / f"{part}.lua").read_text() for part in parts).splitlines(keepends=True)
+        # Without comments it is a third as long, where it has to be sent whole.
+        self.text = "".join(line for line in lines if line.strip() and not line.lstrip().startswith("--"))
         self._digest = hashlib.sha1(self.text.encode(), usedforsecurity=False).hexdigest()
 
     def __call__(
@@ -52,10 +54,11 @@ class Script:
         connection.served = True
         return reply
 
-    def packed(self, keys: Sequence[str | bytes], args: Sequence[Argument], *, whole: bool) -> list[bytes]:
+    def packed(self, keys: Sequence[str | bytes], args: Sequence[Argument], *, whole: bool) -> bytes:
         """A request of the script as it is sent: whole, or by its digest, for a server that has it."""
         call = ("EVAL", self.text) if whole else ("EVALSHA", self._digest)
-        return [hiredis.pack_command((*call, len(keys), *keys, *args))]  # type: ignore[arg-type]  # says: one word
+        packed: bytes = hiredis.pack_command((*call, len(keys), *keys, *args))  # type: ignore[arg-type]  # says: one word
+        return packed
 
 
 JOIN: Final = Script("run", "roll", "complete", "restore", "join")
@@ -72,6 +75,8 @@ READMIT: Final = Script("run", "readmit")
 SET_STATE: Final = Script("set_state")
 
 STORE_SET: Final = Script("store", "store_write", "store_set")
+STORE_BEFORE: Final = Script("store", "store_before")
+STORE_AFTER: Final = Script("store", "store_kept", "store_write", "store_after")
 STORE_ADD: Final = Script("store", "store_write", "store_add")
 STORE_APPEND: Final = Script("store", "store_write", "store_append")
 STORE_COMPARE_SET: Final = Script("store", "store_write", "store_compare_set")

@@ -47,7 +47,7 @@ class Write(NamedTuple):
     keys: Sequence[str | bytes]
     args: Sequence[bytes]
 
-    def packed(self, sender: bytes, number: int, *, whole: bool) -> list[bytes]:
+    def packed(self, sender: bytes, number: int, *, whole: bool) -> bytes:
         """As it is sent, with the script itself or with its digest."""
         args: list[str | bytes | int] = [*self.fixed_args, sender, -number, *self.args]
         return self.script.packed([*self.fixed_keys, *self.keys], args, whole=whole)
@@ -215,7 +215,7 @@ class Line:
             raise rx.ConnectionError("The connection was closed.")
         write = self.under_way[self._sent]
         packed = write.packed(self._sender, self._first + self._sent, whole=write.script not in self._known)
-        self._wire.send_packed_command(packed, check_health=False)
+        self._wire.send_packed_command([packed], check_health=False)
         self._known.add(write.script)
         self._sent += 1
 

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from operator import index
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous.api import (
@@ -19,7 +19,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from redelastic.redis import scripts
-from redelastic.redis.client import DirectClient
+from redelastic.redis.client import DirectClient, packed_uncopied
 from redelastic.redis.connection import Connection, Timeout, require_keys_of_types, text
 from redelastic.redis.errors import FencedError
 from redelastic.redis.keys import DEFAULT_PREFIX, DEFAULT_TTL, RunKeys
@@ -29,8 +29,11 @@ from .line import PATIENCE, Line, Write, WriteFailedError
 if TYPE_CHECKING:
     from redelastic.redis.endpoint import Client
 
+T = TypeVar("T")
 Text = str | bytes
 
+LARGE: Final = 2**15  # bytes: below that, three copies by a script take less time than a transaction
+_UNCOPIED: Final = 2**17  # bytes: below that, a copy takes less time than a packet of its own
 _LONGEST: Final = 2**29  # bytes; what Redis takes, unless its proto-max-bulk-len was changed
 
 # torch's C++ keeps only its own half of a store: once Python's half is gone, every call dies in an assertion. So a
@@ -157,7 +160,8 @@ class RedisStore(dist.Store):
     def set(self, key: Text, value: Text) -> None:
         """Write a value."""
         full = self._key(key)
-        self._write("set", scripts.STORE_SET, [self._keys.stream(full)], [full, _bytes("value", value)])
+        written = _bytes("value", value)
+        self._set("set", [full], [full, written], len(written))
 
     def multi_set(self, keys: Sequence[Text], values: Sequence[Text]) -> None:
         """Write several values at once."""
@@ -167,8 +171,7 @@ class RedisStore(dist.Store):
         if full:
             pairs = [b""] * (2 * len(full))
             pairs[::2], pairs[1::2] = full, [_bytes("value", value) for value in values]
-            streams = self._keys.streams
-            self._write("multi_set", scripts.STORE_SET, [streams + key for key in full], pairs)
+            self._set("multi_set", full, pairs, max(map(len, pairs[1::2])))
 
     def get(self, key: Text) -> bytes:
         """Read a value; block until it is set.
@@ -378,6 +381,35 @@ class RedisStore(dist.Store):
             reply = None
         return None
 
+    def _set(self, verb: str, keys: list[bytes], pairs: list[bytes], longest: int) -> None:
+        first_part = self._keys.streams
+        streams = [first_part + key for key in keys]
+        if longest >= LARGE and self._transacts():
+            self._numbered(lambda sender, request: self._set_large(sender, request, keys, streams, pairs))
+        else:
+            self._write(verb, scripts.STORE_SET, streams, pairs)
+
+    def _transacts(self) -> bool:
+        """Whether large values can go past Lua; a user that may not is not told."""
+        if not isinstance(self._connection.client, DirectClient):
+            return False
+        if self._connection.transacts is None:
+            self._connection.transacts = self._call(lambda client: client.may_transact())
+        return self._connection.transacts
+
+    def _set_large(
+        self, sender: bytes, request: int, keys: list[bytes], streams: list[bytes], pairs: list[bytes]
+    ) -> None:
+        """In the middle of two scripts: ``lua/store_before.lua``."""
+        args: list[str | bytes | int] = [*self._fixed_args, sender, request, *keys]
+        commands = [
+            scripts.STORE_BEFORE.packed(self._fixed_keys, args, whole=True),  # it must not be unknown there
+            packed_uncopied([b"HSET", self._keys.data.encode(), *pairs], _UNCOPIED),
+            scripts.STORE_AFTER.packed([*self._fixed_keys, *streams], args, whole=True),
+        ]
+        self._call(lambda client: client.transact(commands), streams)
+        self._connection.served = True
+
     def _write(self, verb: str, script: scripts.Script, keys: Sequence[Text], args: Sequence[bytes]) -> None:
         """As :meth:`_once`, for what has no reply, and so need not be waited for."""
         if self._line is not None:
@@ -416,6 +448,11 @@ class RedisStore(dist.Store):
     def _once(
         self, script: scripts.Script, keys: Sequence[Text], args: Sequence[bytes | int], timeout: Timeout = None
     ) -> Any:
+        limit = self._seconds if timeout is None else timeout
+        return self._numbered(lambda sender, request: self._script(script, keys, [sender, request, *args], limit))
+
+    def _numbered(self, request: Callable[[bytes, int], T]) -> T:
+        """Have a request sent that is given its sender and number."""
         try:
             sender = self._senders.pop()
         except IndexError:
@@ -424,8 +461,7 @@ class RedisStore(dist.Store):
             sender = _Sender()
         sender.request += 1
         try:
-            numbered = [sender.name, sender.request, *args]
-            return self._script(script, keys, numbered, self._seconds if timeout is None else timeout)
+            return request(sender.name, sender.request)
         finally:
             self._senders.append(sender)
 

@@ -64,7 +64,7 @@ class Client:
         return f"{self.me}/{self._random.randrange(8)}"
 
     def _value(self) -> bytes:
-        return self._random.randbytes(self._random.choice((0, 1, 8, 8, 8, 60, 60, 9_000)))
+        return self._random.randbytes(self._random.choice((0, 1, 8, 8, 8, 60, 60, 9_000, 40_000)))
 
     def _tag(self) -> bytes:
         """A value that nobody ever writes again."""

@@ -1,0 +1,11 @@
+-- after: ends the transaction that store_before.lua began. Written once however often it is sent (I8).
+--
+-- KEYS 1-5 of store.lua, then the wake-up stream of each key
+-- ARGV 1-2 of store.lua, 3-4 of store_write.lua, then the keys that were written
+-- I4 I8
+if not seen then
+  for i = 5, #ARGV do
+    fire(ARGV[i], KEYS[1 + i], true)
+  end
+  finish()
+end
