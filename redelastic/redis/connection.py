@@ -99,7 +99,11 @@ class Connection:
             if endpoint.is_default
             else ""
         )
-        retried(connect, name or str(endpoint), patience, time.monotonic())
+        started = time.monotonic()
+        try:
+            connect()
+        except ERRORS:
+            retried(connect, name or str(endpoint), patience, started)
         return cls(opened[-1], str(endpoint), owned=True, read_timeout=read_timeout)
 
     def __repr__(self) -> str:
