@@ -69,6 +69,7 @@ class Table:
         cells: by row and column; a text says why there is no figure.
         targets: by row, what ``base`` has to reach; the first column where no contender is ours.
         leads: by column, how many times what ours takes a contender has to take at least, in every row.
+        yardstick: the column that regressions are judged by: one that computes, not one that sleeps; empty for all.
         log: whether it is drawn with log axes: rows are numbers then. None: it is not drawn.
     """
 
@@ -80,6 +81,7 @@ class Table:
     cells: dict[str, dict[str, Spread | str]] = field(default_factory=dict)
     targets: dict[str, float] = field(default_factory=dict)
     leads: dict[str, float] = field(default_factory=dict)
+    yardstick: str = ""
     log: bool | None = None
 
     def put(self, row: object, column: str, found: Iterable[float] | float | str) -> None:
@@ -214,6 +216,8 @@ def regressions(before: Iterable[Table], now: Iterable[Table]) -> Iterator[str]:
         for row in table.cells if old else ():
             for column in table.columns:
                 if old is None or row not in old.cells or column == table.base:
+                    continue
+                if table.yardstick not in ("", column):
                     continue
                 was, is_now = old.ratio(row, column), table.ratio(row, column)
                 if was and is_now and (is_now / was if table.unit == "/s" else was / is_now) > SLOWER:

@@ -152,15 +152,15 @@ def bare_redis(url: str, name: str) -> Iterator[SimpleNamespace]:
 
 
 @contextlib.contextmanager
-def opened(contender: str, servers: Servers, name: str) -> Iterator[Any]:
-    """A client of the store ``name``, with a connection of its own."""
+def opened(contender: str, servers: Servers, name: str, *, acknowledge: bool = True) -> Iterator[Any]:
+    """A client of the store ``name``, with a connection of its own; ours waits for its writes, or does not."""
     timeout = timedelta(seconds=LIMIT)
     store: Any
     if contender == BARE:
         with bare_redis(servers.redis, name) as bare:
             yield bare
     elif contender == OURS:
-        store = RedisStore(servers.redis, "bench", name, timeout=timeout)
+        store = RedisStore(servers.redis, "bench", name, timeout=timeout, acknowledge=acknowledge)
         try:
             yield store
         finally:

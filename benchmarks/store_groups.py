@@ -19,25 +19,29 @@ from typing import Any, Final, NoReturn
 import torch.distributed as dist
 
 from benchmarks.harness import TimeLimitError, run_alone
-from benchmarks.report import Progress, Table
+from benchmarks.report import Progress, Spread, Table
 from benchmarks.store_contenders import OURS, TCP, Servers
 from redelastic import register_init_method
 from redelastic.store import RedisStore
 
 OURS_BY_URL: Final = "redelastic, redis://"
-GROUPS: Final = (OURS, TCP, OURS_BY_URL)
+TCP_BY_URL: Final = "TCPStore, tcp://"
+BY_URL: Final = (OURS_BY_URL, TCP_BY_URL)
+GROUPS: Final = (OURS, TCP, *BY_URL)
+TARGETS: Final = (1.0, 3.0)  # times what TCPStore takes for a group, for a barrier
 BARRIERS: Final = 10
 GROUP_LIMIT: Final = 60  # seconds for one group
 
 
 @dataclass(frozen=True)
 class Member:
-    """One process of a group of ``n``; rank 0 makes TCPStore's server of ``listener``."""
+    """One process of a group of ``n``; rank 0 makes TCPStore's server of ``listener``, or, by URL, on its port."""
 
     contender: str
     servers: Servers
     run_id: str
     listener: socket.socket
+    port: int
     rank: int
     n: int
 
@@ -58,8 +62,11 @@ def group_tables(servers: Servers, sizes: tuple[int, ...], repeat: int, progress
         for contender in GROUPS:
             formed, waited = found[contender]
             init.put(n, contender, formed)
-            if contender != OURS_BY_URL:
+            if contender not in BY_URL:
                 barrier.put(n, contender, waited)
+        for table, factor in zip((init, barrier), TARGETS, strict=True):
+            if isinstance(theirs := table.cells[str(n)][TCP], Spread):
+                table.targets[str(n)] = factor * theirs.median
     yield from (init, barrier)
 
 
@@ -83,7 +90,7 @@ def form_groups(servers: Servers, n: int, repeat: int) -> dict[str, Any]:
             try:
                 times = _form(contender, servers, n)
             except threading.BrokenBarrierError:
-                if contender != TCP:
+                if contender not in (TCP, TCP_BY_URL):
                     raise
                 found[contender] = (f"not within {GROUP_LIMIT} s",) * 2
                 continue
@@ -101,11 +108,14 @@ def _form(contender: str, servers: Servers, n: int) -> tuple[float, float]:
     run_id = f"group-{uuid.uuid4().hex[:12]}"
     children: list[int] = []
     with socket.create_server(("127.0.0.1", 0), backlog=n) as listener:
+        port: int = listener.getsockname()[1]
+        if contender == TCP_BY_URL:
+            listener.close()  # rank 0 binds it
         try:
             for rank in range(n):
                 child = os.fork()
                 if child == 0:
-                    _be_member(Member(contender, servers, run_id, listener, rank, n), step, times)
+                    _be_member(Member(contender, servers, run_id, listener, port, rank, n), step, times)
                 children.append(child)
             for _ in range(3):  # all are there; have formed the group; have done their barriers
                 step.wait(GROUP_LIMIT)
@@ -125,9 +135,11 @@ def _be_member(me: Member, step: Any, times: Any) -> NoReturn:
         if me.contender == OURS:
             store = RedisStore(me.servers.redis, me.run_id, timeout=timeout)
         elif me.contender == TCP:
-            port, server = me.listener.getsockname()[1], me.listener.detach() if me.rank == 0 else None
-            store = dist.TCPStore("127.0.0.1", port, me.n, me.rank == 0, timeout, master_listen_fd=server)
+            server = me.listener.detach() if me.rank == 0 else None
+            store = dist.TCPStore("127.0.0.1", me.port, me.n, me.rank == 0, timeout, master_listen_fd=server)
         url = None if store else f"{me.servers.redis}?run_id={me.run_id}"
+        if me.contender == TCP_BY_URL:
+            url = f"tcp://127.0.0.1:{me.port}"
         step.wait(GROUP_LIMIT)
         times[4 * me.rank] = time.monotonic()
         dist.init_process_group("gloo", url, timeout, me.n, me.rank, store)

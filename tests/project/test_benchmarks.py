@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import create_autospec
@@ -112,6 +113,7 @@ def test_lost_ground_is_told_from_a_slow_machine() -> None:
     assert not list(regressions([before], [_table(redelastic=1.4, theirs=10)])), "so much is noise"
     assert not list(regressions([before], [_table(redelastic=0.1, theirs=10)]))
     assert not list(regressions([before], [_table("new", redelastic=9, theirs=10)]))
+    assert not list(regressions([before], [replace(_table(redelastic=9, theirs=10), yardstick="a socket")]))
     assert list(regressions([before], [_table(redelastic=2, theirs=10)])) == [
         "t, 2, theirs / redelastic: 10 x before, 5 x now"
     ]
