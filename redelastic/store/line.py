@@ -77,6 +77,7 @@ class Line:
 
     Attributes:
         under_way: the writes that may not have been made yet.
+        failure: what nobody has been told of yet, since it was met while the process forked.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -92,6 +93,7 @@ class Line:
         self._lock = threading.RLock()  # reentrant for a signal's handler, which finds the line busy
         self._busy = False
         self.under_way: deque[Write] = deque()
+        self.failure: WriteFailedError | None = None
         self._bytes = 0
         self._wire: Any = None  # redis-py's connection
         self._sent = 0  # how many of those under way were sent on it
@@ -114,6 +116,7 @@ class Line:
         held = self._enter(timeout)
         try:
             if held:
+                self._tell_of_failure()
                 full, heavy = len(self.under_way) >= MOST, self._bytes > MOST_BYTES
                 if full or heavy:
                     self._call(0 if heavy else MOST // 2, timeout)
@@ -134,8 +137,10 @@ class Line:
         """
         held = self._enter(timeout)
         try:
-            if held and self.under_way:
-                self._call(0, timeout)
+            if held:
+                self._tell_of_failure()
+                if self.under_way:
+                    self._call(0, timeout)
         finally:
             self._leave(held)
 
@@ -162,6 +167,11 @@ class Line:
     def _leave(self, held: bool) -> None:
         self._busy = not held
         self._lock.release()
+
+    def _tell_of_failure(self) -> None:
+        failure, self.failure = self.failure, None
+        if failure is not None:
+            raise failure
 
     def _call(self, keep: int, timeout: Limit) -> None:
         try:
@@ -249,7 +259,10 @@ def _settle_all() -> None:
         if line.under_way:
             try:
                 line.settle(PATIENCE)
-            except (RendezvousError, WriteFailedError) as e:
+            except WriteFailedError as e:
+                log.error("A %s to a store has failed: %s", e.write.verb, e.__cause__)  # noqa: TRY400
+                line.failure = e
+            except RendezvousError as e:
                 log.error("Not all writes to a store are known to have been made: %s", e)  # noqa: TRY400
 
 

@@ -422,7 +422,7 @@ class RedisStore(dist.Store):
 
     def _settle(self, timeout: Timeout = None) -> None:
         """Return when all that was not waited for has been made."""
-        if self._line is not None and self._line.under_way:
+        if self._line is not None and (self._line.under_way or self._line.failure):
             try:
                 self._line.settle(self._seconds if timeout is None else timeout)
             except (RendezvousError, WriteFailedError) as e:
@@ -468,7 +468,7 @@ class RedisStore(dist.Store):
     def _script(
         self, script: scripts.Script, keys: Sequence[Text], args: Sequence[bytes | str | int], timeout: Timeout
     ) -> Any:
-        if self._line is not None and self._line.under_way:
+        if self._line is not None:
             self._settle(timeout)
         every_key, every_arg = [*self._fixed_keys, *keys], [*self._fixed_args, *args]
         try:
@@ -477,7 +477,7 @@ class RedisStore(dist.Store):
             raise self._as_torchs(e, keys) from e
 
     def _call(self, operation: Callable[[Any], Any], keys: Sequence[Text] = (), timeout: Timeout = None) -> Any:
-        if self._line is not None and self._line.under_way:
+        if self._line is not None:
             self._settle(timeout)
         try:
             return self._connection.call(operation, self._seconds if timeout is None else timeout)

@@ -301,6 +301,21 @@ def test_a_forked_child_finds_what_its_parent_has_written(
     assert unlucky.get("log") == b"child's"
 
 
+def test_a_failure_that_a_fork_has_met_is_told_by_the_parents_next_call(own_server: RedisServer, run_id: str) -> None:
+    with opened(own_server, run_id, acknowledge=False) as store, own_server.get_client() as client:
+        store.set("there", "v")
+        store.check(["there"])
+        client.config_set("maxmemory", 1)
+        store.set("k", "v")
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if store.get("there") == b"v" else 1)
+        assert os.waitpid(child, 0)[1] == 0, "it is not the child's"
+        with pytest.raises(dist.DistNetworkError, match="An earlier set of the key b'k' has failed"):
+            store.get("there")
+        assert store.get("there") == b"v"
+
+
 ENDS = """
 import os, sys
 from redelastic.store import RedisStore
