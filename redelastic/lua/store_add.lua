@@ -9,6 +9,6 @@ if not seen then
   local sum = redis.call('HINCRBY', DATA, key, ARGV[6]) -- a double in Lua, exact below 2^53
   reply = math.abs(sum) < 2 ^ 53 and string.format('%.0f', sum) or redis.call('HGET', DATA, key)
   finish(reply)
-  fire(key, KEYS[6])
+  fire(key, KEYS[6], reply)
 end
 return reply

@@ -5,7 +5,7 @@
 -- I4 I8
 if not seen then
   for i = 5, #ARGV do
-    fire(ARGV[i], KEYS[1 + i], true)
+    fire(ARGV[i], KEYS[1 + i])
   end
   finish()
 end

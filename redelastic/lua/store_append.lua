@@ -5,7 +5,8 @@
 -- I4 I8
 if not seen then
   local key = ARGV[5]
-  redis.call('HSET', DATA, key, (redis.call('HGET', DATA, key) or '') .. ARGV[6])
+  local value = (redis.call('HGET', DATA, key) or '') .. ARGV[6]
+  redis.call('HSET', DATA, key, value)
   finish()
-  fire(key, KEYS[6])
+  fire(key, KEYS[6], value)
 end

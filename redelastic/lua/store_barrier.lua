@@ -10,7 +10,7 @@ if not seen then
   local come = redis.call('HINCRBY', DATA, count, 1)
   if come == tonumber(ARGV[7]) then
     redis.call('HSET', DATA, last, 1)
-    fire(last, KEYS[8])
+    fire(last, KEYS[8], '1')
   end
   finish()
   fire(count, KEYS[7])

@@ -10,7 +10,7 @@ if not seen then
   written = (redis.call('HGET', DATA, key) or '') == expected and 'yes' or 'no'
   if written == 'yes' then
     redis.call('HSET', DATA, key, desired)
-    fire(key, KEYS[6])
+    fire(key, KEYS[6], desired)
   end
   finish(written)
 end

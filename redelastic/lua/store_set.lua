@@ -10,8 +10,8 @@ if not seen then
     redis.call('HSET', DATA, unpack(ARGV, first, math.min(first + 2 * AT_ONCE - 1, #ARGV)))
   end
   if PAIRS == 1 or redis.call('EXISTS', WAITS) == 1 then -- to ask for each key takes most of the time
-    for i = 1, PAIRS do
-      fire(ARGV[3 + 2 * i], KEYS[5 + i])
+    for i = PAIRS, 1, -1 do -- of a key that is there twice, the last value counts
+      fire(ARGV[3 + 2 * i], KEYS[5 + i], ARGV[4 + 2 * i])
     end
   end
   finish()

@@ -40,11 +40,10 @@ local function finish(reply)
   end
 end
 
--- Wakes whoever is blocked on `key`, and tells a small value at once; `stream` is the key's wake-up stream. A value that may
--- be large is not even looked at.
-local function fire(key, stream, large)
+-- Wakes whoever is blocked on `key`, and tells the value that it has now at once, if that is small; `stream` is the key's
+-- wake-up stream. Without a value, who is woken looks for it.
+local function fire(key, stream, value)
   if redis.call('HDEL', WAITS, key) == 1 then
-    local value = not large and redis.call('HGET', DATA, key)
     if value and #value <= 4096 then
       redis.call('XADD', stream, 'MAXLEN', 1, '*', 'value', value)
     else

@@ -83,6 +83,31 @@ def test_a_barrier_is_one_script_for_each_and_one_wake_up_for_all(own_server: Re
         assert (scripts_run - failed, stats["cmdstat_xadd"]["calls"], stats["cmdstat_xread"]["calls"]) == (5, 1, 4)
 
 
+@pytest.mark.parametrize(
+    ("write", "value"),
+    [
+        (lambda s: s.set("k", "v"), b"v"),
+        (lambda s: s.multi_set(["k", "other", "k"], ["1", "2", "3"]), b"3"),
+        (lambda s: s.add("k", -(2**62)), b"%d" % -(2**62)),
+        (lambda s: s.append("k", "v"), b"v"),
+        (lambda s: s.compare_set("k", "", "v"), b"v"),
+        (lambda s: s.barrier("", 1), b"1"),
+    ],
+    ids=["set", "multi_set", "add", "append", "compare_set", "barrier"],
+)
+def test_who_is_woken_is_told_the_value(
+    own_server: RedisServer, run_id: str, write: Callable[[RedisStore], None], value: bytes
+) -> None:
+    with opened(own_server, run_id) as store, own_server.get_client() as client:
+        key = "/last_member" if value == b"1" else "k"
+        waiting = in_thread(store.get, key)
+        until(lambda: blocked_clients(client) == 1)
+        write(store)
+        assert waiting.result(SOON) == value
+        [(_, told)] = client.xrange(store._keys.stream(key.encode()))
+        assert told == {b"value": value}
+
+
 def test_a_waits_own_time_out_holds_without_a_server(own_server: RedisServer, run_id: str) -> None:
     with opened(own_server, run_id, timeout=600) as store:
         store.set("there", "v")
