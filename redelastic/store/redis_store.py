@@ -2,38 +2,28 @@
 
 from __future__ import annotations
 
-import os
 import time
-import uuid
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from operator import index
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous.api import (
-    RendezvousConnectionError,
     RendezvousError,
-    RendezvousStateError,
 )
 
 from redelastic.redis import scripts
-from redelastic.redis.client import DirectClient, packed_uncopied
-from redelastic.redis.connection import Connection, Timeout, require_keys_of_types, text
-from redelastic.redis.errors import FencedError
+from redelastic.redis.client import DirectClient
+from redelastic.redis.connection import Connection, Timeout, text
 from redelastic.redis.keys import DEFAULT_PREFIX, DEFAULT_TTL, RunKeys
 
-from .line import PATIENCE, Line, Write, WriteFailedError
+from .line import PATIENCE, Line
+from .requests import Requests, RoundBrokenError, Text
 
 if TYPE_CHECKING:
     from redelastic.redis.endpoint import Client
 
-T = TypeVar("T")
-Text = str | bytes
-
-LARGE: Final = 2**15  # bytes: below that, three copies by a script take less time than a transaction
-_UNCOPIED: Final = 2**17  # bytes: below that, a copy takes less time than a packet of its own
 _LONGEST: Final = 2**29  # bytes; what Redis takes, unless its proto-max-bulk-len was changed
 
 # torch's C++ keeps only its own half of a store: once Python's half is gone, every call dies in an assertion. So a
@@ -41,11 +31,7 @@ _LONGEST: Final = 2**29  # bytes; what Redis takes, unless its proto-max-bulk-le
 _alive: Final[set[RedisStore]] = set()
 
 
-class RoundBrokenError(dist.DistStoreError):
-    """A wait on a round's store can no longer succeed: a member is gone, or a later round is complete (I7)."""
-
-
-class RedisStore(dist.Store):
+class RedisStore(Requests):
     """A ``torch.distributed.Store`` in Redis.
 
     Contract: ``torch.distributed.Store`` and ``TCPStore`` of torch 2.13. Every write takes effect exactly once, even
@@ -79,8 +65,6 @@ class RedisStore(dist.Store):
         ValueError: the endpoint, run id, name or prefix is invalid.
     """
 
-    timeout: timedelta  # torch's own, which its type stubs lack
-
     def __init__(
         self,
         client: str | Client | Connection,
@@ -93,23 +77,18 @@ class RedisStore(dist.Store):
         ttl: float = DEFAULT_TTL,
         acknowledge: bool = True,
     ) -> None:
-        super().__init__()
         run = RunKeys(run_id, key_prefix)
-        self._run, self._name = run, name
-        self._keys = run.store(name if epoch is None else epoch)
-        self._epoch = epoch
-        self._ttl_ms = round(1000 * ttl)
+        keys = run.store(name if epoch is None else epoch)
         self._opened = isinstance(client, str)
         if isinstance(client, str):
             client = Connection.open(client)
-        self._connection = client if isinstance(client, Connection) else Connection(client)
+        connection = client if isinstance(client, Connection) else Connection(client)
+        super().__init__(connection, run, keys, epoch, ttl)
+        self._name = name
         self._prefix, self._is_view = b"", False
-        may_send = not acknowledge and isinstance(self._connection.client, DirectClient)
-        self._line = Line(self._connection) if may_send else None
+        if not acknowledge and isinstance(connection.client, DirectClient):
+            self._line = Line(connection)
         self._views: list[RedisStore] = []  # torch's C++ may hold a clone: it lives as long as this does
-        self._fixed_keys = [self._keys.data, self._keys.waits, self._keys.once, run.run, run.members]
-        self._fixed_args = ["" if epoch is None else str(epoch), str(self._ttl_ms)]
-        self._senders: deque[_Sender] = deque()
         self.set_timeout(timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout))
         _alive.add(self)
 
@@ -148,7 +127,7 @@ class RedisStore(dist.Store):
             epoch=self._epoch,
             key_prefix=self._run.prefix,
             timeout=self.timeout,
-            ttl=self._ttl_ms / 1000,
+            ttl=self._ttl,
         )
         view._line, view._is_view = self._line, True
         view._prefix = self._prefix + _bytes("prefix", prefix) + (b"/" if prefix else b"")
@@ -324,9 +303,6 @@ class RedisStore(dist.Store):
 
     # -- below
 
-    def _seconds(self) -> float:
-        return self.timeout.total_seconds()
-
     def _key(self, key: Text) -> bytes:
         return self._prefix + _bytes("key", key)
 
@@ -381,61 +357,6 @@ class RedisStore(dist.Store):
             reply = None
         return None
 
-    def _set(self, verb: str, keys: list[bytes], pairs: list[bytes], longest: int) -> None:
-        first_part = self._keys.streams
-        streams = [first_part + key for key in keys]
-        if longest >= LARGE and self._transacts():
-            self._numbered(lambda sender, request: self._set_large(sender, request, keys, streams, pairs))
-        else:
-            self._write(verb, scripts.STORE_SET, streams, pairs)
-
-    def _transacts(self) -> bool:
-        """Whether large values can go past Lua; a user that may not is not told."""
-        if not isinstance(self._connection.client, DirectClient):
-            return False
-        if self._connection.transacts is None:
-            self._connection.transacts = self._call(lambda client: client.may_transact())
-        return self._connection.transacts
-
-    def _set_large(
-        self, sender: bytes, request: int, keys: list[bytes], streams: list[bytes], pairs: list[bytes]
-    ) -> None:
-        """In the middle of two scripts: ``lua/store_before.lua``."""
-        args: list[str | bytes | int] = [*self._fixed_args, sender, request, *keys]
-        commands = [
-            scripts.STORE_BEFORE.packed(self._fixed_keys, args, whole=True),  # it must not be unknown there
-            packed_uncopied([b"HSET", self._keys.data.encode(), *pairs], _UNCOPIED),
-            scripts.STORE_AFTER.packed([*self._fixed_keys, *streams], args, whole=True),
-        ]
-        self._call(lambda client: client.transact(commands), streams)
-        self._connection.served = True
-
-    def _write(self, verb: str, script: scripts.Script, keys: Sequence[Text], args: Sequence[bytes]) -> None:
-        """As :meth:`_once`, for what has no reply, and so need not be waited for."""
-        if self._line is not None:
-            try:
-                if self._line.send(Write(verb, script, self._fixed_keys, self._fixed_args, keys, args), self._seconds):
-                    return
-            except (RendezvousError, WriteFailedError) as e:
-                raise self._of_earlier_writes(e) from e
-        self._once(script, keys, args)
-
-    def _settle(self, timeout: Timeout = None) -> None:
-        """Return when all that was not waited for has been made."""
-        if self._line is not None and (self._line.under_way or self._line.failure):
-            try:
-                self._line.settle(self._seconds if timeout is None else timeout)
-            except (RendezvousError, WriteFailedError) as e:
-                raise self._of_earlier_writes(e) from e
-
-    def _of_earlier_writes(self, error: RendezvousError | WriteFailedError) -> Exception:
-        if isinstance(error, RendezvousError):
-            return self._as_torchs(error, [])
-        write, cause = error.write, error.__cause__
-        why = self._as_torchs(cause, write.keys) if isinstance(cause, RendezvousError) else dist.DistStoreError(cause)
-        later = f", and {error.later} more sent after it were not made" if error.later else ""
-        return type(why)(f"An earlier {write.verb} of the key {write.args[0]!r} has failed{later}: {why}")
-
     def _adding(self, key: bytes, amount: int, *request: Any) -> Any:
         """As :meth:`_once`, for a request that adds to a key."""
         try:
@@ -444,74 +365,6 @@ class RedisStore(dist.Store):
             if "not an integer" in str(e) or "overflow" in str(e):
                 raise ValueError(f"Cannot add {amount} to the key {key!r}: {e}") from e
             raise
-
-    def _once(
-        self, script: scripts.Script, keys: Sequence[Text], args: Sequence[bytes | int], timeout: Timeout = None
-    ) -> Any:
-        limit = self._seconds if timeout is None else timeout
-        return self._numbered(lambda sender, request: self._script(script, keys, [sender, request, *args], limit))
-
-    def _numbered(self, request: Callable[[bytes, int], T]) -> T:
-        """Have a request sent that is given its sender and number."""
-        try:
-            sender = self._senders.pop()
-        except IndexError:
-            sender = _Sender()
-        if sender.pid != os.getpid():  # a forked child's requests are not its parent's
-            sender = _Sender()
-        sender.request += 1
-        try:
-            return request(sender.name, sender.request)
-        finally:
-            self._senders.append(sender)
-
-    def _script(
-        self, script: scripts.Script, keys: Sequence[Text], args: Sequence[bytes | str | int], timeout: Timeout
-    ) -> Any:
-        if self._line is not None:
-            self._settle(timeout)
-        every_key, every_arg = [*self._fixed_keys, *keys], [*self._fixed_args, *args]
-        try:
-            return script(self._connection, every_key, every_arg, timeout)
-        except RendezvousError as e:
-            raise self._as_torchs(e, keys) from e
-
-    def _call(self, operation: Callable[[Any], Any], keys: Sequence[Text] = (), timeout: Timeout = None) -> Any:
-        if self._line is not None:
-            self._settle(timeout)
-        try:
-            return self._connection.call(operation, self._seconds if timeout is None else timeout)
-        except RendezvousError as e:
-            raise self._as_torchs(e, keys) from e
-
-    def _as_torchs(self, error: RendezvousError, keys: Sequence[Text]) -> Exception:
-        """Torch's callers catch the errors of its own stores, and none of the rendezvous."""
-        if isinstance(error, RendezvousConnectionError):
-            return dist.DistNetworkError(str(error))
-        if isinstance(error, RendezvousStateError):
-            return dist.DistStoreError(f"{self!r}: {self._naming_the_key(error, keys)}")
-        return (RoundBrokenError if isinstance(error, FencedError) else dist.DistStoreError)(f"{self!r}: {error}")
-
-    def _naming_the_key(self, error: RendezvousStateError, keys: Sequence[Text]) -> RendezvousError:
-        fixed = dict(zip(self._fixed_keys, ("hash", "hash", "hash", "hash", "set"), strict=True))
-        queues = self._keys.queues
-        own = {text(key): "list" if _bytes("key", key).startswith(queues) else "stream" for key in keys}
-        try:
-            require_keys_of_types(self._connection, fixed | own, error)
-        except RendezvousError as named:
-            return named
-
-
-class _Sender:
-    """Who sends requests one after the other, and numbers them, so that Redis knows one that comes again.
-
-    A thread of torch's own is new to Python at each call: senders are lent for one call, not bound to threads.
-    """
-
-    def __init__(self) -> None:
-        self.pid = os.getpid()
-        self.name = uuid.uuid4().bytes
-        self.request = 0
 
 
 def _bytes(what: str, value: Text) -> bytes:

@@ -19,8 +19,7 @@ from stores import LONG, SOON, in_thread, opened, until
 
 from redelastic.redis.client import DirectClient, packed_uncopied
 from redelastic.redis.server import RedisServer
-from redelastic.store import RedisStore, RoundBrokenError
-from redelastic.store import redis_store as store_module
+from redelastic.store import RedisStore, RoundBrokenError, requests
 
 store, proxy, unlucky = stores.store, test_line.proxy, test_line.unlucky
 OLD, NEW, NEWER = (part * 100_000 for part in (b"old", b"new", b"newer"))
@@ -31,7 +30,7 @@ class TestAllAreLarge(contract.TestRedisStore):
 
     @pytest.fixture
     def store(self, server: RedisServer, run_id: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-        monkeypatch.setattr(store_module, "LARGE", 0)
+        monkeypatch.setattr(requests, "LARGE", 0)
         with opened(server, run_id) as made:
             yield made
 
@@ -39,7 +38,7 @@ class TestAllAreLarge(contract.TestRedisStore):
 class TestAllAreLargeAndUnacknowledged(contract.TestRedisStore):
     @pytest.fixture
     def store(self, server: RedisServer, run_id: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-        monkeypatch.setattr(store_module, "LARGE", 3)
+        monkeypatch.setattr(requests, "LARGE", 3)
         with opened(server, run_id, acknowledge=False) as made:
             yield made
 
@@ -50,9 +49,9 @@ def calls_of(client: redis.Redis, command: str) -> int:
 
 def test_a_large_value_is_no_argument_of_a_script(own_server: RedisServer, run_id: str) -> None:
     with opened(own_server, run_id) as store, own_server.get_client() as client:
-        store.set("small", "v" * (store_module.LARGE - 1))
+        store.set("small", "v" * (requests.LARGE - 1))
         assert calls_of(client, "exec") == 0
-        store.set("large", "v" * store_module.LARGE)
+        store.set("large", "v" * requests.LARGE)
         store.multi_set(["small", "large"], [b"v", NEW])
         assert (store.multi_get(["small", "large"]), calls_of(client, "exec")) == ([b"v", NEW], 3)
 

@@ -1,0 +1,182 @@
+"""How the requests of a store get to Redis, numbered or as they are, waited for or in line; and their errors."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Final, TypeVar
+
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousStateError,
+)
+
+from redelastic.redis import scripts
+from redelastic.redis.client import DirectClient, packed_uncopied
+from redelastic.redis.connection import Connection, Timeout, require_keys_of_types, text
+from redelastic.redis.errors import FencedError
+from redelastic.redis.keys import RunKeys, StoreKeys
+
+from .line import Line, Write, WriteFailedError
+
+T = TypeVar("T")
+Text = str | bytes
+
+LARGE: Final = 2**15  # bytes: below that, three copies by a script take less time than a transaction
+_UNCOPIED: Final = 2**17  # bytes: below that, a copy takes less time than a packet of its own
+
+
+class RoundBrokenError(dist.DistStoreError):
+    """A wait on a round's store can no longer succeed: a member is gone, or a later round is complete (I7)."""
+
+
+class Requests(dist.Store):
+    """What a store's verbs are made of.
+
+    Args:
+        connection: to Redis.
+        run, keys: names of the keys of the run, and of the store.
+        epoch: of the round that the store belongs to, if it does.
+        ttl: how long it outlives its last change, in seconds.
+    """
+
+    timeout: timedelta  # torch's own, which its type stubs lack
+
+    def __init__(self, connection: Connection, run: RunKeys, keys: StoreKeys, epoch: int | None, ttl: float) -> None:
+        super().__init__()
+        self._connection, self._run, self._keys, self._epoch, self._ttl = connection, run, keys, epoch, ttl
+        self._line: Line | None = None  # of the writes that are not waited for, if there are such
+        self._fixed_keys = [self._keys.data, self._keys.waits, self._keys.once, run.run, run.members]
+        self._fixed_args = ["" if epoch is None else str(epoch), str(round(1000 * ttl))]
+        self._senders: deque[_Sender] = deque()
+
+    def _seconds(self) -> float:
+        return self.timeout.total_seconds()
+
+    def _set(self, verb: str, keys: list[bytes], pairs: list[bytes], longest: int) -> None:
+        first_part = self._keys.streams
+        streams = [first_part + key for key in keys]
+        if longest >= LARGE and self._transacts():
+            self._numbered(lambda sender, request: self._set_large(sender, request, keys, streams, pairs))
+        else:
+            self._write(verb, scripts.STORE_SET, streams, pairs)
+
+    def _transacts(self) -> bool:
+        """Whether large values can go past Lua; a user that may not is not told."""
+        if not isinstance(self._connection.client, DirectClient):
+            return False
+        if self._connection.transacts is None:
+            self._connection.transacts = self._call(lambda client: client.may_transact())
+        return self._connection.transacts
+
+    def _set_large(
+        self, sender: bytes, request: int, keys: list[bytes], streams: list[bytes], pairs: list[bytes]
+    ) -> None:
+        """In the middle of two scripts: ``lua/store_before.lua``."""
+        args: list[str | bytes | int] = [*self._fixed_args, sender, request, *keys]
+        commands = [
+            scripts.STORE_BEFORE.packed(self._fixed_keys, args, whole=True),  # it must not be unknown there
+            packed_uncopied([b"HSET", self._keys.data.encode(), *pairs], _UNCOPIED),
+            scripts.STORE_AFTER.packed([*self._fixed_keys, *streams], args, whole=True),
+        ]
+        self._call(lambda client: client.transact(commands), streams)
+        self._connection.served = True
+
+    def _write(self, verb: str, script: scripts.Script, keys: Sequence[Text], args: Sequence[bytes]) -> None:
+        """As :meth:`_once`, for what has no reply, and so need not be waited for."""
+        if self._line is not None:
+            try:
+                if self._line.send(Write(verb, script, self._fixed_keys, self._fixed_args, keys, args), self._seconds):
+                    return
+            except (RendezvousError, WriteFailedError) as e:
+                raise self._of_earlier_writes(e) from e
+        self._once(script, keys, args)
+
+    def _settle(self, timeout: Timeout = None) -> None:
+        """Return when all that was not waited for has been made."""
+        if self._line is not None and (self._line.under_way or self._line.failure):
+            try:
+                self._line.settle(self._seconds if timeout is None else timeout)
+            except (RendezvousError, WriteFailedError) as e:
+                raise self._of_earlier_writes(e) from e
+
+    def _of_earlier_writes(self, error: RendezvousError | WriteFailedError) -> Exception:
+        if isinstance(error, RendezvousError):
+            return self._as_torchs(error, [])
+        write, cause = error.write, error.__cause__
+        why = self._as_torchs(cause, write.keys) if isinstance(cause, RendezvousError) else dist.DistStoreError(cause)
+        later = f", and {error.later} more sent after it were not made" if error.later else ""
+        return type(why)(f"An earlier {write.verb} of the key {write.args[0]!r} has failed{later}: {why}")
+
+    def _once(
+        self, script: scripts.Script, keys: Sequence[Text], args: Sequence[bytes | int], timeout: Timeout = None
+    ) -> Any:
+        limit = self._seconds if timeout is None else timeout
+        return self._numbered(lambda sender, request: self._script(script, keys, [sender, request, *args], limit))
+
+    def _numbered(self, request: Callable[[bytes, int], T]) -> T:
+        """Have a request sent that is given its sender and number."""
+        try:
+            sender = self._senders.pop()
+        except IndexError:
+            sender = _Sender()
+        if sender.pid != os.getpid():  # a forked child's requests are not its parent's
+            sender = _Sender()
+        sender.request += 1
+        try:
+            return request(sender.name, sender.request)
+        finally:
+            self._senders.append(sender)
+
+    def _script(
+        self, script: scripts.Script, keys: Sequence[Text], args: Sequence[bytes | str | int], timeout: Timeout
+    ) -> Any:
+        if self._line is not None:
+            self._settle(timeout)
+        every_key, every_arg = [*self._fixed_keys, *keys], [*self._fixed_args, *args]
+        try:
+            return script(self._connection, every_key, every_arg, timeout)
+        except RendezvousError as e:
+            raise self._as_torchs(e, keys) from e
+
+    def _call(self, operation: Callable[[Any], Any], keys: Sequence[Text] = (), timeout: Timeout = None) -> Any:
+        if self._line is not None:
+            self._settle(timeout)
+        try:
+            return self._connection.call(operation, self._seconds if timeout is None else timeout)
+        except RendezvousError as e:
+            raise self._as_torchs(e, keys) from e
+
+    def _as_torchs(self, error: RendezvousError, keys: Sequence[Text]) -> Exception:
+        """Torch's callers catch the errors of its own stores, and none of the rendezvous."""
+        if isinstance(error, RendezvousConnectionError):
+            return dist.DistNetworkError(str(error))
+        if isinstance(error, RendezvousStateError):
+            return dist.DistStoreError(f"{self!r}: {self._naming_the_key(error, keys)}")
+        return (RoundBrokenError if isinstance(error, FencedError) else dist.DistStoreError)(f"{self!r}: {error}")
+
+    def _naming_the_key(self, error: RendezvousStateError, keys: Sequence[Text]) -> RendezvousError:
+        fixed = dict(zip(self._fixed_keys, ("hash", "hash", "hash", "hash", "set"), strict=True))
+        queues = self._keys.queues
+        own = {text(key): "list" if isinstance(key, bytes) and key.startswith(queues) else "stream" for key in keys}
+        try:
+            require_keys_of_types(self._connection, fixed | own, error)
+        except RendezvousError as named:
+            return named
+
+
+class _Sender:
+    """Who sends requests one after the other, and numbers them, so that Redis knows one that comes again.
+
+    A thread of torch's own is new to Python at each call: senders are lent for one call, not bound to threads.
+    """
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self.name = uuid.uuid4().bytes
+        self.request = 0
