@@ -51,7 +51,7 @@ class Unruly(AgentJob):
         for name in self.nodes:
             self.wait_file(f"{name}-started")
         self.server.kill()
-        knows = "Redis is away"
+        knows = "Redis has been away"
         self.wait("all know", lambda: all(knows in node.stderr for node in self.nodes.values()))
 
     def wait_file(self, name: str) -> Path:
