@@ -34,7 +34,7 @@ def test_the_rules_are_the_commands_that_a_run_sends() -> None:
     assert {rule for rule in ACL_RULES.split() if rule.startswith("+")} == sent, "what errors and `doctor` advise"
 
 
-@pytest.mark.fault("a user with the README's rules", "every feature works")
+@pytest.mark.fault("a user with SECURITY.md's rules", "every feature works")
 def test_every_feature_works_for_the_user_of_one_run(every_server: RedisServer, tmp_path: Path) -> None:
     """A job of our agent with telemetry, what fails in it, all commands; and nobody is told the password."""
     with every_server.get_client() as admin:
@@ -156,7 +156,7 @@ IN_SCRIPTS: Final = (
 )
 
 
-@pytest.mark.fault("a user with the README's rules", "reaches no other job's keys and nothing of the server")
+@pytest.mark.fault("a user with SECURITY.md's rules", "reaches no other job's keys and nothing of the server")
 def test_that_user_can_do_nothing_else(every_server: RedisServer, run_id: str) -> None:
     user = as_user_of(every_server, run_id)
     own = RunKeys(run_id).run
