@@ -21,6 +21,7 @@ QUICK = (
     "tests/redis/test_endpoint.py",
     "tests/store/test_store.py",
     "tests/run/test_history.py",
+    "tests/project/test_docs.py",
     "tests/agent/test_board.py",
 )
 PARALLEL = ("-n", "3", "--dist", "worksteal")
