@@ -109,7 +109,7 @@ def _why_not_left(control: RunControl, node: Node, after: str, deadline: float) 
                 gone_since = None if here else gone_since or now
                 if gone_since is not None and now - gone_since > COLLECTED + run.lease:
                     return ""  # somebody has beaten since: no event is left that could say how
-        if gone_since is None and now > deadline:
+        if now > deadline and (gone_since is None or isinstance(seen, Exception)):
             return why
     raise AssertionError("a run is followed for ever")
 

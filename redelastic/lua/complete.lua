@@ -82,6 +82,23 @@ local function assign(chosen)
   return node_at, n
 end
 
+-- Who was asked to drain before it was a member has workers to save from now on. A save is for all that drain: a few tell.
+local function wake_drains(nodes)
+  local told = 0
+  for first = 1, #nodes, 1000 do
+    local fields = {}
+    for i = first, math.min(first + 999, #nodes) do
+      fields[i - first + 1] = 'draining ' .. nodes[i]
+    end
+    for i, draining in ipairs(redis.call('HMGET', RUN, unpack(fields))) do
+      if draining and told < 16 then
+        told = told + 1
+        wake_drain(nodes[first + i - 1], string.match(draining, '^(%S*) (.*)$'))
+      end
+    end
+  end
+end
+
 local function complete(reason)
   set('lost', (run.size or 0) - redis.call('ZCOUNT', CANDIDATES, '-inf', '(0'))
   local node_at, n = assign(redis.call('ZRANGE', CANDIDATES, 0, run.max - 1, 'WITHSCORES'))
@@ -103,6 +120,7 @@ local function complete(reason)
   set('roll_answered', nil)
   record('completed', node_at[0], reason)
   wake('complete', reason)
+  wake_drains(nodes)
   touch()
 end
 

@@ -16,10 +16,8 @@ if redis.call('HSETNX', RUN, 'draining ' .. node, timeout .. ' ' .. reason) == 1
     local second = string.format('%.0f %.0f', run.epoch or 0, math.floor(now / 1000))
     if is_told_alone or redis.call('HGET', RUN, 'drain_woke') ~= second then
       redis.call('HSET', RUN, 'drain_woke', second)
-      redis.call('XADD', WAKE, 'MAXLEN', '~', 64, '*', 'event', 'drain', 'epoch', run.epoch or 0, 'node', node,
-        'reason', reason, 'timeout', timeout)
+      wake_drain(node, timeout, reason)
     end
   end
-  touch() -- the wake stream may be new
 end
 return 1

@@ -154,6 +154,13 @@ local function wake(event, reason)
   redis.call('PEXPIRE', WAKE, run.ttl) -- it may be new: on a server that had forgotten the run
 end
 
+-- The others of a round are to hear of a member's drain: their workers save for it.
+local function wake_drain(node, timeout, reason)
+  redis.call('XADD', WAKE, 'MAXLEN', '~', 64, '*', 'event', 'drain', 'epoch', run.epoch or 0, 'node', node, 'reason', reason,
+    'timeout', timeout)
+  redis.call('PEXPIRE', WAKE, run.ttl) -- it may be new
+end
+
 local function unblame()
   if redis.call('HINCRBY', FAILURES, run.blamed, -1) <= 0 then
     redis.call('HDEL', FAILURES, run.blamed)

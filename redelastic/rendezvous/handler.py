@@ -200,7 +200,8 @@ class RedisRendezvousHandler(RendezvousHandler):
 
     def wait_for_loss(self) -> bool:
         """Wait for as long as it can take until the loss of a member is known; returns whether one is lost."""
-        return self.membership.view.wait_for_loss(self._settings.lease + DETECTION)
+        s = self._settings
+        return self.membership.view.wait_for_loss(s.lease + DETECTION, patience=s.read_timeout)
 
     def is_closed(self) -> bool:
         """Whether the run is closed.

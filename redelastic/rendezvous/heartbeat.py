@@ -22,7 +22,7 @@ from redelastic.redis.errors import RefusesWritesError, UnreachableError
 from redelastic.redis.keys import RunKeys, check_key_part
 
 from .settings import Settings
-from .view import View
+from .view import COMPLAINT_INTERVAL, View
 
 log = logging.getLogger(__name__)
 
@@ -181,7 +181,8 @@ class Heartbeat:
         self._answer_at = time.monotonic() + RETRY_PAUSE + COARSE
         keys, known = self.keys_with_store(asked_in.epoch if asked_in else 0), self.known()
         told = self.call(scripts.BEAT, keys, known, 0)
-        self._answered = known[-1]
+        if asked_as == self.view.node:
+            self._answered = known[-1]
         self.view.take_in_beat(asked_as, asked_in, told)
         if told[5] >= 0:
             self._look_after_lease_that_ends_in(told[5] / 1000, asked_in.size if asked_in else 1)
@@ -217,16 +218,17 @@ class Heartbeat:
 
 def _keep(reference: weakref.ref[Heartbeat], stopped: threading.Event, since: str, interval: float) -> None:
     """The keeper's thread: it lives until its heartbeat is stopped or forgotten."""
-    failure = ""
+    failure, told_at = "", -math.inf
     while not stopped.is_set():
         heartbeat = reference()
         if heartbeat is None:
             return
         try:
-            since, failure = heartbeat.pump(since, interval), ""
+            since = heartbeat.pump(since, interval)
         except Exception as e:  # without its keeper the node would be lost
-            if not stopped.is_set() and repr(e) != failure:
+            now = time.monotonic()
+            if not stopped.is_set() and (repr(e) != failure or now - told_at >= COMPLAINT_INTERVAL):
                 log.exception("The keep-alive of node %s failed; it keeps retrying.", heartbeat.view.node)
-            failure = repr(e)
+                failure, told_at = repr(e), now
             stopped.wait(RETRY_PAUSE)
         del heartbeat

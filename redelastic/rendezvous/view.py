@@ -117,17 +117,19 @@ class View:
         """Whether a member of this node's round is lost."""
         return self._member_lost
 
-    def wait_for_loss(self, timeout: float) -> bool:
+    def wait_for_loss(self, timeout: float, patience: float = 0.0) -> bool:
         """Wait until a member of this node's round is lost; returns whether one is.
 
         It ends when every node has answered a roll call: then nobody is lost; and after ``timeout`` seconds in which
-        Redis was there.
+        Redis was there, for which it waits ``patience`` seconds more at most.
         """
         with self._lock:
             timeout = 0.0 if self.round and self.round.size == 1 else timeout
             until = time.monotonic() + timeout
             while not (self._member_lost or self._all_answered()):
-                left = max(until, self._back_at + timeout) - time.monotonic()  # leases began anew when it came back
+                # Leases begin anew when Redis comes back.
+                enough = max(until, self._back_at + timeout) if self._away_since is None else math.inf
+                left = min(enough, until + patience) - time.monotonic()
                 if left <= 0:
                     break
                 self._lock.wait(left)
@@ -231,8 +233,9 @@ class View:
                     if node == self.node:
                         self.begin_drain(reason, timeout)
                     told = Drain(node, reason, timeout, place_of(place))
-                    # That of a round which this node is about to enter counts there.
-                    self._drains.setdefault(node, (_number(change.get("epoch")), told))
+                    asked_in = _number(change.get("epoch"))  # perhaps a round that this node is about to enter
+                    if node not in self._drains or asked_in > self._drains[node][0]:
+                        self._drains[node] = asked_in, told
                     self._tell()
                 elif event == "roll_call":
                     roll_calls.append(_number(change.get("called_at")))
@@ -297,7 +300,9 @@ class View:
         """Redis has answered this node, and may have been away."""
         if self._away_since is not None:
             log.warning("Redis is back for node %s of run %r, after %.1f s.", self.node, self.run_id, self.away)
-            self._away_since, self._back_at = None, time.monotonic()
+            with self._lock:
+                self._away_since, self._back_at = None, time.monotonic()
+                self._lock.notify_all()
             self._complain_at.clear()
 
 

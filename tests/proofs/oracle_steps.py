@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from oracle_state import FORMER, Event, Known, RollCallWake, Settings, State, Wake
+from oracle_state import FORMER, DrainWake, Event, Known, RollCallWake, Settings, State, Wake
 
 
 def restore(s: State, now: int, node: str, settings: Settings, known: Known) -> None:
@@ -241,6 +241,9 @@ def complete(s: State, now: int, reason: str) -> None:
     s.completed_at, s.broken, s.member_lost, s.deadline, s.roll_answered = now, None, None, None, None
     record(s, "completed", next(node for node, rank in s.ranks.items() if rank == 0), reason)
     wake(s, "complete", reason)
+    for node in sorted(s.members & set(s.draining), key=lambda node: s.ranks[node])[:16]:
+        timeout, _, why = s.draining[node].partition(" ")
+        s.wake = (*s.wake, DrainWake("drain", s.epoch, node, why, int(timeout)))
 
 
 def assign(chosen: list[str], places: dict[str, int], labels: dict[str, str]) -> dict[str, int]:

@@ -140,6 +140,19 @@ STORIES: Final = {
   6004  b joins of 1:1                 -> waiting, 1, 1, -1, 1, 0
   6005  b beats                        -> candidate, 1, -, 1, -, 5998, 0, -, 0
 """,
+    "who was asked to drain before it is a member: the others hear of it once it is one": """
+     0  a joins of 2:2                 -> waiting, 0, 0, -1, 0, 0
+     1  a drains                       -> 1
+        * drain a: preempted
+     2  b joins of 2:2                 -> complete, 1, 1, 2, a:1, 0
+        | complete 1: max_nodes joined (0 waiting)
+        | drain 1: a preempted (30000 ms)
+     3  b joins after 1 of 2:2         -> waiting, 1, 3, -1, 0, 0
+        | broken 1: b regroups (1 waiting)
+     4  a joins after 1 of 2:2         -> complete, 2, 0, 2, a:1, 0
+        | complete 2: max_nodes joined (0 waiting)
+        | drain 2: a preempted (30000 ms)
+""",
     "closed, then stopped": """
      0  a joins of 1:2                 -> waiting, 0, 0, 3000, 0, 0
      0  b joins of 1:2                 -> complete, 1, 1, 2, a:1, 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 
 import pytest
@@ -14,7 +13,6 @@ from servers import HOST, port_of
 
 from redelastic.redis import scripts
 from redelastic.redis.server import RedisServer
-from redelastic.rendezvous.view import Round, View
 
 
 @pytest.mark.parametrize("loss", ["request", "reply"])
@@ -81,21 +79,3 @@ def test_a_server_that_did_not_hear_the_answer_asks_again(new_node: NodeFactory)
     due, urgent = nodes[1].membership.heartbeat.due()
     assert due <= time.monotonic() + 1
     assert urgent
-
-
-def test_who_waits_for_a_loss_begins_anew_when_redis_comes_back() -> None:
-    """Leases begin anew then, too."""
-    view = View("run")
-    view.become("a")
-    view.take_in_round(Round(1, 0, 2, "host", 1, 0, 0, again=False))
-    ended = []
-    waiting = threading.Thread(target=lambda: ended.append((view.wait_for_loss(0.5), time.monotonic())))
-    waiting.start()
-    view.take_in_outage(OSError("gone"))
-    time.sleep(0.25)  # for so long it is gone
-    view.take_in_return()
-    back = time.monotonic()
-    waiting.join(30)
-    [(lost, at)] = ended
-    assert not lost
-    assert at >= back + 0.5

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import time
@@ -134,8 +133,13 @@ class Drains:
             self._courier.send(partial(self._count, own.place))
 
     def _tell(self, place: tuple[int, int]) -> None:
-        with contextlib.suppress(RoundBrokenError):  # the members regroup: nobody waits for this
+        try:
             self._store.set(SAVED.format(self._rank), "{}-{}".format(*place))
+        except RoundBrokenError:
+            pass  # the members regroup: nobody waits for this
+        except Exception:
+            self._told = NOWHERE  # the next look sends it again
+            raise
 
     def _count(self, place: tuple[int, int]) -> None:
         try:
