@@ -16,7 +16,7 @@ address=${REDIS_ADDRESS:-redis.example:6379}
 ca=${REDIS_CA:-} # a file, where the service's certificate is not signed by a CA that the system knows
 script=(-m redelastic.cli.demo.train --checkpoint "$PWD/digits.pt") # yours, and its arguments
 
-# The password is in a file that only you can read, and on no command line; %-encoded, it may have any sign in it.
+# The password is in a file that only you can read, and on no command line; %-encoded, it may contain any character.
 password=$(python3 -c 'import sys, urllib.parse as u; print(u.quote(sys.stdin.readline().strip(), ""))' <~/.redis-password)
 export REDELASTIC_REDIS_URL=rediss://my-job:$password@$address
 

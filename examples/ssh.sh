@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # One job on hosts that you reach by SSH. On the first of them, best in tmux:  ./ssh.sh host1 host2 host3
 # All have this folder and its virtual environment at the same place, and share the folder of the checkpoints. The first
-# host logs in to each of them, itself too, without being asked for anything; when it is lost, so is the job.
+# host logs in to each of them, itself included, without a prompt; when it is lost, so is the job.
 set -euo pipefail
 (($#)) || { echo "usage: $0 host1 host2 …, or, for a host that was lost: RUN=train-… $0 host2" >&2; exit 2; }
 command -v redelastic >/dev/null || { echo "activate the virtual environment that redelastic is in" >&2; exit 1; }
@@ -37,7 +37,7 @@ else
     [[ -z ${redis:-} ]] || kill "$redis"' EXIT
   (umask 077 && echo "hosts=$hosts; export REDELASTIC_REDIS_URL=${REDELASTIC_REDIS_URL@Q}" >"$run/redis.env")
   echo "look at it from another terminal here: . $run/redis.env; redelastic status $run"
-  echo "start a host again that was lost: RUN=$run $0 HOST"
+  echo "restart a host that was lost: RUN=$run $0 HOST"
 fi
 
 for host in "$@"; do

@@ -54,7 +54,8 @@ def progress(step: SupportsIndex) -> None:
     processes such as a ``DataLoader``'s, it does nothing. Any thread may call it.
 
     Args:
-        step: number of the finished step: an integer of Python, NumPy or PyTorch. A value on a GPU is waited for.
+        step: number of the finished step: an integer of Python, NumPy or PyTorch. A value on a GPU makes the
+            call wait for the GPU.
 
     Raises:
         TypeError: ``step`` is not an integer.

@@ -51,10 +51,10 @@ FAREWELL: Final = 2.0  # for what Redis is still to be told at the end, in secon
 
 
 class RedisElasticAgent(RegroupingAgent):
-    """An agent whose node tells Redis how it is, and that ends as softly as it can.
+    """torch's agent, which also reports its node's state to Redis, drains, and finds hangs.
 
-    Contract: torch's ``LocalElasticAgent``, whose arguments it takes, and whose ``RunResult`` it returns. It has no say
-    over other nodes: each agent decides by itself, from what Redis tells it.
+    Contract: torch's ``LocalElasticAgent``, whose arguments it takes, and whose ``RunResult`` it returns. It does not
+    control other nodes: each agent decides for itself, from what Redis tells it.
 
     Args:
         spec: with a :class:`RedisRendezvousHandler`.
@@ -64,7 +64,7 @@ class RedisElasticAgent(RegroupingAgent):
         exit_barrier_timeout: how long to wait for other nodes whose workers end later, in seconds.
         log_line_prefix_template: as torch's.
         shutdown_timeout: between SIGTERM and SIGKILL to workers, in seconds.
-        owns_process: whether this process does nothing but to run this agent, so that whatever processes become its
+        owns_process: whether this process does nothing but run this agent, so that whatever processes become its
             children are the workers' (:meth:`ProcessTree.adopt_orphans`).
 
     Raises:
@@ -139,14 +139,14 @@ class RedisElasticAgent(RegroupingAgent):
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
         """Run the workers to their end; contract: torch's ``ElasticAgent.run``.
 
-        The handler is not shut down: that is for who made it.
+        The handler is not shut down: its creator has to do that.
 
         Raises:
             DrainedError: this node was asked to leave, and its workers have ended.
             RunStoppedError: the run was stopped: by somebody, or because its budget of restarts is used up.
             RefusedError: a health check failed.
-            RendezvousError: as :meth:`RedisRendezvousHandler.next_rendezvous` raises them.
-            SignalException: a signal ended this process' work; SIGTERM and SIGUSR1 do so at the second time only.
+            RendezvousError: as raised by :meth:`RedisRendezvousHandler.next_rendezvous`.
+            SignalException: a signal ended this process' work; SIGTERM and SIGUSR1 do so only the second time.
         """
         with contextlib.ExitStack() as opened:
             self._tree = ProcessTree(lambda: self._membership.last_words(BEREFT))

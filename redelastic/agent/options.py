@@ -14,26 +14,26 @@ TORCH_HEALTH_PORT: Final = "TORCHELASTIC_HEALTH_CHECK_PORT"
 
 @dataclass(frozen=True, kw_only=True)
 class AgentOptions:
-    """Options of :class:`redelastic.agent.RedisElasticAgent`; times in seconds, None is "no limit" or "off".
+    """Options of :class:`redelastic.agent.RedisElasticAgent`; times in seconds, None means "no limit" or "off".
 
     Attributes:
         drain_timeout: how long the workers of the job may take to save before this node leaves.
-        drain_file: this node drains as soon as there is such a file; it may hold the Unix time by which to be gone.
-        hang_timeout: how long a worker that has reported progress (:func:`redelastic.progress`, which every rank has to
-            call) may make none before all are restarted. One that never has reported any is not restarted.
-        hang_start_timeout: how long it may take from its start to its first progress; None: 30 minutes, or
-            ``hang_timeout`` if that is longer. After that, a worker that has reported in an earlier round of this agent
-            hangs, and one that never has is warned of, with its stacks.
-        max_job_restarts: how often workers of the whole job may be restarted because some failed.
-        max_idle_restarts: how many of those in a row may bring no progress.
-        max_failed_rounds: after how many rounds in a row in which its workers failed first this host is kept out.
+        drain_file: this node drains as soon as this file exists; it may contain a Unix time as the deadline.
+        hang_timeout: how long a worker that has reported progress may go without reporting more before all workers are
+            restarted. Every rank has to call :func:`redelastic.progress`; a worker that never has is not restarted.
+        hang_start_timeout: the same from a worker's start to its first report; None: 30 minutes, or ``hang_timeout`` if
+            that is longer. After that, a worker that reported in an earlier round of this agent counts as hanging; for
+            one that never has, the agent logs a warning with its stacks.
+        max_job_restarts: how often the workers of the whole job may be restarted after failures.
+        max_idle_restarts: how many consecutive restarts may bring no progress.
+        max_failed_rounds: after how many consecutive rounds in which its workers failed first this host is excluded.
         health_checks: names of the checks that this node has to pass before it joins.
-        health_command: one more, for ``/bin/sh -c``.
+        health_command: a further check, a command for ``/bin/sh -c``.
         health_timeout: how long one check may take.
-        health_port: of the HTTP endpoint; 0 is any free one, None that of ``TORCHELASTIC_HEALTH_CHECK_PORT``.
-        health_host: address that it listens on.
-        share_gpus: whether several workers may get one GPU, where there are more workers than GPUs.
-        preload: modules that a template process imports, of which workers are forks; see ``workers/template.py``.
+        health_port: port of the HTTP endpoint; 0 is any free one, None that of ``TORCHELASTIC_HEALTH_CHECK_PORT``.
+        health_host: address that the HTTP endpoint listens on.
+        share_gpus: whether several workers may share one GPU when there are more workers than GPUs.
+        preload: modules for a template process to import, from which workers are forked; see ``workers/template.py``.
 
     Raises:
         ValueError: one of them is out of range.

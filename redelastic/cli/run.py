@@ -22,14 +22,15 @@ if TYPE_CHECKING:
 NAME = "run"
 SUMMARY = "run one node of a job, with torchrun's flags and more"
 EPILOG = """\
-exit codes: 0 finished; 1 workers failed, or a signal ended the agent; 2 wrong arguments; 3 Redis cannot be
-reached; 75 this node was drained (start another in its place); 76 the job was stopped, or its restarts are
-used up; 77 refused by a health check.
+exit codes: 0 finished; 1 workers or the rendezvous failed, or a signal ended the agent; 2 wrong arguments;
+3 Redis cannot be reached at the start; 75 this node was drained (start another in its place); 76 the job was
+stopped, or its restarts are used up; 77 refused by a health check.
 
 SIGTERM and SIGUSR1 drain the node: all workers of the job are asked to save, then this node leaves and
 the others go on. A second SIGTERM, at least one second after the first, does not wait for the save.
 
-Every rank must call redelastic.progress(): workers that never call it get a warning and are not restarted.
+--hang-timeout needs every rank to call redelastic.progress(): workers that never call it get a warning and
+are not restarted.
 """
 
 # What torchrun's help says of them does not hold here.
@@ -134,7 +135,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--hang-start-timeout",
         type=float,
         metavar="S",
-        help="the same for the time until the first call (default: 1800)",
+        help="the same for the time until the first call (default: 1800, or --hang-timeout if longer)",
     )
     add(
         "--max-job-restarts",
@@ -153,7 +154,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--health-check",
         action="append",
         metavar="NAME",
-        help="check to pass before joining: gpu (if there is a driver), disk, memory, …, or none (default: disk)",
+        help="check to pass before joining, may be repeated: gpu, disk, memory, …, or none (default: disk)",
     )
     add("--health-command", metavar="COMMAND", help="shell command; if it fails, this node does not join")
     add("--health-timeout", type=float, default=60.0, metavar="S", help="time limit of each check (default: 60)")

@@ -212,7 +212,7 @@ class RedisRendezvousHandler(RendezvousHandler):
         return bool(self.membership.view.closed) or self.membership.ask_whether_closed()
 
     def set_closed(self) -> None:
-        """Close the run, for ever and for every node (I5).
+        """Close the run, permanently and for every node (I5).
 
         Raises:
             RendezvousTimeoutError: Redis could not be reached within ``close_timeout``.
@@ -226,7 +226,7 @@ class RedisRendezvousHandler(RendezvousHandler):
     def shutdown(self) -> bool:
         """End this node's part: it leaves, and if it is a member of the newest round it closes the run.
 
-        A node that is no member has no say in the run any more, and closes nothing (I4).
+        A node that is not a member any more closes nothing (I4).
 
         Returns:
             Whether Redis could be told.

@@ -35,10 +35,11 @@ def register_init_method() -> None:
     """Register ``redis://`` and the other schemes with ``torch.distributed``; doing so again changes nothing.
 
     Afterwards ``init_process_group(init_method=URL)`` takes the URL of :func:`redelastic.handler_from_url`. In a worker
-    of torchrun with our rendezvous, ``redis://host:port/db`` is enough (and ``redis://`` alone takes the environment's
-    ``REDELASTIC_REDIS_URL``): the process joins the store of its agents' round. Elsewhere the processes find each other
-    by a rendezvous of their own in the run ``run_id`` of the URL, of ``WORLD_SIZE`` processes, or of ``min_nodes`` to
-    ``max_nodes``; rank and world size may come from the environment, from the URL, or from that rendezvous.
+    of torchrun with our rendezvous, ``redis://host:port/db`` is enough, or ``redis://`` alone if
+    ``REDELASTIC_REDIS_URL`` is set: the process joins the store of its agents' round. Elsewhere the processes find each
+    other by a rendezvous of their own in the run ``run_id`` of the URL, of ``WORLD_SIZE`` processes, or of
+    ``min_nodes`` to ``max_nodes``; rank and world size may come from the environment, from the URL, or from that
+    rendezvous.
     """
     for scheme in SCHEMES:
         if scheme not in _rendezvous_handlers:

@@ -11,7 +11,7 @@ NAME = "demo"
 SUMMARY = "kill the node of rank 0 during training, and watch the training go on"
 DESCRIPTION = """\
 A training run that survives the loss of rank 0's node, on this machine, in
-under a minute.
+about a minute.
 
 It starts a private Redis and a few nodes, each a `redelastic run` with
 --preload=torch, that train a small network on scikit-learn's handwritten

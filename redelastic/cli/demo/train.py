@@ -40,9 +40,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--checkpoint", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--batch", type=int, default=128, help="samples of a step, of all nodes together")
+    parser.add_argument("--batch", type=int, default=128, help="samples per step, over all nodes")
     parser.add_argument("--save-every", type=int, default=10, help="steps between two checkpoints")
-    parser.add_argument("--pace", type=float, default=0.0, help="least time of a step in seconds: a larger model's")
+    parser.add_argument("--pace", type=float, default=0.0, help="minimum seconds per step, as if the model were larger")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
 

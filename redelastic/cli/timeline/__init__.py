@@ -39,7 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's flags."""
     common.add_run_argument(parser)
     common.add_server_arguments(parser)
-    parser.add_argument("--out", metavar="FILE", type=Path, help="file to write: FILE.png, .svg, .pdf or .html")
+    parser.add_argument(
+        "--out", metavar="FILE", type=Path, help="file to write, required without --json: FILE.png, .svg, .pdf or .html"
+    )
     parser.add_argument(
         "--since", metavar="WHEN", default="", help="start at this time: 90s, 15m, 8h or 2d ago, or 2026-11-20T18:00"
     )
