@@ -109,7 +109,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     def add(option: str, **settings: Any) -> None:
         """As torchrun's own: with underscores as well, and by default what a variable PET_… says."""
         action = {"action": check_env if settings.pop("flag", False) else env}
-        group.add_argument(option, "--" + option[2:].replace("-", "_"), **{**action, **settings})
+        names = dict.fromkeys((option, "--" + option[2:].replace("-", "_")))
+        group.add_argument(*names, **{**action, **settings})
 
     add("--node-name", metavar="NAME", help="name of this node in status and events (default: its hostname)")
     add(
