@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
+import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -17,7 +19,7 @@ from weakref import WeakSet
 import redis.exceptions as rx
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-from redelastic.redis.connection import Connection
+from redelastic.redis.connection import ATTEMPT_TIMEOUT, Connection
 from redelastic.redis.errors import ERRORS, UnreachableError, may_pass
 from redelastic.redis.scripts import Script
 
@@ -27,6 +29,7 @@ Limit = float | Callable[[], float]  # in seconds
 
 MOST: Final = 64  # writes under way, before the first half of them is waited for
 MOST_BYTES: Final = 2**20  # of values under way, before all are waited for
+TRUSTED: Final = 1.0  # how long a connection counts as standing after a reply, in seconds
 PATIENCE: Final = 5.0  # of a process that exits or forks, in seconds
 
 
@@ -97,6 +100,7 @@ class Line:
         self.failure: WriteFailedError | None = None
         self._bytes = 0
         self._wire: Any = None  # redis-py's connection
+        self._heard = 0.0  # when it last brought a reply, on the monotonic clock
         self._refusal: rx.ResponseError | None = None  # the last reply to the first write under way, if it was an error
         self._sent = 0  # how many of those under way were sent on it
         self._known: set[Script] = set()  # of the scripts that were sent on it
@@ -122,11 +126,14 @@ class Line:
             if held:
                 self._tell_of_failure()
                 full, heavy = len(self.under_way) >= MOST, self._bytes > MOST_BYTES
-                if full or heavy:
-                    self._call(0 if heavy else MOST // 2, timeout)
+                idle = self._wire is not None and time.monotonic() - self._heard > TRUSTED
+                if full or heavy or idle:
+                    self._call(0 if heavy or idle else MOST // 2, timeout)
+                if idle:  # else only the next call notices that the connection is gone, and it may be late
+                    self._could(self._ping)
                 self.under_way.append((next(self._numbers), write))
                 self._bytes += sum(map(len, write.args))
-                if self._wire is None or not self._could_put():
+                if self._wire is None or not self._could(self._put):
                     self._call(len(self.under_way), timeout)
             return held
         finally:
@@ -160,10 +167,13 @@ class Line:
             self._leave(held)
 
     def _enter(self, timeout: Limit) -> bool:
-        """Keep other threads out until :meth:`_leave`; False for a signal's handler, within another call."""
+        """Keep other threads out until :meth:`_leave`; False for a signal's handler, within another call.
+
+        As long as one attempt of another thread may take, that is waited for: it is no outage yet.
+        """
         if self._pid != os.getpid():
             self._begin()
-        if not self._lock.acquire(timeout=max(0.0, timeout() if callable(timeout) else timeout)):
+        if not self._lock.acquire(timeout=max(ATTEMPT_TIMEOUT, timeout() if callable(timeout) else timeout)):
             raise UnreachableError(f"Another thread waits for Redis at {self._connection.name} to take earlier writes.")
         held, self._busy = not self._busy, True
         return held
@@ -200,7 +210,7 @@ class Line:
         while True:
             try:
                 if self._wire is None:
-                    self._wire = client.connection_pool.get_connection()
+                    self._wire, self._heard = client.connection_pool.get_connection(), time.monotonic()
                 while self._sent < len(self.under_way):
                     self._put()
                 while len(self.under_way) > keep:
@@ -217,9 +227,9 @@ class Line:
             else:
                 return
 
-    def _could_put(self) -> bool:
+    def _could(self, step: Callable[[], None]) -> bool:
         try:
-            self._put()
+            step()
         except BaseException as e:
             self._drop()
             if not isinstance(e, ERRORS):
@@ -236,6 +246,12 @@ class Line:
         self._known.add(write.script)
         self._sent += 1
 
+    def _ping(self) -> None:
+        with contextlib.suppress(rx.ResponseError):  # a refusal is a reply
+            self._wire.send_command("PING", check_health=False)
+            self._wire.read_response()
+        self._heard = time.monotonic()
+
     def _read(self) -> None:
         try:
             self._wire.read_response()
@@ -243,7 +259,7 @@ class Line:
             if "a late copy of request" not in str(e):  # else it was made, as a later one was: its reply was lost
                 self._refusal = e
                 raise
-        self._connection.served = True
+        self._connection.served, self._heard = True, time.monotonic()
         _, write = self.under_way.popleft()  # an interruption after that drops the connection; no number comes again
         self._sent -= 1
         self._bytes -= sum(map(len, write.args))

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -285,6 +286,53 @@ def test_an_interruption_after_a_reply_loses_no_later_write(server: RedisServer,
         for i in range(1, 4):
             store.append("log", f"{i}")
         assert store.get("log") == b"0123"
+
+
+class Announced:
+    """A lock that tells when somebody asks for it."""
+
+    def __init__(self, lock: Any) -> None:
+        self._lock, self.asked, self.release = lock, threading.Event(), lock.release
+
+    def acquire(self, timeout: float) -> bool:
+        self.asked.set()
+        return bool(self._lock.acquire(timeout=timeout))
+
+
+def test_a_short_wait_has_its_own_error_while_another_thread_writes(server: RedisServer, run_id: str) -> None:
+    with opened(server, run_id, acknowledge=False) as store:
+        store.set("k", "v")
+        line, entered = store._line, threading.Event()
+        assert line is not None
+
+        def write() -> None:
+            held = line._enter(1)
+            line._lock = announced
+            entered.set()
+            assert announced.asked.wait(SOON)
+            line._leave(held)
+
+        announced: Any = Announced(line._lock)
+        writing = in_thread(write)
+        assert entered.wait(SOON)
+        with pytest.raises(dist.DistStoreError, match="absent"):
+            store.wait(["absent"], timedelta(0))
+        writing.result(SOON)
+
+
+def test_a_write_after_a_while_finds_out_that_the_connection_is_gone(
+    server: RedisServer, store: RedisStore, client: redis.Redis, run_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(server, run_id, acknowledge=False) as idle:
+        idle.append("log", "0")
+        assert idle.get("log") == b"0"
+        assert idle._line is not None
+        host, port = idle._line._wire._sock.getsockname()
+        client.client_kill_filter(addr=f"{host}:{port}")
+        monkeypatch.setattr(line_module, "TRUSTED", 0.0)
+        idle.append("log", "1")
+        until(lambda: store.get("log") == b"01")
+        assert under_way(idle) == 1, "it is not waited for"
 
 
 # -- a server that forgets, or is away
