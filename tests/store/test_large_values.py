@@ -225,6 +225,15 @@ def test_no_more_is_queued_than_a_server_takes(
         assert (store.multi_get(["k", "other"]), calls_of(client, "exec")) == ([OLD, NEW], before)
 
 
+def test_what_another_program_has_there_is_told_and_stays(client: redis.Redis, store: RedisStore) -> None:
+    store.set("small", "v")
+    once = client.hgetall(store._keys.once)
+    client.set(store._keys.data, "not ours", ex=60)
+    with pytest.raises(dist.DistStoreError, match="is a string, but a run needs a hash"):
+        store.set("k", NEW)
+    assert (client.get(store._keys.data), client.hgetall(store._keys.once)) == (b"not ours", once)
+
+
 def test_each_version_of_the_server_takes_it(every_server: RedisServer, run_id: str) -> None:
     with opened(every_server, run_id) as store:
         store.set("k", OLD)
