@@ -21,6 +21,14 @@ def is_of_replica(error: BaseException) -> bool:
     return isinstance(error, redis.ReadOnlyError) or "READONLY" in str(error)
 
 
+def _is_denied(error: object) -> bool:
+    """Whether a server does not let us use a command: by its rules, or since it was renamed."""
+    return isinstance(error, redis.ResponseError) and (
+        isinstance(error, redis.exceptions.NoPermissionError)
+        or any(words in str(error) for words in ("NOPERM", "unknown command"))
+    )
+
+
 class DirectClient(redis.Redis):
     """A client that keeps the connections it has used, and takes the last one first.
 
@@ -69,12 +77,18 @@ class DirectClient(redis.Redis):
         """Whether the user may use transactions."""
         try:
             self.execute_both(("MULTI",), ("EXEC",))
-        except redis.exceptions.NoPermissionError:
-            return False
+        except redis.ResponseError as e:
+            if _is_denied(e):
+                return False
+            raise
         return True
 
-    def transact(self, commands: Sequence[bytes | list[bytes]]) -> list[Any]:
-        """Send packed commands as one transaction, and return their replies; raises the first error among them."""
+    def transact(self, commands: Sequence[bytes | list[bytes]]) -> bool:
+        """Send packed commands as one transaction; raises the first error among their replies.
+
+        Returns:
+            Whether the user may still use transactions. If not, any of the commands may have been run, or none.
+        """
         connection, replies = self._take(), []
         parts = [_MULTI]
         for command in (*commands, _EXEC):
@@ -91,13 +105,16 @@ class DirectClient(redis.Redis):
         except BaseException as e:
             self._give_up(connection, e)
             raise
-        for reply in (*replies[:-1], *(replies[-1] if isinstance(replies[-1], list) else replies[-1:])):
+        done = replies.pop()
+        for reply in (*replies, *(done if isinstance(done, list) else [done])):
             if isinstance(reply, Exception):
+                connection.disconnect()  # where EXEC was refused, the transaction may still be open
                 self._give_up(connection, reply)
+                if _is_denied(replies[0]) or _is_denied(done):
+                    return False
                 raise reply
         self._idle.append(connection)
-        done: list[Any] = replies[-1]
-        return done
+        return True
 
     def _take(self) -> Connection:
         if self._idle_pid != os.getpid():  # a forked child: these connections are its parent's

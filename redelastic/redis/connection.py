@@ -102,8 +102,11 @@ class Connection:
         started = time.monotonic()
         try:
             connect()
-        except ERRORS:
-            retried(connect, name or str(endpoint), patience, started)
+        except ERRORS as error:
+            name, waited = name or str(endpoint), time.monotonic() - started
+            if waited >= patience or not may_pass(error, fail_over=False):
+                raise translated(error, name, waited, fail_over=False) from error
+            retried(connect, name, patience, started)
         return cls(opened[-1], str(endpoint), owned=True, read_timeout=read_timeout)
 
     def __repr__(self) -> str:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
+import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import count
 from multiprocessing import util
 from typing import Any, Final, NamedTuple
 from weakref import WeakSet
@@ -16,7 +19,7 @@ from weakref import WeakSet
 import redis.exceptions as rx
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-from redelastic.redis.connection import Connection
+from redelastic.redis.connection import ATTEMPT_TIMEOUT, Connection
 from redelastic.redis.errors import ERRORS, UnreachableError, may_pass
 from redelastic.redis.scripts import Script
 
@@ -26,6 +29,7 @@ Limit = float | Callable[[], float]  # in seconds
 
 MOST: Final = 64  # writes under way, before the first half of them is waited for
 MOST_BYTES: Final = 2**20  # of values under way, before all are waited for
+TRUSTED: Final = 1.0  # how long a connection counts as standing after a reply, in seconds
 PATIENCE: Final = 5.0  # of a process that exits or forks, in seconds
 
 
@@ -76,7 +80,7 @@ class Line:
     A forked child has a line of its own, with nothing under way.
 
     Attributes:
-        under_way: the writes that may not have been made yet.
+        under_way: the writes that may not have been made yet, each with its number.
         failure: what nobody has been told of yet, since it was met while the process forked.
     """
 
@@ -92,16 +96,20 @@ class Line:
             util.Finalize(None, _settle_all, exitpriority=100)  # as `atexit`, and in a child of multiprocessing too
         self._lock = threading.RLock()  # reentrant for a signal's handler, which finds the line busy
         self._busy = False
-        self.under_way: deque[Write] = deque()
+        self.under_way: deque[tuple[int, Write]] = deque()
         self.failure: WriteFailedError | None = None
         self._bytes = 0
         self._wire: Any = None  # redis-py's connection
+        self._heard = 0.0  # when it last brought a reply, on the monotonic clock
+        self._refusal: rx.ResponseError | None = None  # the last reply to the first write under way, if it was an error
         self._sent = 0  # how many of those under way were sent on it
         self._known: set[Script] = set()  # of the scripts that were sent on it
         self._begin_anew()
 
     def _begin_anew(self) -> None:
-        self._sender, self._first = uuid.uuid4().bytes, 1  # number of the first write under way
+        """As a new sender. A number that is not sent, since it was interrupted, is a gap, and leads here too."""
+        self._sender, self._numbers = uuid.uuid4().bytes, count(1)
+        self.under_way = deque((next(self._numbers), write) for _, write in self.under_way)
 
     def send(self, write: Write, timeout: Limit) -> bool:
         """Send a write; raises as :meth:`settle`.
@@ -118,11 +126,14 @@ class Line:
             if held:
                 self._tell_of_failure()
                 full, heavy = len(self.under_way) >= MOST, self._bytes > MOST_BYTES
-                if full or heavy:
-                    self._call(0 if heavy else MOST // 2, timeout)
-                self.under_way.append(write)
+                idle = self._wire is not None and time.monotonic() - self._heard > TRUSTED
+                if full or heavy or idle:
+                    self._call(0 if heavy or idle else MOST // 2, timeout)
+                if idle:  # else only the next call notices that the connection is gone, and it may be late
+                    self._could(self._ping)
+                self.under_way.append((next(self._numbers), write))
                 self._bytes += sum(map(len, write.args))
-                if self._wire is None or not self._could_put():
+                if self._wire is None or not self._could(self._put):
                     self._call(len(self.under_way), timeout)
             return held
         finally:
@@ -133,7 +144,7 @@ class Line:
 
         Raises:
             WriteFailedError: one of them was refused.
-            RendezvousError: Redis could not be reached; they are sent again by the next call.
+            RendezvousError: Redis could not be reached, or refused us; they are sent again by the next call.
         """
         held = self._enter(timeout)
         try:
@@ -156,10 +167,13 @@ class Line:
             self._leave(held)
 
     def _enter(self, timeout: Limit) -> bool:
-        """Keep other threads out until :meth:`_leave`; False for a signal's handler, within another call."""
+        """Keep other threads out until :meth:`_leave`; False for a signal's handler, within another call.
+
+        As long as one attempt of another thread may take, that is waited for: it is no outage yet.
+        """
         if self._pid != os.getpid():
             self._begin()
-        if not self._lock.acquire(timeout=max(0.0, timeout() if callable(timeout) else timeout)):
+        if not self._lock.acquire(timeout=max(ATTEMPT_TIMEOUT, timeout() if callable(timeout) else timeout)):
             raise UnreachableError(f"Another thread waits for Redis at {self._connection.name} to take earlier writes.")
         held, self._busy = not self._busy, True
         return held
@@ -177,13 +191,16 @@ class Line:
         try:
             self._connection.call(partial(self._exchange, keep=keep), timeout)
         except RendezvousError as e:
-            if isinstance(cause := e.__cause__, rx.RedisError | OSError) and self._is_final(cause) and self.under_way:
-                failed = WriteFailedError(self.under_way[0], len(self.under_way) - 1)
+            # Any other error, such as that of a login that is refused now, says nothing about the writes.
+            if (refusal := e.__cause__) is self._refusal and refusal is not None and self._is_final(refusal):
+                failed = WriteFailedError(self.under_way[0][1], len(self.under_way) - 1)
                 self.under_way.clear()
                 self._bytes = 0
                 self._begin_anew()
                 raise failed from e
             raise
+        finally:
+            self._refusal = None
 
     def _is_final(self, error: BaseException) -> bool:
         return not may_pass(error, fail_over=self._connection.served)
@@ -193,7 +210,7 @@ class Line:
         while True:
             try:
                 if self._wire is None:
-                    self._wire = client.connection_pool.get_connection()
+                    self._wire, self._heard = client.connection_pool.get_connection(), time.monotonic()
                 while self._sent < len(self.under_way):
                     self._put()
                 while len(self.under_way) > keep:
@@ -210,9 +227,9 @@ class Line:
             else:
                 return
 
-    def _could_put(self) -> bool:
+    def _could(self, step: Callable[[], None]) -> bool:
         try:
-            self._put()
+            step()
         except BaseException as e:
             self._drop()
             if not isinstance(e, ERRORS):
@@ -223,22 +240,29 @@ class Line:
     def _put(self) -> None:
         if not self._wire.is_connected:  # redis-py would connect anew, and replies be taken for those of earlier writes
             raise rx.ConnectionError("The connection was closed.")
-        write = self.under_way[self._sent]
-        packed = write.packed(self._sender, self._first + self._sent, whole=write.script not in self._known)
+        number, write = self.under_way[self._sent]
+        packed = write.packed(self._sender, number, whole=write.script not in self._known)
         self._wire.send_packed_command([packed], check_health=False)
         self._known.add(write.script)
         self._sent += 1
+
+    def _ping(self) -> None:
+        with contextlib.suppress(rx.ResponseError):  # a refusal is a reply
+            self._wire.send_command("PING", check_health=False)
+            self._wire.read_response()
+        self._heard = time.monotonic()
 
     def _read(self) -> None:
         try:
             self._wire.read_response()
         except rx.ResponseError as e:
             if "a late copy of request" not in str(e):  # else it was made, as a later one was: its reply was lost
+                self._refusal = e
                 raise
-        self._connection.served = True
-        self._bytes -= sum(map(len, self.under_way.popleft().args))
+        self._connection.served, self._heard = True, time.monotonic()
+        _, write = self.under_way.popleft()  # an interruption after that drops the connection; no number comes again
         self._sent -= 1
-        self._first += 1
+        self._bytes -= sum(map(len, write.args))
 
     def _drop(self) -> None:
         wire, self._wire, self._sent = self._wire, None, 0

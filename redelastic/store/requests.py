@@ -28,6 +28,7 @@ T = TypeVar("T")
 Text = str | bytes
 
 LARGE: Final = 2**15  # bytes: below that, three copies by a script take less time than a transaction
+MOST_QUEUED: Final = 3 * 2**28  # bytes: whose queue is over its client-query-buffer-limit, 2**30, is cut off
 _UNCOPIED: Final = 2**17  # bytes: below that, a copy takes less time than a packet of its own
 
 
@@ -61,7 +62,7 @@ class Requests(dist.Store):
     def _set(self, verb: str, keys: list[bytes], pairs: list[bytes], longest: int) -> None:
         first_part = self._keys.streams
         streams = [first_part + key for key in keys]
-        if longest >= LARGE and self._transacts():
+        if longest >= LARGE and sum(map(len, pairs)) <= MOST_QUEUED and self._transacts():
             self._numbered(lambda sender, request: self._set_large(sender, request, keys, streams, pairs))
         else:
             self._write(verb, scripts.STORE_SET, streams, pairs)
@@ -84,8 +85,11 @@ class Requests(dist.Store):
             packed_uncopied([b"HSET", self._keys.data.encode(), *pairs], _UNCOPIED),
             scripts.STORE_AFTER.packed([*self._fixed_keys, *streams], args, whole=True),
         ]
-        self._call(lambda client: client.transact(commands), streams)
-        self._connection.served = True
+        if self._call(lambda client: client.transact(commands), streams):
+            self._connection.served = True
+        else:  # its rules have changed; what has had its effect is not made again, since it has the same number
+            self._connection.transacts = False
+            self._script(scripts.STORE_SET, streams, [sender, request, *pairs], None)
 
     def _write(self, verb: str, script: scripts.Script, keys: Sequence[Text], args: Sequence[bytes]) -> None:
         """As :meth:`_once`, for what has no reply, and so need not be waited for."""

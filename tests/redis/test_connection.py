@@ -25,6 +25,7 @@ from redelastic import RedisStore
 from redelastic.redis import connection as connection_module
 from redelastic.redis import scripts
 from redelastic.redis.connection import Connection
+from redelastic.redis.endpoint import Endpoint
 from redelastic.redis.errors import UnreachableError
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
@@ -62,6 +63,22 @@ def test_connecting_is_tried_for_ten_seconds_but_no_longer_than_one_call(
     with pytest.raises(UnreachableError):
         Connection.open("redis://127.0.0.1:1", read_timeout=read, connect_timeout=connect)
     assert tried == [expected]
+
+
+@pytest.mark.parametrize(("error", "patience"), [(redis.AuthenticationError, 9), (redis.ConnectionError, 0)])
+def test_what_is_final_or_took_all_its_time_is_tried_once(
+    error: type[Exception], patience: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = []
+
+    def refuse(_: object, attempt: float) -> None:
+        tried.append(attempt)
+        raise error
+
+    monkeypatch.setattr(Endpoint, "open", refuse)
+    with pytest.raises(RendezvousConnectionError):
+        Connection.open("redis://127.0.0.1:1", connect_timeout=patience)
+    assert len(tried) == 1
 
 
 @pytest.mark.parametrize("scheme", ["redis", "rediss", "redis+cluster", "redis+sentinel"])

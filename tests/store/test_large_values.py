@@ -185,6 +185,55 @@ def test_a_user_who_may_not_use_transactions_writes_by_script(every_server: Redi
         assert (store.get("k"), calls_of(admin, "exec")) == (NEW, before)
 
 
+@pytest.mark.parametrize("rules", [["-multi"], ["-exec"], ["-multi", "-exec"]])
+@pytest.mark.parametrize("known", [False, True], ids=["at first", "after it had been allowed"])
+def test_a_user_who_may_use_only_a_part_or_no_more_writes_by_script(
+    every_server: RedisServer, run_id: str, rules: list[str], known: bool
+) -> None:
+    user = as_user_of(every_server, run_id, "+multi", "+exec")
+    with opened(user, run_id) as store, opened(every_server, run_id) as other:  # type: ignore[arg-type]
+        if known:
+            store.set("k", OLD)
+            assert store._connection.transacts
+        as_user_of(every_server, run_id, "+multi", "+exec", *rules)
+        store.set("k", NEW)
+        assert store._connection.transacts is False
+        other.set("k", OLD)
+        store.multi_set(["k", "other"], [NEWER, OLD])
+        assert store.multi_get(["k", "other"]) == other.multi_get(["k", "other"]) == [NEWER, OLD]
+
+
+@pytest.mark.parametrize("renamed", ["MULTI", "EXEC"])
+def test_a_server_without_transactions_is_written_to_by_script(renamed: str, run_id: str) -> None:
+    with RedisServer() as server:
+        server._config["rename-command"] = f'{renamed} ""'
+        server.stop()
+        server.start()
+        with opened(server, run_id) as store:
+            store.set("k", NEW)
+            assert store.get("k") == NEW
+
+
+def test_no_more_is_queued_than_a_server_takes(
+    own_server: RedisServer, run_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(requests, "MOST_QUEUED", 2 * len(NEW))
+    with opened(own_server, run_id) as store, own_server.get_client() as client:
+        store.set("k", NEW)
+        before = calls_of(client, "exec")
+        store.multi_set(["k", "other"], [OLD, NEW])
+        assert (store.multi_get(["k", "other"]), calls_of(client, "exec")) == ([OLD, NEW], before)
+
+
+def test_what_another_program_has_there_is_told_and_stays(client: redis.Redis, store: RedisStore) -> None:
+    store.set("small", "v")
+    once = client.hgetall(store._keys.once)
+    client.set(store._keys.data, "not ours", ex=60)
+    with pytest.raises(dist.DistStoreError, match="is a string, but a run needs a hash"):
+        store.set("k", NEW)
+    assert (client.get(store._keys.data), client.hgetall(store._keys.once)) == (b"not ours", once)
+
+
 def test_each_version_of_the_server_takes_it(every_server: RedisServer, run_id: str) -> None:
     with opened(every_server, run_id) as store:
         store.set("k", OLD)

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -19,6 +20,7 @@ from faulty_proxy import Fault, FaultyProxy
 from nodes import NodeFactory
 from stores import LONG, SOON, in_thread, opened, until
 
+from redelastic.redis import scripts
 from redelastic.redis.server import RedisServer
 from redelastic.store import RedisStore, RoundBrokenError
 from redelastic.store import line as line_module
@@ -239,6 +241,98 @@ def test_the_close_tells_of_a_failure(own_server: RedisServer, run_id: str) -> N
         store.set("k", "v")
         with pytest.raises(dist.DistNetworkError, match="out of memory"):
             store.close()
+
+
+def test_a_refused_login_is_no_failure_of_what_was_written_before(own_server: RedisServer, run_id: str) -> None:
+    with own_server.get_client() as admin:
+        rules = {"enabled": True, "categories": ["+@all"], "keys": ["*"]}
+        admin.acl_setuser("u", passwords=["+p"], **rules)
+        store = RedisStore(f"redis://u:p@{own_server.endpoint}", run_id, acknowledge=False)
+        store.append("log", "0")
+        assert store.get("log") == b"0"
+        assert store._line is not None
+        store.append("log", "1")
+        store._line._drop()  # the reply is lost
+        admin.acl_setuser("u", passwords=["+q", "-p"], **rules)
+        admin.client_kill_filter(_type="normal", skipme=True)
+        for _ in range(2):
+            with pytest.raises(dist.DistNetworkError, match=r"^Redis at .* refused the login"):
+                store.get("log")
+            assert under_way(store) == 1
+        admin.acl_setuser("u", passwords=["+p"], **rules)
+        assert store.get("log") == b"01"
+        store.close()
+
+
+class Interrupting(bytes):
+    """Bytes of which the second question for their length is interrupted, as by a signal's handler that raises."""
+
+    asked = 0
+
+    def __len__(self) -> int:
+        self.asked += 1
+        if self.asked == 2:
+            raise KeyboardInterrupt
+        return super().__len__()
+
+
+def test_an_interruption_after_a_reply_loses_no_later_write(server: RedisServer, run_id: str) -> None:
+    with opened(server, run_id, acknowledge=False) as store:
+        assert store._line is not None
+        write = line_module.Write("append", scripts.STORE_APPEND, store._fixed_keys, store._fixed_args, [b"s"], [])
+        store._line.send(write._replace(args=[b"log", Interrupting(b"0")]), 1)
+        with pytest.raises(KeyboardInterrupt):
+            store._line.settle(1)
+        for i in range(1, 4):
+            store.append("log", f"{i}")
+        assert store.get("log") == b"0123"
+
+
+class Announced:
+    """A lock that tells when somebody asks for it."""
+
+    def __init__(self, lock: Any) -> None:
+        self._lock, self.asked, self.release = lock, threading.Event(), lock.release
+
+    def acquire(self, timeout: float) -> bool:
+        self.asked.set()
+        return bool(self._lock.acquire(timeout=timeout))
+
+
+def test_a_short_wait_has_its_own_error_while_another_thread_writes(server: RedisServer, run_id: str) -> None:
+    with opened(server, run_id, acknowledge=False) as store:
+        store.set("k", "v")
+        line, entered = store._line, threading.Event()
+        assert line is not None
+
+        def write() -> None:
+            held = line._enter(1)
+            line._lock = announced
+            entered.set()
+            assert announced.asked.wait(SOON)
+            line._leave(held)
+
+        announced: Any = Announced(line._lock)
+        writing = in_thread(write)
+        assert entered.wait(SOON)
+        with pytest.raises(dist.DistStoreError, match="absent"):
+            store.wait(["absent"], timedelta(0))
+        writing.result(SOON)
+
+
+def test_a_write_after_a_while_finds_out_that_the_connection_is_gone(
+    server: RedisServer, store: RedisStore, client: redis.Redis, run_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(server, run_id, acknowledge=False) as idle:
+        idle.append("log", "0")
+        assert idle.get("log") == b"0"
+        assert idle._line is not None
+        host, port = idle._line._wire._sock.getsockname()
+        client.client_kill_filter(addr=f"{host}:{port}")
+        monkeypatch.setattr(line_module, "TRUSTED", 0.0)
+        idle.append("log", "1")
+        until(lambda: store.get("log") == b"01")
+        assert under_way(idle) == 1, "it is not waited for"
 
 
 # -- a server that forgets, or is away
