@@ -106,6 +106,7 @@ class Connection:
             name, waited = name or str(endpoint), time.monotonic() - started
             if waited >= patience or not may_pass(error, fail_over=False):
                 raise translated(error, name, waited, fail_over=False) from error
+        if not opened:  # not within the handler: an error that is raised there once more loses what caused it
             retried(connect, name, patience, started)
         return cls(opened[-1], str(endpoint), owned=True, read_timeout=read_timeout)
 
