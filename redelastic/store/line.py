@@ -30,7 +30,7 @@ Limit = float | Callable[[], float]  # in seconds
 MOST: Final = 64  # writes under way, before the first half of them is waited for
 MOST_BYTES: Final = 2**20  # of values under way, before all are waited for
 TRUSTED: Final = 1.0  # how long a connection counts as standing after a reply, in seconds
-PATIENCE: Final = 5.0  # of a process that exits or forks, in seconds
+PATIENCE: Final = 5.0  # of a process that exits or forks, in seconds; then each line has one more attempt
 
 
 class Write(NamedTuple):
@@ -86,16 +86,20 @@ class Line:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
+        self.unlock()
         self._begin()
         _lines.add(self)
+
+    def unlock(self) -> None:
+        """In a forked child, where none of the threads runs that may have used the line."""
+        self._lock = threading.RLock()  # reentrant for a signal's handler, which finds the line busy
+        self._busy = False
 
     def _begin(self) -> None:
         self._pid = os.getpid()
         if self._pid not in _settling:
             _settling.add(self._pid)
             util.Finalize(None, _settle_all, exitpriority=100)  # as `atexit`, and in a child of multiprocessing too
-        self._lock = threading.RLock()  # reentrant for a signal's handler, which finds the line busy
-        self._busy = False
         self.under_way: deque[tuple[int, Write]] = deque()
         self.failure: WriteFailedError | None = None
         self._bytes = 0
@@ -162,6 +166,7 @@ class Line:
             if held:
                 self._drop()
                 self.under_way.clear()
+                self._bytes = 0
                 self._begin_anew()
         finally:
             self._leave(held)
@@ -171,11 +176,11 @@ class Line:
 
         As long as one attempt of another thread may take, that is waited for: it is no outage yet.
         """
-        if self._pid != os.getpid():
-            self._begin()
         if not self._lock.acquire(timeout=max(ATTEMPT_TIMEOUT, timeout() if callable(timeout) else timeout)):
             raise UnreachableError(f"Another thread waits for Redis at {self._connection.name} to take earlier writes.")
         held, self._busy = not self._busy, True
+        if held and self._pid != os.getpid():  # a forked child: all else is its parent's
+            self._begin()
         return held
 
     def _leave(self, held: bool) -> None:
@@ -279,10 +284,11 @@ _settling: Final[set[int]] = set()  # processes that settle all at their end
 
 def _settle_all() -> None:
     """What a process has written is there when it exits, and for the child that it forks."""
+    deadline = time.monotonic() + PATIENCE
     for line in list(_lines):
         if line.under_way:
             try:
-                line.settle(PATIENCE)
+                line.settle(max(0.0, deadline - time.monotonic()))
             except WriteFailedError as e:
                 log.error("A %s to a store has failed: %s", e.write.verb, e.__cause__)  # noqa: TRY400
                 line.failure = e
@@ -290,4 +296,9 @@ def _settle_all() -> None:
                 log.error("Not all writes to a store are known to have been made: %s", e)  # noqa: TRY400
 
 
-os.register_at_fork(before=_settle_all)
+def _unlock_all() -> None:
+    for line in list(_lines):
+        line.unlock()
+
+
+os.register_at_fork(before=_settle_all, after_in_child=_unlock_all)

@@ -104,12 +104,14 @@ class RedisStore(Requests):
         try:
             self._settle(min(PATIENCE, self._seconds()))
         finally:
-            while self._views:
-                self._views.pop().close()
-            if self._line and not self._is_view:
-                self._line.close()
-            if self._opened:
-                self._connection.close()
+            try:
+                while self._views:
+                    self._views.pop().close()
+                if self._line and not self._is_view:
+                    self._line.close()
+            finally:
+                if self._opened:
+                    self._connection.close()
 
     def clone(self) -> RedisStore:
         """Another object for the same store, with its own time-out."""

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -335,6 +331,30 @@ def test_a_write_after_a_while_finds_out_that_the_connection_is_gone(
         assert under_way(idle) == 1, "it is not waited for"
 
 
+def test_a_close_that_fails_closes_the_connection_too(
+    server: RedisServer, run_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = RedisStore(server.url, run_id, acknowledge=False)
+    store.set("k", "v")
+    assert store._line is not None
+    closed = []
+    with monkeypatch.context() as broken:
+        broken.setattr(store._line, "close", lambda: 1 / 0)
+        broken.setattr(store._connection, "close", lambda: closed.append(True))
+        with pytest.raises(ZeroDivisionError):
+            store.close()
+    assert closed
+    store.close()
+
+
+def test_what_is_given_up_by_a_close_counts_no_more(server: RedisServer, run_id: str) -> None:
+    with opened(server, run_id, acknowledge=False) as store:
+        store.set("k", "v")
+        assert store._line is not None
+        store._line.close()
+        assert (under_way(store), store._line._bytes) == (0, 0)
+
+
 # -- a server that forgets, or is away
 
 
@@ -374,69 +394,6 @@ def test_a_wait_ends_in_time_while_writes_cannot_be_made(own_server: RedisServer
         own_server.start()
         store.set_timeout(LONG)
         assert store.get("k") == b"v", "what could not be sent is sent then"
-
-
-# -- processes
-
-
-def test_a_forked_child_finds_what_its_parent_has_written(
-    unlucky: RedisStore, server: RedisServer, proxy: FaultyProxy, run_id: str
-) -> None:
-    fault = proxy.add(Fault(b"lost", lose_request=True))
-    unlucky.set("lost", "v")
-    child = os.fork()
-    if child == 0:
-        with opened(server, run_id) as direct:
-            found = direct.check(["lost"]) and under_way(unlucky) == 0
-            unlucky.append("log", "child's")
-            os._exit(0 if found and unlucky.get("log") == b"child's" else 1)
-    assert os.waitpid(child, 0)[1] == 0
-    assert fault.fired.is_set()
-    assert unlucky.get("log") == b"child's"
-
-
-def test_a_failure_that_a_fork_has_met_is_told_by_the_parents_next_call(own_server: RedisServer, run_id: str) -> None:
-    with opened(own_server, run_id, acknowledge=False) as store, own_server.get_client() as client:
-        store.set("there", "v")
-        store.check(["there"])
-        client.config_set("maxmemory", 1)
-        store.set("k", "v")
-        child = os.fork()
-        if child == 0:
-            os._exit(0 if store.get("there") == b"v" else 1)
-        assert os.waitpid(child, 0)[1] == 0, "it is not the child's"
-        with pytest.raises(dist.DistNetworkError, match="An earlier set of the key b'k' has failed"):
-            store.get("there")
-        assert store.get("there") == b"v"
-
-
-ENDS = """
-import os, sys
-from redelastic.store import RedisStore
-store = RedisStore(sys.argv[1], sys.argv[2], acknowledge=False)
-store.set("lost", "v")
-"""
-
-
-def _end(url: str, run_id: str) -> None:
-    RedisStore(url, run_id, acknowledge=False).set("lost", "v")
-
-
-@pytest.mark.parametrize("how", ["a script", "fork", "spawn"])
-def test_a_process_that_ends_has_written_all(
-    server: RedisServer, store: RedisStore, proxy: FaultyProxy, run_id: str, how: str
-) -> None:
-    fault = proxy.add(Fault(b"lost", lose_request=True))
-    if how == "a script":
-        subprocess.run([sys.executable, "-c", ENDS, through(proxy, server), run_id], check=True, timeout=60)
-    else:
-        context: Any = multiprocessing.get_context(how)
-        child = context.Process(target=_end, args=(through(proxy, server), run_id))
-        child.start()
-        child.join(60)
-        assert child.exitcode == 0
-    assert fault.fired.is_set()
-    assert store.get("lost") == b"v"
 
 
 def test_a_handler_of_a_signal_within_a_write_is_acknowledged(server: RedisServer, run_id: str) -> None:
