@@ -26,7 +26,7 @@ __all__ = [
     "RedisStore",
     "RoundBrokenError",
     "register_init_method",
-    # an agent, and what a training script says to it
+    # an agent, and how a training script talks to it
     "RedisElasticAgent",
     "AgentOptions",
     "progress",
@@ -52,12 +52,12 @@ _HOMES = {
     "should_checkpoint": "worker",
 }
 
-if "REDELASTIC_WORKER" in os.environ:  # by an agent, which may ask for the stacks of a worker before its first call
+if "REDELASTIC_WORKER" in os.environ:  # set by an agent, which may ask a worker for its stacks before its first call
     import_module(".worker", __name__)
 
 
 def __getattr__(name: str) -> Any:
-    # torch is imported late: torchrun loads the plug-in in the middle of importing torch's elastic package.
+    # torch is imported late: torchrun loads the plug-in while it is importing torch's elastic package.
     if name in _HOMES:
         globals()[name] = found = getattr(import_module(f".{_HOMES[name]}", __name__), name)
         return found

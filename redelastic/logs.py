@@ -10,13 +10,13 @@ PREFIX: Final = "%(level)s%(asctime)s.%(msecs)03d000 %(process)d %(name)s] "
 
 
 class LogFormatter(logging.Formatter):
-    """``W1124 20:14:54.779000 5522 redelastic.rendezvous.view] Round 1 …``; each line of a message begins so."""
+    """``W1124 20:14:54.779000 5522 redelastic.rendezvous.view] Round 1 …``; each line of a message starts this way."""
 
     def __init__(self) -> None:
         super().__init__(PREFIX + "%(message)s", "%m%d %H:%M:%S")
 
     def format(self, record: logging.LogRecord) -> str:
-        """One record, with its traceback if it has one."""
+        """Format one record, with its traceback if it has one."""
         record.level = record.levelname[:1]
         first, *more = super().format(record).split("\n")
         prefix = first[: first.index("] ") + 2]
@@ -24,12 +24,12 @@ class LogFormatter(logging.Formatter):
 
 
 def set_up_logging(logger: logging.Logger) -> None:
-    """Have a logger's lines written to stderr, from the level that ``LOGLEVEL`` names or WARNING on.
+    """Write a logger's lines to stderr, if their level is ``LOGLEVEL`` (default: WARNING) or higher.
 
     If the program has already set up logging, nothing changes.
 
     Args:
-        logger: the root logger in a process of our own, ``redelastic``'s in one that is torchrun's.
+        logger: the root logger in our own processes, ``redelastic``'s in torchrun's.
 
     Raises:
         ValueError: there is no such level.
@@ -40,6 +40,6 @@ def set_up_logging(logger: logging.Logger) -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(LogFormatter())
     if logger is not root:
-        handler.addFilter(lambda _: not root.handlers)  # one that is set up later writes these lines as well
+        handler.addFilter(lambda _: not root.handlers)  # a handler added there later writes these lines too
     logger.addHandler(handler)
     logger.setLevel(os.environ.get("LOGLEVEL", "WARNING").upper())

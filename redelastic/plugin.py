@@ -1,6 +1,6 @@
-"""The torchrun plug-in: what the entry-point group ``torchrun.handlers`` names ``redis``.
+"""The torchrun plug-in: the entry point ``redis`` of the group ``torchrun.handlers``.
 
-torch loads it while its elastic package is being imported, so nothing of torch is imported before a handler is made.
+torch loads it while its elastic package is being imported, so it must not import torch until a handler is made.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
-    """Return the creator of handlers, the same at each call, as torch's registry demands."""
+    """Return the function that makes handlers: the same one each time, as torch's registry demands."""
     return create
 
 
@@ -23,7 +23,7 @@ def create(params: RendezvousParameters) -> RendezvousHandler:
     """Make the handler that torchrun asks for; see :func:`redelastic.rendezvous.handler.handler_from_parameters`.
 
     Raises:
-        ValueError: as there; or torchrun got no ``--rdzv-id``, and jobs without one would all be the same run.
+        ValueError: as there; or torchrun got no ``--rdzv-id``: all jobs without one would be the same run.
     """
     from .agent.torchrun.regrouping import teach_torchrun
     from .logs import set_up_logging

@@ -1,6 +1,6 @@
-"""Everything that redelastic uses of torch that is not public, or that differs between torch versions.
+"""Everything redelastic uses from torch that is not public, or that differs between torch versions.
 
-``HOOKS`` lists each name with the parameters that we give it. One test asserts that :func:`missing` finds them all, so
+``HOOKS`` lists each name with the parameters that we pass. One test asserts that :func:`missing` finds them all, so
 that a new torch is checked within a minute; ``redelastic doctor`` checks the installed torch the same way.
 """
 
@@ -33,7 +33,7 @@ def version_of(text: str) -> tuple[int, int]:
 
 
 def require_torch(version: str = torch.__version__) -> None:
-    """Refuse a torch on which we would hang or break our guarantees.
+    """Refuse a torch version on which we would hang or break our guarantees.
 
     Raises:
         ImportError: torch is too old.
@@ -46,7 +46,7 @@ def require_torch(version: str = torch.__version__) -> None:
 
 
 class Hook(NamedTuple):
-    """A function or class of torch's, and the parameters that we rely on."""
+    """A torch function or class, and the parameters that we rely on."""
 
     module: str
     name: str
@@ -59,7 +59,7 @@ _LAUNCHER: Final = "torch.distributed.launcher.api"
 _RENDEZVOUS: Final = "torch.distributed.elastic.rendezvous"
 
 HOOKS: Final = (
-    # What our agents override, or call of torch's.
+    # What our agents override or call in torch.
     Hook(
         _AGENT,
         "LocalElasticAgent.__init__",
@@ -148,12 +148,12 @@ def _why_missing(hook: Hook) -> str:
 
 
 def shutdown_option(agent: type, timeout: float) -> dict[str, Any]:
-    """The keyword by which torch's agent is told its shutdown time-out, in seconds; it has one from 2.12 on."""
+    """The keyword argument for the shutdown time-out of torch's agent, in seconds; it takes one from 2.12 on."""
     return {"shutdown_timeout": timeout} if "shutdown_timeout" in inspect.signature(agent).parameters else {}
 
 
 def shut_down(shutdown: Callable[..., None], death_sig: signal.Signals, timeout: float) -> None:
-    """Call torch's ``_shutdown``, which takes a time-out from 2.12 on; before, that of ``PContext.close`` counts."""
+    """Call torch's ``_shutdown``, which takes a time-out from 2.12 on; before, that of ``PContext.close`` applies."""
     if "timeout" in inspect.signature(shutdown).parameters:
         shutdown(death_sig, timeout)
     else:
@@ -163,7 +163,7 @@ def shut_down(shutdown: Callable[..., None], death_sig: signal.Signals, timeout:
 def close_within(context: Any, seconds: float) -> None:
     """Have a ``PContext`` end its processes within ``seconds`` where torch's own code does not say how soon.
 
-    The context is made by torch's agent, which offers no way to name its class; so it gets another one afterwards.
+    torch's agent makes the context and offers no way to choose its class, so the class is replaced afterwards.
     """
 
     class Closing(type(context)):  # type: ignore[misc]
@@ -188,10 +188,10 @@ Starter = Callable[[Sequence[str], Mapping[str, str], IO[Any] | None, IO[Any] | 
 
 @contextlib.contextmanager
 def starting_workers_with(start: Starter) -> Iterator[None]:
-    """Have torch start commands by ``start`` meanwhile, which may leave that to torch by returning None.
+    """Within the block, have torch start commands with ``start``, which may return None to leave one to torch.
 
-    It is given the command line, the environment, and where stdout and stderr go, None for where ours go; it returns
-    what torch needs of a ``subprocess.Popen``: ``pid``, ``poll()``, ``wait(timeout)``.
+    It takes the command line, the environment, and where stdout and stderr go (None: where ours go); it returns what
+    torch needs of a ``subprocess.Popen``: ``pid``, ``poll()``, ``wait(timeout)``.
     """
     from torch.distributed.elastic.multiprocessing import api  # noqa: PLC0415  # torchrun's plug-in must stay light
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler  # noqa: PLC0415
@@ -208,7 +208,7 @@ def starting_workers_with(start: Starter) -> Iterator[None]:
 
 
 def substitute_local_rank(arguments: Iterable[str], local_rank: int) -> list[str]:
-    """The arguments of one worker: torch puts its local rank where ``${local_rank}`` stands."""
+    """The arguments of one worker: torch replaces ``${local_rank}`` with its local rank."""
     from torch.distributed.elastic.utils import macros  # noqa: PLC0415
 
     return [str(argument) for argument in macros.substitute(list(arguments), str(local_rank))]
@@ -217,9 +217,9 @@ def substitute_local_rank(arguments: Iterable[str], local_rank: int) -> list[str
 def shutdown_timeout(config: Any, given: float | None) -> float:
     """How long workers have between SIGTERM and SIGKILL, in seconds.
 
-    It is what was given, or what ``TORCH_ELASTIC_SHUTDOWN_TIMEOUT`` says, or 30.
+    It is ``given``, or else ``TORCH_ELASTIC_SHUTDOWN_TIMEOUT``, or else 30.
 
-    ``LaunchConfig`` says it itself from 2.12 on.
+    From 2.12 on, ``LaunchConfig`` has it.
 
     Raises:
         ValueError: it is negative or not a number.
@@ -237,9 +237,9 @@ def shutdown_timeout(config: Any, given: float | None) -> float:
 
 
 def replace_agent_of_launcher(theirs: type, ours: type) -> None:
-    """Have torchrun make our agent; there is no other way in than the name by which its launcher finds torch's.
+    """Have torchrun use our agent; the only way in is the name by which its launcher finds torch's.
 
-    If no launcher is loaded, torchrun is not in use, and nothing is done. If the launcher uses another agent, that
+    If no launcher is loaded, torchrun is not in use, and this does nothing. If the launcher uses another agent, that
     agent stays, and a warning says what that costs.
     """
     launcher: Any = sys.modules.get(_LAUNCHER)

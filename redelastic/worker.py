@@ -1,4 +1,4 @@
-"""What a training script tells its agent and hears from it.
+"""What a training script and its agent tell each other.
 
 Both use 64 bytes of shared memory that the agent created for this worker (`agent/workers/board.py`), so that a call
 takes a fraction of a microsecond, and works while the agent is busy or gone. Each field is an aligned 8-byte integer
@@ -22,40 +22,39 @@ from typing import Final, SupportsIndex
 
 __all__ = ["progress", "should_checkpoint"]
 
-VARIABLE: Final = "REDELASTIC_WORKER"  # <file>:<token>; the token tells this worker's file from another of that name
+VARIABLE: Final = "REDELASTIC_WORKER"  # <file>:<token>; the token tells it from another file of the same name
 STACK_SIGNAL: Final = 39  # SIGRTMIN + 5 on Linux: a real-time signal that nothing else uses
 
-# The slot at the beginning of the file, behind which the stacks are written: its fields, and who writes each.
+# The slot at the start of the file, which the stacks follow: its fields, and who writes each.
 TOKEN: Final = 0  # agent, once
 REQUESTED: Final = 1  # agent: number of checkpoints requested so far
 PID: Final = 2  # worker: which process speaks for it; 0 until it has called one of the two functions
 CALLS: Final = 3  # worker: calls of progress()
-STEP: Final = 4  # worker: that of the last one
+STEP: Final = 4  # worker: step of the last call
 SEEN: Final = 5  # worker: last request seen << CALL_BITS | calls of progress() until then; -1 until it has asked
 AT: Final = 6  # worker: when it last called progress(), on the monotonic clock in ns
 SLOT_BYTES: Final = 64
 CALL_BITS: Final = 44  # 17 * 10^12 calls, and 500,000 requests
 
-_nowhere = memoryview(bytearray(SLOT_BYTES)).cast(
-    "q"
-)  # where a process without an agent, or that is not the worker, writes
+# Where a process writes that has no agent or is not the worker.
+_nowhere = memoryview(bytearray(SLOT_BYTES)).cast("q")
 _slot = _nowhere  # where this process writes
 _looked = False  # whether that has been decided
-_deciding = threading.RLock()  # a signal's handler may interrupt that, and call too
+_deciding = threading.RLock()  # a signal handler may interrupt the decision, and call too
 _calls = count(1)  # shared by all threads; next() is one step for them
 _name = ""  # value of the variable when the file was opened
 _mapped: memoryview[int] | None = None  # slot in that file; None if it is not there, or is the parent's
 
 
 def progress(step: SupportsIndex) -> None:
-    """Tell the agent that the training makes progress. Every rank must call it after each step.
+    """Tell the agent that training is making progress. Every rank must call it after each step.
 
-    It takes well under a microsecond, and does not fail whatever happens to the agent. Outside an agent, and in child
-    processes such as a ``DataLoader``'s, it does nothing. Any thread may call it.
+    It takes well under a microsecond, and works whatever happens to the agent. Outside an agent, and in child processes
+    such as a ``DataLoader``'s, it does nothing. Any thread may call it.
 
     Args:
-        step: number of the finished step: an integer of Python, NumPy or PyTorch. A value on a GPU makes the
-            call wait for the GPU.
+        step: number of the step just finished: a Python, NumPy or PyTorch integer. A value on a GPU makes the call wait
+            for the GPU.
 
     Raises:
         TypeError: ``step`` is not an integer.
@@ -64,7 +63,7 @@ def progress(step: SupportsIndex) -> None:
     if not _looked:
         _begin()
     try:
-        _slot[STEP] = step  # type: ignore[call-overload]  # it takes whatever has __index__
+        _slot[STEP] = step  # type: ignore[call-overload]  # it takes anything with __index__
     except TypeError:
         raise TypeError(f"redelastic.progress() takes an integer step, not {step!r:.80}.") from None
     except ValueError:
@@ -73,7 +72,7 @@ def progress(step: SupportsIndex) -> None:
             f"redelastic.progress() takes a step of at most 63 bits plus a sign, not {bits} bits."
         ) from None
     _slot[AT] = monotonic_ns()
-    _slot[CALLS] = next(_calls)  # last: the agent looks at the others when it has changed
+    _slot[CALLS] = next(_calls)  # last: the agent reads the others once this has changed
 
 
 def should_checkpoint() -> bool:
@@ -90,15 +89,15 @@ def should_checkpoint() -> bool:
                 save(step)
             redelastic.progress(step)
 
-    Every process must call it equally often. A process that sees the request a step after the others makes all of them
-    save once more. Outside an agent, and in child processes, it is False.
+    Every process must call it the same number of times. A process that sees the request a step after the others makes
+    all of them save once more. Outside an agent, and in child processes, it is False.
     """
     if not _looked:
         _begin()
     requested = _slot[REQUESTED]
     if requested == _slot[SEEN] >> CALL_BITS:
         return False
-    # Both in one word: the agent must not take calls from before the request for some that came after it.
+    # Both in one word: the agent must not mistake calls from before the request for later ones.
     _slot[SEEN] = requested << CALL_BITS | _slot[CALLS]
     return requested > 0
 
@@ -121,12 +120,12 @@ def _is_alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     except OSError:
-        return True  # somebody else's
+        return True  # another user's
     return True
 
 
 def _open() -> memoryview[int] | None:
-    """Map the slot that the environment names, and have stacks written behind it; None where there is none."""
+    """Map the slot that the environment names, and have stacks written after it; None if there is none."""
     global _name, _mapped  # noqa: PLW0603
     name = os.environ.get(VARIABLE, "")
     if name == _name:
@@ -140,21 +139,21 @@ def _open() -> memoryview[int] | None:
             faulthandler.register(STACK_SIGNAL, file, all_threads=True, chain=False)
             _mapped = slot
         else:
-            os.close(file)  # that of a later group of workers, or anything else
+            os.close(file)  # it belongs to a later group of workers, or to something else
     except FileNotFoundError:
         pass  # the agent is gone
     except (OSError, ValueError, RuntimeError) as e:
-        with contextlib.suppress(Exception):  # stderr may be closed, or be anything
+        with contextlib.suppress(Exception):  # stderr may be closed, or replaced by anything
             sys.stderr.write(f"redelastic: the agent cannot see the progress of process {os.getpid()}: {e}\n")
     return _mapped
 
 
 def _fall_silent() -> None:
-    """In a forked child, which is not the worker; but where the environment names another slot, it has its own."""
+    """Detach a forked child, which is not the worker; if the environment names another slot, it uses that one."""
     global _slot, _looked, _mapped, _deciding  # noqa: PLW0603
     _slot, _looked, _mapped = _nowhere, False, None
-    _deciding = threading.RLock()  # another thread of the parent's may have held it
+    _deciding = threading.RLock()  # another thread of the parent may have held it
 
 
 os.register_at_fork(after_in_child=_fall_silent)
-_open()  # to have the stacks of a worker that hangs before its first call
+_open()  # so that a worker that hangs before its first call can write its stacks
