@@ -1,1 +1,1 @@
-"""Callbacks for trainers, one module for each library; a module imports its library, this package imports none."""
+"""Callbacks for trainers, one module per library, which imports it; the package itself imports none."""

@@ -22,9 +22,9 @@ __all__ = ["ElasticCallback", "last_checkpoint"]
 class ElasticCallback(Callback):
     """Reports each batch to the agent, and saves on all ranks when a node drains.
 
-    Each batch costs an ``all_reduce`` of one number, in which the ranks agree on whether to save, and on a GPU the wait
-    for its result. What is saved is the ``last.ckpt`` of the ``ModelCheckpoint``. Give the Trainer ``max_steps``: how
-    many steps an epoch has depends on the world size. ::
+    Each batch costs an ``all_reduce`` of one number, in which the ranks agree on whether to save, and on a GPU a wait
+    for its result. It saves the ``ModelCheckpoint``'s ``last.ckpt``. Give the Trainer ``max_steps``: how many steps an
+    epoch has depends on the world size. ::
 
         checkpoint = ModelCheckpoint(folder, every_n_train_steps=100, save_last=True)  # on storage that all nodes share
         trainer = Trainer(
@@ -47,7 +47,7 @@ class ElasticCallback(Callback):
             self._path(trainer)
 
     def on_fit_start(self, *_: Any) -> None:
-        """Remember what SIGTERM does, before Lightning takes it."""
+        """Remember what SIGTERM does before Lightning installs its handler."""
         self._on_sigterm = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL
 
     def on_train_start(self, *_: Any) -> None:
@@ -63,7 +63,7 @@ class ElasticCallback(Callback):
         redelastic.progress(trainer.global_step)
 
     def on_validation_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Report that the validation goes on: it is not a hang."""
+        """Report that validation is running: it is not a hang."""
         redelastic.progress(trainer.global_step)
 
     def _path(self, trainer: Trainer) -> str:
@@ -78,11 +78,11 @@ class ElasticCallback(Callback):
 
 
 def last_checkpoint(folder: str | Path) -> str | None:
-    """Find the newest whole checkpoint: a node that dies while it saves may leave part of one.
+    """Find the newest whole checkpoint: a node that dies while saving may leave part of one.
 
-    Lightning writes a file to the host's temporary folder and moves it from there. To another file system, such as one
-    that all nodes share, it is copied. ``ckpt_path="last"`` would take the part, and no worker could resume. In an
-    object store a file appears only when it is whole, so that ``"last"`` is safe there.
+    Lightning writes a file to the host's temporary folder and moves it into place, which to another file system, such
+    as one that all nodes share, means copying it. ``ckpt_path="last"`` would take a partial copy, and no worker could
+    resume. In an object store a file appears only when it is whole, so ``"last"`` is safe there.
 
     Args:
         folder: the ``dirpath`` of the ``ModelCheckpoint``, in a file system.
@@ -95,5 +95,5 @@ def last_checkpoint(folder: str | Path) -> str | None:
 
 
 def _is_whole(path: Path) -> bool:
-    last_part = path / "meta.pt" if path.is_dir() else path  # FSDP's, which a rank each writes, and this one in the end
-    return zipfile.is_zipfile(last_part)  # the end of torch.save's format is its table of contents
+    last_part = path / "meta.pt" if path.is_dir() else path  # FSDP: each rank writes its part, and this comes last
+    return zipfile.is_zipfile(last_part)  # torch.save's format ends with its table of contents

@@ -18,7 +18,7 @@ __all__ = ["ElasticCallback", "last_checkpoint"]
 class ElasticCallback(TrainerCallback):
     """Reports each step to the agent, and saves on all ranks when a node drains.
 
-    Each step costs an ``all_reduce`` of one number, in which the ranks agree on whether to save, and on a GPU the wait
+    Each step costs an ``all_reduce`` of one number, in which the ranks agree on whether to save, and on a GPU a wait
     for its result. Give the Trainer ``max_steps``: how many steps an epoch has depends on the world size. ::
 
         trainer = Trainer(model, args, train_dataset=data, callbacks=[ElasticCallback()])
@@ -26,7 +26,7 @@ class ElasticCallback(TrainerCallback):
     """
 
     def __init__(self) -> None:
-        self._saving = False  # whether a checkpoint is due: the next progress() will say that it is saved
+        self._saving = False  # whether a checkpoint is due: the next progress() will report it as saved
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Agree with the other ranks on whether to save now, and report the step if not."""
@@ -47,7 +47,7 @@ class ElasticCallback(TrainerCallback):
     def on_prediction_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        """Report that the evaluation goes on: it is not a hang."""
+        """Report that evaluation is running: it is not a hang."""
         if not self._saving:
             redelastic.progress(state.global_step)
 
@@ -55,7 +55,7 @@ class ElasticCallback(TrainerCallback):
 
 
 def last_checkpoint(folder: str | Path) -> str | None:
-    """Find the newest complete checkpoint: a node that dies while it saves leaves one that cannot be loaded.
+    """Find the newest complete checkpoint: a node that dies while saving leaves one that cannot be loaded.
 
     Call it on all ranks, after creating the Trainer: rank 0 decides for all.
 
