@@ -1,4 +1,4 @@
-"""The elastic agent: torch's, and what torch lacks."""
+"""The elastic agent: torch's, plus what torch lacks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _HOMES = {"AgentOptions": "options", "RedisElasticAgent": "agent", "RefusedError
 
 
 def __getattr__(name: str) -> Any:
-    # Late, so that the health checks' probe and the warden, which are modules of this package, start quickly.
+    # Imported late, so that the health checks' probe and the warden, both in this package, start quickly.
     if name in _HOMES:
         return getattr(import_module(f".{_HOMES[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

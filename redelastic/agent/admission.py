@@ -31,18 +31,18 @@ class RefusedError(RendezvousError):
 
 
 class Admission:
-    """Stands before each rendezvous of a node that has to prove its fitness.
+    """Guards each rendezvous of a node that must prove its fitness.
 
     Args:
         membership: of this node.
         control: of its run.
         host: name by which the run counts this host's failures.
-        options: which checks there are, and after how many failed rounds a host is kept out.
+        options: which checks to run, and after how many failed rounds to keep a host out.
         node: what the checks look at.
-        note: tells people: an event and its reason.
+        note: records an event and its reason.
 
     Attributes:
-        barred: whether this node waits to be readmitted.
+        barred: whether this node is waiting to be readmitted.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Admission:
             self._note("refused", unfit)
             try:
                 self._membership.leave(f"failed a health check: {unfit}")
-            except RendezvousError as e:  # it is out when its lease has run out
+            except RendezvousError as e:  # it is out once its lease expires
                 raise refused from e
             raise refused
 

@@ -1,4 +1,4 @@
-"""RedisElasticAgent: torch's agent, and what torch lacks."""
+"""RedisElasticAgent: torch's agent, plus what torch lacks."""
 
 from __future__ import annotations
 
@@ -46,32 +46,32 @@ from .workers.warm import WarmStart, refuse
 
 log = logging.getLogger(__name__)
 
-TEND: Final = 1.0  # between two looks whether the template of the workers lives, in seconds
-FAREWELL: Final = 2.0  # for what Redis is still to be told at the end, in seconds
+TEND: Final = 1.0  # between checks that the workers' template is alive, in seconds
+FAREWELL: Final = 2.0  # for the last reports to Redis, in seconds
 
 
 class RedisElasticAgent(RegroupingAgent):
-    """torch's agent, which also reports its node's state to Redis, drains, and finds hangs.
+    """torch's agent, which also reports its node's state to Redis, drains, and detects hangs.
 
-    Contract: torch's ``LocalElasticAgent``, whose arguments it takes, and whose ``RunResult`` it returns. It does not
-    control other nodes: each agent decides for itself, from what Redis tells it.
+    Contract: that of torch's ``LocalElasticAgent``, with the same arguments and ``RunResult``. It does not control
+    other nodes: each agent decides for itself, based on what Redis tells it.
 
     Args:
         spec: with a :class:`RedisRendezvousHandler`.
         logs_specs: where the workers' output goes.
-        options: what torch's agent does not have.
-        start_method: of workers that are functions.
-        exit_barrier_timeout: how long to wait for other nodes whose workers end later, in seconds.
+        options: those that torch's agent lacks.
+        start_method: how to start workers that are functions.
+        exit_barrier_timeout: how long to wait for other nodes' workers to end, in seconds.
         log_line_prefix_template: as torch's.
-        shutdown_timeout: between SIGTERM and SIGKILL to workers, in seconds.
-        owns_process: whether this process does nothing but run this agent, so that whatever processes become its
-            children are the workers' (:meth:`ProcessTree.adopt_orphans`).
+        shutdown_timeout: how long workers have between SIGTERM and SIGKILL, in seconds.
+        owns_process: whether this process does nothing but run this agent, so that any process that becomes its child
+            is the workers' (:meth:`ProcessTree.adopt_orphans`).
 
     Raises:
-        TypeError: another handler.
-        ValueError: fewer GPUs than workers that are to have one each, or a GPU that does not exist; modules to preload
-            where that cannot work.
-        DriverError: the GPUs' driver does not answer, or fails.
+        TypeError: the handler is of another type.
+        ValueError: there are fewer GPUs than workers that need one each, or a GPU does not exist; or modules cannot be
+            preloaded here.
+        DriverError: the GPU driver does not answer, or fails.
     """
 
     def __init__(
@@ -107,9 +107,9 @@ class RedisElasticAgent(RegroupingAgent):
             log_line_prefix_template,
             **shutdown_option(LocalElasticAgent, shutdown_timeout),
         )
-        self._shutdown_timeout: float = shutdown_timeout  # type: ignore[assignment]  # torch has whole seconds
+        self._shutdown_timeout: float = shutdown_timeout  # type: ignore[assignment]  # torch declares an int
         self._torch_signals = torch_signals()
-        self._tree: ProcessTree  # from run() on, as is
+        self._tree: ProcessTree  # set by run()
         self._courier = Courier()
         self._warm: WarmStart | None = None
         self._owns_process = owns_process
@@ -130,7 +130,7 @@ class RedisElasticAgent(RegroupingAgent):
         self._monitor = NodeMonitor(self._membership, self._worker_group, self._assignment.visible, self._admission)
         self._budget = Budget(self._membership, self._monitor, self._options)
         self._hangs = Hangs(self._note)
-        self._unfit = True  # whether this node has to prove its fitness before it joins
+        self._unfit = True  # whether this node must prove its fitness before it joins
         self._verdict = ""  # why the job may not restart its workers
         self._asked_to_drain = False
 
@@ -139,11 +139,11 @@ class RedisElasticAgent(RegroupingAgent):
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
         """Run the workers to their end; contract: torch's ``ElasticAgent.run``.
 
-        The handler is not shut down: its creator has to do that.
+        This does not shut down the handler: that is its creator's job.
 
         Raises:
             DrainedError: this node was asked to leave, and its workers have ended.
-            RunStoppedError: the run was stopped: by somebody, or because its budget of restarts is used up.
+            RunStoppedError: the run was stopped: by a person, or because its restart budget is used up.
             RefusedError: a health check failed.
             RendezvousError: as raised by :meth:`RedisRendezvousHandler.next_rendezvous`.
             SignalException: a signal ended this process' work; SIGTERM and SIGUSR1 do so only the second time.
@@ -154,7 +154,7 @@ class RedisElasticAgent(RegroupingAgent):
             opened.callback(self._close_workers)
             if self._owns_process:
                 if callable(self._worker_group.spec.entrypoint):
-                    resource_tracker.ensure_running()  # a child of ours that is not the workers'
+                    resource_tracker.ensure_running()  # a child of ours, not of the workers
                 self._tree.adopt_orphans()
             self._courier.start()
             if self._options.preload:
@@ -181,7 +181,7 @@ class RedisElasticAgent(RegroupingAgent):
                 self._monitor.allow(math.inf)
 
     def _drain(self, reason: str, timeout: float | None = None) -> None:
-        """Have this node drain, at once; the first reason counts."""
+        """Start draining this node at once; the first reason counts."""
         if not self._asked_to_drain:
             self._asked_to_drain = True
             timeout = self._options.drain_timeout if timeout is None else timeout
@@ -194,18 +194,18 @@ class RedisElasticAgent(RegroupingAgent):
         self._monitor.allow(math.inf)
         if self._unfit:
             self._admission.require()
-        if self._warm:  # a node that joins interrupts the others: it imports before that
+        if self._warm:  # joining interrupts the other nodes, so import first
             self._warm.await_template()
         super()._rendezvous(worker_group)
         self._unfit = False
         self._courier.send(self._learn_restarts)
 
     def _learn_restarts(self) -> None:
-        """A restart that was charged may have been taken back since, and others' are only known to Redis."""
+        """A charged restart may have been refunded since, and only Redis knows of other nodes' restarts."""
         self._monitor.job_restarts = self._control.restarts()
 
     def _end_tree(self) -> None:
-        """A signal may have ended a shutdown before its time; if one ends this too, the warden does the rest."""
+        """A signal may have cut a shutdown short; if one cuts this short too, the warden does the rest."""
         self._tree.kill(self._pids().values())
         self._tree.close()
 
@@ -226,7 +226,7 @@ class RedisElasticAgent(RegroupingAgent):
         with self._warm.starting() if self._warm else contextlib.nullcontext():
             pids: dict[int, Any] = super()._start_workers(worker_group)
         workers.started(pids)
-        self._tree.look(pids.values())  # its warden has to know who this node is now
+        self._tree.look(pids.values())  # its warden must learn which node this is now
         rank, size = int(worker_group.group_rank or 0), int(worker_group.group_world_size or 0)
         self._drains = Drains(
             self._membership,
@@ -240,7 +240,7 @@ class RedisElasticAgent(RegroupingAgent):
         self._monitor.workers, self._monitor.drains = workers, self._drains
         self._monitor.starts += 1
         self._monitor.restarts = spec.max_restarts - self._remaining_restarts
-        close_within(self._pcontext, self._shutdown_timeout)  # it ends the other workers by itself when one has failed
+        close_within(self._pcontext, self._shutdown_timeout)  # torch ends the other workers when one has failed
         context: Any = self._pcontext
         workers.logs = log_files(context.stdouts, context.stderrs)
         ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
@@ -265,13 +265,13 @@ class RedisElasticAgent(RegroupingAgent):
         return {**self._tree.environment, "PYTHONFAULTHANDLER": os.environ.get("PYTHONFAULTHANDLER", "1")}
 
     def _setup_healthcheck(self) -> None:
-        """Not torch's, which serves nothing: the agent's own endpoint stands from the beginning."""
+        """Not torch's, which serves nothing: the agent's own endpoint is up from the start."""
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:  # noqa: ARG002  # torch's signature
         self._shutdown(timeout=self._shutdown_timeout)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: float | None = None) -> None:
-        """SIGTERM, then SIGKILL after ``timeout`` seconds: to the workers, then to what is left of their processes."""
+        """Send SIGTERM, then SIGKILL after ``timeout`` seconds: to the workers, then to their remaining processes."""
         timeout = self._shutdown_timeout if timeout is None else timeout
         self._monitor.allow(3 * timeout)
         roots = self._pids().values()
@@ -291,7 +291,7 @@ class RedisElasticAgent(RegroupingAgent):
     def _pause(self) -> float:
         if not self._workers or not self._drains:
             return self._interval
-        # torch asks workers that are functions for their results again and again: they do not end before that
+        # torch keeps polling workers that are functions for their results: they do not end before that
         polls = callable(self._worker_group.spec.entrypoint)
         return min(self._interval if polls else self._workers.pause, self._drains.pause)
 
@@ -306,7 +306,7 @@ class RedisElasticAgent(RegroupingAgent):
 
     def _act_on_requests(self) -> None:
         """Do what was asked of this node: end if the run was stopped, save and leave if a node drains."""
-        # Then torch may end the workers that are left when one has failed, and a lost lease may be waited for.
+        # Next, torch may end the remaining workers if one has failed, and a lost lease may have to be waited for.
         self._monitor.allow(self._shutdown_timeout + self._rendezvous_handler.settings.lease)
         if self._membership.view.stopped:
             raise RunStoppedError(f"Run {self._membership.run_id!r} was stopped: {self._membership.view.stopped}.")
@@ -314,7 +314,7 @@ class RedisElasticAgent(RegroupingAgent):
             self._drains.advance()
 
     def _exit_barrier(self) -> None:
-        """All have succeeded: what they left behind, an upload perhaps, has some time to end by itself."""
+        """All workers have succeeded: what they left behind, such as an upload, gets some time to finish."""
         leftovers_end = time.monotonic() + self._shutdown_timeout
         group = self._worker_group
         rank, size = int(group.group_rank or 0), int(group.group_world_size or 0)
@@ -344,7 +344,7 @@ class RedisElasticAgent(RegroupingAgent):
         self._leave_if_drained()  # a signal to all processes may have ended them
         self._unfit = True
         self._verdict = self._budget.charge(result, final=False)
-        self._tell_log(result)  # once it is known who failed first: of many, only that one's is sure to be told
+        self._tell_log(result)  # once it is known who failed first: of many logs only that one is sure to be sent
         return super()._may_restart(result) and not self._verdict
 
     def _leave_if_drained(self) -> None:
@@ -353,7 +353,7 @@ class RedisElasticAgent(RegroupingAgent):
                 raise DrainedError(drain.node, self._membership.run_id, drain.reason)
 
     def _wait_for_loss(self, handler: RedisRendezvousHandler) -> bool:
-        """A node that drains is lost once its workers have ended; ours may have failed for that long before."""
+        """A draining node is lost only once its workers have ended; ours may have failed because of it long before."""
         lost = super()._wait_for_loss(handler)
         self._leave_if_drained()
         while not lost and self._may_still_drain(handler.settings.lease):
@@ -363,19 +363,19 @@ class RedisElasticAgent(RegroupingAgent):
         return lost
 
     def _may_still_drain(self, lease: float) -> bool:
-        """Whether another node drains that may be about to leave, or to lose its lease: some never do."""
+        """Whether another node is draining that may yet leave or lose its lease: some never do."""
         if not self._drains or not self._membership.view.drains:
             return False
         self._drains.advance()  # it may not have heard of them yet
         return time.monotonic() < self._drains.end + self._shutdown_timeout + lease
 
     def _give_up(self, result: RunResult) -> None:
-        # without a verdict now, another node was lost meanwhile
+        # no verdict now means that another node has been lost meanwhile
         if self._verdict and (verdict := self._budget.charge(result, final=True)):
             raise RunStoppedError(f"Run {self._membership.run_id!r} was stopped: {verdict}.")
 
     def _tell_log(self, result: RunResult) -> None:
-        """Have Redis keep the last lines of the worker that failed first here."""
+        """Have Redis keep the last log lines of the worker that failed first on this node."""
         if not result.failures or not self._workers:
             return
         failed_at = self._first_failure() or time.monotonic()

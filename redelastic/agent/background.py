@@ -1,4 +1,4 @@
-"""What is done again and again beside the agent's loop, each task in a thread of its own: none delays another."""
+"""Periodic tasks beside the agent's loop, each in its own thread: none delays another."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ log = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def repeat(task: Callable[[], object], interval: float, name: str) -> Iterator[None]:
-    """Run ``task`` every ``interval`` seconds until the block ends, which does not wait for a task that hangs.
+    """Run ``task`` every ``interval`` seconds until the block ends; leaving it does not wait for a hung task.
 
-    An error is logged once, however often it comes in a row, and the task goes on.
+    An error is logged once, however often it repeats, and the task goes on.
 
     Args:
-        task: what to do; it may take any time, and then runs less often.
+        task: what to do; if it takes long, it runs less often.
         interval: between two runs, in seconds.
         name: of the task, for the log; its thread is called ``redelastic-<name>``.
     """

@@ -1,4 +1,4 @@
-"""Budget: the restarts that the job may make, to which this node's failures are charged."""
+"""Budget: the job's restarts, to which this node's failures are charged."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ log = logging.getLogger(__name__)
 
 
 class Budget:
-    """The job's budget of restarts, as one of its nodes draws on it.
+    """The job's restart budget, as one of its nodes draws on it.
 
     Args:
         membership: of this node.
-        monitor: which knows the workers, and tells how many restarts there were.
+        monitor: knows the workers, and reports the number of restarts.
         options: the limits.
     """
 
@@ -34,7 +34,7 @@ class Budget:
 
         Args:
             result: of the workers.
-            final: whether the run is stopped if nothing is left; else that is only told.
+            final: whether to stop the run if no restart is left; otherwise this only says so.
         """
         workers = self._monitor.workers
         failed_at = (workers.first_failure if workers else None) or time.monotonic()
@@ -42,7 +42,7 @@ class Budget:
         cause = self.cause(result)
         if not final:
             log.error("%s.", cause)
-        self._monitor.allow(math.inf)  # as long as Redis is away
+        self._monitor.allow(math.inf)  # for as long as Redis is away
         try:
             told = self._membership.charge(failed_at, step, cause, self._options.limits, final=final)
         except RendezvousConnectionError as e:

@@ -1,4 +1,4 @@
-"""Courier: tells Redis in the background what happens here, in order, so that no training waits for it."""
+"""Courier: reports to Redis in the background, in order, so that training never waits for it."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 log = logging.getLogger(__name__)
 
-# Its put() may be called by a signal's handler that interrupted a put().
+# A SimpleQueue: a signal handler that interrupts put() may itself call it.
 _Errands = queue.SimpleQueue[Callable[[], object] | None]
 
 
 class Courier:
-    """Runs errands one after the other in a thread of its own; one that fails is logged, and not repeated."""
+    """Runs errands one by one in its own thread; one that fails is logged, and not retried."""
 
     def __init__(self) -> None:
         self._errands: _Errands = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begin to run errands; again after :meth:`close` too, which may have left some to the thread of before."""
+        """Start running errands, even after :meth:`close`, which may have left some to the previous thread."""
         self._errands = queue.SimpleQueue()
         self._thread = threading.Thread(target=_run, args=(self._errands,), name="redelastic-courier", daemon=True)
         self._thread.start()
 
     def send(self, errand: Callable[[], object]) -> None:
-        """Have it run; returns at once."""
+        """Queue an errand; returns at once."""
         self._errands.put(errand)
 
     def close(self, timeout: float) -> None:

@@ -16,16 +16,16 @@ class DrainFile:
 
     Args:
         path: of the file; it may hold the Unix time by which this node has to be gone.
-        timeout: how long workers may save at most, in seconds.
-        drain: called with a reason and a time-out in seconds at each look at which the file is there.
+        timeout: how long workers may take to save, in seconds.
+        drain: called with a reason and a time-out in seconds each time a look finds the file.
     """
 
     def __init__(self, path: Path, timeout: float, drain: Callable[[str, float], None]) -> None:
         self._path, self._timeout, self._drain = path, timeout, drain
-        self._complaint = ""  # why it could not be looked for at the last look
+        self._complaint = ""  # why the last look failed
 
     def look(self) -> None:
-        """Look once. A file that cannot be looked for is complained of once, and looked for again at the next call."""
+        """Look once. A failure is logged unless the last look failed the same way; the next call tries again."""
         try:
             self._path.stat()
         except (FileNotFoundError, NotADirectoryError):

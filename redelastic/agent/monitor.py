@@ -1,4 +1,4 @@
-"""NodeMonitor: what this node uses and how it is, for its heartbeat and for whoever asks over HTTP."""
+"""NodeMonitor: what this node uses and how it is doing, for its heartbeat and for anyone who asks over HTTP."""
 
 from __future__ import annotations
 
@@ -25,33 +25,33 @@ from .workers.processes import ProcessTree
 
 log = logging.getLogger(__name__)
 
-NVML_PATIENCE: Final = 10.0  # what it said so many seconds ago, and nothing since, is not told any more
-STALL: Final = 30.0  # the agent's loop is taken for dead when it comes so many seconds later than it said
+NVML_PATIENCE: Final = 10.0  # how long its last answer is reported if no other follows, in seconds
+STALL: Final = 30.0  # how late the agent's loop may be before it counts as dead, in seconds
 
 
 class NodeMonitor:
-    """Observes one node and describes it; contract of its answers: ``host.health_endpoint.NodeView``.
+    """Observes one node and describes it; contract: ``host.health_endpoint.NodeView``.
 
     Args:
-        membership: of this node; its heartbeat has the status that is extended here.
+        membership: of this node; the status in its heartbeat is extended here.
         group: torch's, whose workers are described.
         gpus: to watch.
-        admission: which knows whether this node is kept out.
+        admission: knows whether this node is kept out.
 
     Attributes:
-        workers, drains: of the round that runs; None before the first one.
+        workers, drains: of the current round; None before the first one.
         starts: how often this node's workers were started.
-        restarts: of this node's workers that count against its limit: one for a lost node is given back.
+        restarts: of this node's workers that count against its limit: one caused by a lost node is refunded.
         job_restarts: of the whole job.
-        due_by: when the agent's loop has to have come round, on the monotonic clock in seconds.
+        due_by: when the agent's loop must next come round, on the monotonic clock in seconds.
     """
 
     def __init__(self, membership: Membership, group: WorkerGroup, gpus: Sequence[Gpu], admission: Admission) -> None:
         self._membership, self._group, self._admission = membership, group, admission
-        # Each has a thread of its own: NVML may not answer for minutes, and the warden has to hear of new processes.
+        # Each has a thread of its own: NVML may not answer for minutes, and the warden must hear of new processes.
         self._processes, self._gpus = Telemetry(), Telemetry(gpus)
         self._watches_gpus = bool(gpus)
-        self._usage: dict[str, Any] = {}  # by processes: the newest sample
+        self._usage: dict[str, Any] = {}  # of the processes: the newest sample
         self._gpu_usage: dict[str, Any] = {}
         self._nvml_answered_at = math.inf
         self._gpus_hidden = why_hidden()
@@ -65,7 +65,7 @@ class NodeMonitor:
 
     @contextlib.contextmanager
     def watching(self, tree: ProcessTree, pids: Callable[[], dict[int, int]], interval: float) -> Iterator[None]:
-        """Observe the node while the block runs, and have its heartbeat tell what is seen.
+        """Observe the node while the block runs, and report what is seen in its heartbeat.
 
         Args:
             tree: of the workers.
@@ -103,10 +103,10 @@ class NodeMonitor:
         silent = time.monotonic() - self._nvml_answered_at
         if silent > NVML_PATIENCE:
             log.warning("NVML has not answered for %.0f s: this node does not report its GPUs until it does.", silent)
-            self._gpu_usage, self._nvml_answered_at = {}, math.inf  # said once
+            self._gpu_usage, self._nvml_answered_at = {}, math.inf  # warn once
 
     def allow(self, seconds: float) -> None:
-        """The agent's loop comes round within so many seconds: after that, and some patience, it is taken for dead."""
+        """Expect the agent's loop within ``seconds``; if it is more than ``STALL`` later, it counts as dead."""
         self.due_by = time.monotonic() + STALL + seconds
 
     # -- describing
@@ -124,7 +124,7 @@ class NodeMonitor:
         return {**who, **self._time.told(), **self._extended(membership.heartbeat.status())}
 
     def stalled(self) -> str:
-        """Why the agent's loop is taken for dead; empty while it lives."""
+        """Why the agent's loop counts as dead; empty while it is alive."""
         late = time.monotonic() - self.due_by
         return f"the agent's loop is {late:.0f} s late" if late > 0 else ""
 

@@ -1,4 +1,4 @@
-"""Notes: what happens on this node, as an event of the run and as one of torch's."""
+"""Notes: records what happens on this node, both as an event of the run and as a torch event."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from redelastic.run.control import RunControl
 
 
 class Notes:
-    """Takes notes for people; returns at once.
+    """Records events for people to read; returns at once.
 
     Args:
         membership: of this node.
         control: of its run.
         spec: torch's, which says where its events go.
-        send: has something done in the background.
+        send: runs a function in the background.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class Notes:
         self._membership, self._control, self._spec, self._send = membership, control, spec, send
 
     def __call__(self, event: str, reason: str, detail: str = "") -> None:
-        """Note an event, its reason, and what belongs to it, such as stacks."""
+        """Record an event, its reason, and details such as stacks."""
         node = self._membership.node
         self._send(lambda: self._control.note(event, node, reason, detail))
         metadata = {"run_id": self._membership.run_id, "node": node, "role": self._spec.role, "reason": reason}

@@ -1,4 +1,4 @@
-"""What a user can set of the agent, beside what torchrun has."""
+"""The agent's options beyond torchrun's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-START_TIMEOUT: Final = 1800.0  # a large model takes that long to load and compile, in seconds
+START_TIMEOUT: Final = 1800.0  # a large model may take this long to load and compile, in seconds
 TORCH_HEALTH_PORT: Final = "TORCHELASTIC_HEALTH_CHECK_PORT"
 
 
@@ -25,18 +25,18 @@ class AgentOptions:
             that is longer. After that, a worker that reported in an earlier round of this agent counts as hanging; for
             one that never has, the agent logs a warning with its stacks.
         max_job_restarts: how often the workers of the whole job may be restarted after failures.
-        max_idle_restarts: how many consecutive restarts may bring no progress.
-        max_failed_rounds: after how many consecutive rounds in which its workers failed first this host is excluded.
-        health_checks: names of the checks that this node has to pass before it joins.
+        max_idle_restarts: how many consecutive restarts may pass without progress.
+        max_failed_rounds: this host is excluded after this many consecutive rounds in which its workers failed first.
+        health_checks: names of the checks that this node must pass before it joins.
         health_command: a further check, a command for ``/bin/sh -c``.
         health_timeout: how long one check may take.
-        health_port: port of the HTTP endpoint; 0 is any free one, None that of ``TORCHELASTIC_HEALTH_CHECK_PORT``.
+        health_port: port of the HTTP endpoint; 0: any free one, None: that of ``TORCHELASTIC_HEALTH_CHECK_PORT``.
         health_host: address that the HTTP endpoint listens on.
         share_gpus: whether several workers may share one GPU when there are more workers than GPUs.
         preload: modules for a template process to import, from which workers are forked; see ``workers/template.py``.
 
     Raises:
-        ValueError: one of them is out of range.
+        ValueError: an option is out of range.
     """
 
     drain_timeout: float = 30.0
@@ -76,17 +76,17 @@ class AgentOptions:
 
     @property
     def start_timeout(self) -> float:
-        """Of workers that have not reported any progress yet, in seconds; infinite where hangs are not looked for."""
+        """How long a worker may take to report its first progress, in seconds; infinite without hang detection."""
         if self.hang_timeout is None:
             return math.inf
         return max(START_TIMEOUT, self.hang_timeout) if self.hang_start_timeout is None else self.hang_start_timeout
 
     @property
     def port(self) -> int | None:
-        """Of the HTTP endpoint.
+        """Port of the HTTP endpoint; None: no endpoint.
 
         Raises:
-            ValueError: torch's environment variable is no number.
+            ValueError: torch's environment variable is not a number.
         """
         named = os.environ.get(TORCH_HEALTH_PORT)
         if self.health_port is not None or named is None:
@@ -97,7 +97,7 @@ class AgentOptions:
 
     @property
     def limits(self) -> tuple[int, int, int]:
-        """Of restarts, as :meth:`redelastic.rendezvous.membership.Membership.charge` takes them."""
+        """Restart limits, as :meth:`redelastic.rendezvous.membership.Membership.charge` takes them."""
         limits = (self.max_job_restarts, self.max_idle_restarts, self.max_failed_rounds)
         budget, patience, rounds = (-1 if limit is None else limit for limit in limits)
         return budget, patience, rounds

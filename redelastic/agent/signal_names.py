@@ -1,4 +1,4 @@
-"""What signals are called where an exit status is described; Python has no names for most of the real-time ones."""
+"""Signal names for describing exit statuses; Python has none for most real-time signals."""
 
 from __future__ import annotations
 

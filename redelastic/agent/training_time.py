@@ -1,4 +1,4 @@
-"""For how long a node has trained: what ``/metrics`` tells of its effective training time."""
+"""How long a node has trained: its effective training time, which ``/metrics`` reports."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 
 
 class TrainingTime:
-    """Adds up a node's time since its agent began; for one thread that looks every now and then."""
+    """Adds up a node's time since its agent began; for use by one thread, now and then."""
 
     def __init__(self) -> None:
         self._looked_at = time.monotonic()
         self._training = self._whole = 0.0
 
     def look(self, *, trains: bool) -> None:
-        """Count the time since the last look as what the node does now."""
+        """Attribute the time since the last look to what the node is doing now."""
         now = time.monotonic()
         passed, self._looked_at = now - self._looked_at, now
         self._whole += passed
