@@ -1,1 +1,1 @@
-"""What is torch's: its launcher, its agent's regrouping, its exchange of roles and its exit barrier."""
+"""Counterparts of torch's parts: launcher, regrouping agent, role exchange and exit barrier."""

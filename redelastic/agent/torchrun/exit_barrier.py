@@ -27,17 +27,17 @@ def wait_for_others(
     each_second: Callable[[], None],
     is_patient: Callable[[], bool],
 ) -> None:
-    """Return when the workers of all nodes have ended, or that cannot be waited for any more.
+    """Return when the workers of all nodes have ended, or waiting for them is no longer possible.
 
-    Each node says again and again that its workers have ended: a server that has forgotten it hears it once more.
+    Each node keeps repeating that its workers have ended, in case the server has lost it.
 
     Args:
         store: of the round.
         rank: of this node.
         size: number of nodes.
         timeout: how long to wait, in seconds.
-        each_second: called about once a second; what it raises ends the wait.
-        is_patient: whether a Redis that is away is waited for.
+        each_second: called about once a second; an exception from it ends the wait.
+        is_patient: whether to keep waiting while Redis is away.
     """
     ended = [f"redelastic/exit/{r}" for r in range(size)]
     awaited = ended if rank == 0 else ["redelastic/exited"]

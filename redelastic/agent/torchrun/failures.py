@@ -1,4 +1,4 @@
-"""LiveFailure: a worker that failed while it lived, as torch reports one that has ended."""
+"""LiveFailure: a worker that failed while still alive, in the form torch uses for one that has ended."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from redelastic.torch_internals import exit_codes
 
-UNKNOWN: Final = 1  # the exit code of a worker that cannot be ended
+UNKNOWN: Final = 1  # the exit code of a worker that cannot be killed
 
 
 class LiveFailure(ProcessFailure):
-    """That a worker hangs. Its exit code is that of its end by the agent: see :func:`fill_in_exit_codes`.
+    """A worker that hangs. Its exit code is the one with which the agent ended it: see :func:`fill_in_exit_codes`.
 
     Args:
         worker: torch's.
-        why: what is wrong with it, to be read after its name.
+        why: what is wrong with it, worded to follow its name.
     """
 
     def __init__(self, worker: Worker, why: str) -> None:
@@ -26,7 +26,7 @@ class LiveFailure(ProcessFailure):
 
 
 def fill_in_exit_codes(result: RunResult, context: object) -> None:
-    """Say how the workers that hung were ended, once they are.
+    """Fill in how the hung workers ended, once they have.
 
     Args:
         result: of their group.

@@ -1,4 +1,4 @@
-"""What torchrun's launcher is for torch's agent: from a launch configuration to an exit code."""
+"""Our agent's counterpart of torchrun's launcher: from a launch configuration to an exit code."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from redelastic.rendezvous.membership import DrainedError, RunStoppedError, RunT
 log = logging.getLogger(__name__)
 
 OK: Final = 0
-FAILED: Final = 1  # workers failed, or a signal ended this process: as torchrun ends
+FAILED: Final = 1  # workers failed, or a signal ended this process: same as torchrun
 DRAINED: Final = (
     75  # this node was drained; the job goes on elsewhere, and this node's place may be taken (EX_TEMPFAIL)
 )
-STOPPED: Final = 76  # the job was stopped: by somebody, or because its budget of restarts is used up
+STOPPED: Final = 76  # the job was stopped: by a person, or because its restart budget is used up
 REFUSED: Final = 77  # a health check found this node unfit
 
 
@@ -47,10 +47,10 @@ def launch(
 
     Args:
         config: torchrun's; its rendezvous is on Redis.
-        options: what torchrun does not have.
+        options: those that torchrun lacks.
         entrypoint: of the workers.
         args: of the entry point.
-        shutdown_timeout: between SIGTERM and SIGKILL to workers, in seconds.
+        shutdown_timeout: how long workers have between SIGTERM and SIGKILL, in seconds.
 
     Returns:
         The exit code.
@@ -107,14 +107,14 @@ def launch(
 
 
 def _name(entrypoint: Callable[..., Any] | str, args: Sequence[Any]) -> str:
-    """What the report of failures calls the workers' program: the script, where Python runs one."""
+    """The workers' program as the failure report names it: the script, if Python runs one."""
     if not isinstance(entrypoint, str):
         return entrypoint.__qualname__
     return next((arg for arg in args if not arg.startswith("-")), "") if entrypoint == sys.executable else entrypoint
 
 
 def _hand_up(failed: ChildFailedError) -> None:
-    """Leave the first worker's error where whoever started this process looks for ours, as torch's ``record`` does."""
+    """Leave the first worker's error where our parent process looks for ours, as torch's ``record`` does."""
     _, failure = failed.get_first_failure()
     if os.environ.get("TORCHELASTIC_ERROR_FILE") and Path(failure.error_file).is_file():
         get_error_handler().dump_error_file(failure.error_file, failure.exitcode)

@@ -1,4 +1,4 @@
-"""RegroupingAgent: torch's agent, to which the loss of a node costs nothing but the regrouping."""
+"""RegroupingAgent: torch's agent, for which losing a node costs no more than regrouping."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ UNINTERRUPTIBLE_TIMEOUT: Final = "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"
 
 
 class RegroupingAgent(LocalElasticAgent):
-    """Torch's ``LocalElasticAgent``, which takes the same arguments.
+    """Torch's ``LocalElasticAgent``, with the same arguments.
 
-    With a handler that is not ours it does what torch's does.
+    With any handler but ours it behaves as torch's does.
     """
 
     _charged = False  # whether a restart was spent on workers that failed in this round
     _exchange: RoleExchange | None = None  # of this round
-    _interval = 0.0  # at which the workers are looked at, in seconds
+    _interval = 0.0  # between checks of the workers, in seconds
 
     @property
     def _handler(self) -> RedisRendezvousHandler | None:
@@ -48,8 +48,8 @@ class RegroupingAgent(LocalElasticAgent):
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         """Join the next round when this one breaks while roles are exchanged through its store.
 
-        torch's agent has no answer to an error there: it would end, one node more lost for the death of another. And
-        when workers failed because a node was lost, that is not one of their own failures: the restart is given back.
+        torch's agent does not handle an error there: it would exit, and the loss of one node would cost another. And
+        when workers failed because a node was lost, the failure is not their own: the restart is refunded.
         """
         lost, done = False, False
         while not done:
@@ -75,10 +75,10 @@ class RegroupingAgent(LocalElasticAgent):
         return workers
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        """Wait for news of the run, or the monitor interval; then see how the workers are.
+        """Wait for news of the run, or for the monitor interval; then check the workers.
 
-        Workers that failed because a node was lost are told from workers that failed by themselves: a roll call says
-        who is there. With no restart left the agent would end, and with it the job; so it waits for the verdict first.
+        A roll call separates workers that failed because a node was lost from workers that failed on their own. With no
+        restart left the agent would exit, and the job with it; so it waits for the verdict first.
         """
         failed_at = None
         if self._handler is not None:
@@ -98,7 +98,7 @@ class RegroupingAgent(LocalElasticAgent):
         return result
 
     def _first_failure(self) -> float | None:
-        """When the first worker failed, on the monotonic clock in seconds; None if none did or that is not known."""
+        """When the first worker failed, on the monotonic clock in seconds; None if none did or it is unknown."""
         return None
 
     def _wait_for_loss(self, handler: RedisRendezvousHandler) -> bool:
@@ -106,22 +106,22 @@ class RegroupingAgent(LocalElasticAgent):
         return handler.wait_for_loss()
 
     def _pause(self) -> float:
-        """After how many seconds without news the workers are looked at again."""
+        """How many seconds to wait for news before checking the workers again."""
         return self._interval
 
     def _check_workers(self, worker_group: WorkerGroup) -> RunResult:
-        """How the workers are."""
+        """Check the workers."""
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state == WorkerState.UNHEALTHY and self._handler is not None:
             return _failed(worker_group.workers)
         return result
 
     def _may_restart(self, result: RunResult) -> bool:  # noqa: ARG002
-        """Whether workers that have failed may be started anew."""
+        """Whether workers that have failed may be restarted."""
         return bool(self._remaining_restarts > 0)
 
     def _give_up(self, result: RunResult) -> None:
-        """They may not, and no other node is to blame."""
+        """Called when they may not, and no other node is to blame."""
 
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
         """Run the workers to their end; contract: torch's ``ElasticAgent.run``.
@@ -146,13 +146,13 @@ class RegroupingAgent(LocalElasticAgent):
 def _failed(workers: Sequence[Worker]) -> RunResult:
     """The result of workers that hang in the kernel, which torch calls unhealthy.
 
-    torch's launcher, and whoever asks ``RunResult.is_failed``, takes anything but ``FAILED`` for success.
+    torch's launcher, like ``RunResult.is_failed``, takes anything but ``FAILED`` for success.
     """
-    stuck = [worker for worker in workers if state_of(worker.id) == "D"] or workers  # unless one has just woken up
+    stuck = [worker for worker in workers if state_of(worker.id) == "D"] or workers  # all, if they have just woken up
     why = f"hangs in the kernel (state D), for longer than {UNINTERRUPTIBLE_TIMEOUT} allows"
     return RunResult(WorkerState.FAILED, failures={worker.global_rank: LiveFailure(worker, why) for worker in stuck})
 
 
 def teach_torchrun() -> None:
-    """Have torchrun make this agent."""
+    """Have torchrun use this agent."""
     replace_agent_of_launcher(LocalElasticAgent, RegroupingAgent)

@@ -1,4 +1,4 @@
-"""The exchange of roles, by which torch's agents give their workers ranks: one that repeats itself."""
+"""The role exchange, by which torch's agents rank their workers: a version that resends what was lost."""
 
 from __future__ import annotations
 
@@ -13,44 +13,44 @@ from torch.distributed import DistError, DistNetworkError, DistStoreError
 
 from redelastic.store import RedisStore, RoundBrokenError
 
-LOOK: Final = 2.0  # between two looks whether what was told is still known, in seconds
+LOOK: Final = 2.0  # between checks that what we sent is still there, in seconds
 
 
 class RoleExchange:
     """The store of a round as torch's agent uses it in the exchange.
 
-    A fail-over may lose what a node has told, and torch's agent tells it once: all would wait for the store's time-out,
-    and then end. So who waits tells its own part again where it is not known any more; and rank 0, on which the others
-    wait while it goes on already, does so in a thread for as long as they may wait.
+    A fail-over may lose what a node has sent, and torch's agent sends it only once: all would wait out the store's
+    time-out, and then exit. So a node that waits resends its own part if it was lost; and rank 0, which moves on while
+    the others still wait for it, does so in a thread for as long as they may wait.
     """
 
     def __init__(self, store: RedisStore) -> None:
         self._store = store
-        self._soon = store.clone()  # reads by it end soon: what was there may be lost before it is read
+        self._soon = store.clone()  # its reads end soon: what was there may be lost before it is read
         self._soon.set_timeout(min(store.timeout, timedelta(seconds=LOOK)))
         self._told: dict[str, bytes | str] = {}
         self._over = threading.Event()
 
     def set(self, key: str, value: bytes | str) -> None:
-        """Tell one thing."""
+        """Send one value."""
         self.multi_set([key], [value])
 
     def multi_set(self, keys: Sequence[str], values: Sequence[bytes | str]) -> None:
-        """Tell several."""
+        """Send several values."""
         self._told.update(zip(keys, values, strict=True))
         self._store.multi_set(keys, values)
 
     def get(self, key: str) -> bytes:
-        """Wait for what another node tells."""
+        """Wait for another node's value."""
         return self.multi_get([key])[0]
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Wait for what all tell.
+        """Wait for all nodes' values.
 
         Raises:
             DistNetworkError: Redis was away for longer than the store's time-out.
-            DistStoreError: they did not tell within the store's time-out.
-            RoundBrokenError: they cannot any more.
+            DistStoreError: they did not arrive within the store's time-out.
+            RoundBrokenError: they can no longer arrive.
         """
         limit = self._store.timeout.total_seconds()
         started = time.monotonic()
@@ -68,20 +68,20 @@ class RoleExchange:
             self._tell_again()
 
     def _tell_again(self) -> None:
-        # Who is promoted has seen a first part of what its master wrote: all of it, if it knows what was told last.
+        # A promoted replica has a prefix of what its master wrote: all of it, if it has what we sent last.
         if not self._store.check(list(self._told)[-1:]):
             self._store.multi_set(list(self._told), list(self._told.values()))
 
     def keep_telling(self) -> None:
-        """Tell the others again, for as long as they may wait, or until :meth:`close`."""
+        """Keep resending for as long as the others may wait, or until :meth:`close`."""
         threading.Thread(target=self._keep_telling, name="redelastic-roles", daemon=True).start()
 
     def _keep_telling(self) -> None:
         until = time.monotonic() + self._store.timeout.total_seconds()
-        with contextlib.suppress(DistError):  # the round is broken, or Redis is away for longer than anybody waits
+        with contextlib.suppress(DistError):  # the round is broken, or Redis is away for longer than anyone waits
             while not self._over.wait(LOOK) and time.monotonic() < until:
                 self._tell_again()
 
     def close(self) -> None:
-        """End :meth:`keep_telling`: there is another round."""
+        """Stop :meth:`keep_telling`: there is a new round."""
         self._over.set()
