@@ -1,8 +1,8 @@
 """The agent's side of `redelastic/worker.py`: how far its workers are, and which of them hang.
 
-Each worker has a file of its own, which has no name: it is reached through `/proc/<agent>/fd`. So there is nothing to
-remove, even after the agent was killed with SIGKILL. The kernel opens it for processes with the agent's user and
-capabilities; a worker with fewer says on its stderr that it is not seen.
+Each worker has its own nameless file, which it reaches through `/proc/<agent>/fd`. So there is nothing to clean up,
+even after the agent was killed with SIGKILL. The kernel opens it for processes with the agent's user and capabilities;
+a worker with fewer says on its stderr that the agent cannot see its progress.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from redelastic.worker import AT, CALL_BITS, CALLS, PID, REQUESTED, SEEN, SLOT_B
 
 __all__ = ["Board", "HangWatch", "Progress"]
 
-FROZEN: Final = 10  # looks that are missed before the agent takes it that it was frozen itself
+FROZEN: Final = 10  # missed looks after which the agent assumes that it was frozen itself
 
 
 @dataclass(frozen=True)
 class Progress:
-    """What a worker has said.
+    """What a worker has reported.
 
     Attributes:
         pid: of the process that speaks for the worker: the worker, or a child if that is a wrapper; 0 if none does.
         calls: how often it called ``progress``.
-        step: that of the last call; None before the first.
+        step: of the last call; None before the first.
         at: when that was, on the monotonic clock in seconds; None before the first.
         asks: whether it called ``should_checkpoint``, so that it will hear of a request.
-        saved: whether it has seen the last request, and went on after it.
+        saved: whether it has seen the last request, and has called ``progress`` since.
     """
 
     pid: int
@@ -55,7 +55,7 @@ class Board:
         workers: number of workers on this node.
 
     Raises:
-        OSError: there is no memory, disk or file descriptor left.
+        OSError: no memory, disk space or file descriptor is left.
     """
 
     def __init__(self, workers: int) -> None:
@@ -68,21 +68,21 @@ class Board:
                 file = opened.enter_context(_file_without_name())
                 fields = [0] * (SLOT_BYTES // 8)
                 fields[TOKEN], fields[SEEN] = secrets.randbits(62), -1
-                # Written, not only made long enough: a page that the disk has no room for would kill the worker later.
+                # Written, not just extended: a page that the disk has no room for would kill the worker later.
                 file.write(struct.pack(f"{len(fields)}q", *fields))
                 self._files.append(file)
                 self._slots.append(memoryview(mmap.mmap(file.fileno(), SLOT_BYTES)).cast("q"))
             self._closing = opened.pop_all()
 
     def environment(self, local_rank: int) -> dict[str, str]:
-        """The environment variables by which a worker finds its place."""
+        """The environment variables by which a worker finds its slot."""
         name = f"/proc/{self._pid}/fd/{self._files[local_rank].fileno()}"
         return {VARIABLE: f"{name}:{self._slots[local_rank][TOKEN]}"}
 
     def read(self, local_rank: int) -> Progress:
-        """What a worker has said so far; possible after :meth:`close`, and from any thread."""
+        """What a worker has reported so far; works after :meth:`close`, and from any thread."""
         slot = self._slots[local_rank]
-        seen = slot[SEEN]  # read before the calls: those of later only make `saved` truer
+        seen = slot[SEEN]  # read before the calls: later calls can only make `saved` more true
         calls = slot[CALLS]
         request, calls_before = divmod(seen, 1 << CALL_BITS)
         return Progress(
@@ -105,7 +105,7 @@ class Board:
         self._files[local_rank].truncate(SLOT_BYTES)
 
     def stacks_size(self, local_rank: int) -> int:
-        """How much a worker has written of its stacks, in bytes."""
+        """How many bytes of stacks a worker has written."""
         return os.fstat(self._files[local_rank].fileno()).st_size - SLOT_BYTES
 
     def stacks(self, local_rank: int, limit: int) -> bytes:
@@ -114,7 +114,7 @@ class Board:
         return os.pread(self._files[local_rank].fileno(), min(size, limit), SLOT_BYTES + max(0, size - limit))
 
     def close(self) -> None:
-        """Close the files: a worker that comes late finds no place, one that has its place keeps it."""
+        """Close the files: a late worker finds no slot, and one that has its slot keeps it."""
         self._closing.close()
 
 
@@ -126,22 +126,22 @@ def _file_without_name() -> io.FileIO:
 
 
 class HangWatch:
-    """Says which workers have made no progress for too long.
+    """Finds workers that have made no progress for too long.
 
     Progress means that the number of calls has changed since the last look. Time in which the agent itself was frozen
     does not count.
 
     Args:
-        board: of the workers, new like them.
+        board: of the workers, as new as they are.
         timeout: how long a worker may take from one call of ``progress`` to the next, in seconds.
         start_timeout: how long it may take from its start to the first call, in seconds.
-        reporters: local ranks of workers that have called it in an earlier group; those that call it are added.
-        interval: at which :meth:`look` is called, in seconds.
+        reporters: local ranks of workers that called it in an earlier group; workers that call it are added.
+        interval: between calls of :meth:`look`, in seconds.
         clock: monotonic, in seconds; the system's, as the workers' is.
 
     Attributes:
-        idle: for how long each worker had made no progress when it was last looked at, in seconds, by local rank.
-        silent: those that never called ``progress``, in no group, and had the time for it; by local rank.
+        idle: how long each worker had made no progress at the last look, in seconds, by local rank.
+        silent: local ranks of workers that have never called ``progress``, in any group, though they had the time.
         due_in: how long after the last look the next worker may be found to hang, in seconds.
     """
 
@@ -171,7 +171,7 @@ class HangWatch:
         """Look at all workers.
 
         Args:
-            running: local ranks of those that have not ended: one that is done makes no progress either.
+            running: local ranks of workers that have not ended: one that is done makes no progress either.
 
         Returns:
             For each local rank that hangs, how long it has made no progress, in seconds.

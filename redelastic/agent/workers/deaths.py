@@ -1,4 +1,4 @@
-"""Deaths: when each worker ended, as the kernel tells: the agent looks at once, and who failed first is known."""
+"""Deaths: when each worker ended, as the kernel reports it: the agent looks at once, and knows who failed first."""
 
 from __future__ import annotations
 
@@ -9,20 +9,19 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
-EXITED = (
-    os.WEXITED | os.WNOWAIT if hasattr(os, "WNOWAIT") else 0
-)  # looks at the status, and leaves it to who waits for it
+# Reads the status, and leaves it to the process that waits for it.
+EXITED = os.WEXITED | os.WNOWAIT if hasattr(os, "WNOWAIT") else 0
 
 
 class Deaths:
-    """Watches the workers of one group; where the kernel has no pidfd (Linux before 5.3), it sees none.
+    """Watches the workers of one group; if the kernel has no pidfd (Linux before 5.3), it sees nothing.
 
     Args:
         pids: of the workers, children of this process, by local rank.
         notify: called after each end, from a thread.
 
     Attributes:
-        sees_all: whether no end is missed.
+        sees_all: whether it sees every worker's end.
     """
 
     def __init__(self, pids: Mapping[int, int], notify: Callable[[], None]) -> None:
@@ -51,7 +50,7 @@ class Deaths:
         while self._ranks:
             for fd, _ in self._poll.poll():
                 now, failed = time.monotonic(), False
-                with contextlib.suppress(ChildProcessError, AttributeError):  # it was waited for by now
+                with contextlib.suppress(ChildProcessError, AttributeError):  # it has been waited for already
                     status = os.waitid(os.P_PIDFD, fd, EXITED)
                     failed = status is not None and (status.si_code != os.CLD_EXITED or status.si_status != 0)
                 self._poll.unregister(fd)

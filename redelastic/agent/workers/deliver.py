@@ -1,4 +1,4 @@
-"""Delivers a node's last words to Redis, with the standard library alone: the warden's last act.
+"""Delivers a node's last words to Redis, with only the standard library: the warden's last act.
 
 ``redelastic/redis/last_words.py`` writes them.
 """
@@ -20,7 +20,7 @@ PAUSE: Final = 0.2  # between them, in seconds
 def deliver(words: bytes) -> bool:
     """Send the requests in ``words``; returns whether Redis answered none of them with an error.
 
-    It tries twice: a request that was sent twice has one effect (I8).
+    It tries twice: a request sent twice takes effect once (I8).
     """
     told = json.loads(words)
     requests = base64.b64decode(told["requests"])

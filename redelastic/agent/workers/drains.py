@@ -1,4 +1,4 @@
-"""Drains: the workers of the whole job save, then the node that drains leaves."""
+"""Drains: the workers of the whole job save, then the draining node leaves."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from .group import Workers
 log = logging.getLogger(__name__)
 
 SOON: Final = 0.01  # in seconds
-ANEW: Final = 10.0  # seconds after which another drain has the workers save again: the first has come to nothing
-SHOWN: Final = 8  # of the nodes that drain in one round, how many the log names
-SAVED: Final = "redelastic/saved/{}"  # in the round's store, by rank: up to which drain it has saved, as a place
+ANEW: Final = 10.0  # seconds after which another drain makes the workers save again: the first came to nothing
+SHOWN: Final = 8  # how many draining nodes the log names in one round
+SAVED: Final = "redelastic/saved/{}"  # in the round's store, by rank: the last drain it has saved for, as a place
 
 
 class Drains:
-    """The drains of one round, from the side of one of its nodes.
+    """The drains of one round, as seen by one of its nodes.
 
-    A drain has all workers of the round save, unless they were asked to moments ago: one save is for all nodes that
-    drain together. Drains have an order, that of the wake-ups that tell of them. Each node says in the round's store
-    up to which one its workers have saved, and a node that drains leaves when all have for its own, or its time is up,
-    or the round is broken anyway. Of many that drain together wake-ups tell of a few; the first of these that leaves
-    ends the round for the others too.
+    A drain makes all workers of the round save, unless they were asked to moments ago: one save serves all nodes that
+    drain together. Drains are ordered by the wake-ups that announce them. Each node records in the round's store the
+    last drain its workers have saved for, and a draining node leaves when all have saved for its own, its time is up,
+    or the round is broken anyway. If many nodes drain together, wake-ups announce only a few; the first of these that
+    leaves ends the round for the others too.
 
     Args:
         membership: of this node.
@@ -39,8 +39,8 @@ class Drains:
         store: of the round.
         rank: of this node.
         size: number of nodes in the round.
-        courier: which asks the store in the background.
-        note: tells people: an event and its reason.
+        courier: queries the store in the background.
+        note: records an event and its reason.
     """
 
     def __init__(
@@ -57,13 +57,13 @@ class Drains:
         self._membership, self._workers, self._store, self._rank = membership, workers, store, rank
         self._courier, self._note = courier, note
         self._until: dict[str, float] = {}  # node -> when its drain's time is up, on the monotonic clock
-        self._heard_at = -math.inf  # when the last drain was heard of, on the same clock
+        self._heard_at = -math.inf  # when we last heard of a drain, on the same clock
         self._asked_at = -math.inf  # when the workers were last asked to save,
         self._asked_for: list[str] = []  # for which nodes,
-        self._has_noted = True  # and whether people know what came of it
-        self._told = NOWHERE  # up to which drain the others know that our workers have saved
+        self._has_noted = True  # and whether the outcome has been noted
+        self._told = NOWHERE  # the last drain that the others know our workers have saved for
         self._awaited = [other for other in range(size) if other != rank]  # who may not have saved for our drain yet
-        self._counting = False  # whether the courier is about to ask for that
+        self._counting = False  # whether the courier is about to check that
 
     @property
     def own(self) -> bool:
@@ -77,11 +77,11 @@ class Drains:
 
     @property
     def pause(self) -> float:
-        """After how many seconds to advance again: at first as soon as workers may have saved, later less often."""
+        """After how many seconds to advance again: at first as soon as workers may have saved, then less often."""
         return max(SOON, (time.monotonic() - self._heard_at) / 10)
 
     def advance(self) -> None:
-        """Take each drain a step further; called at each look at the workers, and as often as :attr:`pause` says.
+        """Take each drain a step further; call it at each look at the workers, and as often as :attr:`pause` says.
 
         Raises:
             DrainedError: this node has drained.
@@ -128,7 +128,7 @@ class Drains:
         over = time.monotonic() >= self._until[own.node]
         if over or self._membership.view.nodes_waiting > 0 or (have_saved and not self._awaited):
             raise DrainedError(own.node, self._membership.run_id, own.reason)
-        if own.place > NOWHERE and not self._counting:  # while Redis is away that takes long
+        if own.place > NOWHERE and not self._counting:  # this takes long while Redis is away
             self._counting = True
             self._courier.send(partial(self._count, own.place))
 

@@ -1,4 +1,4 @@
-"""Workers: the processes of one group of workers, and what the agent knows of each."""
+"""Workers: the processes of one group of workers, and what the agent knows about each."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .deaths import Deaths
 from .stacks import catches, dump_stacks
 
 SAVE_SIGNAL: Final = signal.SIGUSR1  # tells workers that have a handler for it to save
-SPARSELY: Final = 10  # times the monitor interval: between looks at workers whose ends are told
+SPARSELY: Final = 10  # times the monitor interval: between looks at workers whose ends the kernel reports
 LONGEST_PAUSE: Final = 1.0  # between these, in seconds
 SHORTEST_PAUSE: Final = 0.01
 STACKS_TIMEOUT: Final = 10.0  # for the stacks of hung workers, in seconds
@@ -34,16 +34,16 @@ class Workers:
 
     Args:
         count: number of workers on this node.
-        options: what hanging means.
+        options: they define a hang.
         interval: the monitor interval, in seconds.
-        reporters: local ranks of workers that have ever reported progress; kept up to date.
+        reporters: local ranks of workers that have ever reported progress; updated.
         notify: called when a worker has ended, from a thread.
 
     Attributes:
-        pids: of those that were started, by local rank.
-        logs: where those write that write to a file, by local rank.
-        hung: how long each that hangs has made no progress, in seconds, by local rank.
-        start_timeout: how long each may take to report its first progress, in seconds.
+        pids: of the workers that were started, by local rank.
+        logs: log files of the workers that write to one, by local rank.
+        hung: how long each hung worker has made no progress, in seconds, by local rank.
+        start_timeout: how long a worker may take to report its first progress, in seconds.
     """
 
     def __init__(
@@ -74,9 +74,9 @@ class Workers:
 
     @property
     def pause(self) -> float:
-        """After how many seconds to look at them again: less often where the kernel tells of their ends.
+        """After how many seconds to check them again: less often if the kernel reports their ends.
 
-        A hang is found as soon as it is one: of two nodes the one that stopped first has to report it.
+        A hang is found as soon as it is one: of two nodes the one that stopped first must report it.
         """
         pause = self._pause if self._deaths and self._deaths.sees_all else self._interval
         return max(SHORTEST_PAUSE, min(pause, self._watch.due_in))
@@ -87,7 +87,7 @@ class Workers:
 
     @property
     def first_failure(self) -> float | None:
-        """When the first one failed, on the monotonic clock in seconds; one that hangs, when it last made progress."""
+        """When the first one failed, on the monotonic clock in seconds; for a hang, when it last made progress."""
         if not self.hung:
             return self._deaths.first_failure if self._deaths else None
         last = [self._board.read(local_rank).at or self._started_at for local_rank in self.hung]
@@ -103,24 +103,24 @@ class Workers:
         return max((step for r in self.pids if (step := self.step(r)) is not None), default=-1)
 
     def find_hung(self) -> tuple[list[int], list[int]]:
-        """Find those that hang, and set :attr:`hung`; returns them and those that have never reported."""
+        """Find hung workers, and set :attr:`hung`; returns them and those that have never reported."""
         self.hung = self._watch.look(r for r in self.pids if not self.ended(r))
         return list(self.hung), self._watch.silent
 
     def stacks(self, local_ranks: Iterable[int]) -> dict[int, str]:
-        """Where some of them are, by local rank."""
+        """Stacks of some of them, by local rank."""
         return dump_stacks(self._board, {r: self.pids[r] for r in local_ranks}, STACKS_TIMEOUT)
 
     def ask_to_save(self) -> None:
-        """Ask for a checkpoint: through ``should_checkpoint()``, and by a signal where there is a handler for it."""
+        """Ask for a checkpoint: through ``should_checkpoint()``, and by signal to those that handle it."""
         self._board.request_checkpoint()
         for pid in self.pids.values():
-            if catches(pid, SAVE_SIGNAL):  # it would end any other
+            if catches(pid, SAVE_SIGNAL):  # the signal would end any other
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, SAVE_SIGNAL)
 
     def have_saved(self) -> bool:
-        """Whether none can be waited for any more: each has saved, has ended, or cannot be asked."""
+        """Whether there is none left to wait for: each has saved, has ended, or cannot be asked."""
         return all(self._has_saved(local_rank, pid) for local_rank, pid in self.pids.items())
 
     def _has_saved(self, local_rank: int, pid: int) -> bool:
@@ -148,13 +148,13 @@ class Workers:
         return f"{who} exited with {failure.exitcode}{_message(failure)}"
 
     def explain(self, result: RunResult, usage: Mapping[str, Any]) -> None:
-        """Have the report of failures say what torch does not know: that the first was killed for lack of memory."""
+        """Add to the failure report what torch does not know: that the first was killed for lack of memory."""
         failure = min(result.failures.values(), key=lambda one: one.timestamp)
         if starved := self._starved(failure, usage):
             failure.message = f"It {starved}"
 
     def _starved(self, failure: ProcessFailure, usage: Mapping[str, Any]) -> str:
-        """That a worker was killed for lack of memory; empty if nothing speaks for that."""
+        """That a worker was killed for lack of memory; empty if nothing suggests it."""
         ooms = oom_kills() - self._ooms if failure.exitcode == -signal.SIGKILL else 0
         if ooms <= 0:
             return ""
@@ -177,7 +177,7 @@ class Workers:
         return f"made no progress for {self.hung[local_rank]:.1f} s, {since}"
 
     def hang_failure(self, worker: Worker) -> ProcessFailure:
-        """That a worker hangs, as torch tells of one that failed."""
+        """A hang, in the form in which torch reports a failure."""
         return LiveFailure(worker, self._idleness(worker.local_rank))
 
     def describe(self, worker: Worker) -> dict[str, Any]:
@@ -195,12 +195,12 @@ class Workers:
         return told
 
     def close(self) -> None:
-        """Give back what belongs to the agent's side; the processes are not touched."""
+        """Release the agent's side; the processes are not touched."""
         self._board.close()
 
 
 def _message(failure: ProcessFailure) -> str:
-    """What the worker itself wrote into its error file, if it did."""
+    """What the worker itself wrote to its error file, if anything."""
     told: Any = failure.message  # torch declares a str
     if isinstance(told, dict):
         return f": {told.get('message', '')}"

@@ -1,4 +1,4 @@
-"""The agent's side of its warden: starts it, briefs it, and starts another one when it is gone."""
+"""The agent's side of its warden: starts it, briefs it, and replaces it when it is gone."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ log = logging.getLogger(__name__)
 
 TOKEN_VARIABLE: Final = "REDELASTIC_AGENT"  # noqa: S105
 WITHOUT: Final = "Until one stays up, workers would survive this process if it got SIGKILL."
-SETTLED: Final = 60.0  # after so many seconds the end of a warden has nothing to do with its start
+SETTLED: Final = 60.0  # a warden that ends after this many seconds did not fail at its start
 LONGEST_PAUSE: Final = 60.0  # between the end of one that did not settle and the next start, in seconds
 
 
 class Guard:
-    """Keeps a warden for the tree with ``token``, where there is /proc.
+    """Keeps a warden for the tree with ``token``, if there is /proc.
 
     Args:
         token: of the tree.
-        last_words: what the warden is to send when this process and all workers are gone, as
+        last_words: what the warden sends when this process and all workers are gone, as
             :func:`redelastic.redis.last_words.last_words` writes it; asked at each briefing, and empty for "as before".
     """
 
@@ -47,11 +47,11 @@ class Guard:
 
     @property
     def pid(self) -> int | None:
-        """Of the warden; None while there is none."""
+        """Pid of the warden; None while there is none."""
         return self._warden.pid if self._warden else None
 
     def brief(self, members: Collection[Process]) -> None:
-        """Tell the warden what is new of the tree and of the last words; start one if there is none."""
+        """Tell the warden what is new in the tree and the last words; start one if there is none."""
         if self._warden is not None and self._warden.poll() is not None:
             self._bury(self._warden)
         if self._warden is None and warden.HAS_PROC and time.monotonic() >= self._start_at:
@@ -70,7 +70,7 @@ class Guard:
                 self._unsent = self._unsent[sent:]
 
     def close(self) -> None:
-        """Dismiss the warden: it does nothing and says nothing any more."""
+        """Dismiss the warden: it no longer does or says anything."""
         if self._warden is not None:
             self._warden.kill()
             self._warden.communicate()
@@ -109,7 +109,7 @@ class Guard:
         self._failed(f"The warden of the workers' processes {how}. {WITHOUT}" + (f"\n{said}" if said else ""))
 
     def _failed(self, complaint: str) -> None:
-        """Say so, but the same thing once only, and let more and more time pass before the next start."""
+        """Log it, but the same complaint only once, and wait longer and longer before the next start."""
         if complaint != self._complaint:
             log.warning("%s", complaint)
         self._complaint = complaint

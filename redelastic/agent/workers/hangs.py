@@ -1,4 +1,4 @@
-"""Hangs: which workers of this node hang, and where; and which have never said that they make progress."""
+"""Hangs: which workers of this node hang, and where; and which have never reported progress."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ log = logging.getLogger(__name__)
 
 
 class Hangs:
-    """Finds them in one group of workers after the other, and tells people.
+    """Finds hangs in one group of workers after another, and reports them.
 
-    A worker hangs if it has called ``progress`` before, in this round or an earlier one of this agent, and does not any
-    more. One that never has may hang, or run a script that does not report: it is warned of, once, and left alone.
+    A worker hangs if it has called ``progress`` before, in this round or an earlier one of this agent, and no longer
+    does. One that never has may hang, or run a script that does not report: it gets one warning, and is left alone.
 
     Args:
-        note: tells people: an event, its reason, and what belongs to it.
+        note: records an event, its reason, and details.
 
     Attributes:
         reporters: local ranks of the workers that have ever called ``progress``.
@@ -35,17 +35,17 @@ class Hangs:
         self.reporters: set[int] = set()
 
     def find(self, workers: Workers, group: Sequence[Worker]) -> RunResult | None:
-        """Look at the workers; returns the failure of those that hang, None if none does.
+        """Look at the workers; returns the failure of those that hang, or None.
 
         Args:
-            workers: that run.
+            workers: the running ones.
             group: torch's, by local rank.
         """
         hung, silent = workers.find_hung()
         if silent and not self._has_warned:
             self._has_warned = True
             told = [group[local_rank] for local_rank in silent]
-            # Stacks may take their time, and the agent's loop has no need of them.
+            # Stacks may take a while, and the agent's loop does not need them.
             threading.Thread(target=self._warn, args=(workers, told), name="redelastic-silent", daemon=True).start()
         if not hung:
             return None
@@ -60,7 +60,7 @@ class Hangs:
         return RunResult(state=WorkerState.FAILED, failures=failures)
 
     def _warn(self, workers: Workers, silent: Sequence[Worker]) -> None:
-        """Say that workers have never reported; in a thread of its own."""
+        """Warn that workers have never reported; runs in a thread of its own."""
         reason = (
             f"never called redelastic.progress() in the {workers.start_timeout:g} s since the start: "
             f"{', '.join(map(workers.name, silent))}. Not restarted: a script that does not report looks like one "

@@ -1,4 +1,4 @@
-"""Where workers' output goes, and the end of it for people elsewhere, without the secrets that it may hold."""
+"""Where workers' output goes, and its last lines for people elsewhere, without the secrets that it may hold."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Final
 
 TAIL: Final = 4096  # of a log, in bytes
 HIDDEN: Final = "[hidden]"
-SHORTEST_SECRET: Final = 6  # characters of a variable's value; what is shorter would hide half the text
+SHORTEST_SECRET: Final = 6  # characters of a variable's value; hiding shorter ones would hide half the text
 
 _NAMES: Final = re.compile(
     r"(?:^|_)(?:\w*key|token|secret|passw(?:or)?d|pass|credentials?|auth)(?:_|$)", re.IGNORECASE
 )  # not GIT_AUTHOR_NAME
 _KEY_BLOCKS: Final = (
     re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL),
-    re.compile(r"\A.*-----END [A-Z ]*PRIVATE KEY-----", re.DOTALL),  # whose beginning is not in the tail
+    re.compile(r"\A.*-----END [A-Z ]*PRIVATE KEY-----", re.DOTALL),  # whose start is not in the tail
 )
 _IN_URL: Final = re.compile(r"(\w://[^/\s:@]*:)[^@\s]+(?=@)")
 _NAMED: Final = re.compile(
@@ -48,7 +48,7 @@ def log_files(stdouts: Mapping[int, str], stderrs: Mapping[int, str]) -> dict[in
 
 
 def _file_of(descriptor: int) -> str:
-    """The file behind a descriptor of this process, such as the one that Slurm writes; empty if it is none."""
+    """The file behind a descriptor of this process, such as Slurm's output file; empty if there is none."""
     try:
         return str(Path(f"/proc/self/fd/{descriptor}").readlink()) if stat.S_ISREG(os.fstat(descriptor).st_mode) else ""
     except OSError:
@@ -72,7 +72,7 @@ def tail(path: str, limit: int = TAIL) -> str:
 def redacted(text: str, environ: Mapping[str, str]) -> str:
     """``text`` without passwords in URLs, values named as secrets, keys of known forms, and secrets of ``environ``.
 
-    It hides what it knows, and may hide too much; no rule finds every secret that a program can print.
+    It hides what it recognises, and may hide too much; no rule finds every secret that a program can print.
     """
     for value in sorted((v for name, v in environ.items() if _NAMES.search(name)), key=len, reverse=True):
         if len(value) >= SHORTEST_SECRET and not value.startswith("/"):  # a path is not a secret

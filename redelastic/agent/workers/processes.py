@@ -1,7 +1,7 @@
-"""The processes of a node's workers: all of them, whatever they forked, and their end.
+"""The processes of a node's workers, including everything they forked, and their end.
 
-torch signals its workers' process groups, and nothing else: what left those lives on, and all of it does if the agent
-itself is killed. `warden.py` says which processes belong to the tree of an agent's workers.
+torch signals its workers' process groups, and nothing else: processes that left those live on, and if the agent itself
+is killed, all do. `warden.py` says which processes belong to the tree of an agent's workers.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from .warden import Process
 log = logging.getLogger(__name__)
 
 PR_SET_CHILD_SUBREAPER: Final = 36
-QUIET: Final = 0.5  # before it is said what is waited for, in seconds
-FULL_LOOKS: Final = 30.0  # between two looks at all processes of the host where nothing is adopted, in seconds
+QUIET: Final = 0.5  # before logging what is being waited for, in seconds
+FULL_LOOKS: Final = 30.0  # between two looks at all processes of the host if nothing is adopted, in seconds
 
-Look = tuple[Iterable[Process], dict[int, Process]]  # processes among which our children are, and the tree by pid
+Look = tuple[Iterable[Process], dict[int, Process]]  # processes that include our children, and the tree by pid
 
 
 class ProcessTree:
     """The processes of one agent's workers.
 
-    Each worker must be started with ``environment``. From the beginning to ``close()`` a warden stands by.
+    Each worker must be started with ``environment``. A warden stands by until ``close()``.
 
     Args:
-        last_words: what the warden is to tell Redis should this process be killed: see :class:`Guard`.
+        last_words: what the warden tells Redis if this process is killed: see :class:`Guard`.
 
     Attributes:
         token: random, and in the environment of the workers and what they start.
@@ -47,15 +47,15 @@ class ProcessTree:
 
     def __init__(self, last_words: Callable[[], bytes] = bytes) -> None:
         self.token = os.urandom(16).hex()
-        # An agent that is a worker of another one belongs to that one's tree, and so do its own workers.
+        # An agent that is another agent's worker belongs to that agent's tree, and so do its own workers.
         self.environment = {TOKEN_VARIABLE: f"{os.environ.get(TOKEN_VARIABLE, '')} {self.token}".lstrip()}
         self.spared: set[int] = set()
         self._lock = threading.Lock()
         self._members: dict[int, Process] = {}  # as of the last look
-        self._sessions: set[int] = set()  # that these and those before them had
+        self._sessions: set[int] = set()  # of these and earlier members
         self._handles: dict[tuple[int, float], psutil.Process] = {}
-        self._roots: set[int] = set()  # workers: those who started them reap them
-        self._own_children: set[tuple[int, float]] | None = None  # when adoption began; None: it did not
+        self._roots: set[int] = set()  # workers: their starters reap them
+        self._own_children: set[tuple[int, float]] | None = None  # when adoption began; None: it has not
         self._full_look_at = 0.0  # on the monotonic clock
         self._guard = Guard(self.token, last_words)
         self._closed = False
@@ -64,8 +64,8 @@ class ProcessTree:
     def adopt_orphans(self) -> None:
         """Make this process the parent of all its descendants' orphans, on Linux; elsewhere do nothing.
 
-        From now on this process' children in other sessions belong to the tree, but for those it has now. It is for a
-        program that starts nothing but workers in sessions of their own.
+        From now on this process' children in other sessions belong to the tree, except those that it has now. This is
+        for a program that starts nothing but workers in sessions of their own.
         """
         with self._lock:
             if warden.HAS_PROC and _adopt(True):
@@ -75,14 +75,14 @@ class ProcessTree:
     def look(self, roots: Iterable[int], *, full: bool = False) -> list[psutil.Process]:
         """Find the tree; call it about once a second.
 
-        A look costs nothing for processes that are not ours: it follows the known ones to their children, and this
-        process to the orphans that it has adopted. It misses an orphan in this process' own session and, where nothing
-        is adopted, any orphan that it has not seen before. That one is found by its environment or session when the
-        tree is ended, and where nothing is adopted also every ``FULL_LOOKS`` seconds, by a look at all processes of the
-        host. Until then its usage is not counted, and the warden has to find it by its environment.
+        A look costs nothing for processes that are not ours: it follows known processes to their children, and this
+        process to the orphans that it has adopted. It misses an orphan in this process' own session and, if nothing is
+        adopted, any orphan not seen before. Such an orphan is found by its environment or session when the tree is
+        ended and, if nothing is adopted, also every ``FULL_LOOKS`` seconds, by a look at all processes of the host.
+        Until then its usage is not counted, and the warden must find it by its environment.
 
         Args:
-            roots: pids of the workers; one that is no descendant of this process is taken for somebody else's by now.
+            roots: pids of the workers; one that is not a descendant of this process is taken for another's by now.
             full: whether to look at all processes of the host in any case.
 
         Returns:
@@ -92,7 +92,7 @@ class ProcessTree:
             due = self._own_children is None and time.monotonic() >= self._full_look_at
             find = self._find if full or due or not warden.LISTS_CHILDREN else self._follow
             table, self._members = find(set(roots))
-            # A session leader may be a worker that died before we were told of it: whoever started it wants its status.
+            # A session leader may be a worker that died before we heard of it: its starter wants its status.
             self._reap(process for process in table if process.pid != process.session)
             if not self._closed:
                 self._guard.brief(self._members.values())
@@ -106,7 +106,7 @@ class ProcessTree:
             return list(handles.values())
 
     def wait(self, roots: Iterable[int], until: float, is_hurried: Callable[[], bool]) -> None:
-        """Let all that is left of the tree end by itself.
+        """Let what is left of the tree end by itself.
 
         Args:
             roots: pids of the workers, as for ``look``.
@@ -125,7 +125,7 @@ class ProcessTree:
             left = self.look(roots)
 
     def stop(self, roots: Iterable[int], grace: float) -> list[int]:
-        """End all that is left of the tree: SIGTERM first, and :meth:`kill` what lives ``grace`` seconds later.
+        """End what is left of the tree: SIGTERM first, then :meth:`kill` what is alive after ``grace`` seconds.
 
         Returns:
             The pids of what was left, in order.
@@ -136,7 +136,7 @@ class ProcessTree:
         return sorted(ended.asked | ended.killed)
 
     def kill(self, roots: Iterable[int] = ()) -> list[int]:
-        """SIGKILL all that is left of the tree, again and again until nothing is.
+        """SIGKILL what is left of the tree, repeatedly, until nothing is.
 
         What is left after ``warden.LIMIT`` is logged: SIGKILL ends it as soon as the kernel lets go of it.
 
@@ -149,7 +149,7 @@ class ProcessTree:
         return sorted(self._end(set(roots), 0.0).killed)
 
     def close(self) -> None:
-        """Dismiss the warden, and adopt nobody any more; what is left of the tree then outlives this process."""
+        """Dismiss the warden, and stop adopting; anything left of the tree then outlives this process."""
         with self._lock:
             self._closed = True
             if self._own_children is not None:
@@ -161,7 +161,7 @@ class ProcessTree:
 
         def look() -> tuple[dict[int, Process], dict[int, Process]]:
             with self._lock:
-                self._members = met | self._members  # what has just gone may have left a session
+                self._members = met | self._members  # a process that is just gone may have left a session
                 self._sessions |= _sessions(met)
                 table, members = self._find(workers)
                 met.update(self._members | members)
@@ -176,7 +176,7 @@ class ProcessTree:
         return ended
 
     def _find(self, roots: set[int]) -> Look:
-        """The tree, and all processes of the host."""
+        """All processes of the host, and the tree."""
         me, table = os.getpid(), warden.processes()
         self._full_look_at = time.monotonic() + FULL_LOOKS
         self._roots = {pid for pid in self._roots | roots if pid in table}
@@ -194,7 +194,7 @@ class ProcessTree:
         return table.values(), members
 
     def _follow(self, roots: set[int]) -> Look:
-        """What can be reached of the tree from its known members and our children, and these."""
+        """Our children, and the part of the tree that can be reached from these and its known members."""
         me = os.getpid()
         children = warden.children(me)
         self._roots = {pid for pid in self._roots | roots if warden.look_up(pid)}
@@ -213,11 +213,11 @@ class ProcessTree:
         return children, members
 
     def _strangers(self) -> set[int]:
-        """What descends from us, or looks like it, and is nobody's worker."""
+        """This process and its helpers, which a look must leave out."""
         return {os.getpid(), *self.spared, *([self._guard.pid] if self._guard.pid else [])}
 
     def _is_adopted(self, process: Process) -> bool:
-        """Whether ``process`` is an orphan of the tree's that became a child of ours, or one of the workers."""
+        """Whether ``process`` is an orphan of the tree that became our child, or one of the workers."""
         return (
             self._own_children is not None
             and process.parent == os.getpid()
@@ -234,7 +234,7 @@ class ProcessTree:
 
 
 def _adopt(whether: bool) -> bool:
-    """Whether orphans of this process' descendants become its children from now on; returns whether Linux agreed."""
+    """Set whether orphans of this process' descendants become its children; returns whether Linux agreed."""
     return bool(ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(whether), 0, 0, 0) == 0)
 
 

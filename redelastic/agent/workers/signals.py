@@ -13,11 +13,11 @@ from typing import Any, Final
 from torch.distributed.elastic.multiprocessing import SignalException
 
 DRAIN_SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1)
-SAME_REQUEST: Final = 1.0  # SIGTERMs within so many seconds are one: GNU timeout signals a process and then its group
+SAME_REQUEST: Final = 1.0  # SIGTERMs within this many seconds are one: GNU timeout signals a process, then its group
 TORCH_SIGNALS: Final = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 TORCH_DEFAULT: Final = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 
-_handlers_before: dict[signal.Signals, Any] = {}  # while others are in their place
+_handlers_before: dict[signal.Signals, Any] = {}  # while ours are installed
 
 
 @contextlib.contextmanager
@@ -25,7 +25,7 @@ def drain_on_signals(drain: Callable[[str], None], clock: Callable[[], float] = 
     """Have SIGTERM and SIGUSR1 call ``drain`` with their name; torch's agent would end at once.
 
     A second SIGTERM, later than ``SAME_REQUEST`` seconds after the first, raises torch's ``SignalException`` in the
-    main thread. Outside of the main thread nothing is done.
+    main thread. Outside the main thread this does nothing.
 
     Args:
         drain: begins the drain; called again for a repeated signal.
@@ -48,7 +48,7 @@ def drain_on_signals(drain: Callable[[str], None], clock: Callable[[], float] = 
     torchs = torch_signals()
     ours = {s.name for s in DRAIN_SIGNALS}
     _handlers_before.update({s: signal.signal(s, on_signal) for s in DRAIN_SIGNALS})
-    # torch installs its handlers for these each time it starts workers, and complains of none.
+    # torch installs its handlers for these each time it starts workers, and complains if there are none.
     os.environ[TORCH_SIGNALS] = ",".join(name for name in torchs.split(",") if name.strip() not in ours) or "SIGINT"
     try:
         yield
@@ -67,5 +67,5 @@ def _give_back() -> None:
         signal.signal(*_handlers_before.popitem())
 
 
-# A forked worker is no agent: SIGTERM has to end it.
+# A forked worker is not an agent: SIGTERM must end it.
 os.register_at_fork(after_in_child=_give_back)

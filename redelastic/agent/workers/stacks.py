@@ -1,4 +1,4 @@
-"""Where workers hang: their Python stacks, from themselves or from py-spy."""
+"""Where workers hang: their Python stacks, from the workers or from py-spy."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ __all__ = ["catches", "dump_stacks", "state_of", "together"]
 
 LIMIT: Final = 16 * 1024  # of the text for one worker, in bytes
 PAUSE: Final = 0.02  # between two looks at what was written, in seconds
-SETTLED: Final = 0.3  # stacks that have not grown for so long are complete, in seconds
-_ADDRESS: Final = re.compile("0x[0-9a-f]+")  # of a thread: another one in each process
+SETTLED: Final = 0.3  # stacks that have not grown for this long are complete, in seconds
+_ADDRESS: Final = re.compile("0x[0-9a-f]+")  # of a thread: different in each process
 CUT: Final = "[the rest is cut off]"
 
 STATES: Final = {
@@ -36,7 +36,7 @@ STATES: Final = {
 
 
 def catches(pid: int, signum: int) -> bool:
-    """Whether a process has a handler for a signal, so that it may be sent without ending the process."""
+    """Whether a process handles a signal, so that sending it will not end the process."""
     caught = _status(pid).get("SigCgt", "0")
     return bool(int(caught, 16) >> (signum - 1) & 1)
 
@@ -44,8 +44,8 @@ def catches(pid: int, signum: int) -> bool:
 def dump_stacks(board: Board, pids: Mapping[int, int], timeout: float) -> dict[int, str]:
     """Find out where workers hang; never raises.
 
-    A worker that has imported :mod:`redelastic` writes its stacks itself, also while it hangs in C. Of any other py-spy
-    is asked, if it is installed and may trace the worker.
+    A worker that has imported :mod:`redelastic` writes its stacks itself, even while it hangs in C. For any other,
+    py-spy is asked, if it is installed and may trace the worker.
 
     Args:
         board: of the workers.
@@ -80,11 +80,11 @@ def dump_stacks(board: Board, pids: Mapping[int, int], timeout: float) -> dict[i
 
 
 def together(stacks: Mapping[int, str], limit: int) -> str:
-    """The stacks of several workers as one text of at most ``limit`` characters; those that are alike stand there once.
+    """The stacks of several workers as one text of at most ``limit`` characters; identical stacks appear once.
 
     Args:
         stacks: by local rank.
-        limit: shared evenly; of what is too long, the end is kept, where faulthandler has the main thread.
+        limit: shared evenly; a text that is too long keeps its end, where faulthandler puts the main thread.
     """
     alike: dict[str, list[int]] = {}
     for local_rank, text in sorted(stacks.items()):
@@ -125,7 +125,7 @@ def _ask(board: Board, local_rank: int, pid: int) -> bool:
 
 
 def _answers(board: Board, asked: Mapping[int, int], deadline: float) -> dict[int, str]:
-    """The stacks of those that write any before the deadline, on the monotonic clock in seconds."""
+    """The stacks of workers that write any before the deadline, on the monotonic clock in seconds."""
     grown: dict[int, tuple[int, float]] = {}  # size, and since when
     waiting = set(asked)
     while waiting and time.monotonic() < deadline:
@@ -142,7 +142,7 @@ def _answers(board: Board, asked: Mapping[int, int], deadline: float) -> dict[in
 
 
 def _end_of(stacks: bytes, size: int) -> str:
-    """What faulthandler wrote, in which the main thread comes last."""
+    """The end of faulthandler's output, where the main thread comes last."""
     text = stacks.decode(errors="replace").strip()
     return text if size <= LIMIT else f"{CUT}\n{text.partition(chr(10))[2]}"
 
@@ -176,7 +176,7 @@ def _spy(py_spy: str | None, pid: int, deadline: float) -> tuple[str, str]:
 
 
 def _beginning_of(out: bytes) -> str:
-    """What py-spy wrote, in which the main thread comes first, without the command line: it may hold a password."""
+    """The start of py-spy's output, main thread first, without the command line, which may hold a password."""
     _, thread, threads = out.decode(errors="replace").partition("\nThread ")
     text = (thread + threads).strip()
     return text if len(text) <= LIMIT else f"{text[:LIMIT].rpartition(chr(10))[0]}\n{CUT}"
@@ -186,7 +186,7 @@ def _beginning_of(out: bytes) -> str:
 
 
 def _status(pid: int) -> dict[str, str]:
-    """What /proc says of a process; empty if it is gone."""
+    """What /proc says about a process; empty if it is gone."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
     except OSError:
@@ -195,5 +195,5 @@ def _status(pid: int) -> dict[str, str]:
 
 
 def state_of(pid: int) -> str:
-    """The kernel's letter for what a process does; empty if it is gone."""
+    """The kernel's letter for a process' state; empty if it is gone."""
     return _status(pid).get("State", "")[:1]

@@ -1,12 +1,12 @@
 """Template: a process that has imported what workers need, and the workers forked from it.
 
-``site/sitecustomize.py`` is the template's own program, and says how a fork becomes a worker. It differs from a new
-process in this alone:
+``site/sitecustomize.py`` is the template's program, and says how a fork becomes a worker. A forked worker differs from
+a new process only in this:
 
-- What the preloaded modules did when they were imported is done once: what they printed, what they read from the
-  environment, what they drew at random (but for ``random`` and NumPy's generator, which are seeded anew).
-- Forks of one template have one hash seed, unless ``PYTHONHASHSEED`` sets it.
-- The garbage collector leaves alone what was imported, so that it stays shared memory (``gc.unfreeze()`` undoes that).
+- What the preloaded modules do at import is done once: what they print, what they read from the environment, what they
+  draw at random (except for ``random`` and NumPy's generator, which are reseeded).
+- Forks of one template share a hash seed, unless ``PYTHONHASHSEED`` sets it.
+- The garbage collector ignores what was imported, so that it stays in shared memory (``gc.unfreeze()`` undoes that).
 - ``/proc/PID/environ`` shows the template's environment, without the variables of the round; ``os.environ`` is right.
 - Umask, limits, priority and cores are the agent's as of the template's start.
 - It takes longer to end by itself: an interpreter that tears down its modules writes to all their pages.
@@ -30,15 +30,15 @@ from redelastic.agent.signal_names import signal_name
 from .site.sitecustomize import ADOPTED, RUN, VARIABLE, receive, send
 
 SITE: Final = str(Path(__file__).parent / "site")
-HAND_OVER: Final = 10.0  # within which a template has to fork a worker, in seconds
+HAND_OVER: Final = 10.0  # for a template to fork a worker, in seconds
 LOOK: Final = 0.05  # how long to look for files that have changed, in seconds
-AGAIN: Final = 0.1  # after so many seconds it is asked again whether to wait on
+AGAIN: Final = 0.1  # between checks whether to keep waiting, in seconds
 END: Final = 5.0  # for a template that was killed to be gone, in seconds
-LOST: Final = 255  # exit status of a worker for which somebody else has waited
+LOST: Final = 255  # exit status of a worker that another waiter has reaped
 
 
 class TemplateError(Exception):
-    """A template is of no use, or has failed; its text says why."""
+    """A template is unusable, or has failed; the text says why."""
 
 
 class Fork:
@@ -116,11 +116,11 @@ class Template:
 
     @property
     def ready(self) -> bool:
-        """Whether it is known to have imported all."""
+        """Whether it is known to have imported everything."""
         return self._files is not None
 
     def await_ready(self, timeout: float, is_hurried: Callable[[], bool] = lambda: False) -> None:
-        """Wait until it has imported all.
+        """Wait until it has imported everything.
 
         Args:
             timeout: in seconds, from its start.
@@ -128,7 +128,7 @@ class Template:
 
         Raises:
             TemplateError: it cannot.
-            TimeoutError: it has not in time.
+            TimeoutError: it has not done so in time.
         """
         if self._files is not None:
             return
@@ -151,18 +151,18 @@ class Template:
         return bool(select.select([self._socket], [], [], min(AGAIN, max(0.0, seconds)))[0])
 
     def lives(self) -> bool:
-        """Whether the process is there."""
+        """Whether the process is alive."""
         return self._process.poll() is None
 
     def changed(self) -> str:
-        """A file that has changed since it was imported, or nothing.
+        """A file that has changed since it was imported, or an empty string.
 
-        Those that are not of the installation come first: to look at all of them could take long on a network's disk.
+        Files outside the installation come first: checking all could take long on a network disk.
         """
         files, until = self._files or {}, time.monotonic() + LOOK
         for path in sorted(files, key=lambda path: path.startswith((sys.prefix, sys.base_prefix))):
             try:
-                found = os.stat(path)  # noqa: PTH116  # quicker
+                found = os.stat(path)  # noqa: PTH116  # faster
             except OSError:
                 return path
             if (found.st_mtime_ns, found.st_size) != files[path]:
@@ -213,7 +213,7 @@ class Template:
     def close(self) -> None:
         """End the template; its workers are not touched; idempotent.
 
-        It may live on if the kernel does not let go of it, as when it reads from a disk that is out of reach.
+        It may live on if the kernel does not let go of it, for example while it reads from an unreachable disk.
         """
         self._socket.close()
         self._process.kill()

@@ -1,20 +1,20 @@
-"""The warden: once an agent is gone, however that happened, ends its workers' processes and tells Redis so.
+"""The warden: once an agent is gone, for whatever reason, ends its workers' processes and tells Redis.
 
 A process belongs to the tree of an agent's workers if any of these holds:
 
 - it is a worker, or its parent belongs;
-- it has the agent's token in its environment: that survives fork, exec, setsid and the death of every ancestor;
+- its environment has the agent's token, which survives fork, exec, setsid and the death of every ancestor;
 - it is in a session that a process of the tree opened;
 - it belonged when the agent last looked (:meth:`redelastic.agent.workers.processes.ProcessTree.look`);
-- it is an orphan that the agent adopted, which it can do where the whole process is its own.
+- it is an orphan that the agent adopted, as it can if the whole process is its own.
 
-So a process escapes only where nothing is adopted, and only by leaving its parent, session and environment between two
-looks.
+So a process escapes only if the agent adopts nothing, and only by leaving its parent, session and environment between
+two looks.
 
-Only when all of them are gone does the warden have the node leave its run, with the last words that the agent left with
-it: a node's place must never be free while its workers live (I1). If some are not gone in time, it says nothing.
+Only when all of them are gone does the warden make the node leave its run, with the last words that the agent left it:
+a node's place must never be free while its workers live (I1). If some are not gone in time, it says nothing.
 
-The agent runs this file by its path, in a process of its own, with the standard library alone: it stays small.
+The agent runs this file by path, in a process of its own, with only the standard library, to keep it small.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from collections import defaultdict
 from collections.abc import Callable, Collection
 from typing import Final, NamedTuple
 
-LIMIT: Final = 30.0  # within which killed processes have to be gone, in seconds: one with a busy GPU takes its time
+LIMIT: Final = 30.0  # for killed processes to be gone, in seconds: one with a busy GPU takes its time
 CHASE: Final = 1.0  # how long new processes are stopped before any is killed, in seconds
-PROBES: Final = 50  # looks at the newest process after each look at all of them, a few ten microseconds apart
-EMPTY_LOOKS: Final = 20  # that end a kill on a host where new processes never cease to come
+PROBES: Final = 50  # looks at the newest process after each look at all of them, some tens of microseconds apart
+EMPTY_LOOKS: Final = 20  # that end a kill on a host where new processes keep coming
 INTERVAL: Final = 0.2  # between two looks for the agent on a kernel without pidfd, in seconds
-RELOOK: Final = 1.0  # between two looks for new processes while those that got SIGTERM have their grace, in seconds
+RELOOK: Final = 1.0  # between two looks for new processes during the grace period after SIGTERM, in seconds
 DELIVERY: Final = 5.0  # for the last words, in seconds
-WORDS: Final = b"words"  # begins a line of the briefing with the last words; the others are a pid and a start
+WORDS: Final = b"words"  # starts the line of the briefing that has the last words; other lines are a pid and a start
 
 
 class Process(NamedTuple):
-    """A process as a table of all has it."""
+    """A process, as the table of all processes lists it."""
 
     pid: int
     parent: int
     group: int
     session: int
-    start: float  # on the clock of the operating system, in whatever unit: it tells two processes with one pid apart
+    start: float  # on the operating system's clock, in any unit: it tells apart two processes with the same pid
     alive: bool  # not a zombie
 
 
@@ -55,15 +55,15 @@ class Ended(NamedTuple):
 
     asked: set[int]  # that got SIGTERM
     killed: set[int]  # that got SIGKILL
-    left: set[int]  # that live in spite of it
+    left: set[int]  # that are still alive
 
 
 def read(path: str) -> bytes:
-    """A file of the kernel's; nothing if it is not there, or not for us."""
+    """Read a kernel file; empty if it is missing, or not readable."""
     try:
         with open(path, "rb", buffering=0) as file:  # noqa: PTH123  # pathlib would double the warden's memory
             return file.read()
-    except OSError:  # the process has gone, or is none of ours to read
+    except OSError:  # the process is gone, or not ours to read
         return b""
 
 
@@ -72,27 +72,27 @@ LISTS_CHILDREN = os.path.exists("/proc/thread-self/children")  # noqa: PTH110  #
 
 
 def processes() -> dict[int, Process]:
-    """All processes that this one can see, by pid."""
+    """All processes visible to this one, by pid."""
     if not HAS_PROC:
         return _processes_by_psutil()
-    newest_first = reversed(os.listdir("/proc"))  # noqa: PTH208  # they may not be there for long
+    newest_first = reversed(os.listdir("/proc"))  # noqa: PTH208  # these may be gone soon
     found = (look_up(int(name)) for name in newest_first if name.isdecimal())
     return {process.pid: process for process in found if process}
 
 
 def look_up(pid: int) -> Process | None:
-    """One process, as ``/proc`` has it; None if there is none."""
+    """One process, as ``/proc`` shows it; None if it does not exist."""
     _, _, stat = read(f"/proc/{pid}/stat").rpartition(b")")  # the name before it may hold anything
     fields = stat.split()
     if not fields:
         return None
     (parent, group, session), threads = map(int, fields[1:4]), int(fields[17])
-    alive = fields[0] not in b"ZX" or threads > 1  # its main thread alone may have ended
+    alive = fields[0] not in b"ZX" or threads > 1  # only its main thread may have ended
     return Process(pid, parent, group, session, int(fields[19]), alive)
 
 
 def children(pid: int) -> list[Process]:
-    """The children of a process; one that another one's end hides from us at this moment is there the next time."""
+    """The children of a process; one that another's exit hides just now shows up at the next look."""
     found: list[Process] = []
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208
@@ -102,7 +102,7 @@ def children(pid: int) -> list[Process]:
 
 
 def _processes_by_psutil() -> dict[int, Process]:
-    import psutil  # noqa: PLC0415  # the warden has it not, and runs where there is /proc
+    import psutil  # noqa: PLC0415  # not available to the warden, which runs only where there is /proc
 
     table = {}
     for found in psutil.process_iter(["ppid", "create_time", "status"]):
@@ -122,22 +122,22 @@ def find(
     strangers: Collection[int],
     agent_session: int,
 ) -> dict[int, Process]:
-    """The processes of the tree, zombies too.
+    """Find the processes of the tree, including zombies.
 
     Args:
         table: all processes.
         token: of the agent.
-        known: the start of each process, by pid, that is known to belong.
+        known: start of each process known to belong, by pid.
         sessions: known to belong.
-        strangers: pids that do not belong, whatever speaks for them.
-        agent_session: the session of the agent, in which not all belongs.
+        strangers: pids that do not belong, whatever the evidence.
+        agent_session: the agent's session, in which not every process belongs.
     """
     children, comrades = defaultdict(list), defaultdict(list)
     for process in table.values():
         children[process.parent].append(process)
         comrades[process.session].append(process)
     no_evidence = {agent_session, 0}  # 0: a session from outside this pid namespace
-    # A session whose leader is somebody new is another one that got its number.
+    # A session with a new leader is another one that got the same number.
     ours = {pid for pid in sessions if pid not in table or known.get(pid) == table[pid].start} - no_evidence
     needle = token.encode()
     members: dict[int, Process] = {}
@@ -158,7 +158,7 @@ def find(
 
 
 def _signal(table: dict[int, Process], members: dict[int, Process], number: signal.Signals) -> None:
-    """Signal ``members``: whole process groups where they can be, since no fork can slip through between."""
+    """Signal ``members``: whole process groups where possible, so that no fork can slip through."""
     mixed = {process.group for process in table.values() if process.pid not in members} | {0, 1}
     targets = {process.pid if process.group in mixed else -process.group for process in members.values()}
     for target in targets:
@@ -174,7 +174,7 @@ def _newest() -> str:
 def _ambush(token: str) -> bool:
     """Stop the newest process if it is one of the tree; returns whether it was.
 
-    One that forks, ends, and has its child do the same in a group of its own is gone before a table of all is read.
+    One that forks, exits, and whose child does the same in its own group, is gone before all processes are listed.
     """
     for _ in range(PROBES if HAS_PROC else 0):
         newest = _newest()
@@ -186,11 +186,11 @@ def _ambush(token: str) -> bool:
 
 
 def end(token: str, look: Callable[[], tuple[dict[int, Process], dict[int, Process]]], grace: float = 0.0) -> Ended:
-    """End the tree as ``look`` finds it in a table of all processes, until it finds nothing more.
+    """End the tree that ``look`` finds among all processes, until it finds nothing more.
 
-    Within ``grace`` seconds each process gets one SIGTERM and may end by itself. Then all are killed. What is new is
-    stopped first, and looked at again: a stopped process does not fork, and still is its children's parent. Only when
-    nothing new turns up any more, or has done so for too long, all get SIGKILL. Some may live ``LIMIT`` seconds later.
+    Within ``grace`` seconds each process gets one SIGTERM and may exit by itself. Then all are killed. New ones are
+    first stopped, and looked at again: a stopped process does not fork, and is still its children's parent. All get
+    SIGKILL only when nothing new turns up, or has done so for too long. Some may still live after ``LIMIT`` seconds.
     """
     kill_at = time.monotonic() + grace
     asked: set[tuple[int, float]] = set()
@@ -202,12 +202,12 @@ def end(token: str, look: Callable[[], tuple[dict[int, Process], dict[int, Proce
         left = {(process.pid, process.start) for process in members.values() if process.alive}
         seconds = time.monotonic() - kill_at
         empty_looks = 0 if left else empty_looks + 1
-        # Where nothing was started meanwhile, none can have slipped past the look.
+        # If nothing was started meanwhile, nothing can have slipped past the look.
         ended = not left and (newest == _newest() or empty_looks == EMPTY_LOOKS)
         if ended or seconds > LIMIT:
             return Ended(*({pid for pid, _ in found} for found in (asked, met, left)))
         if seconds < 0 and not left:
-            # Nobody is there to be asked, yet something new keeps coming: it may be ours, and too quick for a look.
+            # Nothing is left to ask, yet new processes keep coming: they may be ours, and too quick for a look.
             kill_at = time.monotonic()
             continue
         if seconds < 0:
@@ -229,7 +229,7 @@ def _terminate(processes: set[tuple[int, float]]) -> None:
 
 
 def _wait(processes: set[tuple[int, float]], until: float) -> None:
-    """Wait until these have ended, or until then on the monotonic clock; costs nothing for other processes."""
+    """Wait until these have ended, or until ``until`` on the monotonic clock; other processes cost nothing."""
     pause = 0.002
     while time.monotonic() < until:
         time.sleep(pause)
@@ -240,10 +240,10 @@ def _wait(processes: set[tuple[int, float]], until: float) -> None:
 
 
 def watch(token: str, agent: int, agent_session: int) -> None:
-    """The warden's life: it is briefed on its standard input, and acts when the agent is gone.
+    """The warden's life: it takes briefings on its standard input, and acts when the agent is gone.
 
-    That is so when this process gets another parent. The end of the input alone says nothing: an agent may close it,
-    and a forked worker may keep it open.
+    The agent is gone when this process has another parent. End of input alone means nothing: an agent may close it, and
+    a forked worker may keep it open.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -251,11 +251,11 @@ def watch(token: str, agent: int, agent_session: int) -> None:
     known: dict[int, float] = {}
     words = b""
     heard, sources = b"", [0, *_pidfd(agent)]
-    interval = None if sources[1:] and os.getppid() == agent else INTERVAL  # else that is somebody with its number
+    interval = None if sources[1:] and os.getppid() == agent else INTERVAL  # else it is another process with its pid
     gone = False
     while not gone:
         ready = select.select(sources, [], [], interval)[0]
-        gone = os.getppid() != agent or ready not in ([], [0])  # asked before the rest of the briefing is read
+        gone = os.getppid() != agent or ready not in ([], [0])  # checked before the rest of the briefing is read
         with contextlib.suppress(BlockingIOError):
             while 0 in sources:
                 said = os.read(0, 65536)
@@ -280,7 +280,7 @@ def watch(token: str, agent: int, agent_session: int) -> None:
 
 
 def _pidfd(pid: int) -> list[int]:
-    """What tells of the end of a process; nothing where the kernel has no pidfd (Linux before 5.3)."""
+    """A descriptor that signals the end of a process; none if the kernel has no pidfd (Linux before 5.3)."""
     try:
         return [os.pidfd_open(pid)]
     except (AttributeError, OSError):
@@ -288,7 +288,7 @@ def _pidfd(pid: int) -> list[int]:
 
 
 def _deliver(words: bytes) -> None:
-    # Whatever it hangs on, a name server for one, it ends.
+    # If it hangs, on a name server for example, it gets killed.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, DELIVERY)
     sys.path.append(os.path.dirname(__file__))  # noqa: PTH120

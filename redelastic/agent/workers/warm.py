@@ -1,4 +1,4 @@
-"""WarmStart: workers that are forks of a template, wherever that works; wherever not, they start as always."""
+"""WarmStart: forks workers from a template where that works; elsewhere they start as usual."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from .warden import HAS_PROC
 
 log = logging.getLogger(__name__)
 
-PATIENCE: Final = 30.0  # for a template that is being made, in seconds: without it each worker imports the same
-# What differs between workers or rounds, and is read when a process group is made or a GPU is touched. Any other
-# variable may have been read by an import: when one changes, another template is made.
+PATIENCE: Final = 30.0  # for a template in the making, in seconds: without it each worker imports the same modules
+# What differs between workers or rounds, and is read when a process group is made or a GPU is used. Any other variable
+# may have been read by an import: when one changes, a new template is made.
 VARYING: Final = re.compile(
     r"(GROUP_|LOCAL_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCH_NCCL_ASYNC_ERROR_HANDLING"
     rf"|(TORCHELASTIC|REDELASTIC)_.*|\w+_VISIBLE_DEVICES|{'|'.join(INTERFACE_VARIABLES)}"
 )
-OPTIONS: Final = re.compile("-[bBOPqsuv]+")  # of Python, which a template can have as well
+OPTIONS: Final = re.compile("-[bBOPqsuv]+")  # of Python, which a template can have too
 
 
 def refuse(spec: WorkerSpec, *, owns_process: bool) -> None:
-    """Refuse a template for workers that cannot be forks of one.
+    """Refuse a template for workers that cannot be forked from one.
 
     Raises:
-        ValueError: it says why.
+        ValueError: they cannot; the text says why.
     """
     options: list[str] = []
     for option in () if callable(spec.entrypoint) else spec.args:
@@ -62,9 +62,9 @@ class WarmStart:
     Args:
         spec: of the workers.
         modules: what to import in the template.
-        environment: what workers have beside this process' own.
-        spared: to be told the pid of the template, which is none of the workers.
-        is_hurried: whether this node is to leave, so that no template is worth waiting for.
+        environment: what workers have in addition to this process' own.
+        spared: gets the pid of the template, which is not a worker.
+        is_hurried: whether this node is about to leave, so that no template is worth waiting for.
     """
 
     def __init__(
@@ -81,8 +81,8 @@ class WarmStart:
         self._is_hurried = is_hurried
         self._lock = threading.Lock()
         self._template: Template | None = None
-        self._hopeless = False  # another template would fail as the last one did
-        self._cold = False  # this group of workers starts without
+        self._hopeless = False  # another template would fail like the last one
+        self._cold = False  # this group of workers starts without a template
         self._may_replace = True  # once for each group: what kills one template may kill the next
 
     def prepare(self) -> None:
@@ -92,12 +92,12 @@ class WarmStart:
 
     def await_template(self) -> None:
         """Wait for the template that is being made, for as long as workers would."""
-        with self._lock, contextlib.suppress(TimeoutError):  # of which is told if workers start without
+        with self._lock, contextlib.suppress(TimeoutError):  # logged if workers start without it
             if self._template is not None:
                 self._settle(self._template, PATIENCE)
 
     def tend(self) -> None:
-        """Replace a template that was killed; to be called now and then, from any thread."""
+        """Replace a template that was killed; call it now and then, from any thread."""
         if not self._lock.acquire(blocking=False):
             return  # workers are being started
         try:
@@ -122,7 +122,7 @@ class WarmStart:
 
     @contextlib.contextmanager
     def starting(self) -> Iterator[None]:
-        """Meanwhile torch starts a group of workers."""
+        """Within the block, torch starts a group of workers."""
         with self._lock, starting_workers_with(self._start):
             self._cold, self._may_replace = False, True
             if self._template and (path := self._template.changed()):
@@ -133,7 +133,7 @@ class WarmStart:
     def _start(
         self, command: Sequence[str], environment: Mapping[str, str], stdout: IO[Any] | None, stderr: IO[Any] | None
     ) -> Fork | None:
-        """Start one worker; None: torch has to."""
+        """Start one worker; None: torch must."""
         template = self._fitting(environment)
         if template is None:
             return None
@@ -145,7 +145,7 @@ class WarmStart:
             return None
 
     def _fitting(self, environment: Mapping[str, str]) -> Template | None:
-        """A template that can fork workers with such an environment."""
+        """A template that can fork workers with this environment."""
         template = self._template
         if template and template.ready and not template.lives():
             self._lose(template)
@@ -172,7 +172,7 @@ class WarmStart:
             self._spared.add(self._template.pid)
 
     def _settle(self, template: Template, patience: float) -> bool:
-        """Whether a template can fork, once it has imported all; it has ``patience`` seconds from its start."""
+        """Whether a template can fork, once it has imported everything; it has ``patience`` seconds from its start."""
         try:
             template.await_ready(patience, self._is_hurried)
         except TemplateError as e:
@@ -180,7 +180,7 @@ class WarmStart:
         return template.ready
 
     def _lose(self, template: Template) -> None:
-        """One that was ready has gone."""
+        """Drop one that was ready and is gone."""
         self._drop()
         log.warning("The worker template %s; creating a new one.", template.obituary())
 
@@ -196,11 +196,11 @@ class WarmStart:
     def _drop(self) -> None:
         if self._template is not None:
             self._template.close()
-            if not self._template.lives():  # else it is no worker even so
+            if not self._template.lives():  # else it still is not a worker
                 self._spared.discard(self._template.pid)
             self._template = None
 
 
 def _fixed(environment: Mapping[str, str]) -> dict[str, str]:
-    """What a worker has to have in common with its template."""
+    """What a worker must have in common with its template."""
     return {name: value for name, value in environment.items() if not VARYING.fullmatch(name)}

@@ -1,1 +1,1 @@
-"""The folder that a template of workers has on its path, and in it the template's program."""
+"""The folder that a worker template has on its path, with the template's program in it."""

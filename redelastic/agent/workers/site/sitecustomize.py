@@ -1,13 +1,13 @@
 """The template's program: import modules once, then fork a worker for each request.
 
-The agent starts the template with a worker's very command line, and with this folder on ``PYTHONPATH``. So Python runs
-this file while it starts, before the script. It returns in the forked workers alone: in each of them Python goes on,
-and runs the script as it always does. The template itself never gets there.
+The agent starts the template with a worker's exact command line, and with this folder on ``PYTHONPATH``. So Python runs
+this file at startup, before the script. It returns only in the forked workers: in each of them Python goes on to run
+the script as usual. The template itself never gets there.
 
-A worker has to be a child of the agent. So the template forks a process that forks the worker and ends, and the agent
+A worker must be a child of the agent. So the template forks a process that forks the worker and ends, and the agent
 adopts the orphan.
 
-Standard library only: whatever is imported here, every worker has imported.
+Standard library only: anything imported here is imported in every worker.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ADOPTED, RUN = b"\1", b"\2"
 
 
 class Request(NamedTuple):
-    """What the agent wants a worker to be."""
+    """What the agent wants of a worker."""
 
     arguments: list[str]  # the command line, as long as the template's own
     environment: dict[str, str]
@@ -51,7 +51,7 @@ def receive(connection: socket.socket) -> tuple[Any, list[int]]:
     """Receive a message.
 
     Raises:
-        EOFError: nobody is there any more.
+        EOFError: the other side is gone.
     """
     head, files, _, _ = socket.recv_fds(connection, 8, 8)
     content = b""
@@ -74,7 +74,7 @@ def _read(connection: socket.socket, length: int) -> bytes:
 
 
 def preload(modules: list[str]) -> str:
-    """Import modules; returns why workers cannot be forked afterwards, or nothing."""
+    """Import modules; returns why workers cannot be forked afterwards, or an empty string."""
     folders = _first_on_path()
     sys.path[:0] = folders
     try:
@@ -99,14 +99,14 @@ def _first_on_path() -> list[str]:
 
 
 def unfit() -> str:
-    """Why this process must not be forked any more, or nothing."""
+    """Why this process must no longer be forked, or an empty string."""
     if threads() > 1:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of threads at a fork
+            warnings.simplefilter("ignore")  # about threads at a fork
             if (child := os.fork()) == 0:
                 os._exit(0)
         os.waitpid(child, 0)
-        if (left := threads() - 1) > 0:  # those of OpenBLAS do not: its fork handler has ended them
+        if (left := threads() - 1) > 0:  # OpenBLAS's do not count: its fork handler has ended them
             return f"starts {left} thread{'s' * (left > 1)}, which a fork would lose,"
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -121,7 +121,7 @@ def unfit() -> str:
 
 
 def threads() -> int:
-    """How many this process has."""
+    """How many threads this process has."""
     return len(os.listdir("/proc/self/task"))  # noqa: PTH208
 
 
@@ -135,7 +135,7 @@ def files() -> dict[str, tuple[int, int]]:
     found = {}
     for module in list(sys.modules.values()):
         path = getattr(module, "__dict__", {}).get("__file__")
-        if isinstance(path, str) and os.path.isabs(path):  # noqa: PTH117  # some modules are in no file, and make one up
+        if isinstance(path, str) and os.path.isabs(path):  # noqa: PTH117  # some modules have no file, and make one up
             try:
                 told = os.stat(path)  # noqa: PTH116
             except OSError:
@@ -148,7 +148,7 @@ def files() -> dict[str, tuple[int, int]]:
 
 
 def serve(agent: socket.socket) -> tuple[Request, list[int], socket.socket]:
-    """Fork a worker for each request, and return in it alone: with the request, its files and its own connection."""
+    """Fork a worker for each request, and return only there: with the request, its files and its own connection."""
     while True:
         message, received = receive(agent)
         connection, *streams = received
@@ -166,7 +166,7 @@ def serve(agent: socket.socket) -> tuple[Request, list[int], socket.socket]:
 
 
 def become(request: Request, streams: list[int], agent: socket.socket) -> None:
-    """Make this fork what a new process would be, and wait for the agent's word."""
+    """Make this fork look like a new process, and wait for the agent's go-ahead."""
     agent.sendall(os.getpid().to_bytes(8, "big"))
     for number, file in zip(request.streams, streams, strict=True):
         os.dup2(file, number)
@@ -180,7 +180,7 @@ def become(request: Request, streams: list[int], agent: socket.socket) -> None:
     sys.argv[1:] = request.arguments[len(request.arguments) - own :]
     sys.orig_argv[:] = request.arguments
     entitle(b"".join(os.fsencode(word) + b"\0" for word in request.arguments))
-    # What is random at import is random in each process; `random` itself has a fork handler.
+    # Random state set at import must differ between processes; `random` itself has a fork handler.
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
     if "multiprocessing.process" in sys.modules:
@@ -201,7 +201,7 @@ def entitle(title: bytes) -> None:
             with open("/proc/self/mem", "r+b", buffering=0) as memory:  # noqa: PTH123
                 memory.seek(begin)
                 memory.write(title.ljust(end - begin, b"\0"))
-        except OSError:  # a kernel may forbid it: the name is all that is lost
+        except OSError:  # a kernel may forbid it: only the name is lost
             pass
 
 
@@ -211,7 +211,7 @@ def be_template() -> None:
     agent = socket.socket(fileno=int(file))
     agent.set_inheritable(False)
     command = Path("/proc/self/cmdline").read_bytes()
-    entitle(TITLE + b"\0" * (len(command) - len(TITLE) - 1) + b"-")  # no NUL at the end: it is a title, says the kernel
+    entitle(TITLE + b"\0" * (len(command) - len(TITLE) - 1) + b"-")  # no NUL at the end marks a title for the kernel
     problem = preload(modules.split(","))
     send(agent, (problem, {} if problem else files()))
     if problem:
@@ -219,13 +219,13 @@ def be_template() -> None:
     for stream in filter(None, (sys.stdout, sys.stderr)):
         stream.flush()
     gc.collect()
-    gc.freeze()  # a collection in a worker would copy every page that it looks at
+    gc.freeze()  # a collection in a worker would copy every page it looks at
     request, streams, own = serve(agent)
     become(request, streams, own)
 
 
 def customize() -> None:
-    """Be what `sitecustomize` is without us: the next one on the path, or none."""
+    """Run the `sitecustomize` that this one shadows: the next one on the path, if any."""
     here = str(Path(__file__).parent)
     sys.path.remove(here)
     sys.path_importer_cache.pop(here, None)
@@ -242,7 +242,7 @@ if VARIABLE in os.environ:
     try:
         try:
             customize()
-        except Exception as e:  # noqa: BLE001  # mostly that there is none
+        except Exception as e:  # noqa: BLE001  # usually because there is none
             raised = e
         be_template()
     except (EOFError, ConnectionError):
@@ -252,4 +252,4 @@ if VARIABLE in os.environ:
         sys.stderr.flush()
         os._exit(1)
     if raised is not None:
-        raise raised  # Python tells what is wrong with a `sitecustomize`, and goes on
+        raise raised  # Python reports what is wrong with a `sitecustomize`, and goes on
