@@ -1,1 +1,1 @@
-"""The host: its GPUs, what its processes use, whether it is fit, and what a supervisor asks it."""
+"""The host: its GPUs, its resource usage, its fitness, and its answers to a supervisor."""

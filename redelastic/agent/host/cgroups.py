@@ -1,4 +1,4 @@
-"""The memory cgroups of this process, version 1 or 2: what room they leave, and whom the kernel killed in them."""
+"""The memory cgroups of this process, version 1 or 2: the room they leave, and the processes killed in them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ROOT: Final = Path("/")  # of the file system
 
 
 def memory_room(root: Path = ROOT) -> Iterator[tuple[int, str]]:
-    """Bytes left to each limited cgroup that this process is in, from its own up to the mount, and which one it is."""
+    """Bytes left in each limited cgroup of this process, from its own up to the mount, and which one it is."""
     for folder, version in _memory_cgroups(root):
         files = (
             ("memory.max", "memory.current", "inactive_file")
@@ -22,9 +22,9 @@ def memory_room(root: Path = ROOT) -> Iterator[tuple[int, str]]:
 
 
 def oom_kills(root: Path = ROOT) -> int:
-    """How many processes the kernel has killed for want of memory in this process' cgroup so far.
+    """How many processes the kernel has killed for lack of memory in this process' cgroup so far.
 
-    Where no cgroup counts that, it is the whole host's number, and 0 where the kernel does not say.
+    If no cgroup counts that, it is the whole host's number, or 0 if the kernel does not say.
     """
     counted = [
         folder / ("memory.events" if version == 2 else "memory.oom_control")
@@ -41,7 +41,7 @@ def oom_kills(root: Path = ROOT) -> int:
 def _memory_cgroups(root: Path) -> Iterator[tuple[Path, int]]:
     """The folder of each cgroup that this process is in, its own first, and the version of its interface.
 
-    In a container its own path may be the host's, which is not there; what counts is then found at the mount.
+    In a container, its path may be the host's, which does not exist there; the right files are then at the mount.
     """
     mount = root / "sys/fs/cgroup"
     for line in _lines(root / "proc/self/cgroup"):
@@ -68,7 +68,7 @@ def _room_of(folder: Path, limit: str, usage: str, reclaimable: str) -> int | No
 
 
 def _lines(path: Path) -> list[str]:
-    """Those of a file of the kernel's; none if it is not there, or not for us."""
+    """Lines of a kernel file; none if it is missing, or not readable."""
     try:
         return path.read_text().splitlines()
     except OSError:

@@ -2,7 +2,7 @@
 
 A check is a callable ``(node: Node) -> str | None``: None or an empty string says that the node is fit, any other
 string why it is not. Checks are found by name, as entry points of the group ``redelastic.health_checks``; ours
-(``gpu``, ``disk``, ``memory``) are registered there like anybody's. A shell command of the user can be the last one.
+(``gpu``, ``disk``, ``memory``) are registered there like any other. A user's shell command can be the last one.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ GROUP: Final = "redelastic.health_checks"
 MEMORY_PER_WORKER: Final = 256 << 20  # about what a worker needs to get as far as `import torch`, in bytes
 DISK_SPACE: Final = 100 << 20  # room for logs and a few temporary files, in bytes
 FREE_FILES: Final = 100  # inodes
-GRACE: Final = 2 * KILL_PATIENCE  # beyond its time, for a check that has to end a process of its own, in seconds
-REASON_LENGTH: Final = 300  # of a reason, in characters
+GRACE: Final = 2 * KILL_PATIENCE  # beyond its time, for a check that must end a process of its own, in seconds
+REASON_LENGTH: Final = 300  # limit for a reason, in characters
 PROBE: Final = (sys.executable, "-m", "redelastic.agent.host.gpu_probe")
 
 
 @dataclass(frozen=True)
 class Node:
-    """What a check is told of the node.
+    """What a check knows about the node.
 
     Attributes:
         log_dir: where the workers' logs go.
@@ -57,29 +57,29 @@ Check = Callable[[Node], "str | None"]
 
 
 def known_checks() -> dict[str, EntryPoint]:
-    """Every check that is installed, by name."""
+    """All installed checks, by name."""
     found: dict[str, EntryPoint] = {}
     for entry in entry_points(group=GROUP):
-        found.setdefault(entry.name, entry)  # as for modules, the first on sys.path is the one
+        found.setdefault(entry.name, entry)  # as with modules, the first on sys.path wins
     return found
 
 
 def run_checks(names: Iterable[str], command: str | None, node: Node) -> str | None:
-    """Run the named checks one after the other, then ``command``; the first that refuses has the say.
+    """Run the named checks one by one, then ``command``; the first refusal decides.
 
-    An exception refuses as well, and so does silence: a check that has not answered within ``node.timeout`` is left
-    alone in its daemon thread.
+    An exception counts as a refusal, and so does silence: a check that has not answered within ``node.timeout`` is left
+    behind in its daemon thread.
 
     Args:
         names: of installed checks.
         command: for ``/bin/sh -c``; an exit status other than 0 refuses, with the last line of its output.
-        node: what the checks are told.
+        node: what the checks get.
 
     Returns:
         Why this node is not fit to join, beginning with the check's name; None if it is fit.
 
     Raises:
-        ValueError: there is no check of a name.
+        ValueError: there is no check of that name.
     """
     known = known_checks()
     names = list(names)
@@ -106,7 +106,7 @@ def _answer(load: Callable[[], Check], node: Node) -> str:
             answer: object = load()(node)
             unclear = answer is not None and not isinstance(answer, str)
             answers.put(f"returned {answer!r}, which is neither a string nor None" if unclear else str(answer or ""))
-        except BaseException as e:  # noqa: BLE001 - sys.exit() refuses too, and must not go unheard
+        except BaseException as e:  # noqa: BLE001 - sys.exit() refuses too, and must not be missed
             answers.put(f"{type(e).__name__}: {e}")
 
     threading.Thread(target=ask, name="redelastic-health-check", daemon=True).start()
@@ -116,15 +116,15 @@ def _answer(load: Callable[[], Check], node: Node) -> str:
         return f"did not finish within {node.timeout:g} s"
 
 
-# -- what we check
+# -- our checks
 
 
 def gpu(node: Node) -> str | None:
-    """Whether every visible GPU answers a small matmul, and answers it right.
+    """Whether every visible GPU computes a small matmul correctly.
 
-    A process of its own asks them: a CUDA context in the agent would hold GPU memory for as long as it lives, and a GPU
-    that hangs would take the agent with it. ``CUDA_VISIBLE_DEVICES`` says which GPUs have to be there; without it at
-    least one has to answer where a driver is installed. No GPU, and none expected, is fit.
+    A separate process asks them: a CUDA context in the agent would hold GPU memory for as long as it lives, and a GPU
+    that hangs would take the agent with it. ``CUDA_VISIBLE_DEVICES`` says which GPUs must be there; without it, at
+    least one must answer if a driver is installed. A node with no GPU, and none expected, is fit.
     """
     visible = os.environ.get(VISIBLE)
     if visible is None:
@@ -140,12 +140,13 @@ def gpu(node: Node) -> str | None:
 def disk(node: Node) -> str | None:
     """Whether a file can be written where logs and temporary files go, and enough space and inodes are left.
 
-    Enough is ``REDELASTIC_MIN_DISK`` bytes (such as ``4G``; default: 100 MiB). The log directory is made if need be.
+    Enough means ``REDELASTIC_MIN_DISK`` bytes (such as ``4G``; default: 100 MiB). The log directory is created if
+    missing.
     """
     needed = _bytes_from_environment("REDELASTIC_MIN_DISK", DISK_SPACE)
-    with contextlib.suppress(OSError):  # that it cannot be written is found below
+    with contextlib.suppress(OSError):  # that it cannot be written to is found below
         node.log_dir.mkdir(parents=True, exist_ok=True)
-    # Python quietly passes over a bad TMPDIR, but the workers' libraries may not.
+    # Python silently ignores a bad TMPDIR, but the workers' libraries may not.
     for role, folder in (("log", node.log_dir), ("temporary", Path(os.environ.get("TMPDIR") or tempfile.gettempdir()))):
         if reason := _room_in(folder, needed):
             return f"the {role} directory {folder} {reason}"
@@ -156,13 +157,13 @@ def _room_in(folder: Path, needed: int) -> str:
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".redelastic-", buffering=0) as file:
             file.write(bytes(4096))
-            os.fsync(file.fileno())  # a network file system, or a quota, says no only here
+            os.fsync(file.fileno())  # a network file system, or a quota, fails only here
         room = os.statvfs(folder)
     except OSError as e:
         return f"cannot be written: {e.strerror or e}"
     if (free := room.f_bavail * room.f_frsize) < needed:
         return f"has {_mib(free)} left, less than {_mib(needed)}: free some space, or set REDELASTIC_MIN_DISK"
-    if room.f_files > 0 and room.f_favail < FREE_FILES:  # some file systems do not count inodes, and say 0
+    if room.f_files > 0 and room.f_favail < FREE_FILES:  # some file systems do not count inodes, and report 0
         return f"has {room.f_favail} inodes left, fewer than {FREE_FILES}: remove some files"
     return ""
 
@@ -170,8 +171,8 @@ def _room_in(folder: Path, needed: int) -> str:
 def memory(node: Node) -> str | None:
     """Whether enough memory is available, to the machine and to this process's cgroup (v1 or v2).
 
-    Enough is ``REDELASTIC_MIN_MEMORY`` bytes for the whole node (such as ``4G``); without it 256 MiB for each worker:
-    with less, one hardly gets as far as its first step. What the kernel can take back (the page cache) is available.
+    Enough means ``REDELASTIC_MIN_MEMORY`` bytes for the whole node (such as ``4G``); by default 256 MiB per worker:
+    with less, one hardly reaches its first step. What the kernel can reclaim (the page cache) counts as available.
     """
     needed = _bytes_from_environment("REDELASTIC_MIN_MEMORY", MEMORY_PER_WORKER * max(1, node.local_world_size))
     available, whose = min([(psutil.virtual_memory().available, "the machine"), *memory_room()])
@@ -202,7 +203,7 @@ def _one_line(text: str) -> str:
     return line if len(line) <= REASON_LENGTH else line[: REASON_LENGTH - 1] + "…"
 
 
-# -- processes that answer for a check
+# -- processes that run a check
 
 
 def _command(command: str, node: Node) -> str | None:

@@ -1,7 +1,7 @@
 """The GPUs of this host, as the driver shows them.
 
-Also a program, ``python -m redelastic.agent.host.devices``: a driver that hangs takes along whoever asks it, often
-beyond the reach of SIGKILL. So the agent has a process ask, for a limited time.
+Also a program, ``python -m redelastic.agent.host.devices``: a driver that hangs also hangs any process that queries it,
+often beyond the reach of SIGKILL. So the agent has another process query it, for a limited time.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from .limited import run_within
 
 log = logging.getLogger(__name__)
 
-DEVICE_NODES: Final = ("nvidia[0-9]*", "kfd", "dxg")  # in /dev: where a GPU's driver is to be reached
+DEVICE_NODES: Final = ("nvidia[0-9]*", "kfd", "dxg")  # in /dev: where a GPU driver can be reached
 PROGRAM: Final = (sys.executable, "-m", "redelastic.agent.host.devices")
-LIMIT: Final = 60.0  # for the driver to show its GPUs, in seconds: without persistence mode it starts them, one by one
+LIMIT: Final = 60.0  # for the driver to list its GPUs, in seconds: without persistence mode it starts them one by one
 
 
 class DriverError(OSError):
-    """The driver of this host's GPUs does not answer, or fails."""
+    """This host's GPU driver does not answer, or fails."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class Device:
 
     Attributes:
         index: in NVML's order.
-        uuid, model: None where the GPU does not answer.
+        uuid, model: None if the GPU does not answer.
         instances: its MIG devices.
-        fault: why it cannot be used; empty where it can.
+        fault: why it cannot be used; empty if it can.
     """
 
     index: int
@@ -59,10 +59,10 @@ class Inventory:
     """The GPUs that this process may use.
 
     Attributes:
-        devices: None where NVML cannot tell.
-        counted: how many torch sees, where NVML cannot tell.
-        fault: why NVML cannot tell, where a driver is there and fails.
-        driver: NVIDIA's version of it; empty where NVML cannot tell.
+        devices: None if NVML cannot tell.
+        counted: how many torch sees, if NVML cannot tell.
+        fault: why NVML cannot tell, if there is a driver and it fails.
+        driver: version of NVIDIA's driver; empty if NVML cannot tell.
     """
 
     devices: tuple[Device, ...] | None = None
@@ -72,12 +72,12 @@ class Inventory:
 
 
 def has_driver() -> bool:
-    """Whether the driver of a GPU is there to be asked."""
+    """Whether there is a GPU driver to ask."""
     return any(next(Path("/dev").glob(pattern), None) for pattern in DEVICE_NODES)
 
 
 def take_inventory(limit: float = LIMIT) -> Inventory:
-    """Have a process ask the driver for its GPUs, for ``limit`` seconds at most.
+    """Have a process ask the driver for its GPUs, for at most ``limit`` seconds.
 
     Raises:
         DriverError: it did not answer in time, or the process failed.
@@ -103,7 +103,7 @@ def _decoded(told: list[dict[str, Any]] | None) -> tuple[Device, ...] | None:
 
 
 def list_devices() -> Inventory:
-    """The GPUs, asked for in this process: it may take as long as the driver likes."""
+    """The GPUs, queried in this process: it may take as long as the driver likes."""
     nvml, fault = open_nvml(), ""
     if nvml is not None:
         try:
@@ -115,17 +115,17 @@ def list_devices() -> Inventory:
             fault = f"NVML cannot list the GPUs of this host: {e}"
     import torch  # noqa: PLC0415 - it takes a second or two, and is only needed where NVML cannot tell
 
-    return Inventory(None, torch.cuda.device_count(), fault)  # which makes no CUDA context
+    return Inventory(None, torch.cuda.device_count(), fault)  # this makes no CUDA context
 
 
 def open_nvml() -> Any | None:
-    """The module ``pynvml``, initialised; None where it is not installed or there is no driver, both of them normal."""
+    """The module ``pynvml``, initialised; None if it is not installed or there is no driver, both of them normal."""
     try:
         nvml = importlib.import_module("pynvml")
     except ImportError:
         return None
     try:
-        nvml.nvmlInit()  # counted by NVML, and ended with the process
+        nvml.nvmlInit()  # NVML counts these, and the process' exit ends them
     except nvml.NVMLError as e:
         log.debug("NVML cannot be used: %s", e)
         return None
@@ -133,12 +133,12 @@ def open_nvml() -> Any | None:
 
 
 def handle_of(nvml: Any, index: int | None, uuid: str | None) -> Any:
-    """NVML's handle of a GPU, or of a MIG device of it.
+    """NVML's handle for a GPU, or for one of its MIG devices.
 
-    Not by the UUID alone: NVML then asks all GPUs, and fails if it comes upon one that has fallen off the bus.
+    Not by UUID alone: NVML would ask all GPUs, and fail at one that has fallen off the bus.
 
     Raises:
-        NVMLError: it is not there any more, or does not answer.
+        NVMLError: it is gone, or does not answer.
     """
     whole = nvml.nvmlDeviceGetHandleByIndex(index)
     if uuid is None or nvml.nvmlDeviceGetUUID(whole) == uuid:
@@ -165,7 +165,7 @@ def _device(nvml: Any, index: int) -> Device | None:
         instances = tuple(_instances(nvml, handle, uuid)) if in_mig_mode else ()
     except nvml.NVMLError as e:
         if e.value == nvml.NVML_ERROR_NO_PERMISSION:
-            return None  # a scheduler's cgroup keeps it from this job, and CUDA does not count it either
+            return None  # a scheduler's cgroup hides it from this job, and CUDA does not count it either
         return Device(index, fault=str(e))
     fault = "it is in MIG mode but has no MIG device (create one with nvidia-smi mig -cgi … -C)"
     return Device(index, uuid, model, instances, fault if in_mig_mode and not instances else "")
@@ -182,4 +182,4 @@ def _instances(nvml: Any, handle: Any, uuid: str) -> Iterator[Instance]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(asdict(list_devices())))  # noqa: T201 - whoever started this reads it
+    print(json.dumps(asdict(list_devices())))  # noqa: T201 - the parent reads it

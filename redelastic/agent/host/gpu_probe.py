@@ -1,8 +1,9 @@
 """A program of its own: asks every visible device for a small matmul. Exit status 0: all are well.
 
 ``python -m redelastic.agent.host.gpu_probe KIND EXPECTED``: KIND is ``cuda`` (or a stand-in for it, such as ``cpu``),
-EXPECTED how many devices have to be there (0: at least one GPU, if torch is built for GPUs). What it says of a device
-begins with ``device INDEX:``; the last such line is of the device that failed, or that it waited for when it was ended.
+EXPECTED how many devices must be there (0: at least one GPU, if torch is built for GPUs). What it says about a device
+starts with ``device INDEX:``; the last such line is about the device that failed, or that it was waiting for when
+killed.
 """
 
 from __future__ import annotations
@@ -12,16 +13,16 @@ import sys
 
 
 def ask_devices(kind: str, expected: int) -> None:
-    """Ask them, one after the other.
+    """Ask the devices, one by one.
 
     Raises:
-        SystemExit: a device is not there, raises an error or computes wrong.
+        SystemExit: a device is missing, raises an error or computes wrongly.
     """
-    import torch  # noqa: PLC0415 - whatever becomes of this import, the parent has a probe that it can end
+    import torch  # noqa: PLC0415 - if this import hangs, the parent can kill the probe
 
     count = torch.cuda.device_count() if kind == "cuda" else torch.cpu.device_count()
     needed = expected or int(kind == "cuda" and torch.backends.cuda.is_built())
-    # Small whole numbers: their products are exact, in whatever precision the device computes.
+    # Small whole numbers: their products are exact, in any precision that the device uses.
     left, right = (torch.arange(256 * 256, dtype=torch.float32).reshape(256, 256) % n for n in (7, 5))
     right_answer = left @ right
     for index in range(max(count, needed)):

@@ -7,7 +7,7 @@ Two conventions, both torch's:
 - Isolation (``--virtual-local-rank``): a worker sees one GPU only, named in its ``CUDA_VISIBLE_DEVICES``; its
   ``LOCAL_RANK`` is 0, so ``cuda:{LOCAL_RANK}`` is right again.
 
-Two cases need isolation, whatever the user chose. A CUDA process can use one MIG device at most, so workers that see
+Two cases need isolation, whatever the user chose. A CUDA process can use at most one MIG device, so workers that see
 several would all take the first one. And when workers share GPUs, ``LOCAL_RANK`` exceeds the number of GPUs, so
 ``cuda:{LOCAL_RANK}`` does not exist. (NCCL refuses two ranks on one GPU: workers that share GPUs need gloo.)
 
@@ -15,12 +15,12 @@ several would all take the first one. And when workers share GPUs, ``LOCAL_RANK`
 names no GPU. It is checked against NVML; without ``pynvml`` (an extra: the package nvidia-ml-py) torch's count of GPUs
 is all that is known, and names are passed on unchecked.
 
-Without isolation there may be more workers than GPUs, as under torchrun: it may be a job that uses none.
+Without isolation there may be more workers than GPUs, as under torchrun: the job may use no GPUs.
 
-The order of indices: NVML's is the PCI bus', CUDA's default (``CUDA_DEVICE_ORDER=FASTEST_FIRST``) begins with the
-fastest. They are taken to agree on a host with GPUs of one model, and with ``CUDA_DEVICE_ORDER=PCI_BUS_ID``. Elsewhere
-it is not guessed which GPU an index means: its name goes to the worker as it is, which is right under either order, and
-what NVML calls it is left unknown.
+The order of indices: NVML follows the PCI bus; CUDA's default (``CUDA_DEVICE_ORDER=FASTEST_FIRST``) starts with the
+fastest. They are assumed to agree on a host with GPUs of one model, and with ``CUDA_DEVICE_ORDER=PCI_BUS_ID``.
+Elsewhere we do not guess which GPU an index means: the worker gets the name unchanged, which is right under either
+order, and NVML's name for it stays unknown.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class Gpu:
 
     Attributes:
         id: its name in ``CUDA_VISIBLE_DEVICES``: an index, or a UUID.
-        index: of the GPU (a MIG device's: of the GPU that it is a part of) in NVML's order; None where not known.
-        uuid: as NVML and ``nvidia-smi -L`` give it; None where not known.
-        model: such as ``NVIDIA H200``; None where not known.
+        index: of the GPU (for a MIG device: of the GPU that it is part of) in NVML's order; None if unknown.
+        uuid: as NVML and ``nvidia-smi -L`` show it; None if unknown.
+        model: such as ``NVIDIA H200``; None if unknown.
         mig: whether it is a MIG device.
     """
 
@@ -65,10 +65,10 @@ class Assignment:
     """The GPUs of a node's workers.
 
     Attributes:
-        gpus: the GPU of each worker, by local rank; empty where the job has none, or fewer than workers and does not
+        gpus: the GPU of each worker, by local rank; empty if the job has none, or has fewer than workers and does not
             share them.
-        visible: the GPUs to watch, each known to NVML: those that the job may use. All of the host's where it is not
-            known which those are; empty where NVML cannot tell.
+        visible: the GPUs to watch, each known to NVML: those that the job may use. All of the host's if it is unknown
+            which those are; empty if NVML cannot tell.
         isolate: whether each worker must see its own GPU only (``WorkerSpec.virtual_local_rank``).
     """
 
@@ -81,10 +81,10 @@ class Assignment:
 
         Args:
             local_rank: of the worker.
-            env: its environment, as torch's agent isolates the worker of local rank 0. (That of another one takes the
+            env: its environment, as torch's agent isolates the worker of local rank 0. (Another worker's has the
                 ``local_rank``-th name in the agent's ``CUDA_VISIBLE_DEVICES``, or the local rank itself: wrong for MIG
-                devices, wrong for shared GPUs.) Each variable that names visible devices there is set, since torch
-                knows which of them this platform heeds.
+                devices, wrong for shared GPUs.) This sets each variable in it that names visible devices, since torch
+                knows which of them this platform honours.
         """
         for name in {VISIBLE, *(name for name in env if name.endswith("_VISIBLE_DEVICES"))}:
             env[name] = self.gpus[local_rank].id
@@ -102,19 +102,19 @@ def assign(
 
     Args:
         local_world_size: number of workers on this node.
-        share: whether several workers may get the same GPU, dealt round robin, where there are fewer GPUs than workers.
-        isolate: whether each worker is to see its own GPU only.
+        share: whether workers may share GPUs, assigned round-robin, if there are fewer GPUs than workers.
+        isolate: whether each worker sees its own GPU only.
         environ: the agent's environment.
-        ask: tells which GPUs this host has.
+        ask: lists the GPUs of this host.
 
     Returns:
-        No GPU for anybody where the job has none: on a host without, or with an empty ``CUDA_VISIBLE_DEVICES``; or
-        where there are fewer GPUs than workers, and they are neither to be shared nor isolated.
+        No GPU for any worker if the job has none: on a host without GPUs, or with an empty ``CUDA_VISIBLE_DEVICES``; or
+        if there are fewer GPUs than workers, and they are neither shared nor isolated.
 
     Raises:
-        DriverError: the GPUs' driver does not answer within a minute, or fails.
-        ValueError: there are fewer GPUs than workers, each worker is to see its own, and ``share`` is False; or
-            ``CUDA_VISIBLE_DEVICES`` names a GPU twice, one that cannot be used, or first of all one that does not
+        DriverError: the GPU driver does not answer within a minute, or fails.
+        ValueError: there are fewer GPUs than workers, each worker must see its own, and ``share`` is False; or
+            ``CUDA_VISIBLE_DEVICES`` names a GPU twice, names one that cannot be used, or starts with one that does not
             exist; or none of the host's can be used.
     """
     named = visible_names(environ[VISIBLE]) if VISIBLE in environ else None
@@ -162,7 +162,7 @@ def assign(
 
 
 def why_hidden(driver: Path = Path("/proc/driver/nvidia/gpus")) -> str:
-    """Why a node says nothing of its GPUs although the host has some; empty where that is not so."""
+    """Why a node does not report its GPUs although the host has some; empty if it does, or has none."""
     if importlib.util.find_spec("pynvml") is not None or not driver.is_dir() or not any(driver.iterdir()):
         return ""
     return "redelastic[gpu] is not installed"
@@ -172,7 +172,7 @@ def why_hidden(driver: Path = Path("/proc/driver/nvidia/gpus")) -> str:
 
 
 def _known(device: Device) -> list[Gpu]:
-    """A device under the names by which NVML finds it."""
+    """A device, under the names that NVML knows."""
     if device.instances:
         return [Gpu(i.uuid, device.index, i.uuid, device.model, mig=True) for i in device.instances]
     return [Gpu(device.uuid or str(device.index), device.index, device.uuid, device.model)]
@@ -182,10 +182,10 @@ def _known(device: Device) -> list[Gpu]:
 
 
 def visible_names(value: str) -> list[str]:
-    """The names in ``CUDA_VISIBLE_DEVICES`` up to where CUDA stops: at -1, at no name, at a name of another kind.
+    """The names in ``CUDA_VISIBLE_DEVICES`` up to where CUDA stops: at -1, a non-name, or a name of another kind.
 
     Raises:
-        ValueError: a name stands there twice.
+        ValueError: a name occurs twice.
     """
     names: list[str] = []
     for part in value.split(","):
@@ -209,17 +209,17 @@ def _kind(name: str) -> str:
 
 
 def _all(devices: Sequence[Device], *, same_order: bool) -> list[Gpu]:
-    """The GPUs of a host where ``CUDA_VISIBLE_DEVICES`` is not set."""
-    if any(d.instances or d.fault for d in devices):  # CUDA's indices are not those of NVML then
+    """The GPUs of a host if ``CUDA_VISIBLE_DEVICES`` is not set."""
+    if any(d.instances or d.fault for d in devices):  # then CUDA's indices are not NVML's
         return [gpu for d in devices if not d.fault for gpu in _known(d)]
     return [gpu for i in range(len(devices)) for gpu in _find(str(i), devices, same_order=same_order)]
 
 
 def _named(names: Sequence[str], devices: Sequence[Device], *, same_order: bool) -> list[Gpu]:
-    """The GPUs that names mean, up to the first name that means none.
+    """The GPUs that ``names`` refer to, up to the first name that refers to none.
 
     Raises:
-        ValueError: that is the first of all, or one cannot be used.
+        ValueError: that is the very first name, or a GPU cannot be used.
     """
     found: list[Gpu] = []
     for name in names:
@@ -234,10 +234,10 @@ def _named(names: Sequence[str], devices: Sequence[Device], *, same_order: bool)
 
 
 def _find(name: str, devices: Sequence[Device], *, same_order: bool) -> list[Gpu]:
-    """The GPU that a name means, or all MIG devices of that GPU.
+    """The GPU that a name refers to, or all MIG devices of that GPU.
 
     Raises:
-        LookupError: there is none, or the name is short for several.
+        LookupError: there is none, or the name is ambiguous.
         ValueError: it cannot be used.
     """
     what = f"{VISIBLE} names {name}, but"
@@ -277,7 +277,7 @@ def _refuse_twice(pool: Sequence[Gpu], value: str) -> None:
 
 
 def _counted(count: int, named: Sequence[str] | None) -> list[Gpu]:
-    """The GPUs where NVML cannot tell."""
+    """The GPUs, if NVML cannot tell."""
     if named is None:
         return [Gpu(str(i)) for i in range(count)]
     mig = named[0].startswith("MIG-")  # of MIG devices, CUDA counts the first one only

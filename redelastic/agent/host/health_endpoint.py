@@ -1,7 +1,7 @@
-"""What a supervisor asks this node over HTTP: ``/livez``, ``/readyz`` and ``/metrics``.
+"""What a supervisor can ask this node over HTTP: ``/livez``, ``/readyz`` and ``/metrics``.
 
-Whoever asks, however slowly, must not disturb the agent: each client has a daemon thread and little time, and there are
-not many at once. Nothing is registered with Prometheus's global registry, which belongs to the user.
+No client, however slow, may disturb the agent: each gets a daemon thread and little time, and not many are served at
+once. Nothing is registered with Prometheus's global registry, which belongs to the user.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 PATIENCE: Final = 10.0  # for a client to ask and to read its answer, in seconds
 CLIENTS: Final = 64  # at once; others are hung up on
-POLL_INTERVAL: Final = 0.2  # how soon the server sees that it is to stop, in seconds
+POLL_INTERVAL: Final = 0.2  # how soon the server notices that it must stop, in seconds
 STATES: Final = ("waiting", "running", "draining", "barred", "refused")
 PLAIN_TEXT: Final = "text/plain; charset=utf-8"
 
@@ -35,22 +35,22 @@ class NodeView(Protocol):
     """What the endpoint asks of the agent, from threads of its own."""
 
     def stalled(self) -> str:
-        """Why the agent's loop is taken for dead; empty while it lives."""
+        """Why the agent's loop counts as dead; empty while it is alive."""
 
     def unready(self) -> str:
         """Why no workers run in a round; empty while they do."""
 
     def status(self) -> Mapping[str, Any]:
-        """The node's status, as its heartbeat carries it to Redis; anything may be missing."""
+        """The node's status, as its heartbeat reports it to Redis; any field may be missing."""
 
 
 class HealthEndpoint:
     """Serves a node's health and metrics until it is stopped.
 
     Args:
-        node: whom to ask.
-        host: address or name to listen on, IPv6 too; loopback unless told otherwise.
-        port: to listen on; 0: any free one.
+        node: answers the questions.
+        host: address or name to listen on, IPv6 included; default: loopback.
+        port: port to listen on; 0: any free one.
 
     Raises:
         ValueError: there is no such port.
@@ -64,11 +64,11 @@ class HealthEndpoint:
 
     @property
     def port(self) -> int:
-        """The port that it listens on; before it has started, the one it was told."""
+        """The port that it listens on; before it has started, the one it was given."""
         return self._port
 
     def start(self) -> None:
-        """Begin to listen and to serve.
+        """Start listening and serving.
 
         Raises:
             OSError: it cannot listen there.
@@ -89,7 +89,7 @@ class HealthEndpoint:
         ).start()
 
     def stop(self) -> None:
-        """Stop listening and hang up on whoever is connected; it may be stopped twice, or before it has started."""
+        """Stop listening and hang up on all clients; it may be stopped twice, or before it has started."""
         server, self._server = self._server, None
         if server is not None:
             server.shutdown()
@@ -117,14 +117,13 @@ class _Server(ThreadingHTTPServer):
         self.node = node
         self.registry = CollectorRegistry()
         self.registry.register(_StatusCollector(node))
-        self._lock = (
-            threading.Lock()
-        )  # guards what follows; a connection is closed under it, so none is taken for another
+        # Guards what follows; connections are closed under it, so that none is mistaken for another.
+        self._lock = threading.Lock()
         self._hang_up_at: dict[Any, float] = {}  # by connection, on the monotonic clock
         super().__init__(address, _Handler)
 
     def server_bind(self) -> None:
-        """Bind, without asking a name server for our own name as ``HTTPServer`` does: that can take minutes."""
+        """Bind, without resolving our own name as ``HTTPServer`` does: that can take minutes."""
         socketserver.TCPServer.server_bind(self)
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
@@ -143,11 +142,11 @@ class _Server(ThreadingHTTPServer):
             super().shutdown_request(request)
 
     def service_actions(self) -> None:
-        """Hang up on clients that are too slow; called at every turn of the server's loop."""
+        """Hang up on clients that are too slow; called in each turn of the server's loop."""
         self.hang_up(overdue_at=time.monotonic())
 
     def hang_up(self, overdue_at: float = float("inf")) -> None:
-        """End the connections whose time is over at ``overdue_at``; their threads then find them closed."""
+        """Close the connections whose time is up at ``overdue_at``; their threads then find them closed."""
         with self._lock:
             for request, hang_up_at in self._hang_up_at.items():
                 if hang_up_at <= overdue_at:
@@ -155,7 +154,7 @@ class _Server(ThreadingHTTPServer):
                         request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing in the job's log of a client that hung up."""
+        """Keep clients that hang up out of the job's log."""
         del request
         log.debug("The client %s of the health endpoint was lost", client_address, exc_info=True)  # noqa: LOG014 - called in a handler
 
@@ -170,7 +169,7 @@ class _Handler(BaseHTTPRequestHandler):
         """Answer, in one line or with the metrics."""
         try:
             status, kind, body = self._answer(self.path.partition("?")[0])
-        except Exception as e:  # noqa: BLE001 - whatever the agent raises, the client is told
+        except Exception as e:  # noqa: BLE001 - the client gets to see any exception of the agent's
             status, kind = HTTPStatus.INTERNAL_SERVER_ERROR, PLAIN_TEXT
             body = f"{self.path} failed: {type(e).__name__}: {e}".encode()
         if kind == PLAIN_TEXT:
@@ -198,7 +197,7 @@ class _Handler(BaseHTTPRequestHandler):
         return status, PLAIN_TEXT, (trouble or "ok").encode()
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - its name in http.server
-        """Say nothing in the job's log of each request."""
+        """Keep requests out of the job's log."""
 
 
 # -- the metrics
@@ -246,7 +245,7 @@ XIDS: Final = _Metric("n", "gpu_xids", "Xid errors by number, including the appl
 
 
 class _StatusCollector(Collector):
-    """Turns the status into metrics when somebody asks; what is not known has no sample."""
+    """Turns the status into metrics on request; what is unknown has no sample."""
 
     def __init__(self, node: NodeView) -> None:
         self._node = node
@@ -282,7 +281,7 @@ def _values(whose: Mapping[str, Any], labels: Iterable[str], item: Mapping[str, 
 def _info(
     name: str, text: str, whose: Mapping[str, Any], labels: tuple[str, ...], items: Iterable[Mapping[str, Any]]
 ) -> GaugeMetricFamily:
-    """A metric that is 1 for each item: what it says is in its labels."""
+    """A metric that is 1 for each item: the information is in its labels."""
     family = GaugeMetricFamily(f"redelastic_{name}", text, labels=[*whose, *labels])
     for item in items:
         family.add_metric(_values(whose, labels, item), 1.0)

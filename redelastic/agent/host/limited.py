@@ -1,4 +1,4 @@
-"""Processes that have to answer within a time limit; nothing of them is left when it is over."""
+"""Processes that must answer within a time limit, and are gone after it."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ KILL_PATIENCE: Final = 2.0  # how long a killed process may take to be gone, in 
 OUTPUT_KEPT: Final = 65536  # of a process, in bytes
 
 _running: set[subprocess.Popen[bytes]] = set()
-_starting = threading.Lock()  # whatever has been started is in `_running` while nobody holds it
+_starting = threading.Lock()  # while this is not held, everything that was started is in `_running`
 
 
 class Ended(NamedTuple):
     """What became of a process.
 
     Attributes:
-        status: its exit status; below 0 if a signal ended it, None if it was out of time.
+        status: its exit status; below 0 if a signal ended it, None if it ran out of time.
         how: the same in words, to follow "the process".
-        lines: the last ones that it printed, without empty ones.
+        lines: the last lines that it printed, without empty ones.
     """
 
     status: int | None
@@ -35,7 +35,7 @@ class Ended(NamedTuple):
 
 
 def run_within(timeout: float, argv: tuple[str, ...], environment: Mapping[str, str] | None = None) -> Ended:
-    """Run a process for ``timeout`` seconds at most; whatever is left of its process group is killed.
+    """Run a process for at most ``timeout`` seconds; then kill what is left of its process group.
 
     Args:
         timeout: in seconds.
@@ -67,7 +67,7 @@ def run_within(timeout: float, argv: tuple[str, ...], environment: Mapping[str, 
         _running.discard(process)
     except subprocess.TimeoutExpired:
         how += f", and not even SIGKILL ends process {process.pid}, which hangs in the kernel"
-    reader.join(KILL_PATIENCE / 2)  # a daemon with a session of its own may hold the pipe for ever
+    reader.join(KILL_PATIENCE / 2)  # a daemon in its own session may hold the pipe forever
     return Ended(status, how, [line for line in bytes(tail).decode(errors="replace").splitlines() if line.strip()])
 
 
@@ -86,7 +86,7 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
 
 @atexit.register
 def _kill_what_runs() -> None:
-    """An agent that is told to end while one runs leaves nothing of it behind."""
-    _starting.acquire()  # for good: threads that are left start nothing more
+    """An agent that must end while one runs leaves nothing of it behind."""
+    _starting.acquire()  # for good: remaining threads start nothing more
     for process in list(_running):
         _kill_group(process)

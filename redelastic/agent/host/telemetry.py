@@ -1,4 +1,4 @@
-"""What the processes and GPUs of a node use, for its heartbeat: cheap, small, and never in the training's way."""
+"""What the processes and GPUs of a node use, for its heartbeat: cheap, small, and never in the way of training."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from .devices import handle_of, open_nvml
 from .gpus import Gpu
 
 STATUS_LIMIT: Final = 8192  # of a node's status, in bytes
-LONG_TEXT: Final = 64  # what is left of a text that is too long for the limit, in characters
-XIDS_AT_ONCE: Final = 100  # that one sample takes from a GPU: one that keeps failing must not hold the sample up
+LONG_TEXT: Final = 64  # to which a text that exceeds the limit is cut, in characters
+XIDS_AT_ONCE: Final = 100  # the most that one sample reads from a GPU: one that keeps failing must not delay it
 
-Times = dict[tuple[int, float], tuple[float, float]]  # process -> CPU seconds of its own, of the children it has reaped
+Times = dict[tuple[int, float], tuple[float, float]]  # process -> its own CPU seconds, those of its reaped children
 
 
 class Telemetry:
     """Samples what a node uses.
 
-    For one thread, and one that nothing waits for: NVML has been seen to hang for seconds, and ``sample`` with it. No
-    lock is held meanwhile.
+    Use it from one thread, for which nothing waits: NVML has been seen to hang for seconds, and ``sample`` hangs with
+    it. It holds no lock meanwhile.
 
     Args:
         gpus: to watch: ``Assignment.visible``.
@@ -40,7 +40,7 @@ class Telemetry:
         self._sampled_at: float | None = None
         self._workers: dict[int, Times] = {}
         self._gpus = gpus
-        self._watched: list[_WatchedGpu] | None = None  # None until the first sample, as NVML may take its time
+        self._watched: list[_WatchedGpu] | None = None  # None until the first sample, as NVML may be slow
 
     def sample(self, trees: Mapping[int, Sequence[psutil.Process]]) -> dict[str, Any]:
         """What is used now.
@@ -49,22 +49,22 @@ class Telemetry:
             trees: local rank -> the worker's process and all its descendants.
 
         Returns:
-            A dict for JSON. A key whose value cannot be known is absent: ``cpu`` in the first sample, for instance.
+            A dict for JSON. A key whose value is unknown is absent: ``cpu`` in the first sample, for example.
 
             - ``cpu``: of all workers since the last sample, in percent of one core;
             - ``memory``: of all workers, in bytes; see below;
             - ``memory_available``, ``memory_total``: of the host (not of a container's limit), in bytes;
             - ``workers``: local rank as a string -> ``{"cpu", "memory"}`` of that worker and its descendants;
-            - ``gpus``, where there are any to watch: each ``{"index", "uuid", "name", "memory_used", "memory_total"
+            - ``gpus``, if there are any to watch: each ``{"index", "uuid", "name", "memory_used", "memory_total"
               (bytes), "utilization" (percent), "temperature" (°C), "ecc" (uncorrected errors since the driver was
               loaded), "xid" (critical errors of GPU or driver since the first sample; with MIG, of the whole GPU),
-              "xids" (Xid number as a string -> how many, an application's too)}``, or ``{"index", "lost": true}`` for
-              one that is gone from the bus.
+              "xids" (Xid number as a string -> how many, including an application's)}``, or ``{"index", "lost": true}``
+              for one that has fallen off the bus.
 
-        The memory of a tree is what its processes have resident for themselves (RSS without files and shared memory),
-        summed, and once what the one with the most shares with others. A plain sum of RSS would count torch's libraries
-        once for each DataLoader worker. What forked processes still share unwritten is counted for each: only PSS could
-        tell, but asking for it walks the page tables of a process under a lock that the process itself needs.
+        The memory of a tree is the sum of what each process has resident for itself (RSS without files and shared
+        memory), plus, once, the largest amount that any of them shares. A plain sum of RSS would count torch's
+        libraries once per DataLoader worker. Memory that forked processes still share unwritten is counted for each:
+        only PSS could tell, but reading it walks a process' page tables under a lock that the process itself needs.
         """
         now, last = self._clock(), self._sampled_at
         elapsed = now - last if last is not None else 0.0
@@ -136,14 +136,13 @@ def _read(tree: Sequence[psutil.Process]) -> tuple[Times, int]:
 
 
 def _used(now: Times, last: Times) -> float:
-    """CPU seconds that a tree used between two readings, with processes that nobody saw because they lived in between.
+    """CPU seconds that a tree used between two readings, including processes that lived only in between.
 
-    A process that is reaped hands all its time to its parent, also what was counted before: that is taken off again. A
-    process that was reaped outside the tree hands it to nobody here, so what is taken off never exceeds what was handed
-    over.
+    A reaped process hands all its time to its parent, including what was already counted: that is subtracted. A process
+    reaped outside the tree hands over nothing here, so what is subtracted never exceeds what was handed over.
     """
     if not now.keys() & last.keys():
-        last = {}  # a new worker: what it used, it used since
+        last = {}  # a new worker: all it has used, it used since
     own = sum(max(0.0, o - last.get(process, (0.0, 0.0))[0]) for process, (o, _) in now.items())
     handed_over = sum(max(0.0, c - last.get(process, (0.0, 0.0))[1]) for process, (_, c) in now.items())
     counted = sum(o + c for process, (o, c) in last.items() if process not in now)
@@ -159,9 +158,9 @@ def _watch(gpus: Sequence[Gpu]) -> list[_WatchedGpu]:
 
 
 class _WatchedGpu:
-    """One GPU or MIG device; an error of NVML costs the one field that it concerns, as many models lack some.
+    """One GPU or MIG device; an error of NVML costs the one field that it concerns, since many models lack some.
 
-    Its handle is kept: to look one up can fail because of another GPU.
+    Its handle is kept: a lookup can fail because of another GPU.
     """
 
     def __init__(self, nvml: Any, gpu: Gpu) -> None:
@@ -184,7 +183,7 @@ class _WatchedGpu:
             pass  # this release of pynvml has no such function
 
     def _register(self) -> Any:
-        """A set of its own for the Xid events: which GPU one concerns could not be asked once that GPU is lost."""
+        """An event set of its own for Xids: once a GPU is lost, NVML cannot say which GPU an event concerns."""
         nvml = self._nvml
         whole = nvml.nvmlDeviceGetHandleByIndex(self._gpu.index)  # a MIG device has no events
         events = nvml.nvmlEventSetCreate()
@@ -197,7 +196,7 @@ class _WatchedGpu:
 
     def sample(self) -> dict[str, Any]:
         nvml, gpu = self._nvml, self._gpu
-        if self._lost:  # one that comes back is another one to NVML
+        if self._lost:  # one that comes back is a new one to NVML
             self._handle = None
         self._lost = False
         found: dict[str, Any] = {"index": gpu.index}
@@ -218,7 +217,7 @@ class _WatchedGpu:
         if self._events is not None:
             with self._errors():
                 for _ in range(XIDS_AT_ONCE):
-                    event = nvml.nvmlEventSetWait(self._events, 0)  # an error, timeout, where there is none
+                    event = nvml.nvmlEventSetWait(self._events, 0)  # raises an error, timeout, if there is none
                     self._xids[int(event.eventData)] += 1
             found["xid"] = sum(n for xid, n in self._xids.items() if xid not in APPLICATION_XIDS)
             if self._xids:
@@ -232,10 +231,10 @@ class _WatchedGpu:
 def bounded(status: Mapping[str, Any], limit: int = STATUS_LIMIT) -> str:
     """A node's status as compact JSON of at most ``limit`` bytes; never an error.
 
-    Where it is too long, ``"cut": true`` says so, and this is left out, one after the other until it fits: the names,
+    If it is too long, ``"cut": true`` says so, and these are left out, one after another, until it fits: the names,
     UUIDs and Xid numbers of ``gpus``; of each of ``workers`` its ``log``, then ``cpu`` and ``memory``; ``gpus``;
-    ``workers``. Only if the node's own fields alone are too long are these cut, the longest first: a text to its
-    beginning, anything else altogether.
+    ``workers``. If the node's own fields alone are too long, they are cut too, the longest first: a text to its
+    beginning, anything else entirely.
     """
     kept = dict(status)
     cuts: tuple[Callable[[dict[str, Any]], None], ...] = (
@@ -262,7 +261,7 @@ def bounded(status: Mapping[str, Any], limit: int = STATUS_LIMIT) -> str:
 
 
 def _strip(status: dict[str, Any], name: str, keys: tuple[str, ...]) -> None:
-    """Leave ``keys`` out of each dict in a list, or among a dict's values; the caller's own are not touched."""
+    """Leave ``keys`` out of each dict in a list, or among a dict's values; the caller's dicts are not changed."""
 
     def stripped(item: Any) -> Any:
         return {k: v for k, v in item.items() if k not in keys} if isinstance(item, Mapping) else item
@@ -275,5 +274,5 @@ def _strip(status: dict[str, Any], name: str, keys: tuple[str, ...]) -> None:
 
 
 def _dump(value: Any) -> str:
-    """ASCII only, so that its length is that in bytes."""
+    """ASCII only, so that its length is its size in bytes."""
     return json.dumps(value, separators=(",", ":"), skipkeys=True, default=str)
