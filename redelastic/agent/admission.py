@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 def log_folder(logs_specs: LogsSpecs) -> Path:
-    """Where the workers' logs go, as far as that is known before they are started."""
+    """Where the workers' logs go, as far as is known before the workers start."""
     known = str(logs_specs.root_log_dir)
     return Path(tempfile.gettempdir() if known in {os.devnull, "None"} else known)
 

@@ -34,7 +34,7 @@ class Courier:
         self._errands.put(errand)
 
     def close(self, timeout: float) -> None:
-        """Run what is left, for ``timeout`` seconds at most."""
+        """Run what is left, for at most ``timeout`` seconds."""
         self._errands.put(None)
         if self._thread is not None:
             self._thread.join(timeout)

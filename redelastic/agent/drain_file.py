@@ -15,7 +15,7 @@ class DrainFile:
     """Watches for one file.
 
     Args:
-        path: of the file; it may hold the Unix time by which this node has to be gone.
+        path: of the file; it may hold the Unix time by which this node must be gone.
         timeout: how long workers may take to save, in seconds.
         drain: called with a reason and a time-out in seconds each time a look finds the file.
     """

@@ -113,7 +113,7 @@ class NodeMonitor:
 
     @property
     def worker_usage(self) -> Mapping[str, Any]:
-        """What each worker used when it was last looked at, by local rank as a string."""
+        """What each worker used at the last sample, by local rank as a string."""
         usage: Mapping[str, Any] = self._usage.get("workers", {})
         return usage
 
@@ -154,6 +154,6 @@ class NodeMonitor:
         return {**status, "workers": [{**one, **each.get(str(one["local_rank"]), {})} for one in told]}
 
     def _own_state(self) -> dict[str, str]:
-        """What the node's status says instead of running or waiting."""
+        """The state that the node's status shows instead of running or waiting."""
         draining = self.drains is not None and self.drains.own
         return {"state": "barred"} if self._admission.barred else {"state": "draining"} if draining else {}

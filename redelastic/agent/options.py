@@ -20,7 +20,7 @@ class AgentOptions:
         drain_timeout: how long the workers of the job may take to save before this node leaves.
         drain_file: this node drains as soon as this file exists; it may contain a Unix time as the deadline.
         hang_timeout: how long a worker that has reported progress may go without reporting more before all workers are
-            restarted. Every rank has to call :func:`redelastic.progress`; a worker that never has is not restarted.
+            restarted. Every rank must call :func:`redelastic.progress`; a worker that never has is not restarted.
         hang_start_timeout: the same from a worker's start to its first report; None: 30 minutes, or ``hang_timeout`` if
             that is longer. After that, a worker that reported in an earlier round of this agent counts as hanging; for
             one that never has, the agent logs a warning with its stacks.

@@ -21,6 +21,6 @@ class TrainingTime:
         self._training += passed if trains else 0.0
 
     def told(self) -> dict[str, Any]:
-        """For the health endpoint; in seconds, and their ratio where there is one."""
+        """Both times in seconds, and their ratio if there is one, for the health endpoint."""
         told = {"training_time": self._training, "node_time": self._whole}
         return told | ({"ettr": self._training / self._whole} if self._whole else {})

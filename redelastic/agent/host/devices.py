@@ -149,7 +149,7 @@ def handle_of(nvml: Any, index: int | None, uuid: str | None) -> Any:
             if nvml.nvmlDeviceGetUUID(mig) == uuid:
                 return mig
         except nvml.NVMLError:  # noqa: PERF203
-            continue  # places may be empty, or another job's
+            continue  # slots may be empty, or another job's
     raise nvml.NVMLError(nvml.NVML_ERROR_NOT_FOUND)
 
 
@@ -178,7 +178,7 @@ def _instances(nvml: Any, handle: Any, uuid: str) -> Iterator[Instance]:
             ids = f"{nvml.nvmlDeviceGetGpuInstanceId(mig)}/{nvml.nvmlDeviceGetComputeInstanceId(mig)}"
             yield Instance(nvml.nvmlDeviceGetUUID(mig), f"MIG-{uuid}/{ids}")
         except nvml.NVMLError:  # noqa: PERF203
-            continue  # places may be empty, or another job's
+            continue  # slots may be empty, or another job's
 
 
 if __name__ == "__main__":

@@ -229,7 +229,7 @@ class _WatchedGpu:
 
 
 def bounded(status: Mapping[str, Any], limit: int = STATUS_LIMIT) -> str:
-    """A node's status as compact JSON of at most ``limit`` bytes; never an error.
+    """A node's status as compact JSON of at most ``limit`` bytes; never raises.
 
     If it is too long, ``"cut": true`` says so, and these are left out, one after another, until it fits: the names,
     UUIDs and Xid numbers of ``gpus``; of each of ``workers`` its ``log``, then ``cpu`` and ``memory``; ``gpus``;

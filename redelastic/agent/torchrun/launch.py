@@ -57,7 +57,7 @@ def launch(
 
     Raises:
         ValueError: an option is wrong.
-        RendezvousConnectionError: no Redis answers, or it refuses us.
+        RendezvousConnectionError: Redis does not answer, or refuses us.
     """
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.signals_to_handle
     handler = handler_from_parameters(

@@ -132,7 +132,7 @@ class Workers:
 
         Args:
             result: of the group.
-            usage: what each worker used when it was last looked at, by local rank.
+            usage: what each worker used at the last sample, by local rank.
         """
         if not result.failures:
             return f"worker group is {result.state.name}"

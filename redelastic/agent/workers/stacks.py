@@ -50,7 +50,7 @@ def dump_stacks(board: Board, pids: Mapping[int, int], timeout: float) -> dict[i
     Args:
         board: of the workers.
         pids: process of each worker, by local rank.
-        timeout: in seconds; this takes no longer.
+        timeout: the longest this may take, in seconds.
 
     Returns:
         For each local rank its stacks, or one line that says why there are none, at most about 16 KiB.
