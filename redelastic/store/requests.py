@@ -81,7 +81,7 @@ class Requests(dist.Store):
         """Set them by an HSET between two scripts; see ``lua/store_before.lua``."""
         args: list[str | bytes | int] = [*self._fixed_args, sender, request, *keys]
         commands = [
-            scripts.STORE_BEFORE.packed(self._fixed_keys, args, whole=True),  # the server must know it
+            scripts.STORE_BEFORE.packed(self._fixed_keys, args, whole=True),  # its digest may be unknown there
             packed_uncopied([b"HSET", self._keys.data.encode(), *pairs], _UNCOPIED),
             scripts.STORE_AFTER.packed([*self._fixed_keys, *streams], args, whole=True),
         ]
