@@ -44,8 +44,8 @@ class Round:
         rank: of this node.
         size: number of nodes.
         host, port: where rank 0 would serve the round's bootstrap store.
-        completed_at: when it was completed, in ms of the server's clock; tells it from a round with the same epoch that
-            was completed after a fail-over.
+        completed_at: when it was completed, in ms on the server's clock; distinguishes it from a round with the same
+            epoch that was completed after a fail-over.
         lost: how many nodes of the previous round did not come back.
         again: whether this node was in a round before.
     """
