@@ -1,4 +1,4 @@
--- beat: renews a node's lease, and tells it how its run stands.
+-- beat: renews a node's lease, and reports where the node and its run stand.
 --
 -- KEYS 1-11 of run.lua, 12 data, 13 waits, 14 once: the store of the node's round
 -- ARGV 1-18 of restore.lua
@@ -7,7 +7,7 @@
 --        'timeout (ms) reason' if it was asked to drain or '', the roll call that it has to answer or 0}
 -- I6 I7 I8 I9
 restore()
-if not run.epoch then -- the server has forgotten the run, and this node knows of no round: no verdict on it
+if not run.epoch then -- the server has forgotten the run, and this node knows of no round: no verdict on the node
   return { 'unknown', 0, '', 0, run.closed or '', -1, run.stop and 1 or 0, '', 0 }
 end
 reap(ARGV[17] == '1')

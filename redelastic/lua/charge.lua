@@ -1,20 +1,20 @@
 -- charge: counts a failure of workers against the budget of the whole job, once a round, and against the host where a
--- worker failed first. A round that loses a member charges nobody from then on: the failures of its peers' workers are
--- not their own (run.lua takes back what was counted before). Sent again, it counts nothing twice (I8); for an older
--- round, or by a node that is gone, nothing (I4).
+-- worker failed first. Once a round loses a member, it charges nobody: the failures of its peers' workers are not
+-- their own (run.lua takes back what was counted before). Sent again, it counts nothing twice (I8); for an older
+-- round, or from a node that is gone, it counts nothing (I4).
 --
 -- KEYS 1-11 of run.lua
 -- ARGV 1 node, 2 name of its host, 3 epoch, 4 ago: how long ago its worker failed (ms), 5 step: the last one that its
 --      workers reported or -1, 6 reason, 7 budget: restarts that the job may make or -1, 8 patience: restarts in a row
 --      that may bring no progress or -1, 9 limit: of failed rounds in a row for one host or -1,
---      10 final: 1 when a loss would be known by now, so that the run is stopped if nothing is left; else 0
+--      10 final: 1 if a loss would be known by now, so that a used-up limit stops the run; else 0
 -- Reply {restarts of the job, rounds in a row in which this host failed first, why the run has to be stopped or ''}
 local node, name, epoch, reason = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[6]
 local failed_at = now - ARGV[4]
-local step = math.min(tonumber(ARGV[5]), 2 ^ 53 - 2) -- a number in Lua is exact below 2^53 only; run.lua takes no other
+local step = math.min(tonumber(ARGV[5]), 2 ^ 53 - 2) -- a Lua number is exact only below 2^53; run.lua rejects others
 local budget, patience, limit, final = tonumber(ARGV[7]), tonumber(ARGV[8]), tonumber(ARGV[9]), ARGV[10] == '1'
 
--- A row ends when a round ends for another reason, or by another host's failure. Who is barred stays that.
+-- A row ends when a round ends for another reason, or by another host's failure. A barred host stays barred.
 local function end_rows()
   local counts = redis.call('HGETALL', FAILURES)
   for i = 1, #counts, 2 do
@@ -46,7 +46,7 @@ if epoch == run.epoch and not run.closed and redis.call('ZSCORE', LEASES, node) 
       set('idle', (run.restarts or 0) > 0 and (run.idle or 0) + 1 or 0)
       set('restarts', (run.restarts or 0) + 1)
       blame()
-    elseif failed_at < run.failed_at then -- it failed first, though it says so later
+    elseif failed_at < run.failed_at then -- it failed first, though it reports later
       unblame()
       blame()
     end
@@ -55,7 +55,7 @@ if epoch == run.epoch and not run.closed and redis.call('ZSCORE', LEASES, node) 
       set('idle', 0)
     end
   end
-  if run.charged == epoch then -- also when who was charged is lost by now
+  if run.charged == epoch then -- even if the charged node is lost by now
     if patience >= 0 and run.idle >= math.max(1, patience) then
       local place = run.progress and string.format('still at step %.0f', run.progress - 1) or 'no step was reported'
       verdict = string.format('no progress in %d restarts, %s: %s %s', run.idle, place, node, reason)

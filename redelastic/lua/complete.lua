@@ -8,9 +8,9 @@ local function lose(node, reason)
   end
 end
 
--- Members and candidates whose lease has run out are out. When no node at all was heard for longer than a heartbeat
--- interval allows, or the clock went back, it was the server that was away: nobody is judged, every lease starts anew.
--- `steady` says that the node which looks has not lost Redis lately. Returns whether the server was away.
+-- Removes members and candidates whose lease has run out. If no node at all was heard for longer than a heartbeat
+-- interval allows, or the clock went back, it was the server that was away: no node is judged, every lease starts anew.
+-- `steady` says that the calling node has not lost Redis lately. Returns whether the server was away.
 local function reap(steady)
   local silence = run.beat_at and now - run.beat_at or 0
   local was_away = run.interval and (silence > 1.5 * run.interval or silence < 0)
@@ -48,7 +48,7 @@ local function reap(steady)
     break_round(missing .. ' of its nodes did not come back after the server forgot it', 'lost')
   end
   if run.deadline and redis.call('ZCARD', CANDIDATES) < run.min then
-    set('deadline', nil) -- whoever comes next begins a new last call
+    set('deadline', nil) -- the next node to come begins a new last call
   end
   set('beat_at', now)
   if run.untold and now >= run.untold then
@@ -57,7 +57,7 @@ local function reap(steady)
   return was_away
 end
 
--- Former members keep their rank if it is below n; the holes are filled by label, then by place among the candidates.
+-- Former members keep their rank if it is below n; holes are filled by label, then by place among the candidates.
 local function assign(chosen)
   local n, node_at, homeless, labelled = #chosen / 2, {}, {}, redis.call('EXISTS', LABELS) == 1
   for i = 1, n do
@@ -82,7 +82,7 @@ local function assign(chosen)
   return node_at, n
 end
 
--- Who was asked to drain before it was a member has workers to save from now on. A save is for all that drain: a few tell.
+-- A node asked to drain before it was a member has workers to save from now on. One save serves all drains: a few wake-ups do.
 local function wake_drains(nodes)
   local told = 0
   for first = 1, #nodes, 1000 do
@@ -124,7 +124,7 @@ local function complete(reason)
   touch()
 end
 
--- Completes the rendezvous if it can be; else leaves in `deadline` when it could, without anybody else.
+-- Completes the rendezvous if possible; else sets `deadline`, at which it could complete without further nodes.
 local function try_complete()
   if not roll_call_is_over() then
     return
@@ -137,7 +137,7 @@ local function try_complete()
     return -- I1: a member of the last round may still be training
   end
   local first = redis.call('ZRANGE', CANDIDATES, 0, 0, 'WITHSCORES')
-  local continues = tonumber(first[2]) < 0 -- somebody of the last round is here: then everybody known to be alive is
+  local continues = tonumber(first[2]) < 0 -- a node of the last round is here: then every node known to be alive is
   if n >= run.max then
     return complete('max_nodes joined')
   elseif continues and (n >= run.size or run.replacement == 0) then
@@ -145,7 +145,7 @@ local function try_complete()
   elseif not run.deadline then
     set('deadline', now + (continues and run.replacement or run.last_call))
     if run.size then
-      wake('deadline', '') -- for those who asked before; in a run's first rendezvous they are too few to use it
+      wake('deadline', '') -- for nodes that asked before; in a run's first rendezvous they are too few to use it
     end
   end
   if now >= run.deadline then

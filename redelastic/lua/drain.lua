@@ -1,5 +1,5 @@
 -- drain: asks a node to let its workers save and to leave. If it is a member, the others are woken: their workers save too.
--- The node itself learns of it from its next heartbeat at the latest. Asked again while the node is there, it changes
+-- The node itself learns of it from its next heartbeat at the latest. Sent again while the node is there, it changes
 -- nothing (I8).
 --
 -- KEYS 1-11 of run.lua
@@ -11,8 +11,8 @@ if not redis.call('ZSCORE', LEASES, node) then
 end
 if redis.call('HSETNX', RUN, 'draining ' .. node, timeout .. ' ' .. reason) == 1 then
   local is_told_alone = record('drain', node, reason)
-  if redis.call('SISMEMBER', MEMBERS, node) == 1 then -- a candidate has no workers, and nobody's need to save for it
-    -- Of many at once a few wake the others, one a second after that: the save is for all that drain.
+  if redis.call('SISMEMBER', MEMBERS, node) == 1 then -- a candidate has no workers, and no others have to save for it
+    -- Of many drains at once only a few wake the others, then one a second: one save serves all of them.
     local second = string.format('%.0f %.0f', run.epoch or 0, math.floor(now / 1000))
     if is_told_alone or redis.call('HGET', RUN, 'drain_woke') ~= second then
       redis.call('HSET', RUN, 'drain_woke', second)

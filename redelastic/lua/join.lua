@@ -3,7 +3,7 @@
 --
 -- KEYS 1-11 of run.lua, 12 data, 13 waits, 14 once: the store of round `after`, which ends now
 -- ARGV 1-18 of restore.lua, 19 after: last epoch that the node held, 0 if none, 20 endpoint, 21 label
--- Reply {'complete', epoch, rank, size, master, completed_at, lost: how many nodes of the round before did not come back}
+-- Reply {'complete', epoch, rank, size, master, completed_at, lost: how many nodes of the previous round did not come back}
 --       {'waiting', epoch, last wake id, wait: ms until the rendezvous may complete by itself or -1, spare: 1 or 0,
 --        the roll call that it has to answer or 0}
 --       {'closed', why, spare: 1 or 0, stop: 1 or 0} | {'mismatch', min, max} | {'left'}
@@ -12,7 +12,7 @@ local min, max, after, endpoint, label = tonumber(ARGV[3]), tonumber(ARGV[4]), t
 local heard = tonumber(ARGV[18])
 
 if redis.call('GET', STATUS) == 'left' then
-  return { 'left' } -- a late copy of a request that this node had taken back
+  return { 'left' } -- a late copy of a request that this node has since withdrawn
 end
 restore()
 reap(ARGV[17] == '1')
@@ -36,7 +36,7 @@ elseif min ~= run.min or max ~= run.max then
   return { 'mismatch', run.min, run.max }
 end
 if after > (run.epoch or -1) then
-  set('epoch', after) -- the server has forgotten it: no epoch is given twice (I4)
+  set('epoch', after) -- the server has forgotten it: no epoch is used twice (I4)
 end
 
 local regroups = is_member and run.epoch <= after
@@ -51,7 +51,7 @@ if regroups or not (is_member or is_candidate) then -- not for a late copy of a 
   end
 end
 redis.call('SET', STATUS, status, 'PX', ARGV[7])
-renew(node, ARGV[7], heard) -- before it is a candidate: whatever fails then, it can be reaped
+renew(node, ARGV[7], heard) -- before it is a candidate: if anything fails then, it can still be reaped
 if regroups then
   redis.call('SREM', MEMBERS, node)
   redis.call('ZADD', CANDIDATES, FORMER + rank, node)
@@ -69,7 +69,7 @@ elseif not is_member and not is_candidate then
 end
 try_complete()
 if redis.call('ZCARD', CANDIDATES) == 1 or label ~= '' and redis.call('HLEN', LABELS) == 1 or empty or is_aging() then
-  touch() -- some keys may be new; a large group's joins do not all do this
+  touch() -- some keys may be new; in a large group not every join does this
 end
 
 if run.epoch > after and redis.call('SISMEMBER', MEMBERS, node) == 1 then
@@ -80,4 +80,4 @@ end
 local last = redis.call('XREVRANGE', WAKE, '+', '-', 'COUNT', 1)
 local full = run.size == run.max and redis.call('SCARD', MEMBERS) == run.size
 return { 'waiting', run.epoch, last[1] and last[1][1] or '0-0', run.deadline and math.max(0, run.deadline - now) or -1, full and 1 or 0,
-  to_answer(node, heard) } -- opened just now, too: the node reads on from the last wake-up
+  to_answer(node, heard) } -- even one opened just now: the node reads on from the last wake-up

@@ -1,6 +1,6 @@
--- leave: takes a node out of the run for good. A member that has finished closes the run with it, so that the others,
--- who finish too, are not asked to regroup; one that has failed for good stops it. Not so while the round is broken:
--- then the others have to go on without it. A node that is no member of the newest round closes nothing (I4).
+-- leave: takes a node out of the run for good. A member that has finished thereby closes the run, so that the others,
+-- which finish too, are not asked to regroup; one that has failed for good stops it. Not while the round is broken:
+-- then the others have to go on without it. A node that is not a member of the newest round closes nothing (I4).
 --
 -- KEYS 1-11 of run.lua
 -- ARGV 1-18 of restore.lua, 19 reason, 20 what becomes of the run: 'goes on' | 'closes' | 'stops'
@@ -27,6 +27,6 @@ elseif was_member and not run.closed then
 end
 try_complete()
 if run.untold and redis.call('ZCARD', LEASES) == 0 then
-  tell_rest() -- nobody is left whose heartbeat would
+  tell_rest() -- no node is left whose heartbeat would
 end
 touch()

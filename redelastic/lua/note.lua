@@ -1,4 +1,4 @@
--- note: adds an event that an agent tells of; sent again, it is added again.
+-- note: adds an event that an agent reports; sent again, it is added again.
 --
 -- KEYS 1-11 of run.lua
 -- ARGV 1 event, 2 node, 3 reason, 4 detail, '' for none

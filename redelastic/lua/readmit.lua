@@ -1,4 +1,4 @@
--- readmit: forgets that a host's workers failed, so that its nodes are no longer kept out, and wakes those that wait for it.
+-- readmit: forgets that a host's workers failed, so that its nodes are no longer barred, and wakes those that wait for it.
 -- Sent again, it changes nothing (I8).
 --
 -- KEYS 1-10 of run.lua

@@ -1,5 +1,5 @@
 -- restore: the part of join, beat and leave that puts back what the server has forgotten of a round, from what its members know
--- (I9). The highest epoch wins. Of the members only their number is known until each has said who it is: no other round
+-- (I9). The highest epoch wins. Only the number of members is known until each has identified itself: no other round
 -- completes before all have, or a lease has passed (I1).
 --
 -- ARGV 1 node, 2 status (JSON), 3 min, 4 max, 5 last_call, 6 replacement, 7 lease, 8 interval, 9 ttl (all in ms),
@@ -54,7 +54,7 @@ local function restore()
   local same_round = size == run.size and ARGV[13] == master and ARGV[14] == completed_at
   local place = redis.call('ZSCORE', RANKS, node)
   if place and not (same_round and tonumber(place) == rank) and redis.call('SISMEMBER', MEMBERS, node) == 1 then
-    lose(node, 'holds another round of the same epoch') -- which the server has forgotten
+    lose(node, 'holds another round of the same epoch') -- one that the server has forgotten
   end
   if place or not run.restoring or not same_round or redis.call('ZCOUNT', RANKS, rank, rank) > 0 then
     return -- of two rounds with one epoch the first stays: the node is fenced

@@ -1,10 +1,10 @@
 -- roll: the part of every verb that judges a roll call (I7). While one is open, the lease of each node that has not answered
--- ends at `roll_until`. Only a request that knows of it is an answer: others may have been sent by a node that is dead by now.
+-- ends at `roll_until`. Only a request that knows of the call is an answer: the sender of any other may be dead by now.
 -- No round completes meanwhile.
 local PER_ANSWER = 0.2 -- ms that Redis may need for each
 local LAST_CHANCE = 0.2 -- share of the time-out
 
--- Lua passes at most some thousand arguments at once.
+-- Lua passes at most a few thousand arguments at once.
 local function in_portions(command, key, args)
   for i = 1, #args, 1000 do
     redis.call(command, key, unpack(args, i, math.min(i + 999, #args)))
@@ -30,7 +30,7 @@ local function open_roll_call(node, timeout)
   redis.call('PEXPIRE', WAKE, run.ttl) -- it may be new
 end
 
--- The roll call that a node has to answer, or 0, when it has heard of the roll call `heard`.
+-- The roll call that a node which last heard of `heard` still has to answer, or 0.
 local function to_answer(node, heard)
   local expiry = run.roll_until and heard ~= run.roll_called_at and redis.call('ZSCORE', LEASES, node)
   return expiry and tonumber(expiry) <= run.roll_until and run.roll_called_at or 0
@@ -47,8 +47,8 @@ local function end_roll_call()
 end
 
 -- The first look after its end may have overtaken answers that a frozen server has not read yet: the silent nodes get one
--- last chance. A node that is not `steady` has just found Redis again, so others may still be looking for it: then nobody
--- is judged, and the leases are put back where they ended at the latest, so that no loss is known later for having been asked.
+-- last chance. A node that is not `steady` has just found Redis again, so others may still be looking for it: then no node
+-- is judged, and the leases are put back to the latest time at which they would have ended, so that asking delays no loss.
 local function judge_roll_call(steady)
   if not run.roll_until or now < run.roll_until then
     return
@@ -64,8 +64,8 @@ local function judge_roll_call(steady)
   end
 end
 
--- Ends the roll call once nobody is silent any more; returns whether none is open then. Where no member was lost, the
--- failure that it was called for is the workers' own, and those who wait for that verdict are woken.
+-- Ends the roll call once no node is silent; returns whether none is open then. If no member was lost, the failure that it
+-- was called for is the workers' own, and those that wait for that verdict are woken.
 local function roll_call_is_over()
   if not run.roll_until then
     return true

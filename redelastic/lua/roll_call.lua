@@ -1,11 +1,11 @@
--- roll_call: asks who is there, since workers of a member failed and a lost peer may be the reason. Every node that stays
--- silent is out after `timeout` instead of a lease. A failure that an open roll call was called too early for is asked about
--- once more when that one is over. Sent again, it changes nothing (I8); for an older round it does nothing (I4).
+-- roll_call: asks who is there, since workers of a member failed and a lost peer may be the reason. Any node that stays
+-- silent is out after `timeout` instead of a lease. If the open roll call began before the failure, another one follows it.
+-- Sent again, it changes nothing (I8); for an older round it does nothing (I4).
 --
 -- KEYS 1-11 of run.lua
 -- ARGV 1 node, 2 epoch, 3 ago: how long ago its workers failed (ms), 4 timeout (ms)
 -- Reply {when they failed (ms of the server's clock), answered: 1 if every node has answered since, else 0}, or {} if the
---       leases have to decide: the node is no member, the run is closed, or Redis was away
+--       leases have to decide: the node is not a member, the run is closed, or Redis was away
 -- I4 I7 I8 I9
 local node, epoch, failed_at, timeout = ARGV[1], tonumber(ARGV[2]), now - ARGV[3], tonumber(ARGV[4])
 

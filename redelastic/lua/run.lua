@@ -1,16 +1,16 @@
 -- run: what every verb of a run begins with: its keys, the server's clock, and what they share.
 --
 -- KEYS 1 run (hash)          epoch, size, master and settings of the run; closed, broken, deadline, beat_at, restoring
---      2 ranks (zset)        node -> rank, as the last round was completed: never changed until the next one is
+--      2 ranks (zset)        node -> rank when the last round was completed: unchanged until the next one is
 --      3 members (set)       those of `ranks` that still hold the round: they have not rejoined, left or lost their lease
 --      4 candidates (zset)   nodes blocked in a join; former members by rank (below zero), then the others by arrival
---      5 leases (zset)       node -> expiry, in ms of the server's clock, of every member and candidate
+--      5 leases (zset)       node -> expiry, in ms on the server's clock, of every member and candidate
 --      6 endpoints (hash)    node -> "host port" on which it would serve the round's bootstrap store
---      7 labels (hash)       node -> topology label, where it has one
+--      7 labels (hash)       node -> topology label, if it has one
 --      8 wake (stream)       what blocked nodes wait for; each entry is a change that matters to them: broken, complete,
 --                            closed, stopped, deadline, drain, readmit, roll_call, answered
 --      9 events (stream)     what happened, for people and tools; no verb reads it
---      10 failures (hash)    name of a host -> in how many rounds in a row its workers failed first; 0 is not kept
+--      10 failures (hash)    host name -> how many rounds in a row its workers failed first; 0 is not kept
 --      11 status (string)    of the calling node: JSON for people and tools, or "left" once it has gone for good
 local RUN, RANKS, MEMBERS, CANDIDATES, LEASES, ENDPOINTS, LABELS, WAKE, EVENTS, FAILURES, STATUS = unpack(KEYS, 1, 11)
 local FORMER = -2147483648 -- a former member's place among the candidates is FORMER + rank
@@ -18,7 +18,7 @@ local FORMER = -2147483648 -- a former member's place among the candidates is FO
 local clock = redis.call('TIME')
 local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
 
-local TEXTS = 9 -- of these fields are words, the others numbers
+local TEXTS = 9 -- this many fields are text, the others numbers
 local FIELDS = { 'closed', 'stop', 'broken', 'member_lost', 'blamed', 'blamed_node', 'mark', 'roll_called_by', 'roll_again',
   'epoch', 'size', 'min', 'max', 'last_call', 'replacement', 'lease', 'interval', 'ttl', 'deadline', 'beat_at', 'charged',
   'restarts', 'idle', 'progress', 'failed_at', 'restoring', 'roll_called_at', 'roll_timeout', 'roll_until', 'roll_last_chance',
@@ -27,7 +27,7 @@ local run = {}
 for i, value in ipairs(redis.call('HMGET', RUN, unpack(FIELDS))) do
   if value and i > TEXTS then
     local number = tonumber(value)
-    if not (number and number >= 0 and number < 2 ^ 53 and number % 1 == 0) then -- nor nan, which is not >= 0
+    if not (number and number >= 0 and number < 2 ^ 53 and number % 1 == 0) then -- rejects nan too, which is not >= 0
       error('CORRUPT ' .. RUN .. ': field ' .. FIELDS[i] .. ' is not a number')
     end
     value = number
@@ -44,7 +44,7 @@ local function set(field, value)
   end
 end
 
--- Every key of the run gets its time to live anew, so that nothing outlives the run's last live node by more than that.
+-- Renews the time to live of every key of the run, so that nothing outlives the run's last live node by more than that.
 local function touch()
   for i = 1, 10 do
     redis.call('PEXPIRE', KEYS[i], run.ttl)
@@ -55,8 +55,8 @@ local function is_aging()
   return redis.call('PTTL', RUN) < run.ttl / 2
 end
 
--- Some 10,000 events are kept, of 6 MiB at most, which take up to 8: whenever 3 MiB were `written`, all before `mark` go,
--- where those begin.
+-- Keeps some 10,000 events, of 6 MiB at most, which take up to 8: whenever 3 MiB have been `written`, it drops all before
+-- `mark`, where those begin.
 local function add(...)
   local size, limit, count = 0, 'MAXLEN', 10000
   for _, field in ipairs({ ... }) do
@@ -71,15 +71,15 @@ local function add(...)
   if full then
     set('mark', id)
     set('written', size)
-  elseif run.ttl then -- else there is no run yet, and none is to be made
+  elseif run.ttl then -- else there is no run yet, and this must not make one
     set('written', (run.written or 0) + size)
   end
 end
 
--- What many nodes do at the same time is told once: from the 17th in a row on, each within a second of the one before,
--- nodes are collected, and told of together once 64 have come, or a second has passed, or something else is told that
--- they may have led to. A field `many <kind>` holds the row: when the last came, epoch, size, count, the nodes that are
--- not told yet, and the first one's reason.
+-- What many nodes do at the same time is one event: from the 17th in a row on, each within a second of the one before,
+-- nodes are collected, and recorded together once 64 have come, a second has passed, or another event is recorded that
+-- they may have led to. A field `many <kind>` holds the row: when the last came, epoch, size, count, the nodes not yet
+-- recorded, and the first one's reason.
 local KINDS = { 'joined is new', 'joined regroups', 'started', 'lost', 'left', 'drain', 'saved', 'failed', 'hung', 'log',
   'refused', 'barred', 'unreached' }
 local IS_KIND = {}
@@ -114,8 +114,8 @@ local function tell_rest()
   end
 end
 
--- Returns whether the event is told by itself; whatever was collected before it is told first. The log of the worker
--- that failed first always is: its lines are what people look for.
+-- Returns whether the event is recorded by itself, after anything collected before it. The log of the worker that failed
+-- first always is: its lines are what people look for.
 local function record(event, node, reason, detail)
   local kind = event == 'joined' and event .. ' ' .. reason or event
   local this, size = run.epoch or 0, run.size or 0
@@ -154,7 +154,7 @@ local function wake(event, reason)
   redis.call('PEXPIRE', WAKE, run.ttl) -- it may be new: on a server that had forgotten the run
 end
 
--- The others of a round are to hear of a member's drain: their workers save for it.
+-- The other members of a round have to hear of a member's drain: their workers save for it.
 local function wake_drain(node, timeout, reason)
   redis.call('XADD', WAKE, 'MAXLEN', '~', 64, '*', 'event', 'drain', 'epoch', run.epoch or 0, 'node', node, 'reason', reason,
     'timeout', timeout)
@@ -167,8 +167,8 @@ local function unblame()
   end
 end
 
--- What charge.lua counted for this round is taken back: it has lost a member. Not in a run that is closed: what it was
--- stopped for stays on record.
+-- Takes back what charge.lua counted for this round, since it has lost a member. Not in a closed run: what it was stopped
+-- for stays on record.
 local function refund()
   if run.charged == run.epoch and not run.closed then
     unblame()
@@ -178,8 +178,8 @@ local function refund()
   end
 end
 
--- The members have to regroup, because of a node that `waits`, `regroups` or is `lost`. They are told once per round;
--- once more when the first of them is gone, since then nobody can wait for its keys in the round's store; and once more
+-- The members have to regroup, because of a node that `waits`, `regroups` or is `lost`. They are woken once per round;
+-- again when the first of them is gone, since then it is useless to wait for its keys in the round's store; and again
 -- when the first is lost, since then the failures of its peers' workers are not their own, unless it had `failed` before.
 local function break_round(reason, because, failed)
   local first_gone = because ~= 'waits' and redis.call('SCARD', MEMBERS) == run.size - 1
@@ -196,7 +196,7 @@ local function break_round(reason, because, failed)
   end
 end
 
--- Ends the run for good (I5). With `stop` the nodes end their workers too; else those may finish.
+-- Closes the run for good (I5). With `stop` the nodes end their workers too; else those may finish.
 local function close(reason, node, stop)
   set('closed', reason)
   set('stop', stop and 1 or nil)
@@ -205,7 +205,7 @@ local function close(reason, node, stop)
   wake(stop and 'stopped' or 'closed', reason)
 end
 
--- Takes a node out of the run, whatever it was in it. Tells whether it held the round, and whether it had failed in it.
+-- Takes a node out of the run, whatever its role. Returns whether it held the round, and whether it had failed in it.
 local function remove(node)
   local failed = tonumber(redis.call('HGET', RUN, 'failed ' .. node) or -1) == run.epoch
   redis.call('HDEL', ENDPOINTS, node)
@@ -213,6 +213,6 @@ local function remove(node)
   redis.call('HDEL', RUN, 'draining ' .. node, 'failed ' .. node)
   redis.call('ZREM', CANDIDATES, node)
   local was_member = redis.call('SREM', MEMBERS, node) == 1
-  redis.call('ZREM', LEASES, node) -- last: should a corrupt key end the script, the node is still to be reaped
+  redis.call('ZREM', LEASES, node) -- last: if a corrupt key ends the script, the node can still be reaped
   return was_member, failed
 end

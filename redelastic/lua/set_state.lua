@@ -1,9 +1,9 @@
 -- set_state: compare-and-set of a backend's state on its fencing token, as torch's RendezvousBackend asks for it.
 --
 -- KEYS 1 state (hash): state, token, request
--- ARGV 1 the new state, 2 the token that it is based on; '' if it is to be the first, 3 id of this request, 4 ttl (ms)
--- Reply {state, token, applied: 1 or 0}, or nothing: there is no state, and the token says that there was one
--- I4: a token is never given twice, not even after the state has expired. I8: a repeated request finds its own id.
+-- ARGV 1 the new state, 2 the token that it is based on; '' if it must be the first, 3 id of this request, 4 ttl (ms)
+-- Reply {state, token, applied: 1 or 0}, or nothing: there is no state although the token says that there was one
+-- I4: a token is never issued twice, not even after the state has expired. I8: a repeated request finds its own id.
 local state, token, request = unpack(redis.call('HMGET', KEYS[1], 'state', 'token', 'request'))
 if token and not (state and tonumber(token)) then
   error('CORRUPT ' .. KEYS[1] .. ': field token is not a number, or field state is missing')

@@ -4,7 +4,7 @@
 -- ARGV 1-2 of store.lua, 3-4 of store_write.lua, then the keys that were written
 -- I4 I8
 if not seen then
-  redis.call('HEXISTS', DATA, ARGV[5]) -- fails, as the HSET did, where another program's value is
+  redis.call('HEXISTS', DATA, ARGV[5]) -- fails, as the HSET did, if the key holds another program's value
   for i = 5, #ARGV do
     fire(ARGV[i], KEYS[1 + i])
   end

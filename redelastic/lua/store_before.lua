@@ -1,5 +1,5 @@
--- before: a set or multi_set of large values is a transaction of this script, a plain HSET, which spares Lua the values, and
--- store_after.lua. If the HSET is to have no effect, for any of store_write.lua's reasons, this keeps what it will overwrite.
+-- before: a set or multi_set of large values is a transaction of this script, a plain HSET, so that values bypass Lua, and
+-- store_after.lua. If the HSET must have no effect, for any of store_write.lua's reasons, this keeps what it will overwrite.
 --
 -- KEYS 1-5 of store.lua
 -- ARGV 1-2 of store.lua, 3-4 of store_write.lua, then the keys that will be written

@@ -1,8 +1,8 @@
--- compare_set: writes `desired` if the key's value is `expected`; a key that is not there matches an empty one.
+-- compare_set: writes `desired` if the key's value is `expected`; a missing key matches an empty `expected`.
 --
 -- KEYS 1-5 of store.lua, 6 the key's wake-up stream
 -- ARGV 1-2 of store.lua, 3-4 of store_write.lua, 5 key, 6 expected, 7 desired
--- Reply the value afterwards; `expected` where there is none
+-- Reply the value afterwards; `expected` if there is none
 -- I4 I8
 local key, expected, desired = ARGV[5], ARGV[6], ARGV[7]
 local written = reply

@@ -1,4 +1,4 @@
--- delete_key: removes a key. True once, however often it is sent (I8).
+-- delete_key: removes a key. It has one effect and one reply however often it is sent (I8).
 --
 -- KEYS 1-5 of store.lua
 -- ARGV 1-2 of store.lua, 3-4 of store_write.lua, 5 key

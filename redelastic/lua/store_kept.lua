@@ -1,5 +1,5 @@
--- kept: the end of a transaction that store_before.lua began, before store_write.lua refuses it: puts back what the HSET has
--- overwritten.
+-- kept: ends a transaction that store_before.lua began, before store_write.lua refuses it: puts back what the HSET
+-- overwrote.
 local kept = ARGV[3] .. '!'
 if redis.call('HDEL', ONCE, kept) == 1 then
   for i = 5, #ARGV do

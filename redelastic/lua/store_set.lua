@@ -9,8 +9,8 @@ if not seen then
   for first = 5, #ARGV, 2 * AT_ONCE do
     redis.call('HSET', DATA, unpack(ARGV, first, math.min(first + 2 * AT_ONCE - 1, #ARGV)))
   end
-  if PAIRS == 1 or redis.call('EXISTS', WAITS) == 1 then -- to ask for each key takes most of the time
-    for i = PAIRS, 1, -1 do -- of a key that is there twice, the last value counts
+  if PAIRS == 1 or redis.call('EXISTS', WAITS) == 1 then -- asking for each key takes most of the time
+    for i = PAIRS, 1, -1 do -- if a key is given twice, the last value counts
       fire(ARGV[3 + 2 * i], KEYS[5 + i], ARGV[4 + 2 * i])
     end
   end

@@ -3,7 +3,7 @@
 --
 -- KEYS 1-5 of store.lua, 6 wake stream of the run, then a wake-up stream and a queue for each key
 -- ARGV 1-2 of store.lua, 3 what is asked for: 'get' a value, 'pop' a queue with items, 'wait' either, as in TCPStore,
---      'check' either, and no registration, then the keys
+--      'check' either, without registering, then the keys
 -- Reply {0} all there | {index of the missing key, from 1} | that of `register` in store_block.lua, with that index
 local ASKED = ARGV[3]
 

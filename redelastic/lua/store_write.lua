@@ -1,8 +1,8 @@
 -- write: what every verb that writes to a store begins with, after store.lua: has this very request had its effect, and if
--- not, may it have one?
+-- not, may it?
 --
 -- ARGV 3 sender, 4 request: senders number theirs from 1, each greater than the one before; a negative number is one that
---      follows its predecessor without a gap: of requests sent without waiting, none may overtake one that failed or was lost
+--      must follow its predecessor without a gap: a request sent without waiting must not overtake one that failed or was lost
 local SENDER, REQUEST = ARGV[3], ARGV[4]
 local in_line = string.byte(REQUEST) == 45 -- a minus
 if in_line then
@@ -11,9 +11,9 @@ end
 
 local last = redis.call('HGET', ONCE, SENDER) or ''
 local number, long = string.match(last, '^(%d+)(@?)')
-local ahead = REQUEST - (number or 0) -- what is no number was not written by us
+local ahead = REQUEST - (number or 0) -- if it is not a number, we did not write it
 local seen, reply = ahead == 0, nil
-if ahead < 0 then -- somebody has long had an answer to this one
+if ahead < 0 then -- its sender had an answer long ago
   error('a late copy of request ' .. REQUEST .. ', after request ' .. number)
 elseif seen then
   reply = long == '@' and redis.call('HGET', ONCE, SENDER .. '@') or string.match(last, ' (.*)$')
@@ -25,9 +25,9 @@ elseif long == '@' then
   redis.call('HDEL', ONCE, SENDER .. '@')
 end
 
--- Notes that the request has had its effect, and its reply, which may be nil: nothing. The keys get their time to live anew
--- once a hundredth of it is gone: at each write that would cost as much as the write, in replicas too. Where one of them is
--- new, so is the other, or `data` has just been made again.
+-- Notes that the request has had its effect, and its reply, which may be nil. The keys' time to live is renewed once a
+-- hundredth of it is gone: doing so at each write would cost as much as the write, in replicas too. If one of them is
+-- new, so is the other, or `data` has just been recreated.
 local function finish(reply)
   local long = reply and #reply > 256
   redis.call('HSET', ONCE, SENDER, REQUEST .. (long and '@' or reply and ' ' .. reply or ''))
@@ -40,8 +40,8 @@ local function finish(reply)
   end
 end
 
--- Wakes whoever is blocked on `key`, and tells the value that it has now at once, if that is small; `stream` is the key's
--- wake-up stream. Without a value, who is woken looks for it.
+-- Wakes all callers blocked on `key`, and sends its present value along, if that is small; `stream` is the key's wake-up
+-- stream. Without a value, those woken look for it.
 local function fire(key, stream, value)
   if redis.call('HDEL', WAITS, key) == 1 then
     if value and #value <= 4096 then

@@ -1,1 +1,1 @@
-"""How Redis is reached: an endpoint, a client, calls that retry, scripts, keys, and a private server."""
+"""How we reach Redis: an endpoint, a client, calls that retry, scripts, keys, and a private server."""

@@ -32,17 +32,17 @@ class Connection:
     """A Redis server as this package talks to it.
 
     Every call may be sent more than once: a reply can be lost, and then only the caller's second try is known to have
-    arrived. So nothing goes through here that has not the same effect when repeated (I8).
+    arrived. So only calls that have the same effect when repeated may go through here (I8).
 
     Args:
-        client: a redis-py client of bytes; a connection is taken from its pool for each call, so that several threads
+        client: a redis-py client of bytes; each call takes a connection from its pool, so that several threads
             may block at once, and redis-py gives forked children connections of their own.
         name: what to call the server in messages; no secrets.
         owned: whether :meth:`close` closes the client.
         read_timeout: how long a call may take with all its retries, in seconds.
 
     Raises:
-        ValueError: the client decodes replies (``decode_responses=True``), or waits for them without a time-out.
+        ValueError: the client decodes replies (``decode_responses=True``), or waits for them without time-out.
     """
 
     def __init__(
@@ -59,9 +59,9 @@ class Connection:
         self._owned = owned
         self.name = name or _describe(client, options)
         self.read_timeout = read_timeout
-        self.served = False  # whether a script has run there: then a server that takes no writes may do so again
+        self.served = False  # whether a script has run there: then a server that refuses writes may accept them again
         self.transacts: bool | None = None  # whether its user may use transactions; None: not tried yet
-        # A blocking read has to end before the socket's own time-out does, which is how a silent server is noticed.
+        # A blocking read has to end before the socket's time-out, which is how a silent server is noticed.
         self.max_block = (options.get("socket_timeout") or 2 * ATTEMPT_TIMEOUT) / 2
 
     @classmethod
@@ -78,8 +78,8 @@ class Connection:
             endpoint: where Redis is.
             attempt_timeout: how long one attempt at a call may take, in seconds.
             read_timeout: how long a call may take with all its retries, in seconds.
-            connect_timeout: how long connecting is tried, in seconds; the last attempt may end that much later. None
-                is 10 s, or ``read_timeout`` if that is less.
+            connect_timeout: how long to try to connect, in seconds; the last attempt may end an ``attempt_timeout``
+                later. None is 10 s, or ``read_timeout`` if that is less.
 
         Raises:
             RendezvousConnectionError: no Redis answers there within ``connect_timeout``, or it refuses us.
@@ -106,7 +106,7 @@ class Connection:
             name, waited = name or str(endpoint), time.monotonic() - started
             if waited >= patience or not may_pass(error, fail_over=False):
                 raise translated(error, name, waited, fail_over=False) from error
-        if not opened:  # not within the handler: an error that is raised there once more loses what caused it
+        if not opened:  # not within the handler: an error raised there again loses its cause
             retried(connect, name, patience, started)
         return cls(opened[-1], str(endpoint), owned=True, read_timeout=read_timeout)
 
@@ -119,11 +119,11 @@ class Connection:
         Args:
             operation: takes the client.
             timeout: how long it may take with all its retries, in seconds; None for ``read_timeout``, 0 for one try. A
-                function is asked when the first try has failed, since most do not.
+                function is only called once the first try has failed, which is rare.
 
         Raises:
             UnreachableError: Redis did not answer in time.
-            RendezvousConnectionError: it refuses us; the text says what to do.
+            RendezvousConnectionError: it refuses us; the message says what to do.
             RendezvousStateError: a key holds something that is not ours.
         """
         started = time.monotonic()
@@ -147,18 +147,18 @@ class Connection:
 
         Args:
             streams: id of the last entry seen, by name of the stream; all in one Cluster slot.
-            block: how long to wait, in seconds; ``max_block`` at most is waited.
+            block: how long to wait, in seconds; at most ``max_block``.
             timeout: how long to retry on errors, in seconds.
 
         Returns:
-            The new entries of each stream that has some: id and fields.
+            The new entries of each stream that has any: id and fields.
         """
         names = list(streams)
         block_ms = max(1, round(1000 * min(block, self.max_block)))
         command = ("XREAD", "BLOCK", block_ms, "STREAMS", *names, *(streams[name] for name in names))
 
         def xread(client: Client) -> Any:
-            if isinstance(client, RedisCluster):  # would ask the server for the keys of an XREAD, each time
+            if isinstance(client, RedisCluster):  # it would ask the server for the keys of each XREAD
                 return client.execute_command(*command, target_nodes=client.get_node_from_key(names[0]))
             return client.execute_command(*command)
 
@@ -169,16 +169,16 @@ class Connection:
         """Wait until as many replicas as wanted have a number in a hash.
 
         Args:
-            key: of the hash; it is given the time to live ``ttl``, in seconds, since ``WAIT`` counts from the last
+            key: of the hash; its time to live is set to ``ttl``, in seconds, since ``WAIT`` counts from the last
                 write of its own connection.
             field: of the hash.
-            value: what they have to have there.
-            wanted: how many replicas are waited for.
-            block: for how long, in seconds; ``max_block`` at most.
+            value: the number they must have there.
+            wanted: how many replicas to wait for.
+            block: for how long, in seconds; at most ``max_block``.
             ttl: see ``key``.
 
         Returns:
-            How many replicas do; 0 where the server itself does not: it may have taken another's place just now.
+            How many replicas have it; 0 if the server itself does not: it may have just replaced another.
         """
         block_ms = max(1, round(1000 * min(block, self.max_block)))
 
@@ -194,7 +194,7 @@ class Connection:
                 except rx.MovedError:
                     if not cluster:
                         raise
-                    cluster.nodes_manager.initialize()  # nobody follows it for a connection to one node
+                    cluster.nodes_manager.initialize()  # redis-py does not follow it on a connection to one node
                     return 0
             return int(count) if found == b"%d" % value else 0
 
@@ -217,7 +217,7 @@ class Connection:
 
 
 def _peer(client: Client) -> Any:
-    """Whom the client is connected to: of all that the server's name may mean, the one that took the call."""
+    """The server that the client is connected to: of all that its name may stand for, the one that took the call."""
     if isinstance(client, RedisCluster):
         client = client.get_redis_connection(client.get_primaries()[0])
     pool = client.connection_pool
@@ -246,14 +246,14 @@ def text(value: bytes | str) -> str:
 
 
 def words(value: bytes | str) -> str:
-    """What somebody wrote into Redis for people, as it may stand in a log: one line that no terminal obeys."""
+    """Text that someone wrote into Redis for people, made safe for a log: one line without control characters."""
     return "".join(sign if sign.isprintable() else " " for sign in text(value)[:1000])
 
 
 def retried(operation: Callable[[], T], name: str, timeout: float, started: float, *, fail_over: bool = False) -> T:
     """Run an operation until it succeeds, fails for good, or the time is up; see :meth:`Connection.call`.
 
-    With ``fail_over``, a server that has become a read-only replica is taken for a master that will be replaced.
+    With ``fail_over``, a server that has become a read-only replica counts as a master that will be replaced.
     """
     try:
         return Retrying(

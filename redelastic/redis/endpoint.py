@@ -1,4 +1,4 @@
-"""Where Redis is: an endpoint or URL, checked once, that can print itself without its secrets and be opened."""
+"""Where Redis is: an endpoint or URL, checked once, that prints itself without secrets and can be opened."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Endpoint:
         db: database number.
         username, password: ACL user; never printed.
         sentinel_username, sentinel_password: ACL user on the sentinels; never printed.
-        ca_cert, ssl_cert, ssl_cert_key: files for TLS; None takes the system's own CAs and no client certificate.
+        ca_cert, ssl_cert, ssl_cert_key: files for TLS; None means the system's own CAs and no client certificate.
     """
 
     scheme: str
@@ -79,7 +79,7 @@ class Endpoint:
         return f"{self.scheme}://{hosts}{service}" + (f"/{self.db}" if self.db else "")
 
     def open(self, attempt_timeout: float) -> Client:
-        """Make a client. It connects when it is first used.
+        """Make a client. It connects on first use.
 
         Args:
             attempt_timeout: how long one attempt at connecting or at one command may take, in seconds.
@@ -100,7 +100,7 @@ class Endpoint:
                 "ssl_ca_certs": self.ca_cert,
                 "ssl_certfile": self.ssl_cert,
                 "ssl_keyfile": self.ssl_cert_key,
-                "ssl_password": "",  # an encrypted key is an error; OpenSSL would ask for its password on the terminal
+                "ssl_password": "",  # an encrypted key is an error: OpenSSL would ask for its password on the terminal
             }
         if self.scheme.endswith("+cluster"):
             nodes = [ClusterNode(host, port) for host, port in self.hosts]
@@ -124,14 +124,14 @@ def parse_endpoint(
     """Read an endpoint as torchrun gives it, or a URL.
 
     A plain ``host[:port]`` keeps the scheme, user, password and database of the environment's ``REDELASTIC_REDIS_URL``,
-    so that no secret has to stand on a command line; an empty text is that URL, or else ``localhost:6379``.
+    so that command lines need no secret; an empty text means that URL, or else ``localhost:6379``.
 
     Args:
         text: one of ``host[:port]``, ``redis://``, ``rediss://``, ``unix://``, ``redis+sentinel://``, ``redis+cluster://``
-            and the two TLS forms of the last ones.
-        ca_cert: file of the CAs to trust instead of the system's; needs a ``rediss`` scheme, as the next two.
+            and the TLS forms of the last two.
+        ca_cert: file of the CAs to trust instead of the system's; needs a ``rediss`` scheme, as do the next two.
         ssl_cert: file of the client's certificate.
-        ssl_cert_key: file of its key, where it is not in ``ssl_cert``.
+        ssl_cert_key: file of its key, if it is not in ``ssl_cert``.
 
     Raises:
         ValueError: the text is none of these; the message never holds the password.
@@ -160,7 +160,7 @@ def parse_endpoint(
 
 @dataclass(frozen=True)
 class UrlParts:
-    """A URL taken apart. As text it is what may be shown of it: neither login nor query."""
+    """The parts of a URL. Its text is what may be shown: neither login nor query."""
 
     scheme: str
     login: str = field(repr=False)
@@ -173,14 +173,14 @@ class UrlParts:
 
 
 def split_url(url: str) -> UrlParts:
-    """Take a URL apart, so that an error about one of its parts can leave out the others.
+    """Split a URL, so that an error about one of its parts can leave out the others.
 
     Not with ``urlsplit``: its own errors may quote the password, and it takes a ``/``, ``?`` or ``#`` in one for
     the end of the host.
 
     Raises:
-        ValueError: its scheme is unknown, the user or password in it is not percent-encoded, or options stand where
-            none may.
+        ValueError: its scheme is unknown, its user or password is not percent-encoded, or options are in the wrong
+            place.
     """
     scheme, separator, rest = url.partition("://")
     if not separator or not re.fullmatch(r"[A-Za-z][A-Za-z0-9+.-]{0,39}", scheme):
@@ -264,7 +264,7 @@ def parse_query(text: str, shown: str) -> list[tuple[str, str]]:
     """Names and values of a URL's query; ``shown`` is what may be shown of the URL.
 
     Raises:
-        ValueError: they are no text.
+        ValueError: they are not valid text.
     """
     try:
         pairs = parse_qsl(text, keep_blank_values=True, errors="strict")
@@ -289,7 +289,7 @@ def _parse_host(text: str, shown: str) -> tuple[str, int]:
         if match and match["v6"]:
             ipaddress.IPv6Address(host)
         else:
-            host.encode("idna")  # what a look-up does, with an error of its own
+            host.encode("idna")  # as a look-up does, which has an error of its own
     except ValueError:
         port = 0
     if not 0 < port < 2**16:

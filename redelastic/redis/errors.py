@@ -1,4 +1,4 @@
-"""Errors of Redis: which may pass, and what each is in torch's terms; the one place where they are translated."""
+"""Errors of Redis: which may pass, and what each is in torch's terms. They are translated only here."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from redelastic.torch_internals import require_torch
 
 from .client import is_of_replica
 
-require_torch()  # here, since whatever needs torch needs this module
+require_torch()  # here, since everything that needs torch needs this module
 
-# What the user of one run, or of one prefix with ~<key_prefix>:*, has to be allowed.
+# The rules that the user of one run needs; with ~<key_prefix>:*, that of one prefix.
 ACL_RULES: Final = (
     "~<key_prefix>:{<run_id>}:* "
     "+ping +time +type +del +exists +get +mget +set +pexpire +pttl +eval +evalsha +hget +hmget +hgetall "
@@ -44,7 +44,7 @@ _PASSING: Final = (
 )
 ERRORS: Final = (rx.RedisError, rx.RedisClusterException, OSError)
 _FINAL: Final = (rx.AuthenticationError, rx.AuthorizationError, rx.MaxConnectionsError)
-# What a connection that broke raises, and not one that was refused.
+# Raised when a connection breaks, not when it is refused.
 _BROKEN_TLS: Final = (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError)
 _SCRIPT_SUFFIX: Final = re.compile(r" script: [0-9a-f]{40}, on .*$")  # that Redis 7 adds to a script's error
 _SENTINEL_REPR: Final = re.compile(r"<redis\.client\.Redis\(.*?host=(.*?),port=(\d+).*?\)>\)>\)>")
@@ -57,22 +57,22 @@ class UnreachableError(RendezvousConnectionError):
 
 
 class RefusesWritesError(RendezvousConnectionError):
-    """Redis takes no writes: a replica, a full memory or disk. Where it did take some, that may pass."""
+    """Redis refuses writes: it is a replica, or memory or disk is full. If it took some before, that may pass."""
 
 
 class FencedError(RendezvousError):
-    """The caller's epoch is not the run's newest any more (I4)."""
+    """The caller's epoch is no longer the run's newest (I4)."""
 
 
 def _cause(error: BaseException) -> BaseException:
-    """What redis-py's Cluster client met: it wraps it into an exception that says less."""
+    """The error that redis-py's Cluster client met: it wraps it in an exception that says less."""
     if isinstance(error, rx.RedisClusterException) and isinstance(error.__cause__, Exception):
         return error.__cause__
     return error
 
 
 def _tls_refusal(error: BaseException) -> ssl.SSLError | None:
-    """Why TLS could not be agreed on; redis-py hides it below a ConnectionError."""
+    """Why the TLS handshake failed; redis-py hides it below a ConnectionError."""
     below: BaseException | None = error
     while below is not None:
         if isinstance(below, ssl.SSLError) and not isinstance(below, _BROKEN_TLS):
@@ -99,12 +99,12 @@ def may_pass(error: BaseException, *, fail_over: bool) -> bool:
 
 
 def translated(error: Exception, name: str, waited: float, *, fail_over: bool) -> RendezvousError:
-    """The error of torch's that says what happened, at which server, and what to do.
+    """Torch's error for it, which says what happened, at which server, and what to do.
 
     Args:
         error: one of ``ERRORS``.
         name: of the server, without secrets.
-        waited: for how long it was tried, in seconds.
+        waited: how long it was tried, in seconds.
         fail_over: as in :func:`may_pass`.
     """
     failed, message = _translate(error, name, waited)

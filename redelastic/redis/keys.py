@@ -1,4 +1,4 @@
-"""The names of all keys that a run has in Redis, and the only place where such a name is built.
+"""The names of all keys that a run has in Redis, which are built only here.
 
 All keys of one run carry its id as their hash tag, ``<prefix>:{<run_id>}:…``: one run is one Cluster slot, and one
 ACL pattern (``~<prefix>:{<run_id>}:*``).
@@ -20,14 +20,14 @@ _FORBIDDEN: Final = re.compile(r"[\s{}*?\[\]\\^\x00-\x1f\x7f]")
 
 
 def check_key_part(what: str, value: object) -> str:
-    r"""Return ``value`` if it can stand in a key's name.
+    r"""Return ``value`` if it can be part of a key's name.
 
     Args:
         what: what the value is, for the message.
         value: a run id, key prefix, store name or topology label.
 
     Raises:
-        ValueError: it is empty, longer than 200 bytes in UTF-8, or holds white space, control characters or one of
+        ValueError: it is empty, longer than 200 bytes in UTF-8, or contains white space, control characters or one of
             ``{ } * ? [ ] \ ^``.
         TypeError: it is not a string.
     """
@@ -51,7 +51,7 @@ def check_key_part(what: str, value: object) -> str:
 
 @dataclass(frozen=True)
 class StoreKeys:
-    """Keys of one store; ``lua/store.lua`` tells what each holds."""
+    """Keys of one store; ``lua/store.lua`` says what each holds."""
 
     base: str
 
@@ -62,7 +62,7 @@ class StoreKeys:
 
     @cached_property
     def waits(self) -> str:
-        """Hash of the keys that somebody waits for."""
+        """Hash of the keys that callers wait for."""
         return f"{self.base}:waits"
 
     @cached_property
@@ -72,12 +72,12 @@ class StoreKeys:
 
     @cached_property
     def streams(self) -> bytes:
-        """What the names of all wake-up streams begin with."""
+        """Prefix of the names of all wake-up streams."""
         return f"{self.base}:wake:".encode()
 
     @cached_property
     def queues(self) -> bytes:
-        """What the names of all queues begin with."""
+        """Prefix of the names of all queues."""
         return f"{self.base}:queue:".encode()
 
     def stream(self, key: bytes) -> bytes:
@@ -91,7 +91,7 @@ class StoreKeys:
 
 @dataclass(frozen=True)
 class RunKeys:
-    """Keys of one run; ``lua/run.lua`` tells what each holds."""
+    """Keys of one run; ``lua/run.lua`` says what each holds."""
 
     run_id: str
     prefix: str = DEFAULT_PREFIX
@@ -169,7 +169,7 @@ class RunKeys:
         return self._key(f"node:{node}")
 
     def store(self, name: str | int) -> StoreKeys:
-        """Keys of a store: that of the round with an epoch, or one that has a name."""
+        """Keys of a store: by epoch that of a round, or by name."""
         text = check_key_part("store name", str(name))
         if ":" in text:
             raise ValueError(

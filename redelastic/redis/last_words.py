@@ -1,7 +1,6 @@
 """Last words: one script call as bytes, for a process that sends them when this one is dead and has no redis-py.
 
-``redelastic/agent/workers/deliver.py`` sends them. They hold the password, so they may go
-through a pipe and nowhere else.
+``redelastic/agent/workers/deliver.py`` sends them. They contain the password, so they must only go through a pipe.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def last_words(client: Client, script: Script, keys: Sequence[str], args: Sequen
     """Write down how to run a script at the server that ``client`` talks to now.
 
     Returns:
-        One line of JSON; empty if no server is known now, or if the client connects in a way of its own (a subclass of
+        One line of JSON; empty if no server is known now, or if the client connects in a custom way (a subclass of
         redis-py's connections, a credential provider, TLS options other than those of :class:`Endpoint`).
     """
     try:
@@ -75,12 +74,12 @@ def _address(pool: Any, options: Mapping[str, Any]) -> Any:
 
 
 def _path(given: str | None) -> str | None:
-    """One that holds in another working directory; a link stays a link, since what it leads to may change."""
+    """A path that is valid in any working directory; a link stays a link, since its target may change."""
     return str(Path(given).absolute()) if given else None
 
 
 def _tls(options: Mapping[str, Any]) -> dict[str, Any]:
-    """As redis-py's ``SSLConnection`` reads its options."""
+    """TLS options, read as redis-py's ``SSLConnection`` does."""
     required = options.get("ssl_cert_reqs", "required")
     mode = ssl.VerifyMode[f"CERT_{required.upper()}"] if isinstance(required, str) else required or ssl.CERT_NONE
     return {

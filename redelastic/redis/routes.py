@@ -1,4 +1,4 @@
-"""Routes: the address of this host on its way to another one, and whether an address is this host's alone."""
+"""Routes: the address of this host on its route to another, and whether an address is a loopback."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import socket
 
 
 def source_address(target: str) -> str:
-    """The address of this host on its way to another one; "" if there is none, or on a link alone. Nothing is sent."""
+    """The address of this host on its route to another; "" if there is none, or a link-local one. Sends nothing."""
     try:
         [place, *_] = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM, flags=socket.AI_NUMERICHOST)
         with socket.socket(place[0], socket.SOCK_DGRAM) as probe:
@@ -18,7 +18,7 @@ def source_address(target: str) -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this host reaches it; False for a name."""
+    """Whether only this host can reach it; False for a name."""
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:

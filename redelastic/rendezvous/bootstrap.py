@@ -22,7 +22,7 @@ class BootstrapPort:
     """A free port of this host.
 
     It is taken before the rendezvous, so that every member knows rank 0's as soon as the round completes.
-    Workers may connect as soon as :meth:`serve` was called: the kernel queues them until the store answers.
+    Workers may connect once :meth:`serve` was called: the kernel queues them until the store answers.
     """
 
     def __init__(self) -> None:
@@ -38,19 +38,19 @@ class BootstrapPort:
     def serve(self, timeout: float) -> None:
         """Serve a fresh TCPStore.
 
-        That happens in the background: torch's constructor looks up names, and a name server that is slow must not hold
-        the round.
+        It starts in the background: torch's constructor looks up names, and a slow name server must not delay the
+        round.
 
         Args:
             timeout: of the store, in seconds.
         """
         self._listener.listen(2048)
-        # No daemon: C++ aborts a process that ends while torch's constructor runs in another thread, so it waits.
+        # Not a daemon: C++ aborts a process that exits while torch's constructor runs in another thread, so exit waits.
         args = (self._listener.dup(), timeout)
         threading.Thread(target=self._serve, args=args, name="redelastic-bootstrap", daemon=False).start()
 
     def _serve(self, listener: socket.socket, timeout: float) -> None:
-        with listener:  # of this thread's own: close() frees the number of the other one, which the next port may get
+        with listener:  # this thread's own: close() frees the other's descriptor, which the next port may get
             while not self._closed.is_set() and threading.main_thread().is_alive():
                 try:
                     store = dist.TCPStore(

@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 EPOCH_VARIABLE: Final = "REDELASTIC_EPOCH"
 PREFIX_VARIABLE: Final = "REDELASTIC_KEY_PREFIX"
-DETECTION: Final = 0.2  # a lost lease is known everywhere within this time, and some for a busy machine, in seconds
+DETECTION: Final = 0.2  # a lost lease is known everywhere within this time, with slack for a busy machine, in seconds
 REACH_THREAD: Final = "redelastic-reach"
 REACH_TIMEOUT: Final = 10.0  # within which a node has to get through to rank 0, in seconds
 EXIT_TIMEOUT: Final = 2.0  # how long a process that exits tries to say so, in seconds
@@ -84,9 +84,9 @@ class RedisRendezvousHandler(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """Join the run's next round and block until it is complete.
 
-        Sets ``REDELASTIC_EPOCH`` and ``REDELASTIC_KEY_PREFIX`` in this process' environment, which torch's agents hand
-        on to their workers; and ``GLOO_SOCKET_IFNAME``, where it is not set and gloo would listen on a loopback or on
-        another interface than the ``local_addr`` that was given.
+        Sets ``REDELASTIC_EPOCH`` and ``REDELASTIC_KEY_PREFIX`` in this process' environment, which torch's agents pass
+        on to their workers; and ``GLOO_SOCKET_IFNAME``, if it is not set and gloo would listen on a loopback or on
+        an interface other than the given ``local_addr``.
 
         Raises:
             RendezvousClosedError: the run is closed.
@@ -129,7 +129,7 @@ class RedisRendezvousHandler(RendezvousHandler):
             ttl=s.ttl,
         )
         self._stores.append(store)
-        while len(self._stores) > 2:  # the last round's may still be in the hands of somebody who finds it broken
+        while len(self._stores) > 2:  # a caller that finds the last round broken may still hold its store
             self._stores.pop(0).close()
         os.environ[EPOCH_VARIABLE], os.environ[PREFIX_VARIABLE] = str(entered.epoch), s.key_prefix
         self._address.tell_workers()
@@ -148,10 +148,10 @@ class RedisRendezvousHandler(RendezvousHandler):
     def num_nodes_waiting(self) -> int:
         """How many nodes wait for this one to regroup; from memory, and never an error.
 
-        It is above 0 as well when a member of this node's round died, left or regroups: torch's agent then restarts
+        It is also above 0 when a member of this node's round died, left or regroups: torch's agent then restarts
         its workers in a new round.
 
-        The first time in a round, when the agent has started its workers, a thread begins to try whether they get
+        The first call in a round, when the agent has started its workers, starts a thread that checks whether they get
         through to rank 0: torch's own error comes after half an hour, and does not say what to do.
         """
         if self._shut_down:
@@ -171,7 +171,7 @@ class RedisRendezvousHandler(RendezvousHandler):
         control = RunControl(self._backend.connection, self._backend.keys)
         try:
             rank_0 = control.state().members[0].id
-        except (RendezvousError, LookupError):  # it can be read in the run's events
+        except (RendezvousError, LookupError):  # the run's events have it
             rank_0 = "?"
         message = (
             f"Rank 0, node {rank_0}, announced itself at {host} port {port}, but from {self._address.host} "
@@ -185,7 +185,7 @@ class RedisRendezvousHandler(RendezvousHandler):
 
     @property
     def nodes_lost(self) -> int:
-        """How many nodes of the round before did not come back for this one."""
+        """How many nodes of the previous round did not come back for this one."""
         return self.membership.view.nodes_lost
 
     @property
@@ -199,7 +199,7 @@ class RedisRendezvousHandler(RendezvousHandler):
         return self._backend
 
     def wait_for_loss(self) -> bool:
-        """Wait for as long as it can take until the loss of a member is known; returns whether one is lost."""
+        """Wait as long as the loss of a member may take to be known; returns whether one is lost."""
         s = self._settings
         return self.membership.view.wait_for_loss(s.lease + DETECTION, patience=s.read_timeout)
 
@@ -226,10 +226,10 @@ class RedisRendezvousHandler(RendezvousHandler):
     def shutdown(self) -> bool:
         """End this node's part: it leaves, and if it is a member of the newest round it closes the run.
 
-        A node that is not a member any more closes nothing (I4).
+        A node that is no longer a member closes nothing (I4).
 
         Returns:
-            Whether Redis could be told.
+            Whether Redis took note.
         """
         return self.end("finished", "closes")
 
@@ -249,7 +249,7 @@ class RedisRendezvousHandler(RendezvousHandler):
         try:
             self.membership.leave(reason, run_then=run_then, timeout=timeout)
         except RendezvousError as e:
-            level = logging.WARNING if self._entered else logging.INFO  # who was in no round is missed by nobody
+            level = logging.WARNING if self._entered else logging.INFO  # nobody misses a node that was in no round
             log.log(level, "Could not tell run %r that this node is leaving: %s", self._settings.run_id, e)
             return False
         finally:
@@ -276,14 +276,14 @@ def create_handler(backend: RedisRendezvousBackend, params: RendezvousParameters
     """Make a handler; contract: torch's ``dynamic_rendezvous.create_handler``.
 
     Args:
-        backend: as :func:`create_backend` or :class:`RedisRendezvousBackend` makes it.
+        backend: from :func:`create_backend` or :class:`RedisRendezvousBackend`.
         params: the parameters of :class:`redelastic.rendezvous.settings.Settings`.
 
     Returns:
         The native handler; with ``protocol=dynamic`` torch's own ``DynamicRendezvousHandler`` on ``backend``.
 
     Raises:
-        ValueError: a parameter is unknown or wrong, or is another run's than the backend; ``local_addr`` is not of
+        ValueError: a parameter is unknown or wrong, or does not fit the backend's run; ``local_addr`` is not of
             this host.
     """
     settings = Settings.from_parameters(params)
@@ -340,7 +340,7 @@ def handler_from_url(url: str) -> RendezvousHandler:
     return handler_from_parameters(parameters_from_url(url))
 
 
-# torchrun does not shut a handler down when a signal ends it: leaving would close the run. But it is gone, and says so.
+# torchrun does not shut a handler down when a signal ends it: that would close the run. But it is gone, and says so.
 _handlers: weakref.WeakSet[RedisRendezvousHandler] = weakref.WeakSet()
 _pid = os.getpid()
 

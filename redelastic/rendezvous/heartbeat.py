@@ -1,4 +1,4 @@
-"""A node's heartbeat: who it is to the run, what it says at each call, and the loop that keeps lease and view fresh."""
+"""A node's heartbeat: its identity in the run, what it says at each call, the loop that keeps lease and view fresh."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from .view import COMPLAINT_INTERVAL, View
 log = logging.getLogger(__name__)
 
 RETRY_PAUSE: Final = 0.2  # between attempts of the loop while Redis is away, in seconds
-COARSE: Final = 0.11  # Redis ends a blocking read up to 100 ms late: it looks at its clients ten times a second
+COARSE: Final = 0.11  # Redis ends a blocking read up to 100 ms late: it checks its clients ten times a second
 SPREAD: Final = 0.05  # nodes that wait for the same lease to run out look at it within this time, in seconds
-LOOKERS: Final = 16  # about so many of a group do; its others are woken by them
-PER_ANSWER: Final = 5e-5  # a large group spreads its answers to a roll call: what Redis needs for each, in seconds
-NO_ROUND: Final = (0, 0, 0, "", 0)  # what a node tells of its round while it holds none
+LOOKERS: Final = 16  # about this many of a group do; they wake the others
+PER_ANSWER: Final = 5e-5  # what Redis needs for each answer to a roll call: large groups spread theirs, in seconds
+NO_ROUND: Final = (0, 0, 0, "", 0)  # what a node reports of its round while it holds none
 
 
 class Heartbeat:
     """What keeps a node in its run: it renews the lease, and takes in what the run's wake-ups say.
 
     Attributes:
-        view: what this node knows of the run; its ``node`` is who it is.
+        view: what this node knows of the run; its ``node`` is this node's identity.
         connection: to Redis.
         keys: of the run, with the key of this node's status.
         host: address of this node for its peers.
-        describe: writes the status that heartbeats carry.
+        describe: serializes the status that heartbeats carry.
     """
 
     def __init__(self, connection: Connection, keys: RunKeys, settings: Settings, host: str) -> None:
@@ -55,7 +55,7 @@ class Heartbeat:
         self.host = check_key_part("address of this node", host)
         self._wake_key = keys.wake.encode()
         self._next_beat, self._beat_is_urgent = math.inf, False
-        self._roll_call = self._answered = 0  # the last one that this node has heard of; has answered
+        self._roll_call = self._answered = 0  # the last one that this node has heard of; that it has answered
         self._answer_at = math.inf  # when to answer the former, unless that is done
         self._keeper: threading.Thread | None = None
         self.renew_identity()
@@ -63,23 +63,23 @@ class Heartbeat:
     # -- who it is, and what it says
 
     def renew_identity(self) -> None:
-        """Become another node, so that nothing of the old one that is still under way can count for it (I4)."""
+        """Become another node, so that no request of the old one still under way can count for it (I4)."""
         node = f"{self._settings.node_name}-{os.getpid()}-{uuid.uuid4().hex[:12]}"
         self.view.become(node)
         self.keys = [*self._run_keys.types, self._run_keys.status(node)]
 
     def status(self) -> dict[str, Any]:
-        """What this node says of itself, for people and tools."""
+        """What this node says about itself, for people and tools."""
         mine, name = self.view.round, self._settings.node_name
         status: dict[str, Any] = {"name": name, "host": self.host, "pid": os.getpid()}
         status["state"] = "running" if mine and not self.view.joining else "waiting"
         return status | {"epoch": mine.epoch, "rank": mine.rank, "size": mine.size} if mine else status
 
     def known(self, status: str | None = None) -> list[Any]:
-        """What a server that has forgotten the run has to be told: the arguments of ``lua/restore.lua``.
+        """What a server that has forgotten the run needs to know: the arguments of ``lua/restore.lua``.
 
         Args:
-            status: what to say of this node; None for how it is now.
+            status: what to say about this node; None for its present status.
         """
         s, mine = self._settings, self.view.round
         times = (s.last_call_timeout, s.replacement_timeout, s.lease, s.keep_alive_interval, s.ttl)
@@ -91,7 +91,7 @@ class Heartbeat:
         return [self.view.node, status, *settings, *held, *closing, steady, self._roll_call]
 
     def keys_with_store(self, epoch: int) -> list[str]:
-        """The keys of a script that may complete a round: the store of the round ``epoch`` ends with it."""
+        """The keys of a script that may complete a round, which ends the store of the round ``epoch``."""
         store = self._run_keys.store(epoch)
         return [*self.keys, store.data, store.waits, store.once]
 
@@ -102,7 +102,7 @@ class Heartbeat:
         args: list[Any] | Callable[[], list[Any]],
         timeout: float | None,
     ) -> Any:
-        """Run a script of this node's; as :meth:`Script.__call__`, but a key of a wrong type is named."""
+        """Run a script for this node; as :meth:`Script.__call__`, but errors name a key of the wrong type."""
         try:
             return script(self.connection, keys, args, timeout)
         except RendezvousStateError as e:
@@ -112,7 +112,7 @@ class Heartbeat:
     # -- the loop
 
     def start(self, since: str) -> None:
-        """Have a thread of its own pump from now on, unless one does already.
+        """Start a thread that pumps from now on, unless one already does.
 
         Args:
             since: id of the last wake-up that this node has seen.
@@ -124,9 +124,9 @@ class Heartbeat:
             self._keeper.start()
 
     def pump(self, since: str, longest: float) -> str:
-        """Beat if that is due, then block until something that matters has happened.
+        """Beat if due, then block until something that matters has happened.
 
-        Called by whoever waits for a round and by the keeper's thread, each with its own place in the stream.
+        Called by any thread that waits for a round and by the keeper's, each with its own place in the stream.
 
         Args:
             since: id of the last wake-up that the caller has seen.
@@ -140,7 +140,7 @@ class Heartbeat:
             due, urgent = self.due()
             if time.monotonic() >= due - (0 if urgent else early):
                 self.beat()
-                self.view.take_in_return()  # not after a mere read: it may be writes that Redis refuses
+                self.view.take_in_return()  # not after a read alone: Redis may refuse writes
             until_beat = self.due()[0] - early - time.monotonic()
             if until_beat <= 0:  # urgent, and too soon for a blocking read
                 self.stopped.wait(max(0.0, until_beat + early))
@@ -148,19 +148,19 @@ class Heartbeat:
             woken = self.connection.read({self._wake_key: since}, min(longest, until_beat))
         except RendezvousConnectionError as e:
             if self.view.round is None and not self.may_pass(e):
-                raise  # who is in no round can be told that it is refused, and why
+                raise  # a node that is in no round can report that it is refused, and why
             if not self.stopped.is_set():
                 self.view.take_in_outage(e)
             self.stopped.wait(min(longest, random.uniform(0.5, 1) * RETRY_PAUSE))
             return since
         entries = woken.get(self._wake_key, [])
         for call in self.view.take_in_wake_ups(entries):
-            if call != self._roll_call:  # several threads hear of the same one
+            if call != self._roll_call:  # several threads may hear of the same one
                 self.answer(call)
         return entries[-1][0] if entries else since
 
     def answer(self, roll_call: int) -> None:
-        """Answer a roll call by a beat, which is due now; 0 is none."""
+        """Answer a roll call with a beat, which is due now; 0 is none."""
         if roll_call:
             mine = self.view.round
             self._roll_call, self._answered = roll_call, min(self._answered, roll_call - 1)
@@ -168,7 +168,7 @@ class Heartbeat:
             self._answer_at = time.monotonic() + random.uniform(0, PER_ANSWER * mine.size if mine else 0)
 
     def may_pass(self, error: RendezvousConnectionError) -> bool:
-        """Whether an error is an outage, which a node sits out, and not a refusal."""
+        """Whether an error is an outage, which a node sits out, rather than a refusal."""
         if isinstance(error, RefusesWritesError):
             return self.connection.served
         return isinstance(error, UnreachableError)
@@ -176,7 +176,7 @@ class Heartbeat:
     def beat(self) -> None:
         """Renew the lease, and take in what Redis says of the round."""
         asked_as, asked_in = self.view.node, self.view.round
-        # Also when it fails: the loop pauses, must not beat twice, and reads between its attempts to answer.
+        # Even if it fails: the loop pauses, must not beat twice, and reads between its attempts to answer.
         self.is_due_in(self._settings.keep_alive_interval)
         self._answer_at = time.monotonic() + RETRY_PAUSE + COARSE
         keys, known = self.keys_with_store(asked_in.epoch if asked_in else 0), self.known()
@@ -189,9 +189,9 @@ class Heartbeat:
         self.answer(told[8])
 
     def _look_after_lease_that_ends_in(self, seconds: float, nodes: int) -> None:
-        """Beat when the lease of a silent node has run out; the lease of a node that renews it lasts for longer."""
+        """Beat when the lease of a silent node has run out; a node that renews its lease has it for longer."""
         looks = random.random() < LOOKERS / nodes
-        # Who does not look listens meanwhile, and beats if nothing was heard.
+        # A node that does not look listens meanwhile, and beats if it hears nothing.
         due_in = seconds + random.uniform(0.002, SPREAD) + (0 if looks else SPREAD + COARSE)
         if due_in < self._settings.keep_alive_interval:
             self.is_due_in(due_in, urgent=looks)
@@ -199,18 +199,18 @@ class Heartbeat:
     def has_been_renewed(self, answered: int) -> None:
         """A request to join has renewed the lease, and answered a roll call; an earlier beat stays due.
 
-        It may be the one that looks after the lease of another silent node.
+        It may be the one that checks the lease of another, silent node.
         """
         self._answered = answered
         if self._next_beat > time.monotonic() + self._settings.keep_alive_interval:
             self.is_due_in(self._settings.keep_alive_interval)
 
     def is_due_in(self, seconds: float, *, urgent: bool = False) -> None:
-        """Have the next beat come in so many seconds; an urgent one not a moment before."""
+        """Schedule the next beat in that many seconds; an urgent one must not come a moment earlier."""
         self._next_beat, self._beat_is_urgent = time.monotonic() + seconds, urgent
 
     def due(self) -> tuple[float, bool]:
-        """When the next beat is due, on the monotonic clock in seconds, and whether it is urgent."""
+        """When the next beat is due, in seconds on the monotonic clock, and whether it is urgent."""
         if self._answered != self._roll_call and self._answer_at < self._next_beat:
             return self._answer_at, True
         return self._next_beat, self._beat_is_urgent

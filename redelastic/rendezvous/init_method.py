@@ -24,15 +24,15 @@ from .settings import Settings, parameters_from_url
 
 RUN_VARIABLE: Final = "TORCHELASTIC_RUN_ID"
 
-# A process stays a member of its run until it ends, or makes its next group there: by process, server, prefix and run.
+# A process stays a member of its run until it exits, or makes its next group there: by process, server, prefix and run.
 _handlers: Final[dict[tuple[int, str, str, str], RedisRendezvousHandler]] = {}
-# How many groups a process has made in its agents' round. All workers make the same ones, and torch names the keys of
-# each alike: a group must not find those of the one before.
+# How many groups a process has made in its agents' round. All workers make the same ones, and torch uses the same key
+# names for each: a group must not find those of the previous one.
 _groups: Final[Counter[tuple[int, str, int]]] = Counter()
 
 
 def register_init_method() -> None:
-    """Register ``redis://`` and the other schemes with ``torch.distributed``; doing so again changes nothing.
+    """Register ``redis://`` and the other schemes with ``torch.distributed``; a second call changes nothing.
 
     Afterwards ``init_process_group(init_method=URL)`` takes the URL of :func:`redelastic.handler_from_url`. In a worker
     of torchrun with our rendezvous, ``redis://host:port/db`` is enough, or ``redis://`` alone if
@@ -60,7 +60,7 @@ def _rendezvous(url: str, timeout: timedelta = default_pg_timeout, **_unused: An
     options.setdefault("last_call_timeout", "0")
     options.setdefault("join_timeout", options.pop("timeout", str(timeout.total_seconds())))
     params = parameters_from_url(f"{base}?{urlencode(options)}")
-    if params.endpoint == "redis://":  # nothing but the scheme: what the environment says
+    if params.endpoint == "redis://":  # only the scheme: the environment has the rest
         params.endpoint = ""
 
     settings = Settings.from_parameters(params)
@@ -79,7 +79,7 @@ def _rendezvous(url: str, timeout: timedelta = default_pg_timeout, **_unused: An
 
 
 def _join(connection: Connection, settings: Settings, rank: int | None, timeout: timedelta) -> tuple[Store, int, int]:
-    """Find the other processes by a rendezvous of their own; whoever fails in it leaves, so that they all fail."""
+    """Find the other processes by a rendezvous of their own; a process that fails in it leaves, so that all fail."""
     place = (os.getpid(), connection.name, settings.key_prefix, settings.run_id)
     if former := _handlers.pop(place, None):
         former.end("makes another process group", "goes on")

@@ -32,17 +32,17 @@ from .view import Round
 
 log = logging.getLogger(__name__)
 
-LONG_WAIT: Final = 10.0  # for a round, after which it is said what is waited for, in seconds
+LONG_WAIT: Final = 10.0  # for a round, after which the log says what the node waits for, in seconds
 
 RunThen = Literal["goes on", "closes", "stops"]
 
 
 class RunStoppedError(RendezvousClosedError):
-    """The run was stopped: no round follows, and workers that still run have to end."""
+    """The run was stopped: no round follows, and running workers have to end."""
 
 
 class DrainedError(RendezvousError):
-    """This node was asked to drain, and does not take part any more.
+    """This node was asked to drain, and no longer takes part.
 
     Attributes:
         reason: by whom or what.
@@ -56,8 +56,8 @@ class DrainedError(RendezvousError):
 class Membership:
     """One node of one run: how it joins, renews its lease, and leaves.
 
-    The node's identity ends when it leaves or is fenced: it comes back as a new node, so that nothing of the old one
-    that is still under way can count for it (I4).
+    The node's identity ends when it leaves or is fenced: it comes back as a new node, so that no request of the old one
+    still under way can count for it (I4).
 
     Args:
         connection: to Redis.
@@ -77,12 +77,12 @@ class Membership:
         self._keys = keys
         self._settings = settings
         self._heard = "0-0"  # id of the last wake-up that this node knew of when it last asked to join
-        self._epoch_held = 0  # that of the last round this node was in
+        self._epoch_held = 0  # epoch of the last round this node was in
         self._complain_of_wait_at = math.inf
 
     @property
     def node(self) -> str:
-        """Id of this node; another one after it has left or was fenced."""
+        """Id of this node; it changes when the node has left or was fenced."""
         return self.view.node
 
     def join(self, port: int, deadline: float) -> Round:
@@ -90,25 +90,25 @@ class Membership:
 
         Args:
             port: on which this node would serve the bootstrap store.
-            deadline: on the monotonic clock, in seconds; put off while the node waits as a spare.
+            deadline: on the monotonic clock, in seconds; extended while the node waits as a spare.
 
         Raises:
             RendezvousClosedError, RendezvousGracefulExitError: the run is closed; the latter for a spare.
             DrainedError: this node was asked to drain.
             RendezvousTimeoutError: the round was not complete in time.
-            RendezvousConnectionError: Redis was not to be reached up to the deadline, or it refuses us.
-            RendezvousStateError: the run's keys in Redis are not as they should be.
+            RendezvousConnectionError: Redis could not be reached until the deadline, or it refuses us.
+            RendezvousStateError: the run's keys in Redis are corrupt.
             RendezvousError: other nodes of the run have another ``min_nodes`` or ``max_nodes``.
         """
-        if self.view.joining:  # an error ended the last attempt: nothing of it may count for this one
+        if self.view.joining:  # an error ended the last attempt: none of it may count for this one
             self._try_to_leave("starts anew")
         elif self.view.fenced:
             self.heartbeat.renew_identity()
         self.view.joining = True
         self._complain_of_wait_at = time.monotonic() + LONG_WAIT
-        # Leases of nodes that died with their whole job may be alive for so long; until then another size is refused.
+        # Leases of nodes that died with their whole job may last that long; until then another size is refused.
         others_may_be_dead_until = time.monotonic() + self._settings.lease + 1
-        give_up_at = time.monotonic() + self._settings.read_timeout  # on a Redis that is away, at the earliest
+        give_up_at = time.monotonic() + self._settings.read_timeout  # at the earliest, if Redis is away
         while True:
             self._require_that_it_may_join()
             outcome, *told = self._ask_to_join(port, max(deadline, give_up_at))
@@ -148,10 +148,10 @@ class Membership:
     def _wait_as_candidate(
         self, epoch: int, wake_id: bytes, completes_in: int, spare: int, roll_call: int, *, deadline: float
     ) -> float:
-        """Block until it is worth asking to join again; returns until when this node goes on asking."""
+        """Block until it is worth asking to join again; returns the time until which this node keeps asking."""
         now = time.monotonic()
         if spare:
-            deadline = now + self._settings.join_timeout  # it has all the time in the world, until it is needed
+            deadline = now + self._settings.join_timeout  # it can wait forever, until it is needed
         elif now >= deadline:
             self._try_to_leave("gave up waiting")
             raise RendezvousTimeoutError(
@@ -189,10 +189,10 @@ class Membership:
         return reply
 
     def _is_replicated(self, completed: Round, deadline: float) -> bool:
-        """Whether as many replicas as wanted hold a round; waits for a while.
+        """Whether as many replicas as wanted hold a round; waits a while for them.
 
         Raises:
-            RendezvousTimeoutError: they do not, and the deadline has passed.
+            RendezvousTimeoutError: too few do, and the deadline has passed.
         """
         s = self._settings
         if not s.min_replicas:
@@ -236,7 +236,7 @@ class Membership:
         return entered
 
     def _try_to_leave(self, reason: str) -> None:
-        """Leave before an error is raised; if that fails for as long as a lease, it has run out."""
+        """Leave before an error is raised; by the time that gives up, the lease has run out."""
         with contextlib.suppress(RendezvousError):
             self.leave(reason, timeout=self._settings.lease)
 
@@ -253,7 +253,7 @@ class Membership:
 
         Args:
             reason: for the others.
-            run_then: what becomes of the run, if this node is a member of a round that stands (I5).
+            run_then: what becomes of the run, if this node is a member of an unbroken round (I5).
             timeout: as in :meth:`Connection.call`.
         """
         try:
@@ -262,23 +262,23 @@ class Membership:
             )
         finally:
             self.view.forget_round()
-            if not self.heartbeat.stopped.is_set():  # who is shut down stays the one that has left
+            if not self.heartbeat.stopped.is_set():  # a node that is shut down keeps the identity that left
                 self.heartbeat.renew_identity()
 
     def last_words(self, reason: str) -> bytes:
         """A :meth:`leave` for the process that outlives this one; see :mod:`redelastic.redis.last_words`."""
         args = [*self.heartbeat.known("{}"), reason, "goes on"]
-        keys = [*self._keys.types, self._keys.status(args[0])]  # of the same node, whatever it becomes meanwhile
+        keys = [*self._keys.types, self._keys.status(args[0])]  # of the same node, even if it changes meanwhile
         return last_words(self.heartbeat.connection.client, scripts.LEAVE, keys, args)
 
     def close(self, timeout: float) -> None:
-        """Close the run: no round is completed any more (I5)."""
+        """Close the run: no further round completes (I5)."""
         args = [f"by {self.node}", round(1000 * self._settings.ttl), 0]
         why = self.heartbeat.call(scripts.CLOSE, self.heartbeat.keys, args, timeout)
         self.view.take_in_closing(words(why))
 
     def drain(self, reason: str, timeout: float) -> None:
-        """Have this node drain, as if somebody had asked it to; it does so even if Redis cannot be told.
+        """Drain this node, as if someone had asked it to; it drains even if Redis cannot be reached.
 
         Args:
             reason: for the others.
@@ -289,7 +289,7 @@ class Membership:
         self.heartbeat.call(scripts.DRAIN, self.heartbeat.keys, [self.node, reason, round(1000 * timeout)], None)
 
     def wait_while(self, condition: Callable[[], bool]) -> None:
-        """Wait outside of the run while a condition holds; it is looked at again when the run's nodes are woken.
+        """Wait outside the run while a condition holds; it is checked again when the run's nodes are woken.
 
         Raises:
             DrainedError: this node was asked to drain meanwhile.
@@ -313,9 +313,9 @@ class Membership:
             failed_at: when the first of them failed, on the monotonic clock in seconds.
             step: the last one that they reported, or -1.
             reason: for people.
-            limits: restarts of the job; of those in a row, how many may bring no progress; rounds in a row in which
-                a worker of this host may fail first. -1 is no limit.
-            final: whether the run is stopped if nothing is left of a limit; else that is only told.
+            limits: restarts of the job; restarts in a row without progress; rounds in a row in which a worker of this
+                host may fail first. -1 is no limit.
+            final: whether to stop the run if a limit is used up; else the reply only says so.
 
         Returns:
             Restarts of the job; rounds in a row in which this host failed first; why the run has to be stopped, or "".
@@ -331,7 +331,7 @@ class Membership:
     def call_roll(self, failed_at: float) -> None:
         """Ask who is there, since workers of this node failed and a lost peer may be why; never fails.
 
-        Nodes that do not answer within ``roll_call_timeout`` are out; what comes of it ends :meth:`View.wait_for_loss`.
+        Nodes that do not answer within ``roll_call_timeout`` are out; the outcome ends :meth:`View.wait_for_loss`.
         A node that has only just found Redis again does not ask: others may still be looking for it.
 
         Args:
@@ -346,7 +346,7 @@ class Membership:
         def args() -> list[Any]:
             return [*who, round(1000 * max(0.0, time.monotonic() - failed_at)), round(1000 * s.roll_call_timeout)]
 
-        try:  # an idle connection may be dead, that is no outage; after one the leases decide
+        try:  # an idle connection may be dead: that is no outage; after an outage the leases decide
             told = self.heartbeat.call(scripts.ROLL_CALL, self.heartbeat.keys, args, min(1.0, s.roll_call_timeout))
         except RendezvousError as e:
             log.warning("No roll call of run %r: %s", self.run_id, e)
@@ -365,5 +365,5 @@ class Membership:
         return bool(self.view.closed)
 
     def stop(self) -> None:
-        """End the loop; does not tell anybody."""
+        """End the loop without telling anyone."""
         self.heartbeat.stopped.set()

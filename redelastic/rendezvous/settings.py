@@ -76,13 +76,13 @@ def _path(name: str, value: object) -> str:
 def _shown(value: object) -> str:
     try:
         shown = repr(value)
-    except ValueError:  # a number of more digits than Python prints
+    except ValueError:  # a number with more digits than Python prints
         shown = f"a {type(value).__name__}"
     return shown if len(shown) <= 80 else f"{shown[:80]}…"
 
 
 def _unquoted(value: object) -> object:
-    """Undo that torchrun leaves the quotes of ``--rdzv-conf 'topology="rack 1"'`` in place."""
+    """The value without the quotes that torchrun leaves in place in ``--rdzv-conf 'topology="rack 1"'``."""
     if isinstance(value, str) and len(value) > 1 and value[0] == value[-1] and value[0] in "\"'":
         return value[1:-1]
     return value
@@ -93,7 +93,7 @@ def _label(name: str, value: object) -> str:
 
 
 def _hostname() -> str:
-    """The name of this host as part of a key: whatever cannot stand there becomes a hyphen."""
+    """The name of this host as part of a key: any character not allowed there becomes a hyphen."""
     return re.sub(r"[^\w.-]", "-", socket.gethostname())[:100] or "host"
 
 
@@ -117,37 +117,37 @@ _CHECKS: Final[Mapping[str, Callable[[str, object], Any]]] = {
     "ssl_cert": _path,
     "ssl_cert_key": _path,
 }
-# torchrun adds `timeout` to every rendezvous, and c10d's users give `is_host`; neither means anything to us.
+# torchrun adds `timeout` to every rendezvous, and c10d's users pass `is_host`; neither means anything to us.
 _IGNORED: Final = frozenset({"timeout", "is_host"})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What one node has to know of its run. All times are in seconds.
+    """What one node has to know about its run. All times are in seconds.
 
-    Names and defaults are those of torch's ``create_handler`` and ``etcd_rendezvous_backend.create_backend``, but for
-    the heartbeat, which is faster (torch: every 5 s).
+    Names and defaults are those of torch's ``create_handler`` and ``etcd_rendezvous_backend.create_backend``, except
+    for the heartbeat, which is faster (torch: every 5 s).
 
     Attributes:
         run_id: id of the run.
         min_nodes, max_nodes: how many nodes a round may have.
-        local_addr: address of this node for its peers, a name of that, or the interface that has it; None finds it.
+        local_addr: address of this node for its peers, its name, or the interface that has it; None finds it.
         join_timeout: within which a rendezvous has to complete.
         last_call_timeout: how long a new group waits for more nodes once ``min_nodes`` have joined.
         close_timeout: within which closing has to succeed.
         heartbeat_timeout: how long one attempt at a call may take, a heartbeat among them.
         keep_alive_interval: time between two heartbeats of a node.
-        keep_alive_max_attempt: how many of them may be missed before the node's lease is lost.
+        keep_alive_max_attempt: how many heartbeats may be missed before the node's lease is lost.
         roll_call_timeout: within which nodes have to answer when workers have failed and a lost node may be the reason;
             0 leaves it to their leases.
         replacement_timeout: how long the survivors of a round wait for replacements before they go on with fewer.
         min_replicas: how many replicas of Redis have to hold a completed round before a node enters it (WAIT).
         read_timeout: within which an operation on a store has to succeed; also the time-out of the round's store.
-        ttl: how long what a run has in Redis outlives its last live node.
-        key_prefix: what the names of all keys begin with.
+        ttl: how long a run's keys in Redis outlive its last live node.
+        key_prefix: prefix of all keys.
         protocol: ``native``, or ``dynamic`` for torch's own state machine on Redis.
         node_name: what people call this host; its hostname by default.
-        topology: label of the node's place; new nodes get ranks in the order of their labels.
+        topology: label of the node's location; new nodes get ranks in the order of their labels.
         ca_cert, ssl_cert, ssl_cert_key: files for TLS.
     """
 
@@ -176,16 +176,16 @@ class Settings:
 
     @property
     def lease(self) -> float:
-        """How long a node that is not heard of stays in its round, in seconds."""
+        """How long a silent node stays in its round, in seconds."""
         return self.keep_alive_interval * self.keep_alive_max_attempt
 
     @property
     def attempt_timeout(self) -> float:
-        """How long one attempt at a call may take, in seconds: a lost one must leave time for another in the lease."""
+        """How long one attempt at a call may take, in seconds: the lease must leave time for another after it."""
         return min(self.heartbeat_timeout, self.read_timeout, max(1.0, self.lease / 2))
 
     def endpoint(self, text: str) -> Endpoint:
-        """The endpoint of a text, with these settings' files for TLS."""
+        """The endpoint that a text describes, with these settings' files for TLS."""
         return parse_endpoint(text, ca_cert=self.ca_cert, ssl_cert=self.ssl_cert, ssl_cert_key=self.ssl_cert_key)
 
     @classmethod
@@ -193,7 +193,7 @@ class Settings:
         """Check torch's parameters.
 
         Raises:
-            ValueError: a parameter is unknown or wrong; the text names it, its value and what is allowed.
+            ValueError: a parameter is unknown or wrong; the message names it, its value and what is allowed.
         """
         config = {name: _unquoted(value) for name, value in params.config.items() if name not in _IGNORED}
         for name in config:
@@ -211,7 +211,7 @@ class Settings:
             local_addr=None if params.local_addr is None else check_key_part("local_addr", params.local_addr),
             **checked,
         )
-        if settings.min_nodes > settings.max_nodes:  # torch checks it too, when the parameters are made
+        if settings.min_nodes > settings.max_nodes:  # torch checks this too, when the parameters are made
             raise ValueError(
                 f"min_nodes={settings.min_nodes} is above max_nodes={settings.max_nodes}: give --nnodes=MIN:MAX with "
                 "MIN <= MAX."
@@ -224,7 +224,7 @@ class Settings:
         return settings
 
 
-# Names that torch's legacy etcd URL has for what are parameters today.
+# What torch's legacy etcd URL calls today's parameters.
 _URL_ALIASES: Final = {
     "min_workers": "min_nodes",
     "max_workers": "max_nodes",

@@ -1,4 +1,4 @@
-"""What a node knows of its run: from wake-ups and heartbeats, answered from memory, to several threads."""
+"""What a node knows of its run, from wake-ups and heartbeats: it answers several threads from memory."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from redelastic.redis.connection import Entries, text, words
 
 log = logging.getLogger(__name__)
 
-NOWHERE: Final = (0, 0)  # a place before all in a stream
+NOWHERE: Final = (0, 0)  # a place before all others in a stream
 COMPLAINT_INTERVAL: Final = 60.0  # between two warnings about the same outage, in seconds
 
 
 @dataclass(frozen=True)
 class Drain:
-    """That a node was asked to let its workers save, and to leave.
+    """A request to a node to let its workers save, and to leave.
 
     Attributes:
         node: its id.
         reason: by whom or what.
         timeout: how long the workers have to save, in seconds.
-        place: of the wake-up that told of it in the run's stream, the same for every node; NOWHERE if none has.
+        place: of its wake-up in the run's stream, the same for every node; NOWHERE if there was none.
     """
 
     node: str
@@ -44,9 +44,9 @@ class Round:
         rank: of this node.
         size: number of nodes.
         host, port: where rank 0 would serve the round's bootstrap store.
-        completed_at: when it was completed, in ms of the server's clock; tells it from a round with the same epoch that
-            was completed after a fail-over.
-        lost: how many nodes of the round before did not come back.
+        completed_at: when it was completed, in ms on the server's clock; distinguishes it from a round with the same
+            epoch that was completed after a fail-over.
+        lost: how many nodes of the previous round did not come back.
         again: whether this node was in a round before.
     """
 
@@ -69,9 +69,9 @@ class View:
         round: the one that this node is in; None while it is in none.
         joining: whether this node has asked to join the next one.
         fenced: whether it lost its lease.
-        standing: what Redis last said of it: "candidate", "member", "fenced" or "unknown".
-        drain: that this node was asked to drain; None if it was not.
-        record_of_closing: why the run's record says that it is closed, and whether that means a stop.
+        standing: what Redis last said about it: "candidate", "member", "fenced" or "unknown".
+        drain: the request to this node to drain; None if there was none.
+        record_of_closing: why the run is closed according to its record, and whether that means a stop.
     """
 
     def __init__(self, run_id: str) -> None:
@@ -81,8 +81,8 @@ class View:
         self.round: Round | None = None
         self.joining = False
         self._broken = ""  # why the round is broken; "" while it is not
-        self._last_break = (0, "", 0, False)  # epoch, and what `_break` takes: it may be heard of before that round
-        self._news = False  # whether there is something that an agent has not seen yet, and may have to act upon
+        self._last_break = (0, "", 0, False)  # epoch, and `_break`'s arguments: it may be heard of before that round
+        self._news = False  # whether there is something that an agent has not seen yet, and may have to act on
         self._member_lost = False  # whether it is broken because a member died or left
         self.fenced = False
         self.standing = ""
@@ -90,25 +90,25 @@ class View:
         self._closed = ""  # why; "" while it is not
         self._stop = False  # whether that means that workers have to end too
         self.record_of_closing = ("", 0)  # a wake-up alone proves nothing
-        self._drains: dict[str, tuple[int, Drain]] = {}  # that wake-ups told of, by node, with its epoch
-        self.drain: Drain | None = None  # whatever this node's id; set by a signal's handler too, so not guarded
-        self._failed_at: int | None = None  # when the workers failed that a roll call was asked for, in its ms
-        self._answered = 0  # when the last roll call was opened that every node answered, in the server's ms
-        self._away_since: float | None = None  # since when Redis does not answer; None while it does
+        self._drains: dict[str, tuple[int, Drain]] = {}  # from wake-ups, by node, with its epoch
+        self.drain: Drain | None = None  # independent of this node's id; a signal handler sets it too, so not guarded
+        self._failed_at: int | None = None  # when the workers failed that led to the roll call, in the server's ms
+        self._answered = 0  # when the last roll call that every node answered was opened, in the server's ms
+        self._away_since: float | None = None  # since when Redis has not answered; None while it does
         self._back_at = -math.inf  # when it last came back, on the monotonic clock
-        self._complain_at: dict[str, float] = {}  # of it, again, by kind of error
+        self._complain_at: dict[str, float] = {}  # when to log the outage again, by kind of error
 
     # -- what the agent asks, several times a second
 
     @property
     def nodes_waiting(self) -> int:
-        """How many nodes wait for this one to regroup; 0 while its round stands."""
+        """How many nodes wait for this one to regroup; 0 while its round is unbroken."""
         with self._lock:
             return max(1, self._waiting) if self.round and self._broken else 0
 
     @property
     def nodes_lost(self) -> int:
-        """How many nodes of the round before did not come back for this one."""
+        """How many nodes of the previous round did not come back for this one."""
         entered = self.round
         return entered.lost if entered else 0
 
@@ -120,14 +120,14 @@ class View:
     def wait_for_loss(self, timeout: float, patience: float = 0.0) -> bool:
         """Wait until a member of this node's round is lost; returns whether one is.
 
-        It ends when every node has answered a roll call: then nobody is lost; and after ``timeout`` seconds in which
-        Redis was there, for which it waits ``patience`` seconds more at most.
+        It ends when every node has answered a roll call, as then none is lost; or after ``timeout`` seconds in which
+        Redis was there, for which it waits at most ``patience`` seconds more.
         """
         with self._lock:
             timeout = 0.0 if self.round and self.round.size == 1 else timeout
             until = time.monotonic() + timeout
             while not (self._member_lost or self._all_answered()):
-                # Leases begin anew when Redis comes back.
+                # Leases restart when Redis comes back.
                 enough = max(until, self._back_at + timeout) if self._away_since is None else math.inf
                 left = min(enough, until + patience) - time.monotonic()
                 if left <= 0:
@@ -139,32 +139,32 @@ class View:
         return self._failed_at is not None and self._answered >= self._failed_at
 
     def wait_for_news(self, timeout: float) -> None:
-        """Wait until this node's round breaks, a node is to drain or the run is stopped, for ``timeout`` seconds.
+        """Wait until this node's round breaks, a node is to drain or the run is stopped; at most ``timeout`` seconds.
 
-        What happens while nobody waits ends the next wait at once.
+        News that comes while nobody waits ends the next wait at once.
         """
         with self._lock:
             self._lock.wait_for(lambda: self._news, timeout)
             self._news = False
 
     def notify(self) -> None:
-        """End the wait for news: something else has happened that an agent may have to act upon."""
+        """End the wait for news: something else has happened that an agent may have to act on."""
         with self._lock:
             self._tell()
 
     @property
     def closed(self) -> str:
-        """Why the run was closed, as far as is known; empty while it is open."""
+        """Why the run was closed, as far as known; empty while it is open."""
         return self._closed
 
     @property
     def stopped(self) -> str:
-        """Why the run was stopped, workers that still run included; empty while it was not."""
+        """Why the run was stopped, with its running workers; empty while it was not."""
         return self._closed if self._stop else ""
 
     @property
     def drains(self) -> list[Drain]:
-        """Which nodes were asked to drain since this node entered its round, as far as is known."""
+        """Which nodes were asked to drain since this node entered its round, as far as known."""
         with self._lock:
             epoch = self.round.epoch if self.round else 0
             told = {node: drain for node, (asked_in, drain) in self._drains.items() if asked_in == epoch}
@@ -175,18 +175,18 @@ class View:
 
     @property
     def away(self) -> float:
-        """For how long Redis has not answered, in seconds; 0 while it does."""
+        """How long Redis has not answered, in seconds; 0 while it does."""
         since = self._away_since
         return 0.0 if since is None else time.monotonic() - since
 
     def has_reached_redis_for(self, seconds: float) -> bool:
-        """Whether Redis has answered this node all along for so many seconds, as far as is known."""
+        """Whether Redis has answered this node for all of the last ``seconds``, as far as known."""
         return self._away_since is None and time.monotonic() - self._back_at >= seconds
 
-    # -- what it is told
+    # -- what it learns
 
     def become(self, node: str) -> None:
-        """This node comes back as another one, which is in no round."""
+        """Come back as another node, which is in no round."""
         with self._lock:
             self.node, self.round = node, None
 
@@ -196,11 +196,11 @@ class View:
             self.round, self.joining = None, False
 
     def take_in_closing(self, why: str, *, stop: bool = False) -> None:
-        """The run is closed; ``stop`` says whether workers have to end too, which is never taken back."""
+        """The run is closed; ``stop`` says whether workers have to end too, which is irrevocable."""
         self._closed, self._stop = why, stop or self._stop
 
     def begin_drain(self, reason: str, timeout: float) -> None:
-        """This node is to drain; ``timeout`` is in seconds. Needs no lock: a signal's handler may call it."""
+        """This node is to drain; ``timeout`` is in seconds. Needs no lock: a signal handler may call it."""
         self.drain = self.drain or Drain(self.node, reason, timeout)
 
     def take_in_round(self, entered: Round) -> None:
@@ -220,7 +220,7 @@ class View:
             self._answered = max(self._answered, failed_at if answered else 0)
 
     def take_in_wake_ups(self, entries: Entries) -> list[int]:
-        """What the run's stream of wake-ups says; returns the roll calls that this node has to answer."""
+        """Take in the run's wake-ups; returns the roll calls that this node has to answer."""
         roll_calls: list[int] = []
         with self._lock:
             for place, change in entries:
@@ -269,12 +269,12 @@ class View:
         if self.standing == "member" and epoch == mine.epoch:
             if broken:
                 self._break(broken, candidates, member_lost=False)
-        elif self.standing != "unknown" and not self.fenced:  # "unknown": the server lost its data, and judges nobody
+        elif self.standing != "unknown" and not self.fenced:  # "unknown": the server lost its data, and judges no node
             self.fenced = True
             self._break(f"{self.node}, which is this node, lost its lease", candidates, member_lost=True)
 
     def _break(self, reason: str, waiting: int, member_lost: bool) -> None:
-        leaves = reason.startswith(f"{self.node} ")  # this node itself: that is no news to it
+        leaves = reason.startswith(f"{self.node} ")  # this node itself: not news to it
         if self.round and not leaves and (not self._broken or (member_lost and reason != self._broken)):
             log.warning("Round %s of run %r is broken: %s.", self.round.epoch, self.run_id, reason)
         self._broken, self._waiting, self._member_lost = reason, waiting, self._member_lost or member_lost
@@ -297,7 +297,7 @@ class View:
             )
 
     def take_in_return(self) -> None:
-        """Redis has answered this node, and may have been away."""
+        """Redis has answered this node, after an outage or not."""
         if self._away_since is not None:
             log.warning("Redis is back for node %s of run %r, after %.1f s.", self.node, self.run_id, self.away)
             with self._lock:
@@ -307,7 +307,7 @@ class View:
 
 
 def place_of(entry: str | bytes) -> tuple[int, int]:
-    """The place of an entry in a stream, as its id has it; before all others if that is none."""
+    """The place of an entry in a stream, from its id; before all others if the id is invalid."""
     ms, _, n = text(entry).partition("-")
     return _number(ms), _number(n)
 

@@ -27,18 +27,18 @@ log = logging.getLogger(__name__)
 
 Limit = float | Callable[[], float]  # in seconds
 
-MOST: Final = 64  # writes under way, before the first half of them is waited for
-MOST_BYTES: Final = 2**20  # of values under way, before all are waited for
-TRUSTED: Final = 1.0  # how long a connection counts as standing after a reply, in seconds
+MOST: Final = 64  # writes under way, before it waits for the first half of them
+MOST_BYTES: Final = 2**20  # of values under way, before it waits for all
+TRUSTED: Final = 1.0  # how long a connection counts as alive after a reply, in seconds
 PATIENCE: Final = 5.0  # of a process that exits or forks, in seconds; then each line has one more attempt
 
 
 class Write(NamedTuple):
-    """A request of a script, but for its sender and number.
+    """A request to a script, except for its sender and number.
 
     Attributes:
         verb: of the store.
-        script: which it is.
+        script: the one to run.
         fixed_keys, fixed_args: of all requests to the store.
         keys: those of this one.
         args: those of this one; the first is the store's key.
@@ -52,7 +52,7 @@ class Write(NamedTuple):
     args: Sequence[bytes]
 
     def packed(self, sender: bytes, number: int, *, whole: bool) -> bytes:
-        """As it is sent, with the script itself or with its digest."""
+        """The request as it is sent, with the script itself or with its digest."""
         args: list[str | bytes | int] = [*self.fixed_args, sender, -number, *self.args]
         return self.script.packed([*self.fixed_keys, *self.keys], args, whole=whole)
 
@@ -74,14 +74,14 @@ class Line:
     """The writes of one process to one store, on a connection of their own.
 
     They are numbered without gaps, and Redis makes none whose predecessor it has not made (``lua/store_write.lua``). So
-    they are made in order; after a loss of the connection all that were not acknowledged are sent again, and those
-    that were made are not made twice; and one that fails takes those that were sent after it with it.
+    they are made in order; if the connection is lost, all unacknowledged ones are sent again, and none is made twice;
+    and if one fails, so do those that were sent after it.
 
     A forked child has a line of its own, with nothing under way.
 
     Attributes:
         under_way: the writes that may not have been made yet, each with its number.
-        failure: what nobody has been told of yet, since it was met while the process forked.
+        failure: one that no call has raised yet, since it occurred while the process forked.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -91,8 +91,8 @@ class Line:
         _lines.add(self)
 
     def unlock(self) -> None:
-        """In a forked child, where none of the threads runs that may have used the line."""
-        self._lock = threading.RLock()  # reentrant for a signal's handler, which finds the line busy
+        """Unlock in a forked child, which has none of the threads that may have used the line."""
+        self._lock = threading.RLock()  # reentrant for a signal handler, which finds the line busy
         self._busy = False
 
     def _begin(self) -> None:
@@ -111,7 +111,7 @@ class Line:
         self._begin_anew()
 
     def _begin_anew(self) -> None:
-        """As a new sender. A number that is not sent, since it was interrupted, is a gap, and leads here too."""
+        """Become a new sender. A number never sent, because of an interruption, is a gap, and leads here too."""
         self._sender, self._numbers = uuid.uuid4().bytes, count(1)
         self.under_way = deque((next(self._numbers), write) for _, write in self.under_way)
 
@@ -123,7 +123,7 @@ class Line:
             timeout: how long it may take while Redis cannot be reached, in seconds.
 
         Returns:
-            Whether the line has taken it. That of a signal's handler, within another call, it does not take.
+            Whether the line has taken it. It takes none from a signal handler that interrupts another call.
         """
         held = self._enter(timeout)
         try:
@@ -133,7 +133,7 @@ class Line:
                 idle = self._wire is not None and time.monotonic() - self._heard > TRUSTED
                 if full or heavy or idle:
                     self._call(0 if heavy or idle else MOST // 2, timeout)
-                if idle:  # else only the next call notices that the connection is gone, and it may be late
+                if idle:  # else only the next call, perhaps much later, notices that the connection is gone
                     self._could(self._ping)
                 self.under_way.append((next(self._numbers), write))
                 self._bytes += sum(map(len, write.args))
@@ -144,7 +144,7 @@ class Line:
             self._leave(held)
 
     def settle(self, timeout: Limit) -> None:
-        """Return when all that are under way have been made.
+        """Return when all writes under way have been made.
 
         Raises:
             WriteFailedError: one of them was refused.
@@ -160,7 +160,7 @@ class Line:
             self._leave(held)
 
     def close(self) -> None:
-        """Give the connection back; what is under way is given up."""
+        """Return the connection to its pool; what is under way is given up."""
         held = self._enter(PATIENCE)
         try:
             if held:
@@ -172,9 +172,9 @@ class Line:
             self._leave(held)
 
     def _enter(self, timeout: Limit) -> bool:
-        """Keep other threads out until :meth:`_leave`; False for a signal's handler, within another call.
+        """Keep other threads out until :meth:`_leave`; False for a signal handler that interrupts another call.
 
-        As long as one attempt of another thread may take, that is waited for: it is no outage yet.
+        Waits for as long as one attempt of another thread may take: that is no outage yet.
         """
         if not self._lock.acquire(timeout=max(ATTEMPT_TIMEOUT, timeout() if callable(timeout) else timeout)):
             raise UnreachableError(f"Another thread waits for Redis at {self._connection.name} to take earlier writes.")
@@ -211,7 +211,7 @@ class Line:
         return not may_pass(error, fail_over=self._connection.served)
 
     def _exchange(self, client: Any, keep: int) -> None:
-        """Send what was not sent on this connection, and read the replies to all but the last ``keep``."""
+        """Send what has not been sent on this connection, and read the replies to all but the last ``keep``."""
         while True:
             try:
                 if self._wire is None:
@@ -243,7 +243,7 @@ class Line:
         return True
 
     def _put(self) -> None:
-        if not self._wire.is_connected:  # redis-py would connect anew, and replies be taken for those of earlier writes
+        if not self._wire.is_connected:  # redis-py would reconnect, and replies be taken for those of earlier writes
             raise rx.ConnectionError("The connection was closed.")
         number, write = self.under_way[self._sent]
         packed = write.packed(self._sender, number, whole=write.script not in self._known)
@@ -261,11 +261,11 @@ class Line:
         try:
             self._wire.read_response()
         except rx.ResponseError as e:
-            if "a late copy of request" not in str(e):  # else it was made, as a later one was: its reply was lost
+            if "a late copy of request" not in str(e):  # else it was made, like a later one, and its reply was lost
                 self._refusal = e
                 raise
         self._connection.served, self._heard = True, time.monotonic()
-        _, write = self.under_way.popleft()  # an interruption after that drops the connection; no number comes again
+        _, write = self.under_way.popleft()  # an interruption after this drops the connection; no number is reused
         self._sent -= 1
         self._bytes -= sum(map(len, write.args))
 
@@ -279,11 +279,11 @@ class Line:
 
 
 _lines: Final[WeakSet[Line]] = WeakSet()
-_settling: Final[set[int]] = set()  # processes that settle all at their end
+_settling: Final[set[int]] = set()  # processes that settle all lines when they exit
 
 
 def _settle_all() -> None:
-    """What a process has written is there when it exits, and for the child that it forks."""
+    """Make sure that what a process has written is there when it exits, and for the child that it forks."""
     deadline = time.monotonic() + PATIENCE
     for line in list(_lines):
         if line.under_way:

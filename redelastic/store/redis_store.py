@@ -24,7 +24,7 @@ from .requests import Requests, RoundBrokenError, Text
 if TYPE_CHECKING:
     from redelastic.redis.endpoint import Client
 
-_LONGEST: Final = 2**29  # bytes; what Redis takes, unless its proto-max-bulk-len was changed
+_LONGEST: Final = 2**29  # bytes; the most that Redis accepts, unless its proto-max-bulk-len was changed
 
 # torch's C++ keeps only its own half of a store: once Python's half is gone, every call dies in an assertion. So a
 # store lives until it is closed; see `RedisStore.close`.
@@ -45,19 +45,19 @@ class RedisStore(Requests):
         client: an endpoint or URL, a redis-py client of bytes, or a :class:`Connection`.
         run_id: id of the run.
         name: distinguishes this store from the run's others.
-        epoch: epoch of the round that the store belongs to, if any; the name is not used then. A wait on such a store
+        epoch: epoch of the round that the store belongs to, if any; the name is then unused. A wait on such a store
             ends at once when the round is broken, and it refuses writes once a later round is complete (I4).
         key_prefix: prefix of all keys in Redis.
         timeout: of blocking calls, in seconds. The error may come up to 0.1 s later, however short the time-out: Redis
             checks blocked clients ten times a second. A value that comes in time is returned at once.
         ttl: how long the store outlives its last change, in seconds, or up to a hundredth less; a round's members keep
-            its store, but for queues that nobody uses.
+            its store alive, except for unused queues.
         acknowledge: whether ``set``, ``multi_set``, ``append`` and ``queue_push`` return only when Redis has made them.
-            If not, they return when they are sent, as TCPStore's do: they are made in the order in which this process
-            sent them, once, also if the connection is lost, and before any other call of this object, its views or
-            clones is. One that fails is an error of the next such call, which names it and has no effect of its own,
+            If not, they return when they are sent, as TCPStore's do: each is made once, in the order in which this
+            process sent them, even if the connection is lost, and before any other call of this object, its views or
+            clones. If one fails, the next such call raises an error that names it and has no effect of its own,
             and those sent after it are not made. A process that exits or forks, or closes the store, waits for up to
-            5 s until all are made; one that is killed may lose them. On a client of redis-py's own, or a Cluster, all
+            5 s until all are made; one that is killed may lose them. With redis-py's own client, or a Cluster, all
             are waited for.
 
     Raises:
@@ -118,7 +118,7 @@ class RedisStore(Requests):
         return self.prefixed(b"")
 
     def prefixed(self, prefix: Text) -> RedisStore:
-        """A view in which ``prefix`` and a slash stand before every key, as in torch's ``PrefixStore``.
+        """A view in which ``prefix`` and a slash precede every key, as in torch's ``PrefixStore``.
 
         Queues and ``list_keys`` work on it too.
         """
@@ -159,7 +159,7 @@ class RedisStore(Requests):
 
         Raises:
             DistStoreError: it was not set within ``timeout``.
-            RoundBrokenError: it will not be set, because the store's round is broken.
+            RoundBrokenError: it can no longer be set, because the store's round is broken.
         """
         full, started = self._key(key), time.monotonic()
         while True:
@@ -182,7 +182,7 @@ class RedisStore(Requests):
         return values
 
     def peek(self, keys: Sequence[Text]) -> list[bytes | None]:
-        """Read several values as they are now; None for a key that is not there."""
+        """Read several values as they are now; None for a missing key."""
         return self._read(self._all(keys))
 
     def add(self, key: Text, amount: int) -> int:
@@ -223,7 +223,7 @@ class RedisStore(Requests):
         queue = self._keys.queue(full[0])
         value, items = ("HEXISTS", self._keys.data, full[0]), ("EXISTS", queue)
 
-        def one_is_there(client: Any) -> bool:  # without a script, which takes a fifth longer
+        def one_is_there(client: Any) -> bool:  # not by a script, which takes a fifth longer
             if isinstance(client, DirectClient):
                 has_value, has_items = client.execute_both(value, items)
                 return bool(has_value or has_items)
@@ -242,9 +242,9 @@ class RedisStore(Requests):
             self._await(full, "wait", started, seconds())
 
     def barrier(self, key: Text, world_size: int, timeout: timedelta | None = None) -> None:
-        """Block until ``world_size`` callers have come to the barrier ``key``; raises as :meth:`get`.
+        """Block until ``world_size`` callers have reached the barrier ``key``; raises like :meth:`get`.
 
-        In one trip, with one wake-up for all. Torch's ``PrefixStore`` takes three trips, to the same keys.
+        In one round trip, with one wake-up for all. Torch's ``PrefixStore`` takes three, with the same keys.
         """
         started, full = time.monotonic(), self._key(key)
         count, last = full + b"/num_members", full + b"/last_member"
@@ -294,7 +294,7 @@ class RedisStore(Requests):
         queue = self._keys.queue(self._key(key))
         return int(self._call(lambda client: client.llen(queue), [queue]))
 
-    # -- what torch's C++ calls by other names
+    # -- under the names that torch's C++ calls
 
     def has_extended_api(self) -> bool:
         """Append, multi_get and multi_set are single calls."""
@@ -326,10 +326,10 @@ class RedisStore(Requests):
     ) -> bytes | None:
         """Block until all keys are there, for ``timeout`` seconds after ``started`` on the monotonic clock.
 
-        The first look is not taken where its ``reply`` is given.
+        Skips the first look if its ``reply`` is given.
 
         Returns:
-            The value that a single key was set to, where its setter told it.
+            The value that a single key was set to, if the wake-up carried it.
         """
         deadline = started + timeout
         while keys:
@@ -343,7 +343,7 @@ class RedisStore(Requests):
                 )
             remaining = deadline - time.monotonic()
             if remaining <= 0:
-                limit = round(1000 * timeout)  # as TCPStore's; how much later it is by now depends on Redis
+                limit = round(1000 * timeout)  # as TCPStore says it; how much later it is by now depends on Redis
                 raise dist.DistStoreError(f"wait timeout after {limit}ms, keys: {_listed(keys)} of {self!r}")
             stream = self._keys.stream(keys[reply[0] - 1])
             streams = {stream: text(reply[1])}

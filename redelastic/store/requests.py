@@ -1,4 +1,4 @@
-"""How the requests of a store get to Redis, numbered or as they are, waited for or in line; and their errors."""
+"""How a store's requests get to Redis, numbered or as they are, waited for or in line; and their errors."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from .line import Line, Write, WriteFailedError
 T = TypeVar("T")
 Text = str | bytes
 
-LARGE: Final = 2**15  # bytes: below that, three copies by a script take less time than a transaction
-MOST_QUEUED: Final = 3 * 2**28  # bytes: whose queue is over its client-query-buffer-limit, 2**30, is cut off
-_UNCOPIED: Final = 2**17  # bytes: below that, a copy takes less time than a packet of its own
+LARGE: Final = 2**15  # bytes: below this, three copies by a script take less time than a transaction
+MOST_QUEUED: Final = 3 * 2**28  # bytes: Redis drops a client whose queue is over client-query-buffer-limit, 2**30
+_UNCOPIED: Final = 2**17  # bytes: below this, a copy takes less time than a packet of its own
 
 
 class RoundBrokenError(dist.DistStoreError):
@@ -42,7 +42,7 @@ class Requests(dist.Store):
     Args:
         connection: to Redis.
         run, keys: names of the keys of the run, and of the store.
-        epoch: of the round that the store belongs to, if it does.
+        epoch: of the round that the store belongs to, if any.
         ttl: how long it outlives its last change, in seconds.
     """
 
@@ -51,7 +51,7 @@ class Requests(dist.Store):
     def __init__(self, connection: Connection, run: RunKeys, keys: StoreKeys, epoch: int | None, ttl: float) -> None:
         super().__init__()
         self._connection, self._run, self._keys, self._epoch, self._ttl = connection, run, keys, epoch, ttl
-        self._line: Line | None = None  # of the writes that are not waited for, if there are such
+        self._line: Line | None = None  # of the writes that are not waited for, if any
         self._fixed_keys = [self._keys.data, self._keys.waits, self._keys.once, run.run, run.members]
         self._fixed_args = ["" if epoch is None else str(epoch), str(round(1000 * ttl))]
         self._senders: deque[_Sender] = deque()
@@ -68,7 +68,7 @@ class Requests(dist.Store):
             self._write(verb, scripts.STORE_SET, streams, pairs)
 
     def _transacts(self) -> bool:
-        """Whether large values can go past Lua; a user that may not is not told."""
+        """Whether large values can bypass Lua; a user without that permission sees no error."""
         if not isinstance(self._connection.client, DirectClient):
             return False
         if self._connection.transacts is None:
@@ -78,21 +78,21 @@ class Requests(dist.Store):
     def _set_large(
         self, sender: bytes, request: int, keys: list[bytes], streams: list[bytes], pairs: list[bytes]
     ) -> None:
-        """In the middle of two scripts: ``lua/store_before.lua``."""
+        """Set them by an HSET between two scripts; see ``lua/store_before.lua``."""
         args: list[str | bytes | int] = [*self._fixed_args, sender, request, *keys]
         commands = [
-            scripts.STORE_BEFORE.packed(self._fixed_keys, args, whole=True),  # it must not be unknown there
+            scripts.STORE_BEFORE.packed(self._fixed_keys, args, whole=True),  # its digest may be unknown there
             packed_uncopied([b"HSET", self._keys.data.encode(), *pairs], _UNCOPIED),
             scripts.STORE_AFTER.packed([*self._fixed_keys, *streams], args, whole=True),
         ]
         if self._call(lambda client: client.transact(commands), streams):
             self._connection.served = True
-        else:  # its rules have changed; what has had its effect is not made again, since it has the same number
+        else:  # the user's rules have changed; a request that has had its effect has no other, under the same number
             self._connection.transacts = False
             self._script(scripts.STORE_SET, streams, [sender, request, *pairs], None)
 
     def _write(self, verb: str, script: scripts.Script, keys: Sequence[Text], args: Sequence[bytes]) -> None:
-        """As :meth:`_once`, for what has no reply, and so need not be waited for."""
+        """As :meth:`_once`, for a request without a reply, which need not be waited for."""
         if self._line is not None:
             try:
                 if self._line.send(Write(verb, script, self._fixed_keys, self._fixed_args, keys, args), self._seconds):
@@ -102,7 +102,7 @@ class Requests(dist.Store):
         self._once(script, keys, args)
 
     def _settle(self, timeout: Timeout = None) -> None:
-        """Return when all that was not waited for has been made."""
+        """Return when all writes that were not waited for have been made."""
         if self._line is not None and (self._line.under_way or self._line.failure):
             try:
                 self._line.settle(self._seconds if timeout is None else timeout)
@@ -124,7 +124,7 @@ class Requests(dist.Store):
         return self._numbered(lambda sender, request: self._script(script, keys, [sender, request, *args], limit))
 
     def _numbered(self, request: Callable[[bytes, int], T]) -> T:
-        """Have a request sent that is given its sender and number."""
+        """Send a request, a function that takes its sender and number."""
         try:
             sender = self._senders.pop()
         except IndexError:
@@ -157,7 +157,7 @@ class Requests(dist.Store):
             raise self._as_torchs(e, keys) from e
 
     def _as_torchs(self, error: RendezvousError, keys: Sequence[Text]) -> Exception:
-        """Torch's callers catch the errors of its own stores, and none of the rendezvous."""
+        """The error in terms of torch's own stores: its callers catch those, and none of the rendezvous."""
         if isinstance(error, RendezvousConnectionError):
             return dist.DistNetworkError(str(error))
         if isinstance(error, RendezvousStateError):
@@ -175,7 +175,7 @@ class Requests(dist.Store):
 
 
 class _Sender:
-    """Who sends requests one after the other, and numbers them, so that Redis knows one that comes again.
+    """Sends requests one after the other, and numbers them, so that Redis recognizes one that comes again.
 
     A thread of torch's own is new to Python at each call: senders are lent for one call, not bound to threads.
     """
