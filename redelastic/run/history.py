@@ -212,7 +212,7 @@ def replay(events: Sequence[Event], now: float | None = None) -> History:
 
     Args:
         events: at least one, oldest first; the beginning may be missing.
-        now: how long the remaining nodes live on, on the server's clock; None: until the last event.
+        now: until when the remaining nodes live on, on the server's clock; None for the last event.
     """
     story = _Replay(events)
     for i, event in enumerate(events):

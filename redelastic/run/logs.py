@@ -1,4 +1,4 @@
-"""Where the logs of a run's workers are, and the end of those that failed: told by agents as events, read back here."""
+"""Where the logs of a run's workers are, and how those of failed workers end: events by agents, read back here."""
 
 from __future__ import annotations
 

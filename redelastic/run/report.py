@@ -1,4 +1,4 @@
-"""How runs are: the documents that `redelastic status --json` and `list --json` print, and the dashboard serves."""
+"""How runs stand: the documents that `redelastic status --json` and `list --json` print, and the dashboard serves."""
 
 from __future__ import annotations
 
