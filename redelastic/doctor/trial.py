@@ -41,7 +41,7 @@ WAKES: Final = 5
 BLOCKED_S: Final = 0.05  # after which a reader is assumed to be blocked
 KINDS: Final = ("string", "hash", "set", "zset", "stream", "list")
 
-# One harmless call of each command that a run sends or that its scripts call: they have no more rights than their user.
+# One harmless call of each command that a run sends or that its scripts call: these have just its user's rights.
 # A word of KINDS stands for a key of that type.
 PROBES: Final = (
     "PING",
