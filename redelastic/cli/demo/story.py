@@ -17,9 +17,7 @@ from .view import Round, View
 
 STEPS: Final = 500
 SAVE_EVERY: Final = 10
-PACE: Final = (
-    0.05  # minimum seconds per step: a replacement that starts mid-training must join before the end
-)
+PACE: Final = 0.05  # minimum seconds per step: a replacement that starts mid-training must join before the end
 BATCH: Final = 128
 ACCURACY: Final = 0.95  # as promised
 TIME_LIMIT: Final = 240.0  # for everything, in seconds
