@@ -74,7 +74,7 @@ def last_heard(run: Run) -> float:
 
 
 def telling(events: Iterable[Event]) -> list[Event]:
-    """The events without "regrouping" ones, of which each round has one per member."""
+    """The events except those of regrouping nodes, of which each round has one per member."""
     return [event for event in events if (event.event, event.reason) != ("joined", "regroups")]
 
 
