@@ -1,1 +1,1 @@
-"""Benchmarks: one question a file, on the shared harness. See README.md beside this file."""
+"""Benchmarks: one question per file, on a shared harness. See README.md beside this file."""

@@ -19,16 +19,16 @@ import psutil
 from benchmarks.report import MISSED, RESULTS, markdown, regressions, summary, tables_of
 
 BENCHMARKS: Final = ("rendezvous", "scale", "store", "recovery", "agent", "start", "crowd", "load")
-DEFAULT: Final = BENCHMARKS[:-1]  # load looks for limits, and compares nothing
-WORK: Final = ("user", "nice", "system", "irq", "softirq")  # of /proc/stat, where `user` has what guests take
+DEFAULT: Final = BENCHMARKS[:-1]  # load looks for limits and compares nothing
+WORK: Final = ("user", "nice", "system", "irq", "softirq")  # of /proc/stat, where `user` includes guests
 README: Final = Path(__file__).parent / "README.md"
 BEGIN, END = "<!-- results -->", "<!-- end of results -->"
 
 
 def measure(name: str, folder: Path, *, quick: bool, limit: float) -> bool:
-    """Run one benchmark in a process group of its own; tells whether it ended well and in time.
+    """Run one benchmark in a process group of its own; returns whether it ended well and in time.
 
-    What the host of a virtual machine took away meanwhile is said: it changes ratios too.
+    Reports the CPU that a virtual machine's host took away meanwhile: it changes ratios too.
     """
     command = [sys.executable, "-m", f"benchmarks.{name}", "--plots", str(folder)]
     command += ["--json", str(folder / f"{name}.json")]
@@ -47,7 +47,7 @@ def measure(name: str, folder: Path, *, quick: bool, limit: float) -> bool:
 
 
 def stolen(before: Any, after: Any) -> float:
-    """How much of the time for which this machine wanted its cores was not given to it.
+    """The share of the CPU time wanted by this machine that it did not get.
 
     Args:
         before: ``psutil.cpu_times()``.
@@ -58,12 +58,12 @@ def stolen(before: Any, after: Any) -> float:
 
 
 def command_of(name: str) -> str:
-    """That measures it alone."""
+    """The command that measures it alone."""
     return f"python -m benchmarks.{name}"
 
 
 def kept(folder: Path) -> dict[str, dict[str, Any]]:
-    """The documents of a folder, by benchmark."""
+    """A folder's documents, by benchmark."""
     return {name: json.loads(path.read_text()) for name in BENCHMARKS if (path := folder / f"{name}.json").exists()}
 
 
@@ -91,7 +91,7 @@ def pages(folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def overview(folder: Path) -> Iterator[str]:
-    """The targets that are missed, and where all tables are."""
+    """The targets missed, and where all tables are."""
     documents = kept(folder)
     head, rule, *rows = targets(documents)
     missed = [row for row in rows if MISSED in row]
@@ -103,13 +103,13 @@ def overview(folder: Path) -> Iterator[str]:
 
 
 def with_results(page: str, folder: Path) -> str:
-    """The page with these results in the place of those that it has."""
+    """The page with its results replaced by these."""
     before, _, rest = page.partition(BEGIN)
     return f"{before}{BEGIN}\n\n" + "\n".join(overview(folder)) + f"\n{END}{rest.partition(END)[2]}"
 
 
 def main() -> int:
-    """Measure, and write what was found."""
+    """Measure, and write the results."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="which ones (default: all but load)")
     parser.add_argument("--quick", action="store_true", help="only whether they work; nothing is kept")
@@ -140,7 +140,7 @@ def main() -> int:
 
 
 def lost_ground(folder: Path) -> Iterator[str]:
-    """Where new results are worse than those that are kept."""
+    """Where new results are worse than the kept ones."""
     for path in sorted(folder.glob("*.json")):
         if (kept := RESULTS / path.name).exists():
             yield from regressions(*(tables_of(json.loads(p.read_text())) for p in (kept, path)))

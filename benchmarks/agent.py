@@ -1,7 +1,7 @@
 """What does it cost a training that redelastic watches over it? Time of its steps, CPU, memory, and time to import.
 
-What happens every second or two is made to happen many times as often, so that the effect on a step shows above the
-noise; shown is what it is at the usual pace.
+What happens every second or two is made many times as frequent, so that its effect on a step shows above the
+noise; results are scaled back to the usual pace.
 """
 
 from __future__ import annotations
@@ -35,13 +35,11 @@ from redelastic.agent.workers.board import Board
 from redelastic.rendezvous.handler import RedisRendezvousHandler, create_handler
 from redelastic.rendezvous.heartbeat import COARSE
 
-STEP: Final = (
-    0.005  # seconds of one step of the training: computed in Python, holding its lock, which is the worst case
-)
+STEP: Final = 0.005  # seconds per training step: pure Python that holds the GIL, the worst case
 INTERVAL: Final = 2.0  # between heartbeats, in seconds: the default
 FASTER: Final = 10  # times as often as usual: telemetry and the agent's loop
-OFTEN: Final = 1.0 / FASTER  # between heartbeats then, and, as usual within a second, between samples
-SETTLES: Final = 0.1  # seconds at the beginning of a block that do not count
+OFTEN: Final = 1.0 / FASTER  # between heartbeats then, and between samples, as usual within a second
+SETTLES: Final = 0.1  # seconds at the start of a block that do not count
 TARGET: Final = 0.1  # percent of a step
 LIMIT: Final = 120  # seconds for a process
 EMPTY: Final = "def nothing(step): pass"
@@ -60,9 +58,9 @@ IMPORTS: Final = {
 
 
 def time_calls(repeat: int, calls: int) -> dict[str, Any]:
-    """Seconds for one call, by function, several times over; with an agent's shared memory, and without."""
+    """Seconds per call, by function, several times over; with and without an agent's shared memory."""
     scope: dict[str, Any] = {}
-    exec(EMPTY, scope)  # noqa: S102  # a function as any other, that does nothing
+    exec(EMPTY, scope)  # noqa: S102  # an ordinary function that does nothing
     board = Board(1)
 
     def alone() -> None:
@@ -114,7 +112,7 @@ def steps_of() -> Callable[[], None]:
 
 
 def run_steps(step: Callable[[], None], seconds: float) -> list[float]:
-    """Seconds of each step."""
+    """The seconds each step took."""
     took, until = [], time.perf_counter() + seconds
     while (began := time.perf_counter()) < until:
         step()
@@ -123,19 +121,19 @@ def run_steps(step: Callable[[], None], seconds: float) -> list[float]:
 
 
 def alternate(pairs: int) -> Iterator[bool]:
-    """With, without, without, with, …: what drifts slowly hits both alike."""
+    """With, without, without, with, …: slow drifts affect both alike."""
     for i in range(pairs):
         yield from (i % 2 == 0, i % 2 == 1)
 
 
 def effects(blocks: list[tuple[bool, float]], faster: float) -> list[float]:
-    """By how many percent a step was slower with it than without, at the usual pace, for each pair of blocks."""
+    """How many percent slower a step was with it than without, at the usual pace, per pair of blocks."""
     pairs = zip(blocks[::2], blocks[1::2], strict=True)
     return [100 * math.log(dict(pair)[True] / dict(pair)[False]) / faster for pair in pairs]
 
 
 def confidence(values: list[float]) -> tuple[float, float]:
-    """Between which two of the values the true median lies, with 95 % confidence, whatever their distribution is."""
+    """The two values between which the true median lies with 95 % confidence, for any distribution."""
     ordered, n = sorted(values), len(values)
     outside, below = 0, 0.0
     while (below := below + math.comb(n, outside) / 2**n) <= 0.025:
@@ -169,12 +167,12 @@ def with_a_handler(url: str, pairs: int, seconds: float) -> dict[str, Any]:
 
 
 def pause(interval: float) -> float:
-    """Between two heartbeats, in seconds: a node beats before they are due, as a blocking read may end late."""
+    """Seconds between two heartbeats: a node beats before one is due, as a blocking read may end late."""
     return interval - min(COARSE, interval / 2)
 
 
 def keeper_alone(url: str, seconds: float) -> dict[str, Any]:
-    """CPU of a keeper's thread at its usual pace, in percent of a core."""
+    """CPU of a keeper thread at its usual pace, in percent of a core."""
     handler = handler_of(url, INTERVAL)
     keeper: Any = handler.membership.heartbeat._keeper  # noqa: SLF001
     clock = time.pthread_getcpuclockid(keeper.ident)
@@ -214,12 +212,12 @@ def running_agent(url: str, *, often: bool, preload: str = "") -> Iterator[tuple
                 launched.kill()  # its warden ends the worker
                 launched.wait()
                 with contextlib.suppress(psutil.NoSuchProcess, UnboundLocalError):
-                    while warden.status() != psutil.STATUS_ZOMBIE:  # whoever adopts it may not ask for its end
+                    while warden.status() != psutil.STATUS_ZOMBIE:  # its adopter may not reap it
                         time.sleep(0.01)
 
 
 def be_worker(steps: Path, *, busy: bool) -> None:
-    """What the agent runs: each step's beginning and end go to a file."""
+    """What the agent runs: writes each step's start and end to a file."""
     step = steps_of()
     with steps.open("wb", buffering=0) as file:
         while True:
@@ -229,7 +227,7 @@ def be_worker(steps: Path, *, busy: bool) -> None:
 
 
 def scheduled(process: psutil.Process) -> tuple[float, float]:
-    """For how long a process' threads have run, and for how long they could have but had no core; in seconds."""
+    """How long a process' threads have run, and how long they waited for a core; in seconds."""
     ran, waited = 0, 0
     for thread in process.threads():
         with contextlib.suppress(FileNotFoundError):  # it has ended
@@ -239,10 +237,10 @@ def scheduled(process: psutil.Process) -> tuple[float, float]:
 
 
 def with_an_agent(url: str, pairs: int, seconds: float) -> tuple[list[float], list[float]]:
-    """Steps of a worker while its agent runs, and while it is stopped.
+    """A worker's steps while its agent runs, and while the agent is stopped.
 
     Returns:
-        By how many percent they were slower, as :func:`effects` does; and by how many because they waited for a core.
+        How many percent slower they were, as in :func:`effects`; and how many of it from waiting for a core.
     """
     times: list[tuple[bool, float, float]] = []
     waits: list[tuple[bool, float]] = []
@@ -266,7 +264,7 @@ def with_an_agent(url: str, pairs: int, seconds: float) -> tuple[list[float], li
 
 
 def idle_agent(url: str, seconds: float, preload: str = "") -> dict[str, tuple[float, float]]:
-    """CPU in percent of a core, and memory that is its own in bytes, of an agent, its warden, and a template beside."""
+    """CPU in percent of a core and private memory in bytes, of an agent, its warden, and a template if any."""
     with running_agent(url, often=False, preload=preload) as (agent, warden, _):
         time.sleep(INTERVAL)
         watched = {"agent": agent, "warden": warden}
@@ -283,17 +281,17 @@ def idle_agent(url: str, seconds: float, preload: str = "") -> dict[str, tuple[f
     return found
 
 
-# -- what telemetry and imports take
+# -- the cost of telemetry and imports
 
 
 def time_samples(workers: int, children: int, others: int, repeat: int) -> dict[str, Any]:
-    """CPU seconds of a look at the workers' processes with a sample of what they use, and how many processes there are.
+    """CPU seconds to scan the workers' processes and sample their usage, and the number of processes.
 
     Args:
         workers: their number.
-        children: of each worker.
-        others: how many processes that are nobody's workers sleep beside them.
-        repeat: how many samples are timed.
+        children: per worker.
+        others: how many unrelated processes sleep beside them.
+        repeat: how many samples to time.
     """
     sleepers = f"i=0; while [ $i -lt {others} ]; do sleep 600 & i=$((i + 1)); done; echo; wait"
     beside = subprocess.Popen(["/bin/sh", "-c", sleepers], stdout=subprocess.PIPE, start_new_session=True)
@@ -325,7 +323,7 @@ def time_samples(workers: int, children: int, others: int, repeat: int) -> dict[
 
 
 def time_import(before: str, measured: str) -> float:
-    """Seconds that an import takes in a new process, beyond one that is there before."""
+    """Seconds that an import takes in a new process, after another one."""
     script = f"import time\n{before}\nbegan = time.perf_counter()\n{measured}\nprint(time.perf_counter() - began)"
     said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=LIMIT)
     return float(said.stdout)
@@ -335,7 +333,7 @@ def time_import(before: str, measured: str) -> float:
 
 
 def run(quick: bool, progress: Progress) -> Iterator[Table]:
-    """As `python -m benchmarks` does it."""
+    """As `python -m benchmarks` runs it."""
     repeat, pairs, seconds = (2, 2, 0.4) if quick else (9, 16, 0.5)
     with RedisServer() as server:
         progress("calls")

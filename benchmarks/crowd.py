@@ -1,7 +1,7 @@
 """What does it cost Redis when all nodes of a large job do the same at once: join, start, hang, drain?
 
-Each node is what an agent is to Redis, without threads and workers: its own Membership and Drains, over one connection.
-The contender tells each event by itself, of each hung worker too, and has each node answer each drain: as redelastic
+Each node is what Redis sees of an agent, without threads and workers: its own Membership and Drains, on one connection.
+The contender reports each event separately, even per hung worker, and has each node answer each drain: as redelastic
 did before 2026-11-24. Its calls are sent in pipelines, so that they take no longer than Redis needs.
 """
 
@@ -34,16 +34,16 @@ from redelastic.store import RedisStore
 T = TypeVar("T")
 BEFORE: Final = "one by one"
 WORKERS: Final = 8  # of each node
-TIMEOUT: Final = 600.0  # of drains, in seconds: nobody gives up
-PIPELINE: Final = 10_000  # calls
-LIMIT: Final = 600.0  # seconds for one side of it
+TIMEOUT: Final = 600.0  # of drains, in seconds: no node gives up
+PIPELINE: Final = 10_000  # calls per pipeline
+LIMIT: Final = 600.0  # seconds for one contender
 ADD_EVENT: Final = """
 redis.call('XADD', KEYS[1], 'MAXLEN', '~', 10000, '*', 'event', ARGV[1], 'epoch', 1, 'size', ARGV[2], 'node', ARGV[3],
   'reason', ARGV[4], unpack(ARGV, 5))
 """
 WHAT: Final = ("all join", "all start", "all hang", "all drain")
 
-Costs = dict[str, dict[str, float]]  # of what they do: each figure
+Costs = dict[str, dict[str, float]]  # by action and figure
 
 
 class Counted(Connection):
@@ -52,36 +52,36 @@ class Counted(Connection):
     calls = 0
 
     def call(self, operation: Callable[[Any], T], timeout: Timeout = None) -> T:
-        """As Connection's."""
+        """See Connection."""
         self.calls += 1
         return super().call(operation, timeout)
 
 
 class Saved:
-    """Workers that have saved as soon as they are asked to."""
+    """Workers that have saved as soon as they are asked."""
 
     def ask_to_save(self) -> None:
-        """Nothing is to be done."""
+        """Do nothing."""
 
     def have_saved(self) -> bool:
-        """They have."""
+        """They always have."""
         return True
 
 
 class Meter:
-    """What a server was asked, and what it keeps for it."""
+    """Measures what a server was asked and what it keeps as a result."""
 
     def __init__(self, client: redis.Redis, keys: RunKeys) -> None:
         self._client, self._keys = client, keys
         self._cpu = self.cpu()
 
     def cpu(self) -> float:
-        """Seconds that the server has computed."""
+        """Seconds of CPU that the server has used."""
         info = self._client.info("cpu")
         return float(info["used_cpu_user"] + info["used_cpu_sys"])
 
     def figures(self, calls: int) -> dict[str, float]:
-        """What it came to, for so many calls."""
+        """The figures, for this number of calls."""
         length: Any = self._client.xlen(self._keys.events)
         return {
             "calls": calls,
@@ -92,7 +92,7 @@ class Meter:
 
 
 def stack_of(node: int, worker: int) -> str:
-    """Stacks of a hung worker, as long as they may be."""
+    """Stacks of a hung worker, of the maximum length."""
     return f"Thread of worker {worker} of node {node}\n".ljust(MAX_DETAIL, "s")
 
 
@@ -101,7 +101,7 @@ def stack_of(node: int, worker: int) -> str:
 
 def with_redelastic(url: str, n: int) -> Costs:
     """What redelastic sends."""
-    logging.disable(logging.WARNING)  # each node would say that others drain
+    logging.disable(logging.WARNING)  # each node would report that others drain
     found: Costs = {}
     with redis.Redis.from_url(url) as client:
         for what in WHAT:
@@ -131,7 +131,7 @@ def with_redelastic(url: str, n: int) -> Costs:
 
 
 def node_of(connection: Connection, keys: RunKeys, n: int, number: int) -> Membership:
-    """A node that has no thread."""
+    """A node without a thread."""
     settings = Settings(run_id=keys.run_id, min_nodes=n, max_nodes=n, node_name=f"gpu-{number:04d}", ttl=120)
     node = Membership(connection, keys, settings, "127.0.0.1")
     node.heartbeat._keeper = threading.current_thread()  # noqa: SLF001  # it needs none
@@ -139,7 +139,7 @@ def node_of(connection: Connection, keys: RunKeys, n: int, number: int) -> Membe
 
 
 def enter(nodes: list[Membership]) -> None:
-    """All join; those that are not told at once ask again, as if they had been woken."""
+    """All join; those not answered at once ask again, as if woken."""
     waiting = list(nodes)
     while waiting:
         still = []
@@ -153,7 +153,7 @@ def enter(nodes: list[Membership]) -> None:
 
 
 def told(nodes: list[Membership], connection: Counted) -> None:
-    """Wait until the next heartbeat has told what was collected; it comes anyway, and is not counted."""
+    """Wait until the next heartbeat has reported what was collected; it comes anyway, and is not counted."""
     calls = connection.calls
     time.sleep(1.1)
     nodes[0].heartbeat.beat()
@@ -197,7 +197,7 @@ class Errands:
 
 
 def one_by_one(url: str, n: int) -> Costs:
-    """What each event by itself, and an answer to each drain, would send."""
+    """What separate events, and an answer to each drain, would send."""
     found: Costs = {}
     with redis.Redis.from_url(url) as client:
         for what in WHAT:
@@ -208,7 +208,7 @@ def one_by_one(url: str, n: int) -> Costs:
             )
             found[what] = meter.figures(calls)
             if what == "all join":
-                del found[what]["computing"]  # which is mostly the join itself
+                del found[what]["computing"]  # mostly the join itself
             client.delete(keys.events)
     return found
 
@@ -217,7 +217,7 @@ Call = tuple[str, list[str], list[Any]]  # a script, its keys and arguments
 
 
 def send(client: redis.Redis, calls: Iterable[Call]) -> int:
-    """Send scripts in pipelines; returns how many."""
+    """Send scripts in pipelines; returns how many there were."""
     digests: dict[str, str] = {}
     count, pipeline = 0, client.pipeline(transaction=False)
     for script, names, args in calls:
@@ -238,7 +238,7 @@ def event(keys: RunKeys, n: int, kind: str, node: int, reason: str, *more: str) 
 
 
 def joins(keys: RunKeys, n: int) -> Iterator[Call]:
-    """A join is asked twice; the round is an event too."""
+    """Each join is asked twice; the round is an event too."""
     for node in range(n):
         yield event(keys, n, "joined", node, "is new")
     yield from (("return", [], []) for _ in range(n - 1))
@@ -246,12 +246,12 @@ def joins(keys: RunKeys, n: int) -> Iterator[Call]:
 
 
 def starts(keys: RunKeys, n: int) -> Iterator[Call]:
-    """One event a node."""
+    """One event per node."""
     return (event(keys, n, "started", node, f"rank {node} of {n}") for node in range(n))
 
 
 def hangs(keys: RunKeys, n: int) -> Iterator[Call]:
-    """One event a worker, with its stacks."""
+    """One event per worker, with its stacks."""
     for node in range(n):
         for worker in range(WORKERS):
             reason = f"worker {worker} (rank {WORKERS * node + worker}) made no progress"
@@ -259,7 +259,7 @@ def hangs(keys: RunKeys, n: int) -> Iterator[Call]:
 
 
 def drains(keys: RunKeys, n: int) -> Iterator[Call]:
-    """Each node asks to leave, hears of all, counts itself for each and says so, asks how many have, and leaves."""
+    """Each node asks to leave, hears of all, counts and reports itself for each, asks how many did, and leaves."""
     store = keys.store(1)
     fixed = [store.data, store.waits, store.once, keys.run, keys.members]
     add = scripts.STORE_ADD.text
@@ -267,7 +267,7 @@ def drains(keys: RunKeys, n: int) -> Iterator[Call]:
         yield event(keys, n, "drain", node, "SIGTERM")
     request = 0
     for node in range(n):
-        yield "return", [], []  # it reads what it is told
+        yield "return", [], []  # it reads its wake-ups
         for other in range(n):
             request += 1
             yield event(keys, n, "saved", node, f"for gpu-{other:04d}, which drains")
@@ -291,7 +291,7 @@ FIGURES: Final = {
 
 
 def run(quick: bool, progress: Progress) -> Iterator[Table]:
-    """As `python -m benchmarks` does it."""
+    """As `python -m benchmarks` runs it."""
     n = 50 if quick else 1000
     tables = {
         name: Table(f"crowd-{name}", f"{title}, {n:,} nodes", "what", unit) for name, (title, unit) in FIGURES.items()

@@ -1,4 +1,4 @@
-"""What the benchmarks share: nodes as threads of a few processes under a time limit, and where figures come from."""
+"""What the benchmarks share: nodes as threads of a few processes under a time limit, and the provenance of figures."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ if TYPE_CHECKING:
     import redis
 
 PROCESSES = 4
-# What is measured runs in processes that are forked from one which has imported what takes longest.
+# Measurements run in processes forked from one that has already made the slowest imports.
 CONTEXT: Final = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch.distributed.elastic.rendezvous.registry", "redelastic.rendezvous.handler"])
-# Seconds after which a thread gives up Python's lock that others wait for; it does so anyway when it blocks. By default
-# they ask for it every 5 ms: of 1,024 nodes, that alone takes half of the CPU.
+# Seconds after which a thread yields the GIL to waiting threads; it yields anyway when it blocks. By default
+# they ask for it every 5 ms: with 1,024 nodes, that alone takes half of the CPU.
 TURN = 0.1
-# TCPStore looks up the name of whoever it connects to, even on this host: a lost answer would take 5 s.
+# TCPStore looks up the name of its peer, even on this host: a lost answer would cost 5 s.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # peers whose server ends first complain at length
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # clients whose server ends first log at length
 
-# What is found: a number and its unit, "s", "B", "%" or none.
+# Results: a number and its unit, "s", "B", "%" or none.
 Figures = dict[str, tuple[float, str]]
-SLOW_US = 500  # scripts that take as long are looked at
-# Given (shared options, number of this node), prepares the node and returns what is to be timed (it may return a Timing
-# of its own), and what ends it.
+SLOW_US = 500  # scripts that take at least this long are examined
+# Given (shared options, this node's number), prepares the node and returns what to time (it may return a Timing
+# of its own) and what ends the node.
 Prepare = Callable[[dict[str, Any], int], tuple[Callable[[], object], Callable[[], object]]]
 
 
 @dataclass(frozen=True)
 class Timing:
-    """When one node began and ended, in seconds on the machine's monotonic clock."""
+    """When a node began and ended, in seconds on the machine's monotonic clock."""
 
     began: float
     ended: float
@@ -68,12 +68,12 @@ def run_nodes(
     """Run ``nodes`` nodes at once, several times over in the same processes, and time each.
 
     Args:
-        prepare: makes a node, in another process, so it must be importable by name; node 0 before the others.
-        rounds: options for ``prepare``, for each time.
+        prepare: makes a node in another process, so it must be importable by name; node 0 comes before the others.
+        rounds: options for ``prepare``, one per round.
         nodes: how many; they are threads of up to four processes.
-        limit: seconds for everything; past it all processes are killed.
-        meanwhile: is called here once all nodes of a round were timed, and before any of them ends.
-        as_many_as_fit: leave out the rounds for which there is no time left, if they take as long as the last one.
+        limit: seconds for everything; after it, all processes are killed.
+        meanwhile: called here once all nodes of a round are timed, before any of them ends.
+        as_many_as_fit: leave out rounds for which no time is left, assuming they take as long as the last one.
 
     Raises:
         TimeLimitError: the limit was reached.
@@ -109,7 +109,7 @@ def run_nodes(
 
 
 def run_alone(function: Callable[..., dict[str, Any]], arguments: tuple[Any, ...], limit: float) -> dict[str, Any]:
-    """Run a function in a process of its own, and return what it returns; raises as :func:`run_nodes` does."""
+    """Run a function in a process of its own, and return its result; raises as :func:`run_nodes` does."""
     results: Any = CONTEXT.Queue()
     process = CONTEXT.Process(target=_run_one, args=(function, arguments, results), daemon=True)
     deadline = time.monotonic() + limit
@@ -136,9 +136,7 @@ def _killed_at_the_end(processes: list[BaseProcess]) -> Iterator[None]:
     finally:
         for process in processes:
             if process.pid is not None and process.is_alive():
-                with contextlib.suppress(
-                    ProcessLookupError
-                ):  # each process leads a group of its own, once it has begun
+                with contextlib.suppress(ProcessLookupError):  # each process leads its own group once it has started
                     os.killpg(process.pid, signal.SIGKILL)
                 process.kill()
             if process.pid is not None:
@@ -146,7 +144,7 @@ def _killed_at_the_end(processes: list[BaseProcess]) -> Iterator[None]:
 
 
 def _lead_group() -> None:
-    """Have a process group, which is killed when the process that started this one has ended, however that ended."""
+    """Lead a process group that is killed when the parent of this process ends, however it ends."""
     os.setpgid(0, 0)
     starter = multiprocessing.parent_process()
     assert starter is not None
@@ -169,7 +167,7 @@ def _run_one(function: Callable[..., dict[str, Any]], arguments: tuple[Any, ...]
 def _run_share(
     prepare: Prepare, rounds: list[dict[str, Any]], share: range, barriers: tuple[Any, Any], results: Any
 ) -> None:
-    """One process: its nodes prepare, all processes wait for each other, and each node is timed in a thread."""
+    """Run one process: prepare its nodes, wait for all processes, and time each node in a thread."""
     _lead_group()
     logging.disable(logging.WARNING)
     sys.setswitchinterval(TURN)
@@ -210,13 +208,13 @@ def _time_all(nodes: list[Callable[[], object]]) -> list[tuple[float, float]]:
 
 
 def raise_limit_of_files() -> None:
-    """Take as many open files as this process may have."""
+    """Raise this process' limit of open files to the hard limit."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def peak_memory(*, reset: bool = False) -> int:
-    """The most memory that this process has held since the last reset, in bytes."""
+    """This process' peak memory since the last reset, in bytes."""
     if reset:
         Path("/proc/self/clear_refs").write_text("5")
     found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
@@ -224,7 +222,7 @@ def peak_memory(*, reset: bool = False) -> int:
 
 
 class Watch:
-    """What a server says of itself: its memory, and how long it served nobody else."""
+    """What a server reports: its memory, and how long it was blocked."""
 
     def __init__(self, client: redis.Redis) -> None:
         self.client = client
@@ -242,7 +240,7 @@ class Watch:
         return self.memory() - self.base
 
     def cpu(self) -> float:
-        """Seconds that it has computed."""
+        """Seconds of CPU that it has used."""
         info = self.client.info("cpu")
         return float(info["used_cpu_user"] + info["used_cpu_sys"])
 
@@ -253,7 +251,7 @@ class Watch:
         return max((entry["duration"] for entry in slow), default=0) / 1e6
 
     def until_empty(self, timeout: float) -> Figures:
-        """Wait until no key is left, and look at what stays."""
+        """Wait until no key is left, and measure what remains."""
         self.client.latency_reset()
         began = time.monotonic()
         while self.client.dbsize():
@@ -277,17 +275,17 @@ class Watch:
 
 
 def milliseconds(seconds: float) -> str:
-    """A time for a table."""
+    """A time, for a table."""
     return f"{1000 * seconds:,.1f} ms"
 
 
 def median_and_spread(values: list[float]) -> dict[str, float]:
-    """The median, the extremes and how many there were."""
+    """The median, the extremes and the count."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values), "n": len(values)}
 
 
 def redis_version() -> str:
-    """Of the server that :class:`redelastic.redis.server.RedisServer` starts."""
+    """The version of what :class:`redelastic.redis.server.RedisServer` starts."""
     from redelastic.redis.server import find_binary  # noqa: PLC0415
 
     said = subprocess.run([find_binary(), "--version"], capture_output=True, text=True, check=False).stdout

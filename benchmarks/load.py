@@ -1,6 +1,6 @@
 """What does one Redis carry? Many jobs at once, many waiting nodes, a store of many keys, and one of large values.
 
-Each node needs a connection: 10,000 of them need ``maxclients`` above Redis' default of 10,000, and as many open files
+Each node needs a connection: 10,000 nodes need ``maxclients`` above Redis' default of 10,000, and as many open files
 (``ulimit -n``) for the server. ``RedisServer`` and this program take what the hard limit allows.
 """
 
@@ -44,7 +44,7 @@ TTL = 5.0  # of stores, in seconds
 
 
 def prepare(options: dict[str, Any], number: int) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Make one node of one of the jobs."""
+    """Make a node of one of the jobs."""
     config = {"join_timeout": 300, "keep_alive_interval": options["interval"], "ttl": 6 * options["interval"]}
     run_id = f"{options['run_id']}-{number // 2}"
     handler = get_rendezvous_handler(RendezvousParameters("redis", options["url"], run_id, 2, 2, **config))
@@ -128,7 +128,7 @@ async def waiting_nodes(url: str, n: int, interval: float) -> Figures:
         found["longest script: completion"] = (watch.longest(), "s")
         found["different ranks"] = (len({entered.rank for entered in rounds}), "")
 
-        await asyncio.sleep(3.2 * interval)  # nobody is heard for longer than a lease: that is an outage
+        await asyncio.sleep(3.2 * interval)  # all silent for longer than a lease: that counts as an outage
         await last.beat()
         found["longest script: all leases anew after an outage"] = (watch.longest(), "s")
         found["members after it"] = (client.scard(run.members), "")
@@ -142,7 +142,7 @@ async def waiting_nodes(url: str, n: int, interval: float) -> Figures:
 
 
 def run_waiting_nodes(url: str, n: int, interval: float) -> Figures:
-    """As :func:`waiting_nodes`, in a process of its own."""
+    """As :func:`waiting_nodes`, in its own process."""
     return simulate(waiting_nodes, url, n, interval)
 
 
@@ -159,7 +159,7 @@ def measure_waiting(server: RedisServer, options: argparse.Namespace) -> Figures
 
 
 def fill_store(url: str, n: int, batch: int = 1000) -> Figures:
-    """Write many small values in batches, and look at them."""
+    """Write many small values in batches, and read them."""
     store = RedisStore(url, f"load-{uuid.uuid4().hex[:12]}", ttl=TTL)
     with redis.Redis.from_url(url) as client:
         watch = Watch(client)
@@ -180,7 +180,7 @@ def fill_store(url: str, n: int, batch: int = 1000) -> Figures:
 
 
 def measure_keys(server: RedisServer, options: argparse.Namespace) -> Figures:
-    """A store of many small values, and its end."""
+    """A store of many small values, and its removal."""
     with server.get_client() as client:
         watch = Watch(client)
         return run_alone(fill_store, (server.url, options.keys), options.limit) | watch.until_empty(TTL + 30)
@@ -190,7 +190,7 @@ def measure_keys(server: RedisServer, options: argparse.Namespace) -> Figures:
 
 
 def move_value(url: str, size: int) -> Figures:
-    """Write and read one large value in all ways that a store has."""
+    """Write and read a large value in every way that a store offers."""
     value, run_id = b"x" * size, f"load-{uuid.uuid4().hex[:12]}"
     store, once = RedisStore(url, run_id, ttl=TTL), RunKeys(run_id).store("default").once
     calls: dict[str, Callable[[], object]] = {
@@ -218,7 +218,7 @@ def move_value(url: str, size: int) -> Figures:
 
 
 def measure_value(server: RedisServer, options: argparse.Namespace) -> Figures:
-    """One large value, and its end."""
+    """One large value, and its removal."""
     with server.get_client() as client:
         watch = Watch(client)
         found = run_alone(move_value, (server.url, options.megabytes << 20), options.limit)
@@ -247,7 +247,7 @@ TITLES = {
 
 
 def answer(question: str, options: argparse.Namespace) -> Figures | str:
-    """What is found on an empty server, or why nothing is."""
+    """The results on an empty server, or why there are none."""
     with RedisServer() as server:
         try:
             return MEASURES[question](server, options)
@@ -256,7 +256,7 @@ def answer(question: str, options: argparse.Namespace) -> Figures | str:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options when one asks for some of it."""
+    """The options for choosing some of the questions."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.load", description=__doc__)
     parser.add_argument("questions", nargs="*", metavar="|".join(MEASURES), help="what to measure (default: all)")
     parser.add_argument("--jobs", type=int, default=500, help="jobs of 2 nodes at once (default: 500)")
@@ -273,7 +273,7 @@ QUICK = ("--jobs=1", "--nodes=64", "--interval=0.3", "--keys=10000", "--megabyte
 
 
 def run(quick: bool, progress: report.Progress) -> Iterator[report.Table]:
-    """As `python -m benchmarks` does it."""
+    """As `python -m benchmarks` runs it."""
     raise_limit_of_files()
     options = parser().parse_args(QUICK if quick else [])
     for question, title in TITLES.items():
@@ -286,7 +286,7 @@ def run(quick: bool, progress: report.Progress) -> Iterator[report.Table]:
 
 
 def main() -> int:
-    """Some of the questions, with one's own options; without any, as the others."""
+    """Answer some of the questions, with custom options; without options, run like the other benchmarks."""
     if not set(sys.argv[1:]) & MEASURES.keys():
         return report.main(run, "load", __doc__ or "")
     options = parser().parse_args()

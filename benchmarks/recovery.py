@@ -45,8 +45,8 @@ CONTENDERS: Final = (OURS, PLUGIN, C10D)
 LEASE: Final = 6.0  # ours by default; c10d's is 15 s
 SHORT: Final = {"keep_alive_interval": 0.5, "keep_alive_max_attempt": 3}  # a lease of 1.5 s
 ROLES: Final = ("rank 0", HOST_ROLE, "another")
-C10D_QUIET: Final = 10.0  # its keep-alive is 15 s, and comes every 5 s
-AWAY: Final = 1.0  # how long Redis is, in seconds
+C10D_QUIET: Final = 10.0  # its keep-alive comes every 5 s and lasts 15 s
+AWAY: Final = 1.0  # how long Redis stays away, in seconds
 LIMIT: Final = 30.0
 PARTS: Final = {
     "detected": "Until the first worker of a survivor has ended",
@@ -55,13 +55,13 @@ PARTS: Final = {
     "stepped": "Until the first step with all survivors",
     "restarts": "How often a survivor has started its worker",
 }
-# What the target is for: to the workers' own start, which is not ours, so much comes on top.
+# The part the target is for: the workers' own start, which is not ours, comes on top.
 TARGETED: Final = "grouped"
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is done to whom in what job."""
+    """What is done, to whom, in which job."""
 
     fault: str
     role: str
@@ -71,13 +71,13 @@ class Case:
 
     @property
     def lease(self) -> float:
-        """Ours, in seconds."""
+        """Our lease, in seconds."""
         interval, attempts = (self.conf.get(f"keep_alive_{name}", 0) for name in ("interval", "max_attempt"))
         return interval * attempts or LEASE
 
     @property
     def row(self) -> str:
-        """In the tables."""
+        """The case's row name in the tables."""
         nodes = f", {self.nodes} nodes" if self.nodes != 3 else ""
         lease = f", lease {self.lease:g} s" if self.conf else ""
         return f"{self.fault}, {self.role}{nodes}{lease}"
@@ -86,8 +86,8 @@ class Case:
     def target(self) -> float:
         """Seconds from the fault to the new round.
 
-        Who leaves is known at once, and so is a worker that fails by itself. A node that dies is missed when a worker
-        of another one has failed on its connection, and does not answer the roll call; one that freezes breaks none.
+        A leave is known at once, as is a worker that fails by itself. A dead node is noticed when a worker
+        of another node fails on its connection and it does not answer the roll call; a frozen one breaks no connection.
         """
         if self.fault == "freeze":
             return self.lease + 0.1
@@ -96,7 +96,7 @@ class Case:
         return 0.3
 
     def quiet(self, contender: str) -> float:
-        """For how many seconds after the fault, at least, nothing is done but to wait for a lease to run out."""
+        """For how many seconds after the fault, at least, everyone just waits for a lease to run out."""
         if contender in C10DS and self.fault == "freeze":
             return math.inf  # no worker fails when a peer freezes, and no agent looks
         if contender in C10DS:
@@ -104,8 +104,8 @@ class Case:
         return self.lease * 2 / 3 if self.fault == "freeze" else 0  # there are three heartbeats in a lease
 
 
-Turn = tuple[Case, str]  # and the contender
-RESTARTS: Final = tuple(product((3, 8), (OURS, PLUGIN)))  # of Redis: under how many nodes, of whom
+Turn = tuple[Case, str]  # a case and a contender
+RESTARTS: Final = tuple(product((3, 8), (OURS, PLUGIN)))  # of Redis: the number of nodes, and whose
 
 
 def _cases() -> Iterator[Case]:
@@ -118,12 +118,12 @@ def _cases() -> Iterator[Case]:
         yield Case(fault, role, nodes, contenders=contenders)
     for role in ("rank 0", "another"):
         yield Case(CRASHED, role)
-        yield Case(AGENT_KILLED, role, contenders=(OURS,))  # torchrun's workers outlive their agent
+        yield Case(AGENT_KILLED, role, contenders=(OURS,))  # torchrun's workers survive their agent
     yield Case("freeze", "rank 0", conf=SHORT, contenders=(OURS,))
 
 
 def _turns(cases: list[Case], repeat: int) -> list[Turn]:
-    """First what takes a tenth of a second, then c10d's, those that wait longest before others, then the rest."""
+    """First those of a tenth of a second, then c10d's, the longest waits first, then the rest."""
 
     def place(turn: Turn) -> tuple[bool, bool, float, int]:
         case, contender = turn
@@ -135,16 +135,16 @@ def _turns(cases: list[Case], repeat: int) -> list[Turn]:
 
 
 class Runner:
-    """Runs turns one after the other; what only waits does so while others run, if these are over in time.
+    """Runs turns one after the other; turns that only wait overlap with others, if those end in time.
 
     Args:
-        limit: for one recovery, in seconds.
+        limit: limit for one recovery, in seconds.
     """
 
     def __init__(self, limit: float) -> None:
         self._limit = limit
         self._waiting: list[tuple[float, Watch]] = []  # until when, on the monotonic clock
-        self._start: dict[int, float] = {}  # seconds, of a job with so many nodes
+        self._start: dict[int, float] = {}  # seconds to start, by number of nodes
         self._opened = ExitStack()
         self._watchers = self._opened.enter_context(ThreadPoolExecutor(max_workers=32))
 
@@ -155,7 +155,7 @@ class Runner:
         self._opened.close()
 
     def job(self, contender: str, size: int, conf: Mapping[str, float]) -> Job:
-        """A job, which ends at the latest when the runner does."""
+        """A job, which ends with the runner at the latest."""
         self.make_room(self._start.get(size, math.inf))
         began = time.monotonic()
         job = Job(contender, size, conf)
@@ -165,13 +165,13 @@ class Runner:
         return job
 
     def make_room(self, seconds: float) -> None:
-        """Return when what takes so long is over before any job that waits goes on."""
+        """Return once this many seconds fit in before any waiting job goes on."""
         for until, watch in self._waiting:
             if time.monotonic() + seconds > until:
                 watch.over.wait()
 
     def measure(self, turn: Turn) -> Future[Recovery]:
-        """Hurt a job, and have it watched."""
+        """Hurt a job, and watch it in the background."""
         case, contender = turn
         found: Future[Recovery] = Future()
         try:
@@ -207,11 +207,11 @@ def tables(
     """Measure; contenders take turns.
 
     Args:
-        progress: is told what is being done.
+        progress: hears what is being done.
         cases: which faults, to whom.
-        restarts: how many nodes see their Redis restart, and whose they are.
-        repeat: how often each.
-        limit: for one recovery, in seconds.
+        restarts: how many nodes have their Redis restarted, and whose they are.
+        repeat: how often to run each.
+        limit: limit for one recovery, in seconds.
     """
     parts = {
         name: Table(f"recovery-{name}", title, "fault", unit="" if name == "restarts" else "s", base=OURS)
@@ -219,7 +219,7 @@ def tables(
     }
     parts[TARGETED].targets = {case.row: case.target for case in cases if case.role != HOST_ROLE}
     with Runner(limit) as runner:
-        outages = _restart_redis(runner, progress, restarts, repeat)  # first: what it takes are single steps
+        outages = _restart_redis(runner, progress, restarts, repeat)  # first: it measures single steps
         found: defaultdict[tuple[str, str], list[Future[Recovery]]] = defaultdict(list)
         for case, contender in _turns(cases, repeat):
             progress(f"{case.row}: {contender}")
@@ -256,7 +256,7 @@ def _restart_redis(
 
 
 def _cell(found: list[Recovery], part: str) -> list[float] | str:
-    """The values of all repetitions, or why there are not as many."""
+    """The values of all repetitions, or why some are missing."""
     values: list[float | None] = [getattr(one, part) for one in found]
     known = [value for value in values if value is not None]
     if len(known) == len(found):
@@ -266,7 +266,7 @@ def _cell(found: list[Recovery], part: str) -> list[float] | str:
 
 
 def run(quick: bool, progress: Progress, *, limit: float = LIMIT, repeat: int = 1) -> Iterator[Table]:
-    """As `python -m benchmarks` does it."""
+    """As `python -m benchmarks` runs it."""
     if quick:
         case = Case("kill", "rank 0", nodes=2, conf=SHORT, contenders=(OURS,))
         return tables(progress, [case], restarts=(), repeat=1, limit=limit)
@@ -274,7 +274,7 @@ def run(quick: bool, progress: Progress, *, limit: float = LIMIT, repeat: int = 
 
 
 def main() -> int:
-    """Patience and repetitions of one's own choice; else as the others."""
+    """Run with custom limits and repetitions; without options, like the other benchmarks."""
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--limit", type=float, default=LIMIT)
     parser.add_argument("--repeat", type=int, default=1)

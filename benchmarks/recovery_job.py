@@ -35,9 +35,9 @@ from redelastic.run.control import RunControl, UnknownRunError
 
 OURS, PLUGIN, C10D = "redelastic run", "torchrun, redis", "torchrun, c10d"
 AGENT_KILLED, CRASHED = "kill of the agent alone", "crash of a worker"
-# To a node as when it is a machine, to its agent, or to its worker.
+# Done to a whole node, as if it were a machine, to its agent, or to its worker.
 FAULTS: Final = ("kill", "terminate", "freeze", AGENT_KILLED, CRASHED)
-UNSHARED: Final = "c10d, unshared"  # with a fresh store for the workers of each round, by an environment variable
+UNSHARED: Final = "c10d, unshared"  # with a fresh store for each round's workers, set by an environment variable
 C10DS: Final = (C10D, UNSHARED)
 PROCESSES: Final = Path(__file__).with_name("recovery_processes.py")
 CONTEXT.set_forkserver_preload(["torch.distributed.launcher.api", "redelastic.cli.run", run_node.__module__])
@@ -46,14 +46,14 @@ HOST_ROLE: Final = "the store's host"
 HOST: Final = 1  # the node that serves c10d's store; its rank is not 0, since c10d ranks nodes of one host by pid
 LAST_CALL: Final = 2
 MAX_RESTARTS: Final = 3
-START: Final = 90.0  # for a job to make its first steps, in seconds
+START: Final = 90.0  # for a job's first steps, in seconds
 STEPS: Final = 20  # of every worker before the fault
 POLL: Final = 0.02
 
 
 @dataclass
 class Worker:
-    """A worker's process: of which node, and when it was made, had imported torch and did its steps (monotonic)."""
+    """A worker process: its node, and when it was created, had imported torch and did its steps (monotonic)."""
 
     pid: int
     node: int
@@ -66,14 +66,14 @@ class Worker:
 
 @dataclass
 class Recovery:
-    """How a job came back: seconds since the fault, None for what did not come.
+    """How a job came back: seconds since the fault, None for what did not happen.
 
     Attributes:
-        detected: the first worker of a survivor has ended.
-        grouped: the last survivor has started its worker of a round of all survivors.
-        stepped: every survivor has made a step in it.
-        restarts: how often the survivor that did so most has started its worker.
-        missing: why something did not come.
+        detected: the first of the survivors' workers ended.
+        grouped: the last survivor started its worker in a round of all survivors.
+        stepped: every survivor made a step in it.
+        restarts: the most times that any survivor started its worker.
+        missing: why something did not happen.
     """
 
     detected: float | None = None
@@ -84,7 +84,7 @@ class Recovery:
 
     @property
     def start(self) -> float | None:
-        """What the workers' own start took."""
+        """How long the workers' own start took."""
         return None if self.stepped is None or self.grouped is None else self.stepped - self.grouped
 
 
@@ -93,9 +93,9 @@ class Outage:
     """What a restart of Redis did to a job.
 
     Attributes:
-        away, afterwards: the longest step meanwhile, and from then on, in seconds.
-        known: when the new Redis knew all nodes again, in seconds since it was there; None if it never did.
-        restarts: how many workers were started since.
+        away, afterwards: the longest step meanwhile and afterwards, in seconds.
+        known: seconds from the new Redis' start until it knew all nodes again; None if it never did.
+        restarts: how many workers have been started since.
     """
 
     away: float
@@ -111,12 +111,12 @@ def _signal(processes: Iterable[psutil.Process], number: signal.Signals) -> None
 
 
 class Job:
-    """Nodes of one contender with one worker each; all is over with `close`, or when this process is killed.
+    """Nodes of one contender with one worker each; all end with `close`, or when this process is killed.
 
     Args:
         contender: `OURS`, `WARM`, `PLUGIN`, `C10D` or `UNSHARED`.
-        size: how many nodes; the job goes on with two of them, or one of two.
-        conf: settings beside the contender's own defaults.
+        size: how many nodes; the job goes on with two of them, or with one of two.
+        conf: settings beyond the contender's defaults.
     """
 
     def __init__(self, contender: str, size: int, conf: Mapping[str, float]) -> None:
@@ -135,7 +135,7 @@ class Job:
         """Return once all nodes have made some steps together.
 
         Raises:
-            TimeLimitError: they did not in time.
+            TimeLimitError: they did not do so in time.
             RuntimeError: a node ended.
         """
         try:
@@ -157,7 +157,7 @@ class Job:
             raise
 
     def close(self) -> None:
-        """End all processes, and whoever watches; idempotent."""
+        """End all processes, and anyone watching them; idempotent."""
         self._over.set()
         self._opened.close()
 
@@ -167,7 +167,7 @@ class Job:
             node.join()
 
     def _env(self) -> dict[str, str]:
-        """Of its nodes, beside this process' own."""
+        """The nodes' environment variables, beyond this process' own."""
         env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TMPDIR": str(self._directory)}
         if self.contender == UNSHARED:
             env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
@@ -192,7 +192,7 @@ class Job:
         return [*command, str(PROCESSES), "worker", str(self._record), str(number)]
 
     def _settled(self) -> list[Worker]:
-        """Those in a round of all nodes who have made some steps in it."""
+        """The workers in a round of all nodes that have made some steps in it."""
         return [w for w in self.workers() if w.world == self.size and len(w.steps) >= STEPS]
 
     def _wait_for_steps(self) -> None:
@@ -205,10 +205,10 @@ class Job:
                 raise TimeLimitError(f"did not start within {START:g} s")
             time.sleep(POLL)
 
-    # -- seeing
+    # -- observing
 
     def workers(self) -> list[Worker]:
-        """All workers that there have been so far."""
+        """All workers so far."""
         with self._record.open("rb") as record:
             record.seek(self._read)
             whole, _, _ = record.read().rpartition(b"\n")
@@ -229,7 +229,7 @@ class Job:
         return sorted(newest.values(), key=lambda w: w.rank)
 
     def by_role(self, role: str) -> int:
-        """The node that has a role."""
+        """The node with a role."""
         if role == HOST_ROLE:
             return HOST
         rank_0, *others = (w.node for w in self.current())
@@ -249,10 +249,10 @@ class Job:
             CRASHED: ([psutil.Process(w.pid) for w in self.current() if w.node == node], signal.SIGKILL),
         }[fault]
         watch = Watch(self, None if fault == CRASHED else node)
-        if fault == "kill":  # or the warden might still say that the agent is dead
+        if fault == "kill":  # or the warden might still report the dead agent
             _signal(hurt, signal.SIGSTOP)
         _signal(hurt, number)
-        if fault == "freeze":  # a frozen warden never learns that its agent has gone
+        if fault == "freeze":  # a frozen warden never learns that its agent is gone
             self._opened.callback(_signal, tree, signal.SIGKILL)
         return watch
 
@@ -260,8 +260,8 @@ class Job:
         """Kill Redis, which comes back empty.
 
         Args:
-            away: for how long, in seconds.
-            watched: how long to look at the job afterwards.
+            away: how long it stays away, in seconds.
+            watched: how long to watch the job afterwards, in seconds.
         """
         assert self.server
         fault = time.monotonic()
@@ -280,26 +280,26 @@ class Job:
         return Outage(self._longest_step(fault, back), self._longest_step(back, math.inf), known, new)
 
     def _longest_step(self, since: float, until: float) -> float:
-        """Of those that were under way at some time between the two."""
+        """The longest step in progress at any time between the two."""
         pairs = [pair for worker in self.current() for pair in itertools.pairwise(worker.steps)]
         return max((b - a for a, b in pairs if b > since and a < until), default=math.inf)
 
     def over(self, wait: float) -> bool:
-        """Whether the job is ended by us; waits for that."""
+        """Whether we have ended the job; waits for that."""
         return self._over.wait(wait)
 
 
 class Watch:
-    """Looks at the survivors of a fault, from the moment at which it is made.
+    """Watches the survivors of a fault, from the moment it is made.
 
     Attributes:
         fault: that moment, on the monotonic clock.
         detected: a survivor has noticed, or will not.
-        over: nothing more takes much computing: the workers of the new round have started, or there will be none.
+        over: no more heavy computing: the new round's workers have started, or there will be none.
     """
 
     def __init__(self, job: Job, victim: int | None) -> None:
-        """``victim`` is the node that does not come back, if one does not."""
+        """``victim`` is the node that does not come back, if any."""
         self._job = job
         self._survivors = set(range(job.size)) - {victim}
         self._old = [os.pidfd_open(w.pid) for w in job.current() if w.node != victim]
@@ -308,7 +308,7 @@ class Watch:
         self.fault = time.monotonic()
 
     def result(self, limit: float) -> Recovery:
-        """Wait until all survivors have made a step together, or cannot any more."""
+        """Wait until all survivors have made a step together, or no longer can."""
         found = Recovery(missing=f"not within {limit:g} s")
         with ExitStack() as opened:
             ends = select.poll()

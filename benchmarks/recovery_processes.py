@@ -1,4 +1,4 @@
-"""What `benchmarks.recovery` runs in processes of its own: a node, its worker, and a reaper of them all.
+"""What `benchmarks.recovery` runs in separate processes: a node, its worker, and a reaper of them all.
 
 Usage: recovery_processes.py worker RECORD NODE, or reaper DIRECTORY. Nodes are forked.
 """
@@ -24,14 +24,14 @@ POLL: Final = 0.01
 
 
 def node(directory: Path, log: str, env: Mapping[str, str], module: str, *arguments: str) -> None:
-    """Become an agent, in a process that has imported torch already: how long agents take for that is not asked.
+    """Become an agent, in a process that has already imported torch: the time for that is not measured.
 
     Args:
-        directory: where it lives; all processes of a job are known by it.
-        log: the file there that takes all that it prints.
-        env: more environment variables.
-        module: what `python -m` would be given.
-        arguments: its own.
+        directory: where it lives; it identifies all processes of a job.
+        log: the file there for all its output.
+        env: additional environment variables.
+        module: the module, as for `python -m`.
+        arguments: the module's arguments.
     """
     os.setsid()
     os.chdir(directory)
@@ -42,12 +42,12 @@ def node(directory: Path, log: str, env: Mapping[str, str], module: str, *argume
     sys.argv = [module, *arguments]
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
-    finally:  # as at the end of a process that is not multiprocessing's: by this, torchrun's nodes leave
+    finally:  # as when an ordinary process ends: this is how torchrun's nodes leave
         atexit._run_exitfuncs()  # noqa: SLF001
 
 
 def worker(record: Path, number: str) -> None:
-    """Step after step with all others: one all_reduce and a line in the record, all times on the monotonic clock."""
+    """Step with all others: per step one all_reduce and a line in the record, all times on the monotonic clock."""
     file = os.open(record, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     pid = os.getpid()
     rank, world = int(os.environ["GROUP_RANK"]), int(os.environ["WORLD_SIZE"])
@@ -68,14 +68,14 @@ def worker(record: Path, number: str) -> None:
 
 
 def _born() -> float:
-    """When this process was made, to 10 ms: field 22 of proc(5)'s stat is on the clock that counts from boot."""
+    """When this process was created, to 10 ms: field 22 of proc(5)'s stat counts from boot."""
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     return time.monotonic() - age
 
 
 def reaper(directory: Path) -> None:
-    """End a job, its processes and its files, once standard input is closed: also when the benchmark was killed."""
+    """End a job, its processes and its files, once standard input is closed, even if the benchmark was killed."""
     sys.stdin.read()
     while left := [process for process in psutil.process_iter() if _lives_in(directory, process)]:
         for process in left:
@@ -88,7 +88,7 @@ def reaper(directory: Path) -> None:
 def _lives_in(directory: Path, process: psutil.Process) -> bool:
     try:
         return process.cwd() == str(directory) and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:  # it has ended, or is somebody else's
+    except psutil.Error:  # it has ended, or belongs to another user
         return False
 
 

@@ -31,12 +31,12 @@ PEERS: Final = (OURS, "dynamic", "c10d", "etcd-v2")
 TARGETS: Final = {2: 0.003, 8: 0.006, 64: 0.045, 256: 0.180, 1024: 0.800}  # seconds on 2 cores
 LEADS: Final = {"c10d": 30.0, "etcd-v2": 3.0}  # times ours, at least
 SIZES: Final = [2, 8, 32, 64, 128, 256, 512, 1024]
-LAST_CALL: Final = 2.0  # torch's handlers wait for it when a group is smaller than it could be
+LAST_CALL: Final = 2.0  # torch's handlers wait this long when a group is below its maximum
 PHASES: Final = ("form", "re-form")
 
 
 def prepare(options: dict[str, Any], number: int) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Make one node's handler, connected to its server; what is timed is the phase that the options name."""
+    """Make one node's handler, connected to its server; the timed phase is the one that the options name."""
     config: dict[str, Any] = {"last_call_timeout": LAST_CALL, "join_timeout": 300}
     peer, n = options["peer"], options["nodes"]
     if peer == "c10d":
@@ -65,7 +65,7 @@ def prepare(options: dict[str, Any], number: int) -> tuple[Callable[[], object],
 
 
 def _leave(handler: RendezvousHandler) -> None:
-    """Torch's handlers have no call for it; what they run for it when a node joins anew is the nearest thing."""
+    """Torch's handlers have no call for it; what they run when a node rejoins comes closest."""
     if isinstance(handler, RedisRendezvousHandler):
         handler.end("leaves", "goes on")
         return
@@ -79,7 +79,7 @@ def _leave(handler: RendezvousHandler) -> None:
 def measure(peer: str, nodes: int, *, phase: str, endpoint: str, repeat: int, limit: float) -> list[list[Timing]]:
     """When each node of a group called and returned, for ``repeat`` groups, or as many as the limit has room for.
 
-    One group more is formed before them, in the same processes, and not counted; but who forms again has formed before.
+    An uncounted group is formed first in the same processes, except when forming again, which implies one.
     """
     warm_up = phase == "form"
     rounds = [
@@ -104,13 +104,13 @@ def whole(group: list[Timing]) -> float:
 
 
 def of_one_node(group: list[Timing]) -> Spread:
-    """From a node's call to its return, in seconds, over all nodes."""
+    """From each node's call to its return, in seconds, over all nodes."""
     return Spread.of(t.ended - t.began for t in group)
 
 
 @contextlib.contextmanager
 def _etcd() -> Iterator[str]:
-    """A private etcd that speaks its API v2; yields its endpoint, or nothing where it is not installed."""
+    """A private etcd with the API v2; yields its endpoint, or nothing if etcd is not installed."""
     try:
         import etcd  # noqa: F401, PLC0415
         from torch.distributed.elastic.rendezvous.etcd_server import EtcdServer  # noqa: PLC0415
@@ -143,7 +143,7 @@ def tables(
     limit: float,
     phases: tuple[str, ...] = PHASES,
 ) -> Iterator[Table]:
-    """Measure; peers take turns for each size, and one that fails at a size is not tried with more nodes."""
+    """Measure; peers take turns at each size; one that fails at a size is not tried with more nodes."""
     failed: dict[str, tuple[int, str]] = {}
     with ExitStack() as stack:
         endpoint = dict.fromkeys(peers, stack.enter_context(RedisServer()).url)
@@ -181,15 +181,15 @@ def tables(
 
 
 def run(quick: bool, progress: Progress) -> Iterator[Table]:
-    """As `python -m benchmarks` does it."""
+    """As `python -m benchmarks` runs it."""
     if quick:
-        again = PHASES[1:]  # who forms again has formed before
+        again = PHASES[1:]  # forming again includes forming
         return tables(progress, [2], list(PEERS), repeat=1, limit=20, phases=again)
     return tables(progress, SIZES, list(PEERS), repeat=3, limit=8)
 
 
 def main() -> int:
-    """Sizes and peers of one's own choice; else as the others."""
+    """Run with custom sizes and peers; without options, like the other benchmarks."""
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--nodes", type=int, nargs="+")
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS))

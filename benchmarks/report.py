@@ -1,4 +1,4 @@
-"""What a benchmark finds, as tables: printed, written as JSON, drawn, and compared with what was found before.
+"""A benchmark's results as tables: printed, written as JSON, drawn, and compared with earlier results.
 
 A benchmark is a module with a function ``run(quick, progress)`` that yields tables; its docstring's first sentence is
 the question that it answers. ``report.main(run, …)`` is its command line.
@@ -27,7 +27,7 @@ UNITS: Final[dict[str, tuple[tuple[float, str], ...]]] = {  # from the largest t
     "": ((1.0, ""),),
 }
 MISSED: Final = "**missed**"
-SLOWER: Final = 1.5  # a ratio that has grown by so much is a regression: less is this machine's noise
+SLOWER: Final = 1.5  # a ratio that grew by this factor is a regression: less is this machine's noise
 
 Progress = Callable[[str], None]
 Run = Callable[[bool, Progress], Iterator["Table"]]
@@ -35,7 +35,7 @@ Run = Callable[[bool, Progress], Iterator["Table"]]
 
 @dataclass(frozen=True)
 class Spread:
-    """What was measured several times.
+    """Something measured several times.
 
     Attributes:
         median, low, high: of all values; 99 % of them are at most ``p99``.
@@ -61,16 +61,16 @@ class Table:
     """Cases against contenders.
 
     Attributes:
-        name: of the table, as a file may be called.
+        name: the table's name, usable as a file name.
         title: the question, in a few words.
         case: what distinguishes the rows, such as "nodes".
         unit: of all cells: "s", "B", "/s", "%" or "".
-        base: the column that ratios are to: ours.
+        base: the column that ratios refer to: ours.
         cells: by row and column; a text says why there is no figure.
-        targets: by row, what ``base`` has to reach; the first column where no contender is ours.
-        leads: by column, how many times what ours takes a contender has to take at least, in every row.
-        yardstick: the column that regressions are judged by: one that computes, not one that sleeps; empty for all.
-        log: whether it is drawn with log axes: rows are numbers then. None: it is not drawn.
+        targets: by row, what ``base`` has to reach, or the first column if no contender is ours.
+        leads: by column, the minimum ratio of that contender's time to ours, in every row.
+        yardstick: the column that regressions are judged by: one that computes rather than sleeps; empty for all.
+        log: whether to draw it on log axes, with numeric rows; None: not drawn.
     """
 
     name: str
@@ -85,18 +85,18 @@ class Table:
     log: bool | None = None
 
     def put(self, row: object, column: str, found: Iterable[float] | float | str) -> None:
-        """Enter what was found: values, one value, or why there is none."""
+        """Enter a result: values, one value, or why there is none."""
         values = [found] if isinstance(found, int | float) else found
         self.cells.setdefault(str(row), {})[column] = values if isinstance(values, str) else Spread.of(values)
 
     @property
     def columns(self) -> list[str]:
-        """In the order in which they came, ours first."""
+        """The columns in order of entry, ours first."""
         found = dict.fromkeys(column for row in self.cells.values() for column in row)
         return sorted(found, key=lambda column: column != self.base)
 
     def ratio(self, row: str, column: str) -> float | None:
-        """How many times as much as ours a contender has."""
+        """A contender's value as a multiple of ours."""
         ours, theirs = (self.cells[row].get(name) for name in (self.base, column))
         known = isinstance(ours, Spread) and isinstance(theirs, Spread) and ours.median > 0
         return theirs.median / ours.median if known else None  # type: ignore[union-attr]
@@ -110,12 +110,12 @@ def shown(value: float, unit: str) -> str:
 
 
 def times(ratio: float) -> str:
-    """A ratio, to as many digits as tell something."""
+    """A ratio, with meaningful digits only."""
     return f"{ratio:,.0f} x" if ratio >= 9.95 else f"{ratio:.2g} x"
 
 
 def markdown(table: Table) -> Iterator[str]:
-    """The table as a README shows it: medians, how many times ours that is, and the target."""
+    """The table as a README shows it: medians, their ratios to ours, and the target."""
     heads = [table.case, *table.columns, *(["target"] if table.targets else [])]
     yield from (f"**{table.title}**", "", f"| {' | '.join(heads)} |", f"|---:|{'---:|' * (len(heads) - 1)}")
     for row, cells in table.cells.items():
@@ -131,7 +131,7 @@ def markdown(table: Table) -> Iterator[str]:
 
 
 def judged(table: Table) -> Iterator[tuple[str, str, str, str, bool]]:
-    """Of each target: the case, what is to be reached, what was, its share of that, and whether that is enough."""
+    """For each target: the case, the target, the result, its share of the target, and whether it is met."""
     for row, target in table.targets.items():
         ours = table.cells[row].get(table.base, next(iter(table.cells[row].values())))
         case, most = f"{table.case}: {row}", f"at most {shown(target, table.unit)}"
@@ -156,7 +156,7 @@ def summary(tables: Iterable[tuple[str, Table]]) -> Iterator[str]:
 
 
 def document(name: str, tables: Iterable[Table]) -> dict[str, Any]:
-    """What is written as JSON."""
+    """The document to write as JSON."""
     return {"benchmark": name, **provenance(), "tables": [asdict(table) for table in tables]}
 
 
@@ -209,7 +209,7 @@ def draw(table: Table, path: Path) -> None:
 
 
 def regressions(before: Iterable[Table], now: Iterable[Table]) -> Iterator[str]:
-    """Where we have lost ground against a contender: ratios only, since times are those of a machine."""
+    """Where we have lost ground against a contender: ratios only, since times depend on the machine."""
     known = {table.name: table for table in before}
     for table in now:
         old = known.get(table.name)
@@ -249,7 +249,7 @@ def main(run: Run, name: str, question: str) -> int:
 
 
 def show_progress(name: str) -> Progress:
-    """Says on standard error what is being measured: in place on a terminal, else a line each."""
+    """Show on standard error what is being measured: in place on a terminal, else one line each."""
     began = time.monotonic()
 
     def tell(what: str) -> None:

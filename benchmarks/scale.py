@@ -1,7 +1,7 @@
 """How many nodes does one Redis carry? Simulated ones, up to 10,000 in a group; and a model of what lies beyond.
 
 A group forms, forms again without a node that has left, stands for a while, and loses 1 % of its nodes at once: their
-connections stay open, and nothing more is heard of them. Before that, nodes call the roll.
+connections stay open, but they fall silent. Before that, nodes call the roll.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ INTERVAL: Final = 2.0  # between heartbeats, in seconds: the default
 LEASE: Final = 3  # heartbeats: the default
 STANDS_FOR: Final = 3  # heartbeats
 ROLL_CALLS: Final = 5
-# Nodes -> how many groups, and the interval. 10,000 nodes that beat every 2 s are too many for the one process that
+# Nodes -> how many groups, and the interval. 10,000 nodes that beat every 2 s are too many for the single process that
 # simulates them: it computes more than Redis does.
 SIZES: Final = {64: (5, INTERVAL), 256: (5, INTERVAL), 1024: (4, INTERVAL), 4096: (3, INTERVAL), 10_000: (2, 5.0)}
 QUICK: Final = {16: (2, 0.5), 64: (2, 0.5)}
 LIMIT: Final = 100  # seconds for one size
 
-Found = dict[str, list[float]]  # what each group of a size took
+Found = dict[str, list[float]]  # what each group of one size took
 
 
 # -- what is measured
 
 
 class Group:
-    """Nodes of one run, and what Redis does for them."""
+    """The nodes of one run, and what Redis does for them."""
 
     def __init__(self, client: redis.Redis, nodes: list[Node], interval: float) -> None:
         self.client, self.interval = client, interval
@@ -54,18 +54,18 @@ class Group:
         self.tasks = {node: asyncio.create_task(node.live()) for node in nodes}
 
     def stop(self, node: Node) -> Node:
-        """Nothing more is heard of it."""
+        """Silence a node for good."""
         self.tasks.pop(node).cancel()
         return node
 
     async def formed(self, epoch: int) -> float:
-        """Wait until all that live are in a round; returns when the last one entered it."""
+        """Wait until all live nodes are in a round; returns when the last one entered it."""
         await while_alive(self.tasks.values(), lambda: any(node.epoch < epoch for node in self.tasks))
         return max(node.entered_at for node in self.tasks)
 
     @contextlib.contextmanager
     def counted(self) -> Iterator[dict[str, float]]:
-        """Count what is done for each node that still lives at the end."""
+        """Count what is done per node that is alive at the end."""
         spent: dict[str, float] = {}
         self.watch.longest()
         self.client.config_resetstat()
@@ -82,7 +82,7 @@ class Group:
 
 @contextlib.asynccontextmanager
 async def group_of(client: redis.Redis, n: int, interval: float) -> AsyncIterator[Group]:
-    """A group that begins to form, and ends with the block."""
+    """A group that starts to form, and ends with the block."""
     keys = RunKeys(f"scale-{uuid.uuid4().hex[:12]}")
     common: dict[str, Any] = {"run_id": keys.run_id, "min_nodes": 1, "max_nodes": n, "keep_alive_interval": interval}
     nodes = await connected(
@@ -103,7 +103,7 @@ async def group_of(client: redis.Redis, n: int, interval: float) -> AsyncIterato
 
 
 async def follow(url: str, n: int, repeat: int, interval: float) -> dict[str, Any]:
-    """One group after the other; the last one is held for a while, and loses some of its nodes."""
+    """One group after the other; the last one stands for a while, and loses some of its nodes."""
     found: Found = defaultdict(list)
     with redis.Redis.from_url(url) as client:
         async with group_of(client, min(n, 64), interval) as group:
@@ -133,7 +133,7 @@ async def form(group: Group, found: Found) -> None:
 
 
 async def lose_one(group: Group, found: Found) -> None:
-    """One leaves; the others are told, and join again."""
+    """One leaves; the others hear of it, and join again."""
     leaver = group.stop(next(iter(group.tasks)))
     with group.counted() as spent:
         began = time.monotonic()
@@ -160,7 +160,7 @@ async def stand(group: Group, found: Found) -> None:
 
 
 async def call_roll(group: Group, found: Found) -> None:
-    """A node asks who is there, and all are: the time until it knows, and what Redis computes for it."""
+    """A node calls the roll, and all are there: the time until it knows, and Redis' CPU for it."""
     for caller in list(group.tasks)[:ROLL_CALLS]:
         with group.counted() as spent:
             began = time.monotonic()
@@ -176,7 +176,7 @@ async def lose_some(group: Group, found: Found) -> None:
     lease = LEASE * group.interval
     first, last = (choose(node.renewed_at for node in dead) + lease for choose in (min, max))
     await while_alive(group.tasks.values(), lambda: time.monotonic() < first - 0.05)
-    for node in group.tasks:  # what this process computes for those that join would be in the way of the others
+    for node in group.tasks:  # this process' work for nodes that join would delay the others
         node.may_join.clear()
     n = len(group.tasks)
     with group.counted() as spent:
@@ -191,26 +191,26 @@ async def lose_some(group: Group, found: Found) -> None:
 
 
 def simulated(url: str, n: int, repeat: int, interval: float) -> dict[str, Any]:
-    """As :func:`follow`, in a process of its own."""
+    """As :func:`follow`, in its own process."""
     return simulate(follow, url, n, repeat, interval)
 
 
-# -- a model of what was not measured
+# -- a model of what is not measured
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What one node costs one Redis, as measured: seconds of its one thread, or bytes.
+    """What one node costs one Redis, as measured: seconds of its single thread, or bytes.
 
     Attributes:
         form: for a node to get into a round: two requests, and the wake-up between them.
         beat: for a heartbeat, and for waiting until the next one.
-        complete: of the script that completes a round, which nothing interrupts.
+        complete: for the script that completes a round, which nothing interrupts.
         tell: to wake a node.
-        lose: to tell a node that another one is lost, with those that look whether it is.
-        keys: their memory.
-        connection: the memory of one.
-        connections: a keeper's blocking read has one for itself, everything else takes turns.
+        lose: to tell a node that another is lost, including the checks for that.
+        keys: memory of its keys.
+        connection: memory of one connection.
+        connections: how many: one for the keeper's blocking read, everything else shares.
     """
 
     form: float
@@ -224,12 +224,12 @@ class Costs:
 
     @property
     def memory(self) -> float:
-        """Of a node, in bytes."""
+        """Memory per node, in bytes."""
         return self.keys + self.connections * self.connection
 
     @classmethod
     def of(cls, found: Found) -> Costs:
-        """From what the groups of one size took."""
+        """From the measurements of one size's groups."""
         names = ("form: cpu", "beat: cpu", "form: longest", "form: telling", "1 % died: cpu", "keys", "connection")
         form, beat, complete, tell, lose, keys, connection = (median(found[name]) for name in names)
         return cls(form, beat, complete, tell, lose, keys, connection)
@@ -264,7 +264,7 @@ def model(costs: Costs) -> Table:
         *((1_000, nodes, masters) for nodes, masters in ((8, 1), (100, 1), (100, 6), (100, 24))),
     ):
         mean = jobs / masters
-        fullest = mean if masters == 1 else mean + 3 * math.sqrt(mean)  # jobs fall where their ids hash to
+        fullest = mean if masters == 1 else mean + 3 * math.sqrt(mean)  # jobs land where their ids hash
         here = fullest * nodes
         busy = here * costs.beat / INTERVAL
         where = "" if masters == 1 else f", {masters} masters"
@@ -288,7 +288,7 @@ def _share(busy: float) -> str:
 
 
 def measured(sizes: dict[int, tuple[int, float]], progress: Progress) -> Iterator[tuple[int, float, Found | str]]:
-    """Each size on a server of its own: what was found, or why nothing was."""
+    """Each size on a server of its own: the results, or why there are none."""
     raise_limit_of_files()
     for n, (repeat, interval) in sizes.items():
         progress(f"{n:,} nodes")
@@ -300,7 +300,7 @@ def measured(sizes: dict[int, tuple[int, float]], progress: Progress) -> Iterato
 
 
 def run(quick: bool, progress: Progress) -> Iterator[Table]:
-    """As `python -m benchmarks` does it."""
+    """As `python -m benchmarks` runs it."""
     tables = [
         Table("scale-form", "Time to form a group of simulated nodes", "nodes", log=True),
         Table(

@@ -1,6 +1,6 @@
 """Nodes without threads, thousands in a process: each sends what a Membership sends, over one connection.
 
-The code is Membership's own wherever it asks Redis something or takes in an answer; what is here is how it waits.
+Membership's own code makes requests and takes in replies; only the waiting is done here.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from redelastic.rendezvous.settings import Settings
 from redelastic.rendezvous.view import Round
 
 T = TypeVar("T")
-PORT: Final = 29500  # on which they would serve the bootstrap store: nobody does
-PARSED: Final = redis.Redis(protocol=2).response_callbacks  # what redis-py makes of replies
-AT_ONCE: Final = 200  # that connect: more would overflow the server's backlog
+PORT: Final = 29500  # where they would serve the bootstrap store, which none does
+PARSED: Final = redis.Redis(protocol=2).response_callbacks  # how redis-py parses replies
+AT_ONCE: Final = 200  # connecting: more would overflow the server's backlog
 
 
-class Sent(Exception):  # noqa: N818  # no error: how a command comes out of the code that would send it
+class Sent(Exception):  # noqa: N818  # not an error: carries a command out of the code that would send it
     """A command on its way to Redis."""
 
 
 class Recorder(Connection):
-    """A connection that raises what it would send, unless it is given the reply before."""
+    """A connection that raises what it would send, unless it already has the reply."""
 
     def __init__(self) -> None:
         self.name, self.served, self.max_block = "a simulated node's Redis", False, ATTEMPT_TIMEOUT / 2
@@ -44,7 +44,7 @@ class Recorder(Connection):
         self.has_reply = False
 
     def call(self, operation: Callable[[Any], T], timeout: Timeout = None) -> T:
-        """As Connection's."""
+        """See Connection."""
         del timeout
         if self.has_reply:
             self.has_reply = False
@@ -52,7 +52,7 @@ class Recorder(Connection):
         return operation(self)
 
     def execute_command(self, *command: object) -> object:
-        """As redis-py's."""
+        """See redis-py."""
         raise Sent(command)
 
 
@@ -62,10 +62,10 @@ class Node(asyncio.Protocol):
     Attributes:
         parked: whether it waits for a round.
         epoch: of the round that it is in.
-        entered_at: when it entered that one, in seconds on the monotonic clock, as the next two.
-        broken_at: when it heard that a round is broken.
+        entered_at: when it entered that one, in seconds on the monotonic clock, like the next two.
+        broken_at: when it heard that its round was broken.
         renewed_at: when it last asked for its lease.
-        may_join: whether it joins again as soon as it has heard of it.
+        may_join: whether it joins again as soon as it hears of that.
     """
 
     def __init__(self, keys: RunKeys, settings: Settings, number: int) -> None:
@@ -90,13 +90,13 @@ class Node(asyncio.Protocol):
         await self.send("AUTH", login["password"])
 
     def data_received(self, data: bytes) -> None:
-        """As asyncio.Protocol's."""
+        """See asyncio.Protocol."""
         self._reader.feed(data)
         if (reply := self._reader.gets()) is not False and not self._reply.done():
             self._reply.set_result(reply)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """As asyncio.Protocol's."""
+        """See asyncio.Protocol."""
         if not self._reply.done():
             self._reply.set_exception(exc or ConnectionError("Redis closed a connection"))
 
@@ -106,11 +106,11 @@ class Node(asyncio.Protocol):
         self._transport.write(hiredis.pack_command(command))
         reply = await self._reply
         if isinstance(reply, Exception):
-            raise RuntimeError(str(reply))  # noqa: TRY004  # an error that Redis replied
+            raise RuntimeError(str(reply))  # noqa: TRY004  # an error reply from Redis
         return reply
 
     async def through(self, ask: Callable[[], T]) -> T:
-        """Run what asks Redis once: up to its command, and once more with the reply."""
+        """Run code that asks Redis once: up to its command, and again with the reply."""
         try:
             ask()
         except Sent as sent:
@@ -121,13 +121,13 @@ class Node(asyncio.Protocol):
         return ask()
 
     def close(self) -> None:
-        """Close the connection, without a word."""
+        """Close the connection without notice."""
         self._transport.close()
 
     # -- what it does
 
     async def join(self) -> Round:
-        """As Membership.join: returns once this node is in a new round."""
+        """Like Membership.join: returns once this node is in a new round."""
         node = self.membership
         node.view.joining = True
         while True:
@@ -197,18 +197,18 @@ class Node(asyncio.Protocol):
         since, block = {self.wake: self._heard}, min(longest, until_beat)
         if entries := (await self.through(lambda: self.connection.read(since, block))).get(self.wake):
             self._heard = entries[-1][0]
-            for roll_call in node.view.take_in_wake_ups(entries):  # a node has one task: it hears of each once
+            for roll_call in node.view.take_in_wake_ups(entries):  # a node has one task, so it hears of each once
                 node.heartbeat.answer(roll_call)
 
 
 async def connected(n: int, login: dict[str, Any], keys: RunKeys, settings: Callable[[int], Settings]) -> list[Node]:
-    """So many nodes, each connected.
+    """``n`` connected nodes.
 
     Args:
         n: how many.
         login: host, port and password of Redis.
         keys: of the run.
-        settings: of the node with a number.
+        settings: of a node, by its number.
     """
     nodes = [Node(keys, settings(number), number) for number in range(n)]
     some = asyncio.Semaphore(AT_ONCE)
@@ -221,12 +221,12 @@ async def connected(n: int, login: dict[str, Any], keys: RunKeys, settings: Call
     for script in (scripts.JOIN, scripts.BEAT, scripts.LEAVE, scripts.ROLL_CALL):
         await nodes[0].send("SCRIPT", "LOAD", script.text)
     gc.collect()
-    gc.freeze()  # they stay: no collection has to look at them again
+    gc.freeze()  # they stay: no need for garbage collection to scan them again
     return nodes
 
 
 async def while_alive(tasks: Iterable[asyncio.Task[Any]], holds: Callable[[], object], pause: float = 0.05) -> None:
-    """Wait for as long as something holds; raises what a task raised meanwhile."""
+    """Wait while a condition holds; raises what a task raised meanwhile."""
     while holds():
         await asyncio.sleep(pause)
         for task in tasks:

@@ -1,6 +1,6 @@
 """How long does a worker take from its start to the first line of its script, with torch imported?
 
-Workers that are forks of a template (``--preload torch``), and workers as torch's agent starts them.
+Compares workers forked from a template (``--preload torch``) with workers started by torch's agent.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ os._exit(0)  # an end that takes long would be counted for those that start late
 
 
 def time_starts(workers: int, repeat: int) -> dict[str, list[float]]:
-    """Seconds until the last of a group of workers has come to its script's first line; both ways take turns."""
+    """Seconds until the last worker of a group reaches its script's first line; both ways take turns."""
     with tempfile.TemporaryDirectory() as made:
         record, script = Path(made) / "record", Path(made) / "script.py"
         script.write_text(SCRIPT.format(str(record)))
@@ -68,8 +68,8 @@ def time_starts(workers: int, repeat: int) -> dict[str, list[float]]:
 
 
 def run(quick: bool, progress: Progress) -> Iterator[Table]:
-    """As `python -m benchmarks` does it."""
-    os.environ["OMP_NUM_THREADS"] = "1"  # as torchrun sets it for several workers of a node
+    """As `python -m benchmarks` runs it."""
+    os.environ["OMP_NUM_THREADS"] = "1"  # as torchrun sets it for several workers per node
     table = Table("start", "From a worker's start to its script's first line", "workers that start at once")
     for workers, target in TARGETS.items():
         progress(f"{workers} at once")

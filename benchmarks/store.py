@@ -1,7 +1,7 @@
 """How long do a store's operations take, and a process group on it? RedisStore beside torch's own stores.
 
-TCPStore sends `set`, `multi_set`, `append` and `queue_push` without waiting for an answer, and so does RedisStore here
-(`acknowledge=False`). "set, acknowledged" is RedisStore's default; TCPStore's is followed by a `check` there.
+TCPStore sends `set`, `multi_set`, `append` and `queue_push` without waiting for a reply, and so does RedisStore here
+(`acknowledge=False`). "set, acknowledged" is RedisStore's default; there TCPStore's set is followed by a `check`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ OPERATIONS: Final = (
     "queue_pop",
     "num_keys",
 )
-# At most so many times what TCPStore takes for the same, or, for an acknowledged set, for an add; and a third of what
+# Maximum multiples of TCPStore's time for the same, or, for an acknowledged set, for an add; and a third of what
 # EtcdStore takes.
 TARGETS: Final[dict[str, tuple[float, str]]] = {
     "set": (3.0, "set"),
@@ -70,18 +70,18 @@ TARGETS: Final[dict[str, tuple[float, str]]] = {
     "compare_set": (1.7, "compare_set"),
     "multi_get(100)": (0.9, "multi_get(100)"),
 }
-LARGE_TARGET: Final = ("1,000,000", 1.8)  # a set of so many bytes: at most so many times what TCPStore takes
+LARGE_TARGET: Final = ("1,000,000", 1.8)  # a set of this many bytes: maximum multiple of TCPStore's time
 SMALL: Final = b"0123456789"
 SIZES: Final = (10, 1_000, 10_000, 100_000, 1_000_000, 16_000_000)
 CLIENTS: Final = (1, 8, 64)
-TURN: Final = 0.04  # seconds after which a contender's turn ends, however few operations it has done
+TURN: Final = 0.04  # seconds after which a contender's turn ends, even after few operations
 LARGE_TURN: Final = 64_000_000  # bytes that a turn may write
 
 Operation = Callable[[int], object]
 
 
 def prepared(name: str, store: Any, contender: str, value: bytes, n: int) -> Operation:
-    """Bring a store into the state that an operation needs ``n`` times; returns the operation."""
+    """Prepare a store for ``n`` runs of an operation; returns the operation."""
     hundred = [f"many-{i}" for i in range(100)]
     fresh = uuid.uuid4().hex
     operations: dict[str, Operation] = {
@@ -106,27 +106,27 @@ def prepared(name: str, store: Any, contender: str, value: bytes, n: int) -> Ope
     elif name == "multi_get(100)":
         store.multi_set(hundred, [value] * 100)
     elif name == "delete_key":
-        store.delete_key(fresh)  # fails at once where there is none
+        store.delete_key(fresh)  # fails at once if there is none
         for i in range(n):
             store.set(f"{fresh}-{i}", "v")
     elif name == "queue_pop":
         for _ in range(n):
             store.queue_push(fresh, value)
-    store.check(["k"])  # TCPStore has then done all of it
+    store.check(["k"])  # then TCPStore has done all of it
     return operations[name]
 
 
 def take_turns(
     servers: Servers, cases: list[tuple[str, int]], repeat: int, seconds: float, *, pinned: bool
 ) -> dict[str, dict[str, str | list[tuple[float, float]]]]:
-    """Time operations on values of some sizes, in this process, contender after contender, several times over.
+    """Time operations on values of several sizes in this process, contenders in turn, several times over.
 
     Args:
-        servers: of the contenders.
-        cases: operation and size.
+        servers: the contenders' servers.
+        cases: operations and sizes.
         repeat: how often.
         seconds: after which a turn ends.
-        pinned: whether this process stays on the clients' core, or goes where the kernel places it.
+        pinned: whether this process stays on the clients' core or runs where the kernel places it.
 
     Returns:
         For each "operation size" and contender the median and the 99th percentile of each turn, in seconds, or why
@@ -137,7 +137,7 @@ def take_turns(
     found: dict[str, dict[str, str | list[tuple[float, float]]]] = {
         f"{name} {size}": {c: servers.missing(c) or [] for c in CONTENDERS} for name, size in cases
     }
-    for turn in range(repeat + 1):  # so far apart that a slow moment of the machine is one turn's, not all of a row's
+    for turn in range(repeat + 1):  # spread out, so that a slow moment of the machine affects one turn, not a whole row
         for (name, size), contender in product(cases, CONTENDERS):
             row = found[f"{name} {size}"]
             turns = row[contender]
@@ -147,7 +147,7 @@ def take_turns(
                 store_name, acknowledge = f"{name.partition(',')[0]}-{size}", name == ACKNOWLEDGED
                 with opened(contender, servers, store_name, acknowledge=acknowledge) as store:
                     times = one_turn(name, store, contender, size, seconds)
-            except Exception as e:  # noqa: BLE001  # each has errors of its own
+            except Exception as e:  # noqa: BLE001  # each has its own errors
                 row[contender] = refusal(contender, e)
                 continue
             if turn:
@@ -172,7 +172,7 @@ def one_turn(name: str, store: Any, contender: str, size: int, seconds: float) -
 
 
 def latencies(servers: Servers, repeat: int, sizes: tuple[int, ...], seconds: float) -> Iterator[Table]:
-    """One client: each operation, and set and get by the size of the value."""
+    """One client: each operation, and set and get by value size."""
     cases = [(name, 10) for name in OPERATIONS]
     cases += [(name, size) for name in ("set", "get") for size in sizes if size != 10]
     with apart(servers):
@@ -209,7 +209,7 @@ def latencies(servers: Servers, repeat: int, sizes: tuple[int, ...], seconds: fl
 
 
 def prepare_client(options: dict[str, Any], number: int) -> tuple[Callable[[], object], Callable[[], object]]:
-    """One of several clients, which does what the options name until its time is up, and enters how often it has."""
+    """One of several clients: repeats the named operation until its time is up, and records how often it did."""
     stack = ExitStack()
     if options["alone"]:
         os.sched_setaffinity(0, {options["servers"].clients_core})
@@ -232,7 +232,7 @@ def prepare_client(options: dict[str, Any], number: int) -> tuple[Callable[[], o
             while time.monotonic() < ends:
                 act[name]()
                 done[number] += 1
-            store.check([key])  # TCPStore has not counted what its server has not done
+            store.check([key])  # TCPStore's count must not include what its server has not done
         except Exception as e:  # noqa: BLE001
             done[number] = -1
             refusal(options["contender"], e)
@@ -243,7 +243,7 @@ def prepare_client(options: dict[str, Any], number: int) -> tuple[Callable[[], o
 def throughput(
     servers: Servers, sizes: tuple[int, ...], repeat: int, seconds: float, progress: Progress
 ) -> Iterator[Table]:
-    """Operations of all clients in a second; one alone is kept apart from the servers."""
+    """Operations of all clients per second; a single client is kept on a core apart from the servers."""
     operations = {"set": "each of a key of its own", "get": "of one key", "add": "to one key"}
     tables = {
         name: Table(
@@ -297,7 +297,7 @@ def throughput(
 
 
 def run(quick: bool, progress: Progress) -> Iterator[Table]:
-    """As `python -m benchmarks` does it."""
+    """As `python -m benchmarks` runs it."""
     repeat = 1 if quick else 3
     with serving() as servers:
         progress("latency of each operation")
@@ -306,7 +306,7 @@ def run(quick: bool, progress: Progress) -> Iterator[Table]:
         yield from script_tables(servers, 1 if quick else 7, 200 if quick else 5_000)
         yield from throughput(servers, (2,) if quick else CLIENTS, 1 if quick else 7, 0.05 if quick else 0.1, progress)
         progress("wake-ups")
-        yield from wake_up_tables(servers, 1 if quick else 5)  # a process that wakes varies much
+        yield from wake_up_tables(servers, 1 if quick else 5)  # waking times vary a lot
         yield from group_tables(servers, (2,) if quick else (2, 8, 32, 64), repeat, progress)
 
 

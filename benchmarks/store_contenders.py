@@ -1,4 +1,4 @@
-"""The stores that are compared, each on a server of its own, and how a process opens one."""
+"""The stores compared, each on its own server, and how a process opens one."""
 
 from __future__ import annotations
 
@@ -32,32 +32,32 @@ FILE: Final = "FileStore"
 HASH: Final = "HashStore"
 ACROSS_PROCESSES: Final = (OURS, TCP, ETCD, FILE, BARE)
 CONTENDERS: Final = (*ACROSS_PROCESSES, HASH)
-LIMIT: Final = 10  # seconds that one operation may take: then its store gives up
+LIMIT: Final = 10  # seconds for one operation before its store gives up
 NO_ETCD: Final = "etcd is not installed"
 ONE_PROCESS: Final = "one process only"
 
-_idle: Final[dict[int, list[dist.TCPStore]]] = {}  # clients by port, used again
+_idle: Final[dict[int, list[dist.TCPStore]]] = {}  # clients by port, reused
 
 
 @dataclass(frozen=True)
 class Servers:
-    """Where the contenders' servers are, as another process can be told."""
+    """Where the contenders' servers are, in a form to pass to another process."""
 
     redis: str
     tcp_port: int
-    etcd: str  # nothing where it is not installed
+    etcd: str  # empty if not installed
     folder: str
     pids: tuple[int, ...]
-    clients_core: int  # where no server runs while they are apart
+    clients_core: int  # free of servers while they are kept apart
 
     def missing(self, contender: str) -> str:
-        """Why a contender cannot take part, or nothing."""
+        """Why a contender cannot take part; empty if it can."""
         return NO_ETCD if contender == ETCD and not self.etcd else ""
 
 
 @contextlib.contextmanager
 def serving() -> Iterator[Servers]:
-    """Start what the stores need; TCPStore's server is a thread of this process, as it is one of rank 0's."""
+    """Start what the stores need; TCPStore's server is a thread of this process, as it is of rank 0's in a job."""
     with RedisServer() as redis, tempfile.TemporaryDirectory(prefix="redelastic-bench-") as folder, _etcd() as etcd:
         master = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         pids = (os.getpid(), redis.pid or 0, *((etcd[1],) if etcd else ()))
@@ -66,11 +66,11 @@ def serving() -> Iterator[Servers]:
 
 @contextlib.contextmanager
 def apart(servers: Servers) -> Iterator[None]:
-    """Keep the servers off the clients' core, where there are several.
+    """Keep the servers off the clients' core, if there are several.
 
-    Else the kernel moves them together and apart as it likes, and a round trip takes 20 µs now, and 60 µs then.
+    Otherwise the kernel moves them together and apart, and a round trip takes now 20 µs, now 60 µs.
     """
-    forkserver.ensure_running()  # of which all later processes have their cores
+    forkserver.ensure_running()  # all later processes inherit its cores
     cores = os.sched_getaffinity(0)
     try:
         _pin(servers.pids, cores - {servers.clients_core} or cores)
@@ -88,7 +88,7 @@ def _pin(pids: tuple[int, ...], cores: set[int]) -> None:
 
 @contextlib.contextmanager
 def _etcd() -> Iterator[tuple[str, int] | None]:
-    """Torch's own way to a private etcd with the API v2; its data are in memory where the system has such a place."""
+    """Torch's own private etcd with the API v2; its data is in memory if the system offers that."""
     try:
         import etcd  # noqa: F401, PLC0415
         from torch.distributed.elastic.rendezvous.etcd_server import EtcdServer  # noqa: PLC0415
@@ -153,7 +153,7 @@ def bare_redis(url: str, name: str) -> Iterator[SimpleNamespace]:
 
 @contextlib.contextmanager
 def opened(contender: str, servers: Servers, name: str, *, acknowledge: bool = True) -> Iterator[Any]:
-    """A client of the store ``name``, with a connection of its own; ours waits for its writes, or does not."""
+    """A client of the store ``name``, with its own connection; ours waits for its writes if ``acknowledge``."""
     timeout = timedelta(seconds=LIMIT)
     store: Any
     if contender == BARE:
@@ -173,7 +173,7 @@ def opened(contender: str, servers: Servers, name: str, *, acknowledge: bool = T
             else dist.TCPStore("127.0.0.1", servers.tcp_port, None, False, timeout, wait_for_workers=False)
         )
         yield dist.PrefixStore(name, client)
-        idle.append(client)  # not after an error: that may have ended its connection
+        idle.append(client)  # not after an error, which may have ended its connection
     elif contender == ETCD:
         import etcd  # noqa: PLC0415
         from torch.distributed.elastic.rendezvous.etcd_store import EtcdStore  # noqa: PLC0415
@@ -195,10 +195,10 @@ def opened(contender: str, servers: Servers, name: str, *, acknowledge: bool = T
 
 
 def refusal(contender: str, error: Exception) -> str:
-    """What a cell says of a contender that failed; ours must not.
+    """What a cell says about a contender that failed; ours must not fail.
 
     Raises:
-        Exception: the error itself, where it is ours.
+        Exception: the error itself, if the contender is ours.
     """
     if contender == OURS:
         raise error

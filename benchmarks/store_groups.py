@@ -1,4 +1,4 @@
-"""How long process groups take to form on a store, and barriers on it: up to 64 processes, forked from one."""
+"""How long it takes to form process groups and pass barriers on a store: up to 64 processes, forked from one."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ OURS_BY_URL: Final = "redelastic, redis://"
 TCP_BY_URL: Final = "TCPStore, tcp://"
 BY_URL: Final = (OURS_BY_URL, TCP_BY_URL)
 GROUPS: Final = (OURS, TCP, *BY_URL)
-TARGETS: Final = (1.0, 3.0)  # times what TCPStore takes for a group, for a barrier
+TARGETS: Final = (1.0, 3.0)  # multiples of TCPStore's time for a group and for a barrier
 BARRIERS: Final = 10
 GROUP_LIMIT: Final = 60  # seconds for one group
 
 
 @dataclass(frozen=True)
 class Member:
-    """One process of a group of ``n``; rank 0 makes TCPStore's server of ``listener``, or, by URL, on its port."""
+    """One process of a group of ``n``; rank 0 runs TCPStore's server on ``listener`` or, by URL, on its port."""
 
     contender: str
     servers: Servers
@@ -47,7 +47,7 @@ class Member:
 
 
 def group_tables(servers: Servers, sizes: tuple[int, ...], repeat: int, progress: Progress) -> Iterator[Table]:
-    """Contenders take turns for each size."""
+    """Contenders take turns at each size."""
     init = Table(
         "store-init", "init_process_group('gloo') of n processes, on a store that is open, or by URL", "processes"
     )
@@ -71,16 +71,16 @@ def group_tables(servers: Servers, sizes: tuple[int, ...], repeat: int, progress
 
 
 def form_groups(servers: Servers, n: int, repeat: int) -> dict[str, Any]:
-    """Form groups of ``n`` children that are forked from this process, which has imported torch for all of them.
+    """Form groups of ``n`` children forked from this process, which has imported torch for all of them.
 
     Returns:
         For each contender: the times from the first child's call to the last one's return, and those of a barrier; or
-        why there are none. The first group is not counted.
+        why there are none. The first group does not count.
     """
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     register_init_method()
     gc.collect()
-    gc.freeze()  # so that the children do not copy what they never look at
+    gc.freeze()  # so that the children do not copy what they never touch
     found: dict[str, Any] = {contender: ([], []) for contender in GROUPS}
     for turn in range(repeat + 1):
         for contender in GROUPS:
@@ -101,7 +101,7 @@ def form_groups(servers: Servers, n: int, repeat: int) -> dict[str, Any]:
 
 
 def _form(contender: str, servers: Servers, n: int) -> tuple[float, float]:
-    """One group; its members are killed at the end, whatever they do."""
+    """Form one group; its members are killed at the end in any case."""
     context = multiprocessing.get_context("fork")
     step = context.Barrier(n + 1)  # this process among them
     times: Any = context.Array("d", 4 * n, lock=False)
@@ -117,7 +117,7 @@ def _form(contender: str, servers: Servers, n: int) -> tuple[float, float]:
                 if child == 0:
                     _be_member(Member(contender, servers, run_id, listener, port, rank, n), step, times)
                 children.append(child)
-            for _ in range(3):  # all are there; have formed the group; have done their barriers
+            for _ in range(3):  # all have started; have formed the group; have passed their barriers
                 step.wait(GROUP_LIMIT)
         finally:
             for child in children:
@@ -146,13 +146,13 @@ def _be_member(me: Member, step: Any, times: Any) -> NoReturn:
         times[4 * me.rank + 1] = time.monotonic()
         step.wait(GROUP_LIMIT)
         for i in range(BARRIERS + 1 if store else 0):
-            store.barrier(f"barrier-{i}", me.n)  # type: ignore[union-attr]  # the stubs of torch lack it
-            if i == 0:  # all have come so far
+            store.barrier(f"barrier-{i}", me.n)  # type: ignore[union-attr]  # torch's stubs lack it
+            if i == 0:  # all have got this far
                 times[4 * me.rank + 2] = time.monotonic()
         times[4 * me.rank + 3] = time.monotonic()
         step.wait(GROUP_LIMIT)
         signal.pause()
-    except BaseException:  # noqa: BLE001  # a child must not go on as its parent
+    except BaseException:  # noqa: BLE001  # a child must not continue as its parent
         step.abort()
         traceback.print_exc()
     finally:

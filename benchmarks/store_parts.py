@@ -26,7 +26,7 @@ PARTS: Final = ("whole", "client: Python", "client: kernel", "Redis: script")
 
 
 def time_parts(servers: Servers, repeat: int, calls: int) -> dict[str, list[dict[str, float]]]:
-    """Seconds of a call and of its parts, by call, several times over; the first time warms up."""
+    """Seconds per call and per part, by call, several times over; the first round warms up."""
     os.sched_setaffinity(0, {servers.clients_core})
     found: dict[str, list[dict[str, float]]] = {name: [] for name in CALLS}
     with redis.Redis.from_url(servers.redis) as client:
@@ -47,7 +47,7 @@ def time_parts(servers: Servers, repeat: int, calls: int) -> dict[str, list[dict
 
 
 def parts_table(servers: Servers, repeat: int, calls: int) -> Iterator[Table]:
-    """Means of many calls, each turn's; what is in no part is on the way, or Redis' own reading and writing."""
+    """Means over many calls, per turn; time in no part is the way in between, or Redis' own reading and writing."""
     with apart(servers):
         found = run_alone(time_parts, (servers, repeat, calls), 120)
     table = Table("store-parts", "Where the time of one client's call goes", "call")

@@ -18,8 +18,8 @@ from benchmarks.store_contenders import BARE, OURS, TCP, Servers, apart, opened
 from redelastic.redis.keys import RunKeys, StoreKeys
 from redelastic.redis.scripts import STORE_SET, STORE_WAIT
 
-# What lua/store_set.lua has to do for one key, each as short as can be: the duty, the keys and arguments that it takes
-# beyond those of the duties before it, and its text.
+# What lua/store_set.lua has to do for one key, each as short as possible: the duty, the keys and arguments it takes
+# beyond those of earlier duties, and its text.
 DUTIES: Final[tuple[tuple[str, list[str], list[str], str], ...]] = (
     ("a script that does nothing", ["data"], ["key", "value"], ""),
     ("and writes", [], [], "redis.call('HSET', data, key, value)"),
@@ -44,14 +44,14 @@ DUTIES: Final[tuple[tuple[str, list[str], list[str], str], ...]] = (
 )
 VALUE: Final = "0123456789"
 TTL: Final = 86_400_000  # milliseconds
-TARGET: Final = 1.4  # times what TCPStore takes
+TARGET: Final = 1.4  # multiple of TCPStore's time
 WHOLE: Final = "whole"
 COMMAND: Final = "Redis: command"
 
 
 @dataclass(frozen=True)
 class Timed:
-    """A call, and Redis' command for it, if it has one."""
+    """A call, and the Redis command for it, if any."""
 
     name: str
     call: Callable[[], object]
@@ -60,7 +60,7 @@ class Timed:
 
 @dataclass(frozen=True)
 class Clients:
-    """Each of them has a store of this name, with one key in it."""
+    """Clients that each have a store of this name, with one key in it."""
 
     bare: Any
     ours: Any
@@ -70,7 +70,7 @@ class Clients:
 
     @classmethod
     def opened(cls, stack: ExitStack, servers: Servers, name: str) -> Clients:
-        """In a state in which a write has nothing more to do than any other."""
+        """Open them, in a state in which every write does the same work."""
         bare, ours, theirs = (stack.enter_context(opened(kind, servers, name)) for kind in (BARE, OURS, TCP))
         run = RunKeys("bench")
         for store in (ours, theirs):
@@ -79,11 +79,11 @@ class Clients:
 
     @property
     def fixed_keys(self) -> list[str]:
-        """Of each script of a store."""
+        """The keys that every script of a store takes."""
         return [self.store.data, self.store.waits, self.store.once, self.run.run, self.run.members]
 
     def script(self, text: str, keys: list[Any], args: list[Any]) -> Callable[[], object]:
-        """A call of a script; what is an iterator among its arguments, is asked for the next one each time."""
+        """A call of a script; iterators among its arguments yield a new value for each call."""
         sent = ["EVALSHA", self.bare.ask("SCRIPT", "LOAD", text), len(keys), *keys, *args]
         i = next((i for i, word in enumerate(sent) if isinstance(word, count)), None)
         if i is None:
@@ -93,7 +93,7 @@ class Clients:
 
 
 def set_calls(clients: Clients) -> Iterator[Timed]:
-    """From the least that Redis can do to what our store does, and at last the one to be compared with."""
+    """From the least that Redis can do up to our store, and last the one to compare with."""
     bare, store = clients.bare, clients.store
     words: dict[str, Any] = {
         "data": store.data,
@@ -122,7 +122,7 @@ def set_calls(clients: Clients) -> Iterator[Timed]:
 
 
 def check_calls(clients: Clients) -> Iterator[Timed]:
-    """In the same order; a key is there if it has a value or a queue."""
+    """In the same order; a key exists if it has a value or a queue."""
     bare, store = clients.bare, clients.store
     queue = store.queue(b"k")
     value, items = ("HEXISTS", store.data, "k"), ("EXISTS", queue)
@@ -145,7 +145,7 @@ TABLES: Final = {
 
 
 def take_turns(servers: Servers, repeat: int, calls: int) -> dict[str, dict[str, list[dict[str, float]]]]:
-    """Seconds of a call, and of those Redis' for its command, by table and call, several times over; one warms up."""
+    """Seconds per call, and Redis' share for its command, by table and call, several times over; the first warms up."""
     os.sched_setaffinity(0, {servers.clients_core})
     found: dict[str, dict[str, list[dict[str, float]]]] = {name: {} for name in TABLES}
     with ExitStack() as stack, redis.Redis.from_url(servers.redis) as client:
@@ -169,7 +169,7 @@ def take_turns(servers: Servers, repeat: int, calls: int) -> dict[str, dict[str,
 
 
 def script_tables(servers: Servers, repeat: int, calls: int) -> Iterator[Table]:
-    """Means of many calls, each turn's."""
+    """Means over many calls, per turn."""
     with apart(servers):
         found = run_alone(take_turns, (servers, repeat, calls), 120)
     for name, rows in found.items():

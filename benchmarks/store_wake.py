@@ -1,4 +1,4 @@
-"""How long it takes from a set to the return of what waits for it in another process, and where that time goes."""
+"""How long it takes from a set until a wait for it in another process returns, and where that time goes."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from benchmarks.store_contenders import (
 )
 
 CALLS: Final = ("wait", "get")
-SCRIPTED: Final = "Redis, bare, with a script"  # the least that a wake-up of ours has to do there
+SCRIPTED: Final = "Redis, bare, with a script"  # the least that our wake-ups have to do there
 SCRIPT: Final = "redis.call('HSET', KEYS[1], ARGV[1], ARGV[2]) redis.call('XADD', KEYS[2], '*', 'value', ARGV[2])"
-TARGET: Final = 1.5  # times what TCPStore takes
+TARGET: Final = 1.5  # multiple of TCPStore's time
 TAKE_PART: Final = (*ACROSS_PROCESSES, SCRIPTED)
-WAKE_UPS: Final = 25  # in each turn
-ASLEEP: Final = 0.008  # seconds within which whoever waits is blocked
+WAKE_UPS: Final = 25  # per turn
+ASLEEP: Final = 0.008  # seconds until the waiting side is surely blocked
 
 
 def note_times(method: str, times: Any, *, before: bool) -> Callable[[int], None]:
-    """Enter when redis-py's connections in this process call a method, or return from it; the last time counts.
+    """Record when redis-py's connections in this process call a method or return from it; the last time counts.
 
     Returns:
-        Chooses the place in ``times``.
+        A function that chooses the place in ``times``.
     """
     place, plain = 0, getattr(AbstractConnection, method)
 
@@ -61,8 +61,8 @@ def note_times(method: str, times: Any, *, before: bool) -> Callable[[int], None
 
 
 def calls_of(store: Any, contender: str, call: str, name: str) -> tuple[Callable[[str], Any], Callable[[str], Any]]:
-    """What sets a key, and what waits for it."""
-    if contender == BARE:  # the nearest thing to a wait that Redis has
+    """The calls that set a key and wait for it."""
+    if contender == BARE:  # the closest that Redis has to a wait
         return lambda key: store.queue_push(key, "v"), store.queue_pop
     if contender == SCRIPTED:
         digest = store.ask("SCRIPT", "LOAD", SCRIPT)
@@ -74,7 +74,7 @@ def calls_of(store: Any, contender: str, call: str, name: str) -> tuple[Callable
 
 
 def prepare_wake_up(options: dict[str, Any], number: int) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Node 1 waits, and node 0 sets what it waits for, in another process."""
+    """Node 1 waits, and node 0, in another process, sets what it waits for."""
     stack = ExitStack()
     contender = options["contender"]
     contender_of_store = BARE if contender == SCRIPTED else contender
@@ -102,7 +102,7 @@ def prepare_wake_up(options: dict[str, Any], number: int) -> tuple[Callable[[], 
     def guarded() -> None:
         try:
             (set_keys if number == 0 else wait_for_keys)()
-        except Exception as e:  # noqa: BLE001  # the cell says it; the other node is not to wait
+        except Exception as e:  # noqa: BLE001  # the cell reports it; the other node must not wait
             turn.abort()
             refusal(contender, e)
 
@@ -110,7 +110,7 @@ def prepare_wake_up(options: dict[str, Any], number: int) -> tuple[Callable[[], 
 
 
 def wake_up_tables(servers: Servers, repeat: int) -> Iterator[Table]:
-    """From before a set to the return of what waits for it in another process; and the parts of ours."""
+    """From before a set to the return of the wait in another process; and the parts of ours."""
     moments = ("began", "sent", "received", "ended")
     rounds = [
         {
@@ -127,7 +127,7 @@ def wake_up_tables(servers: Servers, repeat: int) -> Iterator[Table]:
         for contender in TAKE_PART
         if not servers.missing(contender)
     ]
-    computed: list[float] = []  # seconds that Redis needs for a set with a wake-up, in each of the rounds
+    computed: list[float] = []  # seconds that Redis needs for a set with a wake-up, by round
     with redis.Redis.from_url(servers.redis) as client:
 
         def look() -> None:

@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def make_parser() -> tuple[argparse.ArgumentParser, Any]:
-    """The parser of all commands but ``run``, of which it knows the name, and argparse's action that holds theirs."""
+    """The parser of all commands (of ``run`` only the name), and argparse's action that holds the subparsers."""
     parser = common.Parser("redelastic", description="A Redis-backed elastic runtime for PyTorch.")
     parser.add_argument("--version", action="version", version=f"redelastic {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
@@ -82,7 +82,7 @@ def _ended(name: str, call: Callable[[], int]) -> int:
         sys.stdout.flush()
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # whoever read our output has seen enough
+    except BrokenPipeError:  # the reader of our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except Exception as e:
@@ -94,7 +94,7 @@ def _ended(name: str, call: Callable[[], int]) -> int:
 
 
 def exit_code(error: Exception) -> int:
-    """What the command ends with because of an error; 0 if that error is a fault of ours."""
+    """The exit code for an error; 0 if the error is a bug of ours."""
     from torch.distributed.elastic.rendezvous.api import RendezvousError
 
     from redelastic.run.control import UnknownNodeError, UnknownRunError

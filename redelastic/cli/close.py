@@ -1,4 +1,4 @@
-"""``redelastic close``: no new round, or no work any more."""
+"""``redelastic close``: no new round, or no more work at all."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ the run was closed before. A closed run cannot be reopened: use a new run id.
 Exit code: 0 if the run is closed, whoever closed it first; 3 if Redis cannot be
 reached; 4 if there is no such run."""
 
-TTL = 7200.0  # for how long it is remembered if the run's own record is gone by then, in seconds
+TTL = 7200.0  # how long it is remembered if the run's own record is gone by then, in seconds
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; see :data:`DESCRIPTION`."""
     control = open_run(arguments)
-    earlier = control.state()  # and no run is closed that is not there: that is likelier a slip of the finger
+    earlier = control.state()  # also refuses to close a run that does not exist: more likely a typo
     ours = by_whom(arguments.reason)
     why = control.close(ours, stop=arguments.stop, ttl=TTL)
     stopped = arguments.stop or earlier.stopped

@@ -1,4 +1,4 @@
-"""What the commands share: how they find Redis, and how they say that something is wrong."""
+"""What the commands share: how they find Redis, and how they report errors."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:  # importing them takes as long as importing torch: not for --
     from redelastic.run.control import RunControl
 
 OK: Final = 0
-NO: Final = 1  # the answer is no: something was found to be wrong
+NO: Final = 1  # the answer is no: something is wrong
 USAGE: Final = 2  # argparse's own
 UNREACHABLE: Final = 3  # Redis does not answer, or refuses us
 UNKNOWN: Final = 4  # no such run or node
 
-TIMEOUT: Final = 5.0  # for a command's calls, in seconds: somebody sits there and waits
+TIMEOUT: Final = 5.0  # for a command's calls, in seconds: someone sits there waiting
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose complaints are one line, and name what was probably meant."""
+    """A parser whose errors are one line, and suggest what was probably meant."""
 
     def error(self, message: str) -> NoReturn:
         """Say what is wrong with the arguments, and exit with 2."""
@@ -35,13 +35,13 @@ class Parser(argparse.ArgumentParser):
 
 
 def meant_by(word: str, known: Iterable[str]) -> str:
-    """A question whether another word was meant; empty if none is like it."""
+    """A question asking whether another word was meant; empty if none is similar."""
     alike = difflib.get_close_matches(word, known, n=1)
     return f"; did you mean {alike[0]}?" if alike else ""
 
 
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:
-    """How to find Redis."""
+    """Add the options that say where Redis is."""
     parser.add_argument(
         "--endpoint",
         metavar="URL",
@@ -59,7 +59,7 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_run_argument(parser: argparse.ArgumentParser) -> None:
-    """Which run."""
+    """Add the option that names the run."""
     parser.add_argument("run", metavar="RUN", help="run id, as given to --rdzv-id")
 
 
@@ -79,8 +79,8 @@ def open_connection(arguments: argparse.Namespace) -> Connection:
 
 
 def open_run(arguments: argparse.Namespace) -> RunControl:
-    """Connect, and name the run that the arguments name."""
-    keys = RunKeys(arguments.run, arguments.key_prefix)  # before anything is asked: a bad id is said at once
+    """Connect, and open the run that the arguments name."""
+    keys = RunKeys(arguments.run, arguments.key_prefix)  # before any call: a bad id is reported at once
     from redelastic.run.control import RunControl
 
     return RunControl(open_connection(arguments), keys)

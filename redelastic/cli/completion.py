@@ -1,4 +1,4 @@
-"""``redelastic completion``: what a shell has to know to complete our commands and options."""
+"""``redelastic completion``: what a shell needs to complete our commands and options."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _actions(parser: argparse.ArgumentParser) -> Iterator[Any]:
-    """Whatever a parser and its subparsers take."""
-    for action in parser._actions:  # noqa: SLF001  # argparse has no other way to them
+    """All actions of a parser and its subparsers."""
+    for action in parser._actions:  # noqa: SLF001  # argparse offers no other access
         yield action
         if isinstance(action, argparse._SubParsersAction):  # noqa: SLF001
             for inner in action.choices.values():

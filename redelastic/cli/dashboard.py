@@ -37,12 +37,12 @@ listen there; 3 if Redis cannot be reached at the start. Later outages are shown
 on the page."""
 
 PORT: Final = 8265
-CALL_TIMEOUT: Final = 2.0  # for a call to Redis, in seconds; after that the page says that Redis is away
+CALL_TIMEOUT: Final = 2.0  # for a call to Redis, in seconds; then the page says that Redis is away
 CONNECT_TIMEOUT: Final = 5.0
 SHORTEST_TOKEN: Final = 16  # characters
 NOT_HERE: Final = frozenset({errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT})  # such as ::1 on a host without IPv6
 
-Address = tuple[socket.AddressFamily, tuple[Any, ...]]  # the host, and of IPv6 its flow and scope
+Address = tuple[socket.AddressFamily, tuple[Any, ...]]  # the host, and for IPv6 its flow and scope
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,10 +61,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command; see :data:`DESCRIPTION`.
 
     Raises:
-        ValueError: an argument is wrong, it cannot listen there, or the extra is missing.
+        ValueError: an argument is wrong, the address cannot be used, or the extra is missing.
     """
     try:
-        import starlette  # noqa: F401  # is it there?
+        import starlette  # noqa: F401  # is it installed?
         import uvicorn
     except ImportError:
         raise ValueError("the dashboard needs an extra: pip install 'redelastic[dashboard]'.") from None
@@ -90,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
             log_level="critical",
             access_log=False,
             server_header=False,
-            timeout_graceful_shutdown=1,  # its streams end with it
+            timeout_graceful_shutdown=1,  # its streams end with that
         )
         host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
         sys.stdout.write(
@@ -100,7 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
         sys.stdout.flush()
         signal.signal(signal.SIGTERM, signal.default_int_handler)
-        with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises the signal again when it has ended
+        with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises the signal again once it has ended
             uvicorn.Server(config).run(sockets=listeners)
     return OK
 
@@ -125,7 +125,7 @@ def _token(file: Path) -> str:
 
 
 def _resolve(host: str) -> list[Address]:
-    """The addresses that a name stands for; localhost is both, as some browsers ask ::1 and others 127.0.0.1."""
+    """The addresses that a name stands for; localhost is both: some browsers use ::1, others 127.0.0.1."""
     if host.lower() == "localhost":
         return [(socket.AF_INET, ("127.0.0.1",)), (socket.AF_INET6, ("::1",))]
     try:
@@ -140,10 +140,10 @@ def _is_loopback(address: Address) -> bool:
 
 
 def _listen(addresses: Sequence[Address], port: int, opened: contextlib.ExitStack) -> list[socket.socket]:
-    """Listen on one port of those of the addresses that this machine has.
+    """Listen on one port at each of the addresses that this machine has.
 
     Raises:
-        OSError: it has none of them, or the port of one is taken: whoever has that would be asked instead of us.
+        OSError: it has none of them, or the port is taken at one: its owner would get our requests.
     """
     listeners: list[socket.socket] = []
     for family, (host, *rest) in addresses:

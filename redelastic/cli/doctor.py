@@ -98,7 +98,7 @@ def _show_what_to_do(console: Console, findings: list[Finding]) -> None:
     from rich.padding import Padding
     from rich.text import Text
 
-    for level in ("warning", "problem"):  # the worst last, where the eye is
+    for level in ("warning", "problem"):  # the worst last, where the reader looks
         found = [finding for finding in findings if finding.level == level]
         if found:
             title = f"{len(found)} {level}{'s' if len(found) > 1 else ''}"

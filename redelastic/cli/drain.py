@@ -27,8 +27,8 @@ Exit code: 0 if the node was asked, with --wait if it has left; 1 if it cannot
 drain, or has not left in time; 3 if Redis cannot be reached; 4 if there is no
 such run or node."""
 
-GRACE: Final = 30.0  # for ending workers that do not save in time, and for leaving, in seconds
-COLLECTED: Final = 1.0  # how long an event may wait for others of its kind, for a heartbeat to tell them, in seconds
+GRACE: Final = 30.0  # to end workers that do not save in time and to leave, in seconds
+COLLECTED: Final = 1.0  # how long an event may wait for a heartbeat to report it with others of its kind, in seconds
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -89,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _why_not_left(control: RunControl, node: Node, after: str, deadline: float) -> str:
-    """Wait for a node to leave; returns what became of it instead, or "" if it left."""
+    """Wait for a node to leave; returns what happened instead, or "" if it left."""
     from redelastic.run.records import BEREFT
 
     why = "has not left in time: see `redelastic status` and `redelastic events`"
@@ -108,7 +108,7 @@ def _why_not_left(control: RunControl, node: Node, after: str, deadline: float) 
                 here = any(other.id == node.id for other in run.nodes)
                 gone_since = None if here else gone_since or now
                 if gone_since is not None and now - gone_since > COLLECTED + run.lease:
-                    return ""  # somebody has beaten since: no event is left that could say how
+                    return ""  # a heartbeat came since: no event is left that could say how
         if now > deadline and (gone_since is None or isinstance(seen, Exception)):
             return why
     raise AssertionError("a run is followed for ever")

@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     control = open_run(arguments)
     found = control.events(count=arguments.count + 1)
     if not found:
-        control.state()  # says so if there is no such run
+        control.state()  # raises if there is no such run
     older, past = found[: -arguments.count], found[-arguments.count :]
     printer = _Printer(arguments)
     if arguments.json and not arguments.follow:
@@ -89,10 +89,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 class _Printer:
-    """Prints events as they come, one below the other.
+    """Prints events as they come, one per line.
 
     Args:
-        arguments: of the command.
+        arguments: the command's arguments.
     """
 
     def __init__(self, arguments: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""``redelastic logs``: where workers write, and the end of what the one wrote that failed first."""
+"""``redelastic logs``: where workers write their logs, and the end of the first failed worker's log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How commands write: what Redis holds may be anybody's, a terminal is for people, a pipe and JSON for programs."""
+"""How commands write: Redis' contents are untrusted, a terminal is for people, a pipe and JSON for programs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from redelastic.run.records import Event
 
 PIPE_WIDTH: Final = 10_000  # columns where there is no terminal: nothing is wrapped or cut
-MAX_REASON: Final = 1_000  # characters, as `control` has it: what is longer would not be told again as it was given
+MAX_REASON: Final = 1_000  # characters, as in `control`: a longer one would not be repeated in full
 EVENT_STYLES: Final = {
     "completed": "green",
     "started": "green",
@@ -42,29 +42,29 @@ EVENT_STYLES: Final = {
 
 
 def add_json_argument(parser: argparse.ArgumentParser, fields: str) -> None:
-    """Offer ``--json``; ``fields`` goes to the end of the help."""
+    """Offer ``--json``; ``fields`` is appended to the help."""
     parser.add_argument("--json", action="store_true", help="print JSON; see below")
     parser.epilog = f"--json: {fields}\nTimes are Unix seconds, durations seconds, sizes bytes; null means unknown."
 
 
 def write_json(document: Any) -> None:
-    """Write one JSON document on a line of its own; ASCII only, so that no terminal takes it for anything else."""
+    """Write one JSON document on a line of its own; ASCII only, so that no terminal can misread it."""
     sys.stdout.write(json.dumps(document, allow_nan=False) + "\n")
     sys.stdout.flush()
 
 
 def write_line(line: str) -> None:
-    """Write one line of text, what a terminal would obey made visible."""
+    """Write one line of text, with anything a terminal would obey made visible."""
     sys.stdout.write(clean(line) + "\n")
     sys.stdout.flush()
 
 
 def open_console() -> Console:
-    """Standard output, for text that holds no markup."""
+    """Standard output, for text without markup."""
     from rich.console import Console
 
     if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="backslashreplace")  # an encoding without "°" is no reason to fail
+        sys.stdout.reconfigure(errors="backslashreplace")  # do not fail on an encoding without "°"
     console = Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
         console.width = PIPE_WIDTH
@@ -72,7 +72,7 @@ def open_console() -> Console:
 
 
 def who() -> str:
-    """Who runs this command, for a reason."""
+    """Who runs this command, as part of a reason."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # a container whose user has no name
@@ -81,28 +81,28 @@ def who() -> str:
 
 
 def by_whom(reason: str) -> str:
-    """The reason that is given to a run: who asked, and what they say to it."""
+    """The reason to record in a run: who asked, and what they said."""
     return clean(f"by {who()}" + (f": {reason}" if reason else ""))[:MAX_REASON]
 
 
 def moment(at: float, *, full: bool) -> str:
-    """A time of day here, with the date if ``full`` or if it is not today."""
+    """A local time of day, with the date if ``full`` or if it is not today."""
     at = round(at, 3)
     try:
         day, of_day = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at)).split()
-    except (OverflowError, ValueError, OSError):  # an id that somebody made up
+    except (OverflowError, ValueError, OSError):  # a made-up id
         return f"@{at:.3f}"
     clock = f"{of_day}.{round(at % 1 * 1000):03d}"
     return f"{day} {clock}" if full or day != time.strftime("%Y-%m-%d") else clock
 
 
 def event_table(events: Iterable[Event], *, full: bool = False, widths: Sequence[int] = (0, 0, 0, 0)) -> Table:
-    """Events, one a row: time, event, epoch, node, reason.
+    """Events, one per row: time, event, epoch, node, reason.
 
     Args:
-        events: the oldest first.
-        full: whether the date is told even if it is today's.
-        widths: of the first four columns, at least.
+        events: oldest first.
+        full: whether the date is shown even if it is today's.
+        widths: minimum widths of the first four columns.
     """
     from rich.table import Table
     from rich.text import Text
@@ -135,7 +135,7 @@ def follow(control: RunControl, after: str, block: float = 1.0) -> Iterator[list
     """As :meth:`RunControl.follow`, but an outage does not end it.
 
     Yields:
-        Events; or, as long as Redis is away, every ``block`` seconds the error that says so.
+        Events; or, while Redis is away, the error that says so every ``block`` seconds.
     """
     from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
@@ -144,19 +144,19 @@ def follow(control: RunControl, after: str, block: float = 1.0) -> Iterator[list
             for events in control.follow(after, block):
                 after = events[-1].id if events else after
                 yield events
-        except RendezvousConnectionError as e:  # noqa: PERF203  (it waits)
+        except RendezvousConnectionError as e:  # noqa: PERF203  (it waits anyway)
             yield e
             time.sleep(block)
 
 
 def last_event_id(control: RunControl) -> str:
-    """From where to follow if only what happens from now on matters."""
+    """The id to follow from if only new events matter."""
     last = control.events(count=1)
     return last[-1].id if last else "0"
 
 
 def answer(arguments: argparse.Namespace, code: int, message: str, **fields: Any) -> int:
-    """Say what became of a request, and return the exit code; a refusal goes to stderr."""
+    """Report the outcome of a request, and return the exit code; a refusal goes to stderr."""
     if arguments.json:
         write_json({"run": arguments.run, **fields, "message": message})
     elif code:

@@ -1,4 +1,4 @@
-"""``redelastic readmit``: a host that failed again and again may join again."""
+"""``redelastic readmit``: let a host that failed repeatedly join again."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ the others go on. A second SIGTERM, at least one second after the first, does no
 are not restarted.
 """
 
-# What torchrun's help says of them does not hold here.
+# For these, torchrun's own help does not apply here.
 HELP = {
     "--rdzv-endpoint": "host:port or URL of Redis (default: $REDELASTIC_REDIS_URL, or localhost)",
     "--rdzv-backend": "must be redis",
@@ -47,7 +47,7 @@ HELP = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; the parser is torchrun's, which has to come last.
+    """Run the command; torchrun's parser has to come last.
 
     Returns:
         The exit code; see :data:`EPILOG`.
@@ -83,7 +83,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Torchrun's parser, with what we add, and our words where torchrun's do not hold."""
+    """Torchrun's parser with our additions, and our help where torchrun's does not apply."""
     import torch.distributed.run as torchrun
 
     parser = common.Parser(
@@ -92,11 +92,11 @@ def make_parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         parents=[torchrun.get_args_parser()],
-        add_help=False,  # it has that from torchrun's
+        add_help=False,  # it comes with torchrun's
     )
     parser.set_defaults(rdzv_backend=os.environ.get("PET_RDZV_BACKEND") or "redis")
     for option, text in HELP.items():
-        parser._option_string_actions[option].help = text  # noqa: SLF001  # argparse has no other way to an argument
+        parser._option_string_actions[option].help = text  # noqa: SLF001  # argparse offers no other way to it
     _add_arguments(parser)
     return parser
 
@@ -107,7 +107,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("options that torchrun does not have (times in seconds)")
 
     def add(option: str, **settings: Any) -> None:
-        """As torchrun's own: with underscores as well, and by default what a variable PET_… says."""
+        """Like torchrun's own: also with underscores, and with its default from a variable PET_…."""
         action = {"action": check_env if settings.pop("flag", False) else env}
         names = dict.fromkeys((option, "--" + option[2:].replace("-", "_")))
         group.add_argument(*names, **{**action, **settings})
@@ -167,7 +167,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MODULE,…",
         help="import these modules once and fork workers from that process (such as torch)",
     )
-    if "--shutdown-timeout" not in parser._option_string_actions:  # noqa: SLF001  # torchrun has it from torch 2.12 on
+    if "--shutdown-timeout" not in parser._option_string_actions:  # noqa: SLF001  # torchrun has it since torch 2.12
         add(
             "--shutdown-timeout",
             type=int,
@@ -209,7 +209,7 @@ def _check_script(arguments: argparse.Namespace) -> None:
 
 
 def _place(arguments: argparse.Namespace, opened: ExitStack) -> None:
-    """Settle on which Redis, and in which run: with ``--standalone`` on a server of this process' own."""
+    """Decide which Redis and which run to use: with ``--standalone``, a server of this process' own."""
     told = os.environ.get("PET_RDZV_BACKEND") or "redis"
     if told != "redis" and arguments.rdzv_backend == told:
         raise ValueError(
@@ -232,4 +232,4 @@ def _place(arguments: argparse.Namespace, opened: ExitStack) -> None:
     elif arguments.rdzv_id == "none":
         raise ValueError("--rdzv-id is missing: give the job an id that is unique on this Redis, or use --standalone.")
     arguments.rdzv_backend = "redis"
-    del arguments.master_addr  # of the static rendezvous: torchrun would warn that it is not used
+    del arguments.master_addr  # for the static rendezvous: torchrun would warn that it is unused

@@ -1,4 +1,4 @@
-"""``redelastic server``: a private Redis in the foreground, for a try or a test."""
+"""``redelastic server``: a private Redis in the foreground, for trying things out or for tests."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the server; see :data:`DESCRIPTION`.
 
     Returns:
-        0 after Ctrl-C or SIGTERM; 1 if the server could not be started, or ended by itself.
+        0 after Ctrl-C or SIGTERM; 1 if the server could not be started, or ended on its own.
     """
     from redelastic.redis.server import RedisServer
 
@@ -93,7 +93,7 @@ def _port(text: str) -> int:
 
 @contextlib.contextmanager
 def _on_signals(stop: threading.Event) -> Iterator[None]:
-    """Let signals set ``stop`` that ask for an end, from before the server starts until it is gone."""
+    """Have signals that ask for an end set ``stop``, from before the server starts until it is gone."""
     before = {number: signal.signal(number, lambda *_: stop.set()) for number in _ENDINGS}
     try:
         yield
@@ -104,7 +104,7 @@ def _on_signals(stop: threading.Event) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _announced(server: RedisServer, arguments: argparse.Namespace) -> Iterator[None]:
-    """Say where the server is; take the file with the URL away again."""
+    """Say where the server is; remove the file with the URL at the end."""
     file: Path | None = arguments.url_file
     if file is not None:
         _write_secret(file, f"{server.url}\n")
@@ -125,7 +125,7 @@ def _announced(server: RedisServer, arguments: argparse.Namespace) -> Iterator[N
 
 
 def _write_secret(file: Path, secret: str) -> None:
-    """Write a file that only its owner can read, from its first byte on; what was there is replaced."""
+    """Write a file that only its owner can read from the first byte on; an existing one is replaced."""
     draft = file.with_name(f".{file.name}.{os.getpid()}")
     with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as opened:
         opened.write(secret)

@@ -40,7 +40,7 @@ from redelastic.run.control import UnknownRunError
 from .reader import Reader, event_of, node_of
 
 PAGE: Final = Path(__file__).parent / "page"
-COOKIE: Final = "redelastic-dashboard"  # and the port: browsers give a host's cookies to all its ports
+COOKIE: Final = "redelastic-dashboard"  # plus the port: browsers send a host's cookies to all its ports
 HOST: Final = re.compile(r"(?:\[([^\]]*)\]|([^:]*))(?::([0-9]{1,5}))?")
 # Scripts and styles are ours or they do not run; nothing is loaded from outside, and no page may frame this one.
 HEADERS: Final[Mapping[str, str]] = {
@@ -61,8 +61,8 @@ def make_app(connection: Connection, prefix: str, token: str | None) -> Starlett
 
     Args:
         connection: to Redis.
-        prefix: of the runs' keys.
-        token: what a browser has to know; None where only this machine's own are let in.
+        prefix: prefix of the runs' keys.
+        token: what a browser must present; None to let in only browsers on this machine.
     """
     reader = Reader(connection, prefix)
 
@@ -98,7 +98,7 @@ def make_app(connection: Connection, prefix: str, token: str | None) -> Starlett
     return app
 
 
-# -- what there is
+# -- what it serves
 
 
 async def _page(_: Request) -> Response:
@@ -115,7 +115,7 @@ async def _runs(request: Request) -> Response:
 
 
 async def _run(request: Request) -> Response:
-    """A run; with ``?node=ID`` that node of it, with ``?event=ID`` that event, with ``?logs`` where its logs are."""
+    """A run; with ``?node=ID`` that node, with ``?event=ID`` that event, with ``?logs`` the places of its logs."""
     watch = await _reader(request).watch(request.path_params["run"])
     asked = request.query_params
     if "node" in asked:
@@ -158,9 +158,9 @@ def _failed(status: int) -> Any:
 
 
 class _Guard:
-    """Lets in who has the token, or without one who asks this machine by a name of its own; adds the headers.
+    """Lets in clients with the token, or without one those that use a local name of this machine; adds the headers.
 
-    The token comes as ``Authorization: Bearer``, or once as ``?token=``, which a cookie then stands for.
+    The token comes as ``Authorization: Bearer``, or once as ``?token=``, after which a cookie replaces it.
     """
 
     def __init__(self, app: ASGIApp, token: str | None) -> None:
@@ -184,10 +184,10 @@ class _Guard:
         await answer(scope, receive, send_guarded)
 
     def _refusal(self, request: Request) -> Response | None:
-        """What to answer instead; None to let the request in."""
+        """The answer if the request is refused; None to let it in."""
         host, port = _host_and_port(request.headers)
         if self._token is None:
-            # A page from elsewhere whose name somebody has made point here would send that name.
+            # A page from elsewhere, its name rebound to this address, would send that name.
             if _is_local(host):
                 return None
             return PlainTextResponse(
@@ -219,7 +219,7 @@ def _same(given: str, expected: str) -> bool:
 
 
 def _host_and_port(headers: Headers) -> tuple[str, str]:
-    """Whom the browser asks, as it names it; the port is empty if it is the scheme's own."""
+    """The host and port that the browser asked for; the port is empty if it is the scheme's default."""
     found = HOST.fullmatch(headers.get("host", ""))
     return (found[1] or found[2] or "", found[3] or "") if found else ("", "")
 

@@ -1,4 +1,4 @@
-"""What a browser is told: a document, and then what changed in it, as JSON merge patches (RFC 7396)."""
+"""What a browser receives: a document, and then the changes to it, as JSON merge patches (RFC 7396)."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import Any, Final
 
 Document = dict[str, Any]
 
-HEARTBEAT: Final = 15.0  # in seconds: a comment, by which a proxy and a browser know that the stream lives
+HEARTBEAT: Final = 15.0  # in seconds: a comment that tells proxies and browsers that the stream is alive
 
 
 class Topic:
-    """One document that changes, and whoever follows it; for one event loop.
+    """One document that changes, and its followers; for one event loop.
 
-    A browser that is too slow for the patches is given the whole document again: nothing is queued for it.
+    A browser that is too slow for the patches gets the whole document again: nothing is queued for it.
     """
 
     def __init__(self) -> None:
         self.document: Document | None = None
-        self.followers = 0  # whoever follows counts itself
+        self.followers = 0  # each follower counts itself
         self._version = 0
         self._patch = ""
         self._changed = asyncio.Event()
 
     def publish(self, document: Document) -> None:
-        """Have everybody see this document from now on."""
+        """Show this document to all followers from now on."""
         if self.document is None:
             self._patch = _event("document", document)
         elif patch := merge_patch(self.document, document):

@@ -1,4 +1,4 @@
-"""Reads Redis for the dashboard: one reader, however many look, and none while nobody does."""
+"""Reads Redis for the dashboard: one reader for all who watch, and none while nobody does."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from .feed import Document, Topic
 
 log = logging.getLogger(__name__)
 
-PACE: Final = 1.0  # between two looks at a run that somebody watches, if nothing happens there, in seconds
-SLOW_PACE: Final = 3.0  # the same for a run of which only the list is looked at
+PACE: Final = 1.0  # between two reads of a watched run, if nothing happens there, in seconds
+SLOW_PACE: Final = 3.0  # the same for a run that is only watched in the list
 LIST_PACE: Final = 3.0  # between two searches for new runs, in seconds
-REST: Final = 4.0  # a look that takes long is followed by a rest of so many times that: a fifth of a core at most
+REST: Final = 4.0  # a long read is followed by a rest this many times as long: at most a fifth of a core
 RETRY: Final = 1.0  # while Redis is away, in seconds
-KEPT: Final = 60.0  # for how long a run is kept at hand after somebody has asked for it, in seconds
+KEPT: Final = 60.0  # how long a run is kept after the last request for it, in seconds
 
 
 class Watch:
@@ -54,18 +54,18 @@ class Watch:
         self.report: Document = {}  # as `redelastic status --json` has it
         self.row: Document = {}
         self.page: Document = {}
-        self.trouble: UnknownRunError | RendezvousError | None = None  # why the last look failed, but for Redis away
+        self.trouble: UnknownRunError | RendezvousError | None = None  # why the last read failed, unless Redis was away
         self.read_at = float("-inf")  # on the monotonic clock
-        self.cost = 0.0  # of the last look, in seconds
+        self.cost = 0.0  # of the last read, in seconds
         self.stirred = False  # whether something has happened since
 
     def read(self) -> None:
-        """Look at the run; blocks. What its page shows stays as it was if that fails.
+        """Read the run; blocks. If that fails, what its page shows stays as it was.
 
         Raises:
-            UnknownRunError: Redis holds nothing of it.
+            UnknownRunError: Redis has nothing of it.
             UnreachableError: Redis is away.
-            RendezvousError: the run cannot be read: its keys are corrupt, or not for this user, or a fault of ours.
+            RendezvousError: the run cannot be read: its keys are corrupt or denied to this user, or we have a bug.
         """
         began = time.monotonic()
         self.stirred = False
@@ -104,16 +104,16 @@ class Watch:
         self.nodes, self.now = run.nodes, run.time
 
     def is_due(self, pace: float) -> bool:
-        """Whether it is time for another look."""
+        """Whether it is time for another read."""
         since = time.monotonic() - self.read_at
         return since >= REST * self.cost and (self.stirred or since >= pace)
 
 
 class Reader:
-    """Reads what somebody looks at, and publishes it; for one event loop.
+    """Reads what is being watched, and publishes it; for one event loop.
 
     Args:
-        connection: to Redis, with short time-outs: while a call waits the page cannot say that Redis is away.
+        connection: to Redis, with short time-outs: while a call waits, the page cannot say that Redis is away.
         prefix: of the runs' keys.
     """
 
@@ -123,15 +123,15 @@ class Reader:
         self._watches: dict[str, Watch] = {}
         self._listed_at = float("-inf")
         self._away = ""
-        self._turn = asyncio.Lock()  # of whoever reads
+        self._turn = asyncio.Lock()  # for reading
         self._looked_at = asyncio.Event()
         self.overview = Topic()
         self.runs: defaultdict[str, Topic] = defaultdict(Topic)
 
-    # -- for who looks
+    # -- for those who watch
 
     def follow(self, run_id: str | None) -> AsyncIterator[str]:
-        """What a browser is told, as server-sent events, of a run, or with None of all.
+        """The server-sent events for a browser that follows a run, or with None the list of all.
 
         Raises:
             UnknownRunError: no run can have that id.
@@ -154,7 +154,7 @@ class Reader:
         """The runs, as ``redelastic list --json`` has them.
 
         Raises:
-            RendezvousError: Redis is away, or this user may see one run's keys only.
+            RendezvousError: Redis is away, or this user may only see one run's keys.
         """
         async with self._turn:
             self._forget()
@@ -163,7 +163,7 @@ class Reader:
             return [watch.summary for _, watch in sorted(self._watches.items())]
 
     async def watch(self, run_id: str) -> Watch:
-        """A run, not older than a second, or than it takes to read such a large one.
+        """A run as it was at most a second ago, or as long ago as reading such a large one takes.
 
         Raises:
             UnknownRunError: there is none, or none can have that id.
@@ -178,10 +178,10 @@ class Reader:
                 raise watch.trouble
             return watch
 
-    # -- the one that reads
+    # -- reading
 
     async def run(self) -> None:
-        """Read for ever what somebody looks at."""
+        """Keep reading what is being watched."""
         while True:
             await self._looked_at.wait()
             topics = self._followed()
@@ -196,7 +196,7 @@ class Reader:
             except UnreachableError as e:
                 self._away = self._away or f"Redis is away: {e}"
                 await self._rest(topics, self._away)
-            except Exception as e:  # a fault of ours must not end this, unseen
+            except Exception as e:  # a bug of ours must not end this unnoticed
                 log.exception("The dashboard cannot read its runs.")
                 await self._rest(topics, f"The dashboard cannot read its runs, by a fault of its own: {e!r}.")
 
@@ -213,7 +213,7 @@ class Reader:
         return [topic for topic in (self.overview, *self.runs.values()) if topic.followers]
 
     async def _round(self) -> float:
-        """Look at what is due; returns until when nothing is, in seconds."""
+        """Read what is due; returns for how many seconds nothing will be."""
         async with self._turn:
             self._forget()
             for run_id, topic in list(self.runs.items()):
@@ -244,7 +244,7 @@ class Reader:
             await self._read_rows(SLOW_PACE)
         except UnreachableError:
             raise
-        except RendezvousError as e:  # a job's own user may see its run, and no list
+        except RendezvousError as e:  # a job's own user may see its run, but no list
             self._publish_trouble(self.overview, f"{e} Here a run's page is /runs/RUN.")
         else:
             now = max((watch.now for watch in self._watches.values()), default=time.time())
@@ -257,7 +257,7 @@ class Reader:
     def _publish_trouble(self, topic: Topic, trouble: str) -> None:
         topic.publish((topic.document or self._frame()) | {"trouble": trouble})
 
-    # -- what is read
+    # -- what it reads
 
     def _watch(self, run_id: str) -> Watch:
         return self._watches.get(run_id) or Watch(self._connection, self._keys(run_id))
@@ -269,7 +269,7 @@ class Reader:
             raise UnknownRunError(str(e)) from e
 
     async def _read(self, watch: Watch) -> None:
-        """Look at a run, and keep it if it is there."""
+        """Read a run, and keep it if it exists."""
         run_id = watch.keys.run_id
         try:
             await asyncio.to_thread(watch.read)
@@ -302,10 +302,10 @@ class Reader:
         except UnreachableError:
             raise
         except (UnknownRunError, RendezvousError):
-            pass  # it is not there any more, or its row says why it cannot be read
+            pass  # it is gone, or its row says why it cannot be read
 
     def _forget(self) -> None:
-        """Let go of runs that nobody looks at any more."""
+        """Let go of runs that nobody watches any more."""
         for run_id, watch in list(self._watches.items()):
             if run_id not in self.runs and time.monotonic() - watch.read_at > KEPT:
                 del self._watches[run_id]
@@ -317,7 +317,7 @@ class Reader:
         return [watch for run_id, watch in self._watches.items() if of_all or run_id in self.runs]
 
     async def _wait(self, seconds: float) -> None:
-        """Until something happens in a run that somebody looks at, or the time is over."""
+        """Wait until something happens in a watched run, or the time is up."""
         watches = [watch for watch in self._followed_watches() if watch.trouble is None]
         if any(watch.stirred for watch in watches) or not watches:
             await asyncio.sleep(seconds)
@@ -327,7 +327,7 @@ class Reader:
             stirred = await asyncio.to_thread(self._block, streams, seconds)
         except UnreachableError:
             raise
-        except RendezvousError:  # the next look says of which run
+        except RendezvousError:  # the next read says for which run
             await asyncio.sleep(seconds)
             return
         for watch in watches:
@@ -336,7 +336,7 @@ class Reader:
     def _block(self, streams: Mapping[bytes, str], seconds: float) -> set[bytes]:
         if not isinstance(self._connection.client, RedisCluster):
             return set(self._connection.read_bytes(streams, seconds))
-        share = seconds / len(streams)  # a read is for one slot
+        share = seconds / len(streams)  # one read covers one slot
         return {key for key, last in streams.items() if self._connection.read_bytes({key: last}, share)}
 
 

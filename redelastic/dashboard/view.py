@@ -1,7 +1,7 @@
-"""What the page shows of a run, as JSON without nulls: what is not known is not there.
+"""What the page shows of a run, as JSON without nulls: what is not known is left out.
 
-Times are seconds on the server's clock, as moments rather than as ages, so that a page that nobody tells anything new
-counts on by itself and a patch holds what happened, not what time it is.
+Times are seconds on the server's clock, as moments rather than ages, so that a page that hears nothing new
+keeps counting by itself, and a patch holds what happened, not the time.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from redelastic.run.wording import clean, short
 
 Document = dict[str, Any]
 
-EVENTS: Final = 250  # lines of them
-MARKS: Final = 1_000  # faults and the like, each of a node, on the timeline
-SPANS: Final = 20_000  # on the timeline, or four for each node that is there: what a round may take of each
+EVENTS: Final = 250  # lines
+MARKS: Final = 1_000  # faults and the like on the timeline, one per node
+SPANS: Final = 20_000  # on the timeline, or four per node if that is more: what a round may need for each
 ROUNDS: Final = 500
 MARKED: Final = frozenset({"lost", "hung", "failed", "drain", "refused", "barred", "stopped", "closed"})
-FOLDED: Final = frozenset({"joined", "started", "left", "saved"})  # events that each node has: one line for many
-WINDOW: Final = 60.0  # over which steps a second are taken, in seconds
+FOLDED: Final = frozenset({"joined", "started", "left", "saved"})  # events that every node has: shared lines
+WINDOW: Final = 60.0  # over which steps per second are averaged, in seconds
 GIB: Final = 2**30
 
 
 class Speed:
-    """Steps a second, over the last minute; from what the run's nodes say of their steps."""
+    """Steps per second over the last minute, from the steps that the run's nodes report."""
 
     def __init__(self) -> None:
         self._seen: deque[tuple[float, int]] = deque()
         self._epoch = 0
 
     def take_in(self, run: Run, step: int | None) -> float | None:
-        """What it is now; None where that is not known yet."""
+        """The speed now; None if not known yet."""
         seen = self._seen
         if step is None or run.epoch != self._epoch or (seen and step < seen[-1][1]):
             seen.clear()  # workers that resume redo steps
@@ -82,9 +82,9 @@ def details(
 
     Args:
         run: as it is now.
-        report: what ``redelastic status --json`` says of it.
-        history: of it, until now.
-        speed: in steps a second.
+        report: what ``redelastic status --json`` prints for it.
+        history: its history until now.
+        speed: in steps per second.
         origin: what the timeline's times count from.
     """
     return overview(run, report, history, speed) | {
@@ -101,7 +101,7 @@ def details(
 
 
 def _why(run: Run, report: Mapping[str, Any]) -> str:
-    """The verdict, without its first word and without figures that have places of their own."""
+    """The verdict, without its first word and the figures shown elsewhere."""
     if report["phase"] == "running":
         of_nodes = (f"{node['name']} {problem}" for node in report["nodes"] for problem in node["problems"])
         wrong = [*report["problems"], *of_nodes]
@@ -133,7 +133,7 @@ def _node(node: Node, told: Mapping[str, Any], run: Run, place: int) -> Document
 
 
 def _gpu(gpu: Mapping[str, Any]) -> list[float]:
-    """Utilisation in percent, memory in use and in all in GiB, degrees, whether something is wrong; -1: not known."""
+    """Utilisation in percent, memory used and total in GiB, degrees, whether something is wrong; -1: not known."""
 
     def figure(name: str, unit: float = 1, digits: int | None = None) -> float:
         return -1 if gpu[name] is None else round(gpu[name] / unit, digits)
@@ -144,7 +144,7 @@ def _gpu(gpu: Mapping[str, Any]) -> list[float]:
 
 
 def _timeline(run: Run, report: Mapping[str, Any], history: History, origin: float) -> Document:
-    """Lanes of spans, rounds and marks; spans that go on have no end."""
+    """Lanes of spans, rounds and marks; ongoing spans have no end."""
     live = report["phase"] not in {"dead", "closed", "stopped", "empty"}
     cut = _cut(history, max(SPANS, 4 * len(run.nodes)))
 
@@ -188,13 +188,13 @@ def _timeline(run: Run, report: Mapping[str, Any], history: History, origin: flo
 
 
 def _cut(history: History, most: int) -> float | None:
-    """From when on there are no more than so many spans; None if the run has no more since its beginning."""
+    """The time since which there are at most ``most`` spans; None if the whole run has no more."""
     ends = [span.end for node in history.nodes for span in node.spans]
     return None if len(ends) <= most else heapq.nlargest(most + 1, ends)[-1]
 
 
 def fold(events: Sequence[Event]) -> Document:
-    """The last events by id; what each of many nodes does one after the other is one of them, with a count."""
+    """The last events by id; when many nodes do the same in a row, it is one event with a count."""
     lines: list[Document] = []
     ids: list[str] = []
     for event in events:
@@ -222,7 +222,7 @@ def _event(event: Event) -> Document:
 
 
 def listed(rows: Iterable[Document]) -> Document:
-    """Rows of the list of runs, by the run's id."""
+    """Rows of the list of runs, by run id."""
     return {row["run"]: row for row in rows}
 
 
@@ -235,5 +235,5 @@ def _moment(time: float) -> float:
 
 
 def _figures(value: float | None) -> float | None:
-    """A number with as many digits as anybody reads."""
+    """A number with as many digits as anyone reads."""
     return None if value is None else float(f"{value:.4g}")

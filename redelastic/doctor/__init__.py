@@ -1,7 +1,7 @@
-"""Is this Redis, this host and this installation fit for our runs? What ``redelastic doctor`` looks at.
+"""Is this Redis, this host and this installation fit for our runs? What ``redelastic doctor`` checks.
 
-``server.py`` asks the server about itself, ``weaknesses.py`` knows old versions, ``trial.py`` tries our protocol on it,
-``host.py`` looks at this machine. Nothing is changed, and what is written for a trial is removed again.
+``server.py`` asks the server about itself, ``weaknesses.py`` knows old versions, ``trial.py`` tries our protocol,
+``host.py`` looks at this machine. Nothing is changed; what a trial writes is removed again.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from .trial import Corner, examine_rights, examine_round_trips, try_rendezvous, 
 
 __all__ = ["LEVELS", "Finding", "Group", "Level", "examine"]
 
-LIMIT: Final = 7.0  # what was not begun within this time is left out, in seconds
+LIMIT: Final = 7.0  # checks not begun within this time are skipped, in seconds
 CONNECT_TIMEOUT: Final = 2.0
 ATTEMPT_TIMEOUT: Final = 1.5
-CALL_TIMEOUT: Final = 1.0  # with the retries of what fails at once
-_HINDRANCES: Final = ("role", "topology", "replicas")  # with these nothing can be written
+CALL_TIMEOUT: Final = 1.0  # including retries of what fails at once
+_HINDRANCES: Final = ("role", "topology", "replicas")  # each of these makes writes impossible
 
 
 def examine(endpoint: Endpoint, key_prefix: str, run_id: str = "") -> list[Finding]:
-    """Look at everything, in about a second, and in ten at most when the server is slow or mute.
+    """Examine everything: in about a second, or at most ten if the server is slow or silent.
 
     Args:
         endpoint: where Redis is.
-        key_prefix: of the runs.
+        key_prefix: prefix of the runs' keys.
         run_id: the run whose keys the user may use; empty for a run of the examination's own. The trial stays in a
             corner of that run's keys, apart from the run's own, and leaves nothing there.
 
@@ -43,7 +43,7 @@ def examine(endpoint: Endpoint, key_prefix: str, run_id: str = "") -> list[Findi
         The findings. The one called ``reachable`` is a problem if Redis did not answer or refused us.
 
     Raises:
-        ValueError: a key prefix or run id that cannot be part of a key.
+        ValueError: the key prefix or run id cannot be part of a key.
     """
     corner = Corner(key_prefix, run_id)
     deadline = time.monotonic() + LIMIT
@@ -68,7 +68,7 @@ def examine(endpoint: Endpoint, key_prefix: str, run_id: str = "") -> list[Findi
 def _try(
     connection: Connection, endpoint: Endpoint, corner: Corner, found: list[Finding], deadline: float
 ) -> Iterator[Finding]:
-    """Try our protocol, unless it is known already that it cannot work."""
+    """Try our protocol, unless it is already known not to work."""
     trials: dict[str, Callable[[], Iterator[Finding]]] = {
         "rendezvous": lambda: try_rendezvous(endpoint, corner),
         "store": lambda: try_store(connection, corner),

@@ -14,12 +14,12 @@ LEVELS: Final[tuple[Level, ...]] = ("ok", "note", "warning", "problem")  # from 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at.
+    """The result of one check.
 
     Attributes:
         group: what it is about: the Redis ``server``, the ``trial`` of our protocol on it, or this ``host``.
         name: stable, for programs.
-        level: ``ok``; ``note``: worth knowing; ``warning``: works, and may fail one day; ``problem``: does not work.
+        level: ``ok``; ``note``: worth knowing; ``warning``: works, but may fail one day; ``problem``: does not work.
         found: in words.
         advice: what to do, in words; empty if nothing has to be done.
         numbers: what was measured; each name ends in its unit where it has one.

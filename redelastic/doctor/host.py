@@ -32,15 +32,15 @@ from redelastic.rendezvous.addresses import (
 from .finding import Finding
 
 SUPPORTED_REDIS_PY: Final = "8"
-GPU_LIMIT: Final = 5.0  # for their driver to answer, in seconds
+GPU_LIMIT: Final = 5.0  # for the driver to answer, in seconds
 GLOO_VARIABLE: Final = INTERFACE_VARIABLES[0]
 FEW_FILES: Final = 1024  # an agent of 8 workers has about 200 open
 LITTLE_SHM: Final = 512 * 2**20  # NCCL and DataLoader's workers share memory there; a container has 64 MiB by default
-SHM: Final = "/dev/shm"  # noqa: S108  (it is looked at, nothing is written there)
+SHM: Final = "/dev/shm"  # noqa: S108  (only looked at, never written to)
 
 
 def examine_host(endpoint: Endpoint, connection: Connection | None) -> Iterator[Finding]:
-    """Look at this machine; ``connection`` is None if there is none."""
+    """Examine this machine; ``connection`` is None if there is none."""
     yield _torch(torch.__version__, torch_internals.missing())
     yield _version("redis-py", importlib.metadata.version("redis"), SUPPORTED_REDIS_PY)
     yield Finding("host", "python", "ok", platform.python_version())
@@ -89,7 +89,7 @@ def _torchrun() -> Finding:
 
 
 def is_local(endpoint: Endpoint) -> bool:
-    """Whether Redis is on this host, as the endpoint says it."""
+    """Whether Redis is on this host, going by the endpoint."""
     return all(host == "localhost" or is_loopback(host) for host, _ in endpoint.hosts)
 
 
@@ -115,7 +115,7 @@ def _address(endpoint: Endpoint, address: LocalAddress, *, reached: bool) -> Fin
 
 
 def _gloo(address: LocalAddress, meant: str, said: str) -> Finding:
-    """Where gloo listens, which goes its own way: what is right for NCCL need not be so for it."""
+    """Where gloo listens. It chooses by itself: what is right for NCCL need not be right for gloo."""
     if said:
         if missing := [name for name in said.split(",") if name not in interfaces()]:
             advice = f"gloo fails with that: it takes no patterns. Unset it, or use one of {', '.join(interfaces())}."

@@ -1,4 +1,4 @@
-"""What a Redis server says of itself, and what of that matters to a run."""
+"""What a Redis server reports about itself, and what of it matters to a run."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from .finding import LEVELS, Finding, Level
 from .host import is_local
 from .weaknesses import Version, mended_in, weaknesses_of
 
-Facts = Mapping[str, Any]  # of one server: what HELLO, INFO, CLUSTER INFO and CONFIG say; what it refuses is missing
+Facts = Mapping[str, Any]  # about one server, from HELLO, INFO, CLUSTER INFO and CONFIG; what it refuses is missing
 
 OLDEST: Final[Version] = (6, 2, 0)
 NEWEST: Final = {"redis": 8, "valkey": 9}  # the newest major version that we know
 CONNECTIONS_PER_NODE: Final = 3  # the keeper's, the caller's and the store's
 FEW_NODES: Final = 32
-COARSE_HZ: Final = 10  # a blocking read ends up to 1/hz s late; what a node plans for is a tenth of a second
+COARSE_HZ: Final = 10  # a blocking read ends up to 1/hz s late; a node allows for a tenth of a second
 SHORT_SCRIPT_MS: Final = 100
 _CONFIG: Final = (
     "busy-reply-threshold",
@@ -54,7 +54,7 @@ def examine_server(connection: Connection, endpoint: Endpoint) -> Iterator[Findi
 
 
 def masters(connection: Connection) -> dict[str, redis.Redis]:
-    """A client for each server that takes writes, by a name that is empty if there is but one."""
+    """A client for each server that takes writes, by name; the name is empty if there is only one."""
     client = connection.client
     if isinstance(client, RedisCluster):
         return {node.name: client.get_redis_connection(node) for node in client.get_primaries()}
@@ -96,7 +96,7 @@ def _judge(
 
 
 def _worst(findings: Mapping[str, Finding]) -> Finding:
-    """One finding for all masters: the worst one, with the names of those that it is about."""
+    """One finding for all masters: the worst, with the names of the masters concerned."""
     worst = max(findings.values(), key=lambda finding: LEVELS.index(finding.level))
     if len({(finding.level, finding.found) for finding in findings.values()}) == 1:
         return worst
@@ -147,7 +147,7 @@ def _topology(endpoint: Endpoint, facts: Facts) -> Finding:
     return Finding("server", "topology", "ok", shown)
 
 
-# -- What one server says
+# -- What one server reports
 
 
 def _version_of(facts: Facts) -> Version:

@@ -1,4 +1,4 @@
-"""Our protocol, tried on a server: what its user may do, a rendezvous, a store, how long each takes."""
+"""Our protocol, tried on a server: the user's rights, a rendezvous, a store, and how long each takes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from redelastic.store import RedisStore
 from .finding import Finding, Level
 from .server import masters
 
-TTL: Final = 60.0  # how long what could not be removed stays, in seconds
+TTL: Final = 60.0  # how long leftovers that could not be removed stay, in seconds
 ATTEMPT_TIMEOUT: Final = 1.5
 TIMEOUT: Final = 2.0  # of the rendezvous, and of an operation on the store, in seconds
 PINGS: Final = 100
@@ -38,10 +38,10 @@ SLOW_MS: Final = 10.0
 SLOW_WAKE_MS: Final = 100.0  # what I7 promises
 CLOCKS_APART: Final = 1.0  # in seconds
 WAKES: Final = 5
-BLOCKED_S: Final = 0.05  # after which a reader is taken to be blocked
+BLOCKED_S: Final = 0.05  # after which a reader is assumed to be blocked
 KINDS: Final = ("string", "hash", "set", "zset", "stream", "list")
 
-# One harmless call of each command that a run sends or that its scripts call: they have no more rights than their user.
+# One harmless call of each command that a run sends or that its scripts call: these have just its user's rights.
 # A word of KINDS stands for a key of that type.
 PROBES: Final = (
     "PING",
@@ -64,7 +64,7 @@ _DENIED_COMMAND: Final = re.compile(r"run the '([^' |]+)|unknown command [`']([^
 
 @dataclass(frozen=True)
 class _CornerKeys(RunKeys):
-    """Keys that have the run's slot and match its ACL pattern, and are not the run's own."""
+    """Keys in the run's slot that match its ACL pattern but are not the run's own."""
 
     corner: str = ""
 
@@ -72,15 +72,15 @@ class _CornerKeys(RunKeys):
         return super()._key(f"{self.corner}:{name}")
 
     def probe(self, kind: str) -> str:
-        """Name of a key of that type to try commands on."""
+        """The name of a key of that type to try commands on."""
         return self._key(f"probe-{kind}")
 
 
 class Corner:
-    """Where a trial writes: among a run's keys, apart from those that the run uses.
+    """Where a trial writes: among a run's keys, apart from those the run uses.
 
     Args:
-        key_prefix: of the run.
+        key_prefix: prefix of the run's keys.
         run_id: id of the run; empty for one of the trial's own.
 
     Raises:
@@ -102,12 +102,12 @@ class Corner:
 
     @property
     def pattern(self) -> str:
-        """What the names of the trial's keys look like."""
+        """The pattern of the trial's key names."""
         return f"{self.keys.prefix}:{{{self.keys.run_id}}}:*"
 
     @property
     def rules(self) -> str:
-        """What the user has to be allowed: for the run, or for all runs of the key prefix."""
+        """The ACL rules that the user needs: for the run, or for all runs under the key prefix."""
         keys = f"~{self.keys.prefix}:*" if self.keys.run_id == self.name else f"~{self.pattern}"
         return f"{keys} {ACL_RULES.partition(' ')[2]}"
 
@@ -134,7 +134,7 @@ class Corner:
         return handler
 
     def clear(self, connection: Connection) -> None:
-        """Remove all that was written; what the server does not let us remove goes with its time to live."""
+        """Remove everything written; what the server does not let us remove expires."""
         try:
             connection.call(lambda client: client.delete(*self._written), timeout=0)
         except RendezvousError:
@@ -145,7 +145,7 @@ class Corner:
 
 
 def examine_round_trips(connection: Connection) -> Iterator[Finding]:
-    """Measure the way to the server, and compare its clock with ours.
+    """Measure the round trip to the server, and compare its clock with ours.
 
     Raises:
         RendezvousConnectionError: it stopped answering.
@@ -164,7 +164,7 @@ def examine_round_trips(connection: Connection) -> Iterator[Finding]:
         seconds, microseconds = connection.call(lambda _: client.time())
     except UnreachableError:
         raise
-    except RendezvousError:  # denied, which `examine_rights` tells, or a sentinel
+    except RendezvousError:  # denied, which `examine_rights` reports, or a sentinel
         return
     apart = seconds + microseconds / 1e6 - time.time()
     found = f"the server's is {abs(apart):.1f} s {'ahead of' if apart > 0 else 'behind'} ours"
@@ -176,7 +176,7 @@ def examine_round_trips(connection: Connection) -> Iterator[Finding]:
 
 
 def _timed(operation: Callable[[], object]) -> float:
-    """How long it takes, in ms."""
+    """How long the operation takes, in ms."""
     started = time.perf_counter()
     operation()
     return 1000 * (time.perf_counter() - started)
@@ -186,9 +186,9 @@ def _timed(operation: Callable[[], object]) -> float:
 
 
 def examine_rights(connection: Connection, corner: Corner) -> Finding:
-    """Try each command that a run needs, once.
+    """Try each command that a run needs once.
 
-    ACL DRYRUN would tell as well, but only to administrators.
+    ACL DRYRUN would also tell, but only administrators.
 
     Raises:
         RendezvousConnectionError: the server stopped answering.
@@ -251,7 +251,7 @@ def try_rendezvous(endpoint: Endpoint, corner: Corner) -> Iterator[Finding]:
         yield Finding("trial", "rendezvous", "problem", "failed", str(e))
     finally:
         for handler in handlers:
-            handler.end("finished", "closes", timeout=0)  # one try: its keys are removed anyway
+            handler.end("finished", "closes", timeout=0)  # a single attempt: its keys are removed anyway
 
 
 def _bootstrap(host: str, port: int) -> Finding:
@@ -264,11 +264,11 @@ def _bootstrap(host: str, port: int) -> Finding:
 
 
 def try_store(connection: Connection, corner: Corner) -> Iterator[Finding]:
-    """Use each operation of a store once, and measure how soon a blocked reader is woken."""
+    """Use each operation of a store once, and measure how soon a blocked reader wakes."""
     keys = corner.keys
     store = RedisStore(connection, keys.run_id, corner.name, key_prefix=keys.prefix, timeout=TIMEOUT, ttl=TTL)
     try:
-        _use(store, "first")  # sends the scripts, which later nodes find there
+        _use(store, "first")  # loads the scripts, which later nodes find there
         times = _use(store, "second")
         shown = ", ".join(f"{name} {ms:.1f}" for name, ms in times.items())
         numbers = {f"{name}_ms": ms for name, ms in times.items()}
@@ -291,7 +291,7 @@ def _use(store: RedisStore, which: str) -> dict[str, float]:
     """How long each operation takes, in ms.
 
     Raises:
-        RendezvousError: one of them gave what it should not.
+        RendezvousError: one of them returned something wrong.
     """
     value, count = f"value-{which}", f"count-{which}"
     operations: dict[str, tuple[Callable[[], object], object]] = {

@@ -1,4 +1,4 @@
-"""Known weaknesses of Redis and Valkey that whoever may use a run, or merely reaches the server, can exploit."""
+"""Known weaknesses of Redis and Valkey that anyone who may use a run, or merely reaches the server, can exploit."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ Line = tuple[int, int]  # a release line, such as 7.2
 
 @dataclass(frozen=True)
 class Weakness:
-    """One that lets somebody run code on the server.
+    """A weakness that lets an attacker run code on the server.
 
     Attributes:
         name: its CVE number.
         product: ``redis`` or ``valkey``.
-        fixed: first patch release with the fix, by release line; lines that came later never had the weakness.
+        fixed: first patch release with the fix, by release line; later lines never had the weakness.
         needs_tls: whether only servers that speak TLS have it.
     """
 
@@ -27,16 +27,16 @@ class Weakness:
     needs_tls: bool = False
 
     def affects(self, product: str, version: Version, *, tls: bool) -> bool:
-        """Whether a server has it, by its version."""
+        """Whether a server of this version has it."""
         line, patch = version[:2], version[2]
         if product != self.product or (self.needs_tls and not tls):
             return False
         return patch < self.fixed[line] if line in self.fixed else line < max(self.fixed)
 
 
-# A script of a user who may run scripts, as every user of a run may, leaves Lua's sandbox. The releases of October 2025
-# mend CVE-2025-46817, -46818 and -46819 too.
-# TLS: who merely connects (Redis), or logs in (Valkey), runs code.
+# A user who may run scripts, as every user of a run may, can escape Lua's sandbox. The releases of October 2025
+# also fix CVE-2025-46817, -46818 and -46819.
+# TLS: anyone who merely connects (Redis), or logs in (Valkey), can run code.
 WEAKNESSES: Final = (
     # CVE record of GHSA-39h2-x6c4-6w4c (6.2.17, 7.2.7, 7.4.2).
     Weakness("CVE-2024-46981", "redis", {(6, 2): 17, (7, 2): 7, (7, 4): 2}),
@@ -57,12 +57,12 @@ WEAKNESSES: Final = (
 
 
 def weaknesses_of(product: str, version: Version, *, tls: bool) -> list[Weakness]:
-    """Those that a server of this version has, as its makers released it."""
+    """The weaknesses that a server of this version has, as its makers released it."""
     return [w for w in WEAKNESSES if w.affects(product, version, tls=tls)]
 
 
 def mended_in(known: list[Weakness], line: Line) -> str:
-    """The release to update to: the first without any of them, of the same line if there is one."""
+    """The release to update to: the first without any of them, in the same line if there is one."""
     lines = set.intersection(*(set(weakness.fixed) for weakness in known))
     for major, minor in sorted(later for later in lines if later >= line):
         return f"{major}.{minor}.{max(weakness.fixed[major, minor] for weakness in known)}"

@@ -1,1 +1,1 @@
-"""A run from outside: its records, what people may ask of it, and its history."""
+"""A run from outside: its records, what it can be asked to do, and its history."""

@@ -9,16 +9,16 @@ from .control import RunControl
 from .history import History, replay
 from .records import Event, Run
 
-KEPT: Final = 12_000  # events: Redis keeps some 10,000
-KEPT_TEXT: Final = 8 << 20  # characters of them: Redis keeps 8 MiB
-MOMENT: Final = 0.001  # in seconds: what the last event began has to have lasted, to go on in `History.extended`
+KEPT: Final = 12_000  # events: Redis keeps about 10,000
+KEPT_TEXT: Final = 8 << 20  # characters of events: Redis keeps 8 MiB
+MOMENT: Final = 0.001  # in seconds: how long the last event's span must have lasted to go on in `History.extended`
 
 
 class Chronicle:
-    """Follows one run's events; not safe for several threads at once.
+    """Follows one run's events; not thread-safe.
 
     Args:
-        control: of the run.
+        control: the run's control.
     """
 
     def __init__(self, control: RunControl) -> None:
@@ -40,11 +40,11 @@ class Chronicle:
 
     @property
     def last_id(self) -> str:
-        """Id of the newest event; "0" if there is none."""
+        """The newest event's id; "0" if there is none."""
         return self.events[-1].id if self.events else "0"
 
     def history(self, run: Run) -> History | None:
-        """The run's history until its nodes were last heard of; None without events.
+        """The run's history until its nodes were last heard of; None if there are no events.
 
         Args:
             run: as it is now.
@@ -58,7 +58,7 @@ class Chronicle:
 
 
 def _last(events: Sequence[Event]) -> list[Event]:
-    """As many of the last events as are kept, the newest at least."""
+    """The last events, as many as are kept; always at least the newest."""
     room, first = KEPT_TEXT, len(events)
     for event in reversed(events[-KEPT:]):
         room -= len(event.reason) + len(event.detail) + sum(map(len, event.nodes))
@@ -69,12 +69,12 @@ def _last(events: Sequence[Event]) -> list[Event]:
 
 
 def last_heard(run: Run) -> float:
-    """When a node of the run was last heard of, on the server's clock in seconds; 0 if none is there."""
+    """When a node of the run was last heard of, on the server's clock in seconds; 0 if it has none."""
     return run.time - max(0.0, min(node.silence for node in run.nodes)) if run.nodes else 0.0
 
 
 def telling(events: Iterable[Event]) -> list[Event]:
-    """Events without those of nodes that regroup: each round has as many as members."""
+    """The events except those of regrouping nodes, of which each round has one per member."""
     return [event for event in events if (event.event, event.reason) != ("joined", "regroups")]
 
 

@@ -1,4 +1,4 @@
-"""A run seen from outside: what people, tools and agents read of it and ask of it, without a place in it."""
+"""A run seen from outside: what people, tools and agents read of it and ask of it without being part of it."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ MAX_REASON: Final = 1_000  # characters of an event's reason
 
 
 class UnknownRunError(LookupError):
-    """Redis holds no run of that id."""
+    """Redis has no run with that id."""
 
 
 class UnknownNodeError(LookupError):
-    """The run has no such node, or several."""
+    """No node of the run matches, or several do."""
 
 
 class RunControl:
-    """One run, for whoever has no place in it.
+    """One run, for anyone who is not part of it.
 
     Args:
         connection: to Redis.
@@ -41,11 +41,11 @@ class RunControl:
         self._keys = keys
 
     def state(self) -> Run:
-        """All that is known of the run now.
+        """Everything known about the run now.
 
         Raises:
-            UnknownRunError: Redis holds nothing of it.
-            RendezvousConnectionError: Redis could not be reached, or it refuses us.
+            UnknownRunError: Redis has nothing of it.
+            RendezvousConnectionError: Redis could not be reached, or refused us.
             RendezvousStateError: a key of the run holds something that is not ours.
         """
         reply = self._script(scripts.INSPECT, [])
@@ -62,11 +62,11 @@ class RunControl:
         return run
 
     def events(self, after: str = "-", count: int | None = None) -> list[Event]:
-        """What happened, the oldest first.
+        """What happened, oldest first.
 
         Args:
             after: id of the last event that the caller has seen; "-" for all.
-            count: at most so many, the newest ones; None for all that Redis still has.
+            count: how many at most, the newest ones; None for all that Redis still has.
 
         Raises:
             RendezvousConnectionError, RendezvousStateError: as for :meth:`state`.
@@ -81,7 +81,7 @@ class RunControl:
         return decode_events(self._call(read))[::-1]
 
     def follow(self, after: str, block: float = 1.0) -> Iterator[list[Event]]:
-        """Yield what happens from now on, as it happens; an empty list when nothing did for ``block`` seconds.
+        """Yield what happens from now on, as it happens; an empty list when nothing happened for ``block`` seconds.
 
         Args:
             after: id of the last event that the caller has seen; "0" for none.
@@ -94,14 +94,14 @@ class RunControl:
             yield [decode_event(i, fields) for i, fields in entries]
 
     def note(self, event: str, node: str, reason: str, detail: str = "") -> None:
-        """Add an :class:`Event` to the stream, what is too long of it cut; twice, if the reply is lost.
+        """Add an :class:`Event` to the stream, cut if too long; added twice if the reply is lost.
 
-        Where many nodes tell of the same kind of event, most are told of together, without their details.
+        When many nodes report the same kind of event, most are merged into one, without their details.
         """
         self._script(scripts.NOTE, [event, node, reason[:MAX_REASON], detail[:MAX_DETAIL]])
 
     def find(self, named: str) -> Node:
-        """The one node with this id (its last part may be left out), name or rank.
+        """The only node with this id (its last part may be left out), name or rank.
 
         Raises:
             UnknownNodeError: there is none, or several.
@@ -124,45 +124,45 @@ class RunControl:
         )
 
     def drain(self, node: str, reason: str, timeout: float) -> bool:
-        """Ask a node to let its workers save, and to leave.
+        """Ask a node to let its workers save and then to leave.
 
         Args:
-            node: its id.
-            reason: by whom or what.
+            node: the node's id.
+            reason: who or what asked.
             timeout: how long the workers have to save, in seconds.
 
         Returns:
-            Whether the node is there.
+            Whether the node exists.
         """
         return bool(self._script(scripts.DRAIN, [node, reason[:MAX_REASON], round(1000 * timeout)]))
 
     def close(self, reason: str, *, stop: bool, ttl: float) -> str:
-        """Close the run for ever (I5).
+        """Close the run for good (I5).
 
         Args:
-            reason: by whom or what.
-            stop: whether nodes have to end their workers; else those may finish.
-            ttl: how long that is remembered if nobody has joined yet, in seconds.
+            reason: who or what closed it.
+            stop: whether nodes must end their workers; otherwise the workers may finish.
+            ttl: how long to remember this if nobody has joined yet, in seconds.
 
         Returns:
-            Why it was closed first.
+            Why it was first closed.
         """
         return text(self._script(scripts.CLOSE, [reason[:MAX_REASON], round(1000 * ttl), int(stop)]))[:MAX_DETAIL]
 
     def failures(self, name: str) -> int:
-        """In how many rounds in a row workers of a host failed first."""
+        """How many rounds in a row a worker of this host was the first to fail."""
         return _whole_of(self._call(lambda client: client.hget(self._keys.failures, name)))
 
     def restarts(self) -> int:
-        """Of the job, for failed workers; those for a node that was lost meanwhile are not counted."""
+        """The job's restarts after worker failures, not counting those for a node lost meanwhile."""
         return _whole_of(self._call(lambda client: client.hget(self._keys.run, "restarts")))
 
     def readmit(self, name: str, by: str) -> bool:
-        """Forget the failures of a host, say so in the events, and wake its nodes that are kept out for them.
+        """Forget a host's failures, record that as an event, and wake its nodes that are barred for them.
 
         Args:
-            name: of the host.
-            by: by whom or what.
+            name: the host's name.
+            by: who or what asked.
 
         Returns:
             Whether there were any.
@@ -183,10 +183,10 @@ class RunControl:
 
 
 def list_runs(connection: Connection, prefix: str) -> list[str]:
-    """Ids of all runs under a key prefix.
+    """The ids of all runs under a key prefix.
 
     Raises:
-        RendezvousConnectionError: Redis could not be reached, or this user may see one run's keys only.
+        RendezvousConnectionError: Redis could not be reached, or this user may only see one run's keys.
     """
     pattern = f"{check_key_part('key prefix', prefix)}:{{*}}:run"
 
@@ -207,10 +207,10 @@ def list_runs(connection: Connection, prefix: str) -> list[str]:
 
 
 def _called(node: Node) -> tuple[str, ...]:
-    """By what people may name a node."""
+    """What people may call a node."""
     return (node.id, node.id.rpartition("-")[0], node.name, *([] if node.rank is None else [str(node.rank)]))
 
 
 def _whole_of(field: bytes | str | None) -> int:
-    """A count that may not be there; 0 if it is none."""
+    """A count that may be missing; 0 if it is not a number."""
     return whole(text(field or b"")) or 0

@@ -1,4 +1,4 @@
-"""What became of a run's nodes and rounds, and where the time went: worked out from the run's events alone."""
+"""What became of a run's nodes and rounds, and where the time went: derived from the run's events alone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BY_SCRIPTS: Final = frozenset(
         *("outage", "restored"),
     }
 )
-_RESENT_WITHIN: Final = 60.0  # in seconds: as long as a call and its retries take; the same note again is that note
+_RESENT_WITHIN: Final = 60.0  # in seconds: how long a call and its retries take; the same note within it is a repeat
 _DURATION: Final = re.compile(r"\b(?:after|for|within) ([0-9]{1,9}(?:\.[0-9]{1,3})?) s\b", re.ASCII)
 _RANK: Final = re.compile(r"\brank ([0-9]{1,9}) of [0-9]", re.ASCII)
 
@@ -31,10 +31,10 @@ class Span:
     """What a node did for a while.
 
     Attributes:
-        state: ``training``: member of a round that stands, as far as is known its workers run. ``starting``: member
-            whose agent has not yet said that they do. ``regrouping``: was a member, from the fault that broke the
+        state: ``training``: member of a round that stands; as far as is known, its workers run. ``starting``: member
+            whose agent has not yet reported that they do. ``regrouping``: was a member, from the fault that broke the
             round until the next one. ``waiting``: joined, and not in the last round. ``unknown``: there, but what
-            it did happened before the first event that is left.
+            it did was before the oldest event kept.
         start, end: on the server's clock, in seconds since 1970.
         epoch: of the node's round; 0 for none.
         rank: in that round; None if not known.
@@ -53,8 +53,8 @@ class NodeHistory:
 
     Attributes:
         id: of this process on its host.
-        spans: what it did, the oldest first; they may have gaps.
-        gone_at: when it was lost or left; None if it is there as far as is known.
+        spans: what it did, oldest first; there may be gaps.
+        gone_at: when it was lost or left; None if, as far as is known, it still exists.
         why: why it is gone.
     """
 
@@ -65,7 +65,7 @@ class NodeHistory:
 
     @property
     def name(self) -> str:
-        """What people call its host."""
+        """Its host's name, as people know it."""
         return self.id.rsplit("-", 2)[0]
 
 
@@ -76,15 +76,15 @@ class RoundHistory:
     Attributes:
         epoch: its fencing token.
         size: number of nodes; more than ``members`` where not all are known.
-        completed_at: None if that was before the first event that is left.
+        completed_at: None if that was before the oldest event kept.
         because: why it was completed then.
         members: rank by node, by rank; None for a rank that is not known.
-        started_at: when the last of its members said that its workers run; None if none did.
-        broken_at: when something was known to break it; None if it stands, or stood to the run's end.
-        fault_at: when that began, as far as the event tells: a node that lost its lease after 6 s was silent before.
-        broken_by: what did, and why.
-        down: time from the fault until the next round was completed, or the run closed, or ended; in seconds.
-        restart: time from the fault until the workers of the next round ran, in seconds; None if nobody said so.
+        started_at: when the last of its members reported that its workers run; None if none did.
+        broken_at: when it was known to be broken; None if it stands, or stood until the run ended.
+        fault_at: when the fault began, if the event says: a node that lost its lease was silent for 6 s before.
+        broken_by: what broke it, and why.
+        down: time from the fault until the next round was completed, or the run closed or ended; in seconds.
+        restart: time from the fault until the workers of the next round ran, in seconds; None if no agent reported it.
     """
 
     epoch: int
@@ -102,13 +102,13 @@ class RoundHistory:
 
 @dataclass(frozen=True)
 class History:
-    """A run, or the part of it that its events still tell of.
+    """A run, or the part of it that its events still cover.
 
     Attributes:
-        start, end: of what is told, on the server's clock, in seconds since 1970.
-        complete: whether that includes the run's beginning: Redis keeps some 10,000 events, and 3 MiB of them at least.
-        nodes: by first appearance.
-        rounds: the oldest first.
+        start, end: of what it covers, on the server's clock, in seconds since 1970.
+        complete: whether that includes the run's beginning: Redis keeps about 10,000 events, at least 3 MiB of them.
+        nodes: in order of first appearance.
+        rounds: oldest first.
         events: all of them, without those that an agent sent again.
         outages: from when until when the server was away.
         closed: why the run was closed; empty while it is open.
@@ -125,7 +125,7 @@ class History:
 
     @property
     def seconds(self) -> dict[State, float]:
-        """For how long all nodes together were in each state."""
+        """Total time of all nodes in each state."""
         told = dict.fromkeys(STATES, 0.0)
         for span in self._spans():
             told[span.state] += span.end - span.start
@@ -133,9 +133,9 @@ class History:
 
     @property
     def ettr(self) -> float | None:
-        """Effective training time ratio: the share of the nodes' time in which they trained, 0 to 1; None if unknown.
+        """Effective training time ratio: the share of the nodes' time spent training, 0 to 1; None if unknown.
 
-        The time of a node counts from its join until it is gone, except as a spare beside a round that stands.
+        A node's time counts from its join until it is gone, except while it is a spare beside a round that stands.
         Training ends when a fault begins: when a lost node was last heard of, or a hung worker last made progress.
         """
         seconds = self.seconds
@@ -146,10 +146,10 @@ class History:
         return (span for node in self.nodes for span in node.spans)
 
     def _spare_seconds(self) -> float:
-        """For how long all nodes together waited beside a round that stood."""
+        """Total time that nodes waited beside a round that stood."""
         starts: list[float] = []  # of rounds that stood, one after the other
         ends: list[float] = []
-        before = [0.0]  # for how long rounds had stood when each of them began
+        before = [0.0]  # how long rounds had stood in all when each of them began
         for this, later in zip_longest(self.rounds, self.rounds[1:]):
             start = this.completed_at or self.start
             end = later.completed_at if later and later.completed_at is not None else self.end
@@ -166,9 +166,9 @@ class History:
         return sum(stood_until(s.end) - stood_until(s.start) for s in self._spans() if s.state == "waiting")
 
     def extended(self, end: float) -> History:
-        """This history if nothing more happens until ``end``: what :func:`replay` gives, without the work.
+        """This history if nothing more happens until ``end``: what :func:`replay` would return, without the work.
 
-        It has to end after its last event: what began at its very end is not in it.
+        ``end`` must be after its last event: what began at its very end is not in it.
         """
         if end <= self.end:
             return self
@@ -184,7 +184,7 @@ class History:
         return replace(self, end=end, nodes=[live_on(node) for node in self.nodes], rounds=rounds)
 
     def since(self, start: float) -> History:
-        """The part of this history from ``start`` on, a time as in it."""
+        """The part of this history from ``start`` on, in the same time units."""
         start = max(self.start, start)
         events = [event for event in self.events if event.time >= start]
         named = {one.node for event in events for one in event.each()}
@@ -207,12 +207,12 @@ class History:
 def replay(events: Sequence[Event], now: float | None = None) -> History:
     """Work out a run's history from its events.
 
-    Who is in a round follows from the protocol: former members, then the others as they came. So do ranks, but for
-    those of new nodes where topology labels are in use: there only what an agent said of its rank is certain.
+    Who is in a round follows from the protocol: former members, then the others as they arrived. So do ranks, except
+    for new nodes under topology labels: there only the rank that an agent reported is certain.
 
     Args:
-        events: at least one, the oldest first; the beginning may be missing.
-        now: until when the nodes that are still there live on, on the server's clock; None for the last event.
+        events: at least one, oldest first; the beginning may be missing.
+        now: until when the remaining nodes live on, on the server's clock; None for the last event.
     """
     story = _Replay(events)
     for i, event in enumerate(events):
@@ -242,7 +242,7 @@ class _Replay:
         self._closed, self._closed_at = "", 0.0
 
     def take_in(self, event: Event, following: Event | None) -> None:
-        """Go one event further; ``following`` is the one after it."""
+        """Advance by one event; ``following`` is the one after it."""
         if event.event not in _BY_SCRIPTS:
             same = (event.event, event.epoch, event.node, event.reason, event.detail, event.nodes)
             if event.time - self._seen.get(same, -_RESENT_WITHIN) < _RESENT_WITHIN:
@@ -254,10 +254,10 @@ class _Replay:
 
     def _happened(self, event: Event, following: Event | None) -> None:
         """Something has happened to one node, or to none."""
-        if event.node and event.event != "readmitted":  # that is a host
+        if event.node and event.event != "readmitted":  # its node is a host
             self._nodes.setdefault(event.node, NodeHistory(event.node))
         elif event.event in {"joined", "started", "lost", "left"}:
-            return  # nobody's: not by us
+            return  # nobody's: not written by us
         match event.event:
             case "joined":
                 self._joined(event)
@@ -296,11 +296,11 @@ class _Replay:
             self._break(event, f"{node} waits to join")
 
     def _completed(self, event: Event) -> None:
-        for node in self._members:  # I1: it held no round; its part was guessed, as the beginning is missing
+        for node in self._members:  # I1: it held no round: its membership was guessed, as the beginning is missing
             self._arrived[node] = None
         chosen = [*sorted(self._former, key=lambda node: _last_if_none(self._former[node])), *self._arrived]
         chosen = chosen[: event.size]
-        if event.node and event.node not in chosen:  # it waited since before the beginning
+        if event.node and event.node not in chosen:  # it has waited since before the beginning
             chosen = [*chosen[: max(0, event.size - 1)], event.node]
         this = RoundHistory(event.epoch, event.size, event.time, event.reason, _ranks(chosen, self._former, event))
         self._rounds.append(this)
@@ -347,14 +347,14 @@ class _Replay:
         self._nodes[node].gone_at, self._nodes[node].why = event.time, event.reason
 
     def _admit(self, node: str, this: RoundHistory) -> None:
-        """Take a node for a member of the last round that was not known to be one, as the beginning is missing."""
+        """Count a node as a member of the last round although its join is missing from the events."""
         self._arrived.pop(node, None)
         self._members.add(node)
         this.members[node] = None
         self._enter(node, "unknown", this.completed_at or self._start, this)
 
     def _break(self, event: Event, why: str) -> None:
-        """The last round's members have to regroup: the first one to say so is remembered."""
+        """The last round's members must regroup; the first event to say so is kept."""
         this = self._rounds[-1] if self._rounds else None
         if this is None or this.broken_at is not None or self._closed:
             return
@@ -365,7 +365,7 @@ class _Replay:
             self._enter(node, "regrouping", this.fault_at, this)
 
     def _enter(self, node: str, state: State, at: float, this: RoundHistory | None = None) -> None:
-        """Begin a span, and end or take back what came before; ``at`` may have passed already."""
+        """Begin a span, and end or take back what came before; ``at`` may be in the past."""
         self._end(node, at)
         epoch, rank = (this.epoch, this.members.get(node)) if this else (0, None)
         span = self._open[node] = Span(state, at, at, epoch, rank)
@@ -381,7 +381,7 @@ class _Replay:
             spans[-1].end = min(spans[-1].end, at)
 
     def history(self, end: float) -> History:
-        """What has become of the run until ``end``."""
+        """What happened in the run until ``end``."""
         for node in list(self._open):
             self._end(node, end)
         over = self._closed_at if self._closed else end
@@ -396,7 +396,7 @@ class _Replay:
 
 
 def _ranks(chosen: Sequence[str], former: dict[str, int | None], completed: Event) -> dict[str, int | None]:
-    """Ranks as `assign` in `lua/complete.lua` gives them, as far as events tell."""
+    """Ranks as `assign` in `lua/complete.lua` assigns them, as far as the events show."""
     ranks = {node: rank for node in chosen if (rank := former.get(node)) is not None and rank < completed.size}
     homeless = [node for node in chosen if node not in ranks]
     told: dict[str, int | None] = {**ranks, **dict.fromkeys(homeless)}
@@ -406,7 +406,7 @@ def _ranks(chosen: Sequence[str], former: dict[str, int | None], completed: Even
         told |= zip(homeless, holes, strict=True)
         if told.get(completed.node) == 0:
             return told
-        told |= dict.fromkeys(homeless)  # they were ranked by labels
+        told |= dict.fromkeys(homeless)  # labels decided their ranks
     if completed.node:
         told |= {node: None for node, rank in told.items() if rank == 0}
         told[completed.node] = 0

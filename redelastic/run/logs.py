@@ -1,4 +1,4 @@
-"""Where the logs of a run's workers are, and the end of those that failed: told by agents as events, read back here."""
+"""Where the logs of a run's workers are, and how those of failed workers end: events by agents, read back here."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def failure_text(rank: int, ago: float, path: str) -> str:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a worker writes.
+    """Where a worker writes its log.
 
     Attributes:
         rank: of the worker in the job.
@@ -48,7 +48,7 @@ class Failure:
     """A worker that failed.
 
     Attributes:
-        rank, node, epoch, path: as of a :class:`Place`.
+        rank, node, epoch, path: as in :class:`Place`.
         time: when it failed, on the server's clock, in seconds since 1970.
         tail: the last lines of its log, without secrets.
     """
@@ -62,11 +62,11 @@ class Failure:
 
 
 def places(events: Iterable[Event], nodes: Iterable[Node] = ()) -> list[Place]:
-    """The logs of the last round whose agents told of them, by rank.
+    """The logs of the last round whose agents reported them, by rank.
 
     Args:
-        events: of the run; where many nodes started at once, only the first of them tell there.
-        nodes: that are there now: each says in its status where its workers write.
+        events: of the run; if many nodes started at once, only the first are in them.
+        nodes: those of the run now: each reports in its status where its workers write.
     """
     told = [*_told_by_events(events), *_told_by_statuses(nodes)]
     last = max((place.epoch for place in told), default=0)
@@ -91,7 +91,7 @@ def _told_by_statuses(nodes: Iterable[Node]) -> Iterator[Place]:
 
 
 def failures(events: Iterable[Event]) -> list[Failure]:
-    """Workers that failed, the newest round last, and in each round who failed first first."""
+    """Workers that failed, the newest round last, and within each round the first to fail first."""
     found = [
         Failure(int(told[1]), event.node, event.epoch, told[3], event.time - float(told[2]), event.detail)
         for event in events
@@ -101,9 +101,9 @@ def failures(events: Iterable[Event]) -> list[Failure]:
 
 
 def first_failure(events: Iterable[Event]) -> Failure | None:
-    """Who failed first in the last round in which somebody did.
+    """The first worker to fail in the last round in which one did.
 
-    A round that lost a node is passed over where there is another: there workers fail because their peer is gone.
+    Prefers rounds that lost no node: in the others, workers fail because their peer is gone.
     """
     told = list(events)
     of_losses = {event.epoch for event in told if event.event == "lost"}

@@ -1,4 +1,4 @@
-"""What a run's record says, as data: the run, its nodes and its events, decoded from replies that are not trusted."""
+"""What a run's record says, as data: the run, its nodes and its events, decoded from untrusted replies."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch.distributed.elastic.rendezvous.api import RendezvousStateError
 from redelastic.redis.connection import text
 from redelastic.redis.keys import MAX_KEY_PART, RunKeys
 
-MAX_DETAIL: Final = 16_384  # characters of an event's detail, and of any text of a run that is read
-MAX_STATUS: Final = 65_536  # bytes of a node's status that are looked at; ours have 8,192 at most
-SHARED_REASONS: Final = ("joined", "lost", "left", "drain", "saved")  # events of many nodes whose reasons are alike
-BEREFT: Final = "lost its agent: killed or crashed"  # why a node left whose warden says so
-# Xid errors that NVIDIA puts down to the application, not to the GPU; its Kubernetes device plugin ignores these too:
+MAX_DETAIL: Final = 16_384  # characters of an event's detail, and of any text read from a run
+MAX_STATUS: Final = 65_536  # bytes of a node's status that are read; ours have at most 8,192
+SHARED_REASONS: Final = ("joined", "lost", "left", "drain", "saved")  # events whose reasons are alike for many nodes
+BEREFT: Final = "lost its agent: killed or crashed"  # why a node left, as its warden reports it
+# Xid errors that NVIDIA attributes to the application, not the GPU; its Kubernetes device plugin ignores these too:
 # 13 graphics engine exception, 31 page fault, 43 GPU stopped processing, 45 preemptive cleanup, 68 video processor.
 APPLICATION_XIDS: Final = frozenset({13, 31, 43, 45, 68})
-LARGEST: Final = 10**15  # of scores: beyond any time in ms, and a double counts so far
+LARGEST: Final = 10**15  # for scores: beyond any time in ms, and exact as a double
 
 
 @dataclass(frozen=True)
@@ -29,15 +29,15 @@ class Node:
 
     Attributes:
         id: of this process on this host.
-        standing: ``member`` of the last round, or ``candidate`` for the next one, or ``spare``: a candidate for whom
+        standing: ``member`` of the last round, or ``candidate`` for the next one, or ``spare``: a candidate for which
             the last round, which stands, has no room.
-        rank: in the last round; None for who was not in it.
-        lease: for how long it stays without another heartbeat, in seconds; below 0 if that is over.
+        rank: in the last round; None if it was not in it.
+        lease: how long it stays without another heartbeat, in seconds; negative once expired.
         silence: time since its last heartbeat, in seconds.
-        draining: why it was asked to drain; empty if it was not.
-        status: what it last said of itself: ``name``, ``host``, ``pid``, ``state``, and with an agent of ours
+        draining: why it was asked to drain; empty if it is not.
+        status: what it last reported: ``name``, ``host``, ``pid``, ``state``, and with an agent of ours
             ``agent``, ``restarts``, ``cpu``, ``memory``, ``workers``, ``gpus``. ``name``, ``host`` and ``state`` are
-            strings; whoever may write there can have put anything into the rest.
+            strings; anyone with write access may have put anything into the rest.
     """
 
     id: str
@@ -50,18 +50,18 @@ class Node:
 
     @property
     def name(self) -> str:
-        """What people call its host."""
+        """Its host's name, as people know it."""
         return str(self.status["name"])
 
     @property
     def workers(self) -> list[Mapping[str, Any]]:
-        """Its workers, as far as it told."""
+        """Its workers, as far as it reported them."""
         told = self.status.get("workers")
         return [worker for worker in told if isinstance(worker, dict)] if isinstance(told, list) else []
 
     @property
     def gpus(self) -> list[Mapping[str, Any]]:
-        """Its GPUs, as far as it told."""
+        """Its GPUs, as far as it reported them."""
         told = self.status.get("gpus")
         return [gpu for gpu in told if isinstance(gpu, dict)] if isinstance(told, list) else []
 
@@ -80,18 +80,18 @@ class Run:
         run_id: its id.
         epoch: of its last completed round; 0 before the first.
         size: number of nodes of that round.
-        min_nodes, max_nodes: how many nodes a round may have; None when nobody has joined yet.
+        min_nodes, max_nodes: how many nodes a round may have; None if nobody has joined yet.
         age: since that round was completed; None before the first.
-        broken: why its members have to regroup; empty while the round stands.
+        broken: why its members must regroup; empty while the round stands.
         closed: why the run was closed; empty while it is open.
         stopped: whether workers were told to end too.
-        deadline: until the rendezvous completes with whoever has joined; None if none is set.
-        lease: how long a node that is not heard of stays.
-        restarts: of the job, for failed workers.
-        idle: how many of the last ones brought no progress.
-        failures: in how many rounds in a row workers of a host failed first, by the host's name.
-        barred: names of hosts that are kept out for it.
-        nodes: members by rank, then candidates in their order.
+        deadline: time until the rendezvous completes with the nodes that have joined; None if none is set.
+        lease: how long a silent node stays.
+        restarts: of the job, after worker failures.
+        idle: how many of the latest restarts brought no progress.
+        failures: how many rounds in a row a host's workers were the first to fail, by the host's name.
+        barred: names of hosts that are barred for it.
+        nodes: members by rank, then candidates in order.
         time: on the server's clock, in seconds since 1970.
     """
 
@@ -125,7 +125,7 @@ class Run:
 
     @cached_property
     def spares(self) -> list[Node]:
-        """Nodes that wait until one of the last round goes."""
+        """Nodes that wait for one of the last round to go."""
         return [node for node in self.nodes if node.standing == "spare"]
 
     @property
@@ -139,7 +139,7 @@ class Run:
 
     @property
     def waits_for(self) -> str:
-        """Why the next round is not complete, in one sentence; empty when there is none to complete."""
+        """Why the next round is not complete, in one sentence; empty if there is none to complete."""
         n = len(self.candidates)
         if self.closed or self.phase == "running" or self.min_nodes is None:
             return ""
@@ -171,11 +171,11 @@ class Event:
         event: ``joined``, ``completed``, ``lost``, ``left``, ``drain``, ``failed``, ``roll_call``, ``closed``,
             ``stopped``, ``readmitted``, ``outage``, ``restored`` by the scripts, exactly once; others by agents, at
             least once (:meth:`RunControl.note`).
-        epoch, size: of the round that was the last one then.
-        node: id of the node it happened to; for ``completed`` that of rank 0; empty if to none.
+        epoch, size: of what was then the last round.
+        node: id of the node it happened to; for ``completed`` that of rank 0; empty if it happened to none.
         reason: in words.
-        detail: more of it, such as stacks; may have many lines.
-        nodes: ids of all nodes it happened to, ``node`` among them, where many are told of together: then ``reason`` is
+        detail: more about it, such as stacks; may have many lines.
+        nodes: of a merged event, ids of all nodes it happened to, ``node`` among them: then ``reason`` is
             that of ``node``, and the time is up to a few seconds later. Empty for an event of one node.
     """
 
@@ -190,7 +190,7 @@ class Event:
     nodes: tuple[str, ...] = ()
 
     def each(self) -> Iterator[Event]:
-        """This event as each node would have told it, as far as is known."""
+        """This event as each node would have reported it, as far as is known."""
         if not self.nodes:
             yield self
         for node in self.nodes:
@@ -199,21 +199,21 @@ class Event:
 
 
 def ids_in(reply: Sequence[Any]) -> list[str]:
-    """Which nodes ``inspect.lua`` told of: members by rank, then candidates in their order."""
+    """The nodes in the reply of ``inspect.lua``: members by rank, then candidates in order."""
     members = {text(node) for node in reply[3]}
     return [node for node in _pairs(reply[2]) if node in members] + list(_pairs(reply[4]))
 
 
 def decode_run(keys: RunKeys, reply: Sequence[Any], statuses: Mapping[str, bytes | str | None]) -> Run | None:
-    """The run, as ``inspect.lua`` told it; None if there is none.
+    """The run in the reply of ``inspect.lua``; None if there is none.
 
     Args:
         keys: of the run.
         reply: of the script.
-        statuses: what each of the nodes :func:`ids_in` the reply says of itself.
+        statuses: what each node that :func:`ids_in` finds in the reply says of itself.
 
     Raises:
-        RendezvousStateError: a number of the run is none.
+        RendezvousStateError: a field that should be a number is not.
     """
     now = int(reply[0])
     run, ranks, leases, failures = (_pairs(reply[i]) for i in (1, 2, 5, 6))
@@ -269,7 +269,7 @@ def decode_run(keys: RunKeys, reply: Sequence[Any], statuses: Mapping[str, bytes
 
 
 def decode_status(node: str, reply: bytes | str | None) -> dict[str, Any]:
-    """What a node says of itself; name, host and state are there, and are short strings, whatever it says."""
+    """What a node says of itself; name, host and state are always there and are short strings."""
     try:
         told = json.loads(reply or b"{}") if len(reply or b"") <= MAX_STATUS else {}
     except (ValueError, RecursionError):
@@ -295,16 +295,16 @@ def decode_event(entry: str, fields: Mapping[str, str]) -> Event:
 
 
 def whole(told: str) -> int | None:
-    """A count or a time that our scripts wrote; None if it can be neither."""
+    """A count or a time that our scripts wrote; None if it is neither."""
     return int(told) if told.isascii() and told.isdecimal() and len(told) < 19 else None
 
 
 def _score(told: str) -> int:
-    """A score of a sorted set as a whole number; somebody may have written one that is infinite."""
+    """A score of a sorted set as a whole number; someone may have written an infinite one."""
     return int(min(max(float(told), -LARGEST), LARGEST))
 
 
 def _pairs(reply: Any) -> dict[str, str]:
-    """Names and values, as RESP2 or RESP3 tells them."""
+    """Names and values, from a RESP2 or RESP3 reply."""
     pairs = reply.items() if isinstance(reply, dict) else zip(reply[::2], reply[1::2], strict=True)
     return {text(name): text(value) for name, value in pairs}

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from .history import History
     from .records import Event, Node, Run
 
-EVENTS: Final = 5  # the last ones are told
-MISSED: Final = 2 / 3  # of its lease: a node that was silent for longer has missed a heartbeat, with the defaults
+EVENTS: Final = 5  # how many of the last ones are listed
+MISSED: Final = 2 / 3  # of its lease: with the defaults, a node silent for longer has missed a heartbeat
 TOLD: Final = ("cpu", "memory", "memory_available", "memory_total")
 
 
@@ -28,12 +28,12 @@ def phase_of(run: Run) -> str:
 
 
 def unread(run_id: str, phase: str) -> dict[str, Any]:
-    """What a list of runs says of one that cannot be read."""
+    """The entry in a list of runs for one that cannot be read."""
     return {"run": run_id, "phase": phase} | dict.fromkeys(("epoch", "size", "members", "candidates", "spares", "age"))
 
 
 def summary(run: Run) -> dict[str, Any]:
-    """What a list of runs says of a run."""
+    """The entry for a run in a list of runs."""
     groups = {name: len(getattr(run, name)) for name in ("members", "candidates", "spares")}
     return {"run": run.run_id, "phase": phase_of(run), "epoch": run.epoch, "size": run.size, **groups, "age": run.age}
 
@@ -43,7 +43,7 @@ def describe(run: Run, events: Sequence[Event], now: float, history: History | N
 
     Args:
         run: as it is now.
-        events: of the run, the oldest first.
+        events: of the run, oldest first.
         now: in seconds since 1970.
         history: of the run; None if it has no events.
     """
@@ -99,7 +99,7 @@ def _verdict(run: Run, document: Mapping[str, Any]) -> str:
 
 
 def _problems(run: Run) -> list[str]:
-    """What is wrong with the run, beside what its verdict says."""
+    """What is wrong with the run, beyond what its verdict says."""
     found = [
         f"host {name} is excluded: its workers failed first in {count(run.failures[name], 'consecutive round')}; "
         f"`redelastic readmit {run.run_id} {name}` readmits it"
@@ -150,7 +150,7 @@ def _state(node: Node) -> str:
     told = str(node.status["state"])
     if told not in {"", "running", "waiting"}:
         return told
-    return {"member": "running", "spare": "spare"}.get(node.standing, "waiting")  # what it told may be of before
+    return {"member": "running", "spare": "spare"}.get(node.standing, "waiting")  # what it reported may be outdated
 
 
 def _worker(told: Mapping[str, Any]) -> dict[str, Any]:
@@ -174,7 +174,7 @@ def _gpu(told: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _xids(told: object) -> dict[str, int]:
-    """How often each Xid error came, by its number."""
+    """How often each Xid error occurred, by number."""
     pairs = told.items() if isinstance(told, dict) else ()
     return {xid: n for xid, n in pairs if re.fullmatch("[0-9]{1,4}", str(xid)) and whole(n)}
 

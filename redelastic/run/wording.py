@@ -1,4 +1,4 @@
-"""Words and figures for people, of what Redis holds, which may be anybody's."""
+"""Words and figures for people, about what Redis holds, which anyone may have written."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ if TYPE_CHECKING:  # importing it takes as long as importing torch
     from .records import Event
 
 LARGEST: Final = 10**18  # a number beyond this is none of ours
-NAMES: Final = 4  # of nodes that are told of together
+NAMES: Final = 4  # of nodes listed in a merged event
 NODE_ID: Final = re.compile(r"(\S+-\d+)-[0-9a-f]{12}\b")  # host's name and process; identity
 
 
 def clean(text: str) -> str:
-    """``text`` on one line, with everything that a terminal would obey instead of showing it as an escape."""
+    """``text`` on one line, with anything that a terminal would obey rather than show turned into an escape."""
     return "".join(sign if _is_shown(sign) else sign.encode("unicode_escape").decode() for sign in text)
 
 
@@ -25,14 +25,14 @@ def _is_shown(sign: str) -> bool:
 
 
 def number(told: Any) -> float | None:
-    """A number that somebody wrote into Redis; None if it is none, or none that we would have written."""
+    """A number from Redis; None if it is not one, or not one that we would have written."""
     if isinstance(told, bool) or not isinstance(told, int | float):
         return None
     return told if abs(told) < LARGEST and math.isfinite(told) else None
 
 
 def whole(told: Any) -> int | None:
-    """As :func:`number`, for what is counted."""
+    """As :func:`number`, for counts."""
     value = number(told)
     return None if value is None else int(value)
 
@@ -64,12 +64,12 @@ def count(n: int, thing: str) -> str:
 
 
 def short(text: str) -> str:
-    """``text`` for people: each node's id in it without the part that only tells it from its own earlier selves."""
+    """``text`` for people: each node id without the part that only sets it apart from its earlier incarnations."""
     return NODE_ID.sub(r"\1", text)
 
 
 def reason_of(event: Event) -> str:
-    """Why it happened; where it happened to many nodes, to how many, and a few of their names."""
+    """Why it happened; for many nodes also how many, and a few of their names."""
     others = [node for node in event.nodes if node != event.node]
     if not others:
         return event.reason

@@ -1,4 +1,4 @@
-"""RedisElasticAgent in programs of other people: torch's `WorkerSpec` in, torch's `RunResult` out, nothing left."""
+"""RedisElasticAgent embedded in other programs: torch's `WorkerSpec` in, torch's `RunResult` out, nothing left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SIGTERM before SIGKILL: what workers left behind may finish, as long as it has time."""
+"""SIGTERM before SIGKILL: what workers leave behind may finish while there is time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The processes of an agent's workers, in a process that embeds the agent: none escapes a stop, no other is hit."""
+"""The processes of an agent's workers, in a process that embeds the agent: none escapes a stop, no others are hit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an agent in a process of its own leaves: it adopts orphans, and its warden ends all when it is killed."""
+"""What an agent in its own process leaves: it adopts orphans, and its warden ends everything when it is killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The checks before joining: found as real entry points; a command of the user, and what it leaves behind."""
+"""The checks before joining: found as real entry points; a user's command, and what it leaves behind."""
 
 from __future__ import annotations
 

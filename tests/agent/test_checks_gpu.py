@@ -1,4 +1,4 @@
-"""The check of GPUs: a probe in a process of its own names the device that is wrong, that hangs or that it died of."""
+"""The check of GPUs: a probe in its own process names the device that is wrong, hangs or kills it."""
 
 from __future__ import annotations
 

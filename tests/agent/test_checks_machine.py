@@ -1,4 +1,4 @@
-"""The checks of disks and memory: against real file systems and cgroups."""
+"""The checks of disks and memory, against real file systems and cgroups."""
 
 from __future__ import annotations
 

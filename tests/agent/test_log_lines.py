@@ -1,4 +1,4 @@
-"""What a node writes into its log: lines of one form, whoever launched it, and a last one that tells how it ended."""
+"""What a node logs: lines of one form however it was launched, and a last one that says how it ended."""
 
 from __future__ import annotations
 

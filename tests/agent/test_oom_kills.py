@@ -1,4 +1,4 @@
-"""The kernel's OOM kills: those of the agent's own cgroup are counted."""
+"""The kernel's OOM kills: those in the agent's own cgroup are counted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A look for workers' processes: what it finds, and that it reads all processes of the host only now and then."""
+"""Scans for workers' processes: what they find, and that they read all processes of the host only now and then."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`redelastic run` beside torchrun: the same scripts under both see, print, log and end the same."""
+"""`redelastic run` against torchrun: the same scripts see, print, log and end the same under both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A node's status within the limit of its size: what is left out first."""
+"""A node's status within its size limit: what is left out first."""
 
 from __future__ import annotations
 

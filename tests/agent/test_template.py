@@ -1,4 +1,4 @@
-"""A worker that is a fork of a template is what a new process would be; what cannot be a template is refused."""
+"""A worker forked from a template looks like a new process; what cannot be a template is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What we use of torch that is not public is there, and a torch on which it is not is told to people."""
+"""The torch internals that we use exist, and a torch without them is reported."""
 
 from __future__ import annotations
 

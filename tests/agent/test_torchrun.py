@@ -1,6 +1,6 @@
 """Real torchrun over the plug-in: unmodified DDP scripts on gloo, and every way in which a node can go or come.
 
-Each test prints how long a fault took to be over (`pytest -s`); none asserts it.
+Each test prints how long recovery from a fault took (`pytest -s`); none asserts it.
 """
 
 from __future__ import annotations

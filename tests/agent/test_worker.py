@@ -1,4 +1,4 @@
-"""What a script says to its agent: real processes write, a real board reads."""
+"""What a script tells its agent: real processes write, a real board reads."""
 
 from __future__ import annotations
 

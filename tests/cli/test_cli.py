@@ -1,4 +1,4 @@
-"""The commands that people look after a run with, on real nodes and a real Redis: all but `status`."""
+"""The commands that look after a run, on real nodes and a real Redis: all but `status`."""
 
 from __future__ import annotations
 

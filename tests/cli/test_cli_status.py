@@ -1,4 +1,4 @@
-"""`redelastic status`: the truth about real runs, whatever somebody wrote into them, in every width."""
+"""`redelastic status`: the truth about real runs, whatever anyone wrote into them, at every width."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``redelastic demo`` as a user runs it: one real run with its kill, one that is interrupted, and what is refused."""
+"""``redelastic demo`` as a user runs it: a real run with its kill, an interrupted one, and what is refused."""
 
 from __future__ import annotations
 

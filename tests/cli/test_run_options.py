@@ -1,4 +1,4 @@
-"""What `redelastic run` takes: our own flags are written, and set by a launcher's variables, as torchrun's are."""
+"""The options of `redelastic run`: our flags are spelled, and set by a launcher's variables, like torchrun's."""
 
 from __future__ import annotations
 

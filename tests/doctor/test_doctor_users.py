@@ -1,4 +1,4 @@
-"""`redelastic doctor` as a user with few rights: what is denied is named, and the rest is looked at."""
+"""`redelastic doctor` as a user with few rights: what is denied is named, and the rest is examined."""
 
 from __future__ import annotations
 

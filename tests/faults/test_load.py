@@ -1,6 +1,6 @@
 """One Redis carries many jobs, waiting nodes, keys and large values, and is empty afterwards.
 
-The questions of benchmarks/load.py, in small; REDELASTIC_LONG=1 asks them in full size.
+The questions of benchmarks/load.py, scaled down; REDELASTIC_LONG=1 asks them at full size.
 """
 
 from __future__ import annotations

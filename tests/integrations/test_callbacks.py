@@ -1,4 +1,4 @@
-"""The callbacks of `redelastic.integrations` with stand-ins for the libraries; `test_trainers.py` has real ones."""
+"""The callbacks of `redelastic.integrations` with stand-ins for the libraries; `test_trainers.py` has the real ones."""
 
 from __future__ import annotations
 

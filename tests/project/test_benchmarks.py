@@ -1,4 +1,4 @@
-"""The benchmarks work, and tell when ground was lost: how fast anything is, no test judges."""
+"""The benchmarks work, and report lost ground; no test judges how fast anything is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""compose.yaml in real containers: the one of rank 0 is killed, others are stopped and added, Redis fails over.
+"""compose.yaml in real containers: rank 0's is killed, others are stopped and added, Redis fails over.
 
 REDELASTIC_LONG=1 adds the profile with Sentinel. The Docker daemon is the test's own, see docker_daemon.py.
 """

@@ -1,4 +1,4 @@
-"""examples/grafana.json: each of its queries, held against what a real node's /metrics says."""
+"""examples/grafana.json: each query, checked against a real node's /metrics."""
 
 from __future__ import annotations
 

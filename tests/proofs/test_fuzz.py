@@ -1,7 +1,7 @@
 """Anything at all in Redis, options and environment: every decoder takes it, or says so in our own words.
 
-`REDELASTIC_FUZZ=1000000 pytest tests/proofs/test_fuzz*.py` makes so many inputs in all,
-`REDELASTIC_FUZZ_SEED=…` other ones. An input that fails is named by the call that makes and tries it again.
+`REDELASTIC_FUZZ=1000000 pytest tests/proofs/test_fuzz*.py` makes that many inputs in all,
+`REDELASTIC_FUZZ_SEED=…` different ones. A failing input is named by the call that makes and tries it again.
 """
 
 from __future__ import annotations

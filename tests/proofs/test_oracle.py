@@ -1,6 +1,6 @@
-"""The Lua does what the oracle says: the same random events on both, every reply and all that is stored compared.
+"""The Lua does what the oracle says: the same random events on both, comparing every reply and everything stored.
 
-``REDELASTIC_ORACLE_EXAMPLES=20000`` makes it a long run. A failure prints the events in their order, and a line that,
+``REDELASTIC_ORACLE_EXAMPLES=20000`` makes it a long run. A failure prints the events in order, and a line that,
 put above the test, repeats it exactly.
 """
 

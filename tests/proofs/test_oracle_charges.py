@@ -1,4 +1,4 @@
-"""Restarts that are charged, and hosts that are barred: as golden transcripts, and counted anew by the rules."""
+"""Charged restarts and barred hosts: as golden transcripts, and recounted by the rules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The stories that matter of rounds, drains and endings, as golden transcripts (`stories.py` says how to read them)."""
+"""The stories of rounds, drains and endings that matter, as golden transcripts (`stories.py` says how to read them)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A soak: nodes join, leave, die, freeze and are drained while Redis has faults, at random; I1 to I9 are judged.
 
 Longer: ``python -m tests.proofs.soak --seed 7 --minutes 60 --server-faults``.
-Here also: does its checker see what is wrong?
+Also tested here: does its checker see what is wrong?
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The client: its replies are in redis-py's form, and each is its own command's."""
+"""The client: its replies have redis-py's form, and each belongs to its command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Endpoints and URLs: every form, every wrong form, and no secret in anything that is printed."""
+"""Endpoints and URLs: every form, every wrong form, and no secret in anything printed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""On a client that is not redis-py's own: users test their code on fakeredis, with a Lua of its own."""
+"""Clients other than redis-py's own: users test their code on fakeredis, which has its own Lua."""
 
 from __future__ import annotations
 

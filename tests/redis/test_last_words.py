@@ -1,4 +1,4 @@
-"""Last words: a node's leave, written down by one process and sent by another that has the standard library alone."""
+"""Last words: a node's leave, written down by one process and sent by another with only the standard library."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which binary RedisServer runs: the one that is named, or the first one found on PATH and in installed packages."""
+"""Which binary RedisServer runs: the one named, or the first found on PATH and in installed packages."""
 
 from __future__ import annotations
 

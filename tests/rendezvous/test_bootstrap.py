@@ -1,4 +1,4 @@
-"""The store that a round's workers meet at: a fresh TCPStore for each, which the node of rank 0 serves."""
+"""The store where a round's workers meet: a fresh TCPStore per round, served by the node of rank 0."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Handlers and what a machine sees of them: processes that go, commands, threads and open files."""
+"""Handlers as the machine sees them: processes that end, commands, threads and open files."""
 
 from __future__ import annotations
 

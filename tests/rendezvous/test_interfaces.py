@@ -1,6 +1,6 @@
 """Interfaces and names: hosts with several interfaces, IPv6 alone, a hostname that is wrong, a loopback, or unknown.
 
-Each host is a network namespace (see namespaces.py) with names of its own: a thread that has its own /etc/hosts,
+Each host is a network namespace (see namespaces.py) with its own names: a thread with its own /etc/hosts,
 /etc/resolv.conf and hostname, which the processes that it starts inherit.
 """
 

@@ -1,4 +1,4 @@
-"""A node's part in a roll call: it asks, whatever became of idle connections, and nothing puts its answer off."""
+"""A node's part in a roll call: it asks, whatever became of idle connections, and nothing delays its answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings: each parameter's wrong values are refused with its name, its value and what is allowed."""
+"""Settings: wrong values are refused, naming the parameter, the value and what is allowed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run's history from its events, held against the oracle, against real nodes and against stories."""
+"""A run's history from its events, checked against the oracle, real nodes and stories."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes that nobody waits for (``acknowledge=False``): in order, once, and told of when they fail."""
+"""Writes that nobody waits for (``acknowledge=False``): in order, once, and reported when they fail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RedisStore alone: who waits asks nothing, what is wrong is named, and how long its keys and connections live."""
+"""RedisStore alone: waiting asks nothing, errors are named, and how long its keys and connections live."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RedisStore against the contract of torch's own stores: the same tests over HashStore, TCPStore and RedisStore.
+"""RedisStore against the contract of torch's own stores: the same tests on HashStore, TCPStore and RedisStore.
 
 Where torch's stores differ from each other, or RedisStore from them, a class attribute of the contract says so.
 """

@@ -1,4 +1,4 @@
-"""One effect of a store's write, however often it is sent, and none once its round is over (I4, I7, I8)."""
+"""A store's write takes effect once, however often it is sent, and never once its round is over (I4, I7, I8)."""
 
 from __future__ import annotations
 

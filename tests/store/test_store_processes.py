@@ -1,4 +1,4 @@
-"""RedisStore in several processes at once: forked, spawned, and called from threads that Python has not made."""
+"""RedisStore in several processes at once: forked, spawned, and called from threads not created by Python."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ AWARE: Final = Path(__file__).parent / "workers" / "aware.py"
 
 
 class AgentJob(Job):
-    """Nodes with our agent, whose workers know of it."""
+    """Nodes with our agent, whose workers know about it."""
 
     def __init__(self, server: RedisServer, directory: Path, nnodes: str, **more: Any) -> None:
         super().__init__(server, directory, nnodes, agent=True, **more)

@@ -1,4 +1,4 @@
-"""A real browser that looks at a real dashboard."""
+"""A real browser on a real dashboard."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _URL: Final = re.compile(r"(http://\S+?/)[\s?]")
 
 @contextlib.contextmanager
 def dashboard(*arguments: str) -> Iterator[tuple[str, Started]]:
-    """The command as a process of its own; yields where it serves, with a slash at the end, and the process."""
+    """The command as a process of its own; yields its URL, with a trailing slash, and the process."""
     with started("dashboard", "--port=0", *arguments) as process:
         until(lambda: "Ctrl-C" in process.out or process.process.poll() is not None, "it serves", 120)
         found = _URL.search(process.out)
@@ -33,7 +33,7 @@ def dashboard(*arguments: str) -> Iterator[tuple[str, Started]]:
 
 
 class Browser:
-    """Chromium without a window, on one page at a time."""
+    """Headless Chromium, on one page at a time."""
 
     def __init__(self, profile: Path) -> None:
         chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
@@ -52,31 +52,31 @@ class Browser:
         self.driver.get(url)
 
     def text(self, selector: str) -> str:
-        """What is to be read there; of several elements one below the other."""
+        """The text there; for several elements one below the other."""
         with contextlib.suppress(StaleElementReferenceException):
             return "\n".join(found.text for found in self.driver.find_elements(By.CSS_SELECTOR, selector))
         return ""
 
     def until(self, selector: str, reads: str | Callable[[str], object]) -> str:
-        """Wait until there is something to be read that holds this text, or passes this test; return all of it."""
+        """Wait for text there that contains this text or passes this test; return all of it."""
         holds = (lambda text: reads in text) if isinstance(reads, str) else reads
         until(lambda: holds(self.text(selector)), f"{selector} reads {reads}: {self.text('body')}", 60)
         return self.text(selector)
 
     def rows(self) -> dict[str, str]:
-        """Each node in sight and the word for its state, by its name."""
+        """The state, in a word, of each node in sight, by its name."""
         script = """return [...document.querySelectorAll(".nodes tbody tr:not(.gap)")].map(
             (row) => [row.querySelector(".c-node").textContent, row.querySelector(".c-state").textContent])"""
         return dict(self.run(script))
 
     def run(self, script: str) -> Any:
-        """What a script in the page returns."""
+        """The return value of a script run in the page."""
         return self.driver.execute_script(script)
 
     def complaints(self) -> list[str]:
-        """What the console has told since it was asked last, of errors and of what the policy forbade."""
+        """Console messages since the last call about errors and policy violations."""
         told = [entry["message"] for entry in self.driver.get_log("browser")]
-        return [message for message in told if "net::ERR_" not in message]  # servers end, and tests end them
+        return [message for message in told if "net::ERR_" not in message]  # tests end their servers
 
     def close(self) -> None:
         self.driver.quit()

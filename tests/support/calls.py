@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from redelastic.redis.connection import Connection
 from redelastic.redis.endpoint import Client
 
-ATTEMPT = 0.5  # time-out of one attempt, in seconds
-SLOW = 3.0  # what a busy machine may add to a bound, in seconds
+ATTEMPT = 0.5  # timeout of one attempt, in seconds
+SLOW = 3.0  # allowance for a busy machine, in seconds
 
 
 def opened(url: str, *, attempt: float = ATTEMPT, connect: float = 1.0, read: float = 10.0) -> Connection:
@@ -22,7 +22,7 @@ def takes(least: float, most: float) -> Iterator[None]:
     started = time.monotonic()
     yield
     took = time.monotonic() - started
-    assert least <= took <= most + SLOW, f"{took:.2f} s"  # pytest shows no values of a module that is no test
+    assert least <= took <= most + SLOW, f"{took:.2f} s"  # pytest shows no values for a module that is not a test
 
 
 def increment(client: Client) -> int:

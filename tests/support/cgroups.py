@@ -1,4 +1,4 @@
-"""A cgroup whose memory is limited, for one block."""
+"""A cgroup with limited memory, for one block."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from servers import wait_until
 
 @contextmanager
 def limited_memory(megabytes: int) -> Iterator[Path]:
-    """The path of its `cgroup.procs`; the test is skipped where none can be made."""
+    """The path of its `cgroup.procs`; the test is skipped if none can be made."""
     unified = Path("/sys/fs/cgroup/cgroup.controllers").exists()
     mount = Path("/sys/fs/cgroup" if unified else "/sys/fs/cgroup/memory")
     refused: list[OSError] = []
@@ -36,7 +36,7 @@ def limited_memory(megabytes: int) -> Iterator[Path]:
 
 
 def _own(mount: Path, *, unified: bool) -> Path:
-    """Where this process's own is, as far as that can be seen from here."""
+    """This process's own cgroup, as far as it is visible from here."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if ("memory" in controllers.split(",") or (unified and not controllers)) and (mount / path[1:]).exists():

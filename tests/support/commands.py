@@ -1,4 +1,4 @@
-"""Runs the commands: in this process, or as a user does, on runs whose nodes are in this process."""
+"""Runs the commands: in this process or as a user would, on runs whose nodes are in this process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import redelastic.cli
 
-if TYPE_CHECKING:  # whether a command imports what it does not need is seen by what this module does not
+if TYPE_CHECKING:  # unneeded imports of a command only show if this module does not make them
     from redelastic.rendezvous.handler import RedisRendezvousHandler
 
 
@@ -50,7 +50,7 @@ def command(*argv: str) -> Done:
 
 
 def until(condition: Callable[[], Any], what: str, seconds: float = 20) -> None:
-    """Wait for something that another process or thread brings about."""
+    """Wait for something done by another process or thread."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
@@ -64,11 +64,11 @@ def form(pool: ThreadPoolExecutor, *nodes: RedisRendezvousHandler) -> None:
 
 
 class Started:
-    """A command that runs as a process of its own.
+    """A command that runs in its own process.
 
     Args:
         argv: its arguments.
-        columns: of the terminal that it has; None for pipes.
+        columns: width of its terminal; None for pipes.
     """
 
     def __init__(self, *argv: str, columns: int | None = None) -> None:
@@ -100,7 +100,7 @@ class Started:
             for end in select.select(list(open_ends), [], [])[0]:
                 try:
                     data = os.read(end, 65536)
-                except OSError:  # a terminal whose other end was closed
+                except OSError:  # a terminal whose other end is closed
                     data = b""
                 self._texts[end] += data.decode(errors="replace")
                 if not data:
@@ -116,12 +116,12 @@ class Started:
         return self._texts[self._error_end]
 
     def until(self, text: str, *, err: bool = False, after: int = 0) -> None:
-        """Wait until it has written ``text``, after so many characters."""
+        """Wait until it has written ``text``, at or after this character position."""
         until(lambda: text in (self.err if err else self.out)[after:] or self.process.poll() is not None, text)
         assert text in (self.err if err else self.out)[after:], f"it ended, with {self.out}\n{self.err}"
 
     def interrupt(self) -> int:
-        """What Ctrl-C does; returns the exit code."""
+        """Do what Ctrl-C does; returns the exit code."""
         self.process.send_signal(signal.SIGINT)
         code = self.process.wait(20)
         self._reader.join(20)

@@ -1,4 +1,4 @@
-"""Made-up runs in a real Redis, of any number of nodes, written as the scripts write them."""
+"""Made-up runs in a real Redis, of any number of nodes, written the way the scripts write them."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ FIELDS = ("event", "epoch", "size", "node", "reason", "detail")
 
 
 class Crowd:
-    """A run with a past, whose nodes all live: :meth:`beat` has each of them tell what it does now.
+    """A run with a past and only live nodes: :meth:`beat` has each report what it does now.
 
     Args:
         client: of the server.
         run_id: of the run.
         nodes: how many.
-        gpus: of each node.
+        gpus: GPUs per node.
         age: how long ago the run began, in seconds.
-        lease: for how long the nodes live after each :meth:`beat`, in seconds.
+        lease: how long the nodes live after each :meth:`beat`, in seconds.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Crowd:
         self.beat()
 
     def beat(self, steps: int = 1, silent: Sequence[str] = ()) -> None:
-        """Each node but the ``silent`` ones tells what it does, as many steps further."""
+        """Have each node but the ``silent`` ones report its state, ``steps`` steps further."""
         self.step += steps
         until = round(1000 * (time.time() + self._lease))
         with self._client.pipeline(transaction=False) as pipe:
@@ -141,7 +141,7 @@ class Crowd:
 
 
 def main(nodes: int) -> None:
-    """Print what one update of the dashboard's page costs, with so many nodes of 8 GPUs and a new heartbeat of each."""
+    """Print what one update of the dashboard's page costs, for ``nodes`` nodes of 8 GPUs, each with a new heartbeat."""
     with RedisServer() as server, server.get_client() as client:
         crowd = Crowd(client, "crowd", nodes)
         watch = Watch(Connection.open(server.url), crowd.keys)

@@ -1,7 +1,7 @@
-"""A Docker daemon of a test's own, in network, mount and process namespaces of its own.
+"""A private Docker daemon for a test, in its own network, mount and process namespaces.
 
-Its bridges, firewall rules and mounts are not the host's, its images are in memory, and all of it ends with one
-process: the daemon's, which ends with the one that started it, SIGKILL included. Beside it there are a folder with its
+Its bridges, firewall rules and mounts are not the host's, its images are in memory, and everything ends with one
+process: the daemon's, which ends with its parent, even by SIGKILL. All else is a folder with its
 log and its socket, and the cgroups of its containers; they are removed at the end.
 """
 
@@ -25,9 +25,9 @@ from redelastic.redis import server as server_module
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-LIMIT: Final = 240.0  # for one call of docker, in seconds: an image of torch is large
+LIMIT: Final = 240.0  # for one docker call, in seconds: an image with torch is large
 _CGROUPS: Final = Path("/sys/fs/cgroup")
-_MEMORY: Final = 6e9  # for the image of torch, and nodes that have imported it, in bytes
+_MEMORY: Final = 6e9  # for the image with torch, and nodes that have imported it, in bytes
 _NEEDED: Final = {  # program: Debian package
     "dockerd": "docker.io",
     "docker": "docker.io",
@@ -38,11 +38,11 @@ _NEEDED: Final = {  # program: Debian package
 
 
 class DockerError(RuntimeError):
-    """A call of docker failed; the message has what it said."""
+    """A docker call failed; the message has its output."""
 
 
 def missing() -> str:
-    """Why there can be no daemon here, in one line; empty if there can."""
+    """Why no daemon can run here, in one line; empty if one can."""
     if os.geteuid() != 0:
         return "a Docker daemon needs root"
     if (free := psutil.virtual_memory().available) < _MEMORY:
@@ -79,7 +79,7 @@ class DockerDaemon:
                     *("dockerd", f"--host={self._host}", f"--data-root={data}", f"--exec-root={data}/exec"),
                     *(f"--pidfile={self.folder}/pid", "--storage-driver=overlay2"),
                     *(f"--cgroup-parent=/{self.name}", "--exec-opt=native.cgroupdriver=cgroupfs"),
-                    "--default-address-pool=base=10.0.0.0/8,size=24",  # none of the host's networks is in its way
+                    "--default-address-pool=base=10.0.0.0/8,size=24",  # avoids the host's networks
                 ],
                 "",
                 log,
@@ -110,7 +110,7 @@ class DockerDaemon:
         assert not alive, f"dockerd is still there: {alive}"
 
     def _remove_cgroups(self) -> None:
-        """The cgroups of the containers; those of processes that have just been killed are busy for a moment."""
+        """Remove the containers' cgroups; those of processes just killed stay busy for a moment."""
 
         def gone() -> bool:
             for root in self.cgroups():
@@ -122,11 +122,11 @@ class DockerDaemon:
         wait_until(gone, "the containers' cgroups are removed", 30)
 
     def cgroups(self) -> list[Path]:
-        """What there is of them, in each hierarchy."""
+        """Those that exist, in each hierarchy."""
         return [path for path in (_CGROUPS / self.name, *_CGROUPS.glob(f"*/{self.name}")) if path.exists()]
 
     def docker(self, *arguments: str) -> str:
-        """What a docker command says on stdout.
+        """The stdout of a docker command.
 
         Raises:
             DockerError: it failed.
@@ -134,13 +134,13 @@ class DockerDaemon:
         return self._checked(["docker", *arguments], {})
 
     def compose(self, file: Path, *arguments: str, settings: Mapping[str, str]) -> str:
-        """The same for Compose: version 2 where docker has it, else Debian's."""
+        """The same for Compose: version 2 if docker has it, else Debian's."""
         has_plugin = self._run(["docker", "compose", "version"], {}).returncode == 0
         command = ["docker", "compose"] if has_plugin else ["docker-compose"]
         return self._checked([*command, f"--file={file}", f"--project-name={self.name}", *arguments], settings)
 
     def import_image(self, name: str, write: Callable[[IO[bytes]], None], *changes: str) -> None:
-        """Make an image of the archive that ``write`` writes; the changes are a Dockerfile's lines."""
+        """Make an image from the archive that ``write`` writes; the changes are Dockerfile lines."""
         command = ["docker", "import", *(f"--change={change}" for change in changes), "-", name]
         with (self.folder / "import").open("w+b") as said:
             process = subprocess.Popen(
@@ -158,7 +158,7 @@ class DockerDaemon:
                     raise DockerError(f"{' '.join(command)}: {said.read().decode(errors='replace')}")
 
     def left(self) -> list[str]:
-        """Containers, volumes and networks that there are, but for Docker's own networks."""
+        """The containers, volumes and networks left, except Docker's own networks."""
         found = [self.docker("ps", "--all", "--quiet"), self.docker("volume", "ls", "--quiet")]
         return "".join([*found, self.docker("network", "ls", "--quiet", "--filter=type=custom")]).split()
 

@@ -1,4 +1,4 @@
-"""Base images with the names of public ones, made of what this host has installed: no registry is asked for them."""
+"""Base images with the names of public ones, made from this host's installation, without a registry."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from typing import IO, Final
 
 from redelastic.redis.server import find_binary
 
-_COMMANDS: Final = ("cat", "cut", "getent", "grep", "install", "sh", "useradd")  # what is called in containers
+_COMMANDS: Final = ("cat", "cut", "getent", "grep", "install", "sh", "useradd")  # what containers call
 _REDIS: Final = 999  # its user and group
 _PYTHON: Final = f"python{sys.version_info[0]}.{sys.version_info[1]}"
 _PIP: Final = f"#!/usr/local/bin/{_PYTHON}\nimport sys\nfrom pip._internal.cli.main import main\nsys.exit(main())\n"
-# All that pip may want is there, the build backend too; "no-build-isolation = false" is how pip spells "no isolation".
+# All that pip may need is there, even the build backend; "no-build-isolation = false" is pip's "no isolation".
 _PIP_CONF: Final = "[global]\nno-index = true\nroot-user-action = ignore\n[install]\nno-build-isolation = false\n"
-# What is left out of the environment: redelastic, which the Dockerfile installs, and large parts that no node needs.
+# Left out of the environment: redelastic, which the Dockerfile installs, and large parts that no node needs.
 _LEFT_OUT: Final = re.compile(
     "^/(_?redelastic|__editable|mypy|[0-9a-f]{20}__mypyc|matplotlib|fontTools|torch/(bin/test_|include/|test/))"
 )
-_LIBRARY: Final = re.compile(r"(/\S+) \(0x")  # in what ldd says
+_LIBRARY: Final = re.compile(r"(/\S+) \(0x")  # in ldd's output
 
 
 class Rootfs:
     """The files of an image, written to a stream as a tar archive.
 
     Args:
-        stream: where to.
+        stream: the stream to write to.
     """
 
     def __init__(self, stream: IO[bytes]) -> None:
@@ -55,7 +55,7 @@ class Rootfs:
         self._tar.close()
 
     def program(self, name: str, place: str = "") -> None:
-        """A program of this host, in its place in the image."""
+        """Add a program of this host, in its place in the image."""
         path = shutil.which(name)
         assert path is not None, f"there is no {name}"
         self._add(Path(path).resolve(), place or f"usr/bin/{name}")
@@ -81,7 +81,7 @@ class Rootfs:
         self._tar.addfile(entry)
 
     def tree(self, source: Path, name: str, leave_out: re.Pattern[str]) -> None:
-        """A folder, without what matches ``leave_out`` in the paths below it."""
+        """Add a folder, without paths below it that match ``leave_out``."""
 
         def kept(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
             if leave_out.search(entry.name.removeprefix(name)):
@@ -101,9 +101,9 @@ def _of_root(entry: tarfile.TarInfo) -> tarfile.TarInfo:
 
 
 def write_python(stream: IO[bytes]) -> None:
-    """This interpreter, and all packages of its environment but redelastic itself, as the public image has them.
+    """Write this interpreter and all packages of its environment but redelastic, as in the public image.
 
-    /usr/local is a virtual environment: else Debian's own interpreter would look for packages in places of Debian's.
+    /usr/local is a virtual environment: otherwise Debian's own interpreter would look for packages in Debian's places.
     """
     image = Rootfs(stream)
     stdlib, packages = Path(sysconfig.get_path("stdlib")), Path(sysconfig.get_path("purelib"))
@@ -119,7 +119,7 @@ def write_python(stream: IO[bytes]) -> None:
 
 
 def write_redis(stream: IO[bytes]) -> None:
-    """The Redis of this host."""
+    """Write this host's Redis."""
     image = Rootfs(stream)
     image.program(find_binary(), "usr/bin/redis-server")
     image.program("redis-cli")

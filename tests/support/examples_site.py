@@ -1,4 +1,4 @@
-"""Where the recipes of examples/ run: programs on PATH do here what ssh, srun, scontrol and a kubelet do elsewhere."""
+"""Where the recipes of examples/ run: programs on PATH stand in for ssh, srun, scontrol and a kubelet."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from redelastic.run.control import RunControl
 T = TypeVar("T")
 
 LIMIT: Final = 150.0  # for anything to happen, in seconds
-POLL: Final = 0.1  # in seconds: a look at all processes of the machine costs some
+POLL: Final = 0.1  # in seconds: scanning all processes of the machine takes time
 
 EXAMPLES: Final = Path(__file__).parents[2] / "examples"
 AWARE: Final = Path(__file__).parent / "workers" / "aware.py"
 
-# What a host does that somebody reaches by ssh: a new session, nothing of our environment, and another folder.
+# What a host does for an ssh login: a new session, none of our environment, and another folder.
 SSH: Final = f"""#!/bin/bash
 while [[ $1 = -* ]]; do [[ $1 = -o ]] && shift; shift; done
 cd / && exec env -i HOME="$HOME" PATH=/usr/bin:/bin OMP_NUM_THREADS=1 {TOKEN}="${TOKEN}" TEST_NODE="${{1#*@}}" \\
   setsid --wait bash -c "$2"
 """
 
-# A task for each node. As with KillOnBadExit, one that fails takes the others along unless srun is told not to.
+# One task per node. As with KillOnBadExit, a failing task ends the others unless srun is told otherwise.
 SRUN: Final = f"""#!{sys.executable}
 import os, subprocess, sys
 command = sys.argv[1:]
@@ -60,8 +60,8 @@ while len(codes) < len(tasks):
 sys.exit(max(codes))
 """
 
-# It overwrites its environment with a title, so it is known by its pid, and ends with who started it, unless the test
-# about that. It may have a port of its own, where a cluster would give it an address of its own.
+# It overwrites its environment with a title, so it is known by its pid; it ends with its parent, unless a test sets
+# REDIS_TIE. It may have a port of its own, where a cluster would give it an address of its own.
 REDIS: Final = """#!/bin/bash
 echo $$ >>redis.pids
 exec ${{REDIS_TIE-setpriv --pdeathsig KILL}} {binary} "$@" $REDIS_OPTIONS
@@ -71,11 +71,11 @@ SCONTROL: Final = '#!/bin/bash\necho "$@" >>scontrol.log\n'
 
 
 class Site:
-    """A folder, programs in front of the real ones, and at the end no process left.
+    """A folder with programs in front of the real ones; no process is left at the end.
 
     Args:
         folder: where recipes run.
-        programs: text of each, by name.
+        programs: their texts, by name.
     """
 
     def __init__(self, folder: Path, **programs: str) -> None:
@@ -106,7 +106,7 @@ class Site:
             process.wait(LIMIT)
 
     def start(self, *command: str | Path, **environment: str) -> subprocess.Popen[bytes]:
-        """Start a program in the site's folder; what it writes is added to `log`."""
+        """Start a program in the site's folder; its output is appended to `log`."""
         with (self.folder / "log").open("ab") as log:
             process = subprocess.Popen(
                 [str(part) for part in command],
@@ -125,7 +125,7 @@ class Site:
         return (self.folder / "log").read_text(errors="replace")
 
     def recipe(self, name: str, script: str | None = None) -> Path:
-        """A copy of a recipe, with what its user edits: which script is trained, beside whatever else."""
+        """A copy of a recipe with the user's edits: the training script, and whatever else."""
         text = (EXAMPLES / name).read_text()
         if script is not None:
             before, line, after = text.partition("\nscript=(")
@@ -136,7 +136,7 @@ class Site:
         copy.chmod(0o755)
         return copy
 
-    # -- seeing
+    # -- observing
 
     def processes(self) -> list[psutil.Process]:
         pids = self.folder / "redis.pids"
@@ -149,7 +149,7 @@ class Site:
         return [process for process in psutil.process_iter() if is_ours(process) and _lives(process)]
 
     def agents(self) -> list[psutil.Process]:
-        """Those that are `redelastic run`."""
+        """The processes that are `redelastic run`."""
         return [p for p in self.processes() if _is_agent(_command(p))]
 
     def wait(self, what: str, condition: Callable[[], T], limit: float = LIMIT) -> T:
@@ -165,7 +165,7 @@ class Site:
         return int(process.returncode)
 
     def control(self) -> RunControl:
-        """The run that the agents are in, as they reach it."""
+        """The agents' run, reached the way they reach it."""
         agent = self.wait("there is an agent", self.agents)[0]
         [run_id] = [word.partition("=")[2] for word in agent.cmdline() if word.startswith("--rdzv-id=")]
         ca = [word.partition("ca_cert=")[2] for word in agent.cmdline() if "ca_cert=" in word]
@@ -173,7 +173,7 @@ class Site:
         return RunControl(Connection.open(endpoint, connect_timeout=LIMIT), RunKeys(run_id))
 
     def assert_no_password_is_seen(self) -> None:
-        """No command line of the site's processes holds the password by which its agents log in."""
+        """No command line of the site's processes contains the agents' password."""
         lines = [" ".join(_command(p)) for p in self.processes()]
         passwords = {urlsplit(_environment(p).get(URL_VARIABLE, "")).password for p in self.agents()} - {None}
         assert passwords
@@ -204,12 +204,12 @@ def _lives(process: psutil.Process) -> bool:
 
 
 def _is_agent(words: list[str]) -> bool:
-    """Whether this is Python with our command, and no shell or srun in front of it."""
+    """Whether this is Python with our command, not a shell or srun in front of it."""
     return len(words) > 2 and words[1].endswith("/redelastic") and words[2] == "run"
 
 
 def kill_node(agent: psutil.Process) -> None:
-    """As when the machine dies."""
+    """Kill a node as if its machine died."""
     for process in [agent, *agent.children(recursive=True)]:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.send_signal(signal.SIGKILL)
@@ -217,7 +217,7 @@ def kill_node(agent: psutil.Process) -> None:
 
 @contextlib.contextmanager
 def port_of_a_slurm_job() -> Iterator[int]:
-    """A port that is free, of those that `slurm.sbatch` makes of a job's number."""
+    """A free port among those that `slurm.sbatch` derives from a job's number."""
     with contextlib.ExitStack() as opened:
         for port in range(20000 + os.getpid() % 9000, 30000):
             try:
@@ -233,14 +233,14 @@ def port_of_a_slurm_job() -> Iterator[int]:
 
 
 class Pod:
-    """A container's commands, run as a kubelet does it.
+    """A container's commands, run the way a kubelet runs them.
 
     Args:
-        site: where.
-        spec: of the pod.
-        labels: of the pod.
-        secrets: the cluster's, by name and key.
-        instead: of names, ports and paths that a pod has for itself, and that several here cannot all have.
+        site: where it runs.
+        spec: the pod's spec.
+        labels: the pod's labels.
+        secrets: the cluster's secrets, by name and key.
+        instead: replacements for names, ports and paths that are private in a pod but shared here.
     """
 
     def __init__(
@@ -266,7 +266,7 @@ class Pod:
             self.environment[variable["name"]] = value
 
     def start(self, *, script: list[str] | None = None, **more: str) -> None:
-        """Start the container, with another training script in place of the recipe's, and more environment."""
+        """Start the container, optionally with another training script, and with more environment."""
         words = [*self.container.get("command", []), *self.container.get("args", [])]
         words = [self._own(word) for word in words]
         words = words if script is None else [*words[: words.index("-m")], *script]
@@ -280,7 +280,7 @@ class Pod:
         return text
 
     def probe(self, name: str) -> bool:
-        """Ask the container what a kubelet asks it."""
+        """Probe the container as a kubelet does."""
         request = self.container[name]["httpGet"]
         [port] = [p["containerPort"] for p in self.container["ports"] if p["name"] == request["port"]]
         url = f"http://127.0.0.1:{self._own(str(port))}{request['path']}"
@@ -296,7 +296,7 @@ class Pod:
         assert self.site.start(*map(self._own, command), **self.environment).wait(LIMIT) == 0
 
     def delete(self) -> int:
-        """What `kubectl delete pod` does; returns the exit code."""
+        """Do what `kubectl delete pod` does; returns the exit code."""
         self.pre_stop()
         self.process.terminate()
         try:
@@ -307,7 +307,7 @@ class Pod:
 
 
 def job_action(spec: Mapping[str, Any], code: int) -> str:
-    """What a Job's failure policy does when a pod has ended so."""
+    """What a Job's failure policy does when a pod ended with this code."""
     for rule in spec["podFailurePolicy"]["rules"]:
         if code in rule.get("onExitCodes", {}).get("values", []):
             return str(rule["action"])

@@ -1,4 +1,4 @@
-"""Servers with replicas that many tests share, as a plugin of pytest: each test leaves them whole."""
+"""Servers with replicas shared by many tests, as a pytest plugin: each test leaves them intact."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def with_sentinel(sentinels: SentinelGroup) -> Iterator[Shard]:
 
 
 def all_is_well(group: SentinelGroup) -> bool:
-    """Whether every sentinel names the server that is master, and finds the others up."""
+    """Whether every sentinel names the current master and finds the others up."""
 
     def sees_all(port: int) -> bool:
         with redis.Redis(HOST, port, password=group.sentinel_password) as sentinel:

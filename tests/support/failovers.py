@@ -45,7 +45,7 @@ class FailOver:
         return time.monotonic() - self._at
 
     def wait_for_heartbeat(self) -> float:
-        """Until the new master has processed a request of a node; returns the seconds since the kill."""
+        """Wait until the new master has processed a node's request; returns the seconds since the kill."""
 
         def beaten() -> bool:
             master = self._shard.master()
@@ -83,7 +83,7 @@ def new_group(new_node: NodeFactory, shard: Shard, low: int, high: int, count: i
 
 @contextmanager
 def lost_writes(shard: Shard, run_id: str) -> Iterator[None]:
-    """What the master acknowledges within this block is lost: no replica sees it, and then the master is killed."""
+    """Lose what the master acknowledges within this block: no replica sees it, and then the master is killed."""
     shard.replicate(run_id)
     with shard.cut():
         yield
@@ -96,7 +96,7 @@ def resolved(*futures: Future[T]) -> list[T]:
 
 
 def settle(nodes: Group) -> None:
-    """Do as agents do, into the next round whenever nodes wait, until all are in one round that stands."""
+    """Do as agents do: join the next round whenever nodes wait, until all are in one round that stands."""
     settled = threading.Event()
 
     def agent(node: RedisRendezvousHandler) -> None:
@@ -126,7 +126,7 @@ def settle(nodes: Group) -> None:
 
 
 class ReplicatedJob(AgentJob):
-    """A job on servers of which the master may be killed."""
+    """A job on servers whose master may be killed."""
 
     def __init__(self, shard: Shard, run_id: str, directory: Path, nnodes: str, **more: Any) -> None:
         super().__init__(cast("RedisServer", shard), directory, nnodes, **more)
@@ -144,14 +144,14 @@ class ReplicatedJob(AgentJob):
             return None
 
     def wait_epoch(self, epoch: int) -> None:
-        """Until Redis has completed that round; what its nodes know is another matter."""
+        """Wait until Redis has completed that round, whether or not its nodes know yet."""
         self.wait(f"round {epoch} is complete", lambda: (run := self.state()) is not None and run.epoch == epoch)
 
     def wait_joined(self, count: int) -> None:
         self.wait(f"{count} wait", lambda: (run := self.state()) is not None and len(run.candidates) == count)
 
     def train_on(self, epoch: int, nodes: str) -> None:
-        """These nodes train in that round, and went into it once."""
+        """Check that these nodes train in that round, and entered it once."""
         steps = len(self.lines("step"))
         self.wait("they train on", lambda: len(self.lines("step")) > steps + 30)
         assert self.wait_round(nodes, epoch - 1) == epoch

@@ -1,6 +1,6 @@
-"""NVML without a GPU: the functions of pynvml that we call, over made-up GPUs; constants and errors are the real ones.
+"""NVML without a GPU: the pynvml functions that we call, on made-up GPUs; constants and errors are the real ones.
 
-``test_gpus.py`` holds each function against the installed nvidia-ml-py, so that this fake cannot drift from it.
+``test_gpus.py`` compares each function with the installed nvidia-ml-py, so that this fake cannot drift from it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class FakeMig:
 
 @dataclass(eq=False)
 class FakeGpu:
-    """A GPU; ``broken`` names functions that fail for it, and with which error; ``xids`` are events not yet fetched."""
+    """A GPU; ``broken`` maps functions that fail for it to their errors; ``xids`` are events not yet fetched."""
 
     uuid: str
     name: str = "NVIDIA H200"
@@ -40,7 +40,7 @@ class FakeGpu:
     utilization: int = 42
     temperature: int = 61
     ecc: int = 0
-    mig: list[FakeMig | None] | None = None  # None: no such mode; a None in the list: an empty place
+    mig: list[FakeMig | None] | None = None  # None: no MIG mode; a None in the list: an empty place
     broken: dict[str, int] = field(default_factory=dict)
     xids: list[int] = field(default_factory=list)
 
@@ -56,10 +56,10 @@ class FakeNvml:
         self.gpus = gpus
         self.init_error = init_error
         self.waited: list[int] = []  # the time limit of each wait for an event, in milliseconds
-        self.event_sets = 0  # not freed
+        self.event_sets = 0  # not yet freed
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith(("NVML", "nvmlEventType")):  # constants and errors, no functions
+        if name.startswith(("NVML", "nvmlEventType")):  # constants and errors, not functions
             return getattr(pynvml, name)
         raise AttributeError(name)
 
@@ -89,7 +89,7 @@ class FakeNvml:
         return self._check(self.gpus[index], "nvmlDeviceGetHandleByIndex")
 
     def nvmlDeviceGetHandleByUUID(self, uuid: str) -> Any:  # noqa: N802
-        for gpu in self.gpus:  # NVML asks one after the other, and fails where one has fallen off the bus
+        for gpu in self.gpus:  # NVML asks one after the other, and fails at one that has fallen off the bus
             self._check(gpu, "nvmlDeviceGetHandleByUUID")
             for device in (gpu, *(gpu.mig or ())):
                 if device is not None and device.uuid == uuid:
@@ -159,7 +159,7 @@ class FakeNvml:
 
 
 def install_driver(monkeypatch: pytest.MonkeyPatch, folder: Path, program: str) -> None:
-    """Make this a host with a driver: the process that asks it runs ``program`` first, which sets ``nvml``."""
+    """Make this a host with a driver: the process that queries it first runs ``program``, which sets ``nvml``."""
     script = folder / "program.py"
     script.write_text(
         f"import os, runpy, sys, time\nsys.path.append({str(Path(__file__).parent)!r})\n"

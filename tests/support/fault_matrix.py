@@ -1,8 +1,8 @@
-"""The fault matrix: what the suite does to redelastic, what is promised then, and what was measured.
+"""The fault matrix: what the suite does to redelastic, what is promised in each case, and what was measured.
 
 A test says what it does with ``@pytest.mark.fault(what, promise)``, and what it measured with the fixture ``measured``.
 With REDELASTIC_FAULTS=FILE a run of pytest adds its results to FILE; ``python tests/support/fault_matrix.py FILE…``
-writes them to redelastic/FAULTS.md; ``--check`` only says whether that page lists what was run, no less and no more.
+writes them to redelastic/FAULTS.md; ``--check`` only says whether that page lists exactly what was run.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def measured() -> Measured:
-    """Notes a figure for the fault matrix, as :func:`note` does."""
+    """Notes a figure for the fault matrix, like :func:`note`."""
     return note
 
 
 def note(what: str, value: float, unit: str = "s") -> None:
-    """Note a figure of the test that runs: ``note("detected", 1.2)``; units are s, B, or "" for plain numbers."""
+    """Note a figure of the running test: ``note("detected", 1.2)``; units are s, B, or "" for plain numbers."""
     assert unit in UNITS
     for test in _running:
         test.user_properties.append(("measured", [what, float(value), unit]))

@@ -1,5 +1,5 @@
-"""A TCP proxy that loses what a network loses: faults that a test has placed, each of which tells that it fired, or
-faults that are drawn at random, each of which is counted.
+"""A TCP proxy that loses things like a network does: faults placed by a test, each of which reports that it fired, or
+faults drawn at random, each of which is counted.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Final
 
 from typing_extensions import Self
 
-WAIT = 20.0  # how long a test may take to release what it holds back, in seconds
+WAIT = 20.0  # how long a test may hold something back, in seconds
 
 
 @dataclass
@@ -25,16 +25,16 @@ class Fault:
     """What happens to the next request that contains ``match``.
 
     Attributes:
-        keep: bytes of the reply that still reach the client before its connection is cut, below 0: all but so many;
+        keep: bytes of the reply that still reach the client before its connection is cut, below 0: all but that many;
             None: all of them, no cut.
         lose_request: the request does not reach the server before ``release``; the client's connection is cut.
-        meanwhile: called once the request has had its effect or is lost, before the client learns anything.
+        meanwhile: called once the request has taken effect or is lost, before the client learns anything.
         hold_request: the request does not reach the server before ``release``; the client waits.
         hold_reply: the reply waits for ``release``.
-        hold: how long it is waited for ``release`` at most, in seconds.
-        late: a lost request reaches the server after that time, without ``release``.
-        kind: under which it is counted.
-        taken: the request has been seen.
+        hold: how long to wait for ``release`` at most, in seconds.
+        late: a lost request reaches the server after this time, without ``release``.
+        kind: the name it is counted under.
+        taken: whether the request has been seen.
         fired: set once the fault has happened.
     """
 
@@ -53,21 +53,21 @@ class Fault:
     released: threading.Event = field(default_factory=threading.Event)
 
     def release(self) -> None:
-        """Let go of the request or reply that is held back; returns once it has arrived."""
+        """Release the request or reply held back; returns once it has arrived."""
         self.released.set()
         assert self.arrived.wait(WAIT)
 
 
 class Chance:
-    """Draws what happens to each request that passes a proxy, the same for the same seed.
+    """Draws what happens to each request through a proxy; deterministic for a seed.
 
     Args:
         seed: of the draws.
         rate: how likely a request is to meet a fault.
-        silence: how long a reply is held back where the client is to give up by itself, in seconds.
+        silence: how long to withhold a reply so that the client gives up by itself, in seconds.
     """
 
-    RARE: Final = "reply withheld"  # it costs the client all of its time limit
+    RARE: Final = "reply withheld"  # it costs the client its whole time limit
     KINDS: Final = ("request lost", "request late", "reply lost", "reply cut short", "reply late", RARE)
 
     def __init__(self, seed: str, rate: float, silence: float) -> None:
@@ -81,7 +81,7 @@ class Chance:
         match kind:
             case "request lost":
                 return Fault(kind=kind, lose_request=True, hold=0)
-            case "request late":  # after its sender has given its connection up, and has perhaps sent it again
+            case "request late":  # after its sender has given up the connection and perhaps resent it
                 return Fault(kind=kind, lose_request=True, hold=soon, late=True)
             case "reply lost":
                 return Fault(kind=kind)
@@ -94,7 +94,7 @@ class Chance:
 class FaultyProxy:
     """Forwards each connection to ``host:port``.
 
-    Runs the faults in the order in which they were added, and those that ``chance`` draws. ``happened`` counts both.
+    Runs the faults in the order they were added, and those that ``chance`` draws. ``happened`` counts both.
     """
 
     def __init__(self, host: str, port: int, chance: Callable[[], Fault | None] = lambda: None) -> None:
@@ -162,7 +162,7 @@ class FaultyProxy:
         try:
             self._pump(client, upstream)
         except OSError:
-            pass  # a side has gone: the other goes too
+            pass  # one side is gone: close the other too
         finally:
             with self._lock:
                 self._sockets -= {client, upstream}
@@ -202,7 +202,7 @@ class FaultyProxy:
         fault.fired.set()
 
     def _deliver(self, fault: Fault, reply: bytes, client: socket.socket) -> bool:
-        """Do to a reply what the fault says; returns whether the connection goes on."""
+        """Do to a reply what the fault says; returns whether the connection survives."""
         fault.meanwhile()
         if not fault.hold_request:
             self._fire(fault)

@@ -1,4 +1,4 @@
-"""A plugin for pytest: the summary says how long each folder of tests took, set-up and teardown included."""
+"""A pytest plugin: the summary says how long each test folder took, setup and teardown included."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ SEED: Final = int(os.environ.get("REDELASTIC_FUZZ_SEED", "0"))
 
 @contextlib.contextmanager
 def no_logs() -> Iterator[None]:
-    """A node logs what it hears; nobody reads a million of these."""
+    """Silence the log: a node logs what it hears, and nobody reads a million of these."""
     logging.disable(logging.CRITICAL)
     try:
         yield
@@ -40,7 +40,7 @@ def try_all(target: Callable[[Dice], None], count: int) -> None:
 
 
 class Replies:
-    """A connection on which Redis answers as it is told; streams have nothing new."""
+    """A connection on which Redis gives prepared answers; streams have nothing new."""
 
     name = "here"
     read_timeout = 1.0
@@ -60,7 +60,7 @@ def control_of(*replies: Any) -> RunControl:
 
 
 def pairs(dice: Dice, sound: dict[str, str], spoilt: float = 0.15) -> list[bytes]:
-    """A hash as Redis replies it."""
+    """A hash, as in a reply of Redis."""
     flat: list[bytes] = []
     for name, value in sound.items():
         if dice.random() < 0.9:
@@ -69,7 +69,7 @@ def pairs(dice: Dice, sound: dict[str, str], spoilt: float = 0.15) -> list[bytes
 
 
 def score(dice: Dice) -> bytes:
-    """As Redis prints scores of a sorted set: any double, but no NaN."""
+    """As Redis prints scores of a sorted set: any double but NaN."""
     return dice.choice((b"0", b"1", b"-2147483648", b"1700000006000", b"inf", b"-inf", b"1e+308", b"0.5"))
 
 

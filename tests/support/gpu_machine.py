@@ -9,7 +9,7 @@ from typing import Final
 import pytest
 import torch
 
-STUB: Final = bool(os.environ.get("REDELASTIC_GPU_STUB"))  # the jobs run on the CPU; what asks the card is skipped
+STUB: Final = bool(os.environ.get("REDELASTIC_GPU_STUB"))  # the jobs run on the CPU; queries of the card are skipped
 ON_GPU: Final = torch.cuda.is_available()
 COUNT: Final = torch.cuda.device_count() if ON_GPU else 0
 
@@ -26,6 +26,6 @@ def ask_card(*fields: str) -> list[str]:
 
 
 def memory_used() -> int:
-    """Of the first GPU, in MiB."""
+    """Memory used on the first GPU, in MiB."""
     [used] = ask_card("memory.used")
     return int(used)

@@ -6,7 +6,7 @@ import math
 import random
 from typing import Any, Final
 
-CANARY: Final = "s3cr3t-c4n4ry"  # a password that no message may hold
+CANARY: Final = "s3cr3t-c4n4ry"  # a password that no message may contain
 
 WORDS: Final = [
     *("", " ", "0", "-1", "1", "1.5", "1e5", "0x10", "nan", "inf", "-inf", "1e400", "9" * 400, "9" * 5000, str(2**63)),
@@ -20,7 +20,7 @@ RAW: Final = [*(word.encode() for word in WORDS), b"\xff\xfe", b"\x80\x04\x95", 
 
 
 class Dice(random.Random):
-    """Chooses and spoils."""
+    """Chooses at random, and spoils samples."""
 
     def word(self) -> str:
         roll = self.random()
@@ -34,7 +34,7 @@ class Dice(random.Random):
         return self.choice(RAW) if self.random() < 0.8 else self.word().encode("utf-8", "surrogatepass")
 
     def told(self) -> str:
-        """A word as it comes out of Redis: bytes that were decoded."""
+        """A word as it comes from Redis: decoded bytes."""
         return self.raw().decode(errors="replace")
 
     def spoil(self, sample: str) -> str:
@@ -61,7 +61,7 @@ class Dice(random.Random):
         return self.number() if roll < 0.7 else self.word()
 
     def status(self) -> dict[str, Any]:
-        """What a node says of itself: as it should be here, anything there."""
+        """A node's status: some fields as they should be, others anything."""
         made = {name: self.value(1) for name in self.sample(FIELDS, self.randrange(8))}
         for name in ("workers", "gpus"):
             if self.random() < 0.7:

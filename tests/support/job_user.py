@@ -1,4 +1,4 @@
-"""The user of one job, with the rules of SECURITY.md: how the tests create it, and connect as it."""
+"""The user of one job, with the rules of SECURITY.md: how the tests create it and connect as it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CANARY: Final = "c4n4ry-s3cr3t"
 
 
 def job_rules(run_id: str) -> list[str]:
-    """What `ACL SETUSER` says there after the user's name, for that run."""
+    """What follows the user's name in SECURITY.md's `ACL SETUSER`, for that run."""
     block = PAGE.partition("ACL SETUSER my-job ")[2].partition("```")[0]
     words = shlex.split(block.replace("\\\n", " "))
     return [word.replace("my-job", run_id).replace(">password", f">{CANARY}") for word in words]
@@ -28,7 +28,7 @@ def job_rules(run_id: str) -> list[str]:
 
 @dataclass
 class AsUser:
-    """A server as a job's user reaches it; what the tests look at with `get_client` they see as its administrator."""
+    """A server as a job's user reaches it; with `get_client` the tests look at it as administrator."""
 
     server: RedisServer
     url: str

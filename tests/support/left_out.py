@@ -1,4 +1,4 @@
-"""With REDELASTIC_LEFT_OUT=FILE, pytest lists in FILE the tests that it skipped; ``pytest @FILE`` is to run those."""
+"""With REDELASTIC_LEFT_OUT=FILE, pytest lists in FILE the tests that it skipped; ``pytest @FILE`` then runs those."""
 
 from __future__ import annotations
 

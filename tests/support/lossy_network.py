@@ -1,4 +1,4 @@
-"""What the batches of `lossy_campaign.py` share: a server behind a network that loses things, and clients at once."""
+"""What the batches of `lossy_campaign.py` share: a server behind a lossy network, and concurrent clients."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from redelastic.redis.server import RedisServer
 
 T = TypeVar("T")
 
-ATTEMPT: Final = 0.4  # of a call, in seconds
-SILENCE: Final = 1.0  # how long a reply is withheld, in seconds: longer than an attempt may take
+ATTEMPT: Final = 0.4  # timeout of one attempt, in seconds
+SILENCE: Final = 1.0  # how long a reply is withheld, in seconds: longer than an attempt
 PATIENCE: Final = 60.0  # for a call with all its retries, in seconds
 
 
@@ -27,11 +27,11 @@ def address(server: RedisServer) -> tuple[str, int]:
 
 
 class LossyNetwork:
-    """A server, and ways to it that lose a share of what passes.
+    """A server, and paths to it that lose a share of the traffic.
 
     Args:
-        seed: of the faults; each way has its own.
-        rate: of requests that meet one.
+        seed: seed of the faults; each path has its own.
+        rate: share of requests that meet a fault.
     """
 
     def __init__(self, stack: ExitStack, seed: str, rate: float) -> None:
@@ -44,7 +44,7 @@ class LossyNetwork:
                     client.script_load(script.text)  # else the first requests of each verb have no effect
 
     def url(self) -> str:
-        """Of the server, through a proxy of its own."""
+        """The server's URL, through a new proxy."""
         chance = Chance(f"{self._seed}, network of {len(self.proxies)}", self._rate, SILENCE)
         proxy = self._stack.enter_context(FaultyProxy(*address(self.server), chance))
         self.proxies.append(proxy)
@@ -52,7 +52,7 @@ class LossyNetwork:
 
 
 def all_at_once(*calls: Callable[[], T]) -> list[T]:
-    """Run each in a thread. The first failure is raised at once: what others wait for may never come then."""
+    """Run each in a thread. The first failure is raised at once: the others may then wait for ever."""
     futures: list[Future[T]] = [Future() for _ in calls]
 
     def run(call: Callable[[], T], future: Future[T]) -> None:

@@ -1,7 +1,7 @@
-"""Hosts on one machine: each a network namespace with one link to a router, where packets can be lost and delayed.
+"""Hosts on one machine: each a network namespace with one link to a router, which can drop and delay packets.
 
 A namespace has no name and no process of its own: it is held by a file descriptor of this process and by what runs in
-it, so that nothing is left of it once they are gone, however that happens. The host's own network is not touched.
+it, so that nothing is left of it once they are gone, however they end. The host's own network is not touched.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from redelastic.redis.server import RedisServer
 LINK: Final = "eth0"  # of each host; the router's end of it has the host's name
 _CLONE_NEWNET: Final = 0x40000000
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
-_SLOW: Final = "slow"  # the router's device by which slow packets go
+_SLOW: Final = "slow"  # the router's device for slow packets
 _TABLE: Final = 7  # its route to that device
 _MTU: Final = 1 << 16
 
@@ -36,12 +36,12 @@ Way = tuple[str, str]
 
 
 def _here() -> int:
-    """The namespace of this thread, as a file descriptor."""
+    """This thread's namespace, as a file descriptor."""
     return os.open("/proc/thread-self/ns/net", os.O_RDONLY)
 
 
 def _libc(function: str, *args: int) -> None:
-    """Python has unshare and setns since 3.12 only."""
+    """Call libc: Python has unshare and setns only since 3.12."""
     if getattr(ctypes.CDLL(None, use_errno=True), function)(*args) != 0:
         raise OSError(ctypes.get_errno(), f"{function}: {os.strerror(ctypes.get_errno())}")
 
@@ -69,10 +69,10 @@ def _ip(*commands: str) -> None:
 
 
 class Network:
-    """Hosts that reach each other by way of a router.
+    """Hosts that reach each other through a router.
 
     Args:
-        names: of the hosts.
+        names: the hosts' names.
 
     Raises:
         OSError: this process may not make namespaces, there is no ``ip``, or the kernel lacks something.
@@ -98,7 +98,7 @@ class Network:
         self._namespaces["router"] = _new_namespace()
         with self.inside("router"):
             Path("/proc/sys/net/ipv4/ip_forward").write_text("1")
-            for which in ("all", "default"):  # slow packets come from where nobody expects their source
+            for which in ("all", "default"):  # slow packets arrive on an unexpected device for their source
                 Path(f"/proc/sys/net/ipv4/conf/{which}/rp_filter").write_text("0")
         for i, name in enumerate(self.addresses):
             self._namespaces[name] = _new_namespace()
@@ -115,13 +115,13 @@ class Network:
 
     @contextlib.contextmanager
     def inside(self, name: str) -> Iterator[None]:
-        """This thread, and the threads and processes that it starts, are on that host."""
+        """Put this thread, and the threads and processes it starts, on that host."""
         with _back_home():
             _libc("setns", self._namespaces[name], _CLONE_NEWNET)
             yield
 
     def pull_out(self, name: str) -> None:
-        """The host's own link is down: it has no way to anybody, and knows it."""
+        """Take the host's own link down: it can reach nobody, and knows it."""
         with self.inside(name):
             _ip(f"link set dev {LINK} down")
 
@@ -132,14 +132,14 @@ class Network:
 
     @contextlib.contextmanager
     def cut(self, ways: Iterable[Way]) -> Iterator[None]:
-        """What the first host of a way sends to the second is dropped without a word."""
+        """Silently drop what the first host of each way sends to the second."""
         rules = [f"iif {source} to {self.addresses[target]} blackhole" for source, target in ways]
         with self._ruled(rules):
             yield
 
     @contextlib.contextmanager
     def slow(self, name: str, delay: float, loss: float = 0.0) -> Iterator[None]:
-        """What a host sends comes late by ``delay`` seconds, or with the probability ``loss`` not at all.
+        """Delay what a host sends by ``delay`` seconds, and drop it with probability ``loss``.
 
         As with `tc qdisc add dev eth0 root netem`, which not every kernel has; so the packets take a detour through
         this process.
@@ -178,7 +178,7 @@ def both_ways(name: str, others: Iterable[str]) -> list[Way]:
 
 
 def _carry(device: int, stop: int, delay: float, loss: float) -> None:
-    """Give packets back to the router when they are due; until the other end of ``stop`` is closed."""
+    """Return packets to the router when they are due, until the other end of ``stop`` is closed."""
     chance = random.Random(0)
     late: deque[tuple[float, bytes]] = deque()
     while True:
@@ -191,12 +191,12 @@ def _carry(device: int, stop: int, delay: float, loss: float) -> None:
             if chance.random() >= loss:
                 late.append((time.monotonic() + delay, packet))
         while late and late[0][0] <= time.monotonic():
-            with contextlib.suppress(OSError):  # a packet that the router does not want is lost
+            with contextlib.suppress(OSError):  # a packet that the router refuses is lost
                 os.write(device, late.popleft()[1])
 
 
 class NetworkServer(RedisServer):
-    """A server on the host that this thread is on, for all hosts."""
+    """A server on this thread's host, reachable from all hosts."""
 
     def __init__(self, address: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Peers that are no Redis, or through which a connection to Redis breaks; each for one block."""
+"""Peers that are not Redis, or that break a connection to Redis; each for one block."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def speak_http(connection: socket.socket) -> None:
 
 @dataclass
 class ReplyLoss:
-    """How often a reply has still to be lost, and what was sent to the server."""
+    """How many replies are still to be lost, and what was sent to the server."""
 
     losses: int = 0
     sent: list[bytes] = field(default_factory=list)
@@ -79,9 +79,9 @@ class ReplyLoss:
 
 @contextlib.contextmanager
 def lossy_proxy(server: RedisServer, command: bytes = b"EVALSHA") -> Iterator[tuple[str, ReplyLoss]]:
-    """A proxy that cuts the connection after the server has answered `command`, as often as its `losses` says.
+    """A proxy that cuts the connection after the server has answered `command`, as often as `losses` says.
 
-    Yields the URL to reach the server through it, and the control.
+    Yields the URL that leads through it, and the control.
     """
     control = ReplyLoss()
 

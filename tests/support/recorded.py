@@ -10,8 +10,8 @@ PICTURE = Path(__file__).parents[2] / "docs" / "pictures" / "demo.svg"
 
 
 def words(line: str) -> str:
-    """A line without what differs from run to run: numbers, names of nodes, spaces, and a plural."""
-    line = re.sub(r"run\sdemo-\w+", "run demo", line)  # which spaces an image keeps are others
+    """A line without what differs from run to run: numbers, node names, spaces, and plurals."""
+    line = re.sub(r"run\sdemo-\w+", "run demo", line)  # an image keeps other spaces
     return re.sub(r"[\d.:]+|\b[A-Z]\b|\s|[─━╭╮╰╯│]", "", line.replace("step to redo", "steps to redo"))
 
 

@@ -24,7 +24,7 @@ def state(node: RedisRendezvousHandler) -> Run | None:
 
 
 def record(node: RedisRendezvousHandler) -> Any:
-    """What of the run must be there again."""
+    """The parts of the run that must be there again."""
     run = state(node)
     return run and (
         run.epoch,
@@ -48,7 +48,7 @@ def events(node: RedisRendezvousHandler, kind: str) -> list[Any]:
 
 
 def until(condition: Callable[[], Any], what: str, seconds: float = 10) -> None:
-    """Wait for something that another process or thread brings about."""
+    """Wait for something done by another process or thread."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"not within {seconds} s: {what}"

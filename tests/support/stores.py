@@ -1,4 +1,4 @@
-"""What the tests of stores share: times, threads, and stores that are closed or emptied again."""
+"""What the tests of stores share: time limits, threads, and stores that are closed or emptied afterwards."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from redelastic.store import RedisStore
 
 SHORT = timedelta(milliseconds=30)
 LONG = timedelta(seconds=20)
-SOON = 5.0  # within which what is due at once has to happen on a busy machine, in seconds
+SOON = 5.0  # limit on a busy machine for what is due at once, in seconds
 
 
 def in_thread(function: Callable[..., Any], *args: Any) -> Future[Any]:
@@ -35,7 +35,7 @@ def in_thread(function: Callable[..., Any], *args: Any) -> Future[Any]:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    """Wait until a server or a thread has got so far: a state of theirs, which wakes nobody."""
+    """Wait until a server or a thread reaches a state that wakes nobody."""
     deadline = time.monotonic() + SOON
     while not condition():
         assert time.monotonic() < deadline, "it never came so far"
@@ -57,7 +57,7 @@ def store(server: RedisServer, run_id: str) -> Iterator[RedisStore]:
 
 @pytest.fixture(scope="module")
 def shared_tcp_store() -> Any:
-    """One for all tests: where no name server answers, each new one looks up a name for five seconds, now and then."""
+    """One store for all tests: if no name server answers, creating one sometimes takes five seconds for a lookup."""
     return dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
 
 

@@ -60,7 +60,7 @@ def make_certificates(folder: Path) -> Certificates:
             .not_valid_after(now + dt.timedelta(days=1))
             .add_extension(x509.BasicConstraints(ca=signer is None, path_length=None), critical=True)
             .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(HOST))]), critical=False)
-            # From Python 3.13 on a certificate without these three is refused
+            # Since Python 3.13, a certificate without these three is refused
             .add_extension(_key_usage(ca=signer is None), critical=True)
             .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
             .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key()), critical=False)
@@ -85,7 +85,7 @@ def make_certificates(folder: Path) -> Certificates:
 
 
 def encrypt_key(source: str, target: str) -> None:
-    """Writes a private key again, behind a password."""
+    """Rewrite a private key, protected by a password."""
     key = serialization.load_pem_private_key(Path(source).read_bytes(), None)
     encryption = serialization.BestAvailableEncryption(b"key-password")
     Path(target).write_bytes(

@@ -1,4 +1,4 @@
-"""A Redis that speaks TLS: by itself, which the embedded one cannot, or behind a terminator."""
+"""A Redis that speaks TLS: natively, which the embedded one cannot, or behind a terminator."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ WHO_SPEAKS_TLS: Final = ("redis", "terminator")
 def tls_server(
     who: str, password: str | None, certificates: Certificates, *, ask_clients: bool, certificate: str = ""
 ) -> Iterator[tuple[RedisServer, str]]:
-    """A server and its URL, ``rediss://``; the test is skipped if Redis is to speak TLS and was built without.
+    """A server and its URL, ``rediss://``; the test is skipped if Redis should speak TLS and was built without it.
 
     Args:
         who: of :data:`WHO_SPEAKS_TLS`.
-        password: of the server; None has it choose one, which the URL leaves out.
-        certificates: whose server's are used.
+        password: of the server; with None it chooses one, which the URL leaves out.
+        certificates: whose server certificate is used.
         ask_clients: whether clients need a certificate.
-        certificate: the server's own, if it is another.
+        certificate: the server's own, if different.
     """
     settings = {
         "tls-cert-file": certificate or certificates.server,
@@ -78,7 +78,7 @@ class _Terminator(socketserver.ThreadingTCPServer):
 
 
 def _hand_on(client: ssl.SSLSocket, target: int) -> None:
-    """Pass on what client and server say, until one of them has had enough."""
+    """Relay between client and server until one of them hangs up."""
     with socket.create_connection((servers.HOST, target)) as server:
         while True:
             ready = [client] if client.pending() else select.select([client, server], [], [])[0]

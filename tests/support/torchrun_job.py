@@ -1,4 +1,4 @@
-"""A job of real torchrun or `redelastic run` processes, each a node: kill, freeze them, and read what workers did."""
+"""A job of real torchrun or `redelastic run` processes, each a node: kill or freeze them, and read what workers did."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 TRAIN: Final = Path(__file__).parent / "workers" / "train.py"
-TOKEN: Final = "TEST_JOB"  # environment variable by which every process of a job is known, orphans too
-LIMIT: Final = 60.0  # for anything to happen, in seconds: far above what it takes, this is no test of speed
+TOKEN: Final = "TEST_JOB"  # environment variable that identifies every process of a job, orphans too
+LIMIT: Final = 60.0  # for anything to happen, in seconds: far above what it takes; this is not a test of speed
 POLL: Final = 0.05
 CONF: Final[Mapping[str, float]] = {
     "keep_alive_interval": 0.4,
     "keep_alive_max_attempt": 3,
-    "last_call_timeout": 60,  # a first group is complete when max_nodes have joined, unless a test says otherwise
+    "last_call_timeout": 60,  # the first group is complete once max_nodes have joined, unless a test says otherwise
     "join_timeout": 60,
 }
 
@@ -80,7 +80,7 @@ class Node:
 
     def __init__(self, name: str, command: list[str], env: dict[str, str], directory: Path) -> None:
         self.name = name
-        self.may_end = False  # whether the test expects it to end, or has killed it
+        self.may_end = False  # whether the test expects it to end or has killed it
         self._err, self._out = directory / f"{name}.err", directory / f"{name}.out"
         with self._err.open("wb") as err, self._out.open("wb") as out:
             self.process = subprocess.Popen(command, env=env, stdout=out, stderr=err, start_new_session=True)
@@ -104,20 +104,20 @@ class Node:
                 process.send_signal(number)
 
     def kill(self) -> None:
-        """As when the machine dies: the agent and all its workers are gone at once."""
+        """Kill it as if its machine died: the agent and all its workers at once."""
         self.may_end = True
-        self.freeze()  # or the warden might still say that the agent is dead
+        self.freeze()  # or the warden might still report the dead agent
         self._signal_tree(signal.SIGKILL)
 
     def kill_agent_alone(self) -> list[psutil.Process]:
-        """The workers, which live on, are returned."""
+        """Kill only the agent; returns the workers, which live on."""
         self.may_end = True
         agent, *workers = self.tree()
         agent.kill()
         return workers
 
     def terminate(self) -> None:
-        """As a scheduler does it: SIGTERM to the agent."""
+        """End it as a scheduler does: SIGTERM to the agent."""
         self.may_end = True
         self.process.terminate()
 
@@ -129,15 +129,15 @@ class Node:
 
 
 class Job:
-    """Nodes with one run id on one server.
+    """Nodes that share a run id and a server.
 
     Args:
-        server: on which Redis.
+        server: the Redis.
         directory: for logs, records and checkpoints.
-        nnodes: as torchrun takes it, "min:max".
-        nproc: workers of each node.
-        conf: what differs from `CONF`.
-        agent: whether nodes are started by `redelastic run`, with our agent; else by torchrun.
+        nnodes: as for torchrun, "min:max".
+        nproc: workers per node.
+        conf: overrides of `CONF`.
+        agent: whether to start nodes with `redelastic run` and our agent; else with torchrun.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class Job:
         self.conf = {**CONF, **(conf or {})}
         self.nodes: dict[str, Node] = {}
         self._token = uuid.uuid4().hex
-        self._lines: list[Line] = []  # those of the record, of which so many bytes have been read
+        self._lines: list[Line] = []  # the record's lines so far; `_read` bytes of it are read
         self._read = 0
         directory.mkdir(parents=True, exist_ok=True)
         self._client = server.get_client(decode_responses=True)
@@ -189,7 +189,7 @@ class Job:
         script: Path = TRAIN,
         arguments: Iterable[str] = (),
     ) -> None:
-        """Start nodes; the options are the launcher's, the arguments the script's; `conf` differs from the job's."""
+        """Start nodes; options are the launcher's, arguments the script's; `conf` overrides the job's."""
         for name in names:
             torchrun = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=redis"]
             ours = [sys.executable, "-m", "redelastic.cli", "run", f"--node-name={name}"]
@@ -204,7 +204,7 @@ class Job:
             self.nodes[name].may_end = may_end
 
     def settings(self, conf: Mapping[str, float] | None = None) -> str:
-        """The rendezvous' parameters, as `--rdzv-conf` takes them."""
+        """The rendezvous parameters, as for `--rdzv-conf`."""
         return ",".join(f"{name}={value}" for name, value in {**self.conf, **(conf or {})}.items())
 
     def launch(self, name: str, command: list[str], env: Mapping[str, str] | None = None) -> None:
@@ -219,10 +219,10 @@ class Job:
         return time.time()
 
     def tell(self, name: str) -> None:
-        """Make one of the files that steer the workers."""
+        """Create one of the files that steer the workers."""
         (self.directory / name).touch()
 
-    # -- seeing
+    # -- observing
 
     def lines(self, event: str | None = None) -> list[Line]:
         """What the workers have recorded so far."""
@@ -238,7 +238,7 @@ class Job:
 
     @property
     def epoch(self) -> int:
-        """The newest epoch in which a step was made."""
+        """The newest epoch with a step."""
         return max((line.epoch for line in self.lines("step")), default=0)
 
     def ranks(self, epoch: int) -> dict[str, int]:
@@ -251,7 +251,7 @@ class Job:
         return [self.nodes[name] for name in sorted(ranks, key=ranks.__getitem__)]
 
     def redis(self, name: str) -> Any:
-        """One of the run's keys, as `keys.py` names them."""
+        """The contents of one of the run's keys, named as in `keys.py`."""
         key = f"redelastic:{{{self.run_id}}}:{name}"
         readers: dict[str, Callable[[str], Any]] = {
             "hash": self._client.hgetall,
@@ -263,7 +263,7 @@ class Job:
         return readers[kind](key) if kind in readers else None
 
     def wait(self, what: str, condition: Callable[[], T], limit: float = LIMIT) -> T:
-        """Wait until a condition holds, and return what it gave; fail at once when a node ends that should not."""
+        """Wait until a condition holds, and return its value; fail at once if a node ends that should not."""
         deadline = time.monotonic() + limit
         while True:
             if value := condition():
@@ -279,12 +279,12 @@ class Job:
             time.sleep(POLL)
 
     def wait_round(self, nodes: Iterable[str], after: int | None = None, *, fault: float | None = None) -> int:
-        """Wait until these nodes, and no others, have made two steps in a round of theirs; returns its epoch.
+        """Wait until exactly these nodes have made two steps in a round together; returns its epoch.
 
         Args:
             nodes: their names.
-            after: the round's epoch is later than this one; the newest one with steps when None.
-            fault: time of what made the round necessary, to print how long it took.
+            after: the round's epoch must be later than this; None for the newest with steps.
+            fault: time of the fault behind the round, to print how long recovery took.
         """
         names = set(nodes)
         earlier = self.epoch if after is None else after
@@ -302,7 +302,7 @@ class Job:
         return epoch
 
     def note_recovery(self, epoch: int, fault: float) -> None:
-        """Print how long after a fault the round was complete that it made necessary, and trained."""
+        """Print how long after a fault the resulting round was complete, and how long until it trained."""
         nodes = len(self.ranks(epoch))
         first = min(line.time for line in self.lines("step") if line.epoch == epoch)
         started = min(line.time for line in self.lines("start") if line.epoch == epoch)
@@ -324,14 +324,14 @@ class Job:
         return times[-1] if times else float("nan")
 
     def wait_end(self, name: str, limit: float = LIMIT) -> int:
-        """Wait until a node has ended; returns its exit status."""
+        """Wait for a node to end; returns its exit status."""
         node = self.nodes[name]
         node.may_end = True
         self.wait(f"node {name} has ended", lambda: node.process.poll() is not None, limit)
         return int(node.process.returncode)
 
     def report(self) -> str:
-        """All that helps to see what went wrong."""
+        """Everything that helps to see what went wrong."""
         with contextlib.suppress(Exception):
             keys = {name: self.redis(name) for name in ("run", "ranks", "members", "candidates", "leases", "wake")}
             redis = "\n".join(f"    {name}: {value}" for name, value in keys.items())
@@ -342,7 +342,7 @@ class Job:
             return f"\n  Redis:\n{redis}\n  the workers' last records:\n{lines}\n{logs}"
         return "\n  (no report could be made)"
 
-    # -- judging
+    # -- verdicts
 
     def checkpoint(self) -> dict[str, Any]:
         """The newest one."""
@@ -350,7 +350,7 @@ class Job:
         return dict(json.loads(newest.read_text()))
 
     def finish(self, *names: str) -> None:
-        """Let the workers finish, and judge the whole job; these nodes have to end with status 0."""
+        """Let the workers finish, and judge the whole job; these nodes must end with status 0."""
         self.tell("finish")
         for name in names:
             status = self.wait_end(name)
@@ -373,7 +373,7 @@ class Job:
         self.check_rounds()
 
     def check_rounds(self) -> None:
-        """The rounds were as I2 to I4 promise."""
+        """Check that the rounds were as I2 to I4 promise."""
         first_step: dict[int, float] = {}
         of_epoch: defaultdict[int, list[Line]] = defaultdict(list)
         of_node: defaultdict[str, list[int]] = defaultdict(list)
@@ -389,7 +389,7 @@ class Job:
             [world] = worlds
             assert self.min_nodes <= world / self.nproc <= self.max_nodes, f"world size {world} of epoch {epoch}"
             ranks = sorted(line.rank for line in lines)
-            # a worker that was killed while its group was being made has left no record
+            # a worker killed while its group was forming has left no record
             assert len(set(ranks)) == len(ranks), f"ranks {ranks} of epoch {epoch}"
             assert set(ranks) <= set(range(world)), f"ranks {ranks} of epoch {epoch}"
             if epoch in first_step:

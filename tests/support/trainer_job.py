@@ -1,4 +1,4 @@
-"""A job whose nodes run a recipe's training script as it stands, through `workers/paced.py`."""
+"""A job whose nodes run a recipe's unmodified training script through `workers/paced.py`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PACED: Final = Path(__file__).parent / "workers" / "paced.py"
 ENVIRONMENT: Final = {
     "HF_HUB_OFFLINE": "1",
     "PET_SHUTDOWN_TIMEOUT": "300",  # a worker that does not end at SIGTERM fails the test
-    "PET_DRAIN_TIMEOUT": "300",  # one that does not save fails it too
+    "PET_DRAIN_TIMEOUT": "300",  # so does one that does not save
 }
 HOLD: Final = 25  # the step after which workers wait
 START: Final = 150.0  # for workers to import their library, in seconds
@@ -32,12 +32,12 @@ class TrainerJob(Job):
         return self.directory / "saved"
 
     def train(self, script: str, *names: str, **more: Any) -> None:
-        """Start nodes; a training has 30 steps and saves after 10 and 20."""
+        """Start nodes; a training run has 30 steps and saves after 10 and 20."""
         _, _, *arguments = self._script(script)
         self.start(*names, script=PACED, arguments=arguments, env=ENVIRONMENT, **more)
 
     def train_by_accelerate(self, *names: str) -> None:
-        """Start nodes by `accelerate.sh` with the script that belongs to it."""
+        """Start nodes with `accelerate.sh` and its script."""
         recipe = (EXAMPLES / "accelerate.sh").read_text()
         edited = re.sub(r"(?m)^script=\(.*?\)", f"script=({shlex.join(self._script('train_accelerate.py'))})", recipe)
         assert edited != recipe
@@ -49,12 +49,12 @@ class TrainerJob(Job):
             self.launch(name, ["bash", str(copy), self.run_id, f"--rdzv_conf={self.settings()}"], own)
 
     def _script(self, name: str) -> list[str]:
-        """The command line, without Python, by which a node's workers run a script."""
+        """The command line, without Python, with which a node's workers run a script."""
         own = [str(PACED), str(self.directory), str(HOLD)]
         return [*own, str(EXAMPLES / name), str(self.saved), "--steps=30", "--save-every=10"]
 
     def wait_held(self, names: Iterable[str], after: int = 0) -> int:
-        """Wait until the workers of these nodes, and no others, are held in a round after epoch `after`; its epoch."""
+        """Wait until exactly these nodes' workers are held in a round after epoch `after`; returns its epoch."""
         names = set(names)
 
         def held() -> int:
@@ -66,9 +66,9 @@ class TrainerJob(Job):
         return self.wait(f"{sorted(names)} are held after epoch {after}", held, START)
 
     def wait_steps(self, after: int) -> int:
-        """Wait until a step was made in a round after epoch `after`; its epoch."""
+        """Wait for a step in a round after epoch `after`; returns its epoch."""
         return self.wait(f"steps are made after epoch {after}", lambda: self.epoch if self.epoch > after else 0, START)
 
     def first_step(self, epoch: int) -> int:
-        """The first step that was made in a round."""
+        """The first step made in a round."""
         return min(line.step for line in self.lines("step") if line.epoch == epoch)

@@ -23,7 +23,7 @@ def environment(action: str = "", more: Mapping[str, str] | None = None) -> dict
 
 
 def run(directory: Path, action: str, *options: str, **more: Any) -> subprocess.CompletedProcess[str]:
-    """One node on a server of its own, whose worker misbehaves."""
+    """Run one node, whose worker misbehaves, on its own server."""
     command = [*OURS, "--standalone", *options, str(UNRULY), str(directory)]
     more = {"capture_output": True} | more
     return subprocess.run(command, env=environment(action), text=True, timeout=LIMIT, check=False, **more)
@@ -47,7 +47,7 @@ class Unruly(AgentJob):
         self.start(*names, script=UNRULY, env={"UNRULY": action}, may_end=True, **more)
 
     def lose_redis(self) -> None:
-        """Kill the server for good, once all workers run, and wait until the nodes know."""
+        """Once all workers run, kill the server for good, and wait until the nodes know."""
         for name in self.nodes:
             self.wait_file(f"{name}-started")
         self.server.kill()

@@ -31,7 +31,7 @@ def nodes(url: str, run_id: str, count: int, **config: Any) -> Iterator[list[Red
     made: list[RedisRendezvousHandler] = []
     try:
         for _ in range(count):
-            made.append(make_node(url, run_id, count, count, **config))  # noqa: PERF401  (what was made is shut down)
+            made.append(make_node(url, run_id, count, count, **config))  # noqa: PERF401  (everything made is shut down)
         yield made
     finally:
         for node in made:
@@ -47,7 +47,7 @@ def rendezvous(members: Sequence[RedisRendezvousHandler]) -> list[RendezvousInfo
 
 
 def use_store(store: RedisStore, other: RedisStore) -> None:
-    """Every verb, and what blocks is woken by the other handle."""
+    """Use every verb; blocked calls are woken by the other handle."""
     with ThreadPoolExecutor(1) as pool:
         getting = pool.submit(store.get, "late")
         other.set("late", "value")

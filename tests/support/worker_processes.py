@@ -1,4 +1,4 @@
-"""Workers that fork, hide and do not end: their programs, their tree, and what the tests ask of their processes."""
+"""Workers that fork, hide and do not end: their programs, their tree, and checks on their processes."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ import pytest
 from redelastic.agent.workers import warden
 from redelastic.agent.workers.processes import ProcessTree
 
-DEADLINE = 30.0  # for what takes well below a second, in seconds
+DEADLINE = 30.0  # for what normally takes well under a second, in seconds
 LIFE = 90  # of a process that nobody ends, in seconds
 
-# What the workers below have in common. `say` makes known, under a name, the pid of the process that calls it.
+# What the workers below have in common. `say` publishes the caller's pid under a name.
 PRELUDE = f"""
 import os, signal, sys, time
 folder = sys.argv[1]
@@ -64,7 +64,7 @@ live()
 """
 )
 BARE_IN_SESSION = PRELUDE + "daemon(lambda: bare('left'), session=False); say('worker'); live()"
-SECRETIVE = (  # at first a child without an environment in a session of its own; after "go" an orphan
+SECRETIVE = (  # first a child without an environment in its own session; after "go" an orphan
     PRELUDE
     + """
 if os.fork() == 0:
@@ -94,7 +94,7 @@ def tree() -> Iterator[ProcessTree]:
 
 @pytest.fixture
 def start(tree: ProcessTree, tmp_path: Path) -> Iterator[Start]:
-    """Starts workers of ``tree``, as torch starts them; their standard output ends with the last of their processes."""
+    """Start workers of ``tree`` the way torch does; their stdout ends with the last of their processes."""
     made: list[subprocess.Popen[bytes]] = []
 
     def start(source: str) -> subprocess.Popen[bytes]:
@@ -152,7 +152,7 @@ def ended(worker: subprocess.Popen[bytes]) -> None:
 def reuse(pid: int, began: float, command: list[str]) -> psutil.Popen:
     """Start ``command`` with the pid of a dead process that ``began`` then.
 
-    The kernel tells start times to 10 ms: one that began in the same tick would be that process in all we can see.
+    The kernel reports start times to 10 ms: one begun in the same tick would look like the same process.
     """
     for _ in range(200):
         try:

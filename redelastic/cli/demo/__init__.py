@@ -1,4 +1,4 @@
-"""``redelastic demo``: a training that loses the node of rank 0, goes on, and takes a replacement in."""
+"""``redelastic demo``: a training run that loses the node of rank 0, goes on, and takes in a replacement."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The demo's nodes, each a `redelastic run`, and what is heard of them: one queue of events from all sides."""
+"""The demo's nodes, each a `redelastic run`, and what they report: one queue of events from all sources."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from redelastic.redis.server import RedisServer
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-PRELOAD: Final = "torch,torch._dynamo,numpy"  # with the second, which DDP and optimizers import when they are made
+PRELOAD: Final = "torch,torch._dynamo,numpy"  # including the second, which DDP and optimizers import when created
 GONE_WITHIN: Final = 10.0  # how long killed processes may take to disappear, in seconds
 LOG_TAIL: Final = 15  # lines
 
-_NODE_ID: Final = re.compile(r"\S+-(?P<pid>\d+)-[0-9a-f]{12}")  # host, pid of the agent, something random
+_NODE_ID: Final = re.compile(r"\S+-(?P<pid>\d+)-[0-9a-f]{12}")  # host, pid of the agent, a random part
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Reported:
 
 @dataclass(frozen=True)
 class Changed:
-    """The run changed, or a node asks who is there: ``broken``, ``complete``, ``closed``, ``roll_call``, ….
+    """The run changed, or a node calls the roll: ``broken``, ``complete``, ``closed``, ``roll_call``, ….
 
     Attributes:
         event: which of them.
@@ -69,26 +69,26 @@ class Exited:
 
 @dataclass(frozen=True)
 class Interrupted:
-    """This process got a signal that asks it to end."""
+    """This process received a signal to end."""
 
     signal: int
 
 
 Event = Reported | Changed | Exited | Interrupted
-Events = queue.SimpleQueue[Event]  # its put may be called from a signal handler, that of queue.Queue may not
+Events = queue.SimpleQueue[Event]  # unlike queue.Queue's, its put may be called from a signal handler
 
 
 class Nodes:
     """Starts nodes of one run on this machine, kills them, and listens to them.
 
-    As a context manager it ends every process that is left.
+    As a context manager, it ends all remaining processes on exit.
 
     Args:
-        server: of the run; its URL reaches the nodes through their environment, never through a command line.
+        server: the run's; its URL reaches the nodes through their environment, never through a command line.
         folder: for all their files.
-        nnodes: fewest and most nodes of a round, as in torchrun's ``--nnodes``.
-        command: the training's module and arguments, for ``-m``.
-        events: where what is heard of them goes.
+        nnodes: minimum and maximum number of nodes, as in torchrun's ``--nnodes``.
+        command: the training script's module and arguments, for ``-m``.
+        events: the queue for what the nodes report.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Nodes:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with contextlib.ExitStack() as stack:  # does the rest also when something is in the way of one
+        with contextlib.ExitStack() as stack:  # if one step fails, the rest still runs
             stack.callback(self._client.close)
             stack.callback(self._watcher.join)
             stack.callback(self._stopping.set)
@@ -141,13 +141,13 @@ class Nodes:
                 text=True,
                 cwd=self._folder,
                 env=self._environment,
-                start_new_session=True,  # the terminal's Ctrl-C is for the demo, which then ends the nodes
+                start_new_session=True,  # the terminal's Ctrl-C goes to the demo, which then ends the nodes
             )
         threading.Thread(target=self._listen, args=(name, process), name=f"demo-{name}", daemon=True).start()
         return name
 
     def kill(self, name: str) -> int:
-        """End a node as a power failure would, agent and workers at once; returns how many processes that were."""
+        """End a node as a power failure would, agent and workers at once; returns how many processes there were."""
         return kill_tree(self._processes[name])
 
     def log(self, name: str) -> Path:
@@ -162,19 +162,19 @@ class Nodes:
         assert process.stdout is not None  # noqa: S101
         with process.stdout as lines:
             for line in lines:
-                with contextlib.suppress(ValueError):  # something that torch prints
+                with contextlib.suppress(ValueError):  # something printed by torch
                     if isinstance(fields := json.loads(line), dict):
                         self._events.put(Reported(name, fields))
         self._events.put(Exited(name, process.wait()))
 
     def _watch(self) -> None:
-        """Read the run's wake-ups, the very stream by which Redis tells its nodes that something changed."""
+        """Read the run's wake-ups, the same stream that tells nodes that something changed."""
         seen = "0-0"
         while not self._stopping.is_set():
             try:
                 reply: Any = self._client.xread({self._wake_key: seen}, block=200)
                 for _, entries in reply or ():
-                    for seen, entry in entries:  # noqa: B007  # the last one counts
+                    for seen, entry in entries:  # noqa: B007  # only the last one counts
                         self._events.put(self._understand(entry))
             except redis.RedisError:  # noqa: PERF203  # what breaks is the connection, not the loop
                 self._stopping.wait(0.2)
@@ -193,10 +193,10 @@ class Nodes:
 
 
 def kill_tree(process: subprocess.Popen[str]) -> int:
-    """Send SIGKILL to a process and to all below it, and wait until they are gone; returns how many they were.
+    """Send SIGKILL to a process and all its descendants, and wait until they are gone; returns how many there were.
 
-    Workers are in sessions of their own, so there is no group to send it to; and the agent is stopped
-    first, so that it starts no worker that is not seen.
+    Workers have sessions of their own, so there is no common group to signal; and the agent is stopped
+    first, so that it starts no worker unseen.
 
     Raises:
         TimeoutError: one of them is still there after 10 seconds.
@@ -223,16 +223,16 @@ def kill_tree(process: subprocess.Popen[str]) -> int:
 
 def _is_alive(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE  # init may be slow to bury it
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE  # init may be slow to reap it
     return False
 
 
 def _environment(url: str, folder: Path) -> dict[str, str]:
-    """What the nodes find in their environment."""
-    # An outer torchrun's own settings are not for these nodes.
+    """The nodes' environment."""
+    # An outer torchrun's own settings must not reach these nodes.
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PET_", "TORCHELASTIC_"))}
     if sys.platform == "linux":
-        inherited["GLOO_SOCKET_IFNAME"] = "lo"  # all nodes are here: whatever this host's name resolves to
+        inherited["GLOO_SOCKET_IFNAME"] = "lo"  # all nodes are on this host, whatever its name resolves to
     return inherited | {
         "REDELASTIC_REDIS_URL": url,
         "OMP_NUM_THREADS": "1",

@@ -1,4 +1,4 @@
-"""Puts the demo together, and takes everything away again, however it ends."""
+"""Sets the demo up, and cleans everything up again, however it ends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .view import View
 
 
 def play(plan: Plan) -> int:
-    """Run the demo from the first node's start to the end of the last one.
+    """Run the demo from the first node's start to the last one's end.
 
     Returns:
         The exit code: 0 if all went as promised, 1 if not, 128 + n when signal n ended it.
@@ -26,7 +26,7 @@ def play(plan: Plan) -> int:
     events: Events = queue.SimpleQueue()
     try:
         with (
-            _signals_become(events),  # first, so that the clean-up is not interrupted
+            _signals_become(events),  # first, so that the cleanup is not interrupted
             tempfile.TemporaryDirectory(prefix="redelastic-demo-") as folder,
             RedisServer() as server,
             Nodes(server, Path(folder), plan.nnodes, _training(plan, folder), events) as nodes,
@@ -46,7 +46,7 @@ def play(plan: Plan) -> int:
 
 
 def _training(plan: Plan, folder: str) -> list[str]:
-    """Module and arguments."""
+    """The training script's module and arguments."""
     command = ["redelastic.cli.demo.train", f"--checkpoint={folder}/checkpoint.pt", f"--steps={STEPS}"]
     command += [f"--save-every={SAVE_EVERY}", f"--pace={PACE}", f"--batch={BATCH}", f"--seed={plan.seed}"]
     return command
@@ -54,7 +54,7 @@ def _training(plan: Plan, folder: str) -> list[str]:
 
 @contextlib.contextmanager
 def _signals_become(events: Events) -> Iterator[None]:
-    """What asks this process to end is an event among the others."""
+    """Turn signals that ask this process to end into events like any other."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {
         number: signal.signal(number, lambda number, _frame: events.put(Interrupted(number))) for number in numbers

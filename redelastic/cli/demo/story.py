@@ -1,4 +1,4 @@
-"""What happens in the demo, and whether it was what the demo promises."""
+"""What happens in the demo, and whether it is what the demo promises."""
 
 from __future__ import annotations
 
@@ -17,11 +17,9 @@ from .view import Round, View
 
 STEPS: Final = 500
 SAVE_EVERY: Final = 10
-PACE: Final = (
-    0.05  # seconds a step takes at least: a replacement that starts in mid-training has to join before its end
-)
+PACE: Final = 0.05  # minimum seconds per step: a replacement that starts mid-training must join before the end
 BATCH: Final = 128
-ACCURACY: Final = 0.95  # that is promised
+ACCURACY: Final = 0.95  # as promised
 TIME_LIMIT: Final = 240.0  # for everything, in seconds
 TOO_LATE: Final = "the training was over before the replacement joined; this machine is very busy: try again"
 
@@ -31,7 +29,7 @@ class DemoError(Exception):
 
 
 class InterruptedDemoError(Exception):
-    """A signal asked to end."""
+    """A signal asked the demo to end."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -40,7 +38,7 @@ class InterruptedDemoError(Exception):
 
 @dataclass(frozen=True)
 class Plan:
-    """What is asked for; see the command's options."""
+    """What the user asked for; see the command's options."""
 
     nodes: int
     kill: bool
@@ -48,21 +46,21 @@ class Plan:
 
     @property
     def nnodes(self) -> tuple[int, int]:
-        """Fewest and most nodes of a round."""
+        """Minimum and maximum number of nodes."""
         return (self.nodes - 1 if self.kill else self.nodes), self.nodes
 
     @property
     def kill_at(self) -> int:
-        """After which step the node of rank 0 is killed: somewhere between two checkpoints, early in the training."""
+        """The step after which the node of rank 0 is killed: between two checkpoints, early in the run."""
         return STEPS // 5 + random.Random(self.seed).randrange(1, SAVE_EVERY)
 
 
 class Story:
-    """Takes the events in and acts on them: kills, replaces, and keeps the record.
+    """Takes in events and acts on them: kills, replaces, and keeps records.
 
     Args:
-        plan: what is asked for.
-        nodes: of the run.
+        plan: what the user asked for.
+        nodes: the run's nodes.
         view: shows what happens.
         events: from the nodes.
     """
@@ -75,13 +73,13 @@ class Story:
         self._victim: str | None = None
         self._killed_at = 0.0
         self._replacement: str | None = None
-        self._last_step = 0  # that any round has done
+        self._last_step = 0  # done by any round
         self._redone = 0
         self._result: dict[str, Any] | None = None
         self._launched = time.monotonic()
 
     def introduce(self, endpoint: str) -> None:
-        """Say what is going to happen; ``endpoint`` is that of Redis, without its password."""
+        """Say what is going to happen; ``endpoint`` is Redis' address, without the password."""
         kill = "Rank 0's node is killed while it trains; later a replacement joins."
         self._view.introduce(
             "redelastic demo",
@@ -98,7 +96,7 @@ class Story:
 
         Raises:
             DemoError: it does not go as promised.
-            InterruptedDemoError: a signal asked to end.
+            InterruptedDemoError: a signal asked the demo to end.
         """
         for _ in range(self._plan.nodes):
             self._set(self._nodes.start(), "starting")
@@ -218,7 +216,7 @@ class Story:
     # -- the end
 
     def conclude(self) -> None:
-        """Show what came of it.
+        """Show the outcome.
 
         Raises:
             DemoError: it is not what was promised.

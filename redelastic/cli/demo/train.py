@@ -1,11 +1,11 @@
-"""The demo's training: plain DDP that goes on from its checkpoint, with as many nodes as there are.
+"""The demo's training script: plain DDP that resumes from its checkpoint, on any number of nodes.
 
-What is redelastic's in it: ``should_checkpoint()``, ``progress()`` and the round's epoch in the environment, by which a
-checkpoint refuses the writer of a round that is over. A new run goes on from another one's checkpoint, whose writers
+It uses redelastic's ``should_checkpoint()`` and ``progress()``, and the round's epoch in the environment, by which a
+checkpoint refuses writers of past rounds. A new run resumes from an earlier run's checkpoint, whose writers
 are refused from then on. Run it under any torchrun: ``torchrun … -m redelastic.cli.demo.train --checkpoint F``.
 
 Which samples a step takes depends on the seed and the step alone, and the loss is a mean over the global batch: the
-result does not depend on how many nodes there were at which step. Rank 0 reports on stdout, one JSON object a line.
+result does not depend on how many nodes took part in which step. Rank 0 reports on stdout, one JSON object per line.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def main() -> None:
         save_checkpoint(options.checkpoint, owner, before, {"step": step, "samples": samples, **states})
 
     if rank == 0:
-        save()  # the checkpoint is this round's from now on: an older round's rank 0 cannot write it any more
+        save()  # from now on the checkpoint is this round's: an older round's rank 0 can no longer write it
         report("start", epoch=epoch, step=step, world_size=world_size)
     while step < options.steps:
         started = time.monotonic()
@@ -96,16 +96,16 @@ def main() -> None:
 
 
 def global_batch(step: int, batch: int, seed: int, size: int) -> Tensor:
-    """Indices of the samples of a step: each pass over the data has an order of its own."""
+    """The indices of a step's samples: each pass over the data has its own order."""
     data_pass, position = divmod(step, size // batch)
     order = np.random.default_rng((seed, data_pass)).permutation(size)
     return torch.from_numpy(order[position * batch :][:batch])
 
 
 def load_data() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Scikit-learn's handwritten digits: images and labels to train with, and those that are held out.
+    """Scikit-learn's handwritten digits: images and labels for training, and those held out.
 
-    They are read from the file that it installs: to import scikit-learn, at each restart, takes as long as torch.
+    Read from the file it installs: importing scikit-learn at each restart takes as long as torch.
     """
     digits = importlib.metadata.distribution("scikit-learn").locate_file("sklearn/datasets/data/digits.csv.gz")
     table = np.loadtxt(str(digits), delimiter=",")
@@ -132,7 +132,7 @@ def make_network() -> nn.Module:
 
 
 def measure(model: nn.Module, test: tuple[Tensor, Tensor]) -> float:
-    """Share of the held-out images that are recognised."""
+    """The share of held-out images that are recognised."""
     images, labels = test
     with torch.no_grad():
         right = int((model(images).argmax(1) == labels).sum())
@@ -140,7 +140,7 @@ def measure(model: nn.Module, test: tuple[Tensor, Tensor]) -> float:
 
 
 def resume(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, int, Owner | None]:
-    """Take over the checkpoint, if there is one: rank 0 reads it, so that all have the same.
+    """Take over the checkpoint, if any: rank 0 reads it, so that all ranks have the same one.
 
     Returns:
         Steps and samples so far, and whose checkpoint it was.
@@ -163,28 +163,28 @@ def load_checkpoint(path: Path) -> State | None:
 
 
 def owner_of(state: State) -> Owner:
-    """Which round of which run has written a checkpoint."""
+    """Which round of which run wrote a checkpoint."""
     return state["run"], state["epoch"]
 
 
 def save_checkpoint(path: Path, owner: Owner, before: Owner | None, training: State) -> None:
-    """Replace the checkpoint as a whole: who reads it finds the old one or the new one.
+    """Replace the checkpoint atomically: readers find the old one or the new one.
 
     Args:
         path: of the file.
-        owner: who saves.
-        before: whose checkpoint this training went on from.
+        owner: the round that saves.
+        before: the owner of the checkpoint that this training resumed from.
         training: what is saved.
 
     Raises:
-        RuntimeError: it is a later round's, or another run's that has taken it over: this process was left behind, and
-            must not undo what they have done.
+        RuntimeError: it belongs to a later round, or to a run that took it over: this process was left behind, and
+            must not undo their work.
     """
     with path.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # nobody comes between the look at the epoch and the replacement
+        fcntl.flock(lock, fcntl.LOCK_EX)  # nothing may come between the epoch check and the replacement
         newest = load_checkpoint(path)
         if newest is not None and (found := owner_of(newest)) not in (owner, before):
-            run, epoch = found  # an epoch orders the rounds of one run, and no others
+            run, epoch = found  # epochs only order rounds of the same run
             if run != owner[0] or epoch > owner[1]:
                 later, over = f"round {epoch} of run {run!r}", f"round {owner[1]} of run {owner[0]!r}"
                 raise RuntimeError(f"The checkpoint {path} is of {later}: {over} is over.")
@@ -194,8 +194,8 @@ def save_checkpoint(path: Path, owner: Owner, before: Owner | None, training: St
 
 
 def report(event: str, **fields: float) -> None:
-    """Tell who watches stdout."""
-    sys.stdout.write(json.dumps({"event": event, **fields}) + "\n")  # at once: print writes the end of a line apart
+    """Report to whoever watches stdout."""
+    sys.stdout.write(json.dumps({"event": event, **fields}) + "\n")  # one write: print makes it two
     sys.stdout.flush()
 
 

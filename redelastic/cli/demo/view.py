@@ -36,11 +36,11 @@ class Round:
     Attributes:
         epoch: its epoch.
         members: its nodes in the order of their ranks.
-        cause: what it came from.
+        cause: what caused it.
         since: when that happened.
         formed: when the round was complete.
-        resumed_at: step of the checkpoint that it began with.
-        first_step: when its first step was done; None if none was.
+        resumed_at: step of the checkpoint that it resumed from.
+        first_step: when its first step was done; None if none was yet.
         last_step: number of the last step that was done; that of the checkpoint if none was.
     """
 
@@ -55,12 +55,12 @@ class Round:
 
 
 class View:
-    """Writes to stdout: for people in a terminal, as plain lines where there is none.
+    """Writes to stdout: rich output in a terminal, plain lines elsewhere.
 
-    As a context manager it shows the live status.
+    As a context manager, it shows the live status.
 
     Args:
-        steps: of the whole training.
+        steps: steps of the whole training run.
     """
 
     def __init__(self, steps: int) -> None:
@@ -104,7 +104,7 @@ class View:
                 self._console.print(line, soft_wrap=True)
 
     def note(self, text: str, style: str = "") -> None:
-        """Write a line about what has just happened; ``text`` may hold rich's markup."""
+        """Write a line about what has just happened; ``text`` may contain rich markup."""
         seconds = f"{time.monotonic() - self._started:5.1f} s"
         if not self._live_wanted:
             self._console.print(f"{seconds}  {text}", style=style, soft_wrap=True)
@@ -122,14 +122,14 @@ class View:
         )
 
     def show_step(self, step: int, loss: float) -> None:
-        """Show how far the training is."""
+        """Show how far training has come."""
         self._progress.update(self._task, description="training", completed=step, loss=f"loss {loss:.3f}")
         if not self._live_wanted and step // LOG_EVERY > self._logged:
             self._logged = step // LOG_EVERY
             self.note(f"step {step}, loss {loss:.3f}")
 
     def show_activity(self, what: str) -> None:
-        """Name what goes on beside the bar."""
+        """Say beside the bar what is going on."""
         self._progress.update(self._task, description=what)
 
     def tabulate(self, rounds: Sequence[Round]) -> None:
@@ -165,7 +165,7 @@ class View:
         self._console.print(text, style=style, soft_wrap=not self._live_wanted)
 
     def quote(self, text: str) -> None:
-        """Show what somebody else wrote, as it is."""
+        """Show text written by others, as it is."""
         self._console.print(text, style="dim", markup=False, soft_wrap=True)
 
 

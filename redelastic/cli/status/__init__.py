@@ -1,4 +1,4 @@
-"""``redelastic status``: how a run stands, and what is wrong with it."""
+"""``redelastic status``: the state of a run, and what is wrong with it."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ and dead; 3 if Redis cannot be reached; 4 if there is no such run. With --watch
 an outage is shown, and Ctrl-C ends the command with 0."""
 
 BAD_PHASES: Final = frozenset({"stopped", "empty", "dead"})
-ROWS: Final = 25  # nodes, where a terminal's height does not say how many
-PAUSE: Final = 0.25  # between two looks at least, in seconds: a thousand nodes that join are no reason for as many
+ROWS: Final = 25  # nodes, if no terminal height says how many
+PAUSE: Final = 0.25  # between two reads at least, in seconds: a thousand joins must not cause a thousand reads
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -95,7 +95,7 @@ def _screen(arguments: argparse.Namespace) -> Screen:
 
 
 def _watch(control: RunControl, chronicle: Chronicle, arguments: argparse.Namespace, report: dict[str, Any]) -> None:
-    """Show the run until a signal ends this."""
+    """Show the run until a signal ends the command."""
     from torch.distributed.elastic.rendezvous.api import RendezvousError
 
     from redelastic.run.control import UnknownRunError

@@ -20,8 +20,8 @@ from redelastic.run.wording import clean, count, duration, short, size
 
 Document = Mapping[str, Any]
 
-WIDE: Final = 110  # columns from which on there is room for everything
-PROBLEMS: Final = 10  # lines of them
+WIDE: Final = 110  # columns from which there is room for everything
+PROBLEMS: Final = 10  # lines
 
 PHASE_STYLES: Final = {"running": "bold green", "closed": "bold"} | dict.fromkeys(
     ("stopped", "empty", "dead"), "bold red"
@@ -34,8 +34,8 @@ class Screen:
 
     Args:
         console: to write to.
-        rows: how many nodes are shown at most; None for all.
-        workers: whether each node's workers are shown.
+        rows: how many nodes to show at most; None for all.
+        workers: whether to show each node's workers.
     """
 
     def __init__(self, console: Console, *, rows: int | None, workers: bool) -> None:
@@ -52,7 +52,7 @@ class Screen:
 
     @contextlib.contextmanager
     def live(self, *, shown: bool) -> Iterator[None]:
-        """Fill the terminal with what :meth:`update` is given; at the end its last picture stays."""
+        """Fill the terminal with what :meth:`update` gets; the last picture stays at the end."""
         if not shown or not self._console.is_terminal or self._console.is_dumb_terminal:
             yield
             return
@@ -69,8 +69,8 @@ class Screen:
         """Show what is known now.
 
         Args:
-            document: the last one that there is.
-            trouble: why there is no newer one; empty if there is.
+            document: the latest one.
+            trouble: why there is no newer one; empty if it is current.
         """
         if not trouble:
             self._seen_at = time.time()
@@ -81,7 +81,7 @@ class Screen:
             self._console.print(self._fitting(), "")
 
     def _fitting(self) -> RenderableType:
-        """The picture with as many rows as the terminal has room for."""
+        """The picture with as many rows as fit the terminal."""
         if self._shown is None:
             return Text()
         document, trouble = self._shown
@@ -153,7 +153,7 @@ def _facts(document: Document) -> Text:
 
 
 def _hidden_gpus(nodes: Sequence[Document]) -> Iterator[str]:
-    """Why GPUs that there are cannot be seen here."""
+    """Why existing GPUs are not visible here."""
     for why, n in Counter(node["gpus_hidden"] for node in nodes if node["gpus_hidden"]).items():
         yield f"GPUs of {count(n, 'node')} are not shown: {clean(why)}"
 
@@ -175,7 +175,7 @@ def _problem_lines(document: Document, limit: int) -> list[Text]:
 
 
 def _chosen(nodes: Sequence[Document], rows: int | None) -> list[Document]:
-    """Those with something wrong first, filled up with the others, in their own order."""
+    """Nodes with something wrong, then others to fill the rows; in the original order."""
     if rows is None or len(nodes) <= rows:
         return list(nodes)
     places = sorted(range(len(nodes)), key=lambda i: (not (nodes[i]["problems"] or nodes[i]["draining"]), i))
@@ -183,7 +183,7 @@ def _chosen(nodes: Sequence[Document], rows: int | None) -> list[Document]:
 
 
 def _names(nodes: Sequence[Document]) -> dict[str, str]:
-    """What each node is called here: its name where that is no other's, else more of its id."""
+    """What each node is called here: its name if unique, else more of its id."""
     called = Counter(node["name"] for node in nodes)
     return {node["id"]: short(node["id"]) if called[node["name"]] > 1 else node["name"] for node in nodes}
 
@@ -210,7 +210,7 @@ class _Line:
 
 
 def _table(lines: Sequence[_Line], *, wide: bool) -> Table:
-    """One row for each line, and no column in which nobody has anything."""
+    """One row per line, without empty columns."""
     table = Table(box=None, pad_edge=False, padding=(0, 2 if wide else 1, 0, 0), header_style="bold")
     columns: list[list[Text]] = []
     for column in COLUMNS:
@@ -279,7 +279,7 @@ def _memory(line: _Line, wide: bool) -> Text:
 
 
 def _gpus(line: _Line, wide: bool) -> Text:
-    """Lowest and highest utilisation, the fullest memory, the highest temperature; "!" if one has a problem."""
+    """Lowest and highest utilisation, fullest memory, the highest temperature; "!" if one has a problem."""
     gpus: Sequence[Document] = line.get("gpus") or ()
     if not gpus:
         return Text()

@@ -1,4 +1,4 @@
-"""``redelastic timeline``: a picture of a run: its nodes over time, its rounds and faults, where the time went."""
+"""``redelastic timeline``: a picture of a run: nodes over time, rounds and faults, and where the time went."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's flags."""
+    """Declare the command's options."""
     common.add_run_argument(parser)
     common.add_server_arguments(parser)
     parser.add_argument(
@@ -98,13 +98,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(out: Path) -> None:
-    """Say what is wrong before anything is asked and drawn."""
+    """Report errors before anything is read or drawn."""
     if out.suffix.lower() not in SUFFIXES:
         raise ValueError(f"--out {out} must end in one of {', '.join(SUFFIXES)}.")
     if not out.parent.is_dir():
         raise ValueError(f"--out {out}: there is no directory {out.parent}.")
     try:
-        import matplotlib as mpl  # noqa: F401 - is it there?
+        import matplotlib as mpl  # noqa: F401 - is it installed?
     except ImportError:
         raise ValueError("the picture needs matplotlib: pip install 'redelastic[timeline]'.") from None
 

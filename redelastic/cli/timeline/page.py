@@ -1,4 +1,4 @@
-"""The picture of a run, and its events, as a page that loads nothing."""
+"""The picture of a run and its events as a self-contained page."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ td:first-child {{ text-align: right; font-variant-numeric: tabular-nums; white-s
 
 
 def page(history: History, title: str, picture: str) -> str:
-    """Put a picture and a table of the events on a page of its own; nothing of what Redis holds becomes markup.
+    """Put a picture and a table of the events on a page of its own; nothing from Redis becomes markup.
 
     Args:
         history: what the picture shows.

@@ -32,10 +32,10 @@ _SVG: Final = "http://www.w3.org/2000/svg"
 
 _WIDTH, _TOP, _BOTTOM = 14.0, 0.95, 0.62  # inches
 LOOK: Final[list[Any]] = [
-    "default",  # whatever the user's own settings are
+    "default",  # regardless of the user's own settings
     {
         "text.parse_math": False,  # a "$" in a name is a "$"
-        "svg.fonttype": "none",  # names can be searched for
+        "svg.fonttype": "none",  # so that names can be searched for
         "font.size": 8.5,
         "hatch.linewidth": 0.5,
         "hatch.color": "#7A3B00",
@@ -47,7 +47,7 @@ _UNITS: Final = ((120, 1, "seconds"), (7200, 60, "minutes"), (172800, 3600, "hou
 
 @dataclass
 class _Row:
-    """A line of the picture: the nodes of one host, as long as they come one after the other."""
+    """A row of the picture: the nodes of one host, if one follows the other."""
 
     name: str
     nodes: list[NodeHistory] = field(default_factory=list)
@@ -66,7 +66,7 @@ def render(history: History, title: str, kind: str) -> bytes:
         The contents of a file of that kind. An SVG names what is under the mouse, and loads nothing.
     """
     with style.context(LOOK), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing")  # a name in a script that the font lacks
+        warnings.filterwarnings("ignore", message="Glyph .* missing")  # a name in a script missing from the font
         figure, tooltips = _draw(history, title)
         written = io.BytesIO()
         figure.savefig(written, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
@@ -74,13 +74,13 @@ def render(history: History, title: str, kind: str) -> bytes:
 
 
 def shown(text: str, limit: int) -> str:
-    """Text from Redis, made harmless and cut to ``limit`` characters."""
+    """Text from Redis, escaped and cut to ``limit`` characters."""
     harmless = clean(text[: limit + 1])
     return harmless if len(harmless) <= limit else harmless[: limit - 1] + "…"
 
 
 def _shortened(name: str) -> str:
-    """A host's name, its middle left out if it is long: hosts differ at the beginning or at the end."""
+    """A host's name, shortened in the middle: names differ at the beginning or the end."""
     whole = shown(name, 300)
     return whole if len(whole) <= 28 else f"{whole[:15]}…{whole[-12:]}"
 
@@ -106,7 +106,7 @@ def _rows(history: History) -> list[_Row]:
 
 
 def _draw(history: History, title: str) -> tuple[Figure, dict[str, list[str]]]:
-    """The figure, and for the SVG id of each group of shapes what each of them means."""
+    """The figure, and by SVG id of each group of shapes the meaning of each shape."""
     rows = _rows(history)
     height = min(11.0, max(1.2, len(rows) * min(0.42, max(0.17, 8 / max(1, len(rows))))))
     left = 0.45 + 0.068 * max([6, *(len(row.name) for row in rows)])
@@ -131,7 +131,7 @@ def _draw(history: History, title: str) -> tuple[Figure, dict[str, list[str]]]:
 
 
 def _scale(history: History) -> tuple[float, str]:
-    """Seconds to a unit of the time axis, and that unit's name."""
+    """Seconds per unit of the time axis, and the unit's name."""
     length = history.end - history.start
     return next(((float(size), name) for below, size, name in _UNITS if length < below), (86400.0, "days"))
 
@@ -171,7 +171,7 @@ def _about(node: NodeHistory, span: Span, name: str) -> str:
 def _draw_axes(axes: Axes, history: History, rows: Sequence[_Row], row_height: float) -> None:
     unit, name = _scale(history)
     length = max((history.end - history.start) / unit, 1 / unit)
-    axes.set_xlim(-0.004 * length, 1.012 * length)  # a mark at the very end is not cut
+    axes.set_xlim(-0.004 * length, 1.012 * length)  # so that a mark at the very end is not cut
     axes.set_ylim(max(len(rows), 2) - 0.5, -0.5)
     each = max(1, -int(-0.13 // row_height))
     ticks = range(0, len(rows), each)
@@ -186,7 +186,7 @@ def _draw_axes(axes: Axes, history: History, rows: Sequence[_Row], row_height: f
 
 
 def _draw_rounds(axes: Axes, history: History, width: float) -> None:
-    """A line where a round was completed, with its epoch above where there is room."""
+    """A line where a round was completed, its epoch above if there is room."""
     unit, _ = _scale(history)
     length = axes.get_xlim()[1] - axes.get_xlim()[0]
     above = axes.get_xaxis_transform()
@@ -211,7 +211,7 @@ def _draw_marks(
     drawn: list[Event] = []
     for kind, (shape, colour, _) in reversed(MARKS.items()):
         at = [event for event in events if event.event == kind and event.node in row_of]
-        if at and not (dense and kind in {"joined", "left"}):  # of many nodes only what went wrong
+        if at and not (dense and kind in {"joined", "left"}):  # with many nodes, only what went wrong
             axes.plot(
                 [(event.time - history.start) / unit for event in at],
                 [row_of[event.node] for event in at],
@@ -227,14 +227,14 @@ def _draw_marks(
             )
             drawn += at
             tooltips[f"marks-{kind}"] = [shown(f"{e.node}: {kind}, {e.reason}", 300) for e in at]
-    drawn.sort(key=lambda event: [*MARKS].index(event.event))  # for the worst there is room first
+    drawn.sort(key=lambda event: [*MARKS].index(event.event))  # the worst get room first
     at_pixels = [axes.transData.transform(((e.time - history.start) / unit, row_of[e.node])) for e in drawn]
     _annotate(axes, list(zip(drawn, at_pixels, strict=True)), size, canvas)
     return tooltips
 
 
 def _annotate(axes: Axes, marks: Sequence[tuple[Event, Any]], size: float, canvas: FigureCanvasAgg) -> None:
-    """Write why beside marks, where that hides no mark and no other reason; of many there is room for few."""
+    """Write reasons beside marks where they hide no mark or other reason; of many, only few fit."""
     renderer = canvas.get_renderer()
     dots = axes.figure.dpi / 72
     inside = axes.get_window_extent(renderer)
@@ -278,12 +278,12 @@ def date(seconds: float) -> str:
     """A time in Unix seconds, for people."""
     try:
         return f"{datetime.fromtimestamp(seconds, timezone.utc):%Y-%m-%d %H:%M:%S} UTC"
-    except (ValueError, OverflowError, OSError):  # an id that Redis did not give
+    except (ValueError, OverflowError, OSError):  # an id that is not from Redis
         return f"{seconds:.0f} s"
 
 
 def _with_tooltips(svg: bytes, tooltips: dict[str, list[str]]) -> bytes:
-    """Give the shapes of a picture of ours a <title>, which browsers show under the mouse."""
+    """Give the shapes of our picture a <title>, which browsers show under the mouse."""
     ET.register_namespace("", _SVG)
     ET.register_namespace("xlink", "http://www.w3.org/1999/xlink")
     root = ET.fromstring(svg)  # noqa: S314 - matplotlib wrote it

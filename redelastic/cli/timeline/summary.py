@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from redelastic.run.records import Event
 
 INK: Final = "#222222"
-# Colours are apart for the colour-blind, and in grey by lightness, thickness or hatching.
+# Colours differ for the colour-blind too, and in grey by lightness, thickness or hatching.
 # By state: face of odd and even rounds, thickness as part of a row, name.
 LOOKS: Final[dict[str, tuple[str, str, float, str]]] = {
     "training": ("#2F6690", "#5B93BF", 0.74, "training"),
@@ -44,17 +44,17 @@ WIDTH: Final = 3.1  # of the panel, with its margin, in inches
 
 
 def hatch(state: str) -> str | None:
-    """What tells a state from the others in grey."""
+    """The hatching that tells a state from the others in grey."""
     return "////" if state == "regrouping" else None
 
 
 def edge(colour: str) -> str:
-    """What a mark of that colour is drawn with around, so that it stands out."""
+    """The outline of a mark of that colour, so that it stands out."""
     return INK if colour == "#FFFFFF" else "#FFFFFF"
 
 
 def marked(history: History) -> list[Event]:
-    """Events that are shown as marks of nodes, if they are among ``MARKS``."""
+    """Events shown as marks of nodes, if they are among ``MARKS``."""
     events = (one for event in history.events for one in event.each())
     return [event for event in events if event.node and event.reason != "regroups"]
 
@@ -82,7 +82,7 @@ class _Side:
 
 
 def draw_summary(axes: Axes, history: History) -> float:
-    """Where the time went, what the marks mean, and what the faults cost; returns its height in inches."""
+    """Where the time went, what the marks mean, and what the faults cost; returns the height in inches."""
     side = _Side(axes)
     side.heading("Where the time went")
     shares = {state: spent for state, spent in history.seconds.items() if spent}

@@ -1,16 +1,16 @@
-"""A training script that knows its agent: it reports progress, and saves when it is asked to.
+"""A training script that knows its agent: it reports progress, and saves on request.
 
-Usage: aware.py DIRECTORY. Which files there steer it:
+Usage: aware.py DIRECTORY. Files there steer it:
   finish     all ranks stop together after the step at which rank 0 saw it
   fail-NODE  the worker of that node fails at its next step, and takes the file away
   fail       each worker fails at its first step, for as long as the file is there
   hang-NODE  the worker of that node hangs at its next step, and takes the file away
-  no-save    nobody saves, nor reports progress
+  no-save    nobody saves or reports progress
   mute       only rank 0 reports progress
-  patient    who has lost a peer waits to be ended, as NCCL's workers do at first; without it, it fails, as gloo's
+  patient    a worker that lost a peer waits to be ended, as with NCCL at first; without the file it fails, as with gloo
 And at its start:
   slow-NODE   the worker of that node takes 3 s to end after SIGTERM
-  deaf-NODE   it does not hear SIGTERM
+  deaf-NODE   it ignores SIGTERM
   saver-NODE  it ends with 0 on SIGUSR1
 """
 
@@ -43,7 +43,7 @@ def end_well(_signal: int, _frame: object) -> None:
 
 
 def take_to_its_ways(directory: Path, group: Group) -> None:
-    """Set up how this worker meets signals."""
+    """Set up how this worker handles signals."""
 
     def end_slowly(_signal: int, _frame: object) -> None:
         group.close()  # its peers fail at once

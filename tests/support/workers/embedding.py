@@ -1,4 +1,4 @@
-"""A program that embeds the agent: it runs one after the other what it is told to, and says what came of each.
+"""A program that embeds the agent: it runs its orders one after the other, and reports the result of each.
 
 Usage: embedding.py URL RUNS, a list in JSON of what `run` takes. Each answer is a line of JSON.
 """
@@ -50,7 +50,7 @@ def fail_beside_a_lazy_one(*_: str) -> None:
 
 
 def left() -> dict[str, Any]:
-    """What an agent might leave behind in this process, once it is collected and its threads had time to end."""
+    """What an agent might leave behind in this process, once collected and its threads have had time to end."""
     gc.collect()
     for thread in threading.enumerate():
         if thread.name.startswith("redelastic"):
@@ -80,7 +80,7 @@ def run(
     unfit: bool = False,
     times: int = 1,
 ) -> dict[str, Any]:
-    """Make one agent, and run it so many times."""
+    """Make one agent, and run it a number of times."""
     rendezvous: dict[str, Any] = {
         "keep_alive_interval": 0.4,
         "last_call_timeout": 60,
@@ -118,7 +118,7 @@ def run(
 
 
 def main(url: str, runs: list[dict[str, Any]]) -> None:
-    with subprocess.Popen(["sleep", "600"]) as own:  # which is none of the agent's business
+    with subprocess.Popen(["sleep", "600"]) as own:  # none of the agent's business
         for one in runs:
             told = run(url, **one)
             answer = told | {"left": left(), "own child lives": own.poll() is None}

@@ -1,6 +1,6 @@
-"""A node without an agent, to be frozen: runs each verb that it reads, in a thread, and prints how it ended.
+"""A node without an agent, to be frozen: runs each verb that it reads in a thread, and prints the result.
 
-Usage: frozen_node.py URL. The verbs speak for the node as it was in its first round, whatever has become of it.
+Usage: frozen_node.py URL. The verbs act for the node as it was in its first round, whatever has happened since.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A worker that saves a checkpoint again and again, unless a later round has: REDELASTIC_EPOCH is its fencing token.
+"""A worker that keeps saving a checkpoint, unless a later round has: REDELASTIC_EPOCH is its fencing token.
 
 Usage: frozen_saver.py DIRECTORY. There: `checkpoint`, the epoch and number of the last save; `NODE-EPOCH-saves`, once
-it has saved; `NODE-EPOCH-refused`, once it was refused; `finish` ends it.
+it has saved; `NODE-EPOCH-refused`, once it has been refused; `finish` ends it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ EPOCH: Final = int(os.environ["REDELASTIC_EPOCH"])
 def save(checkpoint: Path, step: int) -> bool:
     """Write the checkpoint, unless one of a later epoch is there."""
     with checkpoint.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # to compare and to write is one step
+        fcntl.flock(lock, fcntl.LOCK_EX)  # compare and write are one step
         if checkpoint.exists() and json.loads(checkpoint.read_text())[0] > EPOCH:
             return False
         new = checkpoint.with_suffix(".new")

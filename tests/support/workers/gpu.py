@@ -1,4 +1,4 @@
-"""A training script on a GPU, or on the CPU where there is none: DDP, with 1 GiB of the GPU's memory held.
+"""A training script on a GPU, or on the CPU where there is none: DDP, holding 1 GiB of the GPU's memory.
 
 Usage: gpu.py DIRECTORY. TEST_BACKEND names the backend of the collectives. Files in the directory steer it:
   finish            all ranks stop together after the step at which rank 0 saw it
@@ -26,7 +26,7 @@ ON_GPU: Final = torch.cuda.is_available()
 
 
 def run_for_ever(device: torch.device) -> None:
-    """A kernel, and the host waits for it."""
+    """Run an endless kernel, and have the host wait for it."""
     if not ON_GPU:
         time.sleep(1e6)
     torch.cuda._sleep(2**62)
@@ -34,7 +34,7 @@ def run_for_ever(device: torch.device) -> None:
 
 
 def index_out_of_range(device: torch.device) -> None:
-    """The kernel's own check ends it, and its context is of no use any more."""
+    """The kernel's own check ends it and leaves its context unusable."""
     values = torch.zeros(4, device=device)
     values[torch.full((4,), 99, device=device)] += 1
     if ON_GPU:
@@ -42,7 +42,7 @@ def index_out_of_range(device: torch.device) -> None:
 
 
 def main(directory: Path) -> None:
-    from record import Recorder  # type: ignore[import-not-found]  # beside this script, for which this is no package
+    from record import Recorder  # type: ignore[import-not-found]  # beside this script, which is not in a package here
 
     node = os.environ["TEST_NODE"]
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if ON_GPU else torch.device("cpu")

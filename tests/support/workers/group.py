@@ -1,6 +1,6 @@
-"""A process group with one collective, for workers whose tests are about their agent: torch takes 2 s to import.
+"""A process group with one collective, for workers in tests of the agent: importing torch takes 2 s.
 
-As gloo's: its first rank is where MASTER_ADDR says, a collective waits for all, and fails once a peer has ended.
+Like gloo's: its first rank is at MASTER_ADDR, a collective waits for all, and fails once a peer has ended.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ class Group:
 
     def __init__(self) -> None:
         self.rank, self._size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        # The first rank's are all others, theirs is the first. File descriptors, since the system closes these when
-        # this process ends, and not before: of two that fail, the first is the one that failed by itself.
+        # The first rank's peers: all others; theirs: the first. File descriptors, since the system closes these when
+        # this process ends, not earlier: of two that fail, the first is the one that failed by itself.
         self._peers: list[int] = []
 
     def connect(self, directory: Path) -> None:
@@ -38,7 +38,7 @@ class Group:
             self._peers = [socket.create_connection((host, int(port.read_text()))).detach()]
 
     def maximum(self, *numbers: int) -> list[int]:
-        """The largest of all ranks' numbers, place by place."""
+        """The elementwise maximum over all ranks' numbers."""
         form = struct.Struct(f"{len(numbers)}q")
         if self.rank == 0:
             told = [numbers, *(form.unpack(_read(peer, form.size)) for peer in self._peers)]
@@ -48,7 +48,7 @@ class Group:
         return list(numbers) if self.rank == 0 else list(form.unpack(_read(self._peers[0], form.size)))
 
     def close(self) -> None:
-        """The others' next collective fails; a signal's handler may call it."""
+        """Make the others' next collective fail; may be called from a signal handler."""
         for peer in self._peers:
             os.close(peer)
 

@@ -1,7 +1,7 @@
-"""Runs a recipe's training script as it stands; its calls of `redelastic.progress` are recorded, and held back.
+"""Runs a recipe's unmodified training script; its calls of `redelastic.progress` are recorded and held back.
 
 Usage: paced.py DIRECTORY HOLD SCRIPT ARGUMENTS… No worker gets past step HOLD before DIRECTORY/finish is there, unless
-its agent has asked for a checkpoint: then it makes one step more. Rank 0 hears of that request from other ranks alone.
+its agent has asked for a checkpoint: then it makes one more step. Rank 0 hears of that request only from other ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from redelastic import worker
 
 
 def end_with_an_error_if_the_process_group_is_left() -> None:
-    """Its threads would need an interpreter that may be gone by then, which aborts the process now and then."""
+    """Its threads may need the interpreter after it is gone, which sometimes aborts the process."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_initialized():
         sys.stderr.write("The script has not ended its process group.\n")
@@ -32,7 +32,7 @@ def end_with_an_error_if_the_process_group_is_left() -> None:
 def main(directory: Path, hold: int, script: str, *arguments: str) -> None:
     record, report, ask = Recorder(directory), redelastic.progress, redelastic.should_checkpoint
     record("start")
-    atexit.register(end_with_an_error_if_the_process_group_is_left)  # called after all that the script registers
+    atexit.register(end_with_an_error_if_the_process_group_is_left)  # called after everything the script registers
     last = -1
 
     def asked() -> bool:
@@ -41,7 +41,7 @@ def main(directory: Path, hold: int, script: str, *arguments: str) -> None:
     def progress(step: Any) -> None:
         nonlocal last
         report(step)
-        if step > last:  # an evaluation's calls come with the same step
+        if step > last:  # calls during evaluation repeat the step
             last = step
             record("step", step=step)
         while step >= hold and not (directory / "finish").exists() and not (step == hold and asked()):

@@ -1,4 +1,4 @@
-"""A program that says all it can see of how it was started, and then ends as it is told.
+"""A program that reports all it can see of how it was started, and then ends as told.
 
 Usage: probe.py FILE [ENDING]. What it sees goes to FILE.
 """
@@ -24,7 +24,7 @@ from typing import Any
 
 
 def account() -> dict[str, Any]:
-    """Whatever a new process has, and a fork might not."""
+    """Everything that a new process has and a fork might not."""
     main: Any = sys.modules["__main__"]
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     streams = {name: getattr(sys, name) for name in ("stdin", "stdout", "stderr")}
@@ -76,7 +76,7 @@ def double(number: int) -> int:
 
 
 def spawn() -> None:
-    """Children of a worker find its main module."""
+    """Check that a worker's children find its main module."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         sys.stdout.write(f"{pool.map(double, [1, 2])}\n")
 

@@ -1,4 +1,4 @@
-"""The record of a job's workers: a line for each thing that one of them does."""
+"""The record of a job's workers: one line per thing that a worker does."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Recorder:
-    """Appends what this worker does to the job's record: one write for each line, so that lines stay whole."""
+    """Appends what this worker does to the job's record: one write per line, so that lines stay whole."""
 
     def __init__(self, directory: Path) -> None:
         self._file = os.open(directory / "record.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)

@@ -1,11 +1,11 @@
-"""A training script for torchrun, with nothing of redelastic in it but the epoch: data-parallel, checkpoint, resume.
+"""A training script for torchrun, free of redelastic except for the epoch: data-parallel, checkpoint, resume.
 
-Gradients are summed on gloo by hand: DDP and an optimizer import, at their first step, as much again as torch itself.
+Gradients are summed on gloo by hand: at their first step, DDP and an optimizer import as much again as torch itself.
 
 Step k trains on samples k*BATCH … k*BATCH+BATCH-1, dealt out by rank, whatever the world size: the weights after n
-steps are known (`reference`). Each checkpoint holds its lineage, the steps that made it with the epoch of each.
+steps are known (`reference`). Each checkpoint holds its lineage: the steps that made it and the epoch of each.
 
-Usage: train.py DIRECTORY. Everything happens in that directory; which files there steer it:
+Usage: train.py DIRECTORY. Everything happens in that directory; files there steer it:
   finish       all ranks stop together after the step at which rank 0 saw it
   fail-NODE    the worker of that node fails at its next step, and takes the file away
   linger-NODE  the worker of that node goes on after the last step until `release` is there
@@ -26,25 +26,25 @@ import torch.distributed as dist
 BATCH: Final = 12
 WIDTH: Final = 4
 RATE: Final = 0.05
-PACE: Final = 0.1  # what a step costs, beside its communication, in seconds
+PACE: Final = 0.1  # cost of a step beyond communication, in seconds
 
 
 def samples(step: int, rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Which samples of the step this rank has, their inputs and their targets."""
+    """This rank's samples of the step, with their inputs and targets."""
     indices = torch.arange(step * BATCH + rank, (step + 1) * BATCH, world)
     inputs = torch.sin(indices[:, None].double() * torch.tensor([0.7, 1.1, 1.3, 1.9], dtype=torch.float64))
     return indices, inputs, inputs @ torch.tensor([[1.0], [-2.0], [3.0], [0.5]], dtype=torch.float64)
 
 
 def gradient(weights: torch.Tensor, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """What these samples add to that of the whole batch."""
+    """What these samples contribute to the whole batch's gradient."""
     weights = weights.detach().requires_grad_()
     loss = ((inputs @ weights - targets) ** 2).sum() / BATCH
     return torch.autograd.grad(loss, weights)[0]
 
 
 def reference(steps: int) -> list[float]:
-    """The weights after that many steps in one process."""
+    """The weights after this many steps in one process."""
     weights = torch.zeros(WIDTH, 1, dtype=torch.float64)
     for step in range(steps):
         _, inputs, targets = samples(step, 0, 1)
@@ -53,7 +53,7 @@ def reference(steps: int) -> list[float]:
 
 
 class Checkpoints:
-    """One file for each epoch: a worker of an older epoch cannot touch what a newer one has written."""
+    """One file per epoch: a worker of an older epoch cannot touch what a newer one wrote."""
 
     def __init__(self, directory: Path, epoch: int) -> None:
         self._directory, self._epoch = directory, epoch
@@ -71,7 +71,7 @@ class Checkpoints:
 
 
 def main(directory: Path) -> None:
-    from record import Recorder  # type: ignore[import-not-found]  # beside this script, for which this is no package
+    from record import Recorder  # type: ignore[import-not-found]  # beside this script, which is not in a package here
 
     dist.init_process_group("gloo")
     record, rank, world = Recorder(directory), dist.get_rank(), dist.get_world_size()
@@ -97,7 +97,7 @@ def main(directory: Path) -> None:
         total = gradient(weights, inputs, targets)
         dist.all_reduce(total)
         weights -= RATE * total
-        votes = torch.zeros(BATCH + 1)  # how often each sample of the step was used, and who wants to finish
+        votes = torch.zeros(BATCH + 1)  # how often each sample of the step was used, and whether rank 0 wants to finish
         votes[indices - step * BATCH] += 1
         votes[BATCH] = rank == 0 and (directory / "finish").exists()
         dist.all_reduce(votes)

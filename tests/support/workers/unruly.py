@@ -1,6 +1,6 @@
-"""A worker that behaves badly: how, says the environment variable UNRULY.
+"""A worker that misbehaves as the environment variable UNRULY says.
 
-Usage: unruly.py DIRECTORY. Files there: `NODE-started`, once it runs; `finish` ends those who wait for it.
+Usage: unruly.py DIRECTORY. Files there: `NODE-started`, once it runs; `finish` ends those that wait for it.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-LINE = 1024  # with its end, in bytes; Python writes whole ones, so that torch's copy of a log never finds a part of one
+LINE = 1024  # bytes, with line end; Python writes whole lines, so that torch's copy of a log never sees part of one
 FLOOD = 100_000 * LINE  # bytes
 
 
 def say(directory: Path, name: str, told: Any) -> None:
-    """Make something known, in a file that is there only once it is whole."""
+    """Publish something in a file that only appears once complete."""
     (directory / f".{name}").write_text(str(told))
     (directory / f".{name}").rename(directory / name)
 
@@ -35,7 +35,7 @@ def fail_at_the_end(directory: Path) -> None:
 
 
 def end_first(directory: Path) -> None:
-    """Rank 0 ends, the others wait."""
+    """Rank 0 ends; the others wait."""
     if os.environ["RANK"] != "0":
         wait(directory)
 
@@ -46,7 +46,7 @@ def ignore_sigterm(directory: Path) -> None:
 
 
 def leave_daemon(directory: Path) -> None:
-    """One that no worker is the parent of, in a session of its own; the worker itself waits."""
+    """Leave a daemon with no worker as its parent, in its own session; the worker itself waits."""
     if os.fork() == 0:
         os.setsid()
         if os.fork() == 0:
@@ -58,7 +58,7 @@ def leave_daemon(directory: Path) -> None:
 
 
 def leave_upload(directory: Path) -> None:
-    """One in a session of its own, which takes a moment longer than the worker."""
+    """Leave one in its own session that takes a moment longer than the worker."""
     worker = os.getpid()
     if os.fork() == 0:
         os.setsid()
@@ -70,7 +70,7 @@ def leave_upload(directory: Path) -> None:
 
 
 def leave_sleeper(directory: Path) -> None:
-    """One that never ends by itself."""
+    """Leave one that never ends by itself."""
     if os.fork() == 0:
         os.setsid()
         say(directory, "sleeper", os.getpid())
@@ -81,7 +81,7 @@ def leave_sleeper(directory: Path) -> None:
 
 
 def leave_cleaner(directory: Path) -> None:
-    """One that cleans up on SIGTERM, which takes a moment; the worker fails."""
+    """Leave one that takes a moment to clean up on SIGTERM; the worker fails."""
 
     def clean(_signal: int, _frame: object) -> None:
         time.sleep(1)
@@ -117,11 +117,11 @@ def take_all_memory(_: Path) -> None:
 
 
 def hang_in_kernel(directory: Path) -> None:
-    """In uninterruptible sleep, as with a disk or a GPU that does not answer: a parent waits so for a vfork's child."""
+    """Hang in uninterruptible sleep, as with a dead disk or GPU: that is how a parent waits for a vfork's child."""
     libc = ctypes.CDLL(None)
     say(directory, "hangs", os.getpid())
     if libc.vfork() == 0:
-        libc.pause()  # in the memory of its parent, which is never to go on
+        libc.pause()  # in the memory of its parent, which must never continue
 
 
 ACTIONS: dict[str, Callable[[Path], None]] = {

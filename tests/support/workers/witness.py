@@ -1,4 +1,4 @@
-"""A worker that says what it was given, and then does as it is told.
+"""A worker that reports what it was given, and then does as told.
 
 Usage: witness.py DIRECTORY [ACTION [ARGUMENT]]. Each attempt of each rank writes DIRECTORY/RANK-ATTEMPT.json.
 """
@@ -16,7 +16,7 @@ from typing import Any
 
 
 def account() -> dict[str, Any]:
-    """All that a script can see of how it was started."""
+    """Everything a script can see of how it was started."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return {
         "environment": dict(os.environ),
@@ -34,7 +34,7 @@ def account() -> dict[str, Any]:
 
 
 def say(directory: Path, what: str, told: Any = None) -> None:
-    """Make something known, in a file that is there only once it is whole."""
+    """Publish something in a file that only appears once complete."""
     name = f"{os.environ['RANK']}-{os.environ['TORCHELASTIC_RESTART_COUNT']}{what}.json"
     (directory / f".{name}").write_text(json.dumps(told))
     (directory / f".{name}").rename(directory / name)
