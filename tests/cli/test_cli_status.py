@@ -7,13 +7,12 @@ import json
 import re
 import time
 import unicodedata
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import redis
-from commands import Done, command, form, started, until
+from commands import Cli, Done, command, form, started, until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nodes import NodeFactory
@@ -29,7 +28,6 @@ from redelastic.run.records import Event, Node, Run
 from redelastic.run.report import describe
 
 GIB = 2**30
-Cli = Callable[..., Done]
 
 
 @pytest.fixture

@@ -25,6 +25,7 @@ import redelastic.cli
 
 if TYPE_CHECKING:  # unneeded imports of a command only show if this module does not make them
     from redelastic.rendezvous.handler import RedisRendezvousHandler
+    from redelastic.rendezvous.membership import Membership
 
 
 @dataclass
@@ -36,6 +37,9 @@ class Done:
     @property
     def json(self) -> Any:
         return json.loads(self.out)
+
+
+Cli = Callable[..., Done]  # what the fixture `cli` of `cli_fixtures.py` is
 
 
 def command(*argv: str) -> Done:
@@ -137,3 +141,14 @@ def started(*argv: str, columns: int | None = None) -> Iterator[Started]:
     finally:
         process.process.kill()
         process.process.wait()
+
+
+def with_agent(node: RedisRendezvousHandler) -> RedisRendezvousHandler:
+    node.membership.heartbeat.describe = lambda base: json.dumps(base | {"agent": "redelastic"})
+    return node
+
+
+def rank_of(member: Membership) -> int:
+    entered = member.view.round
+    assert entered is not None
+    return entered.rank

@@ -1,0 +1,141 @@
+"""`redelastic drain`: a node is asked to save and leave, and `--wait` says what became of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from commands import Cli, form, rank_of, until, with_agent
+from nodes import NodeFactory
+from scenes import START
+
+from redelastic.cli import drain
+from redelastic.run.control import RunControl
+from redelastic.run.records import BEREFT, Event, Node, Run
+
+pytest_plugins = ["cli_fixtures"]
+
+
+class TestDrain:
+    def test_a_node_without_an_agent_of_ours(
+        self, cli: Cli, new_node: NodeFactory, control: RunControl, run_id: str
+    ) -> None:
+        new_node(1, 1).next_rendezvous()
+        done = cli("drain", run_id, "0")
+        assert (done.code, done.out) == (1, "")
+        assert done.err.startswith("redelastic drain: Node ")
+        assert "send SIGTERM to its torchrun" in done.err
+        assert not control.state().nodes[0].draining
+
+    @pytest.mark.parametrize("by", ["rank", "name", "id"])
+    def test_the_node_is_asked(
+        self, cli: Cli, new_node: NodeFactory, pool: ThreadPoolExecutor, run_id: str, by: str
+    ) -> None:
+        nodes = [with_agent(new_node(2, 2, node_name=f"host-{i}")) for i in range(2)]
+        form(pool, *nodes)
+        members = [node.membership for node in nodes]
+        named = {"rank": str(rank_of(members[1])), "name": "host-1", "id": members[1].node}[by]
+        done = cli("drain", run_id, named, "--reason", "spot VM goes", "--timeout", "12", "--json")
+        assert done.code == 0
+        assert (done.json["node"], done.json["asked"], done.json["left"]) == (members[1].node, True, None)
+        for member in members:
+            until(lambda member=member: member.view.drains, "the node hears of it")  # type: ignore[misc]
+            [told] = member.view.drains
+            assert (told.node, told.timeout) == (members[1].node, 12)
+            assert told.reason.endswith(": spot VM goes")
+        again = cli("drain", run_id, named)
+        assert "is already draining" in again.out
+        assert "spot VM goes" in again.out
+
+    def test_wait_until_it_has_left(
+        self, cli: Cli, new_node: NodeFactory, pool: ThreadPoolExecutor, run_id: str
+    ) -> None:
+        node = with_agent(new_node(1, 1))
+        node.next_rendezvous()
+
+        def agent() -> None:
+            until(lambda: node.membership.view.drains, "it is asked")
+            node.end("drained", "goes on")
+
+        leaving = pool.submit(agent)
+        done = cli("drain", run_id, "0", "--wait", "--json")
+        assert (done.code, done.json["left"]) == (0, True)
+        leaving.result(20)
+
+    def test_wait_for_one_that_dies(
+        self, cli: Cli, new_node: NodeFactory, pool: ThreadPoolExecutor, run_id: str
+    ) -> None:
+        nodes = [with_agent(new_node(2, 2)) for _ in range(2)]
+        form(pool, *nodes)
+        victim = nodes[0].membership
+
+        def die() -> None:
+            until(lambda: victim.view.drains, "it is asked")
+            victim.stop()
+
+        dying = pool.submit(die)
+        done = cli("drain", run_id, str(rank_of(victim)), "--wait")
+        assert done.code == 1
+        assert "it died: it lost its lease" in done.err
+        dying.result(20)
+
+    @pytest.mark.parametrize("reason", ["drained: by hand", BEREFT])
+    def test_wait_for_one_that_leaves_with_many_others(
+        self, cli: Cli, new_node: NodeFactory, pool: ThreadPoolExecutor, run_id: str, reason: str
+    ) -> None:
+        """What they do at once is told together, under the first one's name; a killed agent's node has not drained."""
+        nodes = [with_agent(new_node(20, 20, join_timeout=60)) for _ in range(20)]
+        with ThreadPoolExecutor(20) as many:
+            form(many, *nodes)
+        last = max(nodes, key=lambda node: rank_of(node.membership))
+
+        def leave() -> None:
+            until(lambda: last.membership.view.drains, "it is asked")
+            for node in [*(other for other in nodes if other is not last), last]:
+                node.end(reason, "goes on")
+
+        leaving = pool.submit(leave)
+        done = cli("drain", run_id, str(rank_of(last.membership)), "--wait")
+        leaving.result(30)
+        assert (done.code, "it died: it lost its agent" in done.err) == ((0, False) if reason != BEREFT else (1, True))
+
+    def test_a_node_that_is_gone_may_still_be_told_of(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """What many nodes do together is told a second or two later: until then it is open whether one died."""
+        node = Node("b-1-0", "member", 1, 1.0, 0.0, "", {"name": "b"})
+        lost = Event("2-0", START, "lost", 1, 40, "a-1-0", "lost its lease after 6.0 s", nodes=("a-1-0", "b-1-0"))
+
+        class Told(RunControl):
+            """A run from which the node is gone; each reading of its events takes a second."""
+
+            def __init__(self, *readings: list[Event]) -> None:
+                self.now, self.readings = 100.0, readings
+
+            def state(self) -> Run:
+                return Run("r", 1, 2, 1, 2, 1.0, "", "", False, None, 6.0, 0, 0, {}, [], (), START)
+
+            def follow(self, *_: Any, **__: Any) -> Iterator[list[Event]]:
+                for events in self.readings:
+                    self.now += 1
+                    yield events
+
+        late = Told(*[[]] * 6, [lost])
+        monkeypatch.setattr(time, "monotonic", lambda: late.now)
+        assert drain._why_not_left(late, node, "0", 200) == "did not leave, it died: it lost its lease after 6.0 s"
+        late = Told(*[[]] * 9)
+        assert drain._why_not_left(late, node, "0", 102) == "", "after a lease nothing more is to be told of it"
+
+    def test_wait_for_one_that_stays(
+        self, cli: Cli, new_node: NodeFactory, run_id: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(drain, "GRACE", 0.1)
+        with_agent(new_node(1, 1)).next_rendezvous()
+        done = cli("drain", run_id, "0", "--wait", "--timeout", "0.1", "--json")
+        assert (done.code, done.json["left"]) == (1, False)
+
+    def test_no_such_node(self, cli: Cli, new_node: NodeFactory, run_id: str) -> None:
+        new_node(1, 1).next_rendezvous()
+        done = cli("drain", run_id, "7")
+        assert (done.code, done.err.count("\n")) == (4, 1)

@@ -1,0 +1,24 @@
+"""Commands on the test's server, and its run from outside, as a plugin of pytest."""
+
+from __future__ import annotations
+
+import pytest
+from commands import Cli, Done, command
+
+from redelastic.redis.connection import Connection
+from redelastic.redis.keys import RunKeys
+from redelastic.redis.server import RedisServer
+from redelastic.run.control import RunControl
+
+
+@pytest.fixture
+def cli(server: RedisServer) -> Cli:
+    def run(name: str, *argv: str) -> Done:
+        return command(name, *argv, "--endpoint", server.url)
+
+    return run
+
+
+@pytest.fixture
+def control(connection: Connection, keys: RunKeys) -> RunControl:
+    return RunControl(connection, keys)
