@@ -107,7 +107,7 @@ class WarmStart:
             if not template.ready:
                 self._settle(template, 0.0)
                 return
-            self._lose(template)
+            self._lose(template, "creating a new one" if self._may_replace else "the next workers get a new one")
             if self._may_replace:
                 self._may_replace = False
                 self._prepare(template.environment)
@@ -179,10 +179,10 @@ class WarmStart:
             self._give_up(str(e))
         return template.ready
 
-    def _lose(self, template: Template) -> None:
+    def _lose(self, template: Template, then: str = "creating a new one") -> None:
         """Drop one that was ready and is gone."""
         self._drop()
-        log.warning("The worker template %s; creating a new one.", template.obituary())
+        log.warning("The worker template %s; %s.", template.obituary(), then)
 
     def _give_up(self, why: str) -> None:
         self._hopeless = True
