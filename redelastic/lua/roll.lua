@@ -26,8 +26,7 @@ local function open_roll_call(node, timeout)
   set('roll_timeout', timeout)
   set('roll_until', now + math.floor(window))
   lease_until(run.roll_until, redis.call('ZRANGEBYSCORE', LEASES, '(' .. run.roll_until, '+inf'))
-  redis.call('XADD', WAKE, 'MAXLEN', '~', 64, '*', 'event', 'roll_call', 'epoch', run.epoch, 'called_at', now)
-  redis.call('PEXPIRE', WAKE, run.ttl) -- it may be new
+  tell_all('roll_call', 'called_at', now)
 end
 
 -- The roll call that a node which last heard of `heard` still has to answer, or 0.
@@ -80,7 +79,7 @@ local function roll_call_is_over()
   set('roll_answered', called_at)
   local nodes = redis.call('ZCARD', LEASES)
   record('roll_call', called_by, string.format('%.0f nodes are there: all answered within %.3f s', nodes, (now - called_at) / 1000))
-  redis.call('XADD', WAKE, 'MAXLEN', '~', 64, '*', 'event', 'answered', 'epoch', run.epoch, 'called_at', called_at)
+  tell_all('answered', 'called_at', called_at)
   if again and nodes > 0 then
     open_roll_call(again, timeout)
   end

@@ -147,18 +147,18 @@ local function record(event, node, reason, detail)
   return true
 end
 
-local function wake(event, reason)
-  local waiting = redis.call('ZCARD', CANDIDATES)
-  redis.call('XADD', WAKE, 'MAXLEN', '~', 64, '*', 'event', event, 'epoch', run.epoch or 0, 'reason', reason,
-    'waiting', waiting, 'lost', run.member_lost and 1 or 0)
+local function tell_all(event, ...)
+  redis.call('XADD', WAKE, 'MAXLEN', '~', 64, '*', 'event', event, 'epoch', run.epoch or 0, ...)
   redis.call('PEXPIRE', WAKE, run.ttl) -- it may be new: on a server that had forgotten the run
+end
+
+local function wake(event, reason)
+  tell_all(event, 'reason', reason, 'waiting', redis.call('ZCARD', CANDIDATES), 'lost', run.member_lost and 1 or 0)
 end
 
 -- The other members of a round have to hear of a member's drain: their workers save for it.
 local function wake_drain(node, timeout, reason)
-  redis.call('XADD', WAKE, 'MAXLEN', '~', 64, '*', 'event', 'drain', 'epoch', run.epoch or 0, 'node', node, 'reason', reason,
-    'timeout', timeout)
-  redis.call('PEXPIRE', WAKE, run.ttl) -- it may be new
+  tell_all('drain', 'node', node, 'reason', reason, 'timeout', timeout)
 end
 
 local function unblame()
