@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
-import ipaddress
 import signal
 import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
+
+from redelastic.redis.routes import is_loopback
 
 from .common import OK, add_server_arguments, endpoint
 
@@ -136,7 +137,7 @@ def _resolve(host: str) -> list[Address]:
 
 
 def _is_loopback(address: Address) -> bool:
-    return ipaddress.ip_address(str(address[1][0]).partition("%")[0]).is_loopback
+    return is_loopback(str(address[1][0]).partition("%")[0])
 
 
 def _listen(addresses: Sequence[Address], port: int, opened: contextlib.ExitStack) -> list[socket.socket]:

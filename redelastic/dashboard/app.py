@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
-import ipaddress
 import json
 import re
 from collections.abc import AsyncIterator, Mapping
@@ -34,6 +33,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from redelastic.redis.connection import Connection
+from redelastic.redis.routes import is_loopback
 from redelastic.run import logs
 from redelastic.run.control import UnknownRunError
 
@@ -225,10 +225,7 @@ def _host_and_port(headers: Headers) -> tuple[str, str]:
 
 
 def _is_local(host: str) -> bool:
-    try:
-        return host.lower() == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    return host.lower() == "localhost" or is_loopback(host)
 
 
 def _without_token(url: URL) -> str:

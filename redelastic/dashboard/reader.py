@@ -98,8 +98,8 @@ class Watch:
         speed = self._speed.take_in(run, report["step"])
         if self._origin is None and history:
             self._origin = history.start
-        self.page = view.details(run, report, history, speed, self._origin or 0.0)
         self.row = view.overview(run, report, history, speed)
+        self.page = self.row | view.details(run, report, history, self._origin or 0.0)
         self.summary, self.report = summary(run), report
         self.nodes, self.now = run.nodes, run.time
 

@@ -75,19 +75,16 @@ def overview(run: Run, report: Mapping[str, Any], history: History | None, speed
     )
 
 
-def details(
-    run: Run, report: Mapping[str, Any], history: History | None, speed: float | None, origin: float
-) -> Document:
-    """A run on its own page.
+def details(run: Run, report: Mapping[str, Any], history: History | None, origin: float) -> Document:
+    """What a run's own page shows besides its overview.
 
     Args:
         run: as it is now.
         report: what ``redelastic status --json`` prints for it.
         history: its history until now.
-        speed: in steps per second.
         origin: what the timeline's times count from.
     """
-    return overview(run, report, history, speed) | {
+    return {
         "lease": run.lease,
         "problems": [clean(short(problem)) for problem in report["problems"]],
         "waits_for": clean(short(report["waits_for"])),

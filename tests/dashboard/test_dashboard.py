@@ -293,7 +293,8 @@ def page_of(events: Sequence[Event], now: float | None = None) -> dict[str, Any]
     run = Run(
         "r", events[-1].epoch, events[-1].size, 1, 1, 1.0, "", "", False, None, 6.0, 0, 0, {}, [], (), history.end
     )
-    return view.details(run, describe(run, events, history.end, history), history, None, history.start)
+    report = describe(run, events, history.end, history)
+    return view.overview(run, report, history, None) | view.details(run, report, history, history.start)
 
 
 class TestView:
