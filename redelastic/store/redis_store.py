@@ -57,8 +57,8 @@ class RedisStore(Requests):
             process sent them, even if the connection is lost, and before any other call of this object, its views or
             clones. If one fails, the next such call raises an error that names it and has no effect of its own,
             and those sent after it are not made. A process that exits or forks, or closes the store, waits for up to
-            5 s until all are made; one that is killed may lose them. With redis-py's own client, or a Cluster, all
-            are waited for.
+            5 s until all are made; one that is killed may lose them. Values of 32 kB and more are waited for, and
+            with redis-py's own client, or a Cluster, all are.
 
     Raises:
         RendezvousConnectionError: Redis does not answer, or refuses the connection.
