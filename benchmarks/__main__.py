@@ -141,9 +141,9 @@ def main() -> int:
 
 def lost_ground(folder: Path) -> Iterator[str]:
     """Where new results are worse than the kept ones."""
-    for path in sorted(folder.glob("*.json")):
-        if (kept := RESULTS / path.name).exists():
-            yield from regressions(*(tables_of(json.loads(p.read_text())) for p in (kept, path)))
+    old, new = kept(RESULTS), kept(folder)
+    for name in old.keys() & new.keys():
+        yield from regressions(tables_of(old[name]), tables_of(new[name]))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ import queue
 import re
 import resource
 import signal
-import statistics
 import subprocess
 import sys
 import threading
@@ -277,11 +276,6 @@ class Watch:
 def milliseconds(seconds: float) -> str:
     """A time, for a table."""
     return f"{1000 * seconds:,.1f} ms"
-
-
-def median_and_spread(values: list[float]) -> dict[str, float]:
-    """The median, the extremes and the count."""
-    return {"median": statistics.median(values), "min": min(values), "max": max(values), "n": len(values)}
 
 
 def redis_version() -> str:

@@ -61,6 +61,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 def generated() -> Iterator[tuple[str, str]]:
     """The pages written here: their names on the site, and their text."""
+    os.environ["COLUMNS"] = "88"
     for name, parser in parsers().items():
         yield f"reference/commands/{name}.md", f"# redelastic {name}\n\n```text\n{parser.format_help()}```\n"
     yield "reference/metrics.md", METRICS + "\n".join(metric_rows()) + "\n"
@@ -70,7 +71,6 @@ def parsers() -> dict[str, argparse.ArgumentParser]:
     """The parser of each command, by its name."""
     from redelastic.cli import make_parser, run  # noqa: PLC0415
 
-    os.environ["COLUMNS"] = "88"
     _, commands = make_parser()
     return {**commands.choices, run.NAME: run.make_parser()}
 

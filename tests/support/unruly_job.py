@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,9 +16,9 @@ UNRULY: Final = Path(__file__).parent / "workers" / "unruly.py"
 OURS: Final = (sys.executable, "-m", "redelastic.cli", "run")
 
 
-def environment(action: str = "", more: Mapping[str, str] | None = None) -> dict[str, str]:
+def environment(action: str = "") -> dict[str, str]:
     env = {name: value for name, value in os.environ.items() if not name.startswith(("REDELASTIC_", "TORCHELASTIC_"))}
-    return env | {"OMP_NUM_THREADS": "1", "UNRULY": action} | dict(more or {})
+    return env | {"OMP_NUM_THREADS": "1", "UNRULY": action}
 
 
 def run(directory: Path, action: str, *options: str, **more: Any) -> subprocess.CompletedProcess[str]:

@@ -55,16 +55,16 @@ def _file_of(descriptor: int) -> str:
         return ""
 
 
-def tail(path: str, limit: int = TAIL) -> str:
+def tail(path: str) -> str:
     """The last lines of a file, without secrets; empty if it cannot be read."""
     try:
         with Path(path).open("rb") as file:
             size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - limit))
-            text = file.read(limit).decode(errors="replace")
+            file.seek(max(0, size - TAIL))
+            text = file.read(TAIL).decode(errors="replace")
     except OSError:
         return ""
-    if size > limit:
+    if size > TAIL:
         text = text.partition("\n")[2]
     return redacted(text, os.environ).strip("\n")
 

@@ -18,8 +18,6 @@ LAST_CALL: Final = (
     1.0  # above one heartbeat: at an empty server newcomers must not be faster than members (PROTOCOL.md)
 )
 
-FORGETTING: Final = frozenset({"forget", "flush"})
-
 
 @dataclass(frozen=True)
 class Action:
