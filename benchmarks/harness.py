@@ -62,6 +62,7 @@ def run_nodes(
     limit: float,
     meanwhile: Callable[[], object] = lambda: None,
     *,
+    processes: int = PROCESSES,
     as_many_as_fit: bool = False,
 ) -> list[list[Timing]]:
     """Run ``nodes`` nodes at once, several times over in the same processes, and time each.
@@ -69,20 +70,21 @@ def run_nodes(
     Args:
         prepare: makes a node in another process, so it must be importable by name; node 0 comes before the others.
         rounds: options for ``prepare``, one per round.
-        nodes: how many; they are threads of up to four processes.
+        nodes: how many.
         limit: seconds for everything; after it, all processes are killed.
         meanwhile: called here once all nodes of a round are timed, before any of them ends.
+        processes: how many at most; the nodes are threads of them.
         as_many_as_fit: leave out rounds for which no time is left, assuming they take as long as the last one.
 
     Raises:
         TimeLimitError: the limit was reached.
         RuntimeError: a node failed.
     """
-    n_processes = min(PROCESSES, nodes)
+    n_processes = min(processes, nodes)
     results: Any = CONTEXT.Queue()
     step: Any = CONTEXT.Barrier(n_processes)
     timed: Any = CONTEXT.Barrier(n_processes + 1)  # this process among them
-    processes: list[BaseProcess] = [
+    started: list[BaseProcess] = [
         CONTEXT.Process(
             target=_run_share, args=(prepare, rounds, range(i, nodes, n_processes), (step, timed), results), daemon=True
         )
@@ -90,19 +92,19 @@ def run_nodes(
     ]
     deadline = time.monotonic() + limit
     timings: list[list[Timing]] = []
-    with _killed_at_the_end(processes):
-        for process in processes:
+    with _killed_at_the_end(started):
+        for process in started:
             process.start()
         for _ in rounds:
             began = time.monotonic()
             timings.append([])
-            for _ in processes:
+            for _ in started:
                 timings[-1] += [Timing(*pair) for pair in _result(results, deadline, limit)]
             meanwhile()
             if as_many_as_fit and 2 * time.monotonic() - began > deadline:
                 return timings
             timed.wait(max(0.1, deadline - time.monotonic()))
-        for process in processes:
+        for process in started:
             process.join(max(0.1, deadline - time.monotonic()))
     return timings
 

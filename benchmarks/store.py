@@ -243,7 +243,7 @@ def prepare_client(options: dict[str, Any], number: int) -> tuple[Callable[[], o
 def throughput(
     servers: Servers, sizes: tuple[int, ...], repeat: int, seconds: float, progress: Progress
 ) -> Iterator[Table]:
-    """Operations of all clients per second; a single client is kept on a core apart from the servers."""
+    """Operations per second of all clients, a process each; a single one is kept on a core apart from the servers."""
     operations = {"set": "each of a key of its own", "get": "of one key", "add": "to one key"}
     tables = {
         name: Table(
@@ -273,7 +273,7 @@ def throughput(
         ]
         try:
             with apart(servers) if clients == 1 else nullcontext():
-                timings = run_nodes(prepare_client, rounds, clients, 90 + 5 * len(rounds) * seconds)
+                timings = run_nodes(prepare_client, rounds, clients, 90 + 5 * len(rounds) * seconds, processes=clients)
         except TimeLimitError as e:
             for table in tables.values():
                 for contender in ACROSS_PROCESSES:

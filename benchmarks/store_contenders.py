@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from redelastic.redis.server import RedisServer
 from redelastic.store import RedisStore
+from redelastic.store.line import MOST
 
 OURS: Final = "redelastic"
 BARE: Final = "Redis, bare"
@@ -108,35 +109,60 @@ def _etcd() -> Iterator[tuple[str, int] | None]:
             server.stop()
 
 
-@contextlib.contextmanager
-def bare_redis(url: str, name: str) -> Iterator[SimpleNamespace]:
-    """The limit: Redis' own commands on a blocking socket, without time-outs, retries, fencing and effects once."""
-    parts = urlsplit(url)
-    reader = hiredis.Reader()
+class _BareSocket:
+    """Commands of Redis and their replies, on a blocking socket."""
 
-    def read() -> Any:
-        while (reply := reader.gets()) is False:
-            reader.feed(connection.recv(65536))
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection, self._reader = connection, hiredis.Reader()
+        self._owed = 0  # replies that nobody has waited for
+
+    def ask(self, *words: Any) -> Any:
+        """Send a command, and return its reply."""
+        self._connection.sendall(hiredis.pack_command(words))
+        if self._owed:
+            self._settle(0)
+        return self._read()
+
+    def ask_both(self, one: tuple[Any, ...], other: tuple[Any, ...]) -> tuple[Any, Any]:
+        """Send two commands together, and return both replies."""
+        self._connection.sendall(hiredis.pack_command(one) + hiredis.pack_command(other))
+        return self._read(), self._read()
+
+    def tell(self, *words: Any) -> None:
+        """Send a command, and wait only if as many are under way as a store of ours lets be."""
+        self._connection.sendall(hiredis.pack_command(words))
+        self._owed += 1
+        if self._owed == MOST:
+            self._settle(MOST // 2)
+
+    def _settle(self, keep: int) -> None:
+        while self._owed > keep:
+            self._read()
+            self._owed -= 1
+
+    def _read(self) -> Any:
+        while (reply := self._reader.gets()) is False:
+            self._reader.feed(self._connection.recv(65536))
         if isinstance(reply, Exception):
             raise reply
         return reply
 
-    def ask(*words: Any) -> Any:
-        connection.sendall(hiredis.pack_command(words))
-        return read()
 
-    def ask_both(one: tuple[Any, ...], other: tuple[Any, ...]) -> tuple[Any, Any]:
-        connection.sendall(hiredis.pack_command(one) + hiredis.pack_command(other))
-        return read(), read()
-
+@contextlib.contextmanager
+def bare_redis(url: str, name: str) -> Iterator[SimpleNamespace]:
+    """The limit: Redis' own commands on a blocking socket, without time-outs, retries, fencing and effects once."""
+    parts = urlsplit(url)
     with socket.create_connection((parts.hostname, parts.port or 0), LIMIT) as connection:
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        socket_ = _BareSocket(connection)
+        ask = socket_.ask
         if parts.password:
             ask("AUTH", unquote(parts.password))
         yield SimpleNamespace(
             ask=ask,
-            ask_both=ask_both,
+            ask_both=socket_.ask_both,
+            tell=socket_.tell,
             set=lambda key, value: ask("HSET", name, key, value),
             get=lambda key: ask("HGET", name, key),
             add=lambda key, amount: ask("HINCRBY", name, key, amount),

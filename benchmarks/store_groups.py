@@ -11,23 +11,29 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import count
 from typing import Any, Final, NoReturn
 
 import torch.distributed as dist
 
 from benchmarks.harness import TimeLimitError, run_alone
 from benchmarks.report import Progress, Spread, Table
-from benchmarks.store_contenders import OURS, TCP, Servers
+from benchmarks.store_contenders import OURS, TCP, Servers, bare_redis
+from benchmarks.store_script import TTL
 from redelastic import register_init_method
+from redelastic.redis.keys import RunKeys
+from redelastic.redis.scripts import STORE_BARRIER
 from redelastic.store import RedisStore
 
 OURS_BY_URL: Final = "redelastic, redis://"
 TCP_BY_URL: Final = "TCPStore, tcp://"
 BY_URL: Final = (OURS_BY_URL, TCP_BY_URL)
-GROUPS: Final = (OURS, TCP, *BY_URL)
+SCRIPTED: Final = "Redis, bare, with our script"  # a barrier, by a client that computes nothing
+GROUPS: Final = (OURS, TCP, SCRIPTED, *BY_URL)
 TARGETS: Final = (1.0, 3.0)  # multiples of TCPStore's time for a group and for a barrier
 BARRIERS: Final = 10
 GROUP_LIMIT: Final = 60  # seconds for one group
@@ -61,7 +67,8 @@ def group_tables(servers: Servers, sizes: tuple[int, ...], repeat: int, progress
             found = dict.fromkeys(GROUPS, (str(e), str(e)))
         for contender in GROUPS:
             formed, waited = found[contender]
-            init.put(n, contender, formed)
+            if contender != SCRIPTED:
+                init.put(n, contender, formed)
             if contender not in BY_URL:
                 barrier.put(n, contender, waited)
         for table, factor in zip((init, barrier), TARGETS, strict=True):
@@ -128,25 +135,46 @@ def _form(contender: str, servers: Servers, n: int) -> tuple[float, float]:
     return max(formed) - min(began), (max(left) - min(entered)) / BARRIERS
 
 
+def bare_barrier(me: Member, bare: Any) -> Callable[[str], object]:
+    """What ``RedisStore.barrier`` sends, on a bare socket."""
+    run = RunKeys(me.run_id)
+    store, numbers = run.store("bare"), count(1)
+    digest = bare.ask("SCRIPT", "LOAD", STORE_BARRIER.text)
+    fixed = (store.data, store.waits, store.once, run.run, run.members, run.wake)
+
+    def barrier(key: str) -> object:
+        counts, last = f"{key}/num_members".encode(), f"{key}/last_member".encode()
+        keys = (*fixed, store.stream(counts), store.stream(last))
+        script = ("EVALSHA", digest, len(keys), *keys, "", TTL, f"{me.rank}", next(numbers), counts, last, me.n)
+        return bare.ask_both(script, ("XREAD", "BLOCK", 1000 * GROUP_LIMIT, "STREAMS", store.stream(last), "0-0"))
+
+    return barrier
+
+
 def _be_member(me: Member, step: Any, times: Any) -> NoReturn:
     timeout = timedelta(seconds=GROUP_LIMIT)
-    store: dist.Store | None = None
+    store: Any = None
+    stack = ExitStack()
     try:
         if me.contender == OURS:
             store = RedisStore(me.servers.redis, me.run_id, timeout=timeout)
         elif me.contender == TCP:
             server = me.listener.detach() if me.rank == 0 else None
             store = dist.TCPStore("127.0.0.1", me.port, me.n, me.rank == 0, timeout, master_listen_fd=server)
-        url = None if store else f"{me.servers.redis}?run_id={me.run_id}"
+        barrier = store and (lambda key: store.barrier(key, me.n))
+        if me.contender == SCRIPTED:
+            barrier = bare_barrier(me, stack.enter_context(bare_redis(me.servers.redis, me.run_id)))
+        url = None if barrier else f"{me.servers.redis}?run_id={me.run_id}"
         if me.contender == TCP_BY_URL:
             url = f"tcp://127.0.0.1:{me.port}"
         step.wait(GROUP_LIMIT)
         times[4 * me.rank] = time.monotonic()
-        dist.init_process_group("gloo", url, timeout, me.n, me.rank, store)
+        if me.contender != SCRIPTED:
+            dist.init_process_group("gloo", url, timeout, me.n, me.rank, store)
         times[4 * me.rank + 1] = time.monotonic()
         step.wait(GROUP_LIMIT)
-        for i in range(BARRIERS + 1 if store else 0):
-            store.barrier(f"barrier-{i}", me.n)  # type: ignore[union-attr]  # torch's stubs lack it
+        for i in range(BARRIERS + 1 if barrier else 0):
+            barrier(f"barrier-{i}")
             if i == 0:  # all have got this far
                 times[4 * me.rank + 2] = time.monotonic()
         times[4 * me.rank + 3] = time.monotonic()

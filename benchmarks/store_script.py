@@ -63,6 +63,7 @@ class Clients:
 
     bare: Any
     ours: Any
+    sending: Any  # ours, without waiting for its writes
     theirs: Any
     run: RunKeys
     store: StoreKeys
@@ -71,24 +72,28 @@ class Clients:
     def opened(cls, stack: ExitStack, servers: Servers, name: str) -> Clients:
         """Open them, in a state in which every write does the same work."""
         bare, ours, theirs = (stack.enter_context(opened(kind, servers, name)) for kind in (BARE, OURS, TCP))
+        sending = stack.enter_context(opened(OURS, servers, name, acknowledge=False))
         run = RunKeys("bench")
         for store in (ours, theirs):
             store.set("k", VALUE)
-        return cls(bare, ours, theirs, run, run.store(name))
+        return cls(bare, ours, sending, theirs, run, run.store(name))
 
     @property
     def fixed_keys(self) -> list[str]:
         """The keys that every script of a store takes."""
         return [self.store.data, self.store.waits, self.store.once, self.run.run, self.run.members]
 
-    def script(self, text: str, keys: list[Any], args: list[Any]) -> Callable[[], object]:
+    def script(
+        self, text: str, keys: list[Any], args: list[Any], send: Callable[..., object] | None = None
+    ) -> Callable[[], object]:
         """A call of a script; iterators among its arguments yield a new value for each call."""
+        send = send or self.bare.ask
         sent = ["EVALSHA", self.bare.ask("SCRIPT", "LOAD", text), len(keys), *keys, *args]
         i = next((i for i, word in enumerate(sent) if isinstance(word, count)), None)
         if i is None:
-            return lambda: self.bare.ask(*sent)
+            return lambda: send(*sent)
         before, numbers, after = sent[:i], sent[i], sent[i + 1 :]
-        return lambda: self.bare.ask(*before, next(numbers), *after)
+        return lambda: send(*before, next(numbers), *after)
 
 
 def set_calls(clients: Clients) -> Iterator[Timed]:
@@ -120,6 +125,16 @@ def set_calls(clients: Clients) -> Iterator[Timed]:
     yield Timed(f"{TCP}: add", lambda: clients.theirs.add("n", 1), "")
 
 
+def sent_calls(clients: Clients) -> Iterator[Timed]:
+    """Nobody waits for the answer of any; up to 64 are under way, then the first half is read."""
+    bare, store = clients.bare, clients.store
+    yield Timed("HSET, no script", lambda: bare.tell("HSET", store.data, "k", VALUE), "hset")
+    keys, args = [*clients.fixed_keys, store.stream(b"k")], ["", TTL, "told", count(1), "k", VALUE]
+    yield Timed("our script", clients.script(STORE_SET.text, keys, args, bare.tell))
+    yield Timed("our set", lambda: clients.sending.set("k", VALUE))
+    yield Timed(f"{TCP}: set", lambda: clients.theirs.set("k", VALUE), "")
+
+
 def check_calls(clients: Clients) -> Iterator[Timed]:
     """In the same order; a key exists if it has a value or a queue."""
     bare, store = clients.bare, clients.store
@@ -139,6 +154,7 @@ def check_calls(clients: Clients) -> Iterator[Timed]:
 
 TABLES: Final = {
     "store-script": ("A set as a script, on a bare socket: what each of its duties adds", set_calls, 1.7),
+    "store-sent": ("A set that is not waited for, on a bare socket", sent_calls, 3.0),
     "store-check": ("A check, on a bare socket", check_calls, 1.4),
 }
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+import socket
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from itertools import count
 from typing import Any, Final
 
 import redis
-from redis.connection import AbstractConnection
 
 from benchmarks.harness import CONTEXT, run_nodes
 from benchmarks.report import Spread, Table
@@ -26,23 +27,27 @@ from benchmarks.store_contenders import (
     opened,
     refusal,
 )
+from benchmarks.store_script import TTL
+from redelastic.redis.keys import RunKeys
+from redelastic.redis.scripts import STORE_SET, STORE_WAIT
 
 CALLS: Final = ("wait", "get")
 SCRIPTED: Final = "Redis, bare, with a script"  # the least that our wake-ups have to do there
+OUR_SCRIPT: Final = "Redis, bare, with our scripts"
 SCRIPT: Final = "redis.call('HSET', KEYS[1], ARGV[1], ARGV[2]) redis.call('XADD', KEYS[2], '*', 'value', ARGV[2])"
 TARGET: Final = 1.5  # multiple of TCPStore's time
-TAKE_PART: Final = (*ACROSS_PROCESSES, SCRIPTED)
+TAKE_PART: Final = (*ACROSS_PROCESSES, SCRIPTED, OUR_SCRIPT)
 WAKE_UPS: Final = 25  # per turn
 ASLEEP: Final = 0.008  # seconds until the waiting side is surely blocked
 
 
 def note_times(method: str, times: Any, *, before: bool) -> Callable[[int], None]:
-    """Record when redis-py's connections in this process call a method or return from it; the last time counts.
+    """Record when this process calls a method of a socket or returns from it; the last time counts.
 
     Returns:
         A function that chooses the place in ``times``.
     """
-    place, plain = 0, getattr(AbstractConnection, method)
+    place, plain = 0, getattr(socket.socket, method)
 
     def noted(*args: Any, **options: Any) -> Any:
         if before:
@@ -56,7 +61,7 @@ def note_times(method: str, times: Any, *, before: bool) -> Callable[[int], None
         nonlocal place
         place = chosen
 
-    setattr(AbstractConnection, method, noted)
+    setattr(socket.socket, method, noted)
     return choose
 
 
@@ -70,18 +75,40 @@ def calls_of(store: Any, contender: str, call: str, name: str) -> tuple[Callable
             lambda key: store.ask("EVALSHA", digest, 2, name, f"{name}-{key}", key, "v"),
             lambda key: store.ask("XREAD", "BLOCK", 1000 * LIMIT, "STREAMS", f"{name}-{key}", "0"),
         )
+    if contender == OUR_SCRIPT:
+        return _by_our_scripts(store, name)
     return lambda key: store.set(key, "v"), (lambda key: store.wait([key])) if call == "wait" else store.get
+
+
+def _by_our_scripts(store: Any, name: str) -> tuple[Callable[[str], Any], Callable[[str], Any]]:
+    """What RedisStore sends."""
+    run, numbers = RunKeys("bench"), count(1)
+    keys = run.store(f"{name}-bare")  # RedisStore's own has that name
+    fixed = (keys.data, keys.waits, keys.once, run.run, run.members)
+    write, look = (store.ask("SCRIPT", "LOAD", script.text) for script in (STORE_SET, STORE_WAIT))
+
+    def stream(key: str) -> bytes:
+        return keys.stream(key.encode())
+
+    def wait(key: str) -> Any:
+        looked = ("EVALSHA", look, 8, *fixed, run.wake, stream(key), keys.queue(key.encode()), "", TTL, "wait", key)
+        return store.ask_both(looked, ("XREAD", "BLOCK", 1000 * LIMIT, "STREAMS", stream(key), "0-0"))
+
+    return (
+        lambda key: store.tell("EVALSHA", write, 6, *fixed, stream(key), "", TTL, "s", next(numbers), key, "v"),
+        wait,
+    )
 
 
 def prepare_wake_up(options: dict[str, Any], number: int) -> tuple[Callable[[], object], Callable[[], object]]:
     """Node 1 waits, and node 0, in another process, sets what it waits for."""
     stack = ExitStack()
     contender = options["contender"]
-    contender_of_store = BARE if contender == SCRIPTED else contender
+    contender_of_store = BARE if contender in (SCRIPTED, OUR_SCRIPT) else contender
     store: Any = stack.enter_context(opened(contender_of_store, options["servers"], options["name"], acknowledge=False))
     do_set, do_wait = calls_of(store, contender, options["call"], options["name"])
     began, ended, turn = options["began"], options["ended"], options["both"]
-    method = "send_packed_command" if number == 0 else "read_response"
+    method = "sendall" if number == 0 else "recv"
     choose = note_times(method, options["sent" if number == 0 else "received"], before=number == 0)
 
     def set_keys() -> None:

@@ -8,11 +8,13 @@
 local count, last = ARGV[5], ARGV[6]
 if not seen then
   local come = redis.call('HINCRBY', DATA, count, 1)
+  if come == 1 then -- before, somebody may have waited for this key
+    fire(count, KEYS[7])
+  end
   if come == tonumber(ARGV[7]) then
     redis.call('HSET', DATA, last, 1)
     fire(last, KEYS[8], '1')
   end
   finish()
-  fire(count, KEYS[7])
 end
-return redis.call('HEXISTS', DATA, last) == 1 and { 0 } or register(1, last, KEYS[8], KEYS[6])
+return redis.call('HEXISTS', DATA, last) == 1 and released(KEYS[8]) or register(1, last, KEYS[8], KEYS[6])

@@ -15,4 +15,4 @@ for i = #ARGV - 3, 1, -1 do
     return ASKED == 'check' and { i } or register(i, key, stream, KEYS[6])
   end
 end
-return { 0 }
+return #ARGV == 4 and ASKED ~= 'check' and released(KEYS[7]) or { 0 }

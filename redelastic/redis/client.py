@@ -10,8 +10,11 @@ from typing import Any, Final
 
 import hiredis
 import redis
+from redis._parsers.hiredis import NOT_ENOUGH_DATA
 from redis.connection import Connection
 
+_START: Final = 2**14  # bytes: what a short reply needs; redis-py reads the rest of a longer one
+_VALUES: Final = b"$*:+_%~#,"  # what the replies of RESP2 and RESP3 begin with that are neither errors nor pushed
 _MULTI: Final = hiredis.pack_command(("MULTI",))
 _EXEC: Final = hiredis.pack_command(("EXEC",))
 
@@ -46,13 +49,8 @@ class DirectClient(redis.Redis):
         """Send a command, and return the reply in redis-py's form."""
         connection = self._take()
         try:
-            connection.send_packed_command(_packed(connection, args), check_health=False)
-            if options:
-                reply = self.parse_response(connection, args[0], **options)
-            else:  # as that does, but without the look-up in redis-py's own kind of dict, which takes 0.4 us
-                reply = connection.read_response()
-                callback = dict.get(self.response_callbacks, args[0].upper())
-                reply = reply if callback is None else callback(reply)
+            send(connection, _packed(connection, args))
+            reply = self.parse_response(connection, args[0], **options) if options else self._reply(connection, args[0])
         except BaseException as e:
             self._give_up(connection, e)
             raise
@@ -60,18 +58,23 @@ class DirectClient(redis.Redis):
         return reply
 
     def execute_both(self, first: tuple[Any, ...], second: tuple[Any, ...]) -> tuple[Any, Any]:
-        """Send two commands of strings and bytes together, and return both replies as they are."""
+        """Send two commands of strings, bytes and numbers together, and return both replies in redis-py's form."""
         connection = self._take()
         try:
-            packed = hiredis.pack_command(first) + hiredis.pack_command(second)
-            connection.send_packed_command([packed], check_health=False)
-            replies = connection.read_response(), connection.read_response()
+            send(connection, hiredis.pack_command(first) + hiredis.pack_command(second))
+            replies = self._reply(connection, first[0]), self._reply(connection, second[0])
         except BaseException as e:
             connection.disconnect()  # the other reply may not have been read
             self._give_up(connection, e)
             raise
         self._idle.append(connection)
         return replies
+
+    def _reply(self, connection: Any, command: str) -> Any:
+        """The next reply; not by `parse_response`, which takes 0.4 us to look up what becomes of it."""
+        reply = _read(connection)
+        callback = dict.get(self.response_callbacks, command.upper())
+        return reply if callback is None else callback(reply)
 
     def may_transact(self) -> bool:
         """Whether the user may use transactions."""
@@ -116,13 +119,16 @@ class DirectClient(redis.Redis):
         self._idle.append(connection)
         return True
 
-    def _take(self) -> Connection:
+    def _take(self) -> Any:
         if self._idle_pid != os.getpid():  # a forked child: these connections are its parent's
             self._idle, self._idle_pid = deque(), os.getpid()
         try:
-            return self._idle.pop()
+            connection: Any = self._idle.pop()
         except IndexError:
             return self.connection_pool.get_connection()
+        if connection._sock is None:  # since the client was closed
+            connection.connect()
+        return connection
 
     def _give_up(self, connection: Connection, error: BaseException) -> None:
         """Dispose of a connection on which a command failed; it is kept if the server only refused the command."""
@@ -142,6 +148,43 @@ class DirectClient(redis.Redis):
         self.connection_pool.release(connection)
 
 
+# A process that has waited finds each function cold, and fetching it takes longer than running it. So these two do in
+# a few steps what redis-py does in a dozen, and leave to it what is not ordinary: errors, pushed data, long replies.
+# ruff: noqa: SLF001  # of redis-py's connections; pyproject.toml admits one major version, which tests/redis covers
+
+
+def send(connection: Any, packed: bytes) -> None:
+    """Send a packed command; raises as redis-py's ``send_packed_command``, and where that would connect again."""
+    sock = connection._sock
+    if sock is None:  # on a new connection, replies would be taken for those of earlier commands
+        raise redis.ConnectionError("The connection was closed.")
+    try:
+        sock.sendall(packed)
+    except OSError as e:
+        raise _redis_pys(e) from e
+
+
+def _read(connection: Any) -> Any:
+    """The next reply; raises as redis-py's ``read_response``."""
+    sock, reader = connection._sock, connection._parser._reader
+    if sock is None or reader is None or reader.has_data():
+        return connection.read_response()
+    try:
+        start = sock.recv(_START)
+    except OSError as e:
+        raise _redis_pys(e) from e
+    if not start:
+        raise redis.ConnectionError("The server closed the connection.")
+    reader.feed(start)
+    if start[0] in _VALUES and (reply := reader.gets()) is not NOT_ENOUGH_DATA:
+        return reply
+    return connection.read_response()
+
+
+def _redis_pys(error: OSError) -> redis.RedisError:
+    return (redis.TimeoutError if isinstance(error, TimeoutError) else redis.ConnectionError)(str(error))
+
+
 def packed_uncopied(words: Sequence[bytes], large: int) -> list[bytes]:
     """As ``hiredis.pack_command``, but in parts: each word of ``large`` bytes or more is its own part, not copied."""
     parts, small = [], [b"*%d\r\n" % len(words)]
@@ -156,12 +199,12 @@ def packed_uncopied(words: Sequence[bytes], large: int) -> list[bytes]:
     return [*parts, b"".join(small)]
 
 
-def _packed(connection: Connection, args: tuple[Any, ...]) -> list[bytes]:
+def _packed(connection: Connection, args: tuple[Any, ...]) -> bytes:
     """Pack a command as redis-py does, which first looks at each argument, and splits a command's words."""
     try:
         if " " not in args[0]:
-            return [hiredis.pack_command(args)]
+            packed: bytes = hiredis.pack_command(args)
+            return packed
     except TypeError:  # a type that hiredis does not know: redis-py rejects it, or turns it into bytes
         pass
-    packed: list[bytes] = connection.pack_command(*args)
-    return packed
+    return b"".join(connection.pack_command(*args))

@@ -21,6 +21,7 @@ from .routes import is_loopback, source_address
 
 T = TypeVar("T")
 Timeout = float | Callable[[], float] | None  # in seconds
+Command = tuple[str | bytes | int, ...]
 Entries = list[tuple[str, dict[str, str]]]
 
 ATTEMPT_TIMEOUT: Final = 5.0
@@ -60,6 +61,7 @@ class Connection:
         self.name = name or _describe(client, options)
         self.read_timeout = read_timeout
         self.served = False  # whether a script has run there: then a server that refuses writes may accept them again
+        self.known: set[object] = set()  # scripts that have run there
         self.transacts: bool | None = None  # whether its user may use transactions; None: not tried yet
         # A blocking read has to end before the socket's time-out, which is how a silent server is noticed.
         self.max_block = (options.get("socket_timeout") or 2 * ATTEMPT_TIMEOUT) / 2
@@ -153,17 +155,20 @@ class Connection:
         Returns:
             The new entries of each stream that has any: id and fields.
         """
-        names = list(streams)
-        block_ms = max(1, round(1000 * min(block, self.max_block)))
-        command = ("XREAD", "BLOCK", block_ms, "STREAMS", *names, *(streams[name] for name in names))
+        command = self.xread(streams, block)
 
         def xread(client: Client) -> Any:
             if isinstance(client, RedisCluster):  # it would ask the server for the keys of each XREAD
-                return client.execute_command(*command, target_nodes=client.get_node_from_key(names[0]))
+                node = client.get_node_from_key(text(next(iter(streams))))
+                return client.execute_command(*command, target_nodes=node)
             return client.execute_command(*command)
 
-        reply = self.call(xread, timeout) or {}
-        return reply if isinstance(reply, dict) else dict(reply)
+        return entries_of(self.call(xread, timeout))
+
+    def xread(self, streams: Mapping[bytes, str], block: float) -> Command:
+        """The command that :meth:`read_bytes` sends."""
+        block_ms = max(1, round(1000 * min(block, self.max_block)))
+        return ("XREAD", "BLOCK", block_ms, "STREAMS", *streams, *streams.values())
 
     def replicas_with(self, key: str, field: str, value: int, *, wanted: int, block: float, ttl: float) -> int:
         """Wait until as many replicas as wanted have a number in a hash.
@@ -238,6 +243,11 @@ def _describe(client: Client, options: Mapping[str, Any]) -> str:
     if path := options.get("path"):
         return f"unix://{path}"
     return f"redis://{options.get('host', '?')}:{options.get('port', '?')}/{options.get('db') or 0}"
+
+
+def entries_of(reply: Any) -> dict[bytes, list[Any]]:
+    """The reply to an ``XREAD``, in one form for all protocols of Redis."""
+    return reply if isinstance(reply, dict) else dict(reply or ())
 
 
 def text(value: bytes | str) -> str:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.resources import files
 from typing import Any, Final
 
 import hiredis
 from redis.exceptions import NoScriptError
 
-from .connection import Connection, Timeout
-from .endpoint import Client
+from .connection import Command, Connection, Timeout
 
 Argument = str | bytes | int | float
 
@@ -37,21 +37,30 @@ class Script:
         keys: Sequence[str | bytes],
         args: Sequence[Argument] | Callable[[], Sequence[Argument]],
         timeout: Timeout = None,
+        then: Callable[[], Command] | None = None,
     ) -> Any:
         """Run the script; see :meth:`Connection.call` for ``timeout`` and errors.
 
-        If ``args`` is a function, it is called before each attempt: its result may be valid only at that moment.
+        If ``args`` is a function, it is called before each attempt: its result may be valid only at that moment. So is
+        ``then``, which returns a command to send along, by a :class:`DirectClient`.
+
+        Returns:
+            The reply; with ``then``, both replies.
         """
 
-        def run(client: Client) -> Any:
-            sent = args() if callable(args) else args
-            try:
-                return client.execute_command("EVALSHA", self._digest, len(keys), *keys, *sent)
-            except NoScriptError:  # a new server, or one whose scripts were flushed
-                return client.execute_command("EVAL", self.text, len(keys), *keys, *sent)
+        def run(client: Any) -> Any:
+            rest = (len(keys), *keys, *(args() if callable(args) else args))
+            ask = client.execute_command if then is None else partial(_execute_both, client, then())
+            if then is None or self in connection.known:  # what is sent along with it must not be refused
+                try:
+                    return ask("EVALSHA", self._digest, *rest)
+                except NoScriptError:  # a new server, or one whose scripts were flushed
+                    pass
+            return ask("EVAL", self.text, *rest)
 
         reply = connection.call(run, timeout)
         connection.served = True
+        connection.known.add(self)
         return reply
 
     def packed(self, keys: Sequence[str | bytes], args: Sequence[Argument], *, whole: bool) -> bytes:
@@ -59,6 +68,10 @@ class Script:
         call = ("EVAL", self.text) if whole else ("EVALSHA", self._digest)
         packed: bytes = hiredis.pack_command((*call, len(keys), *keys, *args))  # type: ignore[arg-type]  # says: one word
         return packed
+
+
+def _execute_both(client: Any, second: Command, *first: Any) -> Any:
+    return client.execute_both(first, second)
 
 
 JOIN: Final = Script("run", "roll", "complete", "restore", "join")

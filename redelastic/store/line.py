@@ -19,6 +19,7 @@ from weakref import WeakSet
 import redis.exceptions as rx
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
+from redelastic.redis.client import send
 from redelastic.redis.connection import ATTEMPT_TIMEOUT, Connection
 from redelastic.redis.errors import ERRORS, UnreachableError, may_pass
 from redelastic.redis.scripts import Script
@@ -34,27 +35,18 @@ PATIENCE: Final = 5.0  # of a process that exits or forks, in seconds; then each
 
 
 class Write(NamedTuple):
-    """A request to a script, except for its sender and number.
+    """A request to a script.
 
     Attributes:
         verb: of the store.
         script: the one to run.
-        fixed_keys, fixed_args: of all requests to the store.
-        keys: those of this one.
-        args: those of this one; the first is the store's key.
+        keys, args: those that other requests do not have; the first of ``args`` is the store's key.
     """
 
     verb: str
     script: Script
-    fixed_keys: Sequence[str]
-    fixed_args: Sequence[str]
     keys: Sequence[str | bytes]
     args: Sequence[bytes]
-
-    def packed(self, sender: bytes, number: int, *, whole: bool) -> bytes:
-        """The request as it is sent, with the script itself or with its digest."""
-        args: list[str | bytes | int] = [*self.fixed_args, sender, -number, *self.args]
-        return self.script.packed([*self.fixed_keys, *self.keys], args, whole=whole)
 
 
 class WriteFailedError(Exception):
@@ -79,13 +71,17 @@ class Line:
 
     A forked child has a line of its own, with nothing under way.
 
+    Args:
+        connection: to Redis.
+        keys, args: those with which every request to the store begins.
+
     Attributes:
         under_way: the writes that may not have been made yet, each with its number.
         failure: one that no call has raised yet, since it occurred while the process forked.
     """
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+    def __init__(self, connection: Connection, keys: Sequence[str], args: Sequence[str]) -> None:
+        self._connection, self._keys, self._args = connection, keys, args
         self.unlock()
         self._begin()
         _lines.add(self)
@@ -176,7 +172,9 @@ class Line:
 
         Waits for as long as one attempt of another thread may take: that is no outage yet.
         """
-        if not self._lock.acquire(timeout=max(ATTEMPT_TIMEOUT, timeout() if callable(timeout) else timeout)):
+        if not self._lock.acquire(blocking=False) and not self._lock.acquire(
+            timeout=max(ATTEMPT_TIMEOUT, timeout() if callable(timeout) else timeout)
+        ):
             raise UnreachableError(f"Another thread waits for Redis at {self._connection.name} to take earlier writes.")
         held, self._busy = not self._busy, True
         if held and self._pid != os.getpid():  # a forked child: all else is its parent's
@@ -243,11 +241,10 @@ class Line:
         return True
 
     def _put(self) -> None:
-        if not self._wire.is_connected:  # redis-py would reconnect, and replies be taken for those of earlier writes
-            raise rx.ConnectionError("The connection was closed.")
         number, write = self.under_way[self._sent]
-        packed = write.packed(self._sender, number, whole=write.script not in self._known)
-        self._wire.send_packed_command([packed], check_health=False)
+        args: list[str | bytes | int] = [*self._args, self._sender, -number, *write.args]
+        packed = write.script.packed([*self._keys, *write.keys], args, whole=write.script not in self._known)
+        send(self._wire, packed)
         self._known.add(write.script)
         self._sent += 1
 

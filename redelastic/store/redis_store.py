@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from operator import index
+from functools import partial
+from operator import index, methodcaller
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch.distributed as dist
@@ -15,11 +16,11 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from redelastic.redis import scripts
 from redelastic.redis.client import DirectClient
-from redelastic.redis.connection import Connection, Timeout, text
+from redelastic.redis.connection import Connection, Timeout, entries_of, text
 from redelastic.redis.keys import DEFAULT_PREFIX, DEFAULT_TTL, RunKeys
 
 from .line import PATIENCE, Line
-from .requests import Requests, RoundBrokenError, Text
+from .requests import Requests, RoundBrokenError, Text, Then
 
 if TYPE_CHECKING:
     from redelastic.redis.endpoint import Client
@@ -86,8 +87,9 @@ class RedisStore(Requests):
         super().__init__(connection, run, keys, epoch, ttl)
         self._name = name
         self._prefix, self._is_view = b"", False
+        self._woken = b""  # id of the last entry of the run's wake stream, as far as it is known
         if not acknowledge and isinstance(connection.client, DirectClient):
-            self._line = Line(connection)
+            self._line = Line(connection, self._fixed_keys, self._fixed_args)
         self._views: list[RedisStore] = []  # torch's C++ may hold a clone: it lives as long as this does
         self.set_timeout(timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout))
         _alive.add(self)
@@ -163,7 +165,7 @@ class RedisStore(Requests):
         """
         full, started = self._key(key), time.monotonic()
         while True:
-            value: bytes | None = self._call(lambda client: client.execute_command("HGET", self._keys.data, full))
+            value: bytes | None = self._call(methodcaller("execute_command", "HGET", self._keys.data, full))
             if value is not None:
                 return value
             value = self._await([full], "get", started, self._seconds())
@@ -237,7 +239,7 @@ class RedisStore(Requests):
         full, started = self._all(keys), time.monotonic()
         seconds = self._seconds if timeout is None else timeout.total_seconds
         if len(full) != 1 or not self._call(
-            lambda client: client.execute_command("HEXISTS", self._keys.data, full[0]), timeout=seconds
+            methodcaller("execute_command", "HEXISTS", self._keys.data, full[0]), timeout=seconds
         ):
             self._await(full, "wait", started, seconds())
 
@@ -250,8 +252,8 @@ class RedisStore(Requests):
         count, last = full + b"/num_members", full + b"/last_member"
         seconds = self._seconds if timeout is None else timeout.total_seconds
         keys = [self._run.wake, self._keys.stream(count), self._keys.stream(last)]
-        came = self._adding(count, 1, scripts.STORE_BARRIER, keys, [count, last, index(world_size)], seconds)
-        self._await([last], "wait", started, seconds(), came)
+        request = (scripts.STORE_BARRIER, keys, [count, last, index(world_size)])
+        self._await([last], "wait", started, seconds(), partial(self._adding, count, 1, *request))
 
     def num_keys(self) -> int:
         """The number of keys."""
@@ -309,7 +311,7 @@ class RedisStore(Requests):
         return self._prefix + _bytes("key", key)
 
     def _read(self, keys: list[bytes]) -> list[Any]:
-        return self._call(lambda client: client.execute_command("HMGET", self._keys.data, *keys)) if keys else []
+        return self._call(methodcaller("execute_command", "HMGET", self._keys.data, *keys)) if keys else []
 
     def _all(self, keys: Sequence[Text]) -> list[bytes]:
         if isinstance(keys, str | bytes):
@@ -317,23 +319,31 @@ class RedisStore(Requests):
         prefix = self._prefix
         return [prefix + _bytes("key", key) for key in keys]
 
-    def _look(self, keys: list[bytes], asked: Literal["get", "pop", "wait", "check"], timeout: Timeout) -> Any:
+    def _look(
+        self, keys: list[bytes], asked: Literal["get", "pop", "wait", "check"], timeout: Timeout, then: Then = None
+    ) -> Any:
         both = [name for key in keys for name in (self._keys.stream(key), self._keys.queue(key))]
-        return self._script(scripts.STORE_WAIT, [self._run.wake, *both], [asked, *keys], timeout)
+        return self._script(scripts.STORE_WAIT, [self._run.wake, *both], [asked, *keys], timeout, then)
 
     def _await(
-        self, keys: list[bytes], asked: Literal["get", "pop", "wait"], started: float, timeout: float, reply: Any = None
+        self,
+        keys: list[bytes],
+        asked: Literal["get", "pop", "wait"],
+        started: float,
+        timeout: float,
+        first_look: Callable[[Timeout, Then], Any] | None = None,
     ) -> bytes | None:
         """Block until all keys are there, for ``timeout`` seconds after ``started`` on the monotonic clock.
-
-        Skips the first look if its ``reply`` is given.
 
         Returns:
             The value that a single key was set to, if the wake-up carried it.
         """
         deadline = started + timeout
+        look = partial(self._look, keys, asked)
+        ask, at_once = first_look or look, len(keys) == 1 and asked != "pop"
         while keys:
-            reply = reply or self._look(keys, asked, deadline - time.monotonic())
+            reply, woken = self._ask_and_read(ask, keys[0] if at_once else None, deadline)
+            ask, at_once = look, False
             if reply[0] == 0:
                 break
             if reply[0] < 0:
@@ -341,23 +351,51 @@ class RedisStore(Requests):
                     f"Round {self._epoch} of run {self._run.run_id!r} is broken ({text(reply[1])}); "
                     f"the keys {_listed(keys)} will not be set any more. Join the next round."
                 )
-            remaining = deadline - time.monotonic()
-            if remaining <= 0:
-                limit = round(1000 * timeout)  # as TCPStore says it; how much later it is by now depends on Redis
-                raise dist.DistStoreError(f"wait timeout after {limit}ms, keys: {_listed(keys)} of {self!r}")
-            stream = self._keys.stream(keys[reply[0] - 1])
-            streams = {stream: text(reply[1])}
-            if self._epoch is not None:
-                streams[self._run.wake.encode()] = text(reply[2])
-            try:
-                woken = self._connection.read_bytes(streams, remaining, timeout=remaining)
-            except RendezvousError as e:
-                raise self._as_torchs(e, [stream]) from e
+            stream, remaining = self._keys.stream(keys[reply[0] - 1]), deadline - time.monotonic()
+            if woken is None:
+                if remaining <= 0:
+                    limit = round(1000 * timeout)  # as TCPStore says it; how much later it is by now depends on Redis
+                    raise dist.DistStoreError(f"wait timeout after {limit}ms, keys: {_listed(keys)} of {self!r}")
+                try:
+                    woken = self._connection.read_bytes(self._streams(stream, *reply[1:]), remaining, timeout=remaining)
+                except RendezvousError as e:
+                    raise self._as_torchs(e, [stream]) from e
             if stream in woken and len(keys) == 1:
                 told: dict[bytes, bytes] = woken[stream][-1][1] or {}
                 return told.get(b"value")
-            reply = None
         return None
+
+    def _ask_and_read(
+        self, ask: Callable[[Timeout, Then], Any], key: bytes | None, deadline: float
+    ) -> tuple[Any, dict[bytes, list[Any]] | None]:
+        """Ask for missing keys; if it is only one, block in the same round trip until that is set.
+
+        The ids to read from must then be known before the reply is. For the key's own stream, that is the beginning: an
+        older entry there is left out. For the run's, it is the id of the last reply: what is newer ends the block.
+
+        Returns:
+            The reply, and what was read; None if it was not tried, or only an older entry was there.
+        """
+        stream = b"" if key is None else self._keys.stream(key)
+        left = deadline - time.monotonic()
+        if stream and (self._epoch is None or self._woken) and isinstance(self._connection.client, DirectClient):
+            streams = self._streams(stream, b"0-0", self._woken)
+            reply, read = ask(left, lambda: self._connection.xread(streams, deadline - time.monotonic()))
+            woken = entries_of(read)
+        else:
+            reply, woken = ask(left, None), None
+        if reply[0] > 0:
+            self._woken = reply[2]
+            if woken and stream in woken and woken[stream][-1][0] == reply[1]:
+                woken = None
+        return reply, woken
+
+    def _streams(self, stream: bytes, after: bytes, wake_after: bytes) -> dict[bytes, str]:
+        """What to read: a key's own stream, and that of the round's run, each with the id after which to begin."""
+        streams = {stream: text(after)}
+        if self._epoch is not None:
+            streams[self._run.wake.encode()] = text(wake_after)
+        return streams
 
     def _adding(self, key: bytes, amount: int, *request: Any) -> Any:
         """As :meth:`_once`, for a request that adds to a key."""

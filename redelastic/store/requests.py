@@ -18,7 +18,7 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from redelastic.redis import scripts
 from redelastic.redis.client import DirectClient, packed_uncopied
-from redelastic.redis.connection import Connection, Timeout, require_keys_of_types, text
+from redelastic.redis.connection import Command, Connection, Timeout, require_keys_of_types, text
 from redelastic.redis.errors import FencedError
 from redelastic.redis.keys import RunKeys, StoreKeys
 
@@ -26,6 +26,7 @@ from .line import Line, Write, WriteFailedError
 
 T = TypeVar("T")
 Text = str | bytes
+Then = Callable[[], Command] | None
 
 LARGE: Final = 2**15  # bytes: below this, three copies by a script take less time than a transaction
 MOST_QUEUED: Final = 3 * 2**28  # bytes: Redis drops a client whose queue is over client-query-buffer-limit, 2**30
@@ -63,7 +64,7 @@ class Requests(dist.Store):
         first_part = self._keys.streams
         streams = [first_part + key for key in keys]
         if longest >= LARGE and sum(map(len, pairs)) <= MOST_QUEUED and self._transacts():
-            self._numbered(lambda sender, request: self._set_large(sender, request, keys, streams, pairs))
+            self._set_large(keys, streams, pairs)
         else:
             self._write(verb, scripts.STORE_SET, streams, pairs)
 
@@ -75,27 +76,29 @@ class Requests(dist.Store):
             self._connection.transacts = self._call(lambda client: client.may_transact())
         return self._connection.transacts
 
-    def _set_large(
-        self, sender: bytes, request: int, keys: list[bytes], streams: list[bytes], pairs: list[bytes]
-    ) -> None:
+    def _set_large(self, keys: list[bytes], streams: list[bytes], pairs: list[bytes]) -> None:
         """Set them by an HSET between two scripts; see ``lua/store_before.lua``."""
-        args: list[str | bytes | int] = [*self._fixed_args, sender, request, *keys]
+        sender = self._borrowed_sender()
+        args: list[str | bytes | int] = [*self._fixed_args, sender.name, sender.request, *keys]
         commands = [
             scripts.STORE_BEFORE.packed(self._fixed_keys, args, whole=True),  # its digest may be unknown there
             packed_uncopied([b"HSET", self._keys.data.encode(), *pairs], _UNCOPIED),
             scripts.STORE_AFTER.packed([*self._fixed_keys, *streams], args, whole=True),
         ]
-        if self._call(lambda client: client.transact(commands), streams):
-            self._connection.served = True
-        else:  # the user's rules have changed; a request that has had its effect has no other, under the same number
-            self._connection.transacts = False
-            self._script(scripts.STORE_SET, streams, [sender, request, *pairs], None)
+        try:
+            if self._call(lambda client: client.transact(commands), streams):
+                self._connection.served = True
+            else:  # the user's rules have changed; if it has had its effect, it has no other under the same number
+                self._connection.transacts = False
+                self._script(scripts.STORE_SET, streams, [sender.name, sender.request, *pairs], None)
+        finally:
+            self._senders.append(sender)
 
     def _write(self, verb: str, script: scripts.Script, keys: Sequence[Text], args: Sequence[bytes]) -> None:
         """As :meth:`_once`, for a request without a reply, which need not be waited for."""
         if self._line is not None:
             try:
-                if self._line.send(Write(verb, script, self._fixed_keys, self._fixed_args, keys, args), self._seconds):
+                if self._line.send(Write(verb, script, keys, args), self._seconds):
                     return
             except (RendezvousError, WriteFailedError) as e:
                 raise self._of_earlier_writes(e) from e
@@ -118,13 +121,22 @@ class Requests(dist.Store):
         return type(why)(f"An earlier {write.verb} of the key {write.args[0]!r} has failed{later}: {why}")
 
     def _once(
-        self, script: scripts.Script, keys: Sequence[Text], args: Sequence[bytes | int], timeout: Timeout = None
+        self,
+        script: scripts.Script,
+        keys: Sequence[Text],
+        args: Sequence[bytes | int],
+        timeout: Timeout = None,
+        then: Then = None,
     ) -> Any:
-        limit = self._seconds if timeout is None else timeout
-        return self._numbered(lambda sender, request: self._script(script, keys, [sender, request, *args], limit))
+        """Run a script that has its effect once, however often it is sent."""
+        sender = self._borrowed_sender()
+        try:
+            return self._script(script, keys, [sender.name, sender.request, *args], timeout, then)
+        finally:
+            self._senders.append(sender)
 
-    def _numbered(self, request: Callable[[bytes, int], T]) -> T:
-        """Send a request, a function that takes its sender and number."""
+    def _borrowed_sender(self) -> _Sender:
+        """One that nobody else uses now, with the number of its next request."""
         try:
             sender = self._senders.pop()
         except IndexError:
@@ -132,19 +144,21 @@ class Requests(dist.Store):
         if sender.pid != os.getpid():  # a forked child's requests are not its parent's
             sender = _Sender()
         sender.request += 1
-        try:
-            return request(sender.name, sender.request)
-        finally:
-            self._senders.append(sender)
+        return sender
 
     def _script(
-        self, script: scripts.Script, keys: Sequence[Text], args: Sequence[bytes | str | int], timeout: Timeout
+        self,
+        script: scripts.Script,
+        keys: Sequence[Text],
+        args: Sequence[bytes | str | int],
+        timeout: Timeout,
+        then: Then = None,
     ) -> Any:
         if self._line is not None:
             self._settle(timeout)
         every_key, every_arg = [*self._fixed_keys, *keys], [*self._fixed_args, *args]
         try:
-            return script(self._connection, every_key, every_arg, timeout)
+            return script(self._connection, every_key, every_arg, self._seconds if timeout is None else timeout, then)
         except RendezvousError as e:
             raise self._as_torchs(e, keys) from e
 

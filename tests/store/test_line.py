@@ -275,7 +275,7 @@ class Interrupting(bytes):
 def test_an_interruption_after_a_reply_loses_no_later_write(server: RedisServer, run_id: str) -> None:
     with opened(server, run_id, acknowledge=False) as store:
         assert store._line is not None
-        write = line_module.Write("append", scripts.STORE_APPEND, store._fixed_keys, store._fixed_args, [b"s"], [])
+        write = line_module.Write("append", scripts.STORE_APPEND, [b"s"], [])
         store._line.send(write._replace(args=[b"log", Interrupting(b"0")]), 1)
         with pytest.raises(KeyboardInterrupt):
             store._line.settle(1)
@@ -290,9 +290,9 @@ class Announced:
     def __init__(self, lock: Any) -> None:
         self._lock, self.asked, self.release = lock, threading.Event(), lock.release
 
-    def acquire(self, timeout: float) -> bool:
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         self.asked.set()
-        return bool(self._lock.acquire(timeout=timeout))
+        return bool(self._lock.acquire(blocking, timeout))
 
 
 def test_a_short_wait_has_its_own_error_while_another_thread_writes(server: RedisServer, run_id: str) -> None:

@@ -126,7 +126,7 @@ def _init(url: str, run_id: str, rank: int, size: int, name: str = "default", *,
 def _collectives(url: str, run_id: str, rank: int, size: int, acknowledge: bool) -> dict[str, Any]:
     _init(url, run_id, rank, size, acknowledge=acknowledge)
     seen: dict[str, Any] = {"total": total()}
-    first_two = dist.new_group([0, 1])
+    first_two: Any = dist.new_group([0, 1])
     if rank < 2:
         number = torch.tensor([1.0])
         dist.all_reduce(number, group=first_two)

@@ -208,8 +208,14 @@ def pair(new_node: NodeFactory) -> Pair:
     "wait", [lambda s: s.get("k"), lambda s: s.wait(["k"]), lambda s: s.queue_pop("q"), lambda s: s.barrier("b", 2)]
 )
 @pytest.mark.parametrize("view", ["store", "prefixed", "PrefixStore"])
-def test_a_wait_ends_at_once_when_a_member_leaves(pair: Pair, wait: Callable[[Any], Any], view: str) -> None:
-    (gone, _), (_, store) = pair
+@pytest.mark.parametrize("known", [False, True], ids=["first", "later"])
+def test_a_wait_ends_at_once_when_a_member_leaves(
+    pair: Pair, wait: Callable[[Any], Any], view: str, known: bool
+) -> None:
+    """A later one asks and blocks in one round trip: it knows from which of the run's wake-ups on to read."""
+    (gone, theirs), (_, store) = pair
+    if known:
+        has_waited(store, theirs)
     seen = {"store": store, "prefixed": store.prefixed("p"), "PrefixStore": dist.PrefixStore("p", store)}[view]
     waiting = in_thread(seen.get, "k") if view == "PrefixStore" else in_thread(wait, seen)
     until(lambda: bool(store._call(lambda client: client.exists(store._keys.waits))))
@@ -218,6 +224,25 @@ def test_a_wait_ends_at_once_when_a_member_leaves(pair: Pair, wait: Callable[[An
     with pytest.raises(RoundBrokenError, match=r"Round 1 .* is broken .*test"):
         waiting.result(SOON)
     assert time.monotonic() - started < 1
+
+
+def has_waited(store: RedisStore, other: RedisStore) -> None:
+    waiting = in_thread(store.get, "earlier")
+    until(lambda: bool(store._call(lambda client: client.exists(store._keys.waits))))
+    other.set("earlier", "v")
+    assert waiting.result(SOON) == b"v"
+
+
+@pytest.mark.parametrize("wait", [lambda s: s.get("k"), lambda s: s.wait(["k"]), lambda s: s.barrier("b", 9)])
+def test_a_wait_does_not_begin_when_a_member_has_left(pair: Pair, wait: Callable[[Any], Any]) -> None:
+    (gone, theirs), (_, store) = pair
+    has_waited(store, theirs)
+    gone.membership.leave("test")
+    for _ in range(2):
+        started = time.monotonic()
+        with pytest.raises(RoundBrokenError, match=r"Round 1 .* is broken .*test"):
+            in_thread(wait, store).result(SOON)
+        assert time.monotonic() - started < 1
 
 
 def test_a_wait_ends_when_a_lease_runs_out(pair: Pair) -> None:
