@@ -191,14 +191,15 @@ def draw(table: Table, path: Path) -> None:
             rows = list(table.cells)
             places = [rows.index(row) + (i - (len(table.columns) - 1) / 2) * width for row in found]
             axes.bar(places, medians, width, yerr=errors, capsize=2, label=column)
-    if table.log:
+    if table.log and axes.has_data():
         axes.set_xscale("log", base=2)
         numbers = [float(row.split()[0].replace(",", "")) for row in table.cells]
         axes.set_xticks(numbers, list(table.cells))
         axes.minorticks_off()
     else:
         axes.set_xticks(range(len(table.cells)), list(table.cells), rotation=30, ha="right", rotation_mode="anchor")
-    axes.set_yscale("log")
+    if axes.has_data():
+        axes.set_yscale("log")
     axes.yaxis.set_major_formatter(lambda value, _: shown(value, table.unit))
     axes.set_xlabel(table.case)
     axes.set_title(table.title)

@@ -39,8 +39,7 @@ class Recorder(Connection):
     """A connection that raises what it would send, unless it already has the reply."""
 
     def __init__(self) -> None:
-        self.name, self.served, self.known = "a simulated node's Redis", False, set()
-        self.max_block = ATTEMPT_TIMEOUT / 2
+        self.name, self.served, self.max_block = "a simulated node's Redis", False, ATTEMPT_TIMEOUT / 2
         self.reply: Any = None
         self.has_reply = False
 

@@ -49,6 +49,16 @@ def _keep_files_in_memory() -> None:
         os.environ["TMPDIR"] = tempfile.tempdir = _MEMORY
 
 
+@pytest.fixture(autouse=True)
+def _own_signal_handlers() -> Iterator[None]:
+    """Torch's launcher leaves its own behind in the process that it ran in."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in before.items():
+        if handler is not None:
+            signal.signal(number, handler)
+
+
 @pytest.fixture(scope="session")
 def server() -> Iterator[RedisServer]:
     """The server that most tests share."""

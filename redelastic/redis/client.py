@@ -182,7 +182,7 @@ def _read(connection: Any) -> Any:
 
 
 def _redis_pys(error: OSError) -> redis.RedisError:
-    return (redis.TimeoutError if isinstance(error, TimeoutError) else redis.ConnectionError)(str(error))
+    return redis.TimeoutError("Timeout") if isinstance(error, TimeoutError) else redis.ConnectionError(str(error))
 
 
 def packed_uncopied(words: Sequence[bytes], large: int) -> list[bytes]:

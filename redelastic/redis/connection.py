@@ -61,7 +61,7 @@ class Connection:
         self.name = name or _describe(client, options)
         self.read_timeout = read_timeout
         self.served = False  # whether a script has run there: then a server that refuses writes may accept them again
-        self.known: set[object] = set()  # scripts that have run there
+        self.known: set[object] = set()  # scripts that have run there with another command
         self.transacts: bool | None = None  # whether its user may use transactions; None: not tried yet
         # A blocking read has to end before the socket's time-out, which is how a silent server is noticed.
         self.max_block = (options.get("socket_timeout") or 2 * ATTEMPT_TIMEOUT) / 2

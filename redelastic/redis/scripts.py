@@ -60,7 +60,8 @@ class Script:
 
         reply = connection.call(run, timeout)
         connection.served = True
-        connection.known.add(self)
+        if then is not None:
+            connection.known.add(self)
         return reply
 
     def packed(self, keys: Sequence[str | bytes], args: Sequence[Argument], *, whole: bool) -> bytes:

@@ -291,9 +291,9 @@ def test_a_frozen_server_is_noticed_and_waited_for(own_server: RedisServer) -> N
     with own_server.get_client(), ThreadPoolExecutor(4) as pool:
         assert connection.call(increment) == 1
         with servers.frozen(own_server):
-            with takes(ATTEMPT, ATTEMPT), pytest.raises(UnreachableError, match=r"timed out|Timeout"):
+            with takes(ATTEMPT, ATTEMPT), pytest.raises(UnreachableError, match="Timeout"):
                 connection.call(increment, 0)
-            with takes(1, 1 + ATTEMPT), pytest.raises(UnreachableError, match=r"timed out|Timeout"):
+            with takes(1, 1 + ATTEMPT), pytest.raises(UnreachableError, match="Timeout"):
                 connection.call(lambda c: c.get("counter"), 1)
             waiting = [pool.submit(connection.call, lambda c: c.get("counter")) for _ in range(4)]
             with takes(ATTEMPT, ATTEMPT), pytest.raises(UnreachableError):

@@ -65,6 +65,7 @@ def unlucky(server: RedisServer, proxy: FaultyProxy, run_id: str) -> Iterator[Re
     made.set("k", "0")
     made.queue_push("q", "7")
     made.queue_push("q", "8")
+    RedisStore(made._connection, run_id, "warm").barrier("b", 1)  # it sends the script itself the first time
     yield made
     made.close()
 
