@@ -127,7 +127,8 @@ class DirectClient(redis.Redis):
         except IndexError:
             return self.connection_pool.get_connection()
         if connection._sock is None:  # since the client was closed
-            connection.connect()
+            self.connection_pool.release(connection)
+            return self.connection_pool.get_connection()
         return connection
 
     def _give_up(self, connection: Connection, error: BaseException) -> None:
