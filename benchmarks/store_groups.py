@@ -145,7 +145,7 @@ def bare_barrier(me: Member, bare: Any) -> Callable[[str], object]:
     def barrier(key: str) -> object:
         counts, last = f"{key}/num_members".encode(), f"{key}/last_member".encode()
         keys = (*fixed, store.stream(counts), store.stream(last))
-        script = ("EVALSHA", digest, len(keys), *keys, "", TTL, f"{me.rank}", next(numbers), counts, last, me.n)
+        script = ("EVALSHA", digest, len(keys), *keys, "", TTL, f"{me.rank}", next(numbers), counts, last, me.n, "1")
         return bare.ask_both(script, ("XREAD", "BLOCK", 1000 * GROUP_LIMIT, "STREAMS", store.stream(last), "0-0"))
 
     return barrier

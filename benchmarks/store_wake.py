@@ -91,7 +91,20 @@ def _by_our_scripts(store: Any, name: str) -> tuple[Callable[[str], Any], Callab
         return keys.stream(key.encode())
 
     def wait(key: str) -> Any:
-        looked = ("EVALSHA", look, 8, *fixed, run.wake, stream(key), keys.queue(key.encode()), "", TTL, "wait", key)
+        looked = (
+            "EVALSHA",
+            look,
+            8,
+            *fixed,
+            run.wake,
+            stream(key),
+            keys.queue(key.encode()),
+            "",
+            TTL,
+            "wait",
+            "1",
+            key,
+        )
         return store.ask_both(looked, ("XREAD", "BLOCK", 1000 * LIMIT, "STREAMS", stream(key), "0-0"))
 
     return (

@@ -13,22 +13,24 @@ local function last_id(stream)
   return last[1] and last[1][1] or '0-0'
 end
 
--- A caller may read `stream` from its beginning in the same round trip. Where it has nothing to wait for, an entry there
--- ends that at once. Returns the reply: {0}
-local function released(stream)
-  if redis.call('EXISTS', stream) == 0 then
-    redis.call('XADD', stream, '*', 'set', 1)
-    redis.call('PEXPIRE', stream, 60000)
+-- Returns a reply to a caller that need not wait. If it `reads` the stream from its beginning in the same round trip, an
+-- entry there ends that at once; whoever else it wakes asks again. It comes to nothing where Redis refuses writes.
+local function ended(reply, stream, reads)
+  if reads then
+    if redis.call('EXISTS', stream) == 0 then
+      redis.pcall('XADD', stream, '*', 'over', 1)
+    end
+    redis.pcall('PEXPIRE', stream, 60000)
   end
-  return { 0 }
+  return reply
 end
 
--- Registers the caller with `key`, which is missing; `stream` is its wake-up stream, `wake` the run's.
+-- Registers the caller with `key`, which is missing; `stream` is its wake-up stream, `wake` the run's; `reads` as above.
 -- Returns the reply: {index, id to read the key's stream from, id to read the run's wake from}
 --                    {-1, why} the round is over
-local function register(index, key, stream, wake)
+local function register(index, key, stream, wake, reads)
   if broken() then
-    return { -1, redis.call('HGET', RUN, 'broken') or 'the run went on' }
+    return ended({ -1, redis.call('HGET', RUN, 'broken') or 'the run went on' }, stream, reads)
   end
   redis.call('HSET', WAITS, key, 1)
   redis.call('PEXPIRE', WAITS, TTL)

@@ -14,6 +14,7 @@ from redis._parsers.hiredis import NOT_ENOUGH_DATA
 from redis.connection import Connection
 
 _START: Final = 2**14  # bytes: what a short reply needs; redis-py reads the rest of a longer one
+_WORDS: Final = frozenset((str, bytes))
 _VALUES: Final = b"$*:+_%~#,"  # what the replies of RESP2 and RESP3 begin with that are neither errors nor pushed
 _MULTI: Final = hiredis.pack_command(("MULTI",))
 _EXEC: Final = hiredis.pack_command(("EXEC",))
@@ -61,7 +62,7 @@ class DirectClient(redis.Redis):
         """Send two commands of strings, bytes and numbers together, and return both replies in redis-py's form."""
         connection = self._take()
         try:
-            send(connection, hiredis.pack_command(first) + hiredis.pack_command(second))
+            send(connection, pack(first) + pack(second))
             replies = self._reply(connection, first[0]), self._reply(connection, second[0])
         except BaseException as e:
             connection.disconnect()  # the other reply may not have been read
@@ -154,6 +155,14 @@ class DirectClient(redis.Redis):
 # ruff: noqa: SLF001  # of redis-py's connections; pyproject.toml admits one major version, which tests/redis covers
 
 
+def pack(words: Sequence[Any]) -> bytes:
+    """A command as it is sent. hiredis crashes if a signal handler raises while it turns a number into text."""
+    if not _WORDS.issuperset(map(type, words)):
+        words = [repr(word) if type(word) in (int, float) else word for word in words]
+    packed: bytes = hiredis.pack_command(tuple(words))
+    return packed
+
+
 def send(connection: Any, packed: bytes) -> None:
     """Send a packed command; raises as redis-py's ``send_packed_command``, and where that would connect again."""
     sock = connection._sock
@@ -172,7 +181,7 @@ def _read(connection: Any) -> Any:
         return connection.read_response()
     try:
         start = sock.recv(_START)
-    except OSError as e:
+    except (OSError, ValueError) as e:  # ValueError: of TLS, where another thread has closed it
         raise _redis_pys(e) from e
     if not start:
         raise redis.ConnectionError("The server closed the connection.")
@@ -182,7 +191,7 @@ def _read(connection: Any) -> Any:
     return connection.read_response()
 
 
-def _redis_pys(error: OSError) -> redis.RedisError:
+def _redis_pys(error: Exception) -> redis.RedisError:
     return redis.TimeoutError("Timeout") if isinstance(error, TimeoutError) else redis.ConnectionError(str(error))
 
 
@@ -204,8 +213,7 @@ def _packed(connection: Connection, args: tuple[Any, ...]) -> bytes:
     """Pack a command as redis-py does, which first looks at each argument, and splits a command's words."""
     try:
         if " " not in args[0]:
-            packed: bytes = hiredis.pack_command(args)
-            return packed
+            return pack(args)
     except TypeError:  # a type that hiredis does not know: redis-py rejects it, or turns it into bytes
         pass
     return b"".join(connection.pack_command(*args))

@@ -168,7 +168,7 @@ class Connection:
     def xread(self, streams: Mapping[bytes, str], block: float) -> Command:
         """The command that :meth:`read_bytes` sends."""
         block_ms = max(1, round(1000 * min(block, self.max_block)))
-        return ("XREAD", "BLOCK", block_ms, "STREAMS", *streams, *streams.values())
+        return ("XREAD", "BLOCK", str(block_ms), "STREAMS", *streams, *streams.values())
 
     def replicas_with(self, key: str, field: str, value: int, *, wanted: int, block: float, ttl: float) -> int:
         """Wait until as many replicas as wanted have a number in a hash.
@@ -247,7 +247,9 @@ def _describe(client: Client, options: Mapping[str, Any]) -> str:
 
 def entries_of(reply: Any) -> dict[bytes, list[Any]]:
     """The reply to an ``XREAD``, in one form for all protocols of Redis."""
-    return reply if isinstance(reply, dict) else dict(reply or ())
+    found = reply if isinstance(reply, dict) else dict(reply or ())
+    # redis-py puts those of RESP3 into a list of their own
+    return {name: got[0] if got and isinstance(got[0], list) else got for name, got in found.items()}
 
 
 def text(value: bytes | str) -> str:

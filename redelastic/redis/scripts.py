@@ -8,9 +8,9 @@ from functools import partial
 from importlib.resources import files
 from typing import Any, Final
 
-import hiredis
 from redis.exceptions import NoScriptError
 
+from .client import pack
 from .connection import Command, Connection, Timeout
 
 Argument = str | bytes | int | float
@@ -49,7 +49,7 @@ class Script:
         """
 
         def run(client: Any) -> Any:
-            rest = (len(keys), *keys, *(args() if callable(args) else args))
+            rest = (str(len(keys)), *keys, *(args() if callable(args) else args))
             ask = client.execute_command if then is None else partial(_execute_both, client, then())
             if then is None or self in connection.known:  # what is sent along with it must not be refused
                 try:
@@ -67,8 +67,7 @@ class Script:
     def packed(self, keys: Sequence[str | bytes], args: Sequence[Argument], *, whole: bool) -> bytes:
         """A request to run the script, as it is sent: whole, or by its digest, for a server that has it."""
         call = ("EVAL", self.text) if whole else ("EVALSHA", self._digest)
-        packed: bytes = hiredis.pack_command((*call, len(keys), *keys, *args))  # type: ignore[arg-type]  # says: one word
-        return packed
+        return pack((*call, str(len(keys)), *keys, *args))
 
 
 def _execute_both(client: Any, second: Command, *first: Any) -> Any:

@@ -242,7 +242,7 @@ class Line:
 
     def _put(self) -> None:
         number, write = self.under_way[self._sent]
-        args: list[str | bytes | int] = [*self._args, self._sender, -number, *write.args]
+        args: list[str | bytes] = [*self._args, self._sender, b"%d" % -number, *write.args]
         packed = write.script.packed([*self._keys, *write.keys], args, whole=write.script not in self._known)
         send(self._wire, packed)
         self._known.add(write.script)

@@ -196,7 +196,7 @@ class RedisStore(Requests):
         if not isinstance(amount, int) or not -(2**63) <= amount < 2**63:
             raise TypeError(f"add takes a 64-bit integer, not {amount!r}.")
         full = self._key(key)
-        return int(self._adding(full, amount, scripts.STORE_ADD, [self._keys.stream(full)], [full, amount]))
+        return int(self._adding(full, amount, scripts.STORE_ADD, [self._keys.stream(full)], [full, b"%d" % amount]))
 
     def append(self, key: Text, value: Text) -> None:
         """Add bytes to the end of a value, empty at first."""
@@ -252,8 +252,12 @@ class RedisStore(Requests):
         count, last = full + b"/num_members", full + b"/last_member"
         seconds = self._seconds if timeout is None else timeout.total_seconds
         keys = [self._run.wake, self._keys.stream(count), self._keys.stream(last)]
-        request = (scripts.STORE_BARRIER, keys, [count, last, index(world_size)])
-        self._await([last], "wait", started, seconds(), partial(self._adding, count, 1, *request))
+
+        def arrive(left: Timeout, then: Then) -> Any:
+            args = [count, last, b"%d" % index(world_size), b"1" if then else b""]
+            return self._adding(count, 1, scripts.STORE_BARRIER, keys, args, left, then)
+
+        self._await([last], "wait", started, seconds(), arrive)
 
     def num_keys(self) -> int:
         """The number of keys."""
@@ -323,7 +327,8 @@ class RedisStore(Requests):
         self, keys: list[bytes], asked: Literal["get", "pop", "wait", "check"], timeout: Timeout, then: Then = None
     ) -> Any:
         both = [name for key in keys for name in (self._keys.stream(key), self._keys.queue(key))]
-        return self._script(scripts.STORE_WAIT, [self._run.wake, *both], [asked, *keys], timeout, then)
+        args = [asked, "1" if then else "", *keys]
+        return self._script(scripts.STORE_WAIT, [self._run.wake, *both], args, timeout, then)
 
     def _await(
         self,
@@ -362,7 +367,8 @@ class RedisStore(Requests):
                     raise self._as_torchs(e, [stream]) from e
             if stream in woken and len(keys) == 1:
                 told: dict[bytes, bytes] = woken[stream][-1][1] or {}
-                return told.get(b"value")
+                if b"over" not in told:
+                    return told.get(b"value")
         return None
 
     def _ask_and_read(
@@ -378,7 +384,8 @@ class RedisStore(Requests):
         """
         stream = b"" if key is None else self._keys.stream(key)
         left = deadline - time.monotonic()
-        if stream and (self._epoch is None or self._woken) and isinstance(self._connection.client, DirectClient):
+        known = self._epoch is None or self._woken
+        if stream and known and left > 0 and isinstance(self._connection.client, DirectClient):
             streams = self._streams(stream, b"0-0", self._woken)
             reply, read = ask(left, lambda: self._connection.xread(streams, deadline - time.monotonic()))
             woken = entries_of(read)

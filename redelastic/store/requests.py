@@ -79,7 +79,7 @@ class Requests(dist.Store):
     def _set_large(self, keys: list[bytes], streams: list[bytes], pairs: list[bytes]) -> None:
         """Set them by an HSET between two scripts; see ``lua/store_before.lua``."""
         sender = self._borrowed_sender()
-        args: list[str | bytes | int] = [*self._fixed_args, sender.name, sender.request, *keys]
+        args: list[str | bytes] = [*self._fixed_args, sender.name, b"%d" % sender.request, *keys]
         commands = [
             scripts.STORE_BEFORE.packed(self._fixed_keys, args, whole=True),  # its digest may be unknown there
             packed_uncopied([b"HSET", self._keys.data.encode(), *pairs], _UNCOPIED),
@@ -90,7 +90,7 @@ class Requests(dist.Store):
                 self._connection.served = True
             else:  # the user's rules have changed; if it has had its effect, it has no other under the same number
                 self._connection.transacts = False
-                self._script(scripts.STORE_SET, streams, [sender.name, sender.request, *pairs], None)
+                self._script(scripts.STORE_SET, streams, [sender.name, b"%d" % sender.request, *pairs], None)
         finally:
             self._senders.append(sender)
 
@@ -131,7 +131,7 @@ class Requests(dist.Store):
         """Run a script that has its effect once, however often it is sent."""
         sender = self._borrowed_sender()
         try:
-            return self._script(script, keys, [sender.name, sender.request, *args], timeout, then)
+            return self._script(script, keys, [sender.name, b"%d" % sender.request, *args], timeout, then)
         finally:
             self._senders.append(sender)
 

@@ -16,6 +16,7 @@ import stores
 import torch.distributed as dist
 from stores import SHORT, SOON, in_thread, opened, until
 
+from redelastic.redis.client import DirectClient
 from redelastic.redis.connection import Connection
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
@@ -125,6 +126,47 @@ def test_a_wait_ends_at_once_for_a_key_that_came_after_the_first_look(store: Red
         started = time.monotonic()
         in_thread(store._await, [b"k"], "wait", started, 60).result(SOON)
         assert time.monotonic() - started < 1
+
+
+def test_a_wait_for_a_queue_with_items_needs_no_memory(own_server: RedisServer, run_id: str) -> None:
+    with opened(own_server, run_id) as store, own_server.get_client() as client:
+        store.queue_push("q", "item")
+        client.config_set("maxmemory", 1)
+        started = time.monotonic()
+        store.wait(["q"], timedelta(seconds=60))
+        assert time.monotonic() - started < 3
+
+
+def test_what_ends_one_wait_at_once_ends_no_other(own_server: RedisServer, run_id: str) -> None:
+    """One caller looks when the key is there; another one blocks on its stream, since it was deleted meanwhile."""
+    with opened(own_server, run_id) as store, own_server.get_client() as client:
+        waiting = in_thread(store.get, "k")
+        until(lambda: blocked_clients(client) == 1)
+        client.xadd(store._keys.stream(b"k"), {"over": 1})
+        until(lambda: client.info("commandstats")["cmdstat_xread"]["calls"] == 2 and blocked_clients(client) == 1)
+        store.set("k", "v")
+        assert waiting.result(SOON) == b"v"
+
+
+@pytest.mark.parametrize("protocol", [2, 3])
+@pytest.mark.parametrize("kind", [DirectClient, redis.Redis])
+def test_a_wait_by_each_protocol(own_server: RedisServer, run_id: str, protocol: int, kind: Any) -> None:
+    with kind.from_url(own_server.url, protocol=protocol, socket_timeout=5) as client:
+        store = RedisStore(client, run_id)
+        for value in (b"one", b"two"):
+            waiting = in_thread(store.get, "k")
+            until(lambda: blocked_clients(client) == 1)
+            store.set("k", value)
+            assert waiting.result(SOON) == value
+            store.delete_key("k")
+        store.close()
+
+
+def test_a_wait_without_time_looks_once(own_server: RedisServer, run_id: str) -> None:
+    with opened(own_server, run_id) as store, own_server.get_client() as client:
+        with pytest.raises(dist.DistStoreError, match="wait timeout"):
+            store.wait(["k"], timedelta(0))
+        assert "cmdstat_xread" not in client.info("commandstats")
 
 
 def test_a_barrier_that_all_have_passed_is_open(store: RedisStore) -> None:

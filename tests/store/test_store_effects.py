@@ -235,13 +235,17 @@ def has_waited(store: RedisStore, other: RedisStore) -> None:
 
 
 @pytest.mark.parametrize("wait", [lambda s: s.get("k"), lambda s: s.wait(["k"]), lambda s: s.barrier("b", 9)])
-def test_a_wait_does_not_begin_when_a_member_has_left(pair: Pair, wait: Callable[[Any], Any]) -> None:
-    (gone, theirs), (_, store) = pair
+@pytest.mark.parametrize("closed", [False, True], ids=["open", "closed"])
+def test_a_wait_does_not_begin_when_a_member_has_left(pair: Pair, wait: Callable[[Any], Any], closed: bool) -> None:
+    """Of a run that is closed, a member leaves without waking the others."""
+    (gone, theirs), (stays, store) = pair
+    if closed:
+        stays.set_closed()
     has_waited(store, theirs)
     gone.membership.leave("test")
     for _ in range(2):
         started = time.monotonic()
-        with pytest.raises(RoundBrokenError, match=r"Round 1 .* is broken .*test"):
+        with pytest.raises(RoundBrokenError, match=r"Round 1 .* is broken"):
             in_thread(wait, store).result(SOON)
         assert time.monotonic() - started < 1
 
