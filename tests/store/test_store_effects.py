@@ -245,6 +245,7 @@ def test_a_wait_does_not_begin_when_a_member_has_left(pair: Pair, wait: Callable
     gone.membership.leave("test")
     if closed:
         stays.membership.stop()  # nobody else ends its reads either
+        store._connection.max_block = 60
     for _ in range(2):
         started = time.monotonic()
         with pytest.raises(RoundBrokenError, match=r"Round 1 .* is broken"):
