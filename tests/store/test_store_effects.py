@@ -244,13 +244,13 @@ def test_a_wait_does_not_begin_when_a_member_has_left(pair: Pair, wait: Callable
     has_waited(store, theirs)
     gone.membership.leave("test")
     if closed:
-        stays.membership.stop()  # nobody else ends its reads either
+        stays.membership.stop()  # nobody else ends its reads
         store._connection.max_block = 60
     for _ in range(2):
         started = time.monotonic()
         with pytest.raises(RoundBrokenError, match=r"Round 1 .* is broken"):
             in_thread(wait, store).result(SOON)
-        assert time.monotonic() - started < 1
+        assert time.monotonic() - started < 0.5  # before the other node's lease is over
 
 
 def test_a_wait_ends_when_a_lease_runs_out(pair: Pair) -> None:
