@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import redis
 
@@ -45,3 +48,26 @@ def test_of_two_commands_sent_together_no_reply_is_anothers(own_server: RedisSer
             client.execute_both(*both)
         assert client.execute_command("PING") is True
         assert client.execute_both(("LLEN", "list"), ("HGET", "hash", "f")) == (1, b"1")
+
+
+INTERRUPTED = """
+import signal
+from redelastic.redis.client import pack
+
+def stop(*_):
+    raise KeyboardInterrupt
+
+signal.signal(signal.SIGALRM, stop)
+words = ["MANY", *range(1_000_000)]
+signal.setitimer(signal.ITIMER_REAL, 0.02)
+try:
+    pack(words)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+def test_an_interrupt_while_a_command_is_packed_is_an_exception() -> None:
+    """hiredis ends the process if it comes while it turns a number into text."""
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "interrupted\n"), done.stderr
