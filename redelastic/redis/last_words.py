@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-import hiredis
 from redis.cluster import RedisCluster
 from redis.connection import Connection, SSLConnection, UnixDomainSocketConnection
 from redis.sentinel import SentinelConnectionPool, SentinelManagedConnection, SentinelManagedSSLConnection
 
+from .client import pack
 from .endpoint import DEFAULT_PORT, Client
 from .errors import ERRORS
 from .scripts import Argument, Script
@@ -60,7 +60,7 @@ def last_words(client: Client, script: Script, keys: Sequence[str], args: Sequen
     told = {
         "address": address,
         "tls": _tls(options) if pool.connection_class in ENCRYPTED else None,
-        "requests": base64.b64encode(b"".join(map(hiredis.pack_command, requests))).decode(),
+        "requests": base64.b64encode(b"".join(map(pack, requests))).decode(),
         "replies": len(requests),
     }
     return json.dumps(told).encode()
