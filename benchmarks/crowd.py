@@ -261,7 +261,7 @@ def hangs(keys: RunKeys, n: int) -> Iterator[Call]:
 def drains(keys: RunKeys, n: int) -> Iterator[Call]:
     """Each node asks to leave, hears of all, counts and reports itself for each, asks how many did, and leaves."""
     store = keys.store(1)
-    fixed = [store.data, store.waits, store.once, keys.run, keys.members]
+    fixed = keys.of_store(store)
     add = scripts.STORE_ADD.text
     for node in range(n):
         yield event(keys, n, "drain", node, "SIGTERM")

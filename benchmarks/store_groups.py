@@ -140,7 +140,7 @@ def bare_barrier(me: Member, bare: Any) -> Callable[[str], object]:
     run = RunKeys(me.run_id)
     store, numbers = run.store("bare"), count(1)
     digest = bare.ask("SCRIPT", "LOAD", STORE_BARRIER.text)
-    fixed = (store.data, store.waits, store.once, run.run, run.members, run.wake)
+    fixed = [*run.of_store(store), run.wake]
 
     def barrier(key: str) -> object:
         counts, last = f"{key}/num_members".encode(), f"{key}/last_member".encode()

@@ -81,7 +81,7 @@ class Clients:
     @property
     def fixed_keys(self) -> list[str]:
         """The keys that every script of a store takes."""
-        return [self.store.data, self.store.waits, self.store.once, self.run.run, self.run.members]
+        return self.run.of_store(self.store)
 
     def script(
         self, text: str, keys: list[Any], args: list[Any], send: Callable[..., object] | None = None

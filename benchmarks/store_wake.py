@@ -84,7 +84,7 @@ def _by_our_scripts(store: Any, name: str) -> tuple[Callable[[str], Any], Callab
     """What RedisStore sends."""
     run, numbers = RunKeys("bench"), count(1)
     keys = run.store(f"{name}-bare")  # RedisStore's own has that name
-    fixed = (keys.data, keys.waits, keys.once, run.run, run.members)
+    fixed = run.of_store(keys)
     write, look = (store.ask("SCRIPT", "LOAD", script.text) for script in (STORE_SET, STORE_WAIT))
 
     def stream(key: str) -> bytes:

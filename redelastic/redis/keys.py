@@ -168,6 +168,10 @@ class RunKeys:
         """Name of the string that holds the status of ``node``."""
         return self._key(f"node:{node}")
 
+    def of_store(self, store: StoreKeys) -> list[str]:
+        """What every script of a store takes: keys 1 to 5 of ``lua/store.lua``."""
+        return [store.data, store.waits, store.once, self.run, self.members]
+
     def store(self, name: str | int) -> StoreKeys:
         """Keys of a store: by epoch that of a round, or by name."""
         text = check_key_part("store name", str(name))

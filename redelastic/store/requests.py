@@ -53,7 +53,7 @@ class Requests(dist.Store):
         super().__init__()
         self._connection, self._run, self._keys, self._epoch, self._ttl = connection, run, keys, epoch, ttl
         self._line: Line | None = None  # of the writes that are not waited for, if any
-        self._fixed_keys = [self._keys.data, self._keys.waits, self._keys.once, run.run, run.members]
+        self._fixed_keys = run.of_store(keys)
         self._fixed_args = ["" if epoch is None else str(epoch), str(round(1000 * ttl))]
         self._senders: deque[_Sender] = deque()
 
