@@ -190,11 +190,12 @@ def test_a_process_that_sigkill_does_not_end_is_given_up(tmp_path: Path, monkeyp
 
 
 SLOW_START: Final = (
-    "import subprocess, time\n"
+    "import os, subprocess, sys, time\n"
     "class Slow(subprocess.Popen):\n"
     "    def __init__(self, *args, **more):\n"
     "        super().__init__(*args, **more)\n"
-    "        time.sleep(1)  # by then the command runs, and its agent ends\n"
+    "        while not os.path.exists(f'{sys.argv[1]}/told'):\n"  # the command runs, and its agent is told to end
+    "            time.sleep(0.01)\n"
     "subprocess.Popen = Slow\n"
 )
 
@@ -213,5 +214,6 @@ def test_an_agent_that_ends_in_mid_check_leaves_no_process(start: str, tmp_path:
     command = int((tmp_path / "pid").read_text())
     assert not gone(command)
     agent.terminate()
+    (tmp_path / "told").touch()
     assert agent.wait(20) == 7
     wait_until(lambda: gone(command), f"process {command} is gone")

@@ -20,9 +20,6 @@ import recorded
 
 from redelastic.cli import main
 
-pytest.importorskip("rich")
-pytest.importorskip("sklearn")
-
 ENTRY_POINT = "import sys; from redelastic.cli import main; sys.exit(main())"
 TRAINING = "redelastic.cli.demo.train"
 MARK = "REDELASTIC_DEMO_TEST"  # an environment variable that every process of a demo inherits

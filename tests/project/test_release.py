@@ -14,8 +14,6 @@ import pytest
 import redelastic
 from redelastic.redis.server import RedisServer
 
-pytest.importorskip("hatchling", reason="hatchling is not installed: it builds the wheel")
-
 ROOT: Final = Path(__file__).parents[2]
 
 # A job's script: the package it sees is the wheel's, and its process group came about by the wheel's plug-in and Lua.
