@@ -194,7 +194,7 @@ SLOW_START: Final = (
     "class Slow(subprocess.Popen):\n"
     "    def __init__(self, *args, **more):\n"
     "        super().__init__(*args, **more)\n"
-    "        while not os.path.exists(f'{sys.argv[1]}/told'):\n"  # the command runs, and its agent is told to end
+    "        while not os.path.exists(f'{sys.argv[1]}/ends'):\n"  # the command runs, and its agent ends
     "            time.sleep(0.01)\n"
     "subprocess.Popen = Slow\n"
 )
@@ -205,6 +205,7 @@ def test_an_agent_that_ends_in_mid_check_leaves_no_process(start: str, tmp_path:
     program = (
         f"{start}"
         "import signal, sys; from pathlib import Path; from redelastic.agent.host.checks import Node, run_checks\n"
+        "import atexit; atexit.register(lambda: Path(sys.argv[1], 'ends').touch())\n"
         "signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))\n"
         "run_checks([], f'echo $$ >{sys.argv[1]}/part; mv {sys.argv[1]}/part {sys.argv[1]}/pid; exec sleep 300',"
         " Node(Path(sys.argv[1]), 1, timeout=200))"
@@ -214,6 +215,5 @@ def test_an_agent_that_ends_in_mid_check_leaves_no_process(start: str, tmp_path:
     command = int((tmp_path / "pid").read_text())
     assert not gone(command)
     agent.terminate()
-    (tmp_path / "told").touch()
     assert agent.wait(20) == 7
     wait_until(lambda: gone(command), f"process {command} is gone")
