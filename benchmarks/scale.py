@@ -23,9 +23,10 @@ import redis
 from benchmarks import report
 from benchmarks.harness import TimeLimitError, Watch, raise_limit_of_files, run_alone
 from benchmarks.report import Progress, Table, shown
-from benchmarks.simulated import Node, connected, simulate, while_alive
+from benchmarks.simulated import Node, Sent, connected, simulate, while_alive
 from redelastic.redis.connection import ATTEMPT_TIMEOUT
 from redelastic.redis.keys import RunKeys
+from redelastic.redis.scripts import BEAT, Script
 from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.settings import Settings
 
@@ -33,6 +34,7 @@ INTERVAL: Final = 2.0  # between heartbeats, in seconds: the default
 LEASE: Final = 3  # heartbeats: the default
 STANDS_FOR: Final = 3  # heartbeats
 ROLL_CALLS: Final = 5
+REPEAT_PART, CALLS_OF_PART = 5, 200
 # Of the largest groups, whose nodes cannot answer within the default 0.5 s (and 0.2 ms for each), since one process
 # answers for all.
 ROLL_CALL_TIMEOUT: Final = 5.0
@@ -120,6 +122,7 @@ async def follow(url: str, n: int, repeat: int, interval: float) -> dict[str, An
                 await lose_one(group, found)
                 if not left:
                     await stand(group, found)
+                    take_apart(group, found)
                     await call_roll(group, found)
                     await lose_some(group, found)
             found["seconds"].append(time.monotonic() - began)
@@ -164,6 +167,22 @@ async def stand(group: Group, found: Found) -> None:
     found["commands"].append(spent["commands"] / spent["seconds"] / n)
 
 
+def take_apart(group: Group, found: Found) -> None:
+    """What a heartbeat's script takes when it ends after one file or another."""
+    try:
+        next(iter(group.tasks)).membership.heartbeat.beat()
+    except Sent as sent:
+        _, _, *request = sent.args[0]
+    for i in range(len(BEAT.parts) + 1):
+        text = Script(*BEAT.parts[:i]).text if i else ""
+        digest = group.client.script_load(text if i == len(BEAT.parts) else f"{text}return 1")
+        for _ in range(REPEAT_PART):
+            with group.counted() as spent:
+                for _ in range(CALLS_OF_PART):
+                    group.client.execute_command("EVALSHA", digest, *request)
+            found[f"beat: {i}"].append(spent["per script"])
+
+
 async def call_roll(group: Group, found: Found) -> None:
     """A node calls the roll, and all are there: the time until it knows, and who computes for it."""
     for caller in list(group.tasks)[:ROLL_CALLS]:
@@ -186,10 +205,12 @@ async def lose_some(group: Group, found: Found) -> None:
     await while_alive(group.tasks.values(), lambda: time.monotonic() < first - 0.05)
     for node in group.tasks:  # this process' work for nodes that join would delay the others
         node.may_join.clear()
-    n = len(group.tasks)
+    n, computed = len(group.tasks), time.process_time()
     with group.counted() as spent:
         await while_alive(group.tasks.values(), lambda: any(node.broken_at < first for node in group.tasks))
     found["1 % died: known"].append(max(node.broken_at for node in group.tasks) - first)
+    found["1 % died: nodes"].append(time.process_time() - computed)
+    found["1 % died: Redis"].append(spent["cpu"])
     found["1 % died: cpu"].append(spent["cpu"] / n)
     for node in group.tasks:
         node.may_join.set()
@@ -320,6 +341,8 @@ def run(quick: bool, progress: Progress) -> Iterator[Table]:
         Table("scale-roll-call", "A roll call that all answer: until the verdict", "nodes", log=True),
         Table("scale-roll-call-cost", "A roll call that all answer: Redis' CPU time", "nodes", log=True),
         Table("scale-server", "Redis' time for each node, in scripts, by its own statistics", "nodes", log=True),
+        Table("scale-beat", "A heartbeat's script, if it ended after one of its files: Redis' time", "nodes"),
+        Table("scale-lost-cost", "The leases of 1 % have run out: CPU time until all know", "nodes", log=True),
         Table("scale-busy", "Redis busy with a group that works: of one core", "nodes", unit="%", log=True),
         Table("scale-commands", "Commands that each node of it sends", "nodes", unit="/s"),
         Table("scale-memory", "Memory for each node of it", "nodes", unit="B"),
@@ -343,11 +366,18 @@ def run(quick: bool, progress: Progress) -> Iterator[Table]:
             "1 % died: scripts": "1 % died",
             "beat: scripts": "one heartbeat",
         },
+        "scale-beat": {
+            "beat: 0": "an empty script",
+            "beat: 1": "`run.lua`, which reads the run",
+            "beat: 4": "`roll`, `complete`, `restore`",
+            "beat: 5": "`beat.lua`: all of it",
+        },
+        "scale-lost-cost": {"1 % died: Redis": "Redis", "1 % died: nodes": "the process that simulates all"},
         "scale-busy": {"busy": "heartbeats every {} s"},
         "scale-commands": {"commands": "heartbeats every {} s"},
         "scale-memory": {"keys": "its keys", "connection": "a connection"},
     }
-    form, _, verdict, cost, server, busy, commands, _ = tables
+    form, _, verdict, cost, server, _, _, busy, commands, _ = tables
     largest: Found = {}
     for n, interval, found in measured(QUICK if quick else SIZES, progress):
         for table in tables:

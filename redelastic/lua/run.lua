@@ -24,13 +24,16 @@ local FIELDS = { 'closed', 'stop', 'broken', 'member_lost', 'blamed', 'blamed_no
   'restarts', 'idle', 'progress', 'failed_at', 'restoring', 'roll_called_at', 'roll_timeout', 'roll_until', 'roll_last_chance',
   'roll_answered', 'written', 'untold' }
 local run = {}
-for i, value in ipairs(redis.call('HMGET', RUN, unpack(FIELDS))) do
-  if value and i > TEXTS then
-    local number = tonumber(value)
-    if not (number and number >= 0 and number < 2 ^ 53 and number % 1 == 0) then -- rejects nan too, which is not >= 0
-      error('CORRUPT ' .. RUN .. ': field ' .. FIELDS[i] .. ' is not a number')
+local values = redis.call('HMGET', RUN, unpack(FIELDS))
+for i = 1, #FIELDS do
+  local value = values[i]
+  if value then
+    if i > TEXTS then
+      value = tonumber(value)
+      if not (value and value >= 0 and value < 2 ^ 53 and value % 1 == 0) then -- rejects nan too, which is not >= 0
+        error('CORRUPT ' .. RUN .. ': field ' .. FIELDS[i] .. ' is not a number')
+      end
     end
-    value = number
   end
   run[FIELDS[i]] = value
 end
@@ -80,11 +83,11 @@ end
 -- nodes are collected, and recorded together once 64 have come, a second has passed, or another event is recorded that
 -- they may have led to. A field `many <kind>` holds the row: when the last came, epoch, size, count, the nodes not yet
 -- recorded, and the first one's reason.
-local KINDS = { 'joined is new', 'joined regroups', 'started', 'lost', 'left', 'drain', 'saved', 'failed', 'hung', 'log',
-  'refused', 'barred', 'unreached' }
-local IS_KIND = {}
-for _, kind in ipairs(KINDS) do
-  IS_KIND[kind] = true
+-- KINDS is no table, which would be made anew for every verb.
+local KINDS = '|joined is new|joined regroups|started|lost|left|drain|saved|failed|hung|log|refused|barred|unreached|'
+
+local function is_kind(kind)
+  return string.find(KINDS, '|' .. kind .. '|', 1, true)
 end
 
 local function row_of(kind)
@@ -105,7 +108,7 @@ end
 
 local function tell_rest()
   set('untold', nil)
-  for _, kind in ipairs(KINDS) do
+  for kind in string.gmatch(KINDS, '[^|]+') do
     local last, epoch, size, count, nodes, reason = row_of(kind)
     if last and nodes ~= '' then
       tell_together(kind, epoch, size, nodes, reason)
@@ -119,7 +122,7 @@ end
 local function record(event, node, reason, detail)
   local kind = event == 'joined' and event .. ' ' .. reason or event
   local this, size = run.epoch or 0, run.size or 0
-  if IS_KIND[kind] and run.ttl and not (event == 'log' and node == run.blamed_node) then
+  if is_kind(kind) and run.ttl and not (event == 'log' and node == run.blamed_node) then
     local last, epoch, _, count, nodes, first_reason = row_of(kind)
     local is_new = not last or epoch ~= this or now - last > 1000 or now < last
     if last and nodes ~= '' and (is_new or event == 'left' and reason ~= first_reason) then

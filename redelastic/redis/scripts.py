@@ -24,7 +24,7 @@ class Script:
     """
 
     def __init__(self, *parts: str) -> None:
-        self.name = parts[-1]
+        self.name, self.parts = parts[-1], parts
         folder = files("redelastic") / "lua"
         lines = "".join((folder / f"{part}.lua").read_text() for part in parts).splitlines(keepends=True)
         # Without comments it is a third as long when it has to be sent whole.
