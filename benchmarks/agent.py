@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -42,6 +43,7 @@ OFTEN: Final = 1.0 / FASTER  # between heartbeats then, and between samples, as 
 SETTLES: Final = 0.1  # seconds at the start of a block that do not count
 TARGET: Final = 0.1  # percent of a step
 LIMIT: Final = 120  # seconds for a process
+TURNS: Final = 5  # an agent's CPU, with and without a template
 EMPTY: Final = "def nothing(step): pass"
 IMPORTS: Final = {
     "redelastic": ("import torch", "import redelastic"),
@@ -281,6 +283,22 @@ def idle_agent(url: str, seconds: float, preload: str = "") -> dict[str, tuple[f
     return found
 
 
+def usage(url: str, turns: int, seconds: float) -> tuple[Table, Table]:
+    """CPU and memory of what watches over a training: with a template and without one, in turns."""
+    cpu = Table("agent-cpu", "CPU at the usual pace, of one core", "of", unit="%")
+    memory = Table("agent-memory", "Memory of its own (USS)", "of", unit="B")
+    cpu.put("the thread that keeps the lease", "used", run_alone(keeper_alone, (url, seconds), LIMIT)["used"])
+    found: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for _ in range(turns):
+        for preload, row in (("", "a whole {}"), ("torch", "with --preload torch: {}")):
+            for name, used in idle_agent(url, seconds, preload).items():
+                found[row.format(name)].append(used)
+    for row, used_in_turns in found.items():
+        for table, values in zip((cpu, memory), zip(*used_in_turns, strict=True), strict=True):
+            table.put(row, "used", values)
+    return cpu, memory
+
+
 # -- the cost of telemetry and imports
 
 
@@ -355,15 +373,7 @@ def run(quick: bool, progress: Progress) -> Iterator[Table]:
         yield table
 
         progress("CPU and memory")
-        used = Table("agent-cpu", "CPU at the usual pace, of one core", "of", unit="%")
-        memory = Table("agent-memory", "Memory of its own (USS)", "of", unit="B")
-        keeper = run_alone(keeper_alone, (server.url, 1.0 if quick else 6.0), LIMIT)["used"]
-        used.put("the thread that keeps the lease", "used", keeper)
-        for preload, row in (("", "a whole {}"), ("torch", "with --preload torch: {}")):
-            for name, (cpu, own) in idle_agent(server.url, 1.0 if quick else 6.0, preload).items():
-                used.put(row.format(name), "used", cpu)
-                memory.put(row.format(name), "used", own)
-        yield from (used, memory)
+        yield from usage(server.url, *((1, 1.0) if quick else (TURNS, 6.0)))
 
     progress("telemetry")
     table = Table("agent-telemetry", "CPU time of one sample of what the workers use: once a second", "workers")

@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import socket
+import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable
@@ -28,6 +30,7 @@ from redelastic.rendezvous.view import Round
 T = TypeVar("T")
 PORT: Final = 29500  # where they would serve the bootstrap store, which none does
 PARSED: Final = redis.Redis(protocol=2).response_callbacks  # how redis-py parses replies
+SINCE_RECEIVED: Final = slice(52, 56)  # of Linux' struct tcp_info: ms since the last data came
 AT_ONCE: Final = 200  # connecting: more would overflow the server's backlog
 
 
@@ -62,8 +65,9 @@ class Node(asyncio.Protocol):
     Attributes:
         parked: whether it waits for a round.
         epoch: of the round that it is in.
-        entered_at: when it entered that one, in seconds on the monotonic clock, like the next two.
+        entered_at: when it entered that one, in seconds on the monotonic clock, like the next three.
         broken_at: when it heard that its round was broken.
+        told_at: when the kernel had received that for it, which the other nodes of this process do not delay.
         renewed_at: when it last asked for its lease.
         may_join: whether it joins again as soon as it hears of that.
     """
@@ -75,7 +79,7 @@ class Node(asyncio.Protocol):
         self.membership.heartbeat._keeper = threading.current_thread()  # noqa: SLF001  # it needs none: this node beats
         self.wake, self.interval = keys.wake.encode(), settings.keep_alive_interval
         self.parked, self.epoch = False, 0
-        self.entered_at = self.broken_at = self.renewed_at = 0.0
+        self.entered_at = self.broken_at = self.told_at = self.renewed_at = 0.0
         self.may_join = asyncio.Event()
         self.may_join.set()
         self._heard = "0-0"
@@ -120,6 +124,12 @@ class Node(asyncio.Protocol):
             self.connection.has_reply = True
         return ask()
 
+    def _idle(self) -> float:
+        """For how long the kernel has received nothing for it, in seconds."""
+        sock = self._transport.get_extra_info("socket")
+        told = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, SINCE_RECEIVED.stop)
+        return int.from_bytes(told[SINCE_RECEIVED], sys.byteorder) / 1000
+
     def close(self) -> None:
         """Close the connection without notice."""
         self._transport.close()
@@ -156,6 +166,7 @@ class Node(asyncio.Protocol):
             while not self.membership.view.nodes_waiting:
                 await self._pump(self.interval)
             self.broken_at = time.monotonic()
+            self.told_at = self.broken_at - self._idle()
             await self.may_join.wait()
 
     def leave(self, client: redis.Redis) -> None:

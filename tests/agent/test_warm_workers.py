@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -241,6 +242,35 @@ def test_a_template_that_was_killed_is_replaced_once_until_workers_need_it(
     told = "The worker template was ended by SIGKILL; {}."
     what_next = ("creating a new one", "the next workers get a new one")
     assert [record.getMessage() for record in caplog.records] == [told.format(then) for then in what_next]
+
+
+def test_a_template_that_is_ready_is_watched_without_looking_at_it_again(
+    make: Callable[..., WarmStart], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Looking each second took an agent a tenth of all its CPU time."""
+    one = make("model")
+    one.prepare()
+    one.await_template()
+    monkeypatch.setattr(warm, "REST", 0.3)
+    began = time.monotonic()
+    one.tend()
+    assert time.monotonic() - began >= 0.3, "while it lives, only the limit ends the wait"
+    monkeypatch.setattr(warm, "REST", 2 * LIMIT)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(one.tend)
+        os.kill(pid_of(one), signal.SIGKILL)
+        waiting.result(LIMIT)
+
+
+def test_a_template_is_known_to_be_ready_before_workers_need_it(make: Callable[..., WarmStart]) -> None:
+    one = make("model")
+    one.prepare()
+    assert one._template
+    until(lambda: one._template._has_spoken(0.1), "that it has imported everything")  # type: ignore[union-attr]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(warm, "REST", 0.0)
+        one.tend()
+    assert one._template.ready
 
 
 def test_a_template_that_hangs_is_given_up_for_this_group(

@@ -154,6 +154,23 @@ class Template:
         """Whether the process is alive."""
         return self._process.poll() is None
 
+    def await_end(self, timeout: float) -> None:
+        """Wait for its end, at no cost meanwhile; where the kernel has no handles for processes, return at once.
+
+        Args:
+            timeout: in seconds.
+        """
+        try:
+            handle = os.pidfd_open(self.pid)
+        except (OSError, AttributeError):  # it has ended; or Linux before 5.3
+            return
+        try:
+            ended = select.poll()
+            ended.register(handle, select.POLLIN)
+            ended.poll(1000 * timeout)
+        finally:
+            os.close(handle)
+
     def changed(self) -> str:
         """A file that has changed since it was imported, or an empty string.
 

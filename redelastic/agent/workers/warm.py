@@ -21,6 +21,7 @@ from .warden import HAS_PROC
 
 log = logging.getLogger(__name__)
 
+REST: Final = 60.0  # the longest wait for a template's end, in seconds
 PATIENCE: Final = 30.0  # for a template in the making, in seconds: without it each worker imports the same modules
 # What differs between workers or rounds, and is read when a process group is made or a GPU is used. Any other variable
 # may have been read by an import: when one changes, a new template is made.
@@ -97,20 +98,28 @@ class WarmStart:
                 self._settle(self._template, PATIENCE)
 
     def tend(self) -> None:
-        """Replace a template that was killed; call it now and then, from any thread."""
+        """Replace a template that was killed, and wait until the next one is; call it again and again, from one thread.
+
+        It returns at once while there is no template that is ready, and after ``REST`` seconds in any case.
+        """
+        template = self._tended()
+        if template and template.ready:
+            template.await_end(REST)
+
+    def _tended(self) -> Template | None:
         if not self._lock.acquire(blocking=False):
-            return  # workers are being started
+            return None  # workers are being started
         try:
             template = self._template
-            if template is None or template.lives():
-                return
-            if not template.ready:
-                self._settle(template, 0.0)
-                return
-            self._lose(template, "creating a new one" if self._may_replace else "the next workers get a new one")
-            if self._may_replace:
-                self._may_replace = False
-                self._prepare(template.environment)
+            if template and not template.ready:
+                with contextlib.suppress(TimeoutError):  # it is still importing
+                    self._settle(template, 0.0)
+            elif template and not template.lives():
+                self._lose(template, "creating a new one" if self._may_replace else "the next workers get a new one")
+                if self._may_replace:
+                    self._may_replace = False
+                    self._prepare(template.environment)
+            return self._template
         finally:
             self._lock.release()
 
