@@ -80,7 +80,7 @@ class Group:
         spent["cpu"], spent["seconds"] = self.watch.cpu() - computed, time.monotonic() - began
         said = self.client.info("commandstats")
         scripts, reads = (said.get(f"cmdstat_{name}", {"calls": 0, "usec": 0}) for name in ("evalsha", "xread"))
-        spent["commands"] = scripts["calls"] + reads["calls"]
+        spent["called"], spent["commands"] = scripts["calls"], scripts["calls"] + reads["calls"]
         spent["scripts"], spent["per script"] = scripts["usec"] / 1e6, scripts["usec"] / 1e6 / max(1, scripts["calls"])
         spent["telling"] = reads["usec"] / 1e6
         spent["longest"] = self.watch.longest()
@@ -157,7 +157,7 @@ async def stand(group: Group, found: Found) -> None:
     computed = time.process_time()
     with group.counted() as spent:
         await while_alive(group.tasks.values(), lambda: time.monotonic() < until)
-    found["busy: nodes"].append(100 * (time.process_time() - computed) / spent["seconds"])
+    found["beat: nodes"].append((time.process_time() - computed) / spent["called"])
     assert all(node.epoch == 2 for node in group.tasks)
     with group.client.pipeline(transaction=False) as asked:
         for key in group.client.scan_iter(count=1000):
@@ -216,11 +216,13 @@ async def lose_some(group: Group, found: Found) -> None:
     told = sorted(node.told_at - first for node in group.tasks)
     for share in (50, 90, 99):
         found[f"1 % died: {share} % told"].append(told[math.ceil(n * share / 100) - 1])
-    # Beyond its heartbeats, which go on meanwhile.
-    cpu = max(0.0, spent["cpu"] - found["busy"][-1] / 100 * spent["seconds"])
+    cpu, computed = (  # without heartbeats, which go on meanwhile
+        max(0.0, used - spent["called"] * found[f"beat: {whose}"][-1])
+        for used, whose in ((spent["cpu"], "cpu"), (computed, "nodes"))
+    )
     found["1 % died: Redis"].append(cpu)
     found["1 % died: cpu"].append(cpu / n)
-    found["1 % died: nodes"].append(max(0.0, computed - found["busy: nodes"][-1] / 100 * spent["seconds"]))
+    found["1 % died: nodes"].append(computed)
     for node in group.tasks:
         node.may_join.set()
     with group.counted() as more:
