@@ -34,8 +34,8 @@ for i = 1, #FIELDS do
         error('CORRUPT ' .. RUN .. ': field ' .. FIELDS[i] .. ' is not a number')
       end
     end
+    run[FIELDS[i]] = value
   end
-  run[FIELDS[i]] = value
 end
 
 local function set(field, value)
