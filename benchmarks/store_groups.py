@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import resource
 import signal
 import socket
 import threading
@@ -16,8 +17,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn
 
+import psutil
 import torch.distributed as dist
 
 from benchmarks.harness import TimeLimitError, run_alone
@@ -59,60 +61,85 @@ def group_tables(servers: Servers, sizes: tuple[int, ...], repeat: int, progress
     )
     barrier = Table("store-barrier", "store.barrier() of n processes", "processes")
     init.log = barrier.log = True
+    computed = Table(
+        "store-init-cpu", f"CPU time of all until {sizes[-1]} processes are a group, on a store that is open", "store"
+    )
     for n in sizes:
         progress(f"process groups of {n}")
         try:
             found = run_alone(form_groups, (servers, n, repeat), 3 * GROUP_LIMIT)
         except TimeLimitError as e:
-            found = dict.fromkeys(GROUPS, (str(e), str(e)))
+            found = dict.fromkeys(GROUPS, dict.fromkeys(Group._fields, str(e)))
         for contender in GROUPS:
-            formed, waited = found[contender]
+            took = found[contender]
             if contender != SCRIPTED:
-                init.put(n, contender, formed)
+                init.put(n, contender, took["formed"])
             if contender not in BY_URL:
-                barrier.put(n, contender, waited)
+                barrier.put(n, contender, took["waited"])
+            if contender in (OURS, TCP) and n == sizes[-1]:
+                computed.put(contender, "the processes", took["own"])
+                computed.put(contender, "the kernel for them", took["kernel"])
+                computed.put(contender, "the server", took["server"] if contender == OURS else "is in rank 0's process")
         for table, factor in zip((init, barrier), TARGETS, strict=True):
             if isinstance(theirs := table.cells[str(n)][TCP], Spread):
                 table.targets[str(n)] = factor * theirs.median
-    yield from (init, barrier)
+    yield from (init, computed, barrier)
+
+
+class Group(NamedTuple):
+    """What a group took, in seconds.
+
+    Attributes:
+        formed: from the first call to the last return.
+        waited: a barrier, likewise.
+        own: CPU time of all its processes until it was formed.
+        kernel: the kernel's for them.
+        server: that of Redis.
+    """
+
+    formed: float
+    waited: float
+    own: float
+    kernel: float
+    server: float
 
 
 def form_groups(servers: Servers, n: int, repeat: int) -> dict[str, Any]:
     """Form groups of ``n`` children forked from this process, which has imported torch for all of them.
 
     Returns:
-        For each contender: the times from the first child's call to the last one's return, and those of a barrier; or
-        why there are none. The first group does not count.
+        For each contender, by the names of a :class:`Group`: those of all groups but the first; or why there are none.
     """
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     register_init_method()
     gc.collect()
     gc.freeze()  # so that the children do not copy what they never touch
-    found: dict[str, Any] = {contender: ([], []) for contender in GROUPS}
-    for turn in range(repeat + 1):
+    groups: dict[str, list[Group]] = {contender: [] for contender in GROUPS}
+    failed: dict[str, str] = {}
+    for _ in range(repeat + 1):
         for contender in GROUPS:
-            formed, waited = found[contender]
-            if isinstance(formed, str):
+            if contender in failed:
                 continue
             try:
-                times = _form(contender, servers, n)
+                groups[contender].append(_form(contender, servers, n))
             except threading.BrokenBarrierError:
                 if contender not in (TCP, TCP_BY_URL):
                     raise
-                found[contender] = (f"not within {GROUP_LIMIT} s",) * 2
-                continue
-            if turn:
-                formed.append(times[0])
-                waited.append(times[1])
-    return found
+                failed[contender] = f"not within {GROUP_LIMIT} s"
+    return {
+        contender: dict.fromkeys(Group._fields, failed[contender])
+        if contender in failed
+        else dict(zip(Group._fields, zip(*formed[1:], strict=True), strict=True))
+        for contender, formed in groups.items()
+    }
 
 
-def _form(contender: str, servers: Servers, n: int) -> tuple[float, float]:
+def _form(contender: str, servers: Servers, n: int) -> Group:
     """Form one group; its members are killed at the end in any case."""
     context = multiprocessing.get_context("fork")
     step = context.Barrier(n + 1)  # this process among them
-    times: Any = context.Array("d", 4 * n, lock=False)
-    run_id = f"group-{uuid.uuid4().hex[:12]}"
+    figures: Any = context.Array("d", 6 * n, lock=False)
+    run_id, redis = f"group-{uuid.uuid4().hex[:12]}", psutil.Process(servers.pids[1])
     children: list[int] = []
     with socket.create_server(("127.0.0.1", 0), backlog=n) as listener:
         port: int = listener.getsockname()[1]
@@ -122,17 +149,28 @@ def _form(contender: str, servers: Servers, n: int) -> tuple[float, float]:
             for rank in range(n):
                 child = os.fork()
                 if child == 0:
-                    _be_member(Member(contender, servers, run_id, listener, port, rank, n), step, times)
+                    _be_member(Member(contender, servers, run_id, listener, port, rank, n), step, figures)
                 children.append(child)
-            for _ in range(3):  # all have started; have formed the group; have passed their barriers
+            step.wait(GROUP_LIMIT)
+            before = redis.cpu_times()
+            for _ in range(2):  # all may start; have formed the group
+                step.wait(GROUP_LIMIT)
+            after = redis.cpu_times()
+            for _ in range(2):  # all may begin, and have passed, their barriers
                 step.wait(GROUP_LIMIT)
         finally:
             for child in children:
                 os.kill(child, signal.SIGKILL)
             for child in children:
                 os.waitpid(child, 0)
-    began, formed, entered, left = (times[i::4] for i in range(4))
-    return max(formed) - min(began), (max(left) - min(entered)) / BARRIERS
+    began, formed, entered, left, own, kernel = (figures[i::6] for i in range(6))
+    return Group(
+        formed=max(formed) - min(began),
+        waited=(max(left) - min(entered)) / BARRIERS,
+        own=sum(own),
+        kernel=sum(kernel),
+        server=after.user + after.system - before.user - before.system,
+    )
 
 
 def bare_barrier(me: Member, bare: Any) -> Callable[[str], object]:
@@ -151,7 +189,7 @@ def bare_barrier(me: Member, bare: Any) -> Callable[[str], object]:
     return barrier
 
 
-def _be_member(me: Member, step: Any, times: Any) -> NoReturn:
+def _be_member(me: Member, step: Any, figures: Any) -> NoReturn:
     timeout = timedelta(seconds=GROUP_LIMIT)
     store: Any = None
     stack = ExitStack()
@@ -168,16 +206,21 @@ def _be_member(me: Member, step: Any, times: Any) -> NoReturn:
         if me.contender == TCP_BY_URL:
             url = f"tcp://127.0.0.1:{me.port}"
         step.wait(GROUP_LIMIT)
-        times[4 * me.rank] = time.monotonic()
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        step.wait(GROUP_LIMIT)
+        began = time.monotonic()
         if me.contender != SCRIPTED:
             dist.init_process_group("gloo", url, timeout, me.n, me.rank, store)
-        times[4 * me.rank + 1] = time.monotonic()
+        formed, now = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF)
         step.wait(GROUP_LIMIT)
+        step.wait(GROUP_LIMIT)
+        entered = 0.0
         for i in range(BARRIERS + 1 if barrier else 0):
             barrier(f"barrier-{i}")
             if i == 0:  # all have got this far
-                times[4 * me.rank + 2] = time.monotonic()
-        times[4 * me.rank + 3] = time.monotonic()
+                entered = time.monotonic()
+        spent = now.ru_utime - used.ru_utime, now.ru_stime - used.ru_stime
+        figures[6 * me.rank : 6 * me.rank + 6] = (began, formed, entered, time.monotonic(), *spent)
         step.wait(GROUP_LIMIT)
         signal.pause()
     except BaseException:  # noqa: BLE001  # a child must not continue as its parent
