@@ -194,16 +194,15 @@ class ProcessTree:
         return table.values(), members
 
     def _follow(self, roots: set[int]) -> Look:
-        """Our children, and the part of the tree that can be reached from these and its known members."""
-        me = os.getpid()
-        children = warden.children(me)
+        """Our children but for our helpers, and what of the tree can be reached from these and its known members."""
+        me, strangers = os.getpid(), self._strangers()
+        children = warden.children(me, strangers)
         self._roots = {pid for pid in self._roots | roots if warden.look_up(pid)}
         known = [(member, warden.look_up(member.pid)) for member in self._members.values()]
         reached = [now for before, now in known if now and now.start == before.start]
         reached += [root for pid in roots if _descends_from(me, pid, warden.look_up) and (root := warden.look_up(pid))]
         reached += [child for child in children if self._is_adopted(child)]
         members: dict[int, Process] = {}
-        strangers = self._strangers()
         while reached:
             member = reached.pop()
             if member.pid not in members and member.pid not in strangers:

@@ -91,13 +91,13 @@ def look_up(pid: int) -> Process | None:
     return Process(pid, parent, group, session, int(fields[19]), alive)
 
 
-def children(pid: int) -> list[Process]:
-    """The children of a process; one that another's exit hides just now shows up at the next look."""
+def children(pid: int, besides: Collection[int] = ()) -> list[Process]:
+    """The children of a process, besides some; one that another's exit hides just now shows up at the next look."""
     found: list[Process] = []
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208
             pids = map(int, read(f"/proc/{pid}/task/{thread}/children").split())
-            found += [child for child in map(look_up, pids) if child]
+            found += [child for child in map(look_up, set(pids).difference(besides)) if child]
     return found
 
 
