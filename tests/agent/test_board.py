@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from waiting import Within
 
 from redelastic.agent.workers import stacks
 from redelastic.agent.workers.board import Board, HangWatch
@@ -22,6 +23,7 @@ from redelastic.worker import AT, CALLS, STACK_SIGNAL, VARIABLE
 
 Start = Callable[..., int]
 TIMEOUT = 30.0  # of a dump, in seconds: never used up where there is an answer
+until = Within(30)
 
 
 @pytest.fixture
@@ -54,13 +56,6 @@ def start(board: Board) -> Iterator[Start]:
 
 def is_in_state(pid: int, state: str) -> bool:
     return f"State:\t{state}" in Path(f"/proc/{pid}/status").read_text()
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 # -- HangWatch
@@ -355,14 +350,14 @@ def test_a_worker_that_would_die_of_the_signal_is_not_sent_it(start: Start, boar
     assert re.search(rf"process {pid} \(state [RS]\) has not imported redelastic: ", text)
     assert r"pip install redelastic[stacks]" in text
     os.kill(pid, signal.SIGSTOP)  # answered in order: had it been sent the other signal, it would be dead by now
-    wait_until(lambda: is_in_state(pid, "T"))
+    until(lambda: is_in_state(pid, "T"))
 
 
 def test_stopped_dead_and_missing_processes_are_said_to_be_so(start: Start, board: Board) -> None:
     pids = {r: start(HANG, r) for r in (0, 1)}
     os.kill(pids[0], signal.SIGSTOP)
     os.kill(pids[1], signal.SIGKILL)
-    wait_until(lambda: is_in_state(pids[0], "T") and is_in_state(pids[1], "Z"))
+    until(lambda: is_in_state(pids[0], "T") and is_in_state(pids[1], "Z"))
     gone = subprocess.Popen(["true"])
     gone.wait()
     texts = dump_stacks(board, pids | {2: gone.pid}, TIMEOUT)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
@@ -15,6 +14,7 @@ from fake_nvml import FakeGpu, FakeNvml
 from nodes import NodeFactory
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from waiting import Within
 
 from redelastic.agent import AgentOptions, RedisElasticAgent, monitor
 from redelastic.agent.background import repeat
@@ -24,13 +24,7 @@ from redelastic.rendezvous.membership import DrainedError
 pytestmark = pytest.mark.timeout(180)
 
 LIMIT: Final = 60.0  # for anything to happen, in seconds
-
-
-def until(condition: Callable[[], Any], what: str) -> None:
-    deadline = time.monotonic() + LIMIT
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {LIMIT} s: {what}"
-        time.sleep(0.02)
+until = Within(LIMIT)
 
 
 class SilentNvml(FakeNvml):

@@ -50,6 +50,24 @@ def test_a_look_does_not_look_at_others_processes(
 
 @pytest.mark.skipif(not warden.LISTS_CHILDREN, reason="needs /proc/<pid>/task/<tid>/children")
 @pytest.mark.usefixtures("no_look_at_all")
+def test_a_look_does_not_read_what_the_agents_own_helpers_do(
+    tree: ProcessTree, start: Start, foreign: psutil.Popen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, read, look_up = start("import signal\nsignal.pause()"), set(), warden.look_up
+
+    def recorded(pid: int) -> warden.Process | None:
+        read.add(pid)
+        return look_up(pid)
+
+    monkeypatch.setattr(warden, "look_up", recorded)
+    tree.spared.add(foreign.pid)
+    tree.look([worker.pid])
+    assert worker.pid in read
+    assert not read & {tree._guard.pid, foreign.pid}
+
+
+@pytest.mark.skipif(not warden.LISTS_CHILDREN, reason="needs /proc/<pid>/task/<tid>/children")
+@pytest.mark.usefixtures("no_look_at_all")
 def test_a_child_of_any_thread_is_found(tree: ProcessTree, start: Start, tmp_path: Path) -> None:
     worker = start(
         PRELUDE

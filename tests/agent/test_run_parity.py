@@ -19,6 +19,7 @@ from typing import Any, Final
 
 import psutil
 import pytest
+from waiting import Within
 
 from redelastic.cli import main
 from redelastic.redis.server import RedisServer
@@ -37,6 +38,7 @@ LIMIT: Final = 90.0  # for anything to happen, in seconds: far above what it tak
 OWN: Final = re.compile(
     r"TEST_TOKEN|MASTER_PORT|TORCHELASTIC_(RUN_ID|ERROR_FILE|TIMER_FILE)|REDELASTIC_(AGENT|WORKER|EPOCH|KEY_PREFIX)"
 )
+until = Within(LIMIT)
 
 
 @dataclass
@@ -161,13 +163,6 @@ def seen(ended: Ended, *, alone: bool = True) -> list[dict[str, Any]]:
         if not {str(WITNESS), "workers.witness"} & set(worker["orig_argv"][:3]):  # multiprocessing's
             del worker["orig_argv"], worker["files"]
     return told
-
-
-def until(condition: Callable[[], Any], what: str) -> None:
-    deadline = time.monotonic() + LIMIT
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {LIMIT} s: {what}"
-        time.sleep(0.02)
 
 
 # -- what workers are given

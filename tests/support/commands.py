@@ -15,17 +15,19 @@ import subprocess
 import sys
 import termios
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from waiting import Within
 
 import redelastic.cli
 
 if TYPE_CHECKING:  # unneeded imports of a command only show if this module does not make them
     from redelastic.rendezvous.handler import RedisRendezvousHandler
     from redelastic.rendezvous.membership import Membership
+until = Within(20)
 
 
 @dataclass
@@ -51,14 +53,6 @@ def command(*argv: str) -> Done:
         except SystemExit as e:
             code = int(e.code or 0)
     return Done(code, out.getvalue(), err.getvalue())
-
-
-def until(condition: Callable[[], Any], what: str, seconds: float = 20) -> None:
-    """Wait for something done by another process or thread."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
-        time.sleep(0.01)
 
 
 def form(pool: ThreadPoolExecutor, *nodes: RedisRendezvousHandler) -> None:

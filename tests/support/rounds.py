@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import redis
 from torch.distributed.elastic.rendezvous import RendezvousInfo
+from waiting import Within
 
 from redelastic.redis.keys import RunKeys
 from redelastic.rendezvous.handler import RedisRendezvousHandler
 from redelastic.run.control import RunControl, UnknownRunError
 from redelastic.run.records import Run
+
+until = Within(10)
 
 
 def state(node: RedisRendezvousHandler) -> Run | None:
@@ -45,14 +46,6 @@ def join(*nodes: RedisRendezvousHandler) -> list[tuple[int, int]]:
 def events(node: RedisRendezvousHandler, kind: str) -> list[Any]:
     told = RunControl(node.backend.connection, node.backend.keys).events()
     return [event for event in told if event.event == kind]
-
-
-def until(condition: Callable[[], Any], what: str, seconds: float = 10) -> None:
-    """Wait for something done by another process or thread."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
-        time.sleep(0.005)
 
 
 def join_all(pool: ThreadPoolExecutor, *nodes: RedisRendezvousHandler) -> list[RendezvousInfo]:

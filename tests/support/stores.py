@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from datetime import timedelta
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from waiting import Within
 
 from redelastic.redis.server import RedisServer
 from redelastic.store import RedisStore
@@ -19,6 +19,7 @@ from redelastic.store import RedisStore
 SHORT = timedelta(milliseconds=30)
 LONG = timedelta(seconds=20)
 SOON = 5.0  # limit on a busy machine for what is due at once, in seconds
+until = Within(SOON)
 
 
 def in_thread(function: Callable[..., Any], *args: Any) -> Future[Any]:
@@ -32,14 +33,6 @@ def in_thread(function: Callable[..., Any], *args: Any) -> Future[Any]:
 
     threading.Thread(target=run, daemon=True).start()
     return future
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Wait until a server or a thread reaches a state that wakes nobody."""
-    deadline = time.monotonic() + SOON
-    while not condition():
-        assert time.monotonic() < deadline, "it never came so far"
-        threading.Event().wait(0.002)
 
 
 @contextlib.contextmanager

@@ -5,19 +5,19 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
+from waiting import Within
 
 from redelastic.agent.workers import warden
 from redelastic.agent.workers.processes import ProcessTree
 
 DEADLINE = 30.0  # for what normally takes well under a second, in seconds
 LIFE = 90  # of a process that nobody ends, in seconds
+until = Within(DEADLINE)
 
 # What the workers below have in common. `say` publishes the caller's pid under a name.
 PRELUDE = f"""
@@ -122,14 +122,6 @@ def foreign() -> Iterator[psutil.Popen]:
     yield child
     child.kill()
     child.wait()
-
-
-def until(condition: Callable[[], Any], what: str) -> Any:
-    deadline = time.monotonic() + DEADLINE
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"not within {DEADLINE} s: {what}"
-        time.sleep(0.005)
-    return value
 
 
 def lives(process: psutil.Process) -> bool:
