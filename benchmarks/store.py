@@ -20,6 +20,7 @@ from typing import Any, Final
 from benchmarks import report
 from benchmarks.harness import CONTEXT, TimeLimitError, run_alone, run_nodes
 from benchmarks.report import Progress, Spread, Table
+from benchmarks.store_client import IN_C, NO_COMPILER, compiled, rate_in_c
 from benchmarks.store_contenders import (
     ACROSS_PROCESSES,
     BARE,
@@ -293,6 +294,10 @@ def throughput(
                 failed = servers.missing(contender) or ("fails" if min(rate) < 0 else "")
                 table.put(clients, contender, failed or rate)
             table.put(clients, HASH, ONE_PROCESS)
+        with compiled() as program:
+            for name, table in tables.items() if clients > 1 else ():  # it is not kept on a core of its own
+                found = program and [rate_in_c(program, servers, name, clients, seconds) for _ in range(repeat)]
+                table.put(clients, IN_C, found or NO_COMPILER)
     yield from tables.values()
 
 
