@@ -33,7 +33,7 @@ if empty or not run.min then
   set_up()
 elseif min ~= run.min or max ~= run.max then
   try_complete() -- some may just have been reaped
-  return { 'mismatch', run.min, run.max }
+  return { 'mismatch', run.min or false, run.max or false }
 end
 if after > (run.epoch or -1) then
   set('epoch', after) -- the server has forgotten it: no epoch is used twice (I4)
@@ -74,10 +74,10 @@ end
 
 if run.epoch > after and redis.call('SISMEMBER', MEMBERS, node) == 1 then
   local master, completed_at, lost = unpack(redis.call('HMGET', RUN, 'master', 'completed_at', 'lost'))
-  return { 'complete', run.epoch, tonumber(redis.call('ZSCORE', RANKS, node)), run.size, master or '',
+  return { 'complete', run.epoch or false, tonumber(redis.call('ZSCORE', RANKS, node)), run.size or false, master or '',
     tonumber(completed_at) or 0, tonumber(lost) or 0 }
 end
 local last = redis.call('XREVRANGE', WAKE, '+', '-', 'COUNT', 1)
 local full = run.size == run.max and redis.call('SCARD', MEMBERS) == run.size
-return { 'waiting', run.epoch, last[1] and last[1][1] or '0-0', run.deadline and math.max(0, run.deadline - now) or -1, full and 1 or 0,
+return { 'waiting', run.epoch or false, last[1] and last[1][1] or '0-0', run.deadline and math.max(0, run.deadline - now) or -1, full and 1 or 0,
   to_answer(node, heard) } -- even one opened just now: the node reads on from the last wake-up
