@@ -15,7 +15,8 @@ from itertools import chain, repeat
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator
+import torch.distributed.nn  # imported later, it would keep the process group, whose threads can abort the exit
+from accelerate import Accelerator, PartialState
 from accelerate.utils import broadcast_object_list, set_seed
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -53,7 +54,6 @@ def main() -> None:
         if wanted.item() or step % options.save_every == 0:
             save(accelerator, options.folder, step)
         redelastic.progress(step)
-    accelerator.end_training()
 
 
 def resume(accelerator: Accelerator, folder: Path) -> int:
@@ -80,3 +80,4 @@ def save(accelerator: Accelerator, folder: Path, step: int) -> None:
 
 if __name__ == "__main__":
     main()
+    PartialState().destroy_process_group()  # not in main(): with gloo it can hang while the model exists

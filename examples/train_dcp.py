@@ -56,7 +56,6 @@ def main() -> None:
         if wanted.item() or step % options.save_every == 0:
             save(options.folder, step, model, optimizer)
         redelastic.progress(step)
-    dist.destroy_process_group()
 
 
 def save(folder: Path, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -79,3 +78,4 @@ def resume(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimize
 
 if __name__ == "__main__":
     main()
+    dist.destroy_process_group()  # not in main(): with gloo it can hang while the model exists

@@ -60,8 +60,8 @@ def main() -> None:
         enable_progress_bar=False,
     )
     trainer.fit(Network(), data, ckpt_path=last_checkpoint(options.folder))
-    torch.distributed.destroy_process_group()  # Lightning leaves that of gloo, whose threads may abort the exit
 
 
 if __name__ == "__main__":
     main()
+    torch.distributed.destroy_process_group()  # not in main(): with gloo it can hang while the model exists

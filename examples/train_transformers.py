@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 
 import torch
+from accelerate import PartialState
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from redelastic.integrations.transformers import ElasticCallback, last_checkpoint
@@ -46,8 +47,8 @@ def main() -> None:
         callbacks=[ElasticCallback()],
     )
     trainer.train(resume_from_checkpoint=last_checkpoint(options.folder))
-    trainer.end()  # and with it the process group: threads of one that is left may abort the exit
 
 
 if __name__ == "__main__":
     main()
+    PartialState().destroy_process_group()  # not in main(): with gloo it can hang while the model exists

@@ -92,7 +92,6 @@ def main() -> None:
             "done", epoch=epoch, step=step, samples=samples, accuracy=measure(model, test), test_samples=TEST_SAMPLES
         )
     dist.barrier()
-    dist.destroy_process_group()
 
 
 def global_batch(step: int, batch: int, seed: int, size: int) -> Tensor:
@@ -201,3 +200,4 @@ def report(event: str, **fields: float) -> None:
 
 if __name__ == "__main__":
     main()
+    dist.destroy_process_group()  # not in main(): with gloo it can hang while the model exists

@@ -79,9 +79,9 @@ def main(directory: Path) -> None:
         record("step", step=step)
         step += 1
         time.sleep(PACE)
-    dist.destroy_process_group()
     record("end", step=step)
 
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
+    dist.destroy_process_group()
