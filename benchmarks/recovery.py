@@ -1,7 +1,7 @@
 """How long does a job stand still when a node, agent or worker dies, a node leaves or freezes, or Redis restarts?
 
 Real agents and workers, and each part on its own: until the fault shows, until the survivors have a new round, until
-their workers have started. Side by side: our agent, torchrun with our plug-in, and torchrun with c10d.
+their workers have started. Side by side: our agent, torchrun with our plugin, and torchrun with c10d.
 """
 
 from __future__ import annotations

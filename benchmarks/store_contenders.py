@@ -150,7 +150,7 @@ class _BareSocket:
 
 @contextlib.contextmanager
 def bare_redis(url: str, name: str) -> Iterator[SimpleNamespace]:
-    """The limit: Redis' own commands on a blocking socket, without time-outs, retries, fencing and effects once."""
+    """The limit: Redis' own commands on a blocking socket, without timeouts, retries, fencing and effects once."""
     parts = urlsplit(url)
     with socket.create_connection((parts.hostname, parts.port or 0), LIMIT) as connection:
         connection.settimeout(None)

@@ -57,7 +57,7 @@ if "REDELASTIC_WORKER" in os.environ:  # set by an agent, which may ask a worker
 
 
 def __getattr__(name: str) -> Any:
-    # torch is imported late: torchrun loads the plug-in while it is importing torch's elastic package.
+    # torch is imported late: torchrun loads the plugin while it is importing torch's elastic package.
     if name in _HOMES:
         globals()[name] = found = getattr(import_module(f".{_HOMES[name]}", __name__), name)
         return found

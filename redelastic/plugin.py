@@ -1,4 +1,4 @@
-"""The torchrun plug-in: the entry point ``redis`` of the group ``torchrun.handlers``.
+"""The torchrun plugin: the entry point ``redis`` of the group ``torchrun.handlers``.
 
 torch loads it while its elastic package is being imported, so it must not import torch until a handler is made.
 """

@@ -148,12 +148,12 @@ def _why_missing(hook: Hook) -> str:
 
 
 def shutdown_option(agent: type, timeout: float) -> dict[str, Any]:
-    """The keyword argument for the shutdown time-out of torch's agent, in seconds; it takes one from 2.12 on."""
+    """The keyword argument for the shutdown timeout of torch's agent, in seconds; it takes one from 2.12 on."""
     return {"shutdown_timeout": timeout} if "shutdown_timeout" in inspect.signature(agent).parameters else {}
 
 
 def shut_down(shutdown: Callable[..., None], death_sig: signal.Signals, timeout: float) -> None:
-    """Call torch's ``_shutdown``, which takes a time-out from 2.12 on; before, that of ``PContext.close`` applies."""
+    """Call torch's ``_shutdown``, which takes a timeout from 2.12 on; before, that of ``PContext.close`` applies."""
     if "timeout" in inspect.signature(shutdown).parameters:
         shutdown(death_sig, timeout)
     else:
@@ -193,7 +193,7 @@ def starting_workers_with(start: Starter) -> Iterator[None]:
     It takes the command line, the environment, and where stdout and stderr go (None: where ours go); it returns what
     torch needs of a ``subprocess.Popen``: ``pid``, ``poll()``, ``wait(timeout)``.
     """
-    from torch.distributed.elastic.multiprocessing import api  # noqa: PLC0415  # torchrun's plug-in must stay light
+    from torch.distributed.elastic.multiprocessing import api  # noqa: PLC0415  # torchrun's plugin must stay light
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler  # noqa: PLC0415
 
     class Handler(SubprocessHandler):

@@ -83,7 +83,7 @@ def should_checkpoint() -> bool:
 
         for step in range(first_step, steps):
             train(step)
-            wanted = torch.tensor(int(redelastic.should_checkpoint()))
+            wanted = torch.tensor(int(redelastic.should_checkpoint()), device=device)
             dist.all_reduce(wanted, op=dist.ReduceOp.MAX)
             if wanted.item() or step % 1000 == 0:
                 save(step)

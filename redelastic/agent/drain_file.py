@@ -17,7 +17,7 @@ class DrainFile:
     Args:
         path: of the file; it may hold the Unix time by which this node must be gone.
         timeout: how long workers may take to save, in seconds.
-        drain: called with a reason and a time-out in seconds each time a look finds the file.
+        drain: called with a reason and a timeout in seconds each time a look finds the file.
     """
 
     def __init__(self, path: Path, timeout: float, drain: Callable[[str, float], None]) -> None:

@@ -8,16 +8,14 @@ from .common import OK, add_run_argument, add_server_arguments, open_run
 from .output import add_json_argument, answer, by_whom
 
 NAME = "close"
-SUMMARY = "close a run permanently: no new round"
+SUMMARY = "close a run: no new round"
 DESCRIPTION = """\
-Close a run permanently: no new round forms, and waiting nodes are turned away.
+Close a run: no new round forms, and waiting nodes are turned away.
 Workers of the current round may finish. With --stop the nodes end them, even if
 the run was closed before. A closed run cannot be reopened: use a new run id.
 
 Exit code: 0 if the run is closed, whoever closed it first; 3 if Redis cannot be
 reached; 4 if there is no such run."""
-
-TTL = 7200.0  # how long it is remembered if the run's own record is gone by then, in seconds
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
     control = open_run(arguments)
     earlier = control.state()  # also refuses to close a run that does not exist: more likely a typo
     ours = by_whom(arguments.reason)
-    why = control.close(ours, stop=arguments.stop, ttl=TTL)
+    why = control.close(ours, stop=arguments.stop)
     stopped = arguments.stop or earlier.stopped
     before = bool(earlier.closed) or why != ours
     message = f"Run {arguments.run!r} was already closed, {why}" if before else f"Run {arguments.run!r} is closed"

@@ -46,7 +46,7 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
         "--endpoint",
         metavar="URL",
         default="",
-        help="host:port or URL of Redis, like --rdzv-endpoint (default: $REDELASTIC_REDIS_URL)",
+        help="host:port or URL of Redis, like --rdzv-endpoint (default: $REDELASTIC_REDIS_URL, or localhost)",
     )
     for option, what in (("--ca-cert", "CA"), ("--ssl-cert", "client certificate"), ("--ssl-cert-key", "client key")):
         parser.add_argument(option, metavar="FILE", help=f"{what} file for TLS (rediss://)")

@@ -130,13 +130,13 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--hang-timeout",
         type=float,
         metavar="S",
-        help="restart all workers if any has not called redelastic.progress() for S seconds",
+        help="restart all workers if one that has reported progress reports none for S seconds",
     )
     add(
         "--hang-start-timeout",
         type=float,
         metavar="S",
-        help="the same for the time until the first call (default: 1800, or --hang-timeout if longer)",
+        help="the same for the time until the first report in a round (default: 1800, or --hang-timeout if longer)",
     )
     add(
         "--max-job-restarts",

@@ -113,7 +113,7 @@ class Reader:
     """Reads what is being watched, and publishes it; for one event loop.
 
     Args:
-        connection: to Redis, with short time-outs: while a call waits, the page cannot say that Redis is away.
+        connection: to Redis, with short timeouts: while a call waits, the page cannot say that Redis is away.
         prefix: of the runs' keys.
     """
 

@@ -234,7 +234,7 @@ def _persistence(facts: Facts, _: Endpoint) -> Finding:
     if facts["save"]:
         return _found("note", "snapshots only: a crash loses everything after the last one", "Set appendonly yes.")
     level: Level = "note" if int(facts["connected_slaves"]) else "warning"
-    return _found(level, "none: a restart forgets every run", "Set appendonly yes, or add replicas.")
+    return _found(level, "none: a restart loses finished runs, events, stores", "Set appendonly yes, or add replicas.")
 
 
 def _replicas(facts: Facts, endpoint: Endpoint) -> Finding:

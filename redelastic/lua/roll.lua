@@ -2,7 +2,7 @@
 -- ends at `roll_until`. Only a request that knows of the call is an answer: the sender of any other may be dead by now.
 -- No round completes meanwhile.
 local PER_ANSWER = 0.2 -- ms that Redis may need for each
-local LAST_CHANCE = 0.2 -- share of the time-out
+local LAST_CHANCE = 0.2 -- share of the timeout
 
 -- Lua passes at most a few thousand arguments at once.
 local function in_portions(command, key, args)

@@ -70,7 +70,7 @@ local function add(...)
     limit, count = 'MINID', string.match(run.mark or '', '^%d+%-%d+$') or '0-0'
   end
   local id = redis.call('XADD', EVENTS, limit, '~', count, '*', ...)
-  redis.call('PEXPIRE', EVENTS, run.ttl or 7200000)
+  redis.call('PEXPIRE', EVENTS, run.ttl or 86400000)
   if full then
     set('mark', id)
     set('written', size)

@@ -43,7 +43,7 @@ class Connection:
         read_timeout: how long a call may take with all its retries, in seconds.
 
     Raises:
-        ValueError: the client decodes replies (``decode_responses=True``), or waits for them without time-out.
+        ValueError: the client decodes replies (``decode_responses=True``), or waits for them without timeout.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Connection:
         self.served = False  # whether a script has run there: then a server that refuses writes may accept them again
         self.known: set[object] = set()  # scripts that have run there with another command
         self.transacts: bool | None = None  # whether its user may use transactions; None: not tried yet
-        # A blocking read has to end before the socket's time-out, which is how a silent server is noticed.
+        # A blocking read has to end before the socket's timeout, which is how a silent server is noticed.
         self.max_block = (options.get("socket_timeout") or 2 * ATTEMPT_TIMEOUT) / 2
 
     @classmethod

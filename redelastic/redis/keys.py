@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Final
 
 DEFAULT_PREFIX: Final = "redelastic"
-DEFAULT_TTL: Final = 7200.0  # in seconds, after the last sign of life of the run
+DEFAULT_TTL: Final = 86400.0  # in seconds, after the run's last sign of life: a night's job is looked at in the morning
 MAX_KEY_PART: Final = 200
 
 # Braces would move the hash tag, glob characters would widen an ACL pattern, white space breaks tools that split on it.

@@ -142,7 +142,7 @@ class Settings:
             0 leaves it to their leases.
         replacement_timeout: how long the survivors of a round wait for replacements before they go on with fewer.
         min_replicas: how many replicas of Redis have to hold a completed round before a node enters it (WAIT).
-        read_timeout: within which an operation on a store has to succeed; also the time-out of the round's store.
+        read_timeout: within which an operation on a store has to succeed; also the timeout of the round's store.
         ttl: how long a run's keys in Redis outlive its last live node.
         key_prefix: prefix of all keys.
         protocol: ``native``, or ``dynamic`` for torch's own state machine on Redis.

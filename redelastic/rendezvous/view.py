@@ -45,7 +45,7 @@ class Round:
         size: number of nodes.
         host, port: where rank 0 would serve the round's bootstrap store.
         completed_at: when it was completed, in ms on the server's clock; distinguishes it from a round with the same
-            epoch that was completed after a fail-over.
+            epoch that was completed after a failover.
         lost: how many nodes of the previous round did not come back.
         again: whether this node was in a round before.
     """

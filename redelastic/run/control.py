@@ -11,7 +11,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, 
 
 from redelastic.redis import scripts
 from redelastic.redis.connection import Connection, Entries, require_keys_of_types, text
-from redelastic.redis.keys import RunKeys, check_key_part
+from redelastic.redis.keys import DEFAULT_TTL, RunKeys, check_key_part
 
 from .records import MAX_DETAIL, Event, Node, Run, decode_event, decode_events, decode_run, ids_in, whole
 
@@ -136,8 +136,8 @@ class RunControl:
         """
         return bool(self._script(scripts.DRAIN, [node, reason[:MAX_REASON], round(1000 * timeout)]))
 
-    def close(self, reason: str, *, stop: bool, ttl: float) -> str:
-        """Close the run for good (I5).
+    def close(self, reason: str, *, stop: bool, ttl: float = DEFAULT_TTL) -> str:
+        """Close the run (I5).
 
         Args:
             reason: who or what closed it.

@@ -49,7 +49,7 @@ class RedisStore(Requests):
         epoch: epoch of the round that the store belongs to, if any; the name is then unused. A wait on such a store
             ends at once when the round is broken, and it refuses writes once a later round is complete (I4).
         key_prefix: prefix of all keys in Redis.
-        timeout: of blocking calls, in seconds. The error may come up to 0.1 s later, however short the time-out: Redis
+        timeout: of blocking calls, in seconds. The error may come up to 0.1 s later, however short the timeout: Redis
             checks blocked clients ten times a second. A value that comes in time is returned at once.
         ttl: how long the store outlives its last change, in seconds, or up to a hundredth less; a round's members keep
             its store alive, except for unused queues.
@@ -116,7 +116,7 @@ class RedisStore(Requests):
                     self._connection.close()
 
     def clone(self) -> RedisStore:
-        """Another object for the same store, with its own time-out."""
+        """Another object for the same store, with its own timeout."""
         return self.prefixed(b"")
 
     def prefixed(self, prefix: Text) -> RedisStore:

@@ -1,4 +1,4 @@
-"""Agents tell each other their roles, whatever a fail-over loses of that and whenever it comes (I9)."""
+"""Agents tell each other their roles, whatever a failover loses of that and whenever it comes (I9)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real torchrun over the plug-in: unmodified DDP scripts on gloo, and every way in which a node can go or come.
+"""Real torchrun over the plugin: unmodified DDP scripts on gloo, and every way in which a node can go or come.
 
 Each test prints how long recovery from a fault took (`pytest -s`); none asserts it.
 """

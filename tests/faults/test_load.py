@@ -110,7 +110,7 @@ def test_a_large_value(ask: Answer) -> None:
     assert_gone(found)
 
 
-@pytest.mark.fault("a value beyond the server's proto-max-bulk-len", "an error within the time-out, nothing is written")
+@pytest.mark.fault("a value beyond the server's proto-max-bulk-len", "an error within the timeout, nothing is written")
 @pytest.mark.parametrize("megabytes", [2, 64])
 def test_a_value_beyond_the_limit(own_server: RedisServer, run_id: str, megabytes: int) -> None:
     store = RedisStore(own_server.url, run_id, timeout=3)

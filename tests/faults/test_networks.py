@@ -353,7 +353,7 @@ def test_a_training_node_is_cut_off_from_its_peers(
     "I2, I8: the job trains, no step is lost or done twice",
 )
 def test_a_slow_and_lossy_link(network: Network, redis: RedisServer, tmp_path: Path, measured: Measured) -> None:
-    """Leases are the default's. A lost packet costs a time-out of TCP, so that one may run out; then all regroup."""
+    """Leases are the default's. A lost packet costs a timeout of TCP, so that one may run out; then all regroup."""
     with (
         network.slow("a", 0.2, 0.2),
         job_of(network, redis, tmp_path, *PAIR, agent=False, conf={"keep_alive_interval": 2}) as job,

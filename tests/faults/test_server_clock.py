@@ -1,4 +1,4 @@
-"""The server's clock jumps, live or by a fail-over to a host with another clock: nobody is evicted (I9).
+"""The server's clock jumps, live or by a failover to a host with another clock: nobody is evicted (I9).
 
 Needs libfaketime (Debian's package of that name). REDELASTIC_LONG=1 runs every jump in every situation.
 """
@@ -21,6 +21,7 @@ from nodes import NodeFactory
 from rounds import events, join, record, state
 from servers import HOST, port_of, server_binaries, wait_until
 
+from redelastic.redis.keys import DEFAULT_TTL
 from redelastic.redis.server import RedisServer, find_binary
 
 LIBRARY: Final = next(Path("/usr").glob("lib*/**/faketime/libfaketime.so.1"), None)
@@ -30,9 +31,9 @@ pytestmark = [
 ]
 
 INTERVAL: Final = (
-    0.7  # a blocked read ends with its socket's time-out when the clock goes back: 1.05 s of a lease of 2.1
+    0.7  # a blocked read ends with its socket's timeout when the clock goes back: 1.05 s of a lease of 2.1
 )
-HOURS: Final = 3 * 3600.0  # more than the two hours that the run's keys have to live
+HOURS: Final = 1.1 * DEFAULT_TTL  # more than the run's keys have to live
 PROMISE: Final = "I6, I7, I9: nobody is evicted, no round breaks, joins complete, a later death is known"
 
 

@@ -1,4 +1,4 @@
-"""Redis answers a store, but not as it should: operations are retried up to their time-out, or say why."""
+"""Redis answers a store, but not as it should: operations are retried up to their timeout, or say why."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from redelastic.redis.server import RedisServer
 
 pytestmark = pytest.mark.timeout(180)
 
-RETRIED: Final = "a store's operation is retried up to its time-out"
+RETRIED: Final = "a store's operation is retried up to its timeout"
 
 
 @pytest.mark.parametrize(

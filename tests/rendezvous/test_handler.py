@@ -139,7 +139,7 @@ class TestRegrouping:
         until_joined(client, keys, 1)
         assert [n.num_nodes_waiting() for n in nodes] == [0, 0]  # nobody restarts for a spare
         with pytest.raises(FutureTimeoutError):
-            joining.result(1)  # a spare has no join time-out
+            joining.result(1)  # a spare has no join timeout
         nodes[0].end("drained", run_then="goes on", timeout=5)
         until(nodes[1].num_nodes_waiting, "the survivor knows")
         assert nodes[1].next_rendezvous().rank == before[1].rank
@@ -181,7 +181,7 @@ class TestRegrouping:
     def test_a_member_of_another_round_with_the_same_epoch_is_fenced(
         self, field: str, new_node: NodeFactory, pool: ThreadPoolExecutor, client: redis.Redis, keys: RunKeys
     ) -> None:
-        """As after a fail-over that lost a round, when others have completed one in its place."""
+        """As after a failover that lost a round, when others have completed one in its place."""
         nodes = [new_node(1, 2, keep_alive_interval=0.2) for _ in range(2)]
         before = join_all(pool, *nodes)
         names = [node.membership.node for node in nodes]

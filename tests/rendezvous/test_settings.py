@@ -39,7 +39,7 @@ def test_without_parameters_the_defaults_are_torchs() -> None:
     made = settings()
     assert (made.run_id, made.min_nodes, made.max_nodes, made.local_addr) == ("run", 1, 4, None)
     assert (made.join_timeout, made.last_call_timeout, made.close_timeout, made.heartbeat_timeout) == (600, 30, 30, 5)
-    assert (made.lease, made.replacement_timeout, made.read_timeout, made.ttl) == (6, 0, 60, 7200)
+    assert (made.lease, made.replacement_timeout, made.read_timeout, made.ttl) == (6, 0, 60, 86400)
     assert (made.key_prefix, made.protocol, made.topology) == ("redelastic", "native", "")
 
 

@@ -305,7 +305,7 @@ def test_a_value_of_16_megabytes(store: RedisStore) -> None:
 
 
 def test_what_redis_would_hang_up_on_is_refused(store: RedisStore) -> None:
-    """Sent, it would be tried again and again until the store's time-out."""
+    """Sent, it would be tried again and again until the store's timeout."""
     for call in (lambda: store.set("k", bytes(2**29 + 1)), lambda: store.append("k", bytes(2**29 + 1))):
         with pytest.raises(ValueError, match="at most 536,870,912 bytes, not 536,870,913: split it"):
             call()

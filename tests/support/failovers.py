@@ -1,4 +1,4 @@
-"""What the tests of fail-overs share: a killed master, lost writes, and groups of nodes."""
+"""What the tests of failovers share: a killed master, lost writes, and groups of nodes."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def full_memory(server: RedisServer) -> Iterator[None]:
 
 @contextmanager
 def read_only(server: RedisServer) -> Iterator[None]:
-    """A replica of nobody, as after a fail-over unknown to its clients; it keeps its data."""
+    """A replica of nobody, as after a failover unknown to its clients; it keeps its data."""
     with server.get_client() as admin, reserved_port() as nobody:
         admin.replicaof("127.0.0.1", str(nobody))
         try:

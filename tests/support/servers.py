@@ -99,7 +99,7 @@ class Shard:
         return next((s for s in self.servers if s.pid is not None and self.role(s)[0] == b"master"), None)
 
     def get_client(self, **options: Any) -> redis.Redis:
-        """A client of the current master, which does not follow a fail-over."""
+        """A client of the current master, which does not follow a failover."""
         master = self.master()
         assert master is not None
         return master.get_client(**options)
@@ -197,7 +197,7 @@ class SentinelGroup:
         wait_until(promoted, "a replica is promoted", 30)
 
 
-# After a fail-over the new master drops its connections, the sentinels' own among them, and a sentinel tries to connect
+# After a failover the new master drops its connections, the sentinels' own among them, and a sentinel tries to connect
 # once a second: with less patience, it may take the live master for dead, and another takes over beside it.
 SENTINEL_PATIENCE: Final = 2000  # ms
 

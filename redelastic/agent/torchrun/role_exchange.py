@@ -19,8 +19,8 @@ LOOK: Final = 2.0  # between checks that what we sent is still there, in seconds
 class RoleExchange:
     """The store of a round as torch's agent uses it in the exchange.
 
-    A fail-over may lose what a node has sent, and torch's agent sends it only once: all would wait out the store's
-    time-out, and then exit. So a node that waits resends its own part if it was lost; and rank 0, which moves on while
+    A failover may lose what a node has sent, and torch's agent sends it only once: all would wait out the store's
+    timeout, and then exit. So a node that waits resends its own part if it was lost; and rank 0, which moves on while
     the others still wait for it, does so in a thread for as long as they may wait.
     """
 
@@ -48,8 +48,8 @@ class RoleExchange:
         """Wait for all nodes' values.
 
         Raises:
-            DistNetworkError: Redis was away for longer than the store's time-out.
-            DistStoreError: they did not arrive within the store's time-out.
+            DistNetworkError: Redis was away for longer than the store's timeout.
+            DistStoreError: they did not arrive within the store's timeout.
             RoundBrokenError: they can no longer arrive.
         """
         limit = self._store.timeout.total_seconds()
