@@ -82,6 +82,7 @@ HOOKS: Final = (
     Hook(_API, "_RoleInstanceInfo", ("role", "rank", "local_world_size")),
     Hook("torch.distributed.elastic.multiprocessing.api", "PContext.close", ("death_sig", "timeout")),
     Hook("torch.distributed.elastic.multiprocessing.api", "PContext.pids"),
+    Hook("torch.distributed.elastic.multiprocessing.api", "LogsSpecs.reify", ("envs",)),
     Hook(
         "torch.distributed.elastic.multiprocessing.api",
         "get_subprocess_handler",
@@ -160,15 +161,17 @@ def shut_down(shutdown: Callable[..., None], death_sig: signal.Signals, timeout:
         shutdown(death_sig)
 
 
-def close_within(context: Any, seconds: float) -> None:
+def close_within(context: Any, seconds: float, then: Callable[[Any], None]) -> None:
     """Have a ``PContext`` end its processes within ``seconds`` where torch's own code does not say how soon.
 
     torch's agent makes the context and offers no way to choose its class, so the class is replaced afterwards.
+    Once the processes have ended, ``then`` is called with the context.
     """
 
     class Closing(type(context)):  # type: ignore[misc]
         def close(self, death_sig: signal.Signals | None = None, timeout: float = seconds) -> None:
             super().close(death_sig, timeout)
+            then(self)
 
     context.__class__ = Closing
 

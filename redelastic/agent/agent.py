@@ -35,6 +35,7 @@ from .monitor import NodeMonitor
 from .notes import Notes
 from .options import AgentOptions
 from .torchrun.exit_barrier import wait_for_others
+from .torchrun.log_folders import remove_torn_errors
 from .torchrun.regrouping import RegroupingAgent
 from .workers.drains import Drains
 from .workers.group import Workers
@@ -240,7 +241,8 @@ class RedisElasticAgent(RegroupingAgent):
         self._monitor.workers, self._monitor.drains = workers, self._drains
         self._monitor.starts += 1
         self._monitor.restarts = spec.max_restarts - self._remaining_restarts
-        close_within(self._pcontext, self._shutdown_timeout)  # torch ends the other workers when one has failed
+        # torch ends the other workers when one has failed, and then reads what they have written
+        close_within(self._pcontext, self._shutdown_timeout, remove_torn_errors)
         context: Any = self._pcontext
         workers.logs = log_files(context.stdouts, context.stderrs)
         ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}

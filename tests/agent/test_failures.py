@@ -42,6 +42,27 @@ def test_a_worker_that_hangs_in_the_kernel_is_a_failure(server: RedisServer, tmp
             assert f"pid {pid}) hangs in the kernel" in job.redis("run")["closed"]
 
 
+@pytest.mark.fault("a worker is ended while it writes its error file", "the failure is like any other")
+@pytest.mark.parametrize("agent", [True, False], ids=["redelastic run", "torchrun"])
+def test_a_torn_error_file_stops_nothing(server: RedisServer, tmp_path: Path, agent: bool) -> None:
+    with Job(server, tmp_path, "1:1", agent=agent, nproc=2) as job:
+        job.start("a", script=UNRULY, env={"UNRULY": "tear_error"}, may_end=True, max_restarts=1)
+        assert job.wait_end("a") == 0, job.report()
+
+
+@pytest.mark.parametrize("agent", [True, False], ids=["redelastic run", "torchrun"])
+def test_regrouping_leaves_the_logs_of_earlier_rounds(server: RedisServer, tmp_path: Path, agent: bool) -> None:
+    with Job(server, tmp_path, "1:2", agent=agent) as job:
+        logs = tmp_path / "logs"
+        job.start("a", "b", options=(f"--log-dir={logs}", "--redirects=3"))
+        epoch = job.wait_round("ab")
+        job.nodes["b"].kill()
+        job.wait_round("a", epoch)
+        kept = {log.parent.parent.name: log.read_text() for log in logs.glob("*/attempt_*/0/stderr.log")}
+        assert any("Connection closed by peer" in text or "Traceback" in text for text in kept.values()), kept
+        job.finish("a")
+
+
 def test_the_report_of_a_hang_has_the_exit_code_of_its_end(server: RedisServer, tmp_path: Path) -> None:
     with AgentJob(server, tmp_path, "1:1") as job:
         job.begin("a", options=("--hang-timeout=1", "--hang-start-timeout=50"), max_restarts=0, may_end=True)

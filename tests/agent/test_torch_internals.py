@@ -137,12 +137,14 @@ def test_a_context_ends_its_processes_within_the_time_that_it_was_given(
     args = {0: ("-c", "sleep 600") if entrypoint == "sh" else (600,)}
     context = start_processes("test", entrypoint, args, envs, DefaultLogsSpecs(str(tmp_path)), start_method="fork")
     given: list[float] = []
+    ended: list[Any] = []
     close = type(context)._close
     try:
-        torch_internals.close_within(context, 4.5)
+        torch_internals.close_within(context, 4.5, ended.append)
         monkeypatch.setattr(context, "_close", lambda **told: given.append(told["timeout"]))
         context.close()
         context.close(signal.SIGTERM, 3)
     finally:
         close(context, signal.SIGKILL)
     assert given == [4.5, 3]
+    assert ended == [context, context]

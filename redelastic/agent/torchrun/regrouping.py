@@ -16,6 +16,7 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerState,
 )
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import SubprocessContext
 
 from redelastic.agent.workers.stacks import state_of
 from redelastic.rendezvous.handler import RedisRendezvousHandler
@@ -23,6 +24,7 @@ from redelastic.store import RedisStore, RoundBrokenError
 from redelastic.torch_internals import replace_agent_of_launcher
 
 from .failures import LiveFailure, fill_in_exit_codes
+from .log_folders import FolderPerRound, remove_torn_errors
 from .role_exchange import RoleExchange
 
 log = logging.getLogger(__name__)
@@ -39,6 +41,11 @@ class RegroupingAgent(LocalElasticAgent):
     _charged = False  # whether a restart was spent on workers that failed in this round
     _exchange: RoleExchange | None = None  # of this round
     _interval = 0.0  # between checks of the workers, in seconds
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        if self._handler is not None:
+            self._logs_specs: Any = FolderPerRound(self._logs_specs)
 
     @property
     def _handler(self) -> RedisRendezvousHandler | None:
@@ -111,7 +118,13 @@ class RegroupingAgent(LocalElasticAgent):
 
     def _check_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Check the workers."""
-        result: RunResult = super()._monitor_workers(worker_group)
+        try:
+            result: RunResult = super()._monitor_workers(worker_group)
+        except (ValueError, LookupError, TypeError, AttributeError):
+            if not isinstance(self._pcontext, SubprocessContext):
+                raise
+            remove_torn_errors(self._pcontext)
+            result = super()._monitor_workers(worker_group)
         if result.state == WorkerState.UNHEALTHY and self._handler is not None:
             return _failed(worker_group.workers)
         return result

@@ -124,11 +124,23 @@ def hang_in_kernel(directory: Path) -> None:
         libc.pause()  # in the memory of its parent, which must never continue
 
 
+def tear_error(directory: Path) -> None:
+    """In the first round, write half an error file; then rank 0 exits, and the others wait."""
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text('{"mess')
+        say(directory, f"torn-{os.environ['RANK']}", os.getpid())
+        if os.environ["RANK"] == "0":
+            while not (directory / "torn-1").exists():
+                time.sleep(0.01)
+            sys.exit(5)
+        time.sleep(600)
+
+
 ACTIONS: dict[str, Callable[[Path], None]] = {
     action.__name__: action
     for action in (
         *(wait, fail_at_the_end, end_first, ignore_sigterm, flood, close_output, take_all_memory),
-        *(leave_daemon, leave_upload, leave_sleeper, leave_cleaner, hang_in_kernel),
+        *(leave_daemon, leave_upload, leave_sleeper, leave_cleaner, hang_in_kernel, tear_error),
     )
 }
 
