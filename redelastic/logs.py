@@ -1,9 +1,11 @@
-"""The format of our log lines: torch's, with level, time and pid first."""
+"""What we say on stderr: log lines in torch's format, with level, time and pid first; and last words."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import sys
 from typing import Final
 
 PREFIX: Final = "%(level)s%(asctime)s.%(msecs)03d000 %(process)d %(name)s] "
@@ -21,6 +23,12 @@ class LogFormatter(logging.Formatter):
         first, *more = super().format(record).split("\n")
         prefix = first[: first.index("] ") + 2]
         return "\n".join([first, *(prefix + line for line in more)])
+
+
+def complain(text: str) -> None:
+    """Write a line to stderr. A full disk there must not hide what the exit code says."""
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"{text}\n")
 
 
 def set_up_logging(logger: logging.Logger) -> None:

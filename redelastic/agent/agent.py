@@ -320,15 +320,20 @@ class RedisElasticAgent(RegroupingAgent):
         leftovers_end = time.monotonic() + self._shutdown_timeout
         group = self._worker_group
         rank, size = int(group.group_rank or 0), int(group.group_world_size or 0)
-        if size > 1:
-            wait_for_others(
-                self._round_store,
-                rank,
-                size,
-                self._exit_barrier_timeout,
-                each_second=self._act_on_requests,
-                is_patient=self._is_patient,
-            )
+        try:
+            if size > 1:
+                wait_for_others(
+                    self._round_store,
+                    rank,
+                    size,
+                    self._exit_barrier_timeout,
+                    each_second=self._act_on_requests,
+                    is_patient=self._is_patient,
+                )
+        except DrainedError as e:
+            if rank == 0:  # the others' workers may need the store that this node serves: they regroup
+                raise
+            log.warning("This node drains (%s). Its workers have finished, so it just leaves.", e.reason)
         self._tree.wait(self._pids().values(), leftovers_end, self._is_to_leave)
 
     def _is_to_leave(self) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from redelastic import __version__
+from redelastic.logs import complain
 from redelastic.run.wording import clean
 
 from . import (
@@ -42,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code; 2 and 0 come as ``SystemExit`` from argparse for wrong arguments and for ``--help``.
     """
+    _replace_closed_streams()
     argv = sys.argv[1:] if argv is None else list(argv)
     if argv[:1] == [run.NAME]:  # its parser is torchrun's
         return _ended(run.NAME, lambda: run.main(argv[1:]))
@@ -55,6 +57,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"unknown command {named!r}{common.meant_by(named, commands.choices) or f'; commands: {names}'}")
     arguments = parser.parse_args(argv)
     return _ended(arguments.command.NAME, lambda: arguments.command.run(arguments))
+
+
+def _replace_closed_streams() -> None:
+    """Have /dev/null in place of each standard stream that our parent has closed: no other file must get its number."""
+    for name, mode in ("stdin", "r"), ("stdout", "w"), ("stderr", "w"):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, the stream's
+            os.set_inheritable(null, True)
+            setattr(sys, name, os.fdopen(null, mode))
 
 
 def make_parser() -> tuple[argparse.ArgumentParser, Any]:
@@ -89,7 +100,7 @@ def _ended(name: str, call: Callable[[], int]) -> int:
         code = exit_code(e)
         if not code:
             raise
-        sys.stderr.write(f"redelastic {name}: {clean(str(e))}\n")  # it may quote what Redis holds
+        complain(f"redelastic {name}: {clean(str(e))}")  # it may quote what Redis holds
     return code
 
 

@@ -7,7 +7,6 @@ import logging
 import os
 import re
 import shutil
-import sys
 import uuid
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -52,13 +51,13 @@ def main(argv: Sequence[str]) -> int:
     Returns:
         The exit code; see :data:`EPILOG`.
     """
-    from redelastic.logs import set_up_logging
+    from redelastic.logs import complain, set_up_logging
     from redelastic.torch_internals import require_torch, shutdown_timeout
 
     try:
         require_torch()
     except ImportError as e:
-        sys.stderr.write(f"redelastic {NAME}: {e}\n")
+        complain(f"redelastic {NAME}: {e}")
         return common.USAGE
     import torch.distributed.run as torchrun
 
@@ -74,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
                 config.rdzv_configs["node_name"] = arguments.node_name
             shutdown = shutdown_timeout(config, arguments.shutdown_timeout)
         except (AssertionError, RuntimeError, ValueError, OSError) as e:  # what torchrun's own checks raise
-            sys.stderr.write(f"redelastic {NAME}: {e}\n")
+            complain(f"redelastic {NAME}: {e}")
             return common.USAGE
 
         from redelastic.agent.torchrun.launch import launch
@@ -95,6 +94,8 @@ def make_parser() -> argparse.ArgumentParser:
         add_help=False,  # it comes with torchrun's
     )
     parser.set_defaults(rdzv_backend=os.environ.get("PET_RDZV_BACKEND") or "redis")
+    if "PET_MAX_RESTARTS" not in os.environ:
+        parser.set_defaults(max_restarts=None)  # 0 must differ from not given
     for option, text in HELP.items():
         parser._option_string_actions[option].help = text  # noqa: SLF001  # argparse offers no other way to it
     _add_arguments(parser)
@@ -122,7 +123,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--drain-file",
-        type=Path,
+        type=lambda name: Path(name) if name else None,
         metavar="FILE",
         help="drain when this file appears; it may contain a Unix time as the deadline",
     )
@@ -184,8 +185,8 @@ def _options(arguments: argparse.Namespace) -> AgentOptions:
         raise ValueError(f"--nnodes={arguments.nnodes} is invalid: use N (4) or MIN:MAX (2:4)")
     if not arguments.monitor_interval > 0:
         raise ValueError(f"--monitor-interval={arguments.monitor_interval} is out of range: it must be above 0.")
-    if arguments.max_job_restarts is not None and not arguments.max_restarts:
-        arguments.max_restarts = arguments.max_job_restarts
+    if arguments.max_restarts is None:
+        arguments.max_restarts = arguments.max_job_restarts or 0
     checks: list[str] = arguments.health_check or os.environ.get("PET_HEALTH_CHECK", "disk").split(",")
     given: dict[str, Any] = {
         name: getattr(arguments, name)

@@ -151,7 +151,7 @@ HELPLESS = f"""
 import sys
 sys.path.append({str(Path(warden.__file__).parent)!r})
 import warden
-warden.LIMIT, warden._signal, warden._ambush = 0.5, lambda *_: None, lambda _: False
+warden.LIMIT, warden._signal, warden._ambush = 0.5, lambda *_: None, lambda *_: False
 warden.watch(sys.argv[1], *map(int, sys.argv[2:]))
 """
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -110,3 +112,17 @@ def test_a_session_is_remembered_from_one_look_at_all_processes_to_the_next(
     tree.look([])
     tree.look([])
     assert [p.pid for p in tree.look([], full=True)] == [left.pid]
+
+
+def test_a_helper_is_not_taken_for_a_process_that_slips_away(
+    tree: ProcessTree, foreign: psutil.Popen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The newest process may be the agent's next template, whose environment has the token too."""
+    with subprocess.Popen(["sleep", "60"], env={**os.environ, **tree.environment}) as helper:
+        try:
+            monkeypatch.setattr(warden, "_newest", lambda: str(helper.pid))
+            until(lambda: tree.token.encode() in warden.read(f"/proc/{helper.pid}/environ"), "it has its environment")
+            assert not warden._ambush(tree.token, {foreign.pid, helper.pid})
+            assert warden._ambush(tree.token, {foreign.pid})
+        finally:
+            helper.kill()

@@ -101,3 +101,24 @@ def test_the_shutdown_timeout_is_known_on_every_torch(launched: list[Any]) -> No
     assert launched[2] == {"shutdown_timeout": 2}
     with pytest.raises(SystemExit, match="2"):
         main(["run", *PLACE, "--shutdown-timeout=x", SCRIPT])
+
+
+@pytest.mark.parametrize(
+    ("given", "restarts"),
+    [
+        ((), 0),
+        (("--max-job-restarts=2",), 2),
+        (("--max-restarts=0", "--max-job-restarts=2"), 0),
+        (("--max-restarts=3",), 3),
+    ],
+)
+def test_the_restarts_of_a_node_are_those_of_the_job_unless_given(
+    launched: list[Any], given: tuple[str, ...], restarts: int
+) -> None:
+    assert main(["run", *PLACE, *given, SCRIPT]) == 0
+    assert launched[0].max_restarts == restarts
+
+
+def test_an_empty_drain_file_is_none(launched: list[Any]) -> None:
+    assert main(["run", *PLACE, "--drain-file=", SCRIPT]) == 0
+    assert launched[1].drain_file is None

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_job import FAILED, REFUSED
+from agent_job import FAILED, REFUSED, STOPPED
 from torchrun_job import LIMIT
 from unruly_job import OURS, UNRULY, environment, run
 from workers.unruly import FLOOD, LINE
@@ -77,6 +77,30 @@ def _wait(condition: Callable[[], Any], what: str) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"not within {LIMIT:g} s: {what}"
         time.sleep(0.02)
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("options", [(), ("--preload=json", "--redirects=3")], ids=["cold", "warm"])
+def test_closed_standard_streams_change_nothing(tmp_path: Path, closed: str, options: tuple[str, ...]) -> None:
+    (tmp_path / "finish").touch()
+    assert _end_of(tmp_path, "wait", closed, f"--log-dir={tmp_path / 'logs'}", *options) == 0
+    assert (tmp_path / "a-started").exists()
+
+
+@pytest.mark.fault("the disk of an agent's stderr is full", "its exit code is the right one")
+@pytest.mark.parametrize(
+    ("options", "code"), [(("--health-command=false",), REFUSED), (("--max-job-restarts=1",), STOPPED), ((), FAILED)]
+)
+def test_a_full_stderr_does_not_change_the_exit_code(tmp_path: Path, options: tuple[str, ...], code: int) -> None:
+    (tmp_path / "finish").touch()
+    assert _end_of(tmp_path, "fail_at_the_end", "2>/dev/full", *options) == code
+
+
+def _end_of(directory: Path, action: str, redirection: str, *options: str) -> int:
+    """The exit code of one node whose standard streams are redirected."""
+    node = [*OURS, "--standalone", *options, str(UNRULY), str(directory)]
+    shell = ["bash", "-c", f'exec "$@" {redirection}', "bash", *node]
+    return subprocess.run(shell, env=environment(action), timeout=LIMIT, check=False).returncode
 
 
 # -- disks

@@ -50,7 +50,7 @@ class Deaths:
         while self._ranks:
             for fd, _ in self._poll.poll():
                 now, failed = time.monotonic(), False
-                with contextlib.suppress(ChildProcessError, AttributeError):  # it has been waited for already
+                with contextlib.suppress(OSError, AttributeError):  # already waited for, or Linux 5.3
                     status = os.waitid(os.P_PIDFD, fd, EXITED)
                     failed = status is not None and (status.si_code != os.CLD_EXITED or status.si_status != 0)
                 self._poll.unregister(fd)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
+import psutil
 from torch.distributed.elastic.agent.server.api import RunResult, Worker
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
@@ -83,7 +84,9 @@ class Workers:
 
     def ended(self, local_rank: int) -> bool:
         """Whether a worker has ended."""
-        return self._deaths is not None and self._deaths.ended(local_rank)
+        if self._deaths is None:
+            return False
+        return self._deaths.ended(local_rank) or (not self._deaths.sees_all and _has_ended(self.pids[local_rank]))
 
     @property
     def first_failure(self) -> float | None:
@@ -114,8 +117,8 @@ class Workers:
     def ask_to_save(self) -> None:
         """Ask for a checkpoint: through ``should_checkpoint()``, and by signal to those that handle it."""
         self._board.request_checkpoint()
-        for pid in self.pids.values():
-            if catches(pid, SAVE_SIGNAL):  # the signal would end any other
+        for local_rank, pid in self.pids.items():
+            if not self.ended(local_rank) and catches(pid, SAVE_SIGNAL):  # the signal would end any other
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, SAVE_SIGNAL)
 
@@ -205,3 +208,10 @@ def _message(failure: ProcessFailure) -> str:
     if isinstance(told, dict):
         return f": {told.get('message', '')}"
     return "" if "To enable traceback" in told else f": {told}"
+
+
+def _has_ended(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True

@@ -167,7 +167,7 @@ class ProcessTree:
                 met.update(self._members | members)
             return {process.pid: process for process in table}, members
 
-        ended = warden.end(self.token, look, grace)
+        ended = warden.end(self.token, look, self._strangers, grace)
         with self._lock:
             self._reap(warden.processes().values())
         if ended.left:

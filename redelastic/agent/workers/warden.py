@@ -166,27 +166,38 @@ def _signal(table: dict[int, Process], members: dict[int, Process], number: sign
             os.kill(target, number)
 
 
+def _process_of(thread: str) -> int:
+    """The process of a thread; 0 if it is gone."""
+    _, _, rest = read(f"/proc/{thread}/status").partition(b"\nTgid:")
+    return int((rest.split() or [b"0"])[0])
+
+
 def _newest() -> str:
     """The pid of the newest process or thread; empty without /proc."""
     return (read("/proc/loadavg").split() or [b""])[-1].decode()
 
 
-def _ambush(token: str) -> bool:
-    """Stop the newest process if it is one of the tree; returns whether it was.
+def _ambush(token: str, strangers: Collection[int]) -> bool:
+    """Stop the newest process if it is one of the tree, but no stranger; returns whether it was.
 
     One that forks, exits, and whose child does the same in its own group, is gone before all processes are listed.
     """
     for _ in range(PROBES if HAS_PROC else 0):
         newest = _newest()
-        if token.encode() in read(f"/proc/{newest}/environ"):
+        if token.encode() in read(f"/proc/{newest}/environ") and _process_of(newest) not in strangers:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(int(newest), signal.SIGSTOP)
             return True
     return False
 
 
-def end(token: str, look: Callable[[], tuple[dict[int, Process], dict[int, Process]]], grace: float = 0.0) -> Ended:
-    """End the tree that ``look`` finds among all processes, until it finds nothing more.
+def end(
+    token: str,
+    look: Callable[[], tuple[dict[int, Process], dict[int, Process]]],
+    strangers: Callable[[], Collection[int]],
+    grace: float = 0.0,
+) -> Ended:
+    """End the tree that ``look`` finds among all processes, until it finds nothing more, but for ``strangers``.
 
     Within ``grace`` seconds each process gets one SIGTERM and may exit by itself. Then all are killed. New ones are
     first stopped, and looked at again: a stopped process does not fork, and is still its children's parent. All get
@@ -218,7 +229,7 @@ def end(token: str, look: Callable[[], tuple[dict[int, Process], dict[int, Proce
         chase = not left <= met and seconds < CHASE
         _signal(table, members, signal.SIGSTOP if chase else signal.SIGKILL)
         met |= left
-        if not _ambush(token) and not chase:
+        if not _ambush(token, strangers()) and not chase:
             time.sleep(min(0.1, 0.005 + seconds / 10))
 
 
@@ -275,7 +286,7 @@ def watch(token: str, agent: int, agent_session: int) -> None:
         known.update((process.pid, process.start) for process in members.values())
         return table, members
 
-    if not end(token, look).left and words:
+    if not end(token, look, lambda: {os.getpid()}).left and words:
         _deliver(words)
 
 

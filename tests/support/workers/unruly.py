@@ -40,6 +40,12 @@ def end_first(directory: Path) -> None:
         wait(directory)
 
 
+def end_but_rank_0(directory: Path) -> None:
+    """Rank 0 waits; the others end."""
+    if os.environ["RANK"] == "0":
+        wait(directory)
+
+
 def ignore_sigterm(directory: Path) -> None:
     signal.signal(signal.SIGTERM, lambda *_: say(directory, "ignored", os.getpid()))
     wait(directory)
@@ -139,7 +145,7 @@ def tear_error(directory: Path) -> None:
 ACTIONS: dict[str, Callable[[Path], None]] = {
     action.__name__: action
     for action in (
-        *(wait, fail_at_the_end, end_first, ignore_sigterm, flood, close_output, take_all_memory),
+        *(wait, fail_at_the_end, end_first, end_but_rank_0, ignore_sigterm, flood, close_output, take_all_memory),
         *(leave_daemon, leave_upload, leave_sleeper, leave_cleaner, hang_in_kernel, tear_error),
     )
 }
