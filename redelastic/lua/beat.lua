@@ -25,6 +25,9 @@ elseif redis.call('ZSCORE', CANDIDATES, node) then
 end
 if is_aging() then
   touch()
+end
+local left = redis.call('PTTL', KEYS[12])
+if left >= 0 and left < run.ttl / 2 then -- by itself: others, who hold no round, may have renewed the run's own keys
   for i = 12, 14 do
     redis.call('PEXPIRE', KEYS[i], run.ttl)
   end

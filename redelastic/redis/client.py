@@ -134,16 +134,15 @@ class DirectClient(redis.Redis):
 
     def _give_up(self, connection: Connection, error: BaseException) -> None:
         """Dispose of a connection on which a command failed; it is kept if the server only refused the command."""
-        if not isinstance(error, redis.ResponseError):
-            self._discard(connection)
-            with contextlib.suppress(IndexError):
-                while True:  # the others lead to the same server; each is popped, so that no other thread has it
-                    self._discard(self._idle.pop())
-        elif is_of_replica(error) or "NOREPLICAS" in str(error):
-            # A master that became a replica, or lost its own: a new connection goes where its name leads now.
-            self._discard(connection)
-        else:
+        refused = isinstance(error, redis.ResponseError)
+        if refused and not (is_of_replica(error) or "NOREPLICAS" in str(error)):
             self._idle.append(connection)
+            return
+        # It is lost, or leads to a master that became a replica, or lost its own: a new one follows the name.
+        self._discard(connection)
+        with contextlib.suppress(IndexError):
+            while True:  # the others lead to the same server; each is popped, so that no other thread has it
+                self._discard(self._idle.pop())
 
     def _discard(self, connection: Connection) -> None:
         connection.disconnect()

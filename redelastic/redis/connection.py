@@ -120,8 +120,9 @@ class Connection:
 
         Args:
             operation: takes the client.
-            timeout: how long it may take with all its retries, in seconds; None for ``read_timeout``, 0 for one try. A
-                function is only called once the first try has failed, which is rare.
+            timeout: for how long it may be tried again, in seconds; None for ``read_timeout``, 0 for one try. An
+                attempt on a server that does not answer takes ``attempt_timeout``, whatever this says. A function is
+                only called once the first try has failed, which is rare.
 
         Raises:
             UnreachableError: Redis did not answer in time.
@@ -133,8 +134,9 @@ class Connection:
             return operation(self.client)
         except ERRORS as error:
             seconds = self.read_timeout if timeout is None else timeout() if callable(timeout) else timeout
-            if seconds <= 0 or not may_pass(error, fail_over=self.served):
-                raise translated(error, self.name, time.monotonic() - started, fail_over=self.served) from error
+            waited = time.monotonic() - started
+            if waited >= seconds or not may_pass(error, fail_over=self.served):
+                raise translated(error, self.name, waited, fail_over=self.served) from error
         return retried(partial(operation, self.client), self.name, seconds, started, fail_over=self.served)
 
     def read(self, streams: Mapping[bytes, str], block: float, timeout: float = 0) -> dict[bytes, Entries]:

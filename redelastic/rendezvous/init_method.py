@@ -48,6 +48,8 @@ def register_init_method() -> None:
 
 def _rendezvous(url: str, timeout: timedelta = default_pg_timeout, **_unused: Any) -> Iterator[tuple[Store, int, int]]:
     base, _, query = url.partition("?")
+    if "://" not in base:  # where there is no host, torch drops the slashes once it has added a rank and a world size
+        base = base.replace(":", "://", 1)
     options = dict(parse_qsl(query, keep_blank_values=True))
     rank = _number("rank", options.pop("rank", os.environ.get("RANK")))
     size = _number("world_size", options.pop("world_size", os.environ.get("WORLD_SIZE")))

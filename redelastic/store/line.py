@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
 import threading
 import time
 import uuid
@@ -13,6 +14,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
 from multiprocessing import util
+from types import FrameType
 from typing import Any, Final, NamedTuple
 from weakref import WeakSet
 
@@ -176,10 +178,22 @@ class Line:
             timeout=max(ATTEMPT_TIMEOUT, timeout() if callable(timeout) else timeout)
         ):
             raise UnreachableError(f"Another thread waits for Redis at {self._connection.name} to take earlier writes.")
+        if self._busy and not self._is_in_a_call():  # an exception of a signal handler has left it so
+            self._busy, self._lock = False, threading.RLock()
+            self._lock.acquire()
+            self._drop()
         held, self._busy = not self._busy, True
         if held and self._pid != os.getpid():  # a forked child: all else is its parent's
             self._begin()
         return held
+
+    def _is_in_a_call(self) -> bool:
+        """Whether a signal handler in this thread has interrupted a call that goes on once it has returned."""
+        frame: FrameType | None = sys._getframe(2)  # noqa: SLF001  # of the call that wants to enter
+        while frame := frame.f_back if frame else None:
+            if frame.f_code in _CALLS and frame.f_locals.get("self") is self:
+                return True
+        return False
 
     def _leave(self, held: bool) -> None:
         self._busy = not held
@@ -275,6 +289,7 @@ class Line:
             client.connection_pool.release(wire)
 
 
+_CALLS: Final = {call.__code__ for call in (Line.send, Line.settle, Line.close)}
 _lines: Final[WeakSet[Line]] = WeakSet()
 _settling: Final[set[int]] = set()  # processes that settle all lines when they exit
 

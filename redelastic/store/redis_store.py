@@ -25,6 +25,7 @@ from .requests import Requests, RoundBrokenError, Text, Then
 if TYPE_CHECKING:
     from redelastic.redis.endpoint import Client
 
+LONGEST_TTL: Final = 1e9  # in seconds
 _LONGEST: Final = 2**29  # bytes; the most that Redis accepts, unless its proto-max-bulk-len was changed
 
 # torch's C++ keeps only its own half of a store: once Python's half is gone, every call dies in an assertion. So a
@@ -58,12 +59,12 @@ class RedisStore(Requests):
             process sent them, even if the connection is lost, and before any other call of this object, its views or
             clones. If one fails, the next such call raises an error that names it and has no effect of its own,
             and those sent after it are not made. A process that exits or forks, or closes the store, waits for up to
-            5 s until all are made; one that is killed may lose them. Values of 32 kB and more are waited for, and
-            with redis-py's own client, or a Cluster, all are.
+            5 s until all are made; one that is killed may lose them. ``set`` and ``multi_set`` wait for values of 32 kB
+            and more; with redis-py's own client, or a Cluster, all are waited for.
 
     Raises:
         RendezvousConnectionError: Redis does not answer, or refuses the connection.
-        ValueError: the endpoint, run id, name or prefix is invalid.
+        ValueError: the endpoint, run id, name, prefix or ttl is invalid.
     """
 
     def __init__(
@@ -78,6 +79,8 @@ class RedisStore(Requests):
         ttl: float = DEFAULT_TTL,
         acknowledge: bool = True,
     ) -> None:
+        if not 0.001 <= ttl <= LONGEST_TTL:
+            raise ValueError(f"The store's ttl={ttl:g} is out of range: give 0.001 to {LONGEST_TTL:g} s.")
         run = RunKeys(run_id, key_prefix)
         keys = run.store(name if epoch is None else epoch)
         self._opened = isinstance(client, str)
@@ -91,7 +94,7 @@ class RedisStore(Requests):
         if not acknowledge and isinstance(connection.client, DirectClient):
             self._line = Line(connection, self._fixed_keys, self._fixed_args)
         self._views: list[RedisStore] = []  # torch's C++ may hold a clone: it lives as long as this does
-        self.set_timeout(timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout))
+        self.set_timeout(timedelta(seconds=_seconds_of(timeout)))
         _alive.add(self)
 
     def __repr__(self) -> str:
@@ -102,18 +105,21 @@ class RedisStore(Requests):
 
         The stored data stays.
         """
-        _alive.discard(self)
         try:
             self._settle(min(PATIENCE, self._seconds()))
         finally:
+            self._release()
             try:
-                while self._views:
-                    self._views.pop().close()
                 if self._line and not self._is_view:
                     self._line.close()
             finally:
                 if self._opened:
                     self._connection.close()
+
+    def _release(self) -> None:
+        _alive.discard(self)
+        while self._views:
+            self._views.pop()._release()  # noqa: SLF001
 
     def clone(self) -> RedisStore:
         """Another object for the same store, with its own timeout."""
@@ -193,10 +199,11 @@ class RedisStore(Requests):
         Raises:
             ValueError: the value is not a number, or the new one would not fit 64 bits.
         """
-        if not isinstance(amount, int) or not -(2**63) <= amount < 2**63:
+        number = index(amount)
+        if not -(2**63) <= number < 2**63:
             raise TypeError(f"add takes a 64-bit integer, not {amount!r}.")
         full = self._key(key)
-        return int(self._adding(full, amount, scripts.STORE_ADD, [self._keys.stream(full)], [full, b"%d" % amount]))
+        return int(self._adding(full, number, scripts.STORE_ADD, [self._keys.stream(full)], [full, b"%d" % number]))
 
     def append(self, key: Text, value: Text) -> None:
         """Add bytes to the end of a value, empty at first."""
@@ -234,23 +241,23 @@ class RedisStore(Requests):
         there: bool = self._call(one_is_there, [queue])
         return there
 
-    def wait(self, keys: Sequence[Text], timeout: timedelta | None = None) -> None:
+    def wait(self, keys: Sequence[Text], timeout: timedelta | float | None = None) -> None:
         """Block until all keys are set. Raises like :meth:`get`."""
         full, started = self._all(keys), time.monotonic()
-        seconds = self._seconds if timeout is None else timeout.total_seconds
+        seconds = self._seconds if timeout is None else partial(_seconds_of, timeout)
         if len(full) != 1 or not self._call(
             methodcaller("execute_command", "HEXISTS", self._keys.data, full[0]), timeout=seconds
         ):
             self._await(full, "wait", started, seconds())
 
-    def barrier(self, key: Text, world_size: int, timeout: timedelta | None = None) -> None:
+    def barrier(self, key: Text, world_size: int, timeout: timedelta | float | None = None) -> None:
         """Block until ``world_size`` callers have reached the barrier ``key``; raises like :meth:`get`.
 
         In one round trip, with one wake-up for all. Torch's ``PrefixStore`` takes three, with the same keys.
         """
         started, full = time.monotonic(), self._key(key)
         count, last = full + b"/num_members", full + b"/last_member"
-        seconds = self._seconds if timeout is None else timeout.total_seconds
+        seconds = self._seconds if timeout is None else partial(_seconds_of, timeout)
         keys = [self._run.wake, self._keys.stream(count), self._keys.stream(last)]
 
         def arrive(left: Timeout, then: Then) -> Any:
@@ -412,6 +419,10 @@ class RedisStore(Requests):
             if "not an integer" in str(e) or "overflow" in str(e):
                 raise ValueError(f"Cannot add {amount} to the key {key!r}: {e}") from e
             raise
+
+
+def _seconds_of(timeout: timedelta | float) -> float:
+    return timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
 
 
 def _bytes(what: str, value: Text) -> bytes:

@@ -71,3 +71,15 @@ def test_an_interrupt_while_a_command_is_packed_is_an_exception() -> None:
     """hiredis ends the process if it comes while it turns a number into text."""
     done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, check=False, timeout=60)
     assert (done.returncode, done.stdout) == (0, "interrupted\n"), done.stderr
+
+
+def test_no_connection_to_a_master_that_became_a_replica_is_kept(own_server: RedisServer) -> None:
+    """Else each of them would cost an attempt."""
+    with own_server.get_client() as admin, DirectClient.from_url(own_server.url) as client:
+        taken = [client._take() for _ in range(3)]
+        client._idle.extend(taken)
+        assert client.execute_command("SET", "k", "v")
+        admin.replicaof("127.0.0.1", 1)
+        with pytest.raises(redis.ReadOnlyError):
+            client.execute_command("SET", "k", "v")
+        assert not client._idle

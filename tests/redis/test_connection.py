@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -412,3 +413,19 @@ def test_a_connection_serves_many_threads_at_once(server: RedisServer, run_id: s
                 admin.xadd(f"{run_id}{i}", {"n": i})
         assert [list(b.result(10)) for b in blocked] == [[f"{run_id}{i}".encode()] for i in range(31)]
     connection.close()
+
+
+def test_an_attempt_that_used_up_the_time_is_the_last(server: RedisServer) -> None:
+    attempts = []
+
+    def attempt(_: object) -> None:
+        attempts.append(time.monotonic())
+        while time.monotonic() < attempts[0] + 0.02:
+            pass
+        raise redis.TimeoutError("no answer")
+
+    connection = Connection.open(server.url)
+    with pytest.raises(UnreachableError):
+        connection.call(attempt, 0.01)
+    connection.close()
+    assert len(attempts) == 1

@@ -6,6 +6,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import redis
 from nodes import NodeFactory
 from rounds import join_all, until
 
@@ -46,3 +47,14 @@ class TestRegrouping:
         due = node.membership.heartbeat._next_beat
         node.membership._ask_to_join(1, time.monotonic() + 5)
         assert node.membership.heartbeat._next_beat == due
+
+    def test_a_rounds_store_is_kept_though_others_keep_the_run(
+        self, new_node: NodeFactory, client: redis.Redis
+    ) -> None:
+        """A spare's heartbeat, or a join, renews the run's own keys, and knows nothing of the round's store."""
+        node = new_node(1, 1, keep_alive_interval=0.3, ttl=1000)
+        store = node.next_rendezvous().store
+        store.set("k", "v")
+        data = node.backend.keys.store(1).data
+        assert client.pexpire(data, 60_000)
+        until(lambda: client.pttl(data) > 900_000, "a heartbeat renews it")

@@ -396,12 +396,35 @@ def test_a_wait_ends_in_time_while_writes_cannot_be_made(own_server: RedisServer
         assert store.get("k") == b"v", "what could not be sent is sent then"
 
 
-def test_a_handler_of_a_signal_within_a_write_is_acknowledged(server: RedisServer, run_id: str) -> None:
+def test_a_handler_of_a_signal_within_a_write_is_acknowledged(
+    server: RedisServer, run_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with opened(server, run_id, acknowledge=False) as store:
         assert store._line is not None
         store.set("k", "v")
-        held = store._line._enter(1)
-        store.set("handled", "v")
-        assert (store.get("handled"), under_way(store)) == (b"v", 1)
-        store._line._leave(held)
-        assert store.get("k") == b"v"
+        put = store._line._put
+
+        def handle() -> None:
+            monkeypatch.undo()
+            store.set("handled", "v")
+            assert (store.get("handled"), under_way(store)) == (b"v", 2)
+            put()
+
+        monkeypatch.setattr(store._line, "_put", handle)
+        store.set("interrupted", "v")
+        assert store.peek(["k", "handled", "interrupted"]) == [b"v"] * 3
+
+
+def test_an_interruption_on_entering_or_leaving_loses_no_write(server: RedisServer, run_id: str) -> None:
+    """A handler raises while the line is held, and nothing that would let go of it runs yet, or any more."""
+    with opened(server, run_id, acknowledge=False) as store:
+        assert store._line is not None
+        store.set("before", "v")
+        store._line._enter(1)
+        store.set("after", "v")
+        assert store.peek(["before", "after"]) == [b"v"] * 2
+        assert under_way(store) == 0
+        in_thread(store.set, "of another thread", "v").result(SOON)
+        store._line._enter(1)
+        line_module._settle_all()
+        assert under_way(store) == 0

@@ -209,12 +209,15 @@ def _join_as(url: str, rank: int, size: int) -> tuple[int, int, float]:
     return _join(url, rank=rank, world_size=size)
 
 
-@pytest.mark.parametrize("source", ["arguments", "environment", "size alone", "rendezvous"])
+@pytest.mark.parametrize("source", ["arguments", "no host", "environment", "size alone", "rendezvous"])
 def test_rank_and_world_size(server: RedisServer, run_id: str, processes: Processes, source: str) -> None:
     url = _url(server, run_id)
     for rank in range(2):
         if source == "arguments":
             processes.start(_join_as, url, rank, 2)
+        elif source == "no host":
+            own = url.replace(server.url, "redis://")
+            processes.start(_join_as, own, rank, 2, REDELASTIC_REDIS_URL=server.url)
         elif source == "environment":
             processes.start(_join, url, RANK=str(rank), WORLD_SIZE="2")
         elif source == "size alone":
@@ -222,7 +225,7 @@ def test_rank_and_world_size(server: RedisServer, run_id: str, processes: Proces
         else:
             processes.start(_join, _url(server, run_id, min_nodes=2, max_nodes=2))
     joined = processes.values()
-    if source in ("arguments", "environment"):
+    if source in ("arguments", "no host", "environment"):
         assert joined == [(0, 2, 3.0), (1, 2, 3.0)]
     assert sorted(joined) == [(0, 2, 3.0), (1, 2, 3.0)]
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import pytest
 import redis
 import stores
@@ -385,3 +386,33 @@ def test_a_time_out_names_the_limit_that_was_asked_for(store: RedisStore, millis
     for call in calls:
         with pytest.raises(dist.DistStoreError, match=rf"wait timeout after {milliseconds}ms, keys: .*missing"):
             call()
+
+
+def test_timeouts_and_numbers_may_be_of_other_types(server: RedisServer, run_id: str) -> None:
+    """TCPStore takes them too."""
+    with opened(server, run_id) as store:
+        with pytest.raises(dist.DistStoreError):
+            store.wait(["missing"], 0.05)
+        with pytest.raises(dist.DistStoreError):
+            store.barrier("b", 2, 0.05)
+        assert store.add("n", np.int64(2)) == 2
+        with pytest.raises(TypeError):
+            store.add("n", 2.5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("ttl", [0, -1, 0.0001, float("inf"), float("nan")])
+def test_a_ttl_that_keeps_nothing_is_refused(server: RedisServer, run_id: str, ttl: float) -> None:
+    with pytest.raises(ValueError, match=r"ttl=.* is out of range"), opened(server, run_id, ttl=ttl):
+        pass
+
+
+def test_a_store_that_cannot_be_closed_in_order_is_closed(own_server: RedisServer, run_id: str) -> None:
+    store = RedisStore(own_server.url, run_id, timeout=0.1, acknowledge=False)
+    views = [store.prefixed(f"{i}") for i in range(3)]
+    store.set("k", "v")
+    own_server.kill()
+    with pytest.raises(dist.DistNetworkError):
+        store.close()
+    assert not any(one in store_module._alive for one in (store, *views))
+    assert store._line is not None
+    assert not store._line.under_way
