@@ -22,6 +22,8 @@ if redis.call('SISMEMBER', MEMBERS, node) == 1 then
   standing = 'member'
 elseif redis.call('ZSCORE', CANDIDATES, node) then
   standing = 'candidate'
+elseif run.closed and not redis.call('ZSCORE', RANKS, node) then
+  standing = 'unknown' -- the server had forgotten its round, and a closed run is not put back: its workers may finish
 end
 if is_aging() then
   touch()

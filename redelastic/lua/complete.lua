@@ -13,6 +13,7 @@ end
 -- `steady` says that the calling node has not lost Redis lately. Returns whether the server was away.
 local function reap(steady)
   local silence = run.beat_at and now - run.beat_at or 0
+  set('beat_at', now) -- first: a server without memory refuses this, and so the whole script, before any node is judged
   local was_away = run.interval and (silence > 1.5 * run.interval or silence < 0)
   if was_away then
     local nodes = redis.call('ZRANGE', LEASES, 0, -1)
@@ -45,12 +46,13 @@ local function reap(steady)
   if run.restoring and now >= run.restoring then
     local missing = run.size - redis.call('ZCARD', RANKS)
     set('restoring', nil)
-    break_round(missing .. ' of its nodes did not come back after the server forgot it', 'lost')
+    if not run.closed then
+      break_round(missing .. ' of its nodes did not come back after the server forgot it', 'lost')
+    end
   end
   if run.deadline and redis.call('ZCARD', CANDIDATES) < run.min then
     set('deadline', nil) -- the next node to come begins a new last call
   end
-  set('beat_at', now)
   if run.untold and now >= run.untold then
     tell_rest()
   end

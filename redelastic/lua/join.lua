@@ -35,6 +35,11 @@ elseif min ~= run.min or max ~= run.max then
   try_complete() -- some may just have been reaped
   return { 'mismatch', run.min or false, run.max or false }
 end
+for i, field in pairs({ [7] = 'lease', [8] = 'interval' }) do
+  if tonumber(ARGV[i]) > (run[field] or 0) then
+    set(field, tonumber(ARGV[i])) -- of nodes that differ the slowest counts, else each of its heartbeats ends an outage
+  end
+end
 if after > (run.epoch or -1) then
   set('epoch', after) -- the server has forgotten it: no epoch is used twice (I4)
 end

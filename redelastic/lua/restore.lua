@@ -36,9 +36,9 @@ end
 
 local function restore()
   local epoch, rank, size = tonumber(ARGV[10]), tonumber(ARGV[11]), tonumber(ARGV[12])
-  if ARGV[15] ~= '' and not run.closed then
+  if ARGV[15] ~= '' and (not run.closed or ARGV[16] == '1' and not run.stop) then
     set('ttl', run.ttl or tonumber(ARGV[9]))
-    close(ARGV[15], node, ARGV[16] == '1')
+    close(run.closed or ARGV[15], node, ARGV[16] == '1')
     touch()
   end
   if run.closed or rank >= size or redis.call('GET', STATUS) == 'left' then

@@ -36,7 +36,7 @@ local function to_answer(node, heard)
 end
 
 local function renew(node, lease, heard)
-  redis.call('ZADD', LEASES, to_answer(node, heard) > 0 and run.roll_until or now + lease, node)
+  redis.call('ZADD', LEASES, to_answer(node, heard) > 0 and run.roll_until or now + math.max(lease, run.lease or 0), node)
 end
 
 local function end_roll_call()

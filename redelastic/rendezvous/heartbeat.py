@@ -133,7 +133,7 @@ class Heartbeat:
             longest: how long to block, in seconds.
 
         Returns:
-            The id of the last wake-up; ``since`` if there was none.
+            The id of the last wake-up; ``since`` if there was none, and the first possible one if Redis was away.
         """
         try:
             early = min(COARSE, self._settings.keep_alive_interval / 2)
@@ -151,8 +151,10 @@ class Heartbeat:
                 raise  # a node that is in no round can report that it is refused, and why
             if not self.stopped.is_set():
                 self.view.take_in_outage(e)
+            # Soon, and not after an interval: after an outage too short to be one, the lease may be about to run out.
+            self._next_beat = min(self._next_beat, time.monotonic() + 2 * RETRY_PAUSE)
             self.stopped.wait(min(longest, random.uniform(0.5, 1) * RETRY_PAUSE))
-            return since
+            return "0-0"  # a server that comes back empty may give lower ids, if its clock is behind
         entries = woken.get(self._wake_key, [])
         for call in self.view.take_in_wake_ups(entries):
             if call != self._roll_call:  # several threads may hear of the same one

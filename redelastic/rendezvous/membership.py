@@ -172,6 +172,8 @@ class Membership:
                 )
             if self._heard != before or self.view.standing != "candidate" or self.view.drain:
                 break
+            if self.heartbeat.stopped.is_set():
+                break
         return time.monotonic() + self._settings.join_timeout if spare else deadline
 
     def _ask_to_join(self, port: int, give_up_at: float) -> Any:

@@ -196,8 +196,10 @@ class View:
             self.round, self.joining = None, False
 
     def take_in_closing(self, why: str, *, stop: bool = False) -> None:
-        """The run is closed; ``stop`` says whether workers have to end too, which is irrevocable."""
-        self._closed, self._stop = why, stop or self._stop
+        """A reply says that the run is closed; ``stop`` says whether workers have to end too, which is irrevocable."""
+        with self._lock:
+            self._closed, self._stop = why, stop or self._stop
+            self.record_of_closing = (why, int(self._stop))
 
     def begin_drain(self, reason: str, timeout: float) -> None:
         """This node is to drain; ``timeout`` is in seconds. Needs no lock: a signal handler may call it."""
@@ -226,7 +228,7 @@ class View:
             for place, change in entries:
                 event, reason = change.get("event"), words(change.get("reason", ""))
                 if event in {"closed", "stopped"}:
-                    self._closed, self._stop = reason, event == "stopped"
+                    self._closed, self._stop = reason, self._stop or event == "stopped"
                     self._tell()
                 elif event == "drain":
                     node, timeout = change.get("node", ""), _number(change.get("timeout")) / 1000

@@ -21,6 +21,7 @@ from faulty_proxy import Fault, FaultyProxy
 from nodes import NodeFactory
 from rounds import events, join, record, state
 from servers import HOST, port_of, wait_until
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 from torchrun_job import Job
 
 from redelastic.redis.server import RedisServer
@@ -210,6 +211,7 @@ def test_who_finishes_closes_a_run_that_is_forgotten(
     nodes[1].membership.heartbeat.beat = beat  # type: ignore[method-assign]
     wait_until(lambda: nodes[1].membership.view.closed, "the other has heard of it", 20)
     assert bool(nodes[1].membership.view.stopped) == (run_then == "stops")
+    nodes[1].membership.heartbeat.beat()
     assert nodes[1].num_nodes_waiting() == 0
 
 
@@ -264,3 +266,55 @@ def test_a_training_outlives_a_server_that_comes_back_empty(
         names = set("abc") - {victim.name}
         job.wait_round(names, epoch, fault=fault)
         job.finish(*names)
+
+
+@pytest.mark.fault("Redis forgets that a run was stopped; who knows only of its closing is first", "I5: it is stopped")
+def test_what_was_stopped_stays_stopped(own_server: RedisServer, new_node: NodeFactory) -> None:
+    nodes = [new_node(2, 2, url=own_server.url, keep_alive_interval=INTERVAL) for _ in range(2)]
+    join(*nodes)
+    nodes[0].set_closed()
+    nodes[1].membership.view.take_in_closing("by hand", stop=True)
+    own_server.get_client().flushall()
+    wait_until(lambda: all(node.membership.view.stopped for node in nodes), "both know that it is stopped", 20)
+    assert state(nodes[0]).stopped  # type: ignore[union-attr]
+
+
+@pytest.mark.fault(
+    "Redis is out of memory, and a lease has run out", "I9: nobody is judged until it takes heartbeats again"
+)
+def test_a_server_without_memory_judges_nobody(own_server: RedisServer, new_node: NodeFactory) -> None:
+    """It refuses a script at its first command that takes memory; those that remove a node take none.
+
+    One script that got through would hide the outage: the nodes whose heartbeats are refused would be lost, too.
+    """
+    nodes = [new_node(1, 2, url=own_server.url, keep_alive_interval=30) for _ in range(2)]
+    join(*nodes)
+    one, other = (node.membership for node in nodes)
+    with own_server.get_client() as client:
+        client.zadd(nodes[0].backend.keys.leases, {other.node: 1})
+        client.config_set("maxmemory", 1)
+        with pytest.raises(RendezvousConnectionError):
+            one.heartbeat.beat()
+        client.config_set("maxmemory", 0)
+        assert client.sismember(nodes[0].backend.keys.members, other.node)
+        one.heartbeat.beat()
+        assert [event.node for event in events(nodes[0], "lost")] == [other.node], "now it is"
+
+
+@pytest.mark.fault("Redis comes back empty on a host whose clock is behind", "I7: every node hears what happens next")
+def test_wake_ups_of_a_server_with_lower_ids_are_heard(own_server: RedisServer, new_node: NodeFactory) -> None:
+    nodes = [new_node(1, 3, url=own_server.url, keep_alive_interval=INTERVAL, last_call_timeout=1) for _ in range(3)]
+    join(*nodes)
+
+    def all_hear_of(name: str) -> bool:
+        return all(any(drain.node == name for drain in node.membership.view.drains) for node in nodes)
+
+    with own_server.get_client() as client:
+        told = {"event": "drain", "node": "x", "reason": "ahead", "timeout": "1000", "epoch": "1"}
+        client.xadd(nodes[0].backend.keys.wake, told, id=f"{client.time()[0] + 3600}000-0")
+    wait_until(lambda: all_hear_of("x"), "all have read an id that is an hour ahead", 20)
+    killed(own_server, 0.0)
+    wait_until(lambda: bool((run := state(nodes[0])) and len(run.members) == 3), "the round is put back", 20)
+    drained = nodes[1].membership
+    drained.drain("test", 60)
+    wait_until(lambda: all_hear_of(drained.node), "all have heard of another drain", 20)

@@ -66,6 +66,8 @@ def join(state: State, now: int, request: Join) -> tuple[State, Reply]:
     elif (request.settings.min, request.settings.max) != (s.settings.min, s.settings.max):
         try_complete(s, now)
         return s, ("mismatch", s.settings.min, s.settings.max)
+    lease, interval = (max(getattr(s.settings, n), getattr(request.settings, n)) for n in ("lease", "interval"))
+    s.settings = s.settings._replace(lease=lease, interval=interval)  # I7, I9: of nodes that differ the slowest counts
     if s.epoch is None or request.after > s.epoch:
         s.epoch = request.after  # I4: after a loss of data no epoch is given twice
 
@@ -111,6 +113,8 @@ def beat(state: State, now: int, request: Beat) -> tuple[State, Reply]:
         renew(s, now, node, request.settings, request.known)
     try_complete(s, now)
     standing = "member" if node in s.members else "candidate" if node in s.candidates else "fenced"
+    if standing == "fenced" and s.closed is not None and node not in s.ranks:
+        standing = "unknown"  # I5: its round was forgotten, and is not put back
     others = [at for other, at in s.leases.items() if other != node]
     expires_in = max(0, min(others) - now) if others else -1
     run = (s.epoch, s.broken or "", len(s.candidates), s.closed or "", expires_in, s.stop or 0)

@@ -9,9 +9,9 @@ from oracle_state import FORMER, DrainWake, Event, Known, RollCallWake, Settings
 
 def restore(s: State, now: int, node: str, settings: Settings, known: Known) -> None:
     """I9: put back what the server has forgotten. The highest epoch wins; of two rounds with one epoch, the first."""
-    if known.closed and s.closed is None:
+    if known.closed and (s.closed is None or (known.stop and not s.stop)):
         s.ttl = settings.ttl if s.ttl is None else s.ttl
-        close_run(s, known.closed, node, stop=bool(known.stop))
+        close_run(s, s.closed or known.closed, node, stop=bool(known.stop))
     if s.closed is not None or node in s.left or known.rank >= known.size:
         return
     if known.epoch > (s.epoch or 0):
@@ -118,7 +118,7 @@ def renew(s: State, now: int, node: str, settings: Settings, known: Known) -> No
         assert s.roll_until is not None
         s.leases[node] = s.roll_until
     else:
-        s.leases[node] = now + settings.lease
+        s.leases[node] = now + max(settings.lease, s.settings.lease if s.settings else 0)
 
 
 def to_answer(s: State, node: str, known: Known) -> int:
@@ -196,7 +196,10 @@ def reap(s: State, now: int, *, steady: int) -> bool:
     if s.restoring is not None and now >= s.restoring:
         s.restoring = None
         missing = size_of(s) - len(s.ranks)
-        break_round(s, f"{missing} of its nodes did not come back after the server forgot it", "lost", innocent=True)
+        if s.closed is None:  # else those that are there may finish
+            break_round(
+                s, f"{missing} of its nodes did not come back after the server forgot it", "lost", innocent=True
+            )
     if s.settings and len(s.candidates) < s.settings.min:
         s.deadline = None  # whoever comes next begins a new last call
     return False

@@ -336,16 +336,29 @@ class TestClosing:
         assert not nodes[0].is_closed()
         assert nodes[1].num_nodes_waiting() == 0
 
+    @pytest.mark.parametrize("interval", [0.3, 30])
     def test_shutdown_ends_a_join_of_another_thread(
-        self, new_node: NodeFactory, pool: ThreadPoolExecutor, client: redis.Redis, keys: RunKeys
+        self, new_node: NodeFactory, pool: ThreadPoolExecutor, client: redis.Redis, keys: RunKeys, interval: float
     ) -> None:
-        node = new_node(2, 2)
+        node = new_node(2, 2, keep_alive_interval=interval)
         joining = pool.submit(node.next_rendezvous)
         until_joined(client, keys, 1)
         assert node.shutdown()
         with pytest.raises(RendezvousClosedError, match="was shut down"):
             joining.result(10)
         assert client.zcard(keys.candidates) == 0  # and nothing of it comes back
+
+    def test_shutdown_without_redis_ends_a_join_of_another_thread(
+        self, own_server: RedisServer, new_node: NodeFactory, pool: ThreadPoolExecutor
+    ) -> None:
+        node = new_node(2, 2, url=own_server.url, close_timeout=0.2, read_timeout=0.5, keep_alive_interval=0.3)
+        joining = pool.submit(node.next_rendezvous)
+        with own_server.get_client() as its_client:
+            until_joined(its_client, node.backend.keys, 1)
+        own_server.kill()
+        assert not node.shutdown()
+        with pytest.raises((RendezvousClosedError, RendezvousConnectionError)):
+            joining.result(10)
 
     def test_shutdown_without_redis_says_false(self, own_server: RedisServer, new_node: NodeFactory) -> None:
         node = new_node(1, 1, url=own_server.url, close_timeout=0.2, read_timeout=0.5)

@@ -10,7 +10,8 @@ import redis
 from nodes import NodeFactory
 from rounds import join_all, until
 
-from redelastic.rendezvous.heartbeat import COARSE, SPREAD
+from redelastic.redis.errors import UnreachableError
+from redelastic.rendezvous.heartbeat import COARSE, RETRY_PAUSE, SPREAD
 
 
 class TestRegrouping:
@@ -58,3 +59,31 @@ class TestRegrouping:
         data = node.backend.keys.store(1).data
         assert client.pexpire(data, 60_000)
         until(lambda: client.pttl(data) > 900_000, "a heartbeat renews it")
+
+    @pytest.mark.parametrize("intervals", [(0.3, 0.9), (0.9, 0.3)])
+    def test_a_dead_node_is_found_though_intervals_differ(
+        self, new_node: NodeFactory, pool: ThreadPoolExecutor, intervals: tuple[float, float]
+    ) -> None:
+        """Else each heartbeat of the slower one would look like the end of an outage, and begin every lease anew."""
+        dead, slow = (new_node(1, 2, keep_alive_interval=interval) for interval in intervals)
+        joining = pool.submit(dead.next_rendezvous)
+        until(lambda: dead.membership.view.standing == "candidate", "it is first")
+        slow.next_rendezvous()
+        joining.result(10)
+        dead.membership.stop()
+        until(lambda: slow.num_nodes_waiting() > 0, "the death is known")
+
+    def test_an_attempt_that_fails_is_repeated_soon_and_reads_from_the_beginning(
+        self, new_node: NodeFactory, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        node = new_node(1, 1, keep_alive_interval=30)
+        node.next_rendezvous()
+        heartbeat = node.membership.heartbeat
+
+        def fail(*_: object) -> None:
+            raise UnreachableError("gone")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(heartbeat.connection, "read", fail)
+            assert heartbeat.pump("5-0", 0.01) == "0-0"
+        assert heartbeat._next_beat - time.monotonic() <= 2 * RETRY_PAUSE

@@ -22,6 +22,7 @@ from torch import nn
 
 from redelastic import RedisStore, register_init_method
 from redelastic.redis.server import RedisServer
+from redelastic.rendezvous.handler import EPOCH_VARIABLE, PREFIX_VARIABLE
 
 LIMIT = 40.0  # for a process to do its part, in seconds
 TIMEOUT = timedelta(seconds=20)  # of the groups
@@ -348,3 +349,16 @@ def test_workers_of_our_agents_join_the_store_of_their_round(
         processes.start(_join_again_and_again, server.url, RANK=str(rank), **environment)
     assert processes.values() == [[3.0] * 3] * 2
     assert any(key.startswith("worker/") for key in info.store.list_keys())
+
+
+def _join_beside(url: str) -> tuple[str | None, str | None]:
+    os.environ.update({EPOCH_VARIABLE: "3", PREFIX_VARIABLE: "ours"})
+    _join(url, rank=0, world_size=1)
+    return os.environ.get(EPOCH_VARIABLE), os.environ.get(PREFIX_VARIABLE)
+
+
+def test_a_group_of_its_own_leaves_a_worker_its_fencing_token(
+    server: RedisServer, run_id: str, processes: Processes
+) -> None:
+    processes.start(_join_beside, f"{server.url}?run_id={run_id}&key_prefix=theirs")
+    assert processes.values() == [("3", "ours")]
