@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
+import signal
 import time
 import weakref
 from collections.abc import Callable
@@ -410,6 +412,10 @@ def test_a_store_that_cannot_be_closed_in_order_is_closed(own_server: RedisServe
     store = RedisStore(own_server.url, run_id, timeout=0.1, acknowledge=False)
     views = [store.prefixed(f"{i}") for i in range(3)]
     store.set("k", "v")
+    assert store.get("k") == b"v"
+    assert own_server.pid
+    os.kill(own_server.pid, signal.SIGSTOP)
+    store.set("k", "w")
     own_server.kill()
     with pytest.raises(dist.DistNetworkError):
         store.close()
