@@ -33,7 +33,7 @@ pytestmark = [
 INTERVAL: Final = (
     0.7  # a blocked read ends with its socket's timeout when the clock goes back: 1.05 s of a lease of 2.1
 )
-HOURS: Final = 1.1 * DEFAULT_TTL  # more than the run's keys have to live
+HOURS: Final = DEFAULT_TTL + 3600  # more than the run's keys have to live
 PROMISE: Final = "I6, I7, I9: nobody is evicted, no round breaks, joins complete, a later death is known"
 
 
