@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from worker_processes import DAEMON, DEADLINE, DEAF, LIFE, PRELUDE, Start, ended
 from redelastic.agent.workers import warden
 from redelastic.agent.workers.processes import ProcessTree
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 tree, start, foreign = worker_processes.tree, worker_processes.start, worker_processes.foreign
 
 UPLOADER = (  # in a session of its own; SIGTERM has it finish what it does

@@ -17,8 +17,6 @@ from redelastic.agent.workers import guard as guard_module
 from redelastic.agent.workers import warden
 from redelastic.agent.workers.guard import LONGEST_PAUSE, SETTLED, Guard
 
-pytestmark = pytest.mark.skipif(not warden.HAS_PROC, reason="a warden needs /proc")
-
 
 class Clock:
     """The guard's clock, which the test moves on."""

@@ -22,10 +22,7 @@ from redelastic.redis.server import RedisServer
 from redelastic.run.control import RunControl
 from redelastic.run.records import BEREFT
 
-pytestmark = [
-    pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
-    pytest.mark.timeout(300),
-]
+pytestmark = pytest.mark.timeout(300)
 DEFAULT_LEASE = {"keep_alive_interval": 2, "keep_alive_max_attempt": 3}
 NOBODY_HEARS = 1000.0  # a lease that no test waits for, in seconds
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from redelastic.agent.workers import warden
 from redelastic.agent.workers.guard import TOKEN_VARIABLE
 from redelastic.agent.workers.processes import ProcessTree
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 tree, start, foreign = worker_processes.tree, worker_processes.start, worker_processes.foreign
 
 

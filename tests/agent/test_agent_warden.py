@@ -18,8 +18,6 @@ from worker_processes import DAEMON, DEADLINE, DEAF, LIFE, PRELUDE, SECRETIVE, V
 from redelastic.agent.workers.processes import ProcessTree
 from redelastic.agent.workers.warden import processes
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-
 
 class Driven:
     """A program in a process of its own, which answers each line with one; the test owns its end."""

@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Final
@@ -28,7 +27,6 @@ pytestmark = pytest.mark.timeout(180)
 WATCHES_KERNEL: Final = "uninterruptible_state_timeout" in inspect.signature(LocalElasticAgent).parameters
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="asks /proc")
 @pytest.mark.skipif(not WATCHES_KERNEL, reason="this torch does not look for workers that hang in the kernel")
 @pytest.mark.fault("a worker hangs in the kernel (state D)", "the node fails and says so; the run is not finished")
 @pytest.mark.parametrize("agent", [True, False], ids=["redelastic run", "torchrun"])

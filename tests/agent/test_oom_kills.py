@@ -14,8 +14,6 @@ from worker_processes import DEADLINE
 
 from redelastic.agent.host.cgroups import oom_kills
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-
 
 def test_the_kernels_oom_kills_are_counted() -> None:
     source = """

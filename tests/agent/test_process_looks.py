@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from worker_processes import BARE_IN_SESSION, DAEMON, PRELUDE, SECRETIVE, Start,
 from redelastic.agent.workers import warden
 from redelastic.agent.workers.processes import ProcessTree
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 tree, start, foreign = worker_processes.tree, worker_processes.start, worker_processes.foreign
 
 

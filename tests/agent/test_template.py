@@ -24,8 +24,6 @@ from redelastic.agent.workers import processes, template
 from redelastic.agent.workers.site.sitecustomize import send
 from redelastic.agent.workers.template import Fork, Template, TemplateError
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="adopts orphans")
-
 PROBE = Path(probe.__file__)
 MODULES = ("json", "logging", "random", "multiprocessing.pool", "threading")
 OWN_ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
