@@ -13,7 +13,7 @@ end
 reap(ARGV[17] == '1')
 local heard = tonumber(ARGV[18])
 if redis.call('ZSCORE', LEASES, node) then
-  renew(node, ARGV[7], heard)
+  renew(node, heard)
   redis.call('SET', STATUS, status, 'PX', ARGV[7])
 end
 try_complete()

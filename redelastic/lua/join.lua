@@ -35,11 +35,6 @@ elseif min ~= run.min or max ~= run.max then
   try_complete() -- some may just have been reaped
   return { 'mismatch', run.min or false, run.max or false }
 end
-for i, field in pairs({ [7] = 'lease', [8] = 'interval' }) do
-  if tonumber(ARGV[i]) > (run[field] or 0) then
-    set(field, tonumber(ARGV[i])) -- of nodes that differ the slowest counts, else each of its heartbeats ends an outage
-  end
-end
 if after > (run.epoch or -1) then
   set('epoch', after) -- the server has forgotten it: no epoch is used twice (I4)
 end
@@ -56,7 +51,7 @@ if regroups or not (is_member or is_candidate) then -- not for a late copy of a 
   end
 end
 redis.call('SET', STATUS, status, 'PX', ARGV[7])
-renew(node, ARGV[7], heard) -- before it is a candidate: if anything fails then, it can still be reaped
+renew(node, heard) -- before it is a candidate: if anything fails then, it can still be reaped
 if regroups then
   redis.call('SREM', MEMBERS, node)
   redis.call('ZADD', CANDIDATES, FORMER + rank, node)

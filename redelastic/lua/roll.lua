@@ -35,8 +35,16 @@ local function to_answer(node, heard)
   return expiry and tonumber(expiry) <= run.roll_until and run.roll_called_at or 0
 end
 
-local function renew(node, lease, heard)
-  redis.call('ZADD', LEASES, to_answer(node, heard) > 0 and run.roll_until or now + math.max(lease, run.lease or 0), node)
+-- Of nodes whose settings differ the slowest counts for all: else each of its heartbeats would look like an outage's end.
+local function renew(node, heard)
+  local lease, interval = tonumber(ARGV[7]), tonumber(ARGV[8])
+  if lease > (run.lease or 0) then
+    set('lease', lease)
+  end
+  if interval > (run.interval or 0) then
+    set('interval', interval)
+  end
+  redis.call('ZADD', LEASES, to_answer(node, heard) > 0 and run.roll_until or now + run.lease, node)
 end
 
 local function end_roll_call()

@@ -53,7 +53,12 @@ class RedisRendezvousHandler(RendezvousHandler):
     Args:
         backend: names the server and the run.
         settings: of the run.
+
+    Attributes:
+        tells_workers: whether this process starts workers, so that its environment has to name the round.
     """
+
+    tells_workers = True
 
     def __init__(self, backend: RedisRendezvousBackend, settings: Settings) -> None:
         self._backend = backend
@@ -131,7 +136,8 @@ class RedisRendezvousHandler(RendezvousHandler):
         self._stores.append(store)
         while len(self._stores) > 2:  # a caller that finds the last round broken may still hold its store
             self._stores.pop(0).close()
-        os.environ[EPOCH_VARIABLE], os.environ[PREFIX_VARIABLE] = str(entered.epoch), s.key_prefix
+        if self.tells_workers:
+            os.environ[EPOCH_VARIABLE], os.environ[PREFIX_VARIABLE] = str(entered.epoch), s.key_prefix
         self._address.tell_workers()
         self._entered, self._not_yet_reached = entered, entered.rank > 0 and self.use_agent_store
         if entered.rank == 0 and self.use_agent_store and self._bootstrap is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Final
 from urllib.parse import parse_qsl, urlencode
@@ -81,16 +80,6 @@ def _rendezvous(url: str, timeout: timedelta = default_pg_timeout, **_unused: An
     raise RuntimeError("A process group cannot regroup by itself; restart the workers in the next round.")
 
 
-@contextmanager
-def _own_environment() -> Iterator[None]:
-    """Keep what an agent has told this worker of its round: that of the group is another one."""
-    told = {name: os.environ[name] for name in (EPOCH_VARIABLE, PREFIX_VARIABLE) if name in os.environ}
-    try:
-        yield
-    finally:
-        os.environ.update(told)
-
-
 def _join(connection: Connection, settings: Settings, rank: int | None, timeout: timedelta) -> tuple[Store, int, int]:
     """Find the other processes by a rendezvous of their own; a process that fails in it leaves, so that all fail."""
     place = (os.getpid(), connection.name, settings.key_prefix, settings.run_id)
@@ -98,9 +87,9 @@ def _join(connection: Connection, settings: Settings, rank: int | None, timeout:
         former.end("makes another process group", "goes on")
     backend = RedisRendezvousBackend(connection, settings.run_id, settings.key_prefix, settings.ttl)
     handler = RedisRendezvousHandler(backend, settings)
+    handler.tells_workers = False  # the environment names the round of this worker's agent
     try:
-        with _own_environment():
-            info = handler.next_rendezvous()
+        info = handler.next_rendezvous()
         info.store.set_timeout(timeout)
         rank = info.rank if rank is None else rank
         _take(rank, info, settings.run_id)

@@ -170,9 +170,8 @@ class Membership:
                     "Node %s waits for a round of run %r, of %d to %d nodes; `redelastic status %s` lists the nodes.",
                     *(self.node, self.run_id, self._settings.min_nodes, self._settings.max_nodes, self.run_id),
                 )
-            if self._heard != before or self.view.standing != "candidate" or self.view.drain:
-                break
-            if self.heartbeat.stopped.is_set():
+            to_leave = self.view.drain or self.heartbeat.stopped.is_set()
+            if to_leave or self._heard != before or self.view.standing != "candidate":
                 break
         return time.monotonic() + self._settings.join_timeout if spare else deadline
 

@@ -66,8 +66,6 @@ def join(state: State, now: int, request: Join) -> tuple[State, Reply]:
     elif (request.settings.min, request.settings.max) != (s.settings.min, s.settings.max):
         try_complete(s, now)
         return s, ("mismatch", s.settings.min, s.settings.max)
-    lease, interval = (max(getattr(s.settings, n), getattr(request.settings, n)) for n in ("lease", "interval"))
-    s.settings = s.settings._replace(lease=lease, interval=interval)  # I7, I9: of nodes that differ the slowest counts
     if s.epoch is None or request.after > s.epoch:
         s.epoch = request.after  # I4: after a loss of data no epoch is given twice
 

@@ -113,12 +113,15 @@ def open_roll_call(s: State, now: int, node: str, timeout: int) -> None:
 
 
 def renew(s: State, now: int, node: str, settings: Settings, known: Known) -> None:
-    """Renew a lease, during a roll call only if the node knows of it."""
+    """Renew a lease, during a roll call only if the node knows of it. I9: of nodes that differ the slowest counts."""
+    of_run = settings_of(s)
+    slowest = {name: max(getattr(of_run, name), getattr(settings, name)) for name in ("lease", "interval")}
+    s.settings = of_run._replace(**slowest)
     if to_answer(s, node, known):
         assert s.roll_until is not None
         s.leases[node] = s.roll_until
     else:
-        s.leases[node] = now + max(settings.lease, s.settings.lease if s.settings else 0)
+        s.leases[node] = now + s.settings.lease
 
 
 def to_answer(s: State, node: str, known: Known) -> int:

@@ -60,9 +60,15 @@ class TestRegrouping:
         assert client.pexpire(data, 60_000)
         until(lambda: client.pttl(data) > 900_000, "a heartbeat renews it")
 
+    @pytest.mark.parametrize("is_forgotten", [False, True])
     @pytest.mark.parametrize("intervals", [(0.3, 0.9), (0.9, 0.3)])
     def test_a_dead_node_is_found_though_intervals_differ(
-        self, new_node: NodeFactory, pool: ThreadPoolExecutor, intervals: tuple[float, float]
+        self,
+        new_node: NodeFactory,
+        pool: ThreadPoolExecutor,
+        client: redis.Redis,
+        intervals: tuple[float, float],
+        is_forgotten: bool,
     ) -> None:
         """Else each heartbeat of the slower one would look like the end of an outage, and begin every lease anew."""
         dead, slow = (new_node(1, 2, keep_alive_interval=interval) for interval in intervals)
@@ -70,6 +76,10 @@ class TestRegrouping:
         until(lambda: dead.membership.view.standing == "candidate", "it is first")
         slow.next_rendezvous()
         joining.result(10)
+        keys = dead.backend.keys
+        if is_forgotten:
+            client.delete(*keys.types)
+            until(lambda: client.scard(keys.members) == 2, "both have put their round back")
         dead.membership.stop()
         until(lambda: slow.num_nodes_waiting() > 0, "the death is known")
 

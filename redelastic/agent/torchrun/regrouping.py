@@ -121,7 +121,7 @@ class RegroupingAgent(LocalElasticAgent):
         try:
             result: RunResult = super()._monitor_workers(worker_group)
         except (ValueError, LookupError, TypeError, AttributeError):
-            if not isinstance(self._pcontext, SubprocessContext):
+            if self._handler is None or not isinstance(self._pcontext, SubprocessContext):
                 raise
             remove_torn_errors(self._pcontext)
             result = super()._monitor_workers(worker_group)

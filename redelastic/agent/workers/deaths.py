@@ -14,7 +14,7 @@ EXITED = os.WEXITED | os.WNOWAIT if hasattr(os, "WNOWAIT") else 0
 
 
 class Deaths:
-    """Watches the workers of one group; if the kernel has no pidfd (Linux before 5.3), it sees nothing.
+    """Watches the workers of one group; if the kernel has no pidfd (Linux before 5.3), it knows an end only if asked.
 
     Args:
         pids: of the workers, children of this process, by local rank.
@@ -29,6 +29,7 @@ class Deaths:
         self._ended: dict[int, tuple[float, bool]] = {}  # when, on the monotonic clock; whether it failed
         self._poll = select.poll()
         self._ranks: dict[int, int] = {}
+        self._pids = pids
         for local_rank, pid in pids.items():
             with contextlib.suppress(AttributeError, OSError):
                 fd = os.pidfd_open(pid)
@@ -39,7 +40,7 @@ class Deaths:
 
     def ended(self, local_rank: int) -> bool:
         """Whether a worker has ended."""
-        return local_rank in self._ended
+        return local_rank in self._ended or (not self.sees_all and _has_ended(self._pids[local_rank]))
 
     @property
     def first_failure(self) -> float | None:
@@ -57,3 +58,10 @@ class Deaths:
                 self._ended[self._ranks.pop(fd)] = now, failed
                 os.close(fd)
             self._notify()
+
+
+def _has_ended(child: int) -> bool:
+    try:
+        return os.waitid(os.P_PID, child, EXITED | os.WNOHANG) is not None
+    except ChildProcessError:  # it has been waited for already
+        return True

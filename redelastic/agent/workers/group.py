@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
-import psutil
 from torch.distributed.elastic.agent.server.api import RunResult, Worker
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
@@ -84,9 +83,7 @@ class Workers:
 
     def ended(self, local_rank: int) -> bool:
         """Whether a worker has ended."""
-        if self._deaths is None:
-            return False
-        return self._deaths.ended(local_rank) or (not self._deaths.sees_all and _has_ended(self.pids[local_rank]))
+        return self._deaths is not None and self._deaths.ended(local_rank)
 
     @property
     def first_failure(self) -> float | None:
@@ -208,10 +205,3 @@ def _message(failure: ProcessFailure) -> str:
     if isinstance(told, dict):
         return f": {told.get('message', '')}"
     return "" if "To enable traceback" in told else f": {told}"
-
-
-def _has_ended(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
