@@ -25,7 +25,7 @@ class LogFormatter(logging.Formatter):
         return "\n".join([first, *(prefix + line for line in more)])
 
 
-def complain(text: str) -> None:
+def say(text: str) -> None:
     """Write a line to stderr. A full disk there must not hide what the exit code says."""
     with contextlib.suppress(OSError):
         sys.stderr.write(f"{text}\n")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from redelastic import __version__
-from redelastic.logs import complain
+from redelastic.logs import say
 from redelastic.run.wording import clean
 
 from . import (
@@ -100,7 +100,7 @@ def _ended(name: str, call: Callable[[], int]) -> int:
         code = exit_code(e)
         if not code:
             raise
-        complain(f"redelastic {name}: {clean(str(e))}")  # it may quote what Redis holds
+        say(f"redelastic {name}: {clean(str(e))}")  # it may quote what Redis holds
     return code
 
 

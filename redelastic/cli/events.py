@@ -7,6 +7,7 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from redelastic.logs import say
 from redelastic.run.wording import clean, short
 
 from .common import OK, add_run_argument, add_server_arguments, open_run
@@ -68,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
         return OK
     printer.print(past)
     if older:
-        sys.stderr.write(f"(older events exist: use -n to show more than {arguments.count})\n")
+        say(f"(older events exist: use -n to show more than {arguments.count})")
     if not arguments.follow:
         return OK
     away = False
@@ -76,11 +77,11 @@ def run(arguments: argparse.Namespace) -> int:
         for seen in follow(control, found[-1].id if found else "0"):
             if isinstance(seen, Exception):
                 if not away:
-                    sys.stderr.write(f"redelastic events: {clean(str(seen))} Waiting for it.\n")
+                    say(f"redelastic events: {clean(str(seen))} Waiting for it.")
                 away = True
                 continue
             if away:
-                sys.stderr.write("redelastic events: Redis is back.\n")
+                say("redelastic events: Redis is back.")
             away = False
             printer.print(seen)
     except KeyboardInterrupt:

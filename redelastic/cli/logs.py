@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import TYPE_CHECKING, Final
 
+from redelastic.logs import say
 from redelastic.run.wording import clean, duration, short
 
 from .common import NO, OK, UNKNOWN, add_run_argument, add_server_arguments, open_run
@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         write_json(document(arguments.run, found, failed))
     elif nothing:
-        sys.stderr.write(f"redelastic {NAME}: {clean(nothing)}\n")
+        say(f"redelastic {NAME}: {clean(nothing)}")
     else:
         _show(found, failed, arguments)
     return code

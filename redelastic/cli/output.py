@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+from redelastic.logs import say
 from redelastic.run.wording import clean, reason_of, short
 
 if TYPE_CHECKING:
@@ -160,7 +161,7 @@ def answer(arguments: argparse.Namespace, code: int, message: str, **fields: Any
     if arguments.json:
         write_json({"run": arguments.run, **fields, "message": message})
     elif code:
-        sys.stderr.write(f"redelastic {arguments.command.NAME}: {clean(message)}\n")
+        say(f"redelastic {arguments.command.NAME}: {clean(message)}")
     else:
         write_line(message)
     return code

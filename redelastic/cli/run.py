@@ -51,13 +51,13 @@ def main(argv: Sequence[str]) -> int:
     Returns:
         The exit code; see :data:`EPILOG`.
     """
-    from redelastic.logs import complain, set_up_logging
+    from redelastic.logs import say, set_up_logging
     from redelastic.torch_internals import require_torch, shutdown_timeout
 
     try:
         require_torch()
     except ImportError as e:
-        complain(f"redelastic {NAME}: {e}")
+        say(f"redelastic {NAME}: {e}")
         return common.USAGE
     import torch.distributed.run as torchrun
 
@@ -73,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
                 config.rdzv_configs["node_name"] = arguments.node_name
             shutdown = shutdown_timeout(config, arguments.shutdown_timeout)
         except (AssertionError, RuntimeError, ValueError, OSError) as e:  # what torchrun's own checks raise
-            complain(f"redelastic {NAME}: {e}")
+            say(f"redelastic {NAME}: {e}")
             return common.USAGE
 
         from redelastic.agent.torchrun.launch import launch

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from redelastic.logs import say
+
 from .common import NO, OK
 
 if TYPE_CHECKING:
@@ -133,5 +135,4 @@ def _write_secret(file: Path, secret: str) -> None:
 
 
 def _say(what: str) -> None:
-    sys.stderr.write(f"redelastic server: {what}\n")
-    sys.stderr.flush()
+    say(f"redelastic server: {what}")

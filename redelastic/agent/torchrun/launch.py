@@ -21,7 +21,7 @@ from torch.distributed.launcher.api import LaunchConfig
 from redelastic.agent.admission import RefusedError
 from redelastic.agent.agent import RedisElasticAgent
 from redelastic.agent.options import AgentOptions
-from redelastic.logs import complain
+from redelastic.logs import say
 from redelastic.rendezvous.handler import RedisRendezvousHandler, handler_from_parameters
 from redelastic.rendezvous.membership import DrainedError, RunStoppedError, RunThen
 
@@ -88,7 +88,7 @@ def launch(
             failed = ChildFailedError(_name(entrypoint, args), result.failures)
             _hand_up(failed)
             ending = f"failed: {agent.cause(result)}", "stops"
-            complain(f"{failed}")
+            say(f"{failed}")
             return FAILED
         ending = "finished", "closes"
     except DrainedError as e:
@@ -96,11 +96,11 @@ def launch(
         log.warning("%s", e)
         return DRAINED
     except (RunStoppedError, RefusedError, RendezvousError, DistNetworkError, OSError) as e:
-        complain(f"redelastic run: {e}")
+        say(f"redelastic run: {e}")
         return STOPPED if isinstance(e, RunStoppedError) else REFUSED if isinstance(e, RefusedError) else FAILED
     except SignalException as e:
         ending = f"got {e.sigval.name}", "goes on"
-        complain(f"redelastic run: ended by {e.sigval.name}")
+        say(f"redelastic run: ended by {e.sigval.name}")
         return FAILED
     finally:
         handler.end(*ending)

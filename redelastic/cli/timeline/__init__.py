@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 import time
 from dataclasses import asdict
 from datetime import datetime
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from redelastic.cli import common, output
+from redelastic.logs import say
 from redelastic.run.wording import count
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
     chronicle.read()
     history = chronicle.history(state)
     if history is None:
-        sys.stderr.write(f"redelastic timeline: run {arguments.run!r} has no events.\n")
+        say(f"redelastic timeline: run {arguments.run!r} has no events.")
         return common.NO
     if since is not None:
         if since > history.end:
@@ -93,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
         size = _draw(out, history, arguments.run)
         faults = sum(this.broken_at is not None for this in history.rounds)
         told = f"{count(len(history.nodes), 'node')}, {count(len(history.rounds), 'round')}, {faults} broken"
-        sys.stderr.write(f"{out}: {told}; {size:,} bytes\n")
+        say(f"{out}: {told}; {size:,} bytes")
     return common.OK
 
 
