@@ -82,6 +82,8 @@ class View:
         self.joining = False
         self._broken = ""  # why the round is broken; "" while it is not
         self._last_break = (0, "", 0, False)  # epoch, and `_break`'s arguments: it may be heard of before that round
+        self._left: Round | None = None  # the round before this one
+        self._told: set[tuple[int, str]] = set()  # the breaks that were logged, by epoch and reason
         self._news = False  # whether there is something that an agent has not seen yet, and may have to act on
         self._member_lost = False  # whether it is broken because a member died or left
         self.fenced = False
@@ -208,7 +210,8 @@ class View:
     def take_in_round(self, entered: Round) -> None:
         """This node has entered a round."""
         with self._lock:
-            self.round = entered
+            self._left, self.round = self.round, entered
+            self._told = {told for told in self._told if self._left and told[0] == self._left.epoch}
             self._broken, self._member_lost, self.fenced, self._waiting, self.joining = "", False, False, 0, False
             self._failed_at, self._answered = None, 0
             self._drains = {node: asked for node, asked in self._drains.items() if asked[0] == entered.epoch}
@@ -246,10 +249,16 @@ class View:
                     self._lock.notify_all()
                 elif event == "broken":
                     epoch, waiting = _number(change.get("epoch")), _number(change.get("waiting"))
-                    self._last_break = (epoch, reason or "nobody says why", waiting, change.get("lost") == "1")
-                    if self.round and self.round.epoch == epoch:
-                        self._break(*self._last_break[1:])
+                    self._hear_of_break(epoch, reason or "nobody says why", waiting, change.get("lost") == "1")
         return roll_calls
+
+    def _hear_of_break(self, epoch: int, reason: str, waiting: int, member_lost: bool) -> None:
+        self._last_break = (epoch, reason, waiting, member_lost)
+        if self.round and self.round.epoch == epoch:
+            self._break(reason, waiting, member_lost)
+        elif self._left and self._left.epoch == epoch and member_lost:
+            # The loss completed the round that this node is in, and that reply came before the wake-up.
+            self._log_break(epoch, reason)
 
     def take_in_beat(self, asked_as: str, asked_in: Round | None, told: list[Any]) -> None:
         """The reply of ``lua/beat.lua`` to the node ``asked_as``, which held the round ``asked_in``."""
@@ -276,11 +285,16 @@ class View:
             self._break(f"{self.node}, which is this node, lost its lease", candidates, member_lost=True)
 
     def _break(self, reason: str, waiting: int, member_lost: bool) -> None:
-        leaves = reason.startswith(f"{self.node} ")  # this node itself: not news to it
-        if self.round and not leaves and (not self._broken or (member_lost and reason != self._broken)):
-            log.warning("Round %s of run %r is broken: %s.", self.round.epoch, self.run_id, reason)
+        if self.round and (member_lost or not self._broken):
+            self._log_break(self.round.epoch, reason)
         self._broken, self._waiting, self._member_lost = reason, waiting, self._member_lost or member_lost
         self._tell()
+
+    def _log_break(self, epoch: int, reason: str) -> None:
+        by_itself = reason.startswith(f"{self.node} ")  # not news to it
+        if not by_itself and (epoch, reason) not in self._told:
+            self._told.add((epoch, reason))
+            log.warning("Round %s of run %r is broken: %s.", epoch, self.run_id, reason)
 
     def _tell(self) -> None:
         self._news = True

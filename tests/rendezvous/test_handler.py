@@ -263,6 +263,7 @@ class TestRegrouping:
         until(lambda: f"{nodes[0].membership.node} regroups." in caplog.text, "that it regroups is told")
         nodes[1].membership.stop()
         assert regrouping.result(30).world_size == 1
+        until(lambda: "lost its lease" in caplog.text, "that a member is lost is told, before the round or after it")
         told = [text for text in caplog.messages if "is broken" in text]
         assert [lost for text in told for lost in re.findall(r"(\S+) lost its lease", text)] == [
             nodes[1].membership.node

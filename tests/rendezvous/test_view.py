@@ -48,3 +48,19 @@ def test_a_drain_counts_in_the_round_that_last_told_of_it() -> None:
     view.take_in_wake_ups([("7-0", told | {"epoch": "2"}), ("8-0", told | {"epoch": "1"})])
     view.take_in_round(Round(2, 0, 2, "host", 1, 0, 0, again=True))
     assert [(drain.node, drain.place) for drain in view.drains] == [("b", (7, 0))]
+
+
+def test_a_loss_that_completes_the_next_round_is_told_once_though_its_wake_up_comes_after(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    view = View("run")
+    view.become("a")
+    told = {"event": "broken", "epoch": "1", "lost": "1"}
+    lost = [("5-0", told | {"reason": f"{node} lost its lease"}) for node in "bc"]
+    view.take_in_round(Round(1, 0, 3, "host", 1, 0, 0, again=False))
+    view.take_in_wake_ups(lost[:1])
+    view.take_in_round(Round(2, 0, 1, "host", 1, 0, 2, again=True))
+    for _ in range(2):  # after an outage the wake-ups are read anew
+        view.take_in_wake_ups(lost)
+    assert caplog.messages == [f"Round 1 of run 'run' is broken: {node} lost its lease." for node in "bc"]
+    assert not view.nodes_waiting
