@@ -36,8 +36,9 @@ STANDS_FOR: Final = 3  # heartbeats
 ROLL_CALLS: Final = 5
 REPEAT_PART, CALLS_OF_PART = 5, 200
 BEFORE: Final = 0.5  # seconds: counting begins so long before a lease runs out, since thousands of nodes may be late
-# Of the largest groups, whose nodes cannot answer within the default 0.5 s (and 0.2 ms for each), since one process
+# Of groups whose nodes cannot be sure to answer within the default 0.5 s (and 0.2 ms for each), since one process
 # answers for all.
+MANY: Final = 4096
 ROLL_CALL_TIMEOUT: Final = 5.0
 # Nodes -> how many groups, and the interval. 10,000 nodes that beat every 2 s are too many for the single process that
 # simulates them: it computes more than Redis does.
@@ -91,7 +92,7 @@ async def group_of(client: redis.Redis, n: int, interval: float) -> AsyncIterato
     """A group that starts to form, and ends with the block."""
     keys = RunKeys(f"scale-{uuid.uuid4().hex[:12]}")
     common: dict[str, Any] = {"run_id": keys.run_id, "min_nodes": 1, "max_nodes": n, "keep_alive_interval": interval}
-    if interval > INTERVAL:
+    if n >= MANY:
         common["roll_call_timeout"] = ROLL_CALL_TIMEOUT
     nodes = await connected(
         n, client.get_connection_kwargs(), keys, lambda number: Settings(**common, node_name=f"node-{number}")
