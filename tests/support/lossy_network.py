@@ -35,8 +35,9 @@ class LossyNetwork:
     """
 
     def __init__(self, stack: ExitStack, seed: str, rate: float) -> None:
-        self._stack, self._seed, self._rate = stack, seed, rate
+        self._seed, self._rate = seed, rate
         self.server = stack.enter_context(RedisServer())
+        self._paths = stack.enter_context(ExitStack())
         self.proxies: list[FaultyProxy] = []
         with self.server.get_client() as client:
             for script in vars(scripts).values():
@@ -46,9 +47,13 @@ class LossyNetwork:
     def url(self) -> str:
         """The server's URL, through a new proxy."""
         chance = Chance(f"{self._seed}, network of {len(self.proxies)}", self._rate, SILENCE)
-        proxy = self._stack.enter_context(FaultyProxy(*address(self.server), chance))
+        proxy = self._paths.enter_context(FaultyProxy(*address(self.server), chance))
         self.proxies.append(proxy)
         return self.server.url.replace(self.server.endpoint, f"127.0.0.1:{proxy.port}")
+
+    def close(self) -> None:
+        """End all paths: no request that is held up reaches the server any more."""
+        self._paths.close()
 
 
 def all_at_once(*calls: Callable[[], T]) -> list[T]:
