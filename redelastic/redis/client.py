@@ -94,13 +94,13 @@ class DirectClient(redis.Redis):
             Whether the user may still use transactions. If not, any of the commands may have been run, or none.
         """
         connection, replies = self._take(), []
-        parts = [_MULTI]
+        parts = [[_MULTI]]
         for command in (*commands, _EXEC):
             first, *others = [command] if isinstance(command, bytes) else command
-            parts[-1] += first  # small parts go out together
-            parts += others
+            parts[-1].append(first)  # small parts go out together
+            parts += [[other] for other in others]
         try:
-            connection.send_packed_command(parts, check_health=False)
+            connection.send_packed_command(list(map(b"".join, parts)), check_health=False)
             for _ in range(len(commands) + 2):
                 try:
                     replies.append(connection.read_response())

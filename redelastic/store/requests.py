@@ -30,7 +30,6 @@ Then = Callable[[], Command] | None
 
 LARGE: Final = 2**15  # bytes: below this, three copies by a script take less time than a transaction
 MOST_QUEUED: Final = 3 * 2**28  # bytes: Redis drops a client whose queue is over client-query-buffer-limit, 2**30
-_UNCOPIED: Final = 2**17  # bytes: below this, a copy takes less time than a packet of its own
 
 
 class RoundBrokenError(dist.DistStoreError):
@@ -82,7 +81,7 @@ class Requests(dist.Store):
         args: list[str | bytes] = [*self._fixed_args, sender.name, b"%d" % sender.request, *keys]
         commands = [
             scripts.STORE_BEFORE.packed(self._fixed_keys, args, whole=True),  # its digest may be unknown there
-            packed_uncopied([b"HSET", self._keys.data.encode(), *pairs], _UNCOPIED),
+            packed_uncopied([b"HSET", self._keys.data.encode(), *pairs], LARGE),
             scripts.STORE_AFTER.packed([*self._fixed_keys, *streams], args, whole=True),
         ]
         try:
