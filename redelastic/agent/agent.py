@@ -320,6 +320,7 @@ class RedisElasticAgent(RegroupingAgent):
         leftovers_end = time.monotonic() + self._shutdown_timeout
         group = self._worker_group
         rank, size = int(group.group_rank or 0), int(group.group_world_size or 0)
+        asked_before = self._membership.view.drain is not None  # then that may be why they have ended
         try:
             if size > 1:
                 wait_for_others(
@@ -331,7 +332,7 @@ class RedisElasticAgent(RegroupingAgent):
                     is_patient=self._is_patient,
                 )
         except DrainedError as e:
-            if rank == 0:  # the others' workers may need the store that this node serves: they regroup
+            if asked_before or rank == 0:  # as the others' workers may need the store of rank 0's node, they regroup
                 raise
             log.warning("This node drains (%s). Its workers have finished, so it just leaves.", e.reason)
         self._tree.wait(self._pids().values(), leftovers_end, self._is_to_leave)

@@ -62,7 +62,8 @@ class Ended:
         """The report of the worker that failed first, without what differs from run to run."""
         [report] = re.findall(r"={20,}\n([^\n]* FAILED\n.*)={20,}", self.err, re.DOTALL)
         title, root = report.split("\n", 1)[0], report.split("Root Cause")[1]
-        return re.sub(r"(time +: |pid: |error_file: |PID |\[)[^\s)\]]+", r"\1", f"{title}\n{root}")
+        report = re.sub(r"(time +: |pid: |error_file: |PID |\[)[^\s)\]]+", r"\1", f"{title}\n{root}")
+        return re.sub("={20,}|-{20,}", "rule", report)  # as long as the longest line, which may be the one with the pid
 
     @property
     def log_files(self) -> dict[str, str]:
