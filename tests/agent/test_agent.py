@@ -188,13 +188,7 @@ def test_a_drain_costs_the_others_no_restart(server: RedisServer, tmp_path: Path
     with AgentJob(server, tmp_path, "1:2") as job:
         job.tell(f"{way}-b")
         job.begin("a", "b", max_restarts=0)
-        epoch = job.wait_round("ab")
-        job.nodes["b"].terminate()
-        assert job.wait_end("b") == DRAINED
-        job.wait_round("a", epoch)
-        assert job.control.state().closed == ""
-        job.tell("finish")
-        assert job.wait_end("a") == 0
+        drain_b(job)
 
 
 def test_a_worker_that_ends_well_when_it_is_asked_to_save_has_not_finished(server: RedisServer, tmp_path: Path) -> None:
@@ -205,13 +199,18 @@ def test_a_worker_that_ends_well_when_it_is_asked_to_save_has_not_finished(serve
         job.begin("a", max_restarts=0)
         job.wait("a is the first", lambda: (job.redis("run") or {}).get("arrivals") == "1")
         job.begin("b", max_restarts=0)
-        epoch = job.wait_round("ab")
-        job.nodes["b"].terminate()
-        assert job.wait_end("b") == DRAINED
-        job.wait_round("a", epoch)
-        assert job.control.state().closed == ""
-        job.tell("finish")
-        assert job.wait_end("a") == 0
+        drain_b(job)
+
+
+def drain_b(job: AgentJob) -> None:
+    """Node b drains, and a goes on without it until it has finished."""
+    epoch = job.wait_round("ab")
+    job.nodes["b"].terminate()
+    assert job.wait_end("b") == DRAINED
+    job.wait_round("a", epoch)
+    assert job.control.state().closed == ""
+    job.tell("finish")
+    assert job.wait_end("a") == 0
 
 
 def test_a_signal_to_all_processes_of_a_node_drains_it(server: RedisServer, tmp_path: Path) -> None:
