@@ -19,7 +19,7 @@ from benchmarks.store_contenders import Servers
 from benchmarks.store_script import TTL, VALUE
 from redelastic.redis.client import pack
 from redelastic.redis.keys import RunKeys
-from redelastic.redis.scripts import STORE_ADD, STORE_SET, Script
+from redelastic.redis.scripts import STORE_ADD, STORE_SET, Call, Script
 
 IN_C: Final = "a client in C"
 NO_COMPILER: Final = "needs cc"
@@ -45,9 +45,9 @@ def command(operation: str, name: str, number: int) -> bytes:
     key = f"own-{number}".encode() if operation == "set" else b"shared"
     if operation == "get":
         return pack(("HGET", store.data, key))
-    keys: list[str | bytes] = [*run.of_store(store), store.stream(key)]
-    args: list[str | bytes] = ["", str(TTL), uuid.uuid4().hex[:16], FIRST, key, "1" if operation == "add" else VALUE]
-    return SCRIPTS[operation].packed(keys, args, whole=False)
+    call = Call(SCRIPTS[operation], run.of_store(store), ["", str(TTL)])
+    args = [uuid.uuid4().bytes, FIRST, key, b"1" if operation == "add" else VALUE.encode()]
+    return call.packed([store.stream(key)], args, whole=False)
 
 
 def rate_in_c(program: Path, servers: Servers, operation: str, clients: int, seconds: float) -> float:

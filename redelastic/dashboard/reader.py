@@ -322,7 +322,7 @@ class Reader:
         if any(watch.stirred for watch in watches) or not watches:
             await asyncio.sleep(seconds)
             return
-        streams = {watch.keys.events.encode(): watch.chronicle.last_id for watch in watches}
+        streams = {watch.keys.events.encode(): watch.chronicle.last_id.encode() for watch in watches}
         try:
             stirred = await asyncio.to_thread(self._block, streams, seconds)
         except UnreachableError:
@@ -333,7 +333,7 @@ class Reader:
         for watch in watches:
             watch.stirred = watch.keys.events.encode() in stirred
 
-    def _block(self, streams: Mapping[bytes, str], seconds: float) -> set[bytes]:
+    def _block(self, streams: Mapping[bytes, bytes], seconds: float) -> set[bytes]:
         if not isinstance(self._connection.client, RedisCluster):
             return set(self._connection.read_bytes(streams, seconds))
         share = seconds / len(streams)  # one read covers one slot

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, NoReturn, TypeVar
 
@@ -15,6 +15,7 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousStateError,
 )
 
+from .client import DirectClient, pack_bytes
 from .endpoint import URL_VARIABLE, Client, Endpoint, parse_endpoint
 from .errors import ERRORS, may_pass, translated
 from .routes import is_loopback, source_address
@@ -141,12 +142,13 @@ class Connection:
 
     def read(self, streams: Mapping[bytes, str], block: float, timeout: float = 0) -> dict[bytes, Entries]:
         """As :meth:`read_bytes`, with ids and fields as text."""
+        after = {name: i.encode() for name, i in streams.items()}
         return {
-            name: [(text(i), {text(k): text(v) for k, v in (fields or {}).items()}) for i, fields in entries]
-            for name, entries in self.read_bytes(streams, block, timeout).items()
+            name: [(text(i), _fields(words)) for i, words in entries]
+            for name, entries in self.read_bytes(after, block, timeout).items()
         }
 
-    def read_bytes(self, streams: Mapping[bytes, str], block: float, timeout: float = 0) -> dict[bytes, list[Any]]:
+    def read_bytes(self, streams: Mapping[bytes, bytes], block: float, timeout: float = 0) -> dict[bytes, list[Any]]:
         """Block until one of several streams has an entry after the given id.
 
         Args:
@@ -155,7 +157,7 @@ class Connection:
             timeout: how long to retry on errors, in seconds.
 
         Returns:
-            The new entries of each stream that has any: id and fields.
+            The new entries of each stream that has any: id, and fields and values in turns.
         """
         command = self.xread(streams, block)
 
@@ -163,14 +165,17 @@ class Connection:
             if isinstance(client, RedisCluster):  # it would ask the server for the keys of each XREAD
                 node = client.get_node_from_key(text(next(iter(streams))))
                 return client.execute_command(*command, target_nodes=node)
+            if isinstance(client, DirectClient):
+                return client.exchange(pack_bytes(command))[0]
             return client.execute_command(*command)
 
         return entries_of(self.call(xread, timeout))
 
-    def xread(self, streams: Mapping[bytes, str], block: float) -> Command:
+    def xread(self, streams: Mapping[bytes, bytes], block: float) -> tuple[bytes, ...]:
         """The command that :meth:`read_bytes` sends."""
-        block_ms = max(1, round(1000 * min(block, self.max_block)))
-        return ("XREAD", "BLOCK", str(block_ms), "STREAMS", *streams, *streams.values())
+        block_ms = b"%d" % max(1, round(1000 * min(block, self.max_block)))
+        # redis-py, which gives the reply another form, does not do so under a name of bytes
+        return (b"XREAD", b"BLOCK", block_ms, b"STREAMS", *streams, *streams.values())
 
     def replicas_with(self, key: str, field: str, value: int, *, wanted: int, block: float, ttl: float) -> int:
         """Wait until as many replicas as wanted have a number in a hash.
@@ -248,10 +253,13 @@ def _describe(client: Client, options: Mapping[str, Any]) -> str:
 
 
 def entries_of(reply: Any) -> dict[bytes, list[Any]]:
-    """The reply to an ``XREAD``, in one form for all protocols of Redis."""
-    found = reply if isinstance(reply, dict) else dict(reply or ())
-    # redis-py puts those of RESP3 into a list of their own
-    return {name: got[0] if got and isinstance(got[0], list) else got for name, got in found.items()}
+    """The reply to :meth:`Connection.xread`, in one form for all protocols of Redis."""
+    return dict(reply or ())
+
+
+def _fields(words: Sequence[bytes]) -> dict[str, str]:
+    texts = [text(word) for word in words]
+    return dict(zip(texts[::2], texts[1::2], strict=True))
 
 
 def text(value: bytes | str) -> str:

@@ -21,10 +21,10 @@ from weakref import WeakSet
 import redis.exceptions as rx
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-from redelastic.redis.client import send
+from redelastic.redis.client import pack_bytes, read, send
 from redelastic.redis.connection import ATTEMPT_TIMEOUT, Connection
 from redelastic.redis.errors import ERRORS, UnreachableError, may_pass
-from redelastic.redis.scripts import Script
+from redelastic.redis.scripts import Call
 
 log = logging.getLogger(__name__)
 
@@ -33,22 +33,25 @@ Limit = float | Callable[[], float]  # in seconds
 MOST: Final = 64  # writes under way, before it waits for the first half of them
 MOST_BYTES: Final = 2**20  # of values under way, before it waits for all
 TRUSTED: Final = 1.0  # how long a connection counts as alive after a reply, in seconds
+_PING: Final = pack_bytes([b"PING"])
 PATIENCE: Final = 5.0  # of a process that exits or forks, in seconds; then each line has one more attempt
 
 
 class Write(NamedTuple):
-    """A request to a script.
+    """A request to run a script.
 
     Attributes:
         verb: of the store.
-        script: the one to run.
-        keys, args: those that other requests do not have; the first of ``args`` is the store's key.
+        call: of a script.
+        keys, args: of this request; the first of ``args`` is the store's key.
+        size: of ``args``, in bytes.
     """
 
     verb: str
-    script: Script
-    keys: Sequence[str | bytes]
+    call: Call
+    keys: Sequence[bytes]
     args: Sequence[bytes]
+    size: int
 
 
 class WriteFailedError(Exception):
@@ -75,15 +78,14 @@ class Line:
 
     Args:
         connection: to Redis.
-        keys, args: those with which every request to the store begins.
 
     Attributes:
         under_way: the writes that may not have been made yet, each with its number.
         failure: one that no call has raised yet, since it occurred while the process forked.
     """
 
-    def __init__(self, connection: Connection, keys: Sequence[str], args: Sequence[str]) -> None:
-        self._connection, self._keys, self._args = connection, keys, args
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
         self.unlock()
         self._begin()
         _lines.add(self)
@@ -105,7 +107,7 @@ class Line:
         self._heard = 0.0  # when it last brought a reply, on the monotonic clock
         self._refusal: rx.ResponseError | None = None  # the last reply to the first write under way, if it was an error
         self._sent = 0  # how many of those under way were sent on it
-        self._known: set[Script] = set()  # of the scripts that were sent on it
+        self._known: set[Call] = set()  # those whose scripts were sent on it
         self._begin_anew()
 
     def _begin_anew(self) -> None:
@@ -134,7 +136,7 @@ class Line:
                 if idle:  # else only the next call, perhaps much later, notices that the connection is gone
                     self._could(self._ping)
                 self.under_way.append((next(self._numbers), write))
-                self._bytes += sum(map(len, write.args))
+                self._bytes += write.size
                 if self._wire is None or not self._could(self._put):
                     self._call(len(self.under_way), timeout)
             return held
@@ -256,21 +258,20 @@ class Line:
 
     def _put(self) -> None:
         number, write = self.under_way[self._sent]
-        args: list[str | bytes] = [*self._args, self._sender, b"%d" % -number, *write.args]
-        packed = write.script.packed([*self._keys, *write.keys], args, whole=write.script not in self._known)
-        send(self._wire, packed)
-        self._known.add(write.script)
+        args = [self._sender, b"%d" % -number, *write.args]
+        send(self._wire, write.call.packed(write.keys, args, whole=write.call not in self._known))
+        self._known.add(write.call)
         self._sent += 1
 
     def _ping(self) -> None:
         with contextlib.suppress(rx.ResponseError):  # a refusal is a reply
-            self._wire.send_command("PING", check_health=False)
-            self._wire.read_response()
+            send(self._wire, _PING)
+            read(self._wire)
         self._heard = time.monotonic()
 
     def _read(self) -> None:
         try:
-            self._wire.read_response()
+            read(self._wire)
         except rx.ResponseError as e:
             if "a late copy of request" not in str(e):  # else it was made, like a later one, and its reply was lost
                 self._refusal = e
@@ -278,7 +279,7 @@ class Line:
         self._connection.served, self._heard = True, time.monotonic()
         _, write = self.under_way.popleft()  # an interruption after this drops the connection; no number is reused
         self._sent -= 1
-        self._bytes -= sum(map(len, write.args))
+        self._bytes -= write.size
 
     def _drop(self) -> None:
         wire, self._wire, self._sent = self._wire, None, 0

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from operator import index, methodcaller
+from operator import index
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch.distributed as dist
@@ -15,12 +15,12 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from redelastic.redis import scripts
-from redelastic.redis.client import DirectClient
+from redelastic.redis.client import DirectClient, pack_bytes
 from redelastic.redis.connection import Connection, Timeout, entries_of, text
 from redelastic.redis.keys import DEFAULT_PREFIX, DEFAULT_TTL, RunKeys
 
 from .line import PATIENCE, Line
-from .requests import Requests, RoundBrokenError, Text, Then
+from .requests import Requests, RoundBrokenError, Text, Then, answer
 
 if TYPE_CHECKING:
     from redelastic.redis.endpoint import Client
@@ -92,7 +92,7 @@ class RedisStore(Requests):
         self._prefix, self._is_view = b"", False
         self._woken = b""  # id of the last entry of the run's wake stream, as far as it is known
         if not acknowledge and isinstance(connection.client, DirectClient):
-            self._line = Line(connection, self._fixed_keys, self._fixed_args)
+            self._line = Line(connection)
         self._views: list[RedisStore] = []  # torch's C++ may hold a clone: it lives as long as this does
         self.set_timeout(timedelta(seconds=_seconds_of(timeout)))
         _alive.add(self)
@@ -171,7 +171,7 @@ class RedisStore(Requests):
         """
         full, started = self._key(key), time.monotonic()
         while True:
-            value: bytes | None = self._call(methodcaller("execute_command", "HGET", self._keys.data, full))
+            value: bytes | None = self._query(b"HGET", self._data, full)
             if value is not None:
                 return value
             value = self._await([full], "get", started, self._seconds())
@@ -230,13 +230,12 @@ class RedisStore(Requests):
         if len(full) != 1:
             return bool(self._look(full, "check", self._seconds)[0] == 0)
         queue = self._keys.queue(full[0])
-        value, items = ("HEXISTS", self._keys.data, full[0]), ("EXISTS", queue)
+        value, items = (b"HEXISTS", self._data, full[0]), (b"EXISTS", queue)
 
         def one_is_there(client: Any) -> bool:  # not by a script, which takes a fifth longer
             if isinstance(client, DirectClient):
-                has_value, has_items = client.execute_both(value, items)
-                return bool(has_value or has_items)
-            return bool(client.execute_command(*value) or client.execute_command(*items))
+                return any(client.exchange(pack_bytes(value) + pack_bytes(items), 2))
+            return bool(answer(value, client) or answer(items, client))
 
         there: bool = self._call(one_is_there, [queue])
         return there
@@ -245,9 +244,7 @@ class RedisStore(Requests):
         """Block until all keys are set. Raises like :meth:`get`."""
         full, started = self._all(keys), time.monotonic()
         seconds = self._seconds if timeout is None else partial(_seconds_of, timeout)
-        if len(full) != 1 or not self._call(
-            methodcaller("execute_command", "HEXISTS", self._keys.data, full[0]), timeout=seconds
-        ):
+        if len(full) != 1 or not self._query(b"HEXISTS", self._data, full[0], timeout=seconds):
             self._await(full, "wait", started, seconds())
 
     def barrier(self, key: Text, world_size: int, timeout: timedelta | float | None = None) -> None:
@@ -258,7 +255,7 @@ class RedisStore(Requests):
         started, full = time.monotonic(), self._key(key)
         count, last = full + b"/num_members", full + b"/last_member"
         seconds = self._seconds if timeout is None else partial(_seconds_of, timeout)
-        keys = [self._run.wake, self._keys.stream(count), self._keys.stream(last)]
+        keys = [self._wake, self._keys.stream(count), self._keys.stream(last)]
 
         def arrive(left: Timeout, then: Then) -> Any:
             args = [count, last, b"%d" % index(world_size), b"1" if then else b""]
@@ -270,11 +267,11 @@ class RedisStore(Requests):
         """The number of keys."""
         if self._prefix:
             return len(self.list_keys())
-        return int(self._call(lambda client: client.hlen(self._keys.data)))
+        return int(self._query(b"HLEN", self._data))
 
     def list_keys(self) -> list[str]:
         """The names of all keys."""
-        keys: list[bytes] = self._call(lambda client: client.hkeys(self._keys.data))
+        keys: list[bytes] = self._query(b"HKEYS", self._data)
         n = len(self._prefix)
         return [key[n:].decode("utf-8", "surrogateescape") for key in keys if key.startswith(self._prefix)]
 
@@ -305,7 +302,7 @@ class RedisStore(Requests):
     def queue_len(self, key: Text) -> int:
         """The number of items in a queue."""
         queue = self._keys.queue(self._key(key))
-        return int(self._call(lambda client: client.llen(queue), [queue]))
+        return int(self._query(b"LLEN", queue, keys=[queue]))
 
     # -- under the names that torch's C++ calls
 
@@ -322,7 +319,7 @@ class RedisStore(Requests):
         return self._prefix + _bytes("key", key)
 
     def _read(self, keys: list[bytes]) -> list[Any]:
-        return self._call(methodcaller("execute_command", "HMGET", self._keys.data, *keys)) if keys else []
+        return self._query(b"HMGET", self._data, *keys) if keys else []
 
     def _all(self, keys: Sequence[Text]) -> list[bytes]:
         if isinstance(keys, str | bytes):
@@ -334,8 +331,8 @@ class RedisStore(Requests):
         self, keys: list[bytes], asked: Literal["get", "pop", "wait", "check"], timeout: Timeout, then: Then = None
     ) -> Any:
         both = [name for key in keys for name in (self._keys.stream(key), self._keys.queue(key))]
-        args = [asked, "1" if then else "", *keys]
-        return self._script(scripts.STORE_WAIT, [self._run.wake, *both], args, timeout, then)
+        args = [asked.encode(), b"1" if then else b"", *keys]
+        return self._script(scripts.STORE_WAIT, [self._wake, *both], args, timeout, then)
 
     def _await(
         self,
@@ -373,9 +370,9 @@ class RedisStore(Requests):
                 except RendezvousError as e:
                     raise self._as_torchs(e, [stream]) from e
             if stream in woken and len(keys) == 1:
-                told: dict[bytes, bytes] = woken[stream][-1][1] or {}
-                if b"over" not in told:
-                    return told.get(b"value")
+                what, value, *_ = woken[stream][-1][1]
+                if what != b"over":
+                    return value if what == b"value" else None
         return None
 
     def _ask_and_read(
@@ -404,12 +401,9 @@ class RedisStore(Requests):
                 woken = None
         return reply, woken
 
-    def _streams(self, stream: bytes, after: bytes, wake_after: bytes) -> dict[bytes, str]:
+    def _streams(self, stream: bytes, after: bytes, wake_after: bytes) -> dict[bytes, bytes]:
         """What to read: a key's own stream, and that of the round's run, each with the id after which to begin."""
-        streams = {stream: text(after)}
-        if self._epoch is not None:
-            streams[self._run.wake.encode()] = text(wake_after)
-        return streams
+        return {stream: after} if self._epoch is None else {stream: after, self._wake: wake_after}
 
     def _adding(self, key: bytes, amount: int, *request: Any) -> Any:
         """As :meth:`_once`, for a request that adds to a key."""

@@ -7,6 +7,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, Final, TypeVar
 
 import torch.distributed as dist
@@ -17,8 +18,8 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from redelastic.redis import scripts
-from redelastic.redis.client import DirectClient, packed_uncopied
-from redelastic.redis.connection import Command, Connection, Timeout, require_keys_of_types, text
+from redelastic.redis.client import DirectClient, pack_bytes, packed_uncopied
+from redelastic.redis.connection import Connection, Timeout, require_keys_of_types, text
 from redelastic.redis.errors import FencedError
 from redelastic.redis.keys import RunKeys, StoreKeys
 
@@ -26,7 +27,7 @@ from .line import Line, Write, WriteFailedError
 
 T = TypeVar("T")
 Text = str | bytes
-Then = Callable[[], Command] | None
+Then = Callable[[], Sequence[bytes]] | None
 
 LARGE: Final = 2**15  # bytes: below this, three copies by a script take less time than a transaction
 MOST_QUEUED: Final = 3 * 2**28  # bytes: Redis drops a client whose queue is over client-query-buffer-limit, 2**30
@@ -52,8 +53,10 @@ class Requests(dist.Store):
         super().__init__()
         self._connection, self._run, self._keys, self._epoch, self._ttl = connection, run, keys, epoch, ttl
         self._line: Line | None = None  # of the writes that are not waited for, if any
+        self._wake, self._data = run.wake.encode(), keys.data.encode()
         self._fixed_keys = run.of_store(keys)
         self._fixed_args = ["" if epoch is None else str(epoch), str(round(1000 * ttl))]
+        self._calls: dict[scripts.Script, scripts.Call] = {}
         self._senders: deque[_Sender] = deque()
 
     def _seconds(self) -> float:
@@ -78,11 +81,11 @@ class Requests(dist.Store):
     def _set_large(self, keys: list[bytes], streams: list[bytes], pairs: list[bytes]) -> None:
         """Set them by an HSET between two scripts; see ``lua/store_before.lua``."""
         sender = self._borrowed_sender()
-        args: list[str | bytes] = [*self._fixed_args, sender.name, b"%d" % sender.request, *keys]
+        args = [sender.name, b"%d" % sender.request, *keys]
         commands = [
-            scripts.STORE_BEFORE.packed(self._fixed_keys, args, whole=True),  # its digest may be unknown there
-            packed_uncopied([b"HSET", self._keys.data.encode(), *pairs], LARGE),
-            scripts.STORE_AFTER.packed([*self._fixed_keys, *streams], args, whole=True),
+            self._call_of(scripts.STORE_BEFORE).packed([], args, whole=True),  # its digest may be unknown there
+            packed_uncopied([b"HSET", self._data, *pairs], LARGE),
+            self._call_of(scripts.STORE_AFTER).packed(streams, args, whole=True),
         ]
         try:
             if self._call(lambda client: client.transact(commands), streams):
@@ -93,11 +96,12 @@ class Requests(dist.Store):
         finally:
             self._senders.append(sender)
 
-    def _write(self, verb: str, script: scripts.Script, keys: Sequence[Text], args: Sequence[bytes]) -> None:
+    def _write(self, verb: str, script: scripts.Script, keys: Sequence[bytes], args: Sequence[bytes]) -> None:
         """As :meth:`_once`, for a request without a reply, which need not be waited for."""
         if self._line is not None:
             try:
-                if self._line.send(Write(verb, script, keys, args), self._seconds):
+                write = Write(verb, self._call_of(script), keys, args, sum(map(len, args)))
+                if self._line.send(write, self._seconds):
                     return
             except (RendezvousError, WriteFailedError) as e:
                 raise self._of_earlier_writes(e) from e
@@ -122,8 +126,8 @@ class Requests(dist.Store):
     def _once(
         self,
         script: scripts.Script,
-        keys: Sequence[Text],
-        args: Sequence[bytes | int],
+        keys: Sequence[bytes],
+        args: Sequence[bytes],
         timeout: Timeout = None,
         then: Then = None,
     ) -> Any:
@@ -148,20 +152,31 @@ class Requests(dist.Store):
     def _script(
         self,
         script: scripts.Script,
-        keys: Sequence[Text],
-        args: Sequence[bytes | str | int],
+        keys: Sequence[bytes],
+        args: Sequence[bytes],
         timeout: Timeout,
         then: Then = None,
     ) -> Any:
         if self._line is not None:
             self._settle(timeout)
-        every_key, every_arg = [*self._fixed_keys, *keys], [*self._fixed_args, *args]
+        limit = self._seconds if timeout is None else timeout
         try:
-            return script(self._connection, every_key, every_arg, self._seconds if timeout is None else timeout, then)
+            return self._call_of(script)(self._connection, keys, args, limit, then)
         except RendezvousError as e:
             raise self._as_torchs(e, keys) from e
 
-    def _call(self, operation: Callable[[Any], Any], keys: Sequence[Text] = (), timeout: Timeout = None) -> Any:
+    def _call_of(self, script: scripts.Script) -> scripts.Call:
+        try:
+            return self._calls[script]
+        except KeyError:
+            call = self._calls[script] = scripts.Call(script, self._fixed_keys, self._fixed_args)
+            return call
+
+    def _query(self, *command: bytes, keys: Sequence[bytes] = (), timeout: Timeout = None) -> Any:
+        """Run a command that only reads; returns its reply."""
+        return self._call(partial(answer, command), keys, timeout)
+
+    def _call(self, operation: Callable[[Any], Any], keys: Sequence[bytes] = (), timeout: Timeout = None) -> Any:
         if self._line is not None:
             self._settle(timeout)
         try:
@@ -169,7 +184,7 @@ class Requests(dist.Store):
         except RendezvousError as e:
             raise self._as_torchs(e, keys) from e
 
-    def _as_torchs(self, error: RendezvousError, keys: Sequence[Text]) -> Exception:
+    def _as_torchs(self, error: RendezvousError, keys: Sequence[bytes]) -> Exception:
         """The error in terms of torch's own stores: its callers catch those, and none of the rendezvous."""
         if isinstance(error, RendezvousConnectionError):
             return dist.DistNetworkError(str(error))
@@ -177,14 +192,21 @@ class Requests(dist.Store):
             return dist.DistStoreError(f"{self!r}: {self._naming_the_key(error, keys)}")
         return (RoundBrokenError if isinstance(error, FencedError) else dist.DistStoreError)(f"{self!r}: {error}")
 
-    def _naming_the_key(self, error: RendezvousStateError, keys: Sequence[Text]) -> RendezvousError:
+    def _naming_the_key(self, error: RendezvousStateError, keys: Sequence[bytes]) -> RendezvousError:
         fixed = dict(zip(self._fixed_keys, ("hash", "hash", "hash", "hash", "set"), strict=True))
         queues = self._keys.queues
-        own = {text(key): "list" if isinstance(key, bytes) and key.startswith(queues) else "stream" for key in keys}
+        own = {text(key): "list" if key.startswith(queues) else "stream" for key in keys}
         try:
             require_keys_of_types(self._connection, fixed | own, error)
         except RendezvousError as named:
             return named
+
+
+def answer(command: Sequence[bytes], client: Any) -> Any:
+    """The reply to a command."""
+    if isinstance(client, DirectClient):
+        return client.exchange(pack_bytes(command))[0]
+    return client.execute_command(text(command[0]), *command[1:])  # redis-py's own Cluster knows no name of bytes
 
 
 class _Sender:

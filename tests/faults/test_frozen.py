@@ -181,7 +181,7 @@ def digest(verb: str) -> bytes:
         name = verb.upper()
     script = getattr(scripts, name)
     assert isinstance(script, Script)
-    return script._digest.encode()
+    return script.digest.encode()
 
 
 @pytest.mark.fault("a join of a node that was fenced arrives late", "I4: it brings nobody back")

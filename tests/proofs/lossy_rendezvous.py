@@ -68,9 +68,9 @@ class Monitor:
 def replayed(monitor: Monitor, keys: RunKeys) -> State:
     """What the oracle makes of all requests that reached Redis; a script's clock is seen in what it writes."""
     verbs: dict[str, type[Request]] = {
-        scripts.JOIN._digest: Join,
-        scripts.BEAT._digest: Beat,
-        scripts.LEAVE._digest: Leave,
+        scripts.JOIN.digest: Join,
+        scripts.BEAT.digest: Beat,
+        scripts.LEAVE.digest: Leave,
     }
     state, now = State(), 0
     request: Request | None = None

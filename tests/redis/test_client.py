@@ -8,7 +8,8 @@ import sys
 import pytest
 import redis
 
-from redelastic.redis.client import DirectClient
+from redelastic.redis import scripts
+from redelastic.redis.client import DirectClient, pack, pack_bytes
 from redelastic.redis.server import RedisServer
 
 
@@ -42,12 +43,39 @@ def test_of_two_commands_sent_together_no_reply_is_anothers(own_server: RedisSer
         client.rpush("list", "item")
         client.hset("hash", "f", "1")
         both = [("HEXISTS", "hash", "f"), ("EXISTS", "list")]
-        assert client.execute_both(*both) == (1, 1)
+        assert client.exchange(b"".join(map(pack, both)), 2) == [1, 1]
         both[refused] = ("HGET", "list", "f")
         with pytest.raises(redis.ResponseError, match="WRONGTYPE"):
-            client.execute_both(*both)
+            client.exchange(b"".join(map(pack, both)), 2)
         assert client.execute_command("PING") is True
-        assert client.execute_both(("LLEN", "list"), ("HGET", "hash", "f")) == (1, b"1")
+        last = pack(("LLEN", "list")) + pack(("HGET", "hash", "f"))
+        assert client.exchange(last, 2) == [1, b"1"]
+
+
+def test_what_a_resp3_server_pushes_is_taken_for_no_reply(own_server: RedisServer) -> None:
+    """Neither before the replies nor between them, where they are in the buffer already."""
+    with DirectClient.from_url(own_server.url, protocol=3) as client, own_server.get_client() as other:
+        client.exchange(pack(("CLIENT", "TRACKING", "on", "BCAST")))
+        other.set("k", "1")
+        get = pack(("GET", "k"))
+        assert client.exchange(get + pack(("SET", "k", "2")) + get + get, 4) == [b"1", b"OK", b"2", b"2"]
+
+
+@pytest.mark.parametrize("words", [[], [b""], [b"GET", b"100 %d"], [bytes(i) for i in range(300)]])
+def test_bytes_are_packed_as_hiredis_packs_them(words: list[bytes]) -> None:
+    assert pack_bytes(words) == pack(words)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_call_is_packed_as_hiredis_packs_it(whole: bool) -> None:
+    """Whatever is in the words that are packed once, and however many different calls came before."""
+    script, keys, args = scripts.STORE_SET, ["100 %d", "%b", "%"], ["", "50 %"]
+    call = scripts.Call(script, keys, args)
+    for n in (*range(100), 0, 1):
+        more_keys, more_args = [b"%d" % i for i in range(n)], [b"%%"] * (2 * n)
+        first = ("EVAL", script.text) if whole else ("EVALSHA", script.digest)
+        words = (*first, str(3 + n), *keys, *more_keys, *args, *more_args)
+        assert call.packed(more_keys, more_args, whole=whole) == pack(words)
 
 
 INTERRUPTED = """

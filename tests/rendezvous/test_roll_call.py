@@ -24,7 +24,7 @@ def test_who_asks_over_a_connection_that_dies_asks_again(
         through = server.url.replace(str(port_of(server)), str(proxy.port))
         nodes = [new_node(1, 2, url=through, keep_alive_interval=20, roll_call_timeout=5.0) for _ in range(2)]
         join(*nodes)
-        digest = scripts.ROLL_CALL._digest.encode()
+        digest = scripts.ROLL_CALL.digest.encode()
         fault = proxy.add(Fault(digest, lose_request=loss == "request", hold=0))
         nodes[0].membership.call_roll(time.monotonic() - 0.1)
         assert fault.fired.is_set()

@@ -260,23 +260,18 @@ def test_a_refused_login_is_no_failure_of_what_was_written_before(own_server: Re
         store.close()
 
 
-class Interrupting(bytes):
-    """Bytes of which the second question for their length is interrupted, as by a signal's handler that raises."""
+class Interrupting(int):
+    """A size at whose subtraction an interruption comes, as by a signal's handler that raises."""
 
-    asked = 0
-
-    def __len__(self) -> int:
-        self.asked += 1
-        if self.asked == 2:
-            raise KeyboardInterrupt
-        return super().__len__()
+    def __rsub__(self, other: int) -> int:
+        raise KeyboardInterrupt
 
 
 def test_an_interruption_after_a_reply_loses_no_later_write(server: RedisServer, run_id: str) -> None:
     with opened(server, run_id, acknowledge=False) as store:
         assert store._line is not None
-        write = line_module.Write("append", scripts.STORE_APPEND, [b"s"], [])
-        store._line.send(write._replace(args=[b"log", Interrupting(b"0")]), 1)
+        call = store._call_of(scripts.STORE_APPEND)
+        store._line.send(line_module.Write("append", call, [b"s"], [b"log", b"0"], Interrupting(4)), 1)
         with pytest.raises(KeyboardInterrupt):
             store._line.settle(1)
         for i in range(1, 4):

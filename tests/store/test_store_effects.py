@@ -75,7 +75,7 @@ def _digest(verb: str) -> bytes:
     names = {"set": "STORE_SET", "multi_set": "STORE_SET", "delete_key": "STORE_DELETE"}
     script = getattr(scripts, names.get(verb, verb.upper() if "queue" in verb else f"STORE_{verb.upper()}"))
     assert isinstance(script, Script)
-    return script._digest.encode()
+    return script.digest.encode()
 
 
 @pytest.mark.parametrize("keep", [0, 1, 3], ids=["no reply", "one byte of it", "some of it"])

@@ -280,7 +280,7 @@ def put_in(defect: str) -> None:
             raise LookupError(f"no script has the text {old!r}: DEFECTS is out of date")
         for script in found:
             script.text = script.text.replace(old, new)
-            script._digest = hashlib.sha1(script.text.encode(), usedforsecurity=False).hexdigest()
+            script.digest = hashlib.sha1(script.text.encode(), usedforsecurity=False).hexdigest()
 
 
 def main() -> None:
