@@ -2,6 +2,8 @@
 
 Real agents and workers, and each part on its own: until the fault shows, until the survivors have a new round, until
 their workers have started. Side by side: our agent, torchrun with our plugin, and torchrun with c10d.
+
+With --before FOLDER, a checkout of an earlier commit, its agent takes part too.
 """
 
 from __future__ import annotations
@@ -14,15 +16,17 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from benchmarks import report
 from benchmarks.harness import TimeLimitError
 from benchmarks.recovery_job import (
     AGENT_KILLED,
+    BEFORE,
     C10D,
     C10DS,
     CRASHED,
@@ -139,10 +143,11 @@ class Runner:
 
     Args:
         limit: limit for one recovery, in seconds.
+        before: the checkout that `BEFORE` runs.
     """
 
-    def __init__(self, limit: float) -> None:
-        self._limit = limit
+    def __init__(self, limit: float, before: Path | None = None) -> None:
+        self._limit, self._before = limit, before
         self._waiting: list[tuple[float, Watch]] = []  # until when, on the monotonic clock
         self._start: dict[int, float] = {}  # seconds to start, by number of nodes
         self._opened = ExitStack()
@@ -158,7 +163,7 @@ class Runner:
         """A job, which ends with the runner at the latest."""
         self.make_room(self._start.get(size, math.inf))
         began = time.monotonic()
-        job = Job(contender, size, conf)
+        job = Job(contender, size, conf, self._before)
         self._opened.callback(job.close)
         job.start()
         self._start[size] = time.monotonic() - began
@@ -202,7 +207,13 @@ def _watched(job: Job, watch: Watch, limit: float) -> Recovery:
 
 
 def tables(
-    progress: Progress, cases: list[Case], *, restarts: Iterable[tuple[int, str]], repeat: int, limit: float
+    progress: Progress,
+    cases: list[Case],
+    *,
+    restarts: Iterable[tuple[int, str]],
+    repeat: int,
+    limit: float,
+    before: Path | None = None,
 ) -> Iterator[Table]:
     """Measure; contenders take turns.
 
@@ -212,13 +223,18 @@ def tables(
         restarts: how many nodes have their Redis restarted, and whose they are.
         repeat: how often to run each.
         limit: limit for one recovery, in seconds.
+        before: another checkout of this project, whose agent takes part where ours does.
     """
+    if before:
+        cases = [
+            replace(case, contenders=(*case.contenders, BEFORE)) if OURS in case.contenders else case for case in cases
+        ]
     parts = {
         name: Table(f"recovery-{name}", title, "fault", unit="" if name == "restarts" else "s", base=OURS)
         for name, title in PARTS.items()
     }
     parts[TARGETED].targets = {case.row: case.target for case in cases if case.role != HOST_ROLE}
-    with Runner(limit) as runner:
+    with Runner(limit, before) as runner:
         outages = _restart_redis(runner, progress, restarts, repeat)  # first: it measures single steps
         found: defaultdict[tuple[str, str], list[Future[Recovery]]] = defaultdict(list)
         for case, contender in _turns(cases, repeat):
@@ -265,22 +281,29 @@ def _cell(found: list[Recovery], part: str) -> list[float] | str:
     return missing if len(found) == 1 else f"{missing} ({len(found) - len(known)} of {len(found)})"
 
 
-def run(quick: bool, progress: Progress, *, limit: float = LIMIT, repeat: int = 1) -> Iterator[Table]:
+def run(
+    quick: bool, progress: Progress, *, limit: float = LIMIT, repeat: int = 1, before: Path | None = None
+) -> Iterator[Table]:
     """As `python -m benchmarks` runs it."""
     if quick:
         case = Case("kill", "rank 0", nodes=2, conf=SHORT, contenders=(OURS,))
-        return tables(progress, [case], restarts=(), repeat=1, limit=limit)
-    return tables(progress, list(_cases()), restarts=RESTARTS, repeat=repeat, limit=limit)
+        return tables(progress, [case], restarts=(), repeat=1, limit=limit, before=before)
+    return tables(progress, list(_cases()), restarts=RESTARTS, repeat=repeat, limit=limit, before=before)
 
 
 def main() -> int:
-    """Run with custom limits and repetitions; without options, like the other benchmarks."""
+    """Run with options of its own; without them, like the other benchmarks."""
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--limit", type=float, default=LIMIT)
     parser.add_argument("--repeat", type=int, default=1)
+    parser.add_argument("--before", type=Path, metavar="FOLDER")
     own, rest = parser.parse_known_args()
     sys.argv[1:] = rest
-    return report.main(partial(run, limit=own.limit, repeat=own.repeat), "recovery", __doc__ or "")
+    return report.main(
+        partial(run, limit=own.limit, repeat=own.repeat, before=own.before and own.before.resolve()),
+        "recovery",
+        __doc__ or "",
+    )
 
 
 if __name__ == "__main__":

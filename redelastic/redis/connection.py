@@ -162,19 +162,18 @@ class Connection:
         command = self.xread(streams, block)
 
         def xread(client: Client) -> Any:
-            if isinstance(client, RedisCluster):  # it would ask the server for the keys of each XREAD
-                node = client.get_node_from_key(text(next(iter(streams))))
-                return client.execute_command(*command, target_nodes=node)
             if isinstance(client, DirectClient):
                 return client.exchange(pack_bytes(command))[0]
-            return client.execute_command(*command)
+            if isinstance(client, RedisCluster):  # it would ask the server for the keys of each XREAD
+                node = client.get_node_from_key(text(next(iter(streams))))
+                return _unparsed(client.execute_command("XREAD", *command[1:], target_nodes=node))
+            return _unparsed(client.execute_command("XREAD", *command[1:]))
 
         return entries_of(self.call(xread, timeout))
 
     def xread(self, streams: Mapping[bytes, bytes], block: float) -> tuple[bytes, ...]:
         """The command that :meth:`read_bytes` sends."""
         block_ms = b"%d" % max(1, round(1000 * min(block, self.max_block)))
-        # redis-py, which gives the reply another form, does not do so under a name of bytes
         return (b"XREAD", b"BLOCK", block_ms, b"STREAMS", *streams, *streams.values())
 
     def replicas_with(self, key: str, field: str, value: int, *, wanted: int, block: float, ttl: float) -> int:
@@ -255,6 +254,17 @@ def _describe(client: Client, options: Mapping[str, Any]) -> str:
 def entries_of(reply: Any) -> dict[bytes, list[Any]]:
     """The reply to :meth:`Connection.xread`, in one form for all protocols of Redis."""
     return dict(reply or ())
+
+
+def _unparsed(reply: Any) -> dict[bytes, list[Any]]:
+    """What redis-py has made of the reply to an ``XREAD``, as it came."""
+    found = {}
+    for name, entries in entries_of(reply).items():
+        flat = (
+            entries[0] if isinstance(entries[0], list) else entries
+        )  # it puts those of RESP3 into a list of their own
+        found[name] = [(i, [word for pair in fields.items() for word in pair]) for i, fields in flat]
+    return found
 
 
 def _fields(words: Sequence[bytes]) -> dict[str, str]:

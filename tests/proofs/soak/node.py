@@ -20,7 +20,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -259,17 +258,17 @@ class Worker(threading.Thread):
 
 def lose_replies(rate: float) -> None:
     """Has some replies get lost after their request took effect, as a connection that breaks does it."""
-    execute: Callable[..., Any] = DirectClient.execute_command
+    exchange = DirectClient.exchange
 
-    def execute_or_lose(self: DirectClient, *command: Any, **options: Any) -> Any:
-        reply = execute(self, *command, **options)
-        if command[0].startswith("EVAL") and random.random() < rate:
+    def exchange_or_lose(self: DirectClient, packed: bytes, count: int = 1) -> list[Any]:
+        replies = exchange(self, packed, count)
+        if b"\r\nEVAL" in packed[:20] and random.random() < rate:
             with contextlib.suppress(IndexError):
                 self._discard(self._idle.pop())
             raise RedisConnectionError("the soak has lost this reply")
-        return reply
+        return replies
 
-    DirectClient.execute_command = execute_or_lose  # type: ignore[method-assign]
+    DirectClient.exchange = exchange_or_lose  # type: ignore[method-assign]
 
 
 def put_in(defect: str) -> None:
