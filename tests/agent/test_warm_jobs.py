@@ -48,8 +48,8 @@ def launch(directory: Path, *arguments: str, **environment: str) -> subprocess.P
 
 
 def test_workers_see_and_log_the_same_as_without(tmp_path: Path) -> None:
-    options = ("--nproc-per-node=2", "--tee=0:1,1:2", "--redirects=0:2,1:1", "--log-dir=logs", "--role=trainer")
-    options += ("--local-addr=127.0.0.1",)  # else each looks for its own, which may differ: an interface comes or goes
+    options = ["--nproc-per-node=2", "--tee=0:1,1:2", "--redirects=0:2,1:1", "--log-dir=logs", "--role=trainer"]
+    options += ["--local-addr=127.0.0.1"]  # else each looks for its own, which may differ: an interface comes or goes
     runs = {}
     for name, preload in (("cold", ()), ("warm", ("--preload=json,logging",))):
         (tmp_path / name).mkdir()
