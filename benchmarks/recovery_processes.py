@@ -24,7 +24,7 @@ POLL: Final = 0.01
 
 
 def node(directory: Path, log: str, env: Mapping[str, str], module: str, *arguments: str) -> None:
-    """Become an agent, in a process that has already imported torch: the time for that is not measured.
+    """Become an agent, in a process that has already imported torch, which makes a job start sooner.
 
     Args:
         directory: where it lives; it identifies all processes of a job.

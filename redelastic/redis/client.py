@@ -12,6 +12,7 @@ import hiredis
 import redis
 from redis._parsers.hiredis import NOT_ENOUGH_DATA
 from redis.connection import Connection
+from redis.sentinel import SentinelManagedConnection
 
 WORD: Final = b"$%d\r\n%b\r\n"  # of a command, as it is sent: its length, and itself
 _START: Final = 2**14  # bytes: what a short reply needs; redis-py reads the rest of a longer one
@@ -190,35 +191,42 @@ def send(connection: Any, packed: bytes) -> None:
 
 def read(connection: Any) -> Any:
     """The next reply; raises as redis-py's ``read_response``."""
-    sock, reader = connection._sock, connection._parser._reader
-    if sock is None or reader is None:
-        raise redis.ConnectionError("The connection was closed.")
-    reply = reader.gets()
-    if reply is NOT_ENOUGH_DATA:
-        try:
-            start = sock.recv(_START)
-        except (OSError, ValueError) as e:  # ValueError: of TLS, where another thread has closed it
-            raise _redis_pys(e) from e
-        if not start:
-            raise redis.ConnectionError("The server closed the connection.")
-        reader.feed(start)
+    while True:
+        sock, reader = connection._sock, connection._parser._reader
+        if sock is None or reader is None:
+            raise redis.ConnectionError("The connection was closed.")
         reply = reader.gets()
         if reply is NOT_ENOUGH_DATA:
-            return connection.read_response()
-    return reply if type(reply) in _VALUES else _unusual(connection, reply)
+            try:
+                start = sock.recv(_START)
+            except (OSError, ValueError) as e:  # ValueError: of TLS, where another thread has closed it
+                raise _redis_pys(e) from e
+            if not start:
+                raise redis.ConnectionError("The server closed the connection.")
+            reader.feed(start)
+            reply = reader.gets()
+            if reply is NOT_ENOUGH_DATA:
+                return connection.read_response()
+        if type(reply) in _VALUES:
+            return reply
+        try:
+            if not isinstance(reply, hiredis.PushNotification):
+                return _raised(connection, reply)
+            connection._parser.handle_push_response(reply)
+        finally:
+            del reply  # an error must not hold itself, and all callers' variables, through its traceback
 
 
-def _unusual(connection: Any, reply: Any) -> Any:
-    """What :func:`read` does with a reply that is not a mere value."""
-    if isinstance(reply, redis.ResponseError):
-        raise reply
-    if isinstance(reply, Exception):
-        connection.disconnect()
-        raise reply
-    if isinstance(reply, hiredis.PushNotification):
-        connection._parser.handle_push_response(reply)
-        return read(connection)
-    return reply
+def _raised(connection: Any, reply: Any) -> Any:
+    """Raise a reply that is an error; returns any other."""
+    try:
+        if isinstance(reply, redis.ReadOnlyError) and isinstance(connection, SentinelManagedConnection):
+            raise redis.ConnectionError("The previous master is now a replica.") from reply
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
+    finally:
+        del reply
 
 
 def _redis_pys(error: Exception) -> redis.RedisError:

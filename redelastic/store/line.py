@@ -176,7 +176,7 @@ class Line:
 
         Waits for as long as one attempt of another thread may take: that is no outage yet.
         """
-        if not self._lock.acquire(blocking=False) and not self._lock.acquire(
+        if not self._lock.acquire(False) and not self._lock.acquire(
             timeout=max(ATTEMPT_TIMEOUT, timeout() if callable(timeout) else timeout)
         ):
             raise UnreachableError(f"Another thread waits for Redis at {self._connection.name} to take earlier writes.")

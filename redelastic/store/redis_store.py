@@ -139,7 +139,7 @@ class RedisStore(Requests):
             timeout=self.timeout,
             ttl=self._ttl,
         )
-        view._line, view._is_view = self._line, True
+        view._line, view._calls, view._is_view = self._line, self._calls, True
         view._prefix = self._prefix + _bytes("prefix", prefix) + (b"/" if prefix else b"")
         self._views.append(view)
         return view

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+import weakref
 
 import pytest
 import redis
+from redis.sentinel import SentinelConnectionPool
+from servers import HOST, port_of
 
 from redelastic.redis import scripts
 from redelastic.redis.client import DirectClient, pack, pack_bytes
@@ -53,10 +57,11 @@ def test_of_two_commands_sent_together_no_reply_is_anothers(own_server: RedisSer
 
 
 def test_what_a_resp3_server_pushes_is_taken_for_no_reply(own_server: RedisServer) -> None:
-    """Neither before the replies nor between them, where they are in the buffer already."""
+    """Neither before the replies nor between them, where they are in the buffer already, however much it is."""
     with DirectClient.from_url(own_server.url, protocol=3) as client, own_server.get_client() as other:
         client.exchange(pack(("CLIENT", "TRACKING", "on", "BCAST")))
-        other.set("k", "1")
+        for _ in range(2000):
+            other.set("k", "1")
         get = pack(("GET", "k"))
         assert client.exchange(get + pack(("SET", "k", "2")) + get + get, 4) == [b"1", b"OK", b"2", b"2"]
 
@@ -76,6 +81,7 @@ def test_a_call_is_packed_as_hiredis_packs_it(whole: bool) -> None:
         first = ("EVAL", script.text) if whole else ("EVALSHA", script.digest)
         words = (*first, str(3 + n), *keys, *more_keys, *args, *more_args)
         assert call.packed(more_keys, more_args, whole=whole) == pack(words)
+    assert sum(map(len, call._templates.values())) < 50_000, "what is kept does not grow with what was called"
 
 
 INTERRUPTED = """
@@ -99,6 +105,49 @@ def test_an_interrupt_while_a_command_is_packed_is_an_exception() -> None:
     """hiredis ends the process if it comes while it turns a number into text."""
     done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, check=False, timeout=60)
     assert (done.returncode, done.stdout) == (0, "interrupted\n"), done.stderr
+
+
+class Found:
+    """A sentinel that always names the same master."""
+
+    def __init__(self, server: RedisServer) -> None:
+        self.address = HOST, port_of(server)
+
+    def discover_master(self, _: str) -> tuple[str, int]:
+        return self.address
+
+
+def test_a_sentinels_master_that_became_a_replica_is_looked_for_again(own_server: RedisServer) -> None:
+    """As redis-py has it: what named the master is expected to name another soon."""
+    with own_server.get_client() as admin:
+        password = admin.get_connection_kwargs()["password"]
+        pool = SentinelConnectionPool("master", Found(own_server), password=password)
+        with DirectClient(connection_pool=pool) as client:
+            assert client.execute_command("SET", "k", "v")
+            admin.replicaof("127.0.0.1", 1)
+            with pytest.raises(redis.ConnectionError, match="is now a replica"):
+                client.execute_command("SET", "k", "v")
+            admin.replicaof("no", "one")
+            assert client.execute_command("SET", "k", "v")
+
+
+class Held:
+    """Something that a caller holds while a command is refused."""
+
+
+def test_a_refusal_keeps_nothing_of_its_callers_alive(own_server: RedisServer) -> None:
+    def refused(client: DirectClient) -> weakref.ref[Held]:
+        held = Held()
+        with pytest.raises(redis.ResponseError):
+            client.execute_command("EVALSHA", "0" * 40, 0)
+        return weakref.ref(held)
+
+    with DirectClient.from_url(own_server.url) as client:
+        gc.disable()
+        try:
+            assert refused(client)() is None
+        finally:
+            gc.enable()
 
 
 def test_no_connection_to_a_master_that_became_a_replica_is_kept(own_server: RedisServer) -> None:

@@ -260,6 +260,15 @@ def test_a_refused_login_is_no_failure_of_what_was_written_before(own_server: Re
         store.close()
 
 
+def test_a_view_does_not_send_a_script_again(own_server: RedisServer, run_id: str) -> None:
+    with opened(own_server, run_id, acknowledge=False) as store, own_server.get_client() as admin:
+        for i in range(20):
+            store.prefixed(f"{i}").set("k", "v")
+        store.num_keys()
+        stats: Any = admin.info("commandstats")
+        assert (stats["cmdstat_eval"]["calls"], stats["cmdstat_evalsha"]["calls"]) == (1, 19)
+
+
 class Interrupting(int):
     """A size at whose subtraction an interruption comes, as by a signal's handler that raises."""
 
