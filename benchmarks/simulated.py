@@ -29,7 +29,6 @@ from redelastic.rendezvous.view import Round
 
 T = TypeVar("T")
 PORT: Final = 29500  # where they would serve the bootstrap store, which none does
-PARSED: Final = redis.Redis(protocol=2).response_callbacks  # how redis-py parses replies
 SINCE_RECEIVED: Final = slice(52, 56)  # of Linux' struct tcp_info: ms since the last data came
 AT_ONCE: Final = 200  # connecting: more would overflow the server's backlog
 
@@ -118,9 +117,7 @@ class Node(asyncio.Protocol):
         try:
             ask()
         except Sent as sent:
-            name, *_ = command = sent.args[0]
-            reply = await self.send(*command)
-            self.connection.reply = PARSED[name](reply) if name in PARSED else reply
+            self.connection.reply = await self.send(*sent.args[0])
             self.connection.has_reply = True
         return ask()
 
