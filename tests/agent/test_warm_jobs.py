@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -51,9 +52,13 @@ def test_workers_see_and_log_the_same_as_without(tmp_path: Path) -> None:
     options = ["--nproc-per-node=2", "--tee=0:1,1:2", "--redirects=0:2,1:1", "--log-dir=logs", "--role=trainer"]
     options += ["--local-addr=127.0.0.1"]  # else each looks for its own, which may differ: an interface comes or goes
     runs = {}
-    for name, preload in (("cold", ()), ("warm", ("--preload=json,logging",))):
-        (tmp_path / name).mkdir()
-        runs[name] = launch(tmp_path / name, *preload, *options, str(WITNESS), ".", "print", "5")
+    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # as whoever starts an agent may have it
+    try:
+        for name, preload in (("cold", ()), ("warm", ("--preload=json,logging",))):
+            (tmp_path / name).mkdir()
+            runs[name] = launch(tmp_path / name, *preload, *options, str(WITNESS), ".", "print", "5")
+    finally:
+        signal.signal(signal.SIGUSR1, before)
     seen, logged = {}, {}
     for name, run in runs.items():
         out, err = run.communicate(timeout=LIMIT)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import gc
 import marshal
 import os
+import signal
 import socket
 import sys
 import traceback
@@ -211,6 +212,8 @@ def be_template() -> None:
     agent = socket.socket(fileno=int(file))
     agent.set_inheritable(False)
     command = Path("/proc/self/cmdline").read_bytes()
+    for number in (signal.SIGTERM, signal.SIGUSR1):  # which the agent handles, so that a new process has the default
+        signal.signal(number, signal.SIG_DFL)
     entitle(TITLE + b"\0" * (len(command) - len(TITLE) - 1) + b"-")  # no NUL at the end marks a title for the kernel
     problem = preload(modules.split(","))
     send(agent, (problem, {} if problem else files()))
