@@ -52,13 +52,15 @@ def test_workers_see_and_log_the_same_as_without(tmp_path: Path) -> None:
     options = ["--nproc-per-node=2", "--tee=0:1,1:2", "--redirects=0:2,1:1", "--log-dir=logs", "--role=trainer"]
     options += ["--local-addr=127.0.0.1"]  # else each looks for its own, which may differ: an interface comes or goes
     runs = {}
-    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # as whoever starts an agent may have it
+    ignored = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGQUIT, signal.SIGINT)  # as by nohup and others
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in ignored}
     try:
         for name, preload in (("cold", ()), ("warm", ("--preload=json,logging",))):
             (tmp_path / name).mkdir()
             runs[name] = launch(tmp_path / name, *preload, *options, str(WITNESS), ".", "print", "5")
     finally:
-        signal.signal(signal.SIGUSR1, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
     seen, logged = {}, {}
     for name, run in runs.items():
         out, err = run.communicate(timeout=LIMIT)

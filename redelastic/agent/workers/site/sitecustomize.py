@@ -206,14 +206,22 @@ def entitle(title: bytes) -> None:
             pass
 
 
+def stop_ignoring() -> None:
+    """Give signals that an agent handles their defaults, which a new worker has even if the agent runs under nohup."""
+    named = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT")
+    for name in {"SIGTERM", "SIGUSR1", *map(str.strip, named.split(","))}:
+        number = getattr(signal, name, None)
+        if isinstance(number, signal.Signals) and signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler if name == "SIGINT" else signal.SIG_DFL)
+
+
 def be_template() -> None:
     """Return in each worker, and never in the template."""
     file, _, modules = os.environ.pop(VARIABLE).partition(":")
     agent = socket.socket(fileno=int(file))
     agent.set_inheritable(False)
     command = Path("/proc/self/cmdline").read_bytes()
-    for number in (signal.SIGTERM, signal.SIGUSR1):  # which the agent handles, so that a new process has the default
-        signal.signal(number, signal.SIG_DFL)
+    stop_ignoring()
     entitle(TITLE + b"\0" * (len(command) - len(TITLE) - 1) + b"-")  # no NUL at the end marks a title for the kernel
     problem = preload(modules.split(","))
     send(agent, (problem, {} if problem else files()))
