@@ -307,7 +307,7 @@ def test_a_worker_waits_for_the_word_of_its_agent(make: Make, tmp_path: Path) ->
     one = make(*command[1:])
     one.await_ready(DEADLINE)
     ours, theirs = socket.socketpair()
-    send(one._socket, (command, ENVIRONMENT, []), [theirs.fileno()])
+    send(one._socket, (command, ENVIRONMENT, [], []), [theirs.fileno()])
     theirs.close()
     worker = Fork(int.from_bytes(ours.recv(8), "big"))
     one._socket.recv(1)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -208,7 +209,8 @@ class Template:
             ours.settimeout(HAND_OVER)
             try:
                 with theirs:
-                    request = [*command], dict(environment), [*streams]
+                    handled = [int(s) for s in signal.valid_signals() if callable(signal.getsignal(s))]
+                    request = [*command], dict(environment), [*streams], handled
                     send(self._socket, request, [theirs.fileno(), *streams.values()])
                 pid = int.from_bytes(ours.recv(8), "big")
                 adopted = self._socket.recv(1) == ADOPTED

@@ -36,6 +36,7 @@ class Request(NamedTuple):
     arguments: list[str]  # the command line, as long as the template's own
     environment: dict[str, str]
     streams: list[int]  # which of stdout and stderr are redirected
+    handled: list[int]  # signals that the agent has handlers for: a new process would have their defaults
 
 
 # -- messages, as redelastic.agent.workers.template writes and reads them
@@ -175,6 +176,9 @@ def become(request: Request, streams: list[int], agent: socket.socket) -> None:
         stdout: Any = sys.stdout
         if number == 1 and not stdout.write_through:  # with -u it is never buffered
             stdout.reconfigure(line_buffering=os.isatty(1))
+    for signum in request.handled:  # the template may be older than the handlers, and ignore them as under nohup
+        if signal.getsignal(signum) is signal.SIG_IGN:
+            signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
     os.environ.clear()
     os.environ.update(request.environment)
     own = len(sys.argv) - 1
@@ -206,22 +210,12 @@ def entitle(title: bytes) -> None:
             pass
 
 
-def stop_ignoring() -> None:
-    """Give signals that an agent handles their defaults, which a new worker has even if the agent runs under nohup."""
-    named = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT")
-    for name in {"SIGTERM", "SIGUSR1", *map(str.strip, named.split(","))}:
-        number = getattr(signal, name, None)
-        if isinstance(number, signal.Signals) and signal.getsignal(number) is signal.SIG_IGN:
-            signal.signal(number, signal.default_int_handler if name == "SIGINT" else signal.SIG_DFL)
-
-
 def be_template() -> None:
     """Return in each worker, and never in the template."""
     file, _, modules = os.environ.pop(VARIABLE).partition(":")
     agent = socket.socket(fileno=int(file))
     agent.set_inheritable(False)
     command = Path("/proc/self/cmdline").read_bytes()
-    stop_ignoring()
     entitle(TITLE + b"\0" * (len(command) - len(TITLE) - 1) + b"-")  # no NUL at the end marks a title for the kernel
     problem = preload(modules.split(","))
     send(agent, (problem, {} if problem else files()))
