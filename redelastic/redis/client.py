@@ -1,11 +1,11 @@
-"""redis-py's client with a shorter path to its connections: three tenths of the CPU time for a command (`PING`)."""
+"""redis-py's client with a shorter path to its connections: two thirds of the CPU time for a command (`PING`)."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import hiredis
@@ -16,10 +16,9 @@ from redis.sentinel import SentinelManagedConnection
 
 WORD: Final = b"$%d\r\n%b\r\n"  # of a command, as it is sent: its length, and itself
 _START: Final = 2**14  # bytes: what a short reply needs; redis-py reads the rest of a longer one
-_WORDS: Final = frozenset((str, bytes))
 _VALUES: Final = frozenset((bytes, int, list, type(None), dict, float, bool, set))  # neither errors nor pushed
-_MULTI: Final = hiredis.pack_command(("MULTI",))
-_EXEC: Final = hiredis.pack_command(("EXEC",))
+_MULTI: Final = b"*1\r\n$5\r\nMULTI\r\n"
+_EXEC: Final = b"*1\r\n$4\r\nEXEC\r\n"
 
 
 def is_of_replica(error: BaseException) -> bool:
@@ -162,20 +161,32 @@ class DirectClient(redis.Redis):
 
 
 def pack(words: Sequence[Any]) -> bytes:
-    """A command as it is sent. hiredis crashes if a signal handler raises while it turns a number into text."""
-    if not _WORDS.issuperset(map(type, words)):
-        words = [repr(word) if type(word) in (int, float) else word for word in words]
-    packed: bytes = hiredis.pack_command(tuple(words))
-    return packed
+    """A command as it is sent; raises TypeError for words that are neither text, bytes nor numbers."""
+    return pack_bytes([word if type(word) is bytes else _encoded(word) for word in words])
 
 
 def pack_bytes(words: Sequence[bytes]) -> bytes:
-    """As :func:`pack`, for bytes alone, in half the time."""
-    lengths_and_words: list[int | bytes] = [len(words)]
+    """As :func:`pack`, for bytes alone."""
+    return (b"*%d\r\n" % len(words) + WORD * len(words)) % counted(words)
+
+
+def counted(words: Iterable[bytes]) -> tuple[int | bytes, ...]:
+    """What :data:`WORD` takes for each word."""
+    found: list[int | bytes] = []
     for word in words:
-        lengths_and_words.append(len(word))
-        lengths_and_words.append(word)
-    return (b"*%d\r\n" + WORD * len(words)) % tuple(lengths_and_words)
+        found.append(len(word))
+        found.append(word)
+    return tuple(found)
+
+
+def _encoded(word: Any) -> bytes:
+    if isinstance(word, str):
+        return word.encode()
+    if type(word) in (int, float):
+        return repr(word).encode()
+    if isinstance(word, bytes):
+        return word
+    raise TypeError(f"a word of a command is {word!r}")
 
 
 def send(connection: Any, packed: bytes) -> None:
@@ -234,7 +245,7 @@ def _redis_pys(error: Exception) -> redis.RedisError:
 
 
 def packed_uncopied(words: Sequence[bytes], large: int) -> list[bytes]:
-    """As ``hiredis.pack_command``, but in parts: each word of ``large`` bytes or more is its own part, not copied."""
+    """As :func:`pack_bytes`, but in parts: each word of ``large`` bytes or more is its own part, not copied."""
     parts, small = [], [b"*%d\r\n" % len(words)]
     for word in words:
         small.append(b"$%d\r\n" % len(word))

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from redis.exceptions import NoScriptError
 
-from .client import WORD, DirectClient, pack_bytes
+from .client import WORD, DirectClient, counted, pack_bytes
 from .connection import Connection, Timeout
 
 Argument = str | bytes | int | float
@@ -109,19 +109,9 @@ class Call:
         return replies
 
     def packed(self, keys: Sequence[bytes], args: Sequence[bytes], *, whole: bool) -> bytes:
-        """A request as it is sent: with the whole script, or its digest, for a server that has it.
-
-        In a third of the time that hiredis takes, with many words and with few.
-        """
-        words: list[int | bytes] = []
-        for word in keys:
-            words.append(len(word))
-            words.append(word)
-        for word in args:
-            words.append(len(word))
-            words.append(word)
+        """A request as it is sent: with the whole script, or its digest, for a server that has it."""
         template = None if whole else self._templates.get((len(keys), len(args)))
-        return (template or self._template(whole, len(keys), len(args))) % tuple(words)
+        return (template or self._template(whole, len(keys), len(args))) % counted((*keys, *args))
 
     def _template(self, whole: bool, keys: int, args: int) -> bytes:
         call = ["EVAL", self._script.text] if whole else ["EVALSHA", self._script.digest]
@@ -135,7 +125,7 @@ class Call:
 
 def _fixed(words: Sequence[bytes]) -> bytes:
     """Words of a template that do not change."""
-    return b"".join(WORD % (len(word), word) for word in words).replace(b"%", b"%%")
+    return (WORD * len(words) % counted(words)).replace(b"%", b"%%")
 
 
 JOIN: Final = Script("run", "roll", "complete", "restore", "join")

@@ -10,8 +10,8 @@ import pytest
 from model import Model
 from oracle_state import Settings
 
-WORLDS: Final = int(os.environ.get("REDELASTIC_MODEL_WORLDS", "4000"))  # looked at in each case
-WALKS: Final = 200
+WORLDS: Final = int(os.environ.get("REDELASTIC_MODEL_WORLDS", "6000"))  # looked at in each case
+WALKS: Final = 300
 CASES: Final[dict[str, tuple[str, Settings]]] = {
     "2 nodes, 1:2": ("ab", Settings(1, 2)),
     "2 nodes, 2:2": ("ab", Settings(2, 2)),

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import weakref
 
+import hiredis
 import pytest
 import redis
 from redis.sentinel import SentinelConnectionPool
@@ -68,7 +69,14 @@ def test_what_a_resp3_server_pushes_is_taken_for_no_reply(own_server: RedisServe
 
 @pytest.mark.parametrize("words", [[], [b""], [b"GET", b"100 %d"], [bytes(i) for i in range(300)]])
 def test_bytes_are_packed_as_hiredis_packs_them(words: list[bytes]) -> None:
-    assert pack_bytes(words) == pack(words)
+    assert pack_bytes(words) == pack(words) == hiredis.pack_command(tuple(words))  # type: ignore[arg-type]
+
+
+def test_text_and_numbers_are_packed_as_hiredis_packs_them() -> None:
+    words = ("SET", "k\u00e9y", b"\xff", 7, -1.5, 1e300)
+    assert pack(words) == hiredis.pack_command(words)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="None"):
+        pack(("SET", None))
 
 
 @pytest.mark.parametrize("whole", [False, True])
@@ -80,7 +88,7 @@ def test_a_call_is_packed_as_hiredis_packs_it(whole: bool) -> None:
         more_keys, more_args = [b"%d" % i for i in range(n)], [b"%%"] * (2 * n)
         first = ("EVAL", script.text) if whole else ("EVALSHA", script.digest)
         words = (*first, str(3 + n), *keys, *more_keys, *args, *more_args)
-        assert call.packed(more_keys, more_args, whole=whole) == pack(words)
+        assert call.packed(more_keys, more_args, whole=whole) == hiredis.pack_command(words)  # type: ignore[arg-type]
     assert sum(map(len, call._templates.values())) < 50_000, "what is kept does not grow with what was called"
 
 
@@ -102,7 +110,7 @@ except KeyboardInterrupt:
 
 
 def test_an_interrupt_while_a_command_is_packed_is_an_exception() -> None:
-    """hiredis ends the process if it comes while it turns a number into text."""
+    """hiredis' own packing ends the process if it comes while a number is turned into text."""
     done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, check=False, timeout=60)
     assert (done.returncode, done.stdout) == (0, "interrupted\n"), done.stderr
 
