@@ -198,8 +198,8 @@ def draw(table: Table, path: Path) -> None:
         axes.minorticks_off()
     else:
         axes.set_xticks(range(len(table.cells)), list(table.cells), rotation=30, ha="right", rotation_mode="anchor")
-    if axes.has_data():
-        axes.set_yscale("log")
+    if any(isinstance(cell, Spread) and cell.median > 0 for cells in table.cells.values() for cell in cells.values()):
+        axes.set_yscale("log")  # a short run's CPU time may be 0
     axes.yaxis.set_major_formatter(lambda value, _: shown(value, table.unit))
     axes.set_xlabel(table.case)
     axes.set_title(table.title)

@@ -124,8 +124,11 @@ class _BareSocket:
         return self._read()
 
     def ask_both(self, one: tuple[Any, ...], other: tuple[Any, ...]) -> tuple[Any, Any]:
-        """Send two commands together, and return both replies."""
+        """Send two commands together, and return both replies; wakes up for more than the shortest reply."""
+        self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, len(b":1\r\n") + 1)
         self._connection.sendall(hiredis.pack_command(one) + hiredis.pack_command(other))
+        self._reader.feed(self._connection.recv(65536))
+        self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
         return self._read(), self._read()
 
     def tell(self, *words: Any) -> None:

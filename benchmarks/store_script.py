@@ -146,7 +146,7 @@ def check_calls(clients: Clients) -> Iterator[Timed]:
     text = "return redis.call('HEXISTS', KEYS[1], ARGV[1]) + redis.call('EXISTS', KEYS[2])"
     yield Timed("a script that looks for both", clients.script(text, [store.data, queue], ["k"]))
     our_keys = [*clients.fixed_keys, clients.run.wake, store.stream(b"k"), queue]
-    yield Timed("our script for several keys", clients.script(STORE_WAIT.text, our_keys, ["", TTL, "check", "", "k"]))
+    yield Timed("our script for several keys", clients.script(STORE_WAIT.text, our_keys, ["", TTL, "check", "k", ""]))
     yield Timed("our check", lambda: clients.ours.check(["k"]), "hexists")
     yield Timed("our get, for comparison", lambda: clients.ours.get("k"), "hget")
     yield Timed(f"{TCP}: check", lambda: clients.theirs.check(["k"]), "")

@@ -102,8 +102,8 @@ def _by_our_scripts(store: Any, name: str) -> tuple[Callable[[str], Any], Callab
             "",
             TTL,
             "wait",
-            "1",
             key,
+            "1",
         )
         return store.ask_both(looked, ("XREAD", "BLOCK", 1000 * LIMIT, "STREAMS", stream(key), "0-0"))
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import os
+import select
 import sys
-from typing import Final
+import threading
+from collections.abc import Iterator
+from typing import Final, TextIO, cast
 
 PREFIX: Final = "%(level)s%(asctime)s.%(msecs)03d000 %(process)d %(name)s] "
+PATIENCE: Final = 1.0  # with whoever reads stderr, before a process exits, in seconds
 
 
 class LogFormatter(logging.Formatter):
@@ -51,3 +56,82 @@ def set_up_logging(logger: logging.Logger) -> None:
         handler.addFilter(lambda _: not root.handlers)  # a handler added there later writes these lines too
     logger.addHandler(handler)
     logger.setLevel(os.environ.get("LOGLEVEL", "WARNING").upper())
+
+
+class _Aside(io.TextIOBase):
+    """A stream that takes a text at once; a thread writes it to a file, in order, when whoever reads that lets it."""
+
+    def __init__(self, file: int) -> None:
+        self._file = file
+        self._ended = False
+        self._start_anew()
+        os.register_at_fork(after_in_child=self._start_anew)
+
+    def _start_anew(self) -> None:
+        self._lock = threading.RLock()  # of what follows; reentrant for a signal handler
+        self._changed = threading.Condition(self._lock)
+        self._taken: list[str] = []
+        self._writing = self._started = False
+
+    def fileno(self) -> int:
+        return self._file
+
+    def isatty(self) -> bool:
+        return os.isatty(self._file)
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        if self._ended:  # for those that have kept this stream
+            self._put(text)
+            return len(text)
+        with self._lock:
+            self._taken.append(text)
+            self._changed.notify_all()
+            if not self._started:
+                threading.Thread(target=self._hand_on, name="redelastic-stderr", daemon=True).start()
+                self._started = True
+        return len(text)
+
+    def end(self, timeout: float) -> None:
+        """Wait until all that was taken has been written, or the time is up, in seconds."""
+        with self._lock:
+            self._ended = self._changed.wait_for(lambda: not self._taken and not self._writing, timeout)
+
+    def _hand_on(self) -> None:
+        while True:
+            with self._lock:
+                self._writing = False
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._taken)
+                text, self._taken, self._writing = "".join(self._taken), [], True
+            self._put(text)
+
+    def _put(self, text: str) -> None:
+        with contextlib.suppress(OSError):  # a full disk must not hide what the exit code says
+            rest = text.encode(errors="backslashreplace")
+            while rest:
+                select.select([], [self._file], [])  # another process may have set it to not block
+                rest = rest[os.write(self._file, rest) :]
+
+
+@contextlib.contextmanager
+def unhurried_stderr() -> Iterator[None]:
+    """Within it, who writes to ``sys.stderr`` does not wait for whoever reads it, at the end for no more than a second.
+
+    For a process that others wait for: a terminal may be stopped, the reader of a pipe or a disk on the network hang.
+    What writes to the file itself, such as C++, still waits. Nothing changes where stderr has been replaced already.
+    """
+    stderr = sys.__stderr__
+    if stderr is None or sys.stderr is not stderr:
+        yield
+        return
+    stderr.flush()
+    aside = _Aside(stderr.fileno())
+    sys.stderr = cast("TextIO", aside)
+    try:
+        yield
+    finally:
+        sys.stderr = stderr
+        aside.end(PATIENCE)

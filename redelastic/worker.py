@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import fcntl
 import mmap
 import os
 import sys
@@ -33,6 +34,7 @@ CALLS: Final = 3  # worker: calls of progress()
 STEP: Final = 4  # worker: step of the last call
 SEEN: Final = 5  # worker: last request seen << CALL_BITS | calls of progress() until then; -1 until it has asked
 AT: Final = 6  # worker: when it last called progress(), on the monotonic clock in ns
+HIGH_FILE: Final = 500  # file descriptors are given out from the lowest up
 SLOT_BYTES: Final = 64
 CALL_BITS: Final = 44  # 17 * 10^12 calls, and 500,000 requests
 
@@ -134,6 +136,11 @@ def _open() -> memoryview[int] | None:
     path, _, token = name.rpartition(":")
     try:
         file = os.open(path, os.O_RDWR | os.O_APPEND)  # stays open: faulthandler needs it
+        with contextlib.suppress(OSError):  # there may be no such number
+            # If the script closes all its files, the next ones that it opens do not get this number.
+            high = fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, HIGH_FILE)
+            os.close(file)
+            file = high
         slot = memoryview(mmap.mmap(file, SLOT_BYTES)).cast("q")
         if slot[TOKEN] == int(token):
             faulthandler.register(STACK_SIGNAL, file, all_threads=True, chain=False)

@@ -30,6 +30,8 @@ pytest_plugins = ["fault_matrix", "folder_times", "left_out"]
 # Speed is judged by benchmarks: here a draw or a test may take as long as a busy machine needs.
 hypothesis.settings.register_profile("suite", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("suite")
+# TCPStore looks up the names of its sockets' ends, even for a line of its log: one lost answer would cost 5 s.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 _MEMORY = "/dev/shm"
 _ROOM = 4e9  # bytes
 

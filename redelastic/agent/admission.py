@@ -11,6 +11,7 @@ from pathlib import Path
 from torch.distributed.elastic.multiprocessing import LogsSpecs
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
+from redelastic.redis.errors import UnreachableError
 from redelastic.rendezvous.membership import Membership
 from redelastic.run.control import RunControl
 
@@ -64,10 +65,13 @@ class Admission:
 
         Raises:
             RefusedError: a health check failed.
-            DrainedError, RendezvousClosedError, RendezvousConnectionError: as :meth:`Membership.wait_while`.
+            DrainedError, RendezvousClosedError, RendezvousConnectionError: as :meth:`Membership.wait_while`, and Redis
+                refuses to say whether this host is excluded.
         """
         self._wait_to_be_readmitted()
-        if unfit := run_checks(self._options.health_checks, self._options.health_command, self._node):
+        if unfit := run_checks(
+            self._options.health_checks, self._options.health_command, self._node, self._is_to_leave
+        ):
             refused = RefusedError(f"This node does not join run {self._membership.run_id!r}: {unfit}.")
             self._note("refused", unfit)
             try:
@@ -76,9 +80,18 @@ class Admission:
                 raise refused from e
             raise refused
 
+    def _is_to_leave(self) -> bool:
+        return bool(self._membership.view.drain or self._membership.view.stopped)
+
     def _wait_to_be_readmitted(self) -> None:
         limit = self._options.max_failed_rounds
-        if limit is None or (failures := self._control.failures(self._host)) < limit:
+        if limit is None:
+            return
+        try:
+            failures = self._control.failures(self._host)
+        except UnreachableError:
+            return  # joining waits for Redis
+        if failures < limit:
             return
         reason = f"its workers failed first in {failures} consecutive rounds"
         self._note("barred", f"{self._host} is excluded: {reason}")

@@ -304,6 +304,10 @@ class RedisElasticAgent(RegroupingAgent):
             self._workers.explain(result, self._monitor.worker_usage)
         if result.state == WorkerState.HEALTHY and self._workers:
             return self._hangs.find(self._workers, worker_group.workers) or result
+        if result.state == WorkerState.SUCCEEDED and self._workers and self._workers.signalled:
+            # Under Slurm, scripts save and end. The node that drains leaves, and the others regroup: what was finished
+            # indeed ends there at once.
+            return result if self._membership.view.closed else RunResult(state=WorkerState.HEALTHY)
         return result
 
     def _act_on_requests(self) -> None:
@@ -316,11 +320,14 @@ class RedisElasticAgent(RegroupingAgent):
             self._drains.advance()
 
     def _exit_barrier(self) -> None:
-        """All workers have succeeded: what they left behind, such as an upload, gets some time to finish."""
+        """All workers have ended with 0: wait for the other nodes' workers, unless a drain explains that end.
+
+        Then what they left behind, such as an upload, gets some time to finish.
+        """
         leftovers_end = time.monotonic() + self._shutdown_timeout
         group = self._worker_group
         rank, size = int(group.group_rank or 0), int(group.group_world_size or 0)
-        asked_before = self._membership.view.drain is not None  # then that may be why they have ended
+        was_draining = self._membership.view.drain is not None  # then that may be why they have ended
         try:
             if size > 1:
                 wait_for_others(
@@ -332,7 +339,7 @@ class RedisElasticAgent(RegroupingAgent):
                     is_patient=self._is_patient,
                 )
         except DrainedError as e:
-            if asked_before or rank == 0:  # as the others' workers may need the store of rank 0's node, they regroup
+            if was_draining or rank == 0:  # as the others' workers may need the store of rank 0's node, they regroup
                 raise
             log.warning("This node drains (%s). Its workers have finished, so it just leaves.", e.reason)
         self._tree.wait(self._pids().values(), leftovers_end, self._is_to_leave)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from redelastic import __version__
-from redelastic.logs import say
+from redelastic.logs import say, unhurried_stderr
 from redelastic.run.wording import clean
 
 from . import (
@@ -46,7 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     _replace_closed_streams()
     argv = sys.argv[1:] if argv is None else list(argv)
     if argv[:1] == [run.NAME]:  # its parser is torchrun's
-        return _ended(run.NAME, lambda: run.main(argv[1:]))
+        with unhurried_stderr():  # before torch is imported: its loggers keep the stream that they find
+            return _ended(run.NAME, lambda: run.main(argv[1:]))
     parser, commands = make_parser()
     if not argv:
         parser.print_help(sys.stderr)

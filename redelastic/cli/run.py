@@ -183,6 +183,10 @@ def _options(arguments: argparse.Namespace) -> AgentOptions:
     least, _, most = arguments.nnodes.partition(":")
     if not (re.fullmatch(r"[0-9]+(:[0-9]+)?", arguments.nnodes) and 1 <= int(least) <= int(most or least)):
         raise ValueError(f"--nnodes={arguments.nnodes} is invalid: use N (4) or MIN:MAX (2:4)")
+    if re.fullmatch(r"-?[0-9]+", arguments.nproc_per_node) and int(arguments.nproc_per_node) < 1:
+        raise ValueError(f"--nproc-per-node={arguments.nproc_per_node} is out of range: it must be 1 or more")
+    if arguments.standalone and int(least) > 1:
+        raise ValueError(f"--nnodes={arguments.nnodes} needs several hosts, and --standalone has one: leave one out")
     if not arguments.monitor_interval > 0:
         raise ValueError(f"--monitor-interval={arguments.monitor_interval} is out of range: it must be above 0.")
     if arguments.max_restarts is None:

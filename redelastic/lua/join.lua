@@ -6,7 +6,7 @@
 -- Reply {'complete', epoch, rank, size, master, completed_at, lost: how many nodes of the previous round did not come back}
 --       {'waiting', epoch, last wake id, wait: ms until the rendezvous may complete by itself or -1, spare: 1 or 0,
 --        the roll call that it has to answer or 0}
---       {'closed', why, spare: 1 or 0, stop: 1 or 0} | {'mismatch', min, max} | {'left'}
+--       {'closed', why, spare: 1 or 0, stop: 1 or 0} | {'mismatch', min, max, lease, interval (ms)} | {'left'}
 -- I1 I2 I3 I4 I5 I6 I8
 local min, max, after, endpoint, label = tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[19]), ARGV[20], ARGV[21]
 local heard = tonumber(ARGV[18])
@@ -33,7 +33,7 @@ if empty or not run.min then
   set_up()
 elseif min ~= run.min or max ~= run.max then
   try_complete() -- some may just have been reaped
-  return { 'mismatch', run.min or false, run.max or false }
+  return { 'mismatch', run.min or false, run.max or false, run.lease or 0, run.interval or 0 }
 end
 if after > (run.epoch or -1) then
   set('epoch', after) -- the server has forgotten it: no epoch is used twice (I4)

@@ -7,8 +7,9 @@
 -- I1 I4 I5 I6 I8 I9
 local reason, run_then = ARGV[19], ARGV[20]
 restore()
-if not run.ttl then
-  return -- nothing of this run is on the server
+if not run.ttl then -- nothing of this run is on the server: yet, perhaps
+  redis.call('SET', STATUS, 'left', 'PX', ARGV[9])
+  return
 end
 if redis.call('GET', STATUS) == 'left' then
   return

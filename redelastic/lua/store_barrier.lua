@@ -3,7 +3,7 @@
 --
 -- KEYS 1-5 of store.lua, 6 wake stream of the run, 7-8 wake-up streams of the two keys
 -- ARGV 1-2 of store.lua, 3-4 of store_write.lua, 5 key that counts, 6 key that the last one sets, 7 how many callers,
---      8 as 4 of store_wait.lua
+--      8 as the last of store_wait.lua
 -- Reply {0} all have come | that of `register` in store_block.lua, with index 1
 -- I4 I8
 local count, last = ARGV[5], ARGV[6]

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, Final, NoReturn, TypeVar
 
 import redis.exceptions as rx
+from hiredis import Reader
 from redis.cluster import RedisCluster
 from redis.sentinel import SentinelConnectionPool
 from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_random_exponential
@@ -58,11 +59,12 @@ class Connection:
                 "The Redis client has no socket_timeout; create it with one: a frozen server never answers."
             )
         self.client = client
+        self.exchange = client.exchange if isinstance(client, DirectClient) else partial(_exchanged, client)
         self._owned = owned
         self.name = name or _describe(client, options)
         self.read_timeout = read_timeout
         self.served = False  # whether a script has run there: then a server that refuses writes may accept them again
-        self.known: set[object] = set()  # scripts that have run there with another command
+        self.known: set[object] = set()  # scripts that it has, though they may be lost: then a request is repeated
         self.transacts: bool | None = None  # whether its user may use transactions; None: not tried yet
         # A blocking read has to end before the socket's timeout, which is how a silent server is noticed.
         self.max_block = (options.get("socket_timeout") or 2 * ATTEMPT_TIMEOUT) / 2
@@ -79,7 +81,8 @@ class Connection:
 
         Args:
             endpoint: where Redis is.
-            attempt_timeout: how long one attempt at a call may take, in seconds.
+            attempt_timeout: how long one attempt at a call may take, in seconds. What is long to send or receive may
+                take longer, while some of it gets through.
             read_timeout: how long a call may take with all its retries, in seconds.
             connect_timeout: how long to try to connect, in seconds; the last attempt may end an ``attempt_timeout``
                 later. None is 10 s, or ``read_timeout`` if that is less.
@@ -134,11 +137,20 @@ class Connection:
         try:
             return operation(self.client)
         except ERRORS as error:
-            seconds = self.read_timeout if timeout is None else timeout() if callable(timeout) else timeout
-            waited = time.monotonic() - started
-            if waited >= seconds or not may_pass(error, fail_over=self.served):
-                raise translated(error, self.name, waited, fail_over=self.served) from error
-        return retried(partial(operation, self.client), self.name, seconds, started, fail_over=self.served)
+            seconds = self.seconds_left(error, started, timeout)
+        return self.again(partial(operation, self.client), started, seconds)
+
+    def seconds_left(self, error: Exception, started: float, timeout: Timeout) -> float:
+        """For how long a call that has failed may be tried again, in seconds; raises as :meth:`call` if it may not."""
+        seconds = self.read_timeout if timeout is None else timeout() if callable(timeout) else timeout
+        waited = time.monotonic() - started
+        if waited >= seconds or not may_pass(error, fail_over=self.served):
+            raise translated(error, self.name, waited, fail_over=self.served) from error
+        return seconds
+
+    def again(self, operation: Callable[[], T], started: float, timeout: float) -> T:
+        """Try an operation again that has failed once; the rest of :meth:`call`."""
+        return retried(operation, self.name, timeout, started, fail_over=self.served)
 
     def read(self, streams: Mapping[bytes, str], block: float, timeout: float = 0) -> dict[bytes, Entries]:
         """As :meth:`read_bytes`, with ids and fields as text."""
@@ -159,22 +171,8 @@ class Connection:
         Returns:
             The new entries of each stream that has any: id, and fields and values in turns.
         """
-        command = self.xread(streams, block)
-
-        def xread(client: Client) -> Any:
-            if isinstance(client, DirectClient):
-                return client.exchange(pack_bytes(command))[0]
-            if isinstance(client, RedisCluster):  # it would ask the server for the keys of each XREAD
-                node = client.get_node_from_key(text(next(iter(streams))))
-                return _unparsed(client.execute_command("XREAD", *command[1:], target_nodes=node))
-            return _unparsed(client.execute_command("XREAD", *command[1:]))
-
-        return entries_of(self.call(xread, timeout))
-
-    def xread(self, streams: Mapping[bytes, bytes], block: float) -> tuple[bytes, ...]:
-        """The command that :meth:`read_bytes` sends."""
-        block_ms = b"%d" % max(1, round(1000 * min(block, self.max_block)))
-        return (b"XREAD", b"BLOCK", block_ms, b"STREAMS", *streams, *streams.values())
+        packed = packed_xread(streams, min(block, self.max_block))
+        return entries_of(self.call(lambda _: self.exchange(packed)[0], timeout))
 
     def replicas_with(self, key: str, field: str, value: int, *, wanted: int, block: float, ttl: float) -> int:
         """Wait until as many replicas as wanted have a number in a hash.
@@ -251,9 +249,33 @@ def _describe(client: Client, options: Mapping[str, Any]) -> str:
     return f"redis://{options.get('host', '?')}:{options.get('port', '?')}/{options.get('db') or 0}"
 
 
+def packed_xread(streams: Mapping[bytes, bytes], block: float) -> bytes:
+    """An ``XREAD`` that blocks for up to ``block`` seconds until a stream has an entry after the given id."""
+    block_ms = b"%d" % max(1, round(1000 * block))
+    return pack_bytes((b"XREAD", b"BLOCK", block_ms, b"STREAMS", *streams, *streams.values()))
+
+
 def entries_of(reply: Any) -> dict[bytes, list[Any]]:
-    """The reply to :meth:`Connection.xread`, in one form for all protocols of Redis."""
+    """The reply to an ``XREAD``, in one form for all protocols of Redis."""
     return dict(reply or ())
+
+
+def _exchanged(client: Client, packed: bytes, count: int = 1, least: int = 1) -> list[Any]:
+    """As :meth:`DirectClient.exchange`, by a client that takes words, not what they are packed into."""
+    del least  # each reply wakes it
+    words = Reader()
+    words.feed(packed)
+    return [_executed(client, *words.gets()) for _ in range(count)]
+
+
+def _executed(client: Client, verb: bytes, *words: bytes) -> Any:
+    if verb != b"XREAD":
+        return client.execute_command(text(verb), *words)  # redis-py's Cluster knows no name of bytes
+    streams = words[words.index(b"STREAMS") + 1 :]
+    if isinstance(client, RedisCluster):  # it would ask the server for the keys of each XREAD
+        node = client.get_node_from_key(text(streams[0]))
+        return _unparsed(client.execute_command("XREAD", *words, target_nodes=node))
+    return _unparsed(client.execute_command("XREAD", *words))
 
 
 def _unparsed(reply: Any) -> dict[bytes, list[Any]]:
@@ -294,6 +316,8 @@ def retried(operation: Callable[[], T], name: str, timeout: float, started: floa
             stop=stop_after_delay(max(0.0, timeout - (time.monotonic() - started))),
             reraise=True,
         )(operation)
+    except rx.NoScriptError:
+        raise
     except ERRORS as error:
         raise translated(error, name, time.monotonic() - started, fail_over=fail_over) from error
 

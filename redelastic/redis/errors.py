@@ -42,7 +42,7 @@ _PASSING: Final = (
     rx.ClusterError,
     rx.RedisClusterException,
 )
-ERRORS: Final = (rx.RedisError, rx.RedisClusterException, OSError)
+ERRORS: Final = (rx.RedisError, rx.RedisClusterException)
 _FINAL: Final = (rx.AuthenticationError, rx.AuthorizationError, rx.MaxConnectionsError)
 # Raised when a connection breaks, not when it is refused.
 _BROKEN_TLS: Final = (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError)
@@ -197,7 +197,7 @@ def _translate(  # noqa: C901, PLR0911, PLR0912  (a list, to be read from the to
         return UnreachableError, (
             f"Redis at {name} refuses writes: {reply}. Check why its replicas lag, or lower its min-replicas-to-write."
         )
-    if isinstance(error, OSError) or _is_passing(error):
+    if _is_passing(error):
         return UnreachableError, (
             f"Redis at {name} could not be reached{within}: {reply or type(cause).__name__}. "
             "Check that it runs there, that this host may connect to it, and that both sides or neither use TLS (rediss://)."

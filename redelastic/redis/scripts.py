@@ -9,12 +9,13 @@ from typing import Any, Final
 
 from redis.exceptions import NoScriptError
 
-from .client import WORD, DirectClient, counted, pack_bytes
+from .client import WORD, fixed
 from .connection import Connection, Timeout
 
 Argument = str | bytes | int | float
 
 _KEPT: Final = 64  # words: templates for more are made anew for each request
+_KEPT_WHOLE: Final = 8  # likewise, of those with a whole script
 
 
 class Script:
@@ -66,66 +67,26 @@ class Call:
 
     def __init__(self, script: Script, keys: Sequence[str], args: Sequence[str]) -> None:
         self._script, self._keys, self._args = script, [*map(str.encode, keys)], [*map(str.encode, args)]
-        self._templates: dict[tuple[int, int], bytes] = {}  # by number of keys and arguments
+        self._templates: dict[tuple[int, int, bool], bytes] = {}  # by what :meth:`template` takes
 
-    def __call__(
-        self,
-        connection: Connection,
-        keys: Sequence[bytes],
-        args: Sequence[bytes],
-        timeout: Timeout = None,
-        then: Callable[[], Sequence[bytes]] | None = None,
-    ) -> Any:
-        """Run the script; see :meth:`Script.__call__`.
-
-        Args:
-            connection: to Redis.
-            keys: the rest of them.
-            args: likewise.
-            timeout: as there.
-            then: returns a command to send along, by a :class:`DirectClient`; called before each attempt.
-
-        Returns:
-            The reply; with ``then``, both replies.
-        """
-        if not isinstance(connection.client, DirectClient):
-            return self._script(connection, [*self._keys, *keys], [*self._args, *args], timeout)
-
-        def run(client: Any) -> list[Any]:
-            second = b"" if then is None else pack_bytes(then())
-            count = 2 if second else 1
-            if not second or self._script in connection.known:  # what is sent along with it must not be refused
-                try:
-                    return client.exchange(self.packed(keys, args, whole=False) + second, count)  # type: ignore[no-any-return]
-                except NoScriptError:
-                    pass
-            return client.exchange(self.packed(keys, args, whole=True) + second, count)  # type: ignore[no-any-return]
-
-        replies = connection.call(run, timeout)
-        connection.served = True
-        if then is None:
-            return replies[0]
-        connection.known.add(self._script)
-        return replies
-
-    def packed(self, keys: Sequence[bytes], args: Sequence[bytes], *, whole: bool) -> bytes:
+    def packed(self, keys: Sequence[bytes], args: Sequence[bytes], *, whole: bool = False) -> bytes:
         """A request as it is sent: with the whole script, or its digest, for a server that has it."""
-        template = None if whole else self._templates.get((len(keys), len(args)))
-        return (template or self._template(whole, len(keys), len(args))) % counted((*keys, *args))
+        template = self._templates.get((len(keys), len(args), whole))
+        words: list[int | bytes] = []  # as by `counted`, without a call
+        for word in (*keys, *args):
+            words.append(len(word))
+            words.append(word)
+        return (template or self.template(len(keys), len(args), whole=whole)) % tuple(words)
 
-    def _template(self, whole: bool, keys: int, args: int) -> bytes:
+    def template(self, keys: int, args: int, *, whole: bool) -> bytes:
+        """A request with so many keys and arguments, each a :data:`WORD`."""
         call = ["EVAL", self._script.text] if whole else ["EVALSHA", self._script.digest]
         first = [*map(str.encode, call), b"%d" % (len(self._keys) + keys), *self._keys]
         count = len(first) + keys + len(self._args) + args
-        template = b"*%d\r\n" % count + _fixed(first) + WORD * keys + _fixed(self._args) + WORD * args
-        if not whole and keys + args <= _KEPT:
-            self._templates[keys, args] = template
+        template = b"*%d\r\n" % count + fixed(first) + WORD * keys + fixed(self._args) + WORD * args
+        if keys + args <= (_KEPT_WHOLE if whole else _KEPT):
+            self._templates[keys, args, whole] = template
         return template
-
-
-def _fixed(words: Sequence[bytes]) -> bytes:
-    """Words of a template that do not change."""
-    return (WORD * len(words) % counted(words)).replace(b"%", b"%%")
 
 
 JOIN: Final = Script("run", "roll", "complete", "restore", "join")

@@ -70,7 +70,8 @@ class RedisRendezvousHandler(RendezvousHandler):
         self._bootstrap: BootstrapPort | None = None
         self._entered: Round | None = None
         self._not_yet_reached = False  # whether rank 0 of that round is to be tried
-        self._shut_down = False
+        self._shut_down = self._has_left = False
+        self._pid = os.getpid()
         _handlers.add(self)
 
     def get_backend(self) -> str:
@@ -102,14 +103,12 @@ class RedisRendezvousHandler(RendezvousHandler):
             RendezvousError: other nodes of the run have another ``min_nodes`` or ``max_nodes``.
         """
         started = time.monotonic()
-        if self._shut_down:
-            raise RendezvousClosedError(
-                f"This handler of run {self._settings.run_id!r} was shut down; create a new one."
-            )
+        self._require_that_it_is_open()
         self._close_bootstrap()  # a round never sees the keys of the one before
         self._bootstrap = BootstrapPort()
         try:
             entered = self.membership.join(self._bootstrap.port, started + self._settings.join_timeout)
+            self._require_that_it_is_open()  # a signal handler may have shut it down
             info = self._open_round(entered)
         except Exception as e:
             self._record(f"{type(e).__name__}: {e}", NodeState.FAILED)
@@ -122,6 +121,12 @@ class RedisRendezvousHandler(RendezvousHandler):
         self._record(message, NodeState.RUNNING, entered.rank)
         log.log(logging.WARNING if entered.again else logging.INFO, message)
         return info
+
+    def _require_that_it_is_open(self) -> None:
+        if self._shut_down:
+            raise RendezvousClosedError(
+                f"This handler of run {self._settings.run_id!r} was shut down; create a new one."
+            )
 
     def _open_round(self, entered: Round) -> RendezvousInfo:
         s = self._settings
@@ -164,7 +169,9 @@ class RedisRendezvousHandler(RendezvousHandler):
             return 0
         if self._not_yet_reached and self._entered:
             self._not_yet_reached = False
-            threading.Thread(target=self._try_to_reach, args=(self._entered,), name=REACH_THREAD, daemon=True).start()
+            thread = threading.Thread(target=self._try_to_reach, args=(self._entered,), name=REACH_THREAD, daemon=True)
+            with contextlib.suppress(RuntimeError):  # there can be no more threads: it is only a diagnosis
+                thread.start()
         return self.membership.view.nodes_waiting
 
     def _try_to_reach(self, entered: Round) -> None:
@@ -235,7 +242,7 @@ class RedisRendezvousHandler(RendezvousHandler):
         A node that is no longer a member closes nothing (I4).
 
         Returns:
-            Whether Redis took note.
+            Whether Redis took note; if not, another call tries again.
         """
         return self.end("finished", "closes")
 
@@ -248,7 +255,7 @@ class RedisRendezvousHandler(RendezvousHandler):
             timeout: in seconds; None for ``close_timeout``.
         """
         timeout = self._settings.close_timeout if timeout is None else timeout
-        if self._shut_down:
+        if self._has_left:
             return True
         self._shut_down = True
         self.membership.stop()
@@ -264,6 +271,7 @@ class RedisRendezvousHandler(RendezvousHandler):
                 store.close()
             self._backend.connection.close()
             _handlers.discard(self)
+        self._has_left = True
         return True
 
     def _record(self, message: str, state: NodeState, rank: int | None = None) -> None:
@@ -348,12 +356,11 @@ def handler_from_url(url: str) -> RendezvousHandler:
 
 # torchrun does not shut a handler down when a signal ends it: that would close the run. But it is gone, and says so.
 _handlers: weakref.WeakSet[RedisRendezvousHandler] = weakref.WeakSet()
-_pid = os.getpid()
 
 
 def _leave_at_exit() -> None:
-    if os.getpid() == _pid:
-        for handler in list(_handlers):
+    for handler in list(_handlers):
+        if handler._pid == os.getpid():  # noqa: SLF001  # not those of the process that this one was forked from
             handler.end("exited", "goes on", EXIT_TIMEOUT)
 
 

@@ -112,16 +112,17 @@ class Heartbeat:
     # -- the loop
 
     def start(self, since: str) -> None:
-        """Start a thread that pumps from now on, unless one already does.
+        """Start a thread that pumps from now on, unless one already does; an earlier start may have been interrupted.
 
         Args:
             since: id of the last wake-up that this node has seen.
         """
-        if self._keeper is None:
+        if self._keeper is None or not self._keeper.is_alive():
             args = (weakref.ref(self), self.stopped, since, self._settings.keep_alive_interval)
-            self._keeper = threading.Thread(target=_keep, args=args, daemon=True)
-            self._keeper.name = f"redelastic-keepalive-{self.view.node}"
-            self._keeper.start()
+            keeper = threading.Thread(target=_keep, args=args, daemon=True)
+            keeper.name = f"redelastic-keepalive-{self.view.node}"
+            keeper.start()
+            self._keeper = keeper
 
     def pump(self, since: str, longest: float) -> str:
         """Beat if due, then block until something that matters has happened.

@@ -26,6 +26,8 @@ RUN_VARIABLE: Final = "TORCHELASTIC_RUN_ID"
 
 # A process stays a member of its run until it exits, or makes its next group there: by process, server, prefix and run.
 _handlers: Final[dict[tuple[int, str, str, str], RedisRendezvousHandler]] = {}
+# The store of its agents' round, which all groups of a process share.
+_stores: Final[dict[tuple[int, str, str, str, int], RedisStore]] = {}
 # How many groups a process has made in its agents' round. All workers make the same ones, and torch uses the same key
 # names for each: a group must not find those of the previous one.
 _groups: Final[Counter[tuple[int, str, int]]] = Counter()
@@ -66,18 +68,31 @@ def _rendezvous(url: str, timeout: timedelta = default_pg_timeout, **_unused: An
         params.endpoint = ""
 
     settings = Settings.from_parameters(params)
-    connection = Connection.open(settings.endpoint(params.endpoint), settings.attempt_timeout, settings.read_timeout)
     of_agents_round = settings.run_id == os.environ.get(RUN_VARIABLE)
     if of_agents_round and epoch is not None and rank is not None and size is not None:
-        store = RedisStore(
-            connection, settings.run_id, epoch=epoch, key_prefix=settings.key_prefix, timeout=timeout, ttl=settings.ttl
-        )
+        store = _store_of_round(params.endpoint, settings, epoch)
         place = (os.getpid(), settings.run_id, epoch)
         _groups[place] += 1
-        yield store.prefixed(f"worker/{_groups[place]}"), rank, size
+        view = store.prefixed(f"worker/{_groups[place]}")
+        view.set_timeout(timeout)
+        yield view, rank, size
     else:
-        yield _join(connection, settings, rank, timeout)
+        yield _join(_connection(params.endpoint, settings), settings, rank, timeout)
     raise RuntimeError("A process group cannot regroup by itself; restart the workers in the next round.")
+
+
+def _connection(endpoint: str, settings: Settings) -> Connection:
+    return Connection.open(settings.endpoint(endpoint), settings.attempt_timeout, settings.read_timeout)
+
+
+def _store_of_round(endpoint: str, settings: Settings, epoch: int) -> RedisStore:
+    place = (os.getpid(), endpoint, settings.key_prefix, settings.run_id, epoch)
+    if place not in _stores:
+        connection = _connection(endpoint, settings)
+        _stores[place] = RedisStore(
+            connection, settings.run_id, epoch=epoch, key_prefix=settings.key_prefix, ttl=settings.ttl
+        )
+    return _stores[place]
 
 
 def _join(connection: Connection, settings: Settings, rank: int | None, timeout: timedelta) -> tuple[Store, int, int]:

@@ -106,8 +106,7 @@ class Membership:
             self.heartbeat.renew_identity()
         self.view.joining = True
         self._complain_of_wait_at = time.monotonic() + LONG_WAIT
-        # Leases of nodes that died with their whole job may last that long; until then another size is refused.
-        others_may_be_dead_until = time.monotonic() + self._settings.lease + 1
+        started = time.monotonic()
         give_up_at = time.monotonic() + self._settings.read_timeout  # at the earliest, if Redis is away
         while True:
             self._require_that_it_may_join()
@@ -124,7 +123,7 @@ class Membership:
                 case "left":
                     self.heartbeat.renew_identity()
                 case "mismatch":
-                    self._wait_while_refused(*told, until=min(others_may_be_dead_until, deadline))
+                    self._wait_while_refused(*told, started=started, deadline=deadline)
                 case _:
                     deadline = self._wait_as_candidate(*told, deadline=deadline)
 
@@ -136,14 +135,21 @@ class Membership:
             self._try_to_leave(f"drained: {reason}")
             raise DrainedError(node, self.run_id, reason)
 
-    def _wait_while_refused(self, min_nodes: int, max_nodes: int, *, until: float) -> None:
-        left = until - time.monotonic()
+    def _wait_while_refused(
+        self, min_nodes: int, max_nodes: int, lease: int, interval: int, *, started: float, deadline: float
+    ) -> None:
+        """Wait for as long as nodes that died with their whole job may have leases, and another size is refused.
+
+        Asking more rarely than they beat would look like the end of an outage, and renew those.
+        """
+        s = self._settings
+        left = min(started + max(s.lease, lease / 1000) + 1, deadline) - time.monotonic()
         if left <= 0:
             raise RendezvousError(
                 f"Node {self.node} wants {self._settings.min_nodes} to {self._settings.max_nodes} nodes, but run "
                 f"{self.run_id!r} has {min_nodes} to {max_nodes}; start all nodes with the same --nnodes."
             )
-        self.heartbeat.stopped.wait(min(self._settings.keep_alive_interval, left))
+        self.heartbeat.stopped.wait(min(s.keep_alive_interval, interval / 1000 or math.inf, left))
 
     def _wait_as_candidate(
         self, epoch: int, wake_id: bytes, completes_in: int, spare: int, roll_call: int, *, deadline: float
@@ -257,6 +263,8 @@ class Membership:
             run_then: what becomes of the run, if this node is a member of an unbroken round (I5).
             timeout: as in :meth:`Connection.call`.
         """
+        if self.view.nodes_waiting:  # a server that has forgotten the run takes this node's round for an unbroken one
+            run_then = "goes on"
         try:
             self.heartbeat.call(
                 scripts.LEAVE, self.heartbeat.keys, [*self.heartbeat.known(), reason, run_then], timeout

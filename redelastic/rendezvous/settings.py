@@ -181,7 +181,7 @@ class Settings:
 
     @property
     def attempt_timeout(self) -> float:
-        """How long one attempt at a call may take, in seconds: the lease must leave time for another after it."""
+        """How long one attempt at a call may take, in seconds: half a lease, so that another can follow; at least 1."""
         return min(self.heartbeat_timeout, self.read_timeout, max(1.0, self.lease / 2))
 
     def endpoint(self, text: str) -> Endpoint:

@@ -77,7 +77,10 @@ class View:
     def __init__(self, run_id: str) -> None:
         self.run_id = run_id
         self.node = ""
-        self._lock = threading.Condition()  # guards what follows; never held while Redis is asked
+        # Guards what several threads change; never held while Redis is asked. Locked in C, so that no exception of a
+        # signal handler comes between that and the block under it.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self.round: Round | None = None
         self.joining = False
         self._broken = ""  # why the round is broken; "" while it is not
@@ -134,7 +137,7 @@ class View:
                 left = min(enough, until + patience) - time.monotonic()
                 if left <= 0:
                     break
-                self._lock.wait(left)
+                self._changed.wait(left)
             return self._member_lost
 
     def _all_answered(self) -> bool:
@@ -146,7 +149,7 @@ class View:
         News that comes while nobody waits ends the next wait at once.
         """
         with self._lock:
-            self._lock.wait_for(lambda: self._news, timeout)
+            self._changed.wait_for(lambda: self._news, timeout)
             self._news = False
 
     def notify(self) -> None:
@@ -246,7 +249,7 @@ class View:
                     roll_calls.append(_number(change.get("called_at")))
                 elif event == "answered" and self.round and _number(change.get("epoch")) == self.round.epoch:
                     self._answered = max(self._answered, _number(change.get("called_at")))
-                    self._lock.notify_all()
+                    self._changed.notify_all()
                 elif event == "broken":
                     epoch, waiting = _number(change.get("epoch")), _number(change.get("waiting"))
                     self._hear_of_break(epoch, reason or "nobody says why", waiting, change.get("lost") == "1")
@@ -298,7 +301,7 @@ class View:
 
     def _tell(self) -> None:
         self._news = True
-        self._lock.notify_all()
+        self._changed.notify_all()
 
     def take_in_outage(self, error: Exception) -> None:
         """Redis does not answer this node."""
@@ -318,7 +321,7 @@ class View:
             log.warning("Redis is back for node %s of run %r, after %.1f s.", self.node, self.run_id, self.away)
             with self._lock:
                 self._away_since, self._back_at = None, time.monotonic()
-                self._lock.notify_all()
+                self._changed.notify_all()
             self._complain_at.clear()
 
 

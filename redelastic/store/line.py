@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import sys
@@ -21,7 +20,7 @@ from weakref import WeakSet
 import redis.exceptions as rx
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-from redelastic.redis.client import pack_bytes, read, send
+from redelastic.redis.client import pack_bytes, receive, send
 from redelastic.redis.connection import ATTEMPT_TIMEOUT, Connection
 from redelastic.redis.errors import ERRORS, UnreachableError, may_pass
 from redelastic.redis.scripts import Call
@@ -128,16 +127,24 @@ class Line:
         held = self._enter(timeout)
         try:
             if held:
-                self._tell_of_failure()
+                if self.failure is not None:
+                    self._tell_of_failure()
                 full, heavy = len(self.under_way) >= MOST, self._bytes > MOST_BYTES
                 idle = self._wire is not None and time.monotonic() - self._heard > TRUSTED
                 if full or heavy or idle:
                     self._call(0 if heavy or idle else MOST // 2, timeout)
                 if idle:  # else only the next call, perhaps much later, notices that the connection is gone
-                    self._could(self._ping)
+                    self._ping()
                 self.under_way.append((next(self._numbers), write))
                 self._bytes += write.size
-                if self._wire is None or not self._could(self._put):
+                try:
+                    if self._wire is not None:
+                        self._put()
+                except BaseException as e:
+                    self._drop()
+                    if not isinstance(e, ERRORS):
+                        raise
+                if self._wire is None:
                     self._call(len(self.under_way), timeout)
             return held
         finally:
@@ -177,7 +184,7 @@ class Line:
         Waits for as long as one attempt of another thread may take: that is no outage yet.
         """
         if not self._lock.acquire(False) and not self._lock.acquire(
-            timeout=max(ATTEMPT_TIMEOUT, timeout() if callable(timeout) else timeout)
+            timeout=min(threading.TIMEOUT_MAX, max(ATTEMPT_TIMEOUT, timeout() if callable(timeout) else timeout))
         ):
             raise UnreachableError(f"Another thread waits for Redis at {self._connection.name} to take earlier writes.")
         if self._busy and not self._is_in_a_call():  # an exception of a signal handler has left it so
@@ -246,16 +253,6 @@ class Line:
             else:
                 return
 
-    def _could(self, step: Callable[[], None]) -> bool:
-        try:
-            step()
-        except BaseException as e:
-            self._drop()
-            if not isinstance(e, ERRORS):
-                raise
-            return False
-        return True
-
     def _put(self) -> None:
         number, write = self.under_way[self._sent]
         args = [self._sender, b"%d" % -number, *write.args]
@@ -264,14 +261,19 @@ class Line:
         self._sent += 1
 
     def _ping(self) -> None:
-        with contextlib.suppress(rx.ResponseError):  # a refusal is a reply
+        try:
             send(self._wire, _PING)
-            read(self._wire)
+            receive(self._wire)
+        except BaseException as e:
+            if not isinstance(e, rx.ResponseError):  # a refusal is a reply
+                self._drop()
+            if not isinstance(e, ERRORS):
+                raise
         self._heard = time.monotonic()
 
     def _read(self) -> None:
         try:
-            read(self._wire)
+            receive(self._wire)
         except rx.ResponseError as e:
             if "a late copy of request" not in str(e):  # else it was made, like a later one, and its reply was lost
                 self._refusal = e

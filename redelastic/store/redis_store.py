@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from operator import index
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch.distributed as dist
-from torch.distributed.elastic.rendezvous.api import (
-    RendezvousError,
-)
 
 from redelastic.redis import scripts
 from redelastic.redis.client import DirectClient, pack_bytes
-from redelastic.redis.connection import Connection, Timeout, entries_of, text
+from redelastic.redis.connection import Connection, entries_of, text
 from redelastic.redis.keys import DEFAULT_PREFIX, DEFAULT_TTL, RunKeys
 
 from .line import PATIENCE, Line
-from .requests import Requests, RoundBrokenError, Text, Then, answer
+from .requests import LARGE, Request, Requests, RoundBrokenError, Text, Told
 
 if TYPE_CHECKING:
     from redelastic.redis.endpoint import Client
@@ -90,7 +87,6 @@ class RedisStore(Requests):
         super().__init__(connection, run, keys, epoch, ttl)
         self._name = name
         self._prefix, self._is_view = b"", False
-        self._woken = b""  # id of the last entry of the run's wake stream, as far as it is known
         if not acknowledge and isinstance(connection.client, DirectClient):
             self._line = Line(connection)
         self._views: list[RedisStore] = []  # torch's C++ may hold a clone: it lives as long as this does
@@ -139,7 +135,7 @@ class RedisStore(Requests):
             timeout=self.timeout,
             ttl=self._ttl,
         )
-        view._line, view._calls, view._is_view = self._line, self._calls, True
+        view._line, view._calls, view._both, view._is_view = self._line, self._calls, self._both, True
         view._prefix = self._prefix + _bytes("prefix", prefix) + (b"/" if prefix else b"")
         self._views.append(view)
         return view
@@ -148,9 +144,11 @@ class RedisStore(Requests):
 
     def set(self, key: Text, value: Text) -> None:
         """Write a value."""
-        full = self._key(key)
-        written = _bytes("value", value)
-        self._set("set", [full], [full, written], len(written))
+        full, written = self._key(key), _bytes("value", value)
+        if len(written) < LARGE:
+            self._write("set", scripts.STORE_SET, [self._streams + full], [full, written])
+        else:
+            self._set("set", [full], [full, written], len(written))
 
     def multi_set(self, keys: Sequence[Text], values: Sequence[Text]) -> None:
         """Write several values at once."""
@@ -170,28 +168,29 @@ class RedisStore(Requests):
             RoundBrokenError: it can no longer be set, because the store's round is broken.
         """
         full, started = self._key(key), time.monotonic()
-        while True:
-            value: bytes | None = self._query(b"HGET", self._data, full)
-            if value is not None:
-                return value
-            value = self._await([full], "get", started, self._seconds())
-            if value is not None:
-                return value
+        packed = self._hget % (len(full), full)
+        value: bytes | None = self._ask(packed)[0]
+        while value is None:
+            seconds = self._seconds()
+            value = self._block([full], "get", started, seconds)
+            if value is None:
+                value = self._ask(packed, timeout=started + seconds - time.monotonic())[0]
+        return value
 
     def multi_get(self, keys: Sequence[Text]) -> list[bytes]:
         """Read several values; block until all are set. Raises like :meth:`get`."""
         full, started, seconds = self._all(keys), time.monotonic(), self._seconds()
-        values = self._read(full)
+        values = self._read(full, seconds)
         while missing := [i for i, value in enumerate(values) if value is None]:
             absent = [full[i] for i in missing]
-            self._await(absent, "get", started, seconds)
-            for i, value in zip(missing, self._read(absent), strict=True):
+            self._block(absent, "get", started, seconds)
+            for i, value in zip(missing, self._read(absent, started + seconds - time.monotonic()), strict=True):
                 values[i] = value
         return values
 
     def peek(self, keys: Sequence[Text]) -> list[bytes | None]:
         """Read several values as they are now; None for a missing key."""
-        return self._read(self._all(keys))
+        return self._read(self._all(keys), self._seconds())
 
     def add(self, key: Text, amount: int) -> int:
         """Add to the number in a key, 0 at first; returns the new number.
@@ -203,12 +202,16 @@ class RedisStore(Requests):
         if not -(2**63) <= number < 2**63:
             raise TypeError(f"add takes a 64-bit integer, not {amount!r}.")
         full = self._key(key)
-        return int(self._adding(full, number, scripts.STORE_ADD, [self._keys.stream(full)], [full, b"%d" % number]))
+        try:
+            return int(self._once(scripts.STORE_ADD, [self._streams + full], [full, b"%d" % number]))
+        except dist.DistStoreError as e:
+            _raise_if_not_addable(e, full, amount)
+            raise
 
     def append(self, key: Text, value: Text) -> None:
         """Add bytes to the end of a value, empty at first."""
         full = self._key(key)
-        self._write("append", scripts.STORE_APPEND, [self._keys.stream(full)], [full, _bytes("value", value)])
+        self._write("append", scripts.STORE_APPEND, [self._streams + full], [full, _bytes("value", value)])
 
     def compare_set(self, key: Text, expected: Text, desired: Text) -> bytes:
         """Write ``desired`` if the value is ``expected``, or if there is none and ``expected`` is empty.
@@ -218,7 +221,7 @@ class RedisStore(Requests):
         """
         full = self._key(key)
         args = [full, _bytes("value", expected), _bytes("value", desired)]
-        return bytes(self._once(scripts.STORE_COMPARE_SET, [self._keys.stream(full)], args))
+        return bytes(self._once(scripts.STORE_COMPARE_SET, [self._streams + full], args))
 
     def delete_key(self, key: Text) -> bool:
         """Remove a key; returns whether there was one."""
@@ -228,24 +231,18 @@ class RedisStore(Requests):
         """Whether all keys are there now; a queue with items counts, as in TCPStore."""
         full = self._all(keys)
         if len(full) != 1:
-            return bool(self._look(full, "check", self._seconds)[0] == 0)
-        queue = self._keys.queue(full[0])
-        value, items = (b"HEXISTS", self._data, full[0]), (b"EXISTS", queue)
-
-        def one_is_there(client: Any) -> bool:  # not by a script, which takes a fifth longer
-            if isinstance(client, DirectClient):
-                return any(client.exchange(pack_bytes(value) + pack_bytes(items), 2))
-            return bool(answer(value, client) or answer(items, client))
-
-        there: bool = self._call(one_is_there, [queue])
-        return there
+            script, names, args = self._look(full, "check")
+            return bool(self._script(script, names, [*args, b""])[0] == 0)
+        key, queue = full[0], self._keys.queue(full[0])
+        both = self._hexists % (len(key), key) + pack_bytes([b"EXISTS", queue])  # a script takes a fifth longer
+        return any(self._ask(both, [queue], count=2))
 
     def wait(self, keys: Sequence[Text], timeout: timedelta | float | None = None) -> None:
         """Block until all keys are set. Raises like :meth:`get`."""
         full, started = self._all(keys), time.monotonic()
         seconds = self._seconds if timeout is None else partial(_seconds_of, timeout)
-        if len(full) != 1 or not self._query(b"HEXISTS", self._data, full[0], timeout=seconds):
-            self._await(full, "wait", started, seconds())
+        if len(full) != 1 or not self._ask(self._hexists % (len(full[0]), full[0]), timeout=seconds)[0]:
+            self._block(full, "wait", started, seconds())
 
     def barrier(self, key: Text, world_size: int, timeout: timedelta | float | None = None) -> None:
         """Block until ``world_size`` callers have reached the barrier ``key``; raises like :meth:`get`.
@@ -254,24 +251,29 @@ class RedisStore(Requests):
         """
         started, full = time.monotonic(), self._key(key)
         count, last = full + b"/num_members", full + b"/last_member"
-        seconds = self._seconds if timeout is None else partial(_seconds_of, timeout)
-        keys = [self._wake, self._keys.stream(count), self._keys.stream(last)]
-
-        def arrive(left: Timeout, then: Then) -> Any:
-            args = [count, last, b"%d" % index(world_size), b"1" if then else b""]
-            return self._adding(count, 1, scripts.STORE_BARRIER, keys, args, left, then)
-
-        self._await([last], "wait", started, seconds(), arrive)
+        stream = self._streams + last
+        callers, seconds = b"%d" % index(world_size), self._seconds() if timeout is None else _seconds_of(timeout)
+        sender = self._borrowed_sender()
+        try:
+            args = [sender.name, b"%d" % sender.request, count, last, callers]
+            request = scripts.STORE_BARRIER, [self._wake, self._streams + count, stream], args
+            if not self._ask_and_read(request, stream, started + seconds):
+                self._await([last], request, started, seconds)
+        except dist.DistStoreError as e:
+            _raise_if_not_addable(e, count, 1)
+            raise
+        finally:
+            self._senders.append(sender)
 
     def num_keys(self) -> int:
         """The number of keys."""
         if self._prefix:
             return len(self.list_keys())
-        return int(self._query(b"HLEN", self._data))
+        return int(self._ask(pack_bytes([b"HLEN", self._data]))[0])
 
     def list_keys(self) -> list[str]:
         """The names of all keys."""
-        keys: list[bytes] = self._query(b"HKEYS", self._data)
+        keys: list[bytes] = self._ask(pack_bytes([b"HKEYS", self._data]))[0]
         n = len(self._prefix)
         return [key[n:].decode("utf-8", "surrogateescape") for key in keys if key.startswith(self._prefix)]
 
@@ -280,7 +282,7 @@ class RedisStore(Requests):
     def queue_push(self, key: Text, value: Text) -> None:
         """Append an item to a queue."""
         full = self._key(key)
-        streams = [self._keys.stream(full), self._keys.queue(full)]
+        streams = [self._streams + full, self._keys.queue(full)]
         self._write("queue_push", scripts.QUEUE_PUSH, streams, [full, _bytes("value", value)])
 
     def queue_pop(self, key: Text, block: bool = True) -> bytes:
@@ -297,12 +299,12 @@ class RedisStore(Requests):
                 return bytes(item)
             if not block:
                 raise dist.QueueEmptyError(f"The queue {full!r} is empty.")
-            self._await([full], "pop", started, seconds)
+            self._block([full], "pop", started, seconds)
 
     def queue_len(self, key: Text) -> int:
         """The number of items in a queue."""
         queue = self._keys.queue(self._key(key))
-        return int(self._query(b"LLEN", queue, keys=[queue]))
+        return int(self._ask(pack_bytes([b"LLEN", queue]), [queue])[0])
 
     # -- under the names that torch's C++ calls
 
@@ -316,10 +318,12 @@ class RedisStore(Requests):
     # -- below
 
     def _key(self, key: Text) -> bytes:
+        if isinstance(key, str) and len(key) < LARGE:  # this spares the common case a call
+            return self._prefix + key.encode("utf-8", "surrogateescape")
         return self._prefix + _bytes("key", key)
 
-    def _read(self, keys: list[bytes]) -> list[Any]:
-        return self._query(b"HMGET", self._data, *keys) if keys else []
+    def _read(self, keys: list[bytes], timeout: float) -> list[Any]:
+        return self._ask(pack_bytes([b"HMGET", self._data, *keys]), timeout=timeout)[0] if keys else []
 
     def _all(self, keys: Sequence[Text]) -> list[bytes]:
         if isinstance(keys, str | bytes):
@@ -327,32 +331,32 @@ class RedisStore(Requests):
         prefix = self._prefix
         return [prefix + _bytes("key", key) for key in keys]
 
-    def _look(
-        self, keys: list[bytes], asked: Literal["get", "pop", "wait", "check"], timeout: Timeout, then: Then = None
-    ) -> Any:
-        both = [name for key in keys for name in (self._keys.stream(key), self._keys.queue(key))]
-        args = [asked.encode(), b"1" if then else b"", *keys]
-        return self._script(scripts.STORE_WAIT, [self._wake, *both], args, timeout, then)
+    def _look(self, keys: list[bytes], asked: Literal["get", "pop", "wait", "check"]) -> Request:
+        """Whether all keys are there: ``lua/store_wait.lua`` without its last argument."""
+        both = [name for key in keys for name in (self._streams + key, self._keys.queue(key))]
+        return scripts.STORE_WAIT, [self._wake, *both], [asked.encode(), *keys]
 
-    def _await(
-        self,
-        keys: list[bytes],
-        asked: Literal["get", "pop", "wait"],
-        started: float,
-        timeout: float,
-        first_look: Callable[[Timeout, Then], Any] | None = None,
+    def _block(
+        self, keys: list[bytes], asked: Literal["get", "pop", "wait"], started: float, timeout: float
     ) -> bytes | None:
         """Block until all keys are there, for ``timeout`` seconds after ``started`` on the monotonic clock.
 
         Returns:
             The value that a single key was set to, if the wake-up carried it.
         """
+        request = self._look(keys, asked)
+        told = None
+        if len(keys) == 1 and asked != "pop":
+            told = self._ask_and_read(request, self._streams + keys[0], started + timeout)
+        told = told or self._await(keys, request, started, timeout)
+        return told[1] if told and told[0] == b"value" else None
+
+    def _await(self, keys: list[bytes], request: Request, started: float, timeout: float) -> Told | None:
+        """As :meth:`_block`, by a request whose reply is that of ``lua/store_wait.lua``; returns what woke it."""
+        script, names, args = request
         deadline = started + timeout
-        look = partial(self._look, keys, asked)
-        ask, at_once = first_look or look, len(keys) == 1 and asked != "pop"
         while keys:
-            reply, woken = self._ask_and_read(ask, keys[0] if at_once else None, deadline)
-            ask, at_once = look, False
+            reply = self._script(script, names, [*args, b""], deadline - time.monotonic())
             if reply[0] == 0:
                 break
             if reply[0] < 0:
@@ -360,63 +364,31 @@ class RedisStore(Requests):
                     f"Round {self._epoch} of run {self._run.run_id!r} is broken ({text(reply[1])}); "
                     f"the keys {_listed(keys)} will not be set any more. Join the next round."
                 )
-            stream, remaining = self._keys.stream(keys[reply[0] - 1]), deadline - time.monotonic()
-            if woken is None:
-                if remaining <= 0:
-                    limit = round(1000 * timeout)  # as TCPStore says it; how much later it is by now depends on Redis
-                    raise dist.DistStoreError(f"wait timeout after {limit}ms, keys: {_listed(keys)} of {self!r}")
-                try:
-                    woken = self._connection.read_bytes(self._streams(stream, *reply[1:]), remaining, timeout=remaining)
-                except RendezvousError as e:
-                    raise self._as_torchs(e, [stream]) from e
-            if stream in woken and len(keys) == 1:
-                what, value, *_ = woken[stream][-1][1]
-                if what != b"over":
-                    return value if what == b"value" else None
+            self._woken = reply[2]
+            stream, left = self._streams + keys[reply[0] - 1], deadline - time.monotonic()
+            if left <= 0:
+                limit = round(1000 * timeout)  # as TCPStore says it; how much later it is by now depends on Redis
+                raise dist.DistStoreError(f"wait timeout after {limit}ms, keys: {_listed(keys)} of {self!r}")
+            read = self._ask(self._reading(stream, reply[1], reply[2], left), [stream], left)
+            told: list[Told] = [said for _, said in entries_of(read[0]).get(stream, ()) if said[0] != b"over"]
+            if told and len(keys) == 1:
+                return told[-1]
         return None
 
-    def _ask_and_read(
-        self, ask: Callable[[Timeout, Then], Any], key: bytes | None, deadline: float
-    ) -> tuple[Any, dict[bytes, list[Any]] | None]:
-        """Ask for missing keys; if it is only one, block in the same round trip until that is set.
-
-        The ids to read from must then be known before the reply is. For the key's own stream, that is the beginning: an
-        older entry there is left out. For the run's, it is the id of the last reply: what is newer ends the block.
-
-        Returns:
-            The reply, and what was read; None if it was not tried, or only an older entry was there.
-        """
-        stream = b"" if key is None else self._keys.stream(key)
-        left = deadline - time.monotonic()
-        known = self._epoch is None or self._woken
-        if stream and known and left > 0 and isinstance(self._connection.client, DirectClient):
-            streams = self._streams(stream, b"0-0", self._woken)
-            reply, read = ask(left, lambda: self._connection.xread(streams, deadline - time.monotonic()))
-            woken = entries_of(read)
-        else:
-            reply, woken = ask(left, None), None
-        if reply[0] > 0:
-            self._woken = reply[2]
-            if woken and stream in woken and woken[stream][-1][0] == reply[1]:
-                woken = None
-        return reply, woken
-
-    def _streams(self, stream: bytes, after: bytes, wake_after: bytes) -> dict[bytes, bytes]:
-        """What to read: a key's own stream, and that of the round's run, each with the id after which to begin."""
-        return {stream: after} if self._epoch is None else {stream: after, self._wake: wake_after}
-
-    def _adding(self, key: bytes, amount: int, *request: Any) -> Any:
-        """As :meth:`_once`, for a request that adds to a key."""
-        try:
-            return self._once(*request)
-        except dist.DistStoreError as e:
-            if "not an integer" in str(e) or "overflow" in str(e):
-                raise ValueError(f"Cannot add {amount} to the key {key!r}: {e}") from e
-            raise
+    def _reading(self, stream: bytes, after: bytes, wake_after: bytes, seconds: float) -> bytes:
+        """What to send to block until a key's own stream, or that of the round's run, has an entry after an id."""
+        block = b"%d" % max(1, round(1000 * min(seconds, self._connection.max_block)))
+        words = (len(block), block, len(stream), stream, len(after), after)
+        return self._xread % (words if self._epoch is None else (*words, len(wake_after), wake_after))
 
 
 def _seconds_of(timeout: timedelta | float) -> float:
     return timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+
+
+def _raise_if_not_addable(error: dist.DistStoreError, key: bytes, amount: int) -> None:
+    if any(words in str(error.__cause__) for words in ("value is not an integer", "would overflow")):
+        raise ValueError(f"Cannot add {amount} to the key {key!r}: {error}") from error
 
 
 def _bytes(what: str, value: Text) -> bytes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import sys
-import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -111,13 +110,12 @@ def test_a_warden_that_was_killed_is_told_of_and_replaced_at_once(
 def test_a_warden_that_cannot_be_started_is_told_of_once(
     guard: Guard, clock: Clock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "nowhere"))
-    for _ in range(5):
-        guard.brief(())
-        clock.now += LONGEST_PAUSE
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "executable", str(tmp_path / "nowhere"))
+        for _ in range(5):
+            guard.brief(())
+            clock.now += LONGEST_PAUSE
     [record] = caplog.records
     assert "No warden could be started" in record.message
-    monkeypatch.undo()
-    clock.now = time.monotonic() + 2 * LONGEST_PAUSE
     guard.brief(())
     assert guard.pid is not None, "it goes on trying"

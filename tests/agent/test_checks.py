@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -100,6 +101,13 @@ def test_a_check_that_nobody_knows_is_an_error(node: Node, hooks: str) -> None:
 @pytest.mark.usefixtures("hooks")
 def test_a_check_that_hangs_refuses_in_time(tmp_path: Path) -> None:
     assert run_checks(["hangs"], None, Node(tmp_path, 1, timeout=0.2)) == "hangs: did not finish within 0.2 s"
+
+
+def test_a_node_in_a_hurry_does_not_wait_for_its_checks(node: Node) -> None:
+    """Whoever is to leave hears of it at once, and is not refused."""
+    hurried_at = time.monotonic() + 0.3
+    assert run_checks((), "sleep 60", node, lambda: time.monotonic() > hurried_at) is None
+    assert time.monotonic() - hurried_at < 10
 
 
 def test_our_checks_fit_this_machine_when_asked_directly(node: Node) -> None:

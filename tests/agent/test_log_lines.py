@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Final
@@ -86,3 +87,31 @@ def test_a_program_that_has_set_up_logging_keeps_its_own(monkeypatch: pytest.Mon
     assert handler.filter(record)
     monkeypatch.setattr(root, "handlers", [logging.NullHandler()])
     assert not handler.filter(record), "or else it would stand there twice"
+
+
+WRITES: Final = """
+import atexit, os, sys
+from redelastic.logs import unhurried_stderr
+
+os.set_blocking(2, sys.argv[1] == "blocks")
+with unhurried_stderr():
+    for i in range(10_000):
+        print(i, "\u2713", file=sys.stderr)
+    if os.fork() == 0:
+        print("of a child", file=sys.stderr)
+        sys.exit()
+    os.wait()
+    atexit.register(print, "at exit", file=sys.stderr)
+print("afterwards", file=sys.stderr)
+sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize("file", ["blocks", "does not block"])
+def test_what_nobody_waits_for_is_written_whole_and_in_order(file: str) -> None:
+    done = subprocess.run([sys.executable, "-c", WRITES, file], stderr=subprocess.PIPE, check=False, timeout=60)
+    *lines, afterwards, at_exit = done.stderr.decode().splitlines()
+    assert (afterwards, at_exit) == ("afterwards", "at exit")
+    lines.remove("of a child")
+    assert lines == [f"{i} \u2713" for i in range(10_000)]
+    assert done.returncode == 3

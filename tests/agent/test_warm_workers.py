@@ -105,6 +105,20 @@ def test_a_template_serves_as_long_as_it_fits(make: Callable[..., WarmStart], tm
     assert one._spared == set()
 
 
+def test_workers_see_the_variables_that_imports_have_set(make: Callable[..., WarmStart], tmp_path: Path) -> None:
+    """But those that their agent gives each of them are theirs."""
+    (tmp_path / "env.py").write_text(
+        "import os; os.environ.update(SET='by import', RANK='9', CHANGED='by import'); del os.environ['GONE']"
+    )
+    (tmp_path / "script.py").write_text(
+        "import os; print([os.environ.get(name) for name in ('SET', 'RANK', 'CHANGED', 'GONE')])"
+    )
+    one = make("env")
+    given = {"CHANGED": "given", "GONE": "given"}
+    expected = [(True, f"['by import', '{rank}', 'by import', None]") for rank in range(2)]
+    assert start_group(one, tmp_path, **given) == expected
+
+
 def test_workers_do_not_wait_for_ever_for_a_template(
     make: Callable[..., WarmStart], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -77,6 +77,16 @@ def test_outside_an_agent_nothing_happens() -> None:
     )
 
 
+def test_what_the_agent_needs_is_out_of_the_way_of_a_script_that_closes_its_files(board: Board) -> None:
+    """Python would write its stacks into whatever file gets that number next."""
+    code = """
+os.closerange(3, 256)
+opened = os.open(os.devnull, os.O_WRONLY)
+print(opened, [int(n) > 256 for n in os.listdir("/proc/self/fd") if int(n) > opened + 1])
+"""
+    assert run(code, board.environment(0)) == "3 [True]"
+
+
 def test_import_is_light() -> None:
     assert run("print([m for m in ('torch', 'redis', 'logging', 'asyncio') if m in sys.modules])", {}) == "[]"
 

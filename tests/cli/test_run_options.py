@@ -96,6 +96,20 @@ def test_a_wrong_variable_is_told(
     assert told in capfd.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (("--nproc-per-node=0",), "--nproc-per-node=0 is out of range: it must be 1 or more"),
+        (("--nproc-per-node=-3",), "--nproc-per-node=-3 is out of range"),
+        (("--standalone", "--nnodes=2"), "--nnodes=2 needs several hosts, and --standalone has one"),
+    ],
+)
+@pytest.mark.usefixtures("launched")
+def test_what_cannot_run_is_refused(given: tuple[str, ...], told: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", *PLACE, *given, SCRIPT]) == 2
+    assert told in capfd.readouterr().err
+
+
 def test_the_shutdown_timeout_is_known_on_every_torch(launched: list[Any]) -> None:
     assert main(["run", *PLACE, "--shutdown-timeout=2", SCRIPT]) == 0
     assert launched[2] == {"shutdown_timeout": 2}

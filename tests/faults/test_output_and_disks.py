@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_job import FAILED, REFUSED, STOPPED
+from agent_job import FAILED, REFUSED, STOPPED, AgentJob
 from torchrun_job import LIMIT
 from unruly_job import OURS, UNRULY, environment, run
 from workers.unruly import FLOOD, LINE
@@ -77,6 +78,44 @@ def _wait(condition: Callable[[], Any], what: str) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"not within {LIMIT:g} s: {what}"
         time.sleep(0.02)
+
+
+@pytest.mark.fault(
+    "whoever reads an agent's stderr stops reading, and a peer dies",
+    "the node goes on, ends with the right exit code, and its lines are there when they are read",
+)
+def test_an_agent_does_not_wait_for_who_reads_its_stderr(server: RedisServer, tmp_path: Path) -> None:
+    """A stopped terminal, or a disk on the network that hangs."""
+    with AgentJob(server, tmp_path, "1:3") as job:
+        stderr = tmp_path / "b.err"
+        os.mkfifo(stderr)
+        reader = os.open(stderr, os.O_RDWR | os.O_NONBLOCK)
+        job.begin("a", "b", "c", options=("--redirects=3", f"--log-dir={tmp_path / 'logs'}"))
+        job.wait_round("abc")
+        _fill(reader)
+        job.nodes["c"].kill()
+        job.wait_round("ab")
+        text = b""
+
+        def has_told() -> bool:
+            nonlocal text
+            with contextlib.suppress(BlockingIOError):
+                text += os.read(reader, 2**16)
+            return b"Round 1 of run" in text
+
+        job.wait("it tells why", has_told)
+        _fill(reader)
+        job.tell("finish")
+        assert [job.wait_end(name) for name in "ab"] == [0, 0]
+        os.close(reader)
+
+
+def _fill(pipe: int) -> None:
+    """Have whoever writes into a pipe wait from now on."""
+    for size in (4096, 1):
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(pipe, b"\n" * size)
 
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])

@@ -9,6 +9,9 @@ from typing import Any, Final
 
 import pytest
 import torch.distributed as dist
+from faulty_proxy import Fault as Faulty
+from faulty_proxy import FaultyProxy
+from lossy_network import address
 from nodes import NodeFactory
 from rounds import events
 from server_faults import (
@@ -26,6 +29,7 @@ from server_faults import (
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
 from redelastic import RedisStore
+from redelastic.redis.connection import Connection
 from redelastic.redis.server import RedisServer
 
 pytestmark = pytest.mark.timeout(180)
@@ -98,6 +102,23 @@ def test_a_store_says_at_once_what_will_not_pass(
         assert store.get("key") == b"value", "it can be read"
     assert store.add("n", 1) == 1, "nothing of it had an effect"
     store.close()
+
+
+@pytest.mark.fault(
+    "the network takes longer for a value than one attempt at a call may", "it is sent for as long as any of it arrives"
+)
+@pytest.mark.parametrize("write", ["set", "append"])
+def test_a_value_takes_longer_than_an_attempt(write: str, own_server: RedisServer, run_id: str) -> None:
+    value = b"v" * 2**25
+    late = Faulty(keep=None, hold_request=True, hold=0.05)
+    with FaultyProxy(*address(own_server), lambda: late) as slow:  # by that time for each MB, or less
+        url = own_server.url.replace(own_server.endpoint, f"127.0.0.1:{slow.port}")
+        connection = Connection.open(url, attempt_timeout=0.5)
+        store = RedisStore(connection, run_id, timeout=30)
+        getattr(store, write)("key", value)
+        assert store.get("key") == value
+        store.close()
+        connection.close()
 
 
 @pytest.mark.fault(

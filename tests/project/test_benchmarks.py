@@ -20,7 +20,8 @@ from commands import until
 from benchmarks import recovery
 from benchmarks.__main__ import BEGIN, BENCHMARKS, END, README, pages, stolen, with_results
 from benchmarks.recovery_job import OURS, Job
-from benchmarks.report import RESULTS, Spread, Table, document, markdown, regressions, summary, tables_of
+from benchmarks.report import RESULTS, Spread, Table, document, draw, markdown, regressions, summary, tables_of
+from benchmarks.scale import Costs, limits
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 240.0  # for one benchmark with --quick, which takes some seconds, on a busy machine
@@ -146,6 +147,23 @@ def test_a_table_survives_its_file_and_shows_ratios() -> None:
         "|---:|---:|---:|---:|---:|---:|",
         "| 2 | 1 ms | 12.3 ms · 12 x | 1 s · 1,000 x | not within 60 s | 3 ms |",
     ]
+
+
+@pytest.mark.parametrize("log", [True, False])
+def test_a_table_of_zeros_is_drawn(tmp_path: Path, log: bool) -> None:
+    """A short run may take no CPU time that the kernel counts."""
+    table = Table("t", "CPU time", "nodes", log=log)
+    for nodes in (16, 64):
+        table.put(nodes, "redelastic", [0.0, 0.0])
+    draw(table, tmp_path / "t.png")
+    assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_is_too_cheap_to_measure_sets_no_limit() -> None:
+    table = limits(Costs(form=1e-4, beat=1e-4, complete=1e-5, tell=1e-5, lose=0.0, keys=1e3, connection=1e3))
+    bound = "a dead node is known everywhere within 100 ms of its lease (I7)"
+    assert table.cells.pop(bound)["nodes"] == "too cheap to measure"
+    assert all(isinstance(cells["nodes"], Spread) for cells in table.cells.values())
 
 
 def test_targets_are_summed_up() -> None:

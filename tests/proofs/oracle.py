@@ -65,7 +65,7 @@ def join(state: State, now: int, request: Join) -> tuple[State, Reply]:
         s.settings, s.ttl = request.settings, request.settings.ttl  # nobody is there: this is the first node
     elif (request.settings.min, request.settings.max) != (s.settings.min, s.settings.max):
         try_complete(s, now)
-        return s, ("mismatch", s.settings.min, s.settings.max)
+        return s, ("mismatch", s.settings.min, s.settings.max, s.settings.lease, s.settings.interval)
     if s.epoch is None or request.after > s.epoch:
         s.epoch = request.after  # I4: after a loss of data no epoch is given twice
 
@@ -123,8 +123,9 @@ def leave(state: State, now: int, request: Leave) -> tuple[State, Reply]:
     """Take a node out of the run for good; a member that has finished closes the run, or stops it."""
     s, node = state.copy(), request.node
     restore(s, now, node, request.settings, request.known)
-    if s.ttl is None:
-        return s, ()  # nothing of this run is there
+    if s.ttl is None:  # nothing of this run is there, yet: a late join may come
+        s.left.add(node)
+        return s, ()
     if node in s.left:
         return s, ()
     reap(s, now, steady=request.known.steady)

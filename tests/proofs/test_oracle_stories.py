@@ -200,14 +200,18 @@ STORIES: Final = {
         * closed a: a finished
      3  b joins of 1:1                 -> closed, a finished, 1, 0
 """,
+    "a late join does not bring back who has left before there was a run": """
+     0  a finishes                     -> nothing
+     1  a joins of 1:1                 -> left
+""",
     "a dead job makes room for another": """
      0  a joins of 1:1                 -> complete, 1, 0, 1, a:1, 0
         | complete 1: max_nodes joined (0 waiting)
- 10000  b joins of 2:2                 -> mismatch, 1, 1
+ 10000  b joins of 2:2                 -> mismatch, 1, 1, 6000, 2000
         * outage: no heartbeat for 10.0 s: every lease starts anew
- 11500  b joins of 2:2                 -> mismatch, 1, 1
- 13000  b joins of 2:2                 -> mismatch, 1, 1
- 14500  b joins of 2:2                 -> mismatch, 1, 1
+ 11500  b joins of 2:2                 -> mismatch, 1, 1, 6000, 2000
+ 13000  b joins of 2:2                 -> mismatch, 1, 1, 6000, 2000
+ 14500  b joins of 2:2                 -> mismatch, 1, 1, 6000, 2000
  16000  b joins of 2:2                 -> waiting, 1, 2, -1, 0, 0
         | broken 1: a lost its lease after 6.0 s (0 waiting)
         * lost a: lost its lease after 6.0 s

@@ -6,6 +6,8 @@ import gc
 import subprocess
 import sys
 import weakref
+from collections.abc import Callable
+from typing import Any
 
 import hiredis
 import pytest
@@ -75,7 +77,7 @@ def test_bytes_are_packed_as_hiredis_packs_them(words: list[bytes]) -> None:
 def test_text_and_numbers_are_packed_as_hiredis_packs_them() -> None:
     words = ("SET", "k\u00e9y", b"\xff", 7, -1.5, 1e300)
     assert pack(words) == hiredis.pack_command(words)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="None"):
+    with pytest.raises(redis.DataError, match="None"):
         pack(("SET", None))
 
 
@@ -94,25 +96,31 @@ def test_a_call_is_packed_as_hiredis_packs_it(whole: bool) -> None:
 
 INTERRUPTED = """
 import signal
-from redelastic.redis.client import pack
+from redelastic.redis.client import DirectClient, pack
 
 def stop(*_):
     raise KeyboardInterrupt
 
 signal.signal(signal.SIGALRM, stop)
 words = ["MANY", *range(1_000_000)]
-signal.setitimer(signal.ITIMER_REAL, 0.02)
-try:
-    pack(words)
-except KeyboardInterrupt:
-    print("interrupted")
+connection = DirectClient().connection_pool.make_connection()
+for delay in (0.02, 0.05, 0.1, 0.2, 0.3):
+    try:
+        signal.setitimer(signal.ITIMER_REAL, delay)
+        {packs}
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    except KeyboardInterrupt:
+        print("interrupted")
 """
 
 
-def test_an_interrupt_while_a_command_is_packed_is_an_exception() -> None:
+@pytest.mark.parametrize("packs", ["pack(words)", "connection.pack_command(*words)"], ids=["ours", "redis-py's"])
+def test_an_interrupt_while_a_command_is_packed_is_an_exception(packs: str) -> None:
     """hiredis' own packing ends the process if it comes while a number is turned into text."""
-    done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, check=False, timeout=60)
-    assert (done.returncode, done.stdout) == (0, "interrupted\n"), done.stderr
+    program = INTERRUPTED.replace("{packs}", packs)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "interrupted" in done.stdout
 
 
 class Found:
@@ -158,10 +166,55 @@ def test_a_refusal_keeps_nothing_of_its_callers_alive(own_server: RedisServer) -
             gc.enable()
 
 
+def test_a_closed_client_opens_new_connections(own_server: RedisServer) -> None:
+    with DirectClient.from_url(own_server.url) as client:
+        for _ in range(3):
+            assert client.execute_command("PING")
+            client.close()
+        assert not client.connection_pool._in_use_connections
+        assert client.execute_command("PING")
+        client.connection_pool.disconnect()
+        assert client.execute_command("PING")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda client: client.execute_command("PING"),
+        lambda client: client.pipeline().execute_command("PING").execute(),
+        lambda client: client.connection_pool.get_connection(),
+    ],
+    ids=["command", "pipeline", "connection"],
+)
+def test_a_login_that_was_interrupted_is_nobodys_connection(
+    own_server: RedisServer,
+    monkeypatch: pytest.MonkeyPatch,
+    call: Callable[[redis.Redis], Any],
+    error: type[BaseException],
+) -> None:
+    """redis-py puts it back into its pool, with the login's reply still to come."""
+    login = redis.Connection.on_connect_check_health
+    interrupted: list[redis.Connection] = []
+
+    def on_connect(self: redis.Connection, *args: Any, **options: Any) -> None:
+        login(self, *args, **options)
+        if not interrupted:
+            interrupted.append(self)
+            self.send_command("ECHO", "of the login")
+            raise error
+
+    monkeypatch.setattr(redis.Connection, "on_connect_check_health", on_connect)
+    with DirectClient.from_url(own_server.url) as client:
+        with pytest.raises(error):
+            call(client)
+        assert client.execute_command("ECHO", "ours") == b"ours"
+
+
 def test_no_connection_to_a_master_that_became_a_replica_is_kept(own_server: RedisServer) -> None:
     """Else each of them would cost an attempt."""
     with own_server.get_client() as admin, DirectClient.from_url(own_server.url) as client:
-        taken = [client._take() for _ in range(3)]
+        taken = [client.take() for _ in range(3)]
         client._idle.extend(taken)
         assert client.execute_command("SET", "k", "v")
         admin.replicaof("127.0.0.1", 1)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import re
+import signal
+import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError  # the built-in one from Python 3.11 on
+from typing import Any
 
 import pytest
 import redis
@@ -371,3 +376,125 @@ class TestClosing:
         with pytest.raises(RendezvousConnectionError):
             node.is_closed()
         assert not node.shutdown()
+
+
+class TestWhatMayComeBetween:
+    def test_a_keeper_that_could_not_be_started_is_started_by_the_next_attempt(
+        self, new_node: NodeFactory, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Else the node would lose its lease, and hear of nothing."""
+        node = new_node(1, 1)
+        start = threading.Thread.start
+
+        def refuse(thread: threading.Thread) -> None:
+            if "keepalive" in thread.name:
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", refuse)
+            with pytest.raises(RuntimeError, match="can't start"):
+                node.next_rendezvous()
+        node.next_rendezvous()
+        keeper = node.membership.heartbeat._keeper
+        assert keeper is not None
+        assert keeper.is_alive()
+
+    def test_a_diagnosis_for_which_there_is_no_thread_is_no_error(
+        self, new_node: NodeFactory, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        nodes = [new_node(2, 2) for _ in range(2)]
+        [other] = [node for node, info in zip(nodes, join_all(pool, *nodes), strict=True) if info.rank == 1]
+
+        def refuse(_: threading.Thread) -> None:
+            raise RuntimeError("can't start new thread")
+
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        assert other.num_nodes_waiting() == 0
+
+    def test_exceptions_of_signal_handlers_leave_the_view_unlocked(self, new_node: NodeFactory) -> None:
+        node = new_node(1, 1)
+        node.next_rendezvous()
+
+        def interrupt(*_: object) -> None:
+            raise KeyError("an alarm's")
+
+        before = signal.signal(signal.SIGALRM, interrupt)
+        try:
+            for _ in range(300):
+                with contextlib.suppress(KeyError):
+                    signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-4, 3e-4))
+                    while True:
+                        node.num_nodes_waiting()
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+        with ThreadPoolExecutor(1) as other:
+            assert other.submit(node.num_nodes_waiting).result(10) == 0
+
+    def test_a_node_that_was_shut_down_while_it_joined_is_in_no_round(
+        self, new_node: NodeFactory, client: redis.Redis, keys: RunKeys, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """By a signal handler, just when the reply has come."""
+        node = new_node(1, 1)
+        join = node.membership.join
+
+        def join_and_be_shut_down(*args: Any) -> Any:
+            entered = join(*args)
+            node.shutdown()
+            return entered
+
+        monkeypatch.setattr(node.membership, "join", join_and_be_shut_down)
+        with pytest.raises(RendezvousClosedError, match="was shut down"):
+            node.next_rendezvous()
+        assert client.zcard(keys.leases) == 0
+
+    @pytest.mark.parametrize(("before", "now"), [(0.2, 0.5), (0.7, 0.2)])
+    def test_a_dead_job_makes_room_for_one_of_another_size_and_heartbeat(
+        self, new_node: NodeFactory, pool: ThreadPoolExecutor, before: float, now: float
+    ) -> None:
+        dead = [new_node(2, 2, keep_alive_interval=before) for _ in range(2)]
+        join_all(pool, *dead)
+        for node in dead:
+            node.membership.stop()
+        assert new_node(1, 1, keep_alive_interval=now).next_rendezvous().world_size == 1
+
+    def test_a_fenced_node_closes_nothing_though_redis_has_lost_its_data(
+        self, new_node: NodeFactory, pool: ThreadPoolExecutor, client: redis.Redis, keys: RunKeys
+    ) -> None:
+        fenced, live = nodes = [new_node(1, 2, keep_alive_interval=1) for _ in range(2)]
+        join_all(pool, *nodes)
+        client.zadd(keys.leases, {fenced.membership.node: 1})  # as if it had been frozen for a lease
+        until(live.num_nodes_waiting, "the other knows")
+        live.next_rendezvous()
+        until(lambda: fenced.membership.view.fenced, "it knows itself")
+        client.delete(*keys.types)
+        fenced.shutdown()
+        assert not live.is_closed()
+
+    def test_a_node_of_a_broken_round_closes_nothing_though_redis_has_lost_its_data(
+        self, new_node: NodeFactory, pool: ThreadPoolExecutor, client: redis.Redis, keys: RunKeys
+    ) -> None:
+        first, second, newcomer = (new_node(2, 3, keep_alive_interval=1) for _ in range(3))
+        join_all(pool, first, second)
+        waiting = pool.submit(newcomer.next_rendezvous)
+        until(first.num_nodes_waiting, "somebody waits")
+        client.delete(*keys.types)
+        first.shutdown()
+        assert not second.is_closed()
+        assert second.next_rendezvous().world_size == waiting.result(20).world_size == 2
+
+    def test_a_shutdown_that_redis_did_not_hear_may_be_tried_again(
+        self, own_server: RedisServer, new_node: NodeFactory
+    ) -> None:
+        node = new_node(1, 1, url=own_server.url, close_timeout=0.3, heartbeat_timeout=1)
+        node.next_rendezvous()
+        assert own_server.pid
+        os.kill(own_server.pid, signal.SIGSTOP)
+        try:
+            assert not node.shutdown()
+        finally:
+            os.kill(own_server.pid, signal.SIGCONT)
+        assert node.shutdown()
+        assert new_node(1, 1, url=own_server.url).is_closed()
+        assert node.shutdown()

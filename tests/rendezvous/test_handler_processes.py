@@ -22,32 +22,35 @@ from redelastic.redis.server import RedisServer
 class TestProcesses:
     SCRIPT = textwrap.dedent(
         """
-        import sys, time
+        import os, sys, time
         from redelastic import handler_from_url
+        if sys.argv[2] == "fork" and (child := os.fork()):
+            os.close(1)
+            sys.exit(os.waitpid(child, 0)[1])
         handler = handler_from_url(sys.argv[1])
         print(handler.next_rendezvous().rank, flush=True)
         sys.stdin.read()
         """
     )
 
-    def start(self, url: str, run_id: str, **parameters: Any) -> subprocess.Popen[str]:
+    def start(self, url: str, run_id: str, how: str = "", **parameters: Any) -> subprocess.Popen[str]:
         query = "&".join(f"{k}={v}" for k, v in parameters.items())
         url = f"{url}?run_id={run_id}&min_nodes=1&max_nodes=2&last_call_timeout=20&{query}"
         return subprocess.Popen(
-            [sys.executable, "-c", self.SCRIPT, url], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", self.SCRIPT, url, how], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
-    @pytest.mark.parametrize("how", ["exit", "SIGTERM", "SIGKILL", "SIGSTOP"])
+    @pytest.mark.parametrize("how", ["exit", "fork", "SIGTERM", "SIGKILL", "SIGSTOP"])
     def test_a_process_that_goes_is_missed(
         self, how: str, server: RedisServer, run_id: str, new_node: NodeFactory
     ) -> None:
-        process = self.start(server.url, run_id, keep_alive_interval=0.3)
+        process = self.start(server.url, run_id, how, keep_alive_interval=30 if how == "fork" else 0.3)
         try:
             node = new_node(1, 2, last_call_timeout=20)
             assert node.next_rendezvous().world_size == 2
             assert process.stdout is not None
             process.stdout.readline()
-            if how == "exit":
+            if how in ("exit", "fork"):
                 process.communicate("", timeout=10)
             else:
                 process.send_signal(getattr(signal, how))

@@ -400,6 +400,20 @@ def test_a_wait_ends_in_time_while_writes_cannot_be_made(own_server: RedisServer
         assert store.get("k") == b"v", "what could not be sent is sent then"
 
 
+@pytest.mark.parametrize("limit", [timedelta.max, float("inf")])
+def test_a_line_that_another_thread_holds_is_waited_for_without_a_limit(
+    server: RedisServer, run_id: str, limit: timedelta | float
+) -> None:
+    with opened(server, run_id, acknowledge=False) as store:
+        store.set("k", "v")
+        assert store._line is not None
+        with store._line._lock:
+            waiting = in_thread(store.wait, ["k"], limit)
+            with pytest.raises(TimeoutError):
+                waiting.result(0.2)
+        waiting.result(SOON)
+
+
 def test_a_handler_of_a_signal_within_a_write_is_acknowledged(
     server: RedisServer, run_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -432,3 +446,28 @@ def test_an_interruption_on_entering_or_leaving_loses_no_write(server: RedisServ
         store._line._enter(1)
         line_module._settle_all()
         assert under_way(store) == 0
+
+
+@pytest.mark.parametrize("call", ["barrier", "add"])
+def test_a_call_that_tries_twice_tells_of_an_earlier_write_that_failed(
+    own_server: RedisServer, run_id: str, call: str
+) -> None:
+    with opened(own_server, run_id, acknowledge=False) as store, own_server.get_client() as client:
+        store.barrier("b0", 1)  # from now on a barrier takes one round trip
+        client.config_set("maxmemory", 1)
+        store.set("k", "v")
+        until(lambda: "errorstat_OOM" in client.info("errorstats"))
+        client.config_set("maxmemory", 0)
+        with pytest.raises(dist.DistNetworkError, match="earlier set of the key b'k' has failed"):
+            store.barrier("b1", 1) if call == "barrier" else store.add("n", 1)
+        store.barrier("b1", 1)
+
+
+def test_a_first_write_goes_out_on_a_connection_that_is_alive(own_server: RedisServer, run_id: str) -> None:
+    """Not on one that another call has left, which may have died since."""
+    with opened(own_server, run_id, acknowledge=False) as store, own_server.get_client() as client:
+        for started in [in_thread(store.wait, ["k"], 0.1) for _ in range(10)]:
+            assert isinstance(started.exception(SOON), dist.DistStoreError)
+        client.client_kill_filter(_type="normal", skipme=True)
+        store.set("k", "v")
+        until(lambda: client.exists(store._keys.data))

@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection as Pipe
 from typing import Any
 
 import pytest
+import redis
 import torch
 import torch.distributed as dist
 from nodes import NodeFactory
@@ -349,6 +350,24 @@ def test_workers_of_our_agents_join_the_store_of_their_round(
         processes.start(_join_again_and_again, server.url, RANK=str(rank), **environment)
     assert processes.values() == [[3.0] * 3] * 2
     assert any(key.startswith("worker/") for key in info.store.list_keys())
+
+
+def _connections_after_groups(url: str) -> list[int]:
+    counts = []
+    for _ in range(3):
+        _join(url)
+        dist.destroy_process_group()
+        with redis.Redis.from_url(url) as admin:
+            counts.append(len(admin.client_list()))
+    return counts
+
+
+def test_all_groups_of_a_worker_share_a_connection(own_server: RedisServer, run_id: str, processes: Processes) -> None:
+    """Recoveries within a process make one group after the other."""
+    environment = {"TORCHELASTIC_RUN_ID": run_id, "REDELASTIC_EPOCH": "1", "WORLD_SIZE": "1", "RANK": "0"}
+    processes.start(_connections_after_groups, own_server.url, **environment)
+    [counts] = processes.values()
+    assert len(set(counts)) == 1, counts
 
 
 def _join_beside(url: str) -> tuple[str | None, str | None]:

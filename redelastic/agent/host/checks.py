@@ -15,6 +15,7 @@ import re
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ MEMORY_PER_WORKER: Final = 256 << 20  # about what a worker needs to get as far 
 DISK_SPACE: Final = 100 << 20  # room for logs and a few temporary files, in bytes
 FREE_FILES: Final = 100  # inodes
 GRACE: Final = 2 * KILL_PATIENCE  # beyond its time, for a check that must end a process of its own, in seconds
+LOOK: Final = 0.2  # how long to wait at a time for a check's answer, in seconds
 REASON_LENGTH: Final = 300  # limit for a reason, in characters
 PROBE: Final = (sys.executable, "-m", "redelastic.agent.host.gpu_probe")
 
@@ -64,7 +66,9 @@ def known_checks() -> dict[str, EntryPoint]:
     return found
 
 
-def run_checks(names: Iterable[str], command: str | None, node: Node) -> str | None:
+def run_checks(
+    names: Iterable[str], command: str | None, node: Node, is_hurried: Callable[[], bool] = lambda: False
+) -> str | None:
     """Run the named checks one by one, then ``command``; the first refusal decides.
 
     An exception counts as a refusal, and so does silence: a check that has not answered within ``node.timeout`` is left
@@ -74,9 +78,10 @@ def run_checks(names: Iterable[str], command: str | None, node: Node) -> str | N
         names: of installed checks.
         command: for ``/bin/sh -c``; an exit status other than 0 refuses, with the last line of its output.
         node: what the checks get.
+        is_hurried: whether to give up now; asked several times a second.
 
     Returns:
-        Why this node is not fit to join, beginning with the check's name; None if it is fit.
+        Why this node is not fit to join, beginning with the check's name; None if it is fit, or there was a hurry.
 
     Raises:
         ValueError: there is no check of that name.
@@ -93,12 +98,12 @@ def run_checks(names: Iterable[str], command: str | None, node: Node) -> str | N
     if command:
         checks.append(("command", lambda: functools.partial(_command, command)))
     for name, load in checks:
-        if reason := _answer(load, node):
+        if reason := _answer(load, node, is_hurried):
             return f"{name}: {reason}"
     return None
 
 
-def _answer(load: Callable[[], Check], node: Node) -> str:
+def _answer(load: Callable[[], Check], node: Node, is_hurried: Callable[[], bool]) -> str:
     answers: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def ask() -> None:
@@ -110,10 +115,13 @@ def _answer(load: Callable[[], Check], node: Node) -> str:
             answers.put(f"{type(e).__name__}: {e}")
 
     threading.Thread(target=ask, name="redelastic-health-check", daemon=True).start()
-    try:
-        return _one_line(answers.get(timeout=node.timeout + GRACE))
-    except queue.Empty:
-        return f"did not finish within {node.timeout:g} s"
+    deadline = time.monotonic() + node.timeout + GRACE
+    while not is_hurried():
+        with contextlib.suppress(queue.Empty):
+            return _one_line(answers.get(timeout=min(LOOK, max(0.0, deadline - time.monotonic()))))
+        if time.monotonic() >= deadline:
+            return f"did not finish within {node.timeout:g} s"
+    return ""
 
 
 # -- our checks

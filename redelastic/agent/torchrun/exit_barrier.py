@@ -11,6 +11,7 @@ from typing import Final
 from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
+from redelastic.rendezvous.heartbeat import RETRY_PAUSE
 from redelastic.store import RedisStore, RoundBrokenError
 
 log = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ def wait_for_others(
         size: number of nodes.
         timeout: how long to wait, in seconds.
         each_second: called about once a second; an exception from it ends the wait.
-        is_patient: whether to keep waiting while Redis is away.
+        is_patient: whether to keep waiting while Redis is away, or refuses writes.
     """
     ended = [f"redelastic/exit/{r}" for r in range(size)]
     awaited = ended if rank == 0 else ["redelastic/exited"]
@@ -54,6 +55,7 @@ def wait_for_others(
             except DistNetworkError:
                 if not is_patient():
                     raise
+                time.sleep(RETRY_PAUSE)  # Redis may refuse at once
         log.warning("Other nodes have not finished within %g s; this one exits anyway.", timeout)
     except RoundBrokenError as e:
         each_second()  # which may know why

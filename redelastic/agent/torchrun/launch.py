@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import uuid
 from collections.abc import Callable, Sequence
@@ -61,6 +62,8 @@ def launch(
         RendezvousConnectionError: Redis does not answer, or refuses us.
     """
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.signals_to_handle
+    if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:  # then the exit status of a worker would be lost
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     handler = handler_from_parameters(
         RendezvousParameters(
             backend="redis",

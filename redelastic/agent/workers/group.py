@@ -20,7 +20,7 @@ from redelastic.agent.torchrun.failures import LiveFailure
 
 from .board import FROZEN, Board, HangWatch
 from .deaths import Deaths
-from .stacks import catches, dump_stacks
+from .stacks import catches, dump_stacks, speaker_of
 
 SAVE_SIGNAL: Final = signal.SIGUSR1  # tells workers that have a handler for it to save
 SPARSELY: Final = 10  # times the monitor interval: between looks at workers whose ends the kernel reports
@@ -42,6 +42,7 @@ class Workers:
     Attributes:
         pids: of the workers that were started, by local rank.
         logs: log files of the workers that write to one, by local rank.
+        signalled: whether one of them was asked to save by signal alone: if it then ends with 0, its work may go on.
         hung: how long each hung worker has made no progress, in seconds, by local rank.
         start_timeout: how long a worker may take to report its first progress, in seconds.
     """
@@ -51,6 +52,7 @@ class Workers:
     ) -> None:
         self.pids: dict[int, int] = {}
         self.logs: dict[int, str] = {}
+        self.signalled = False
         self.hung: dict[int, float] = {}
         self._board = Board(count)
         timeout = math.inf if options.hang_timeout is None else options.hang_timeout
@@ -115,17 +117,19 @@ class Workers:
         """Ask for a checkpoint: through ``should_checkpoint()``, and by signal to those that handle it."""
         self._board.request_checkpoint()
         for local_rank, pid in self.pids.items():
-            if not self.ended(local_rank) and catches(pid, SAVE_SIGNAL):  # the signal would end any other
+            speaker = speaker_of(self._board, local_rank, pid)
+            if not self.ended(local_rank) and catches(speaker, SAVE_SIGNAL):  # the signal would end any other
+                self.signalled |= not self._board.read(local_rank).asks
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, SAVE_SIGNAL)
+                    os.kill(speaker, SAVE_SIGNAL)
 
     def have_saved(self) -> bool:
         """Whether there is none left to wait for: each has saved, has ended, or cannot be asked."""
         return all(self._has_saved(local_rank, pid) for local_rank, pid in self.pids.items())
 
     def _has_saved(self, local_rank: int, pid: int) -> bool:
-        told = self._board.read(local_rank)
-        return self.ended(local_rank) or told.saved or not (told.asks or catches(pid, SAVE_SIGNAL))
+        told, speaker = self._board.read(local_rank), speaker_of(self._board, local_rank, pid)
+        return self.ended(local_rank) or told.saved or not (told.asks or catches(speaker, SAVE_SIGNAL))
 
     def cause(self, result: RunResult, usage: Mapping[str, Any]) -> str:
         """What happened to the worker that failed first, in words.

@@ -41,6 +41,12 @@ def catches(pid: int, signum: int) -> bool:
     return bool(int(caught, 16) >> (signum - 1) & 1)
 
 
+def speaker_of(board: Board, local_rank: int, pid: int) -> int:
+    """Pid of the process that reports to the agent for the worker ``pid``, which may be a shell that started it."""
+    speaker = board.read(local_rank).pid
+    return speaker if speaker and _status(speaker) else pid
+
+
 def dump_stacks(board: Board, pids: Mapping[int, int], timeout: float) -> dict[int, str]:
     """Find out where workers hang; never raises.
 
@@ -60,14 +66,12 @@ def dump_stacks(board: Board, pids: Mapping[int, int], timeout: float) -> dict[i
     texts: dict[int, str] = {}
     hung: dict[int, int] = {}
     for local_rank, pid in pids.items():
-        speaker = board.read(local_rank).pid
-        if speaker and _status(speaker):
-            pid = speaker  # noqa: PLW2901  # the worker may be a shell that started it
-        state = state_of(pid)
+        speaker = speaker_of(board, local_rank, pid)
+        state = state_of(speaker)
         if state in STATES:
-            texts[local_rank] = f"No stacks: process {pid} {STATES[state]}."
+            texts[local_rank] = f"No stacks: process {speaker} {STATES[state]}."
         else:
-            hung[local_rank] = pid
+            hung[local_rank] = speaker
     asked = {r: pid for r, pid in hung.items() if _ask(board, r, pid)}
     with contextlib.suppress(ValueError):  # the board is closed: the workers have been replaced meanwhile
         texts |= _answers(board, asked, now + (timeout / 2 if py_spy else timeout))

@@ -4,7 +4,8 @@
 a new process only in this:
 
 - What the preloaded modules do at import is done once: what they print, what they read from the environment, what they
-  draw at random (except for ``random`` and NumPy's generator, which are reseeded).
+  draw at random (except for ``random`` and NumPy's generator, which are reseeded). Variables that they set are set in
+  each worker, unless its agent gives it another value.
 - Forks of one template share a hash seed, unless ``PYTHONHASHSEED`` sets it.
 - The garbage collector ignores what was imported, so that it stays in shared memory (``gc.unfreeze()`` undoes that).
 - ``/proc/PID/environ`` shows the template's environment, without the variables of the round; ``os.environ`` is right.

@@ -260,8 +260,8 @@ def lose_replies(rate: float) -> None:
     """Has some replies get lost after their request took effect, as a connection that breaks does it."""
     exchange = DirectClient.exchange
 
-    def exchange_or_lose(self: DirectClient, packed: bytes, count: int = 1) -> list[Any]:
-        replies = exchange(self, packed, count)
+    def exchange_or_lose(self: DirectClient, packed: bytes, count: int = 1, least: int = 1) -> list[Any]:
+        replies = exchange(self, packed, count, least)
         if b"\r\nEVAL" in packed[:20] and random.random() < rate:
             with contextlib.suppress(IndexError):
                 self._discard(self._idle.pop())
@@ -286,12 +286,14 @@ def main() -> None:
     """The process that nodes are forked from; it has one thread only."""
     logging.basicConfig(format="%(asctime)s %(process)d %(message)s")
     signal.signal(signal.SIGTERM, leave)  # as nodes have it from their first moment
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them here: chaos does
     if defect := os.environ.get("REDELASTIC_SOAK_BREAK"):
         put_in(defect)
     os.write(1, b"ready\n")
     parent = os.getpid()
     for line in sys.stdin:
+        with contextlib.suppress(ChildProcessError):  # chaos has a hold of all earlier ones by now
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
         pid = os.fork()
         if pid == 0:
             be_a_node(json.loads(line), parent)

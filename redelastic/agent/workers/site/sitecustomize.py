@@ -167,6 +167,14 @@ def serve(agent: socket.socket) -> tuple[Request, list[int], socket.socket]:
         agent.sendall(ADOPTED)
 
 
+def changed(given: dict[str, str], before: dict[str, str], after: dict[str, str]) -> dict[str, str]:
+    """An environment as imports would have changed it that have changed another one; what is special to it stays."""
+    names = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
+    names = {name for name in names if given.get(name) == before.get(name)}
+    kept = {name: value for name, value in given.items() if name not in names}
+    return kept | {name: after[name] for name in names if name in after}
+
+
 def become(request: Request, streams: list[int], agent: socket.socket) -> None:
     """Make this fork look like a new process, and wait for the agent's go-ahead."""
     agent.sendall(os.getpid().to_bytes(8, "big"))
@@ -217,6 +225,7 @@ def be_template() -> None:
     agent.set_inheritable(False)
     command = Path("/proc/self/cmdline").read_bytes()
     entitle(TITLE + b"\0" * (len(command) - len(TITLE) - 1) + b"-")  # no NUL at the end marks a title for the kernel
+    before = dict(os.environ)
     problem = preload(modules.split(","))
     send(agent, (problem, {} if problem else files()))
     if problem:
@@ -226,7 +235,7 @@ def be_template() -> None:
     gc.collect()
     gc.freeze()  # a collection in a worker would copy every page it looks at
     request, streams, own = serve(agent)
-    become(request, streams, own)
+    become(request._replace(environment=changed(request.environment, before, dict(os.environ))), streams, own)
 
 
 def customize() -> None:

@@ -1,0 +1,146 @@
+"""What few jobs do, and few machines are: `redelastic run` still restarts, saves, waits and says what it should."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Final
+
+import pytest
+from agent_job import DRAINED, AgentJob
+from torch.distributed import DistNetworkError
+from torchrun_job import LIMIT
+from unruly_job import OURS, environment
+
+from redelastic.agent.admission import Admission
+from redelastic.agent.options import AgentOptions
+from redelastic.agent.torchrun.exit_barrier import wait_for_others
+from redelastic.redis.errors import UnreachableError
+from redelastic.redis.server import RedisServer
+
+pytestmark = pytest.mark.timeout(150)
+
+UNREADABLE: Final = """
+import os
+from torch.distributed.elastic.multiprocessing.errors import record
+
+@record
+def main():
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        raise ValueError(f"cannot decode image {os.fsdecode(bytes([0xe9]))}")
+
+main()
+"""
+SAVES: Final = """
+import pathlib, signal, sys, time
+from redelastic import progress
+
+def save(*_):
+    pathlib.Path(sys.argv[1], "saved").touch()
+
+signal.signal(signal.SIGUSR1, save)
+while True:
+    progress(1)
+    pathlib.Path(sys.argv[1], "started").touch()
+    time.sleep(0.05)
+"""
+LEAVES: Final = """
+import os, pathlib, signal, sys, time
+
+def save(*_):
+    sys.exit(0)
+
+signal.signal(signal.SIGUSR1, save)
+folder = pathlib.Path(sys.argv[1])
+(folder / f"{os.environ['TEST_NODE']}-{os.environ['REDELASTIC_EPOCH']}").touch()
+while not (folder / "finish").exists():
+    time.sleep(0.05)
+"""
+
+
+def run(folder: Path, program: str, *options: str, **more: Any) -> subprocess.CompletedProcess[str]:
+    script = folder / "script.py"
+    script.write_text(program)
+    command = [*OURS, "--standalone", *options, str(script)]
+    return subprocess.run(
+        command, env=environment(), capture_output=True, text=True, timeout=LIMIT, check=False, **more
+    )
+
+
+def test_an_error_whose_text_is_no_unicode_is_a_failure_like_any(tmp_path: Path) -> None:
+    """A file name of another encoding is."""
+    done = run(tmp_path, UNREADABLE, "--max-restarts=1")
+    assert done.returncode == 0, done.stderr
+    assert r"cannot decode image \udce9" in done.stderr
+
+
+def test_a_failure_is_seen_though_our_parent_ignores_sigchld(tmp_path: Path) -> None:
+    done = run(tmp_path, "raise SystemExit(7)", preexec_fn=lambda: signal.signal(signal.SIGCHLD, signal.SIG_IGN))
+    assert done.returncode == 1, done.stderr
+
+
+def test_a_script_that_a_shell_started_is_asked_to_save(server: RedisServer, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SAVES)
+    shell = tmp_path / "wrapper.sh"
+    shell.write_text(f"#!/bin/sh\n{sys.executable} {tmp_path / 'script.py'} {tmp_path}\nexit $?\n")
+    shell.chmod(0o755)
+    with AgentJob(server, tmp_path, "1:1") as job:
+        job.start("a", script=shell, options=("--no-python", "--drain-timeout=3"), may_end=True)
+        job.wait("it runs", (tmp_path / "started").exists)
+        job.nodes["a"].terminate()
+        assert job.wait_end("a") == DRAINED
+        assert (tmp_path / "saved").exists()
+
+
+@pytest.mark.parametrize("first", ["a", "b"])
+def test_scripts_that_save_and_end_with_0_have_not_finished(server: RedisServer, tmp_path: Path, first: str) -> None:
+    """As handlers of SIGUSR1 do under Slurm: the node that drains leaves, the others go on."""
+    script = tmp_path / "script.py"
+    script.write_text(LEAVES)
+    with AgentJob(server, tmp_path, "1:3") as job:
+        job.start("a", "b", "c", script=script, may_end=True)
+        job.wait("all run", lambda: all((tmp_path / f"{name}-1").exists() for name in "abc"))
+        job.nodes[first].terminate()
+        assert job.wait_end(first) == DRAINED
+        others = [name for name in "abc" if name != first]
+        job.wait("the others go on", lambda: all((tmp_path / f"{name}-2").exists() for name in others))
+        job.tell("finish")
+        assert [job.wait_end(name) for name in others] == [0, 0]
+
+
+def test_the_exit_barrier_does_not_press_a_redis_that_refuses_writes() -> None:
+    asked: list[float] = []
+
+    def refuse(*_: object) -> None:
+        asked.append(time.monotonic())
+        raise DistNetworkError("out of memory")
+
+    began = time.monotonic()
+    store: Any = SimpleNamespace(set=refuse, wait=refuse)
+    wait_for_others(store, 0, 2, 60.0, each_second=lambda: None, is_patient=lambda: time.monotonic() - began < 1.0)
+    assert 2 <= len(asked) <= 10
+
+
+def test_a_host_joins_that_cannot_ask_whether_it_is_excluded() -> None:
+    """The join waits until Redis is back."""
+
+    def unreachable(_: str) -> int:
+        raise UnreachableError("away")
+
+    told: list[str] = []
+    node: Any = SimpleNamespace(membership=SimpleNamespace(view=SimpleNamespace(drain=None, stopped="")))
+    admission = Admission(
+        membership=node.membership,
+        control=SimpleNamespace(failures=unreachable),  # type: ignore[arg-type]
+        host="here",
+        options=AgentOptions(health_checks=(), max_failed_rounds=2),
+        node=node,
+        note=lambda event, _: told.append(event),
+    )
+    admission.require()
+    assert not admission.barred
+    assert told == []

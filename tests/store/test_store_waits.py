@@ -1,0 +1,305 @@
+"""Waiting on a RedisStore: what it asks, who is woken by what, and when it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import redis
+import stores
+import torch.distributed as dist
+from stores import SOON, in_thread, opened, until
+
+from redelastic.redis.client import DirectClient
+from redelastic.redis.connection import Connection
+from redelastic.redis.server import RedisServer
+from redelastic.store import RedisStore
+
+store = stores.store
+
+
+def blocked_clients(client: redis.Redis) -> int:
+    return int(client.info("clients")["blocked_clients"])
+
+
+def test_many_threads_block_at_once_on_one_handle(own_server: RedisServer, run_id: str) -> None:
+    with opened(own_server, run_id) as store, own_server.get_client() as client:
+        waits = [in_thread(store.get, f"k{i % 10}") for i in range(40)]
+        until(lambda: blocked_clients(client) == 40)
+        store.multi_set([f"k{i}" for i in range(10)], ["v"] * 10)
+        assert [wait.result(SOON) for wait in waits] == [b"v"] * 40
+
+
+def test_a_thousand_waits_leak_no_connection(own_server: RedisServer, run_id: str) -> None:
+    with opened(own_server, run_id) as store, own_server.get_client() as client:
+        store.set("there", "v")
+        for i in range(500):
+            store.wait(["there"])
+            with pytest.raises(dist.DistStoreError):
+                store.wait(["missing"], timedelta(milliseconds=1 if i % 50 == 0 else 0))
+        assert len(client.client_list()) <= 3
+
+
+def test_a_blocked_wait_asks_nothing(own_server: RedisServer, run_id: str) -> None:
+    """It is woken; it does not poll."""
+    with opened(own_server, run_id) as store, own_server.get_client() as client:
+        waiting = in_thread(store.wait, ["k"])
+        until(lambda: blocked_clients(client) == 1)
+        before = client.info("commandstats")
+        for _ in range(50):
+            store.check(["other"])
+        after = client.info("commandstats")
+        asked = {name: stats["calls"] - before.get(name, {"calls": 0})["calls"] for name, stats in after.items()}
+        own = {"cmdstat_hexists": 50, "cmdstat_exists": 50, "cmdstat_info": 1, "cmdstat_auth": 1}
+        assert {name: calls for name, calls in asked.items() if calls} == own, "only this thread's own"
+        store.set("k", "v")
+        waiting.result(SOON)
+
+
+def test_a_wait_for_what_is_there_runs_no_script(own_server: RedisServer, run_id: str) -> None:
+    with opened(own_server, run_id) as store, own_server.get_client() as client:
+        store.set("there", "")
+        before = client.info("commandstats")["cmdstat_evalsha"]["calls"]
+        store.wait(["there"])
+        assert client.info("commandstats")["cmdstat_evalsha"]["calls"] == before
+
+
+def test_a_barrier_is_one_script_for_each_and_one_wake_up_for_all(own_server: RedisServer, run_id: str) -> None:
+    with opened(own_server, run_id) as store, own_server.get_client() as client:
+        waiting = [in_thread(store.barrier, "b", 5) for _ in range(4)]
+        until(lambda: blocked_clients(client) == 4)
+        store.barrier("b", 5)
+        assert [each.result(SOON) for each in waiting] == [None] * 4
+        stats = client.info("commandstats")
+        scripts_run = sum(stats.get(f"cmdstat_{name}", {"calls": 0})["calls"] for name in ("eval", "evalsha"))
+        reads = stats["cmdstat_xread"]["calls"]  # each along with a script
+        assert (scripts_run, stats["cmdstat_xadd"]["calls"], reads) == (5, 1, 5)
+
+
+@pytest.mark.parametrize(
+    ("write", "value"),
+    [
+        (lambda s: s.set("k", "v"), b"v"),
+        (lambda s: s.multi_set(["k", "other", "k"], ["1", "2", "3"]), b"3"),
+        (lambda s: s.add("k", -(2**62)), b"%d" % -(2**62)),
+        (lambda s: s.append("k", "v"), b"v"),
+        (lambda s: s.compare_set("k", "", "v"), b"v"),
+        (lambda s: s.barrier("", 1), b"1"),
+    ],
+    ids=["set", "multi_set", "add", "append", "compare_set", "barrier"],
+)
+def test_who_is_woken_is_told_the_value(
+    own_server: RedisServer, run_id: str, write: Callable[[RedisStore], None], value: bytes
+) -> None:
+    with opened(own_server, run_id) as store, own_server.get_client() as client:
+        key = "/last_member" if value == b"1" else "k"
+        waiting = in_thread(store.get, key)
+        until(lambda: blocked_clients(client) == 1)
+        write(store)
+        assert waiting.result(SOON) == value
+        [(_, told)] = client.xrange(store._keys.stream(key.encode()))
+        assert told == {b"value": value}
+
+
+@pytest.mark.parametrize("protocol", [2, 3])
+@pytest.mark.parametrize("kind", [DirectClient, redis.Redis])
+def test_who_waits_is_not_told_what_was_set_before(
+    own_server: RedisServer, run_id: str, protocol: int, kind: type[redis.Redis]
+) -> None:
+    with kind.from_url(own_server.url, protocol=protocol, socket_timeout=5) as client:
+        store = RedisStore(client, run_id)
+        for value in (b"old", b"new"):
+            waiting = in_thread(store.get, "k")
+            until(lambda: blocked_clients(client) == 1)
+            store.set("k", value)
+            assert waiting.result(SOON) == value
+            store.delete_key("k")
+        store.close()
+
+
+def test_a_wait_ends_at_once_for_a_key_that_came_after_the_first_look(store: RedisStore) -> None:
+    store.set("k", "v")
+    for _ in range(2):  # the second one finds what ended the first
+        started = time.monotonic()
+        in_thread(store._block, [b"k"], "wait", started, 60).result(SOON)
+        assert time.monotonic() - started < 1
+
+
+def test_a_wait_for_a_queue_with_items_needs_no_memory(own_server: RedisServer, run_id: str) -> None:
+    with opened(own_server, run_id) as store, own_server.get_client() as client:
+        store.queue_push("q", "item")
+        client.config_set("maxmemory", 1)
+        started = time.monotonic()
+        store.wait(["q"], timedelta(seconds=60))
+        assert time.monotonic() - started < 3
+
+
+def test_what_ends_one_wait_at_once_ends_no_other(own_server: RedisServer, run_id: str) -> None:
+    """One caller looks when the key is there; another one blocks on its stream, since it was deleted meanwhile."""
+    with opened(own_server, run_id) as store, own_server.get_client() as client:
+        waiting = in_thread(store.wait, ["k"])
+        until(lambda: blocked_clients(client) == 1)
+        client.xadd(store._keys.stream(b"k"), {"over": 1})
+        until(lambda: client.info("commandstats")["cmdstat_xread"]["calls"] == 2 and blocked_clients(client) == 1)
+        store.set("k", "v")
+        waiting.result(SOON)
+
+
+def test_a_wait_without_time_looks_once(own_server: RedisServer, run_id: str) -> None:
+    with opened(own_server, run_id) as store, own_server.get_client() as client:
+        with pytest.raises(dist.DistStoreError, match="wait timeout"):
+            store.wait(["k"], timedelta(0))
+        assert "cmdstat_xread" not in client.info("commandstats")
+
+
+def test_a_barrier_that_all_have_passed_is_open(store: RedisStore) -> None:
+    for _ in range(3):
+        started = time.monotonic()
+        in_thread(store.barrier, "b", 1).result(SOON)
+        assert time.monotonic() - started < 1
+
+
+def test_a_waits_own_time_out_holds_without_a_server(own_server: RedisServer, run_id: str) -> None:
+    with opened(own_server, run_id, timeout=600) as store:
+        store.set("there", "v")
+        own_server.kill()
+        with pytest.raises(dist.DistNetworkError, match="could not be reached"):
+            in_thread(store.wait, ["there"], timedelta(seconds=0.2)).result(SOON)
+
+
+@pytest.mark.parametrize("what", ["get", "wait", "queue_pop"])
+def test_a_wait_survives_the_loss_of_all_data(own_server: RedisServer, run_id: str, what: str) -> None:
+    with opened(own_server, run_id) as store, own_server.get_client() as client:
+        waiting = in_thread(getattr(store, what), ["k"] if what == "wait" else "k")
+        until(lambda: blocked_clients(client) == 1)
+        client.flushall()
+        client.script_flush()
+        if what == "queue_pop":
+            store.queue_push("k", "v")
+        else:
+            store.set("k", "v")
+        assert waiting.result(SOON) == (None if what == "wait" else b"v")
+
+
+def test_a_wait_survives_a_restart(own_server: RedisServer, run_id: str) -> None:
+    with opened(own_server, run_id) as store:
+        with own_server.get_client() as client:
+            waiting = in_thread(store.get, "k")
+            until(lambda: blocked_clients(client) == 1)
+        own_server.kill()
+        own_server.start()
+        store.set("k", "v")
+        assert waiting.result(2 * SOON) == b"v"
+
+
+def test_a_wait_ends_in_time_while_redis_is_away(own_server: RedisServer, run_id: str) -> None:
+    with opened(own_server, run_id) as store:
+        own_server.kill()
+        started = time.monotonic()
+        with pytest.raises(dist.DistNetworkError, match="could not be reached"):
+            store.wait(["k"], timedelta(seconds=0.3))
+        store.set_timeout(timedelta(seconds=0.3))
+        for call in (lambda: store.get("k"), lambda: store.set("k", "v"), lambda: store.add("k", 1)):
+            with pytest.raises(dist.DistNetworkError, match="could not be reached"):
+                call()
+        assert time.monotonic() - started < 2 * SOON
+
+
+@pytest.mark.parametrize("error", [TimeoutError, ValueError, KeyError])
+@pytest.mark.parametrize(
+    "call",
+    [lambda s: s.get("k"), lambda s: s.wait(["k"]), lambda s: s.barrier("b", 2), lambda s: s.multi_get(["k", "l"])],
+    ids=["get", "wait", "barrier", "multi_get"],
+)
+def test_a_signal_handlers_error_ends_a_wait(
+    store: RedisStore, call: Callable[[RedisStore], object], error: type[Exception]
+) -> None:
+    """Also one of those that a lost connection raises: an alarm that sets a time limit does."""
+
+    def handle(*_: object) -> None:
+        raise error("the alarm's")
+
+    before = signal.signal(signal.SIGALRM, handle)
+    try:
+        store.set("there", "v")
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(error, match="the alarm's"):
+            call(store)
+        assert store.get("there") == b"v"
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_a_wait_outlives_a_store_of_a_short_life(server: RedisServer, run_id: str) -> None:
+    with opened(server, run_id, ttl=0.2) as store:
+        store._connection.max_block = 60
+        waiting = in_thread(store.get, "k")
+        with server.get_client() as client:
+            until(lambda: client.exists(store._keys.waits))
+            time.sleep(0.3)  # a life
+        store.set("k", "v")
+        assert waiting.result(SOON) == b"v"
+
+
+def test_a_wait_for_a_queue_that_is_there_ends_at_once_though_redis_refuses_writes(
+    own_server: RedisServer, run_id: str
+) -> None:
+    with opened(own_server, run_id) as store, own_server.get_client() as client:
+        store._connection.max_block = 60
+        store.queue_push("q", "item")
+        client.config_set("maxmemory", 1)
+        in_thread(store.wait, ["q"]).result(SOON)
+        client.config_set("maxmemory", 0)
+        assert store.queue_pop("q") == b"item"
+
+
+@pytest.mark.parametrize("call", [lambda s: s.get("k"), lambda s: s.multi_get(["k", "k"])], ids=["get", "multi_get"])
+def test_a_value_that_came_late_is_not_waited_for_anew(
+    own_server: RedisServer, run_id: str, monkeypatch: pytest.MonkeyPatch, call: Callable[[RedisStore], object]
+) -> None:
+    """If Redis goes away just then, what is left of the time counts."""
+    with opened(own_server, run_id, timeout=2) as store:
+        store.set("there", "v")
+
+        def woken_late(*_: object) -> None:
+            time.sleep(1.5)
+            own_server.kill()
+
+        monkeypatch.setattr(store, "_block", woken_late)
+        started = time.monotonic()
+        with pytest.raises(dist.DistNetworkError):
+            call(store)
+        assert time.monotonic() - started < 3
+        store.set_timeout(timedelta(0))
+
+
+@pytest.mark.parametrize("call", ["get", "wait", "barrier"])
+def test_a_frozen_server_costs_no_attempt_after_the_time_is_up(
+    own_server: RedisServer, run_id: str, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    attempts: list[bytes] = []
+    exchange = DirectClient.exchange
+
+    def counted(self: DirectClient, packed: bytes, *numbers: int) -> list[Any]:
+        attempts.append(packed)
+        return exchange(self, packed, *numbers)
+
+    monkeypatch.setattr(DirectClient, "exchange", counted)
+    store = RedisStore(Connection.open(own_server.url, attempt_timeout=0.5), run_id, timeout=0.2)
+    store.barrier("b", 1)
+    assert own_server.pid
+    os.kill(own_server.pid, signal.SIGSTOP)
+    attempts.clear()
+    try:
+        with pytest.raises(dist.DistNetworkError):
+            getattr(store, call)(*{"get": ("k",), "wait": (["k"],), "barrier": ("c", 2)}[call])
+        assert len(attempts) == 1
+    finally:
+        os.kill(own_server.pid, signal.SIGCONT)
+    store.close()
