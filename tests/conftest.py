@@ -16,8 +16,6 @@ from typing import Any
 import hypothesis
 import pytest
 import redis
-from nodes import NodeFactory
-from servers import server_binaries
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from redelastic.redis.connection import Connection
@@ -25,8 +23,10 @@ from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.backend import create_backend
 from redelastic.rendezvous.handler import RedisRendezvousHandler, create_handler
+from tests.support.nodes import NodeFactory
+from tests.support.servers import server_binaries
 
-pytest_plugins = ["fault_matrix", "folder_times", "left_out"]
+pytest_plugins = [f"tests.support.{name}" for name in ("fault_matrix", "folder_times", "left_out")]
 # Speed is judged by benchmarks: here a draw or a test may take as long as a busy machine needs.
 hypothesis.settings.register_profile("suite", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("suite")

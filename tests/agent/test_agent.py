@@ -18,11 +18,8 @@ from typing import Any
 
 import psutil
 import pytest
-from agent_job import DRAINED, REFUSED, STOPPED, AgentJob
-from nodes import NodeFactory
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-from torchrun_job import LIMIT, Job
 
 from redelastic.agent import AgentOptions, RedisElasticAgent
 from redelastic.agent.host.health_endpoint import HealthEndpoint
@@ -30,6 +27,9 @@ from redelastic.agent.workers.signals import SAME_REQUEST
 from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.membership import RunStoppedError
 from redelastic.run.records import BEREFT
+from tests.support.agent_job import DRAINED, REFUSED, STOPPED, AgentJob
+from tests.support.nodes import NodeFactory
+from tests.support.torchrun_job import LIMIT, Job
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-from worker_processes import lives, until
 
 from redelastic.agent.workers import guard as guard_module
 from redelastic.agent.workers import warden
 from redelastic.agent.workers.guard import LONGEST_PAUSE, SETTLED, Guard
+from tests.support.worker_processes import lives, until
 
 
 class Clock:

@@ -9,10 +9,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-import servers
-from agent_job import AgentJob
-from job_user import CANARY, as_user_of
-from worker_processes import DAEMON, lives, said, until
 
 from redelastic.agent.workers import warden
 from redelastic.redis.connection import Connection
@@ -21,6 +17,10 @@ from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
 from redelastic.run.control import RunControl
 from redelastic.run.records import BEREFT
+from tests.support import servers
+from tests.support.agent_job import AgentJob
+from tests.support.job_user import CANARY, as_user_of
+from tests.support.worker_processes import DAEMON, lives, said, until
 
 pytestmark = pytest.mark.timeout(300)
 DEFAULT_LEASE = {"keep_alive_interval": 2, "keep_alive_max_attempt": 3}

@@ -10,12 +10,24 @@ from pathlib import Path
 
 import psutil
 import pytest
-import worker_processes
-from worker_processes import BARE_IN_SESSION, DAEMON, DEAF, LIFE, PRELUDE, SECRETIVE, Start, lives, reuse, said, until
 
 from redelastic.agent.workers import warden
 from redelastic.agent.workers.guard import TOKEN_VARIABLE
 from redelastic.agent.workers.processes import ProcessTree
+from tests.support import worker_processes
+from tests.support.worker_processes import (
+    BARE_IN_SESSION,
+    DAEMON,
+    DEAF,
+    LIFE,
+    PRELUDE,
+    SECRETIVE,
+    Start,
+    lives,
+    reuse,
+    said,
+    until,
+)
 
 tree, start, foreign = worker_processes.tree, worker_processes.start, worker_processes.foreign
 

@@ -13,10 +13,22 @@ from typing import Any
 
 import psutil
 import pytest
-from worker_processes import DAEMON, DEADLINE, DEAF, LIFE, PRELUDE, SECRETIVE, VANISHING, lives, reuse, said, until
 
 from redelastic.agent.workers.processes import ProcessTree
 from redelastic.agent.workers.warden import processes
+from tests.support.worker_processes import (
+    DAEMON,
+    DEADLINE,
+    DEAF,
+    LIFE,
+    PRELUDE,
+    SECRETIVE,
+    VANISHING,
+    lives,
+    reuse,
+    said,
+    until,
+)
 
 
 class Driven:

@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from waiting import Within
 
 from redelastic.agent.workers import stacks
 from redelastic.agent.workers.board import Board, HangWatch
 from redelastic.agent.workers.stacks import catches, dump_stacks, together
 from redelastic.worker import AT, CALLS, STACK_SIGNAL, VARIABLE
+from tests.support.waiting import Within
 
 Start = Callable[..., int]
 TIMEOUT = 30.0  # of a dump, in seconds: never used up where there is an answer

@@ -13,14 +13,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-import checking
 import pytest
-from checking import gone
-from servers import wait_until
 
 from redelastic.agent.host import checks, limited
 from redelastic.agent.host.checks import Node, disk, gpu, known_checks, memory, run_checks
 from redelastic.agent.host.limited import run_within
+from tests.support import checking
+from tests.support.checking import gone
+from tests.support.servers import wait_until
 
 HOOKS = """
 import sys, threading

@@ -9,14 +9,14 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import checking
 import pytest
 import torch
-from checking import gone
-from servers import wait_until
 
 from redelastic.agent.host import checks, devices, gpu_probe
 from redelastic.agent.host.checks import Node, gpu
+from tests.support import checking
+from tests.support.checking import gone
+from tests.support.servers import wait_until
 
 node = checking.node
 

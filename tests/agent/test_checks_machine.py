@@ -11,13 +11,13 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import checking
 import pytest
-from servers import wait_until
 
 from redelastic.agent.host import checks
 from redelastic.agent.host.cgroups import memory_room
 from redelastic.agent.host.checks import Node, disk, memory
+from tests.support import checking
+from tests.support.servers import wait_until
 
 node = checking.node
 

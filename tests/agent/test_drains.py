@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import redis
-from commands import form, until
-from nodes import NodeFactory
 from torch.distributed.elastic.agent.server.api import WorkerSpec, WorkerState
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
@@ -24,6 +22,8 @@ from redelastic.redis.keys import RunKeys
 from redelastic.rendezvous.membership import DrainedError
 from redelastic.run.control import RunControl
 from redelastic.store import RedisStore
+from tests.support.commands import form, until
+from tests.support.nodes import NodeFactory
 
 N = 12
 

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Final
 
 import pytest
-from agent_job import AgentJob
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torchrun_job import LIMIT, Job
-from unruly_job import UNRULY, Unruly
 
 from redelastic.agent import AgentOptions
 from redelastic.agent.workers.group import Workers
 from redelastic.redis.server import RedisServer
+from tests.support.agent_job import AgentJob
+from tests.support.torchrun_job import LIMIT, Job
+from tests.support.unruly_job import UNRULY, Unruly
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from fake_nvml import FakeGpu, FakeMig, FakeNvml, install_driver, pynvml
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
@@ -23,6 +22,7 @@ from redelastic.agent import RedisElasticAgent
 from redelastic.agent.host import devices, telemetry
 from redelastic.agent.host.devices import DriverError, list_devices, take_inventory
 from redelastic.agent.host.gpus import Assignment, assign, why_hidden
+from tests.support.fake_nvml import FakeGpu, FakeMig, FakeNvml, install_driver, pynvml
 
 A, B, C, D = (f"GPU-{letter * 8}-0000-0000-0000-000000000000" for letter in "abcd")
 M1, M2, M3 = (f"MIG-{digit * 8}-0000-0000-0000-000000000000" for digit in "123")

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Final
 
 import pytest
-from agent_job import DRAINED, AgentJob
-from torchrun_job import Job
 
 from redelastic.logs import LogFormatter, set_up_logging
 from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.view import Round, View
+from tests.support.agent_job import DRAINED, AgentJob
+from tests.support.torchrun_job import Job
 
 ERROR: Final = "ValueError: invalid literal for int() with base 10: 'odd'"
 pytestmark = pytest.mark.timeout(180)

@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
-from fake_nvml import FakeGpu, FakeNvml
-from nodes import NodeFactory
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-from waiting import Within
 
 from redelastic.agent import AgentOptions, RedisElasticAgent, monitor
 from redelastic.agent.background import repeat
 from redelastic.agent.host.gpus import Assignment, Gpu
 from redelastic.rendezvous.membership import DrainedError
+from tests.support.fake_nvml import FakeGpu, FakeNvml
+from tests.support.nodes import NodeFactory
+from tests.support.waiting import Within
 
 pytestmark = pytest.mark.timeout(180)
 

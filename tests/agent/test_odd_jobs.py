@@ -11,16 +11,16 @@ from types import SimpleNamespace
 from typing import Any, Final
 
 import pytest
-from agent_job import DRAINED, AgentJob
 from torch.distributed import DistNetworkError
-from torchrun_job import LIMIT
-from unruly_job import OURS, environment
 
 from redelastic.agent.admission import Admission
 from redelastic.agent.options import AgentOptions
 from redelastic.agent.torchrun.exit_barrier import wait_for_others
 from redelastic.redis.errors import UnreachableError
 from redelastic.redis.server import RedisServer
+from tests.support.agent_job import DRAINED, AgentJob
+from tests.support.torchrun_job import LIMIT
+from tests.support.unruly_job import OURS, environment
 
 pytestmark = pytest.mark.timeout(150)
 

@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from cgroups import limited_memory
-from worker_processes import DEADLINE
 
 from redelastic.agent.host.cgroups import oom_kills
+from tests.support.cgroups import limited_memory
+from tests.support.worker_processes import DEADLINE
 
 
 def test_the_kernels_oom_kills_are_counted() -> None:

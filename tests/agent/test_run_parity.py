@@ -19,11 +19,11 @@ from typing import Any, Final
 
 import psutil
 import pytest
-from waiting import Within
 
 from redelastic.cli import main
 from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.addresses import INTERFACE_VARIABLES
+from tests.support.waiting import Within
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -161,7 +161,7 @@ def seen(ended: Ended, *, alone: bool = True) -> list[dict[str, Any]]:
         if alone:  # the same host, by name or by address
             assert env.pop("MASTER_ADDR") in ("localhost", "127.0.0.1")
         worker["environment"] = {name: value for name, value in env.items() if not OWN.fullmatch(name)}
-        if not {str(WITNESS), "workers.witness"} & set(worker["orig_argv"][:3]):  # multiprocessing's
+        if not {str(WITNESS), "tests.support.workers.witness"} & set(worker["orig_argv"][:3]):  # multiprocessing's
             del worker["orig_argv"], worker["files"]
     return told
 
@@ -189,7 +189,10 @@ def test_workers_are_given_the_same(server: RedisServer, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("options", "script"),
     [
-        (("-m", "--role=a", "--nproc-per-node=cpu", "--monitor-interval=0.3"), ("workers.witness", "@here")),
+        (
+            ("-m", "--role=a", "--nproc-per-node=cpu", "--monitor-interval=0.3"),
+            ("tests.support.workers.witness", "@here"),
+        ),
         (
             ("--no-python", "--virtual-local-rank", "--nproc-per-node=2"),
             (sys.executable, str(WITNESS), "@here", "", "${local_rank}"),
@@ -201,7 +204,7 @@ def test_workers_are_given_the_same(server: RedisServer, tmp_path: Path) -> None
     ids=["module", "no-python", "fork", "spawn", "forkserver"],
 )
 def test_ways_to_start_workers(tmp_path: Path, options: tuple[str, ...], script: tuple[str, ...]) -> None:
-    more = {"PYTHONPATH": str(WITNESS.parents[1]), "CUDA_VISIBLE_DEVICES": "3,5"}
+    more = {"PYTHONPATH": str(WITNESS.parents[3]), "CUDA_VISIBLE_DEVICES": "3,5"}
     theirs, ours = both(tmp_path, options, script, more)
     assert (theirs.code, ours.code) == (0, 0), ours.err
     assert seen(theirs)

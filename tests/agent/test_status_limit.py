@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from fake_nvml import UUIDS
-
 from redelastic.agent.host.telemetry import Telemetry, bounded
+from tests.support.fake_nvml import UUIDS
 
 
 def status(gpus: int = 8, workers: int = 8) -> dict[str, Any]:

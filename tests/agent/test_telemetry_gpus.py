@@ -7,11 +7,11 @@ import sys
 from collections.abc import Callable
 
 import pytest
-from fake_nvml import MIB, UUIDS, FakeGpu, FakeMig, FakeNvml, pynvml
 
 from redelastic.agent.host.devices import list_devices, open_nvml
 from redelastic.agent.host.gpus import Gpu, assign
 from redelastic.agent.host.telemetry import XIDS_AT_ONCE, Telemetry, bounded
+from tests.support.fake_nvml import MIB, UUIDS, FakeGpu, FakeMig, FakeNvml, pynvml
 
 
 @pytest.fixture

@@ -17,12 +17,12 @@ from typing import Any
 
 import psutil
 import pytest
-from worker_processes import DEADLINE, until
-from workers import probe
 
 from redelastic.agent.workers import processes, template
 from redelastic.agent.workers.site.sitecustomize import send
 from redelastic.agent.workers.template import Fork, Template, TemplateError
+from tests.support.worker_processes import DEADLINE, until
+from tests.support.workers import probe
 
 PROBE = Path(probe.__file__)
 MODULES = ("json", "logging", "random", "multiprocessing.pool", "threading")

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from nodes import NodeFactory
-from torchrun_job import Job
 
 from redelastic.redis.server import RedisServer
+from tests.support.nodes import NodeFactory
+from tests.support.torchrun_job import Job
 
 pytestmark = pytest.mark.timeout(400)
 

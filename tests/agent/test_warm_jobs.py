@@ -13,14 +13,14 @@ from pathlib import Path
 
 import psutil
 import pytest
-from agent_job import AgentJob
-from torchrun_job import LIMIT
-from worker_processes import lives, until
 
 from redelastic.agent.workers.site.sitecustomize import VARIABLE
 from redelastic.cli import main
 from redelastic.redis.server import RedisServer
 from redelastic.run.control import UnknownNodeError
+from tests.support.agent_job import AgentJob
+from tests.support.torchrun_job import LIMIT
+from tests.support.worker_processes import lives, until
 
 pytestmark = pytest.mark.timeout(300)
 

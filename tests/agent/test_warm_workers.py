@@ -17,12 +17,12 @@ from typing import Any
 import psutil
 import pytest
 from torch.distributed.elastic.multiprocessing import api
-from torchrun_job import LIMIT
-from worker_processes import lives, until
 
 from redelastic.agent.workers import processes, template, warm
 from redelastic.agent.workers.template import Fork
 from redelastic.agent.workers.warm import WarmStart, refuse
+from tests.support.torchrun_job import LIMIT
+from tests.support.worker_processes import lives, until
 
 pytestmark = pytest.mark.timeout(300)
 

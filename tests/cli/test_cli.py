@@ -10,19 +10,19 @@ import threading
 import time
 from pathlib import Path
 
-import commands
 import pytest
 import redis
-from commands import Cli, command, started, until
-from nodes import NodeFactory
 
 import redelastic
 from redelastic.redis.connection import Connection
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
 from redelastic.run.control import RunControl
+from tests.support import commands
+from tests.support.commands import Cli, command, started, until
+from tests.support.nodes import NodeFactory
 
-pytest_plugins = ["cli_fixtures"]
+pytest_plugins = ["tests.support.cli_fixtures"]
 
 HOSTILE = "\x1b[2J\x9b[red]bold[/red]\r\n\u202e\u2066"  # clears screens, reverses text, is markup
 

@@ -8,15 +8,15 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from commands import Cli, form, rank_of, until, with_agent
-from nodes import NodeFactory
-from scenes import START
 
 from redelastic.cli import drain
 from redelastic.run.control import RunControl
 from redelastic.run.records import BEREFT, Event, Node, Run
+from tests.support.commands import Cli, form, rank_of, until, with_agent
+from tests.support.nodes import NodeFactory
+from tests.support.scenes import START
 
-pytest_plugins = ["cli_fixtures"]
+pytest_plugins = ["tests.support.cli_fixtures"]
 
 
 class TestDrain:

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_job import AgentJob
-from commands import command
 
 from redelastic.agent.workers.logs import HIDDEN, TAIL, log_files, redacted, tail
 from redelastic.redis.server import RedisServer
 from redelastic.run.logs import failure_text, first_failure, places, places_text
 from redelastic.run.records import Event, Node
+from tests.support.agent_job import AgentJob
+from tests.support.commands import command
 
 
 @pytest.mark.timeout(300)

@@ -17,7 +17,8 @@ from pathlib import Path
 import psutil
 import pytest
 import redis
-from servers import reserved_port
+
+from tests.support.servers import reserved_port
 
 Start = Callable[..., "subprocess.Popen[str]"]
 

@@ -12,10 +12,8 @@ from typing import Any
 
 import pytest
 import redis
-from commands import Cli, Done, command, form, started, until
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nodes import NodeFactory
 from rich.console import Console
 
 from redelastic.cli.status.view import Screen
@@ -26,6 +24,8 @@ from redelastic.rendezvous.handler import RedisRendezvousHandler
 from redelastic.run.control import RunControl
 from redelastic.run.records import Event, Node, Run
 from redelastic.run.report import describe
+from tests.support.commands import Cli, Done, command, form, started, until
+from tests.support.nodes import NodeFactory
 
 GIB = 2**30
 

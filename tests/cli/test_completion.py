@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import command
 
 from redelastic import cli
 from redelastic.cli.completion import SHELLS
+from tests.support.commands import command
 
 # What completes LINE, one word a line, with the script in $1.
 COMPLETERS = {

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-import recorded
 
 from redelastic.cli import main
+from tests.support import recorded
 
 ENTRY_POINT = "import sys; from redelastic.cli import main; sys.exit(main())"
 TRAINING = "redelastic.cli.demo.train"

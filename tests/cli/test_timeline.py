@@ -19,9 +19,6 @@ import redis
 from matplotlib import style
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
-from nodes import NodeFactory
-from scenes import HOSTILE, SCENES, START, Story, crowded, three_nodes
-from servers import wait_until
 
 from redelastic import cli
 from redelastic.cli.timeline import picture
@@ -32,6 +29,9 @@ from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
 from redelastic.run.history import replay
 from redelastic.run.records import Event
+from tests.support.nodes import NodeFactory
+from tests.support.scenes import HOSTILE, SCENES, START, Story, crowded, three_nodes
+from tests.support.servers import wait_until
 
 
 class TestPicture:

@@ -15,12 +15,8 @@ from typing import Any
 
 import pytest
 import redis
-from browsing import dashboard
-from commands import command, until
-from crowds import Crowd
 from hypothesis import given
 from hypothesis import strategies as st
-from scenes import START, Story, many_nodes
 
 from redelastic.dashboard import view
 from redelastic.dashboard.feed import Topic, merge_patch
@@ -30,6 +26,10 @@ from redelastic.run.history import replay
 from redelastic.run.logs import failure_text, places_text
 from redelastic.run.records import Event, Run
 from redelastic.run.report import describe
+from tests.support.browsing import dashboard
+from tests.support.commands import command, until
+from tests.support.crowds import Crowd
+from tests.support.scenes import START, Story, many_nodes
 
 TOKEN = "a-token-of-enough-characters"
 OF_THE_MOMENT = {"age", "ettr", "heard", "lease", "time", "verdict"}

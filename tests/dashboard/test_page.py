@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import redis
-from agent_job import DRAINED, AgentJob
-from browsing import Browser, dashboard
-from commands import form, until
-from crowds import Crowd
-from nodes import NodeFactory
 from selenium.webdriver.common.by import By
 
 from redelastic.redis.server import RedisServer
+from tests.support.agent_job import DRAINED, AgentJob
+from tests.support.browsing import Browser, dashboard
+from tests.support.commands import form, until
+from tests.support.crowds import Crowd
+from tests.support.nodes import NodeFactory
 
 pytestmark = pytest.mark.timeout(300)
 SCRIPT = "<script>document.title='taken'</script><img/src=x/onerror=alert(1)>"

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import redis
-from crowds import Crowd
-from job_user import as_user_of
 from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousStateError
 
 from redelastic.dashboard import reader as reader_module
@@ -20,6 +18,8 @@ from redelastic.redis.connection import Connection
 from redelastic.redis.keys import DEFAULT_PREFIX
 from redelastic.redis.server import RedisServer
 from redelastic.run.records import Run
+from tests.support.crowds import Crowd
+from tests.support.job_user import as_user_of
 
 Story = Callable[[Reader], Awaitable[None]]
 

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from doctoring import bad, look, run_command, untouched
 from rich.console import Console
-from servers import HOST, frozen, redis_cluster, replica_of, reserved_port, sentinel_group, wait_until
 
 import redelastic.doctor as doctor_module
 from redelastic.cli import doctor as command
 from redelastic.doctor import LEVELS, Finding, trial
 from redelastic.redis.server import RedisServer
+from tests.support.doctoring import bad, look, run_command, untouched
+from tests.support.servers import HOST, frozen, redis_cluster, replica_of, reserved_port, sentinel_group, wait_until
 
 # -- Servers that are fit
 

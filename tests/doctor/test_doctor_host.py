@@ -10,8 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from doctoring import look
-from fake_nvml import install_driver
 
 from redelastic import torch_internals
 from redelastic.doctor import host
@@ -19,6 +17,8 @@ from redelastic.doctor.weaknesses import WEAKNESSES, mended_in, weaknesses_of
 from redelastic.redis.endpoint import parse_endpoint
 from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.addresses import LocalAddress
+from tests.support.doctoring import look
+from tests.support.fake_nvml import install_driver
 
 # -- Weaknesses by version
 

@@ -7,7 +7,6 @@ from importlib.resources import files
 from typing import Any
 
 import pytest
-from doctoring import bad, look, untouched
 
 from redelastic.doctor import server as server_checks
 from redelastic.doctor import trial
@@ -15,6 +14,7 @@ from redelastic.redis.connection import Connection
 from redelastic.redis.endpoint import parse_endpoint
 from redelastic.redis.errors import ACL_RULES
 from redelastic.redis.server import RedisServer
+from tests.support.doctoring import bad, look, untouched
 
 
 def add_user(server: RedisServer, rules: str) -> str:

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Final
 
 import pytest
-from agent_job import DRAINED, FAILED, REFUSED
-from torchrun_job import LIMIT
-from unruly_job import OURS, UNRULY, Unruly, environment, lives, pid_in
 
 from redelastic.redis.server import RedisServer
+from tests.support.agent_job import DRAINED, FAILED, REFUSED
+from tests.support.torchrun_job import LIMIT
+from tests.support.unruly_job import OURS, UNRULY, Unruly, environment, lives, pid_in
 
 pytestmark = pytest.mark.timeout(150)
 

@@ -7,12 +7,12 @@ import socket
 from pathlib import Path
 
 import pytest
-from agent_job import FAILED
-from torchrun_job import Job
-from unruly_job import UNRULY, Unruly, environment, run
 
 from redelastic.cli import main
 from redelastic.redis.server import RedisServer
+from tests.support.agent_job import FAILED
+from tests.support.torchrun_job import Job
+from tests.support.unruly_job import UNRULY, Unruly, environment, run
 
 pytestmark = pytest.mark.timeout(150)
 

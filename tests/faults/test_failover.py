@@ -5,13 +5,22 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from failovers import GOES_ON, LIMIT, TAKES_OVER, FailOver, new_group, wait_for_candidates, wait_until_all_beat
-from fault_matrix import Measured
-from nodes import NodeFactory
-from rounds import events, join, record
-from servers import Shard, wait_until
 
-pytest_plugins = ["failover_servers"]
+from tests.support.failovers import (
+    GOES_ON,
+    LIMIT,
+    TAKES_OVER,
+    FailOver,
+    new_group,
+    wait_for_candidates,
+    wait_until_all_beat,
+)
+from tests.support.fault_matrix import Measured
+from tests.support.nodes import NodeFactory
+from tests.support.rounds import events, join, record
+from tests.support.servers import Shard, wait_until
+
+pytest_plugins = ["tests.support.failover_servers"]
 pytestmark = pytest.mark.timeout(300)
 
 

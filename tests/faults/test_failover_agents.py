@@ -5,14 +5,24 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import servers
-from failovers import CONFIRMED, GOES_ON, LIMIT, LOST, NO_LOSS, TAKES_OVER, FailOver, ReplicatedJob, lost_writes
-from fault_matrix import Measured
-from servers import Shard, wait_until
 
 from redelastic.redis.server import RedisServer
+from tests.support import servers
+from tests.support.failovers import (
+    CONFIRMED,
+    GOES_ON,
+    LIMIT,
+    LOST,
+    NO_LOSS,
+    TAKES_OVER,
+    FailOver,
+    ReplicatedJob,
+    lost_writes,
+)
+from tests.support.fault_matrix import Measured
+from tests.support.servers import Shard, wait_until
 
-pytest_plugins = ["failover_servers"]
+pytest_plugins = ["tests.support.failover_servers"]
 pytestmark = pytest.mark.timeout(300)
 
 

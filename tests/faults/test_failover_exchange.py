@@ -7,12 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from failovers import LOST, ReplicatedJob, lost_writes
-from nodes import NodeFactory
-from servers import Shard
 from torch.distributed.elastic.agent.server.api import _RoleInstanceInfo
 
-pytest_plugins = ["failover_servers"]
+from tests.support.failovers import LOST, ReplicatedJob, lost_writes
+from tests.support.nodes import NodeFactory
+from tests.support.servers import Shard
+
+pytest_plugins = ["tests.support.failover_servers"]
 pytestmark = pytest.mark.timeout(300)
 
 INFO, RANKS = "torchelastic/role_info/", "torchelastic/assigned_ranks/"

@@ -10,17 +10,26 @@ from datetime import timedelta
 from typing import Any, cast
 
 import pytest
-from failovers import LIMIT, LOST, lost_writes, new_group, resolved, settle, wait_for_candidates, wait_until_all_beat
-from fault_matrix import Measured
-from nodes import NodeFactory
-from rounds import events, join, record, state
-from servers import Shard, wait_until
 from torch.distributed.elastic.rendezvous import RendezvousClosedError
 
 from redelastic import RedisStore
 from redelastic.rendezvous.handler import RedisRendezvousHandler
+from tests.support.failovers import (
+    LIMIT,
+    LOST,
+    lost_writes,
+    new_group,
+    resolved,
+    settle,
+    wait_for_candidates,
+    wait_until_all_beat,
+)
+from tests.support.fault_matrix import Measured
+from tests.support.nodes import NodeFactory
+from tests.support.rounds import events, join, record, state
+from tests.support.servers import Shard, wait_until
 
-pytest_plugins = ["failover_servers"]
+pytest_plugins = ["tests.support.failover_servers"]
 pytestmark = pytest.mark.timeout(300)
 
 

@@ -10,11 +10,6 @@ from typing import Any, Final
 
 import pytest
 import redis
-import servers
-from failovers import CONFIRMED, INTERVAL, LIMIT, NO_LOSS, Group, new_group, settle, wait_until_all_beat
-from nodes import NodeFactory
-from rounds import events, join, record, state
-from servers import HOST, MASTER_NAME, SentinelGroup, Shard, port_of, wait_until
 
 from redelastic.redis.connection import Connection
 from redelastic.redis.keys import RunKeys
@@ -22,8 +17,13 @@ from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.handler import RedisRendezvousHandler
 from redelastic.run.control import RunControl
 from redelastic.run.records import Run
+from tests.support import servers
+from tests.support.failovers import CONFIRMED, INTERVAL, LIMIT, NO_LOSS, Group, new_group, settle, wait_until_all_beat
+from tests.support.nodes import NodeFactory
+from tests.support.rounds import events, join, record, state
+from tests.support.servers import HOST, MASTER_NAME, SentinelGroup, Shard, port_of, wait_until
 
-pytest_plugins = ["failover_servers"]
+pytest_plugins = ["tests.support.failover_servers"]
 pytestmark = pytest.mark.timeout(300)
 
 TWO: Final = "the old master is thawed beside the new one: "

@@ -15,12 +15,6 @@ from urllib.parse import urlencode
 import psutil
 import pytest
 import redis
-from agent_job import AWARE, AgentJob
-from faulty_proxy import Fault, FaultyProxy
-from nodes import NodeFactory
-from servers import wait_until
-from unruly_job import Unruly, lives, pid_in
-from workers.frozen_node import JOINS, REQUESTS, WRITES
 
 from redelastic.redis import scripts
 from redelastic.redis.keys import RunKeys
@@ -28,6 +22,12 @@ from redelastic.redis.scripts import Script
 from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.handler import RedisRendezvousHandler
 from redelastic.store import RedisStore
+from tests.support.agent_job import AWARE, AgentJob
+from tests.support.faulty_proxy import Fault, FaultyProxy
+from tests.support.nodes import NodeFactory
+from tests.support.servers import wait_until
+from tests.support.unruly_job import Unruly, lives, pid_in
+from tests.support.workers.frozen_node import JOINS, REQUESTS, WRITES
 
 pytestmark = pytest.mark.timeout(150)
 

@@ -20,14 +20,14 @@ from typing import Final
 
 import pytest
 import redis
-from fault_matrix import Measured
-from servers import wait_until
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from redelastic.redis.connection import Connection
 from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.handler import RedisRendezvousHandler, handler_from_parameters
 from redelastic.store.redis_store import RedisStore, _alive
+from tests.support.fault_matrix import Measured
+from tests.support.servers import wait_until
 
 LONG: Final = bool(os.environ.get("REDELASTIC_LONG"))
 TIMES: Final = 1000 if LONG else 200

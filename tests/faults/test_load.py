@@ -17,10 +17,10 @@ from typing import Final
 
 import pytest
 import torch.distributed as dist
-from fault_matrix import UNITS, Measured
 
 from redelastic.redis.server import RedisServer
 from redelastic.store import RedisStore
+from tests.support.fault_matrix import UNITS, Measured
 
 LONG: Final = bool(os.environ.get("REDELASTIC_LONG"))
 LIMIT: Final = 600 if LONG else 150

@@ -10,8 +10,11 @@ from contextlib import ExitStack
 from typing import Any, Final
 
 import pytest
-import servers
-from failovers import (
+from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
+
+from redelastic.redis.server import RedisServer
+from tests.support import servers
+from tests.support.failovers import (
     CONFIRMED,
     INTERVAL,
     LIMIT,
@@ -24,15 +27,12 @@ from failovers import (
     resolved,
     wait_until_all_beat,
 )
-from fault_matrix import Measured
-from nodes import NodeFactory
-from rounds import events, join, record, state
-from servers import Shard, wait_until
-from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
+from tests.support.fault_matrix import Measured
+from tests.support.nodes import NodeFactory
+from tests.support.rounds import events, join, record, state
+from tests.support.servers import Shard, wait_until
 
-from redelastic.redis.server import RedisServer
-
-pytest_plugins = ["failover_servers"]
+pytest_plugins = ["tests.support.failover_servers"]
 pytestmark = pytest.mark.timeout(300)
 
 LEASE: Final = 3 * INTERVAL

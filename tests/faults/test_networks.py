@@ -18,17 +18,17 @@ from typing import Any, Final
 
 import psutil
 import pytest
-from agent_job import AWARE
-from fault_matrix import Measured
-from namespaces import LINK, Network, NetworkServer, both_ways
-from servers import wait_until
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters
-from torchrun_job import LIMIT, Job
 
 from redelastic.redis.connection import Connection
 from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.handler import RedisRendezvousHandler, handler_from_parameters
 from redelastic.run.control import RunControl
+from tests.support.agent_job import AWARE
+from tests.support.fault_matrix import Measured
+from tests.support.namespaces import LINK, Network, NetworkServer, both_ways
+from tests.support.servers import wait_until
+from tests.support.torchrun_job import LIMIT, Job
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_job import DRAINED, AgentJob
-from commands import command
 from prometheus_client.parser import text_string_to_metric_families
 
 from redelastic.redis.server import RedisServer
+from tests.support.agent_job import DRAINED, AgentJob
+from tests.support.commands import command
 
 pytestmark = pytest.mark.timeout(300)
 

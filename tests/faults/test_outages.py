@@ -15,19 +15,19 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
-from agent_job import AgentJob
-from fault_matrix import Measured
-from faulty_proxy import Fault, FaultyProxy
-from nodes import NodeFactory
-from rounds import events, join, record, state
-from servers import HOST, port_of, wait_until
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
-from torchrun_job import Job
 
 from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.handler import RedisRendezvousHandler
 from redelastic.rendezvous.membership import RunThen
 from redelastic.run.control import RunControl
+from tests.support.agent_job import AgentJob
+from tests.support.fault_matrix import Measured
+from tests.support.faulty_proxy import Fault, FaultyProxy
+from tests.support.nodes import NodeFactory
+from tests.support.rounds import events, join, record, state
+from tests.support.servers import HOST, port_of, wait_until
+from tests.support.torchrun_job import Job
 
 pytestmark = pytest.mark.timeout(300)
 

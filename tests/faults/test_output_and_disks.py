@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_job import FAILED, REFUSED, STOPPED, AgentJob
-from torchrun_job import LIMIT
-from unruly_job import OURS, UNRULY, environment, run
-from workers.unruly import FLOOD, LINE
 
 from redelastic.redis.connection import Connection
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
 from redelastic.run.control import RunControl
+from tests.support.agent_job import FAILED, REFUSED, STOPPED, AgentJob
+from tests.support.torchrun_job import LIMIT
+from tests.support.unruly_job import OURS, UNRULY, environment, run
+from tests.support.workers.unruly import FLOOD, LINE
 
 pytestmark = pytest.mark.timeout(150)
 

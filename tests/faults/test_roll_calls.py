@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
-from failovers import LIMIT, lost_writes, new_group
-from fault_matrix import Measured
-from nodes import NodeFactory
-from rounds import events, join, state
-from servers import Shard, wait_until
 
 from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.handler import RedisRendezvousHandler
+from tests.support.failovers import LIMIT, lost_writes, new_group
+from tests.support.fault_matrix import Measured
+from tests.support.nodes import NodeFactory
+from tests.support.rounds import events, join, state
+from tests.support.servers import Shard, wait_until
 
-pytest_plugins = ["failover_servers"]
+pytest_plugins = ["tests.support.failover_servers"]
 
 INTERVAL: Final = 20.0  # a lease of a minute: no test waits for one
 PATIENT: Final = 5.0  # where all answer, however busy this machine is

@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
-from fault_matrix import Measured
-from faulty_proxy import FaultyProxy
-from nodes import NodeFactory
-from rounds import events, join, record, state
-from servers import HOST, port_of, server_binaries, wait_until
 
 from redelastic.redis.keys import DEFAULT_TTL
 from redelastic.redis.server import RedisServer, find_binary
+from tests.support.fault_matrix import Measured
+from tests.support.faulty_proxy import FaultyProxy
+from tests.support.nodes import NodeFactory
+from tests.support.rounds import events, join, record, state
+from tests.support.servers import HOST, port_of, server_binaries, wait_until
 
 LIBRARY: Final = next(Path("/usr").glob("lib*/**/faketime/libfaketime.so.1"), None)
 pytestmark = [

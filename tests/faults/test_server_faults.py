@@ -12,15 +12,26 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final
 
 import pytest
-from fault_matrix import Measured
-from nodes import NodeFactory
-from rounds import events, join, record, state
-from server_faults import AT_ONCE, FAULTS, INTERVAL, LEASE, Fault, configured, full_memory, group, read_only, told
-from servers import wait_until
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
 from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.handler import RedisRendezvousHandler
+from tests.support.fault_matrix import Measured
+from tests.support.nodes import NodeFactory
+from tests.support.rounds import events, join, record, state
+from tests.support.server_faults import (
+    AT_ONCE,
+    FAULTS,
+    INTERVAL,
+    LEASE,
+    Fault,
+    configured,
+    full_memory,
+    group,
+    read_only,
+    told,
+)
+from tests.support.servers import wait_until
 
 pytestmark = pytest.mark.timeout(180)
 

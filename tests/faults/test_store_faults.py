@@ -9,12 +9,17 @@ from typing import Any, Final
 
 import pytest
 import torch.distributed as dist
-from faulty_proxy import Fault as Faulty
-from faulty_proxy import FaultyProxy
-from lossy_network import address
-from nodes import NodeFactory
-from rounds import events
-from server_faults import (
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
+
+from redelastic import RedisStore
+from redelastic.redis.connection import Connection
+from redelastic.redis.server import RedisServer
+from tests.support.faulty_proxy import Fault as Faulty
+from tests.support.faulty_proxy import FaultyProxy
+from tests.support.lossy_network import address
+from tests.support.nodes import NodeFactory
+from tests.support.rounds import events
+from tests.support.server_faults import (
     AT_ONCE,
     FAULTS,
     INTERVAL,
@@ -26,11 +31,6 @@ from server_faults import (
     read_only,
     told,
 )
-from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
-
-from redelastic import RedisStore
-from redelastic.redis.connection import Connection
-from redelastic.redis.server import RedisServer
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -8,15 +8,15 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from agent_job import DRAINED, FAILED
-from cgroups import limited_memory
-from torchrun_job import LIMIT
-from unruly_job import OURS, UNRULY, Unruly, environment, lives, pid_in, run
 
 from redelastic.redis.connection import Connection
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
 from redelastic.run.control import RunControl
+from tests.support.agent_job import DRAINED, FAILED
+from tests.support.cgroups import limited_memory
+from tests.support.torchrun_job import LIMIT
+from tests.support.unruly_job import OURS, UNRULY, Unruly, environment, lives, pid_in, run
 
 pytestmark = pytest.mark.timeout(150)
 

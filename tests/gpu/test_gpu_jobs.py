@@ -13,13 +13,13 @@ from typing import Any
 
 import psutil
 import pytest
-from agent_job import AgentJob
-from gpu_machine import ON_GPU, ask_card, memory_used, needs_card, needs_gpu, needs_two_cards
-from servers import wait_until
-from torchrun_job import Job
 
 from redelastic.redis.server import RedisServer
 from redelastic.run.records import Event
+from tests.support.agent_job import AgentJob
+from tests.support.gpu_machine import ON_GPU, ask_card, memory_used, needs_card, needs_gpu, needs_two_cards
+from tests.support.servers import wait_until
+from tests.support.torchrun_job import Job
 
 pytestmark = [needs_gpu, pytest.mark.timeout(300), pytest.mark.xdist_group("gpu")]
 

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Final
 
 import pytest
-from agent_job import DRAINED
-from torchrun_job import Node
-from trainer_job import TrainerJob
 
 from redelastic.redis.server import RedisServer
+from tests.support.agent_job import DRAINED
+from tests.support.torchrun_job import Node
+from tests.support.trainer_job import TrainerJob
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -15,13 +15,13 @@ from unittest.mock import create_autospec
 
 import psutil
 import pytest
-from commands import until
 
 from benchmarks import recovery
 from benchmarks.__main__ import BEGIN, BENCHMARKS, END, README, pages, stolen, with_results
 from benchmarks.recovery_job import OURS, Job
 from benchmarks.report import RESULTS, Spread, Table, document, draw, markdown, regressions, summary, tables_of
 from benchmarks.scale import Costs, limits
+from tests.support.commands import until
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 240.0  # for one benchmark with --quick, which takes some seconds, on a busy machine

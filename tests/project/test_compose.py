@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-import docker_daemon
-import docker_images
 import pytest
-from docker_daemon import DockerDaemon
+
+from tests.support import docker_daemon, docker_images
+from tests.support.docker_daemon import DockerDaemon
 
 T = TypeVar("T")
 

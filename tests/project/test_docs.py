@@ -14,7 +14,6 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from commands import command
 from rich.console import Console
 
 from redelastic.agent.torchrun import launch
@@ -23,6 +22,7 @@ from redelastic.cli.status.view import Screen
 from redelastic.rendezvous.settings import Settings
 from redelastic.run.records import Event, Node, Run
 from redelastic.run.report import describe
+from tests.support.commands import command
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

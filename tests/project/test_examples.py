@@ -21,8 +21,14 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 import redis
-import servers
-from examples_site import (
+from typing_extensions import Self
+
+from redelastic.redis.errors import ACL_RULES
+from redelastic.redis.server import RedisServer
+from redelastic.run.control import RunControl, UnknownRunError
+from redelastic.run.records import Node
+from tests.support import servers
+from tests.support.examples_site import (
     AWARE,
     EXAMPLES,
     LIMIT,
@@ -35,14 +41,8 @@ from examples_site import (
     kill_node,
     port_of_a_slurm_job,
 )
-from tls_files import make_certificates
-from tls_servers import WHO_SPEAKS_TLS, tls_server
-from typing_extensions import Self
-
-from redelastic.redis.errors import ACL_RULES
-from redelastic.redis.server import RedisServer
-from redelastic.run.control import RunControl, UnknownRunError
-from redelastic.run.records import Node
+from tests.support.tls_files import make_certificates
+from tests.support.tls_servers import WHO_SPEAKS_TLS, tls_server
 
 pytestmark = pytest.mark.timeout(300)
 

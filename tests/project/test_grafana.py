@@ -11,11 +11,11 @@ from typing import Any
 
 import promql_parser as promql
 import pytest
-from agent_job import AgentJob
-from examples_site import EXAMPLES
 from prometheus_client.parser import text_string_to_metric_families
 
 from redelastic.redis.server import RedisServer
+from tests.support.agent_job import AgentJob
+from tests.support.examples_site import EXAMPLES
 
 VARIABLES = {"$run": "my-job", "$node": ".*", "$__range": "1h", "$__rate_interval": "1m"}
 SHARED = {"run_id", "node"}  # labels of every metric of ours

@@ -1,6 +1,6 @@
 """Many store operations and rendezvous over a network that loses things, each effect and each reply compared.
 
-    python tests/proofs/lossy_campaign.py --operations 1000000 --rendezvous 1000 --seed 7
+    python -m tests.proofs.lossy_campaign --operations 1000000 --rendezvous 1000 --seed 7
 
 Work comes in batches (`lossy_store.py`, `lossy_rendezvous.py`), each with a redis-server of its own, and a faulty proxy
 for each client. The seed gives every client its calls, and every proxy the fault of its n-th request. A failure names
@@ -17,12 +17,8 @@ import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
-from pathlib import Path
 
-sys.path.extend([str(Path(__file__).parents[1] / folder) for folder in ("proofs", "support")])  # as pytest has it
-
-import lossy_rendezvous
-import lossy_store
+from tests.proofs import lossy_rendezvous, lossy_store
 
 
 @dataclass

@@ -17,17 +17,17 @@ from functools import partial
 from random import Random
 from typing import Any, Final
 
-from lossy_network import ATTEMPT, PATIENCE, LossyNetwork, address, all_at_once
-from oracle import apply
-from oracle_state import NOTHING, Beat, Join, Known, Leave, Request, Settings, State
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters
-from twin import Server, stored
 
 from redelastic.redis import scripts
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.handler import RedisRendezvousHandler, handler_from_parameters
 from redelastic.store import RedisStore, RoundBrokenError
+from tests.proofs.oracle import apply
+from tests.proofs.oracle_state import NOTHING, Beat, Join, Known, Leave, Request, Settings, State
+from tests.proofs.twin import Server, stored
+from tests.support.lossy_network import ATTEMPT, PATIENCE, LossyNetwork, address, all_at_once
 
 ROUNDS: Final = 10  # of a batch
 RATE: Final = 0.1  # of requests that meet a fault

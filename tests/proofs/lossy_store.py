@@ -14,10 +14,10 @@ from random import Random
 from typing import Final
 
 import torch.distributed as dist
-from lossy_network import ATTEMPT, PATIENCE, LossyNetwork, all_at_once
 
 from redelastic.redis.connection import Connection
 from redelastic.store import RedisStore
+from tests.support.lossy_network import ATTEMPT, PATIENCE, LossyNetwork, all_at_once
 
 OPERATIONS: Final = 5_000  # of a batch
 CLIENTS: Final = 4

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Final, Literal
 
-from model_checks import check_failures, check_round, check_state
-from oracle import apply
-from oracle_state import (
+from tests.proofs.model_checks import check_failures, check_round, check_state
+from tests.proofs.oracle import apply
+from tests.proofs.oracle_state import (
     FORMER,
     NOTHING,
     Beat,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from oracle_state import FORMER, Charge, Request, Settings, State
+from tests.proofs.oracle_state import FORMER, Charge, Request, Settings, State
 
 
 def check_failures(s: State, old: State, request: Request, story: tuple[str, ...]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
-from oracle_state import (
+from tests.proofs.oracle_state import (
     FORMER,
     Beat,
     Charge,
@@ -25,7 +25,7 @@ from oracle_state import (
     RollCall,
     State,
 )
-from oracle_steps import (
+from tests.proofs.oracle_steps import (
     break_round,
     close_run,
     has_failed,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from oracle_state import FORMER, DrainWake, Event, Known, RollCallWake, Settings, State, Wake
+from tests.proofs.oracle_state import FORMER, DrainWake, Event, Known, RollCallWake, Settings, State, Wake
 
 
 def restore(s: State, now: int, node: str, settings: Settings, known: Known) -> None:

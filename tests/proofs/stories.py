@@ -19,8 +19,8 @@ import re
 from collections.abc import Callable
 from typing import Final
 
-from oracle import apply
-from oracle_state import (
+from tests.proofs.oracle import apply
+from tests.proofs.oracle_state import (
     NOTHING,
     Beat,
     Charge,
@@ -35,7 +35,7 @@ from oracle_state import (
     Settings,
     State,
 )
-from twin import START, Server, stored
+from tests.proofs.twin import START, Server, stored
 
 COMMAND: Final = re.compile(
     r" *(?P<at>\d+)  (?P<node>\w+)"

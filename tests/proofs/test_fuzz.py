@@ -17,18 +17,6 @@ from datetime import timedelta
 from typing import Any, Final, cast
 
 import pytest
-from fuzzing import (
-    INPUTS,
-    Replies,
-    control_of,
-    hostile_event,
-    hostile_history,
-    hostile_run,
-    pairs,
-    status_text,
-    try_all,
-)
-from hostile import CANARY, NODES, QUERY, URLS, Dice
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousStateError
 
@@ -45,6 +33,18 @@ from redelastic.run.control import UnknownRunError
 from redelastic.run.history import STATES, replay
 from redelastic.run.records import decode_status
 from redelastic.run.report import describe
+from tests.support.fuzzing import (
+    INPUTS,
+    Replies,
+    control_of,
+    hostile_event,
+    hostile_history,
+    hostile_run,
+    pairs,
+    status_text,
+    try_all,
+)
+from tests.support.hostile import CANARY, NODES, QUERY, URLS, Dice
 
 pytestmark = pytest.mark.timeout(3600 if "REDELASTIC_FUZZ" in os.environ else 120)
 

@@ -14,8 +14,6 @@ from types import SimpleNamespace
 from typing import Any, Final, cast
 
 import pytest
-from fuzzing import INPUTS, hostile_event, hostile_history, hostile_run, try_all
-from hostile import Dice
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from torch.distributed.elastic.rendezvous.api import RendezvousStateError
@@ -31,6 +29,8 @@ from redelastic.run.history import replay
 from redelastic.run.report import describe
 from redelastic.run.wording import clean, duration, size
 from redelastic.worker import SLOT_BYTES
+from tests.support.fuzzing import INPUTS, hostile_event, hostile_history, hostile_run, try_all
+from tests.support.hostile import Dice
 
 pytestmark = pytest.mark.timeout(3600 if "REDELASTIC_FUZZ" in os.environ else 120)
 

@@ -11,8 +11,6 @@ from datetime import timedelta
 
 import pytest
 import redis
-from fuzzing import INPUTS, SEED, no_logs
-from hostile import NODES, RECORD, Dice
 from torch.distributed import DistError
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
@@ -24,6 +22,8 @@ from redelastic.rendezvous.membership import Membership
 from redelastic.rendezvous.settings import Settings
 from redelastic.run.control import RunControl, UnknownNodeError, UnknownRunError
 from redelastic.run.history import replay
+from tests.support.fuzzing import INPUTS, SEED, no_logs
+from tests.support.hostile import NODES, RECORD, Dice
 
 pytestmark = pytest.mark.timeout(3600 if "REDELASTIC_FUZZ" in os.environ else 120)
 

@@ -6,9 +6,10 @@ A share of `lossy_campaign.py`, which runs a million operations and a thousand r
 from __future__ import annotations
 
 import pytest
-from fault_matrix import Measured
-from faulty_proxy import Chance
-from lossy_campaign import campaign
+
+from tests.proofs.lossy_campaign import campaign
+from tests.support.fault_matrix import Measured
+from tests.support.faulty_proxy import Chance
 
 SEED = 7
 pytestmark = pytest.mark.timeout(300)

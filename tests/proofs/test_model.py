@@ -7,8 +7,9 @@ from collections.abc import Callable
 from typing import Final
 
 import pytest
-from model import Model
-from oracle_state import Settings
+
+from tests.proofs.model import Model
+from tests.proofs.oracle_state import Settings
 
 WORLDS: Final = int(os.environ.get("REDELASTIC_MODEL_WORLDS", "6000"))  # looked at in each case
 WALKS: Final = 300

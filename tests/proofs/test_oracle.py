@@ -15,8 +15,10 @@ import redis
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
-from oracle import apply
-from oracle_state import (
+
+from redelastic.rendezvous.membership import RunThen
+from tests.proofs.oracle import apply
+from tests.proofs.oracle_state import (
     NOTHING,
     Beat,
     Charge,
@@ -32,9 +34,7 @@ from oracle_state import (
     Settings,
     State,
 )
-from twin import HOSTS, NODES, START, Server, stored
-
-from redelastic.rendezvous.membership import RunThen
+from tests.proofs.twin import HOSTS, NODES, START, Server, stored
 
 EXAMPLES: Final = int(os.environ.get("REDELASTIC_ORACLE_EXAMPLES", "500"))
 

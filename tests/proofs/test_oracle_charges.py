@@ -7,10 +7,11 @@ from typing import Final
 
 import pytest
 import redis
-from oracle import apply
-from oracle_state import Charge, Join, Leave, Request, Settings, State
-from stories import tell
-from twin import START, Server
+
+from tests.proofs.oracle import apply
+from tests.proofs.oracle_state import Charge, Join, Leave, Request, Settings, State
+from tests.proofs.stories import tell
+from tests.proofs.twin import START, Server
 
 STORIES: Final = {
     "one charge a round, against the host that failed first": """

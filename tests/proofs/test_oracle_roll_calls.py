@@ -6,8 +6,9 @@ from typing import Final
 
 import pytest
 import redis
-from stories import tell
-from twin import Server
+
+from tests.proofs.stories import tell
+from tests.proofs.twin import Server
 
 OF_THREE: Final = """
      0  a joins of 1:3                 -> waiting, 0, 0, 3000, 0, 0

@@ -6,10 +6,11 @@ from typing import Final
 
 import pytest
 import redis
-from oracle import apply
-from oracle_state import Join, Leave, Settings, State
-from stories import tell
-from twin import START, Server
+
+from tests.proofs.oracle import apply
+from tests.proofs.oracle_state import Join, Leave, Settings, State
+from tests.proofs.stories import tell
+from tests.proofs.twin import START, Server
 
 STORIES: Final = {
     "first formation": """

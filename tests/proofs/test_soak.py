@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
-from fault_matrix import Measured
-from soak.__main__ import main
-from soak.checker import check
-from soak.history import Event
-from soak.node import DEFECTS
-from soak.schedule import Action, Episode, episodes, plan
-from soak.session import soak, stage
-from soak.story import Story
+
+from tests.proofs.soak.__main__ import main
+from tests.proofs.soak.checker import check
+from tests.proofs.soak.history import Event
+from tests.proofs.soak.node import DEFECTS
+from tests.proofs.soak.schedule import Action, Episode, episodes, plan
+from tests.proofs.soak.session import soak, stage
+from tests.proofs.soak.story import Story
+from tests.support.fault_matrix import Measured
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -8,7 +8,10 @@ from functools import cache
 from typing import Any, Final
 
 import redis
-from oracle_state import (
+
+from redelastic.redis import scripts
+from redelastic.redis.keys import RunKeys
+from tests.proofs.oracle_state import (
     Beat,
     Charge,
     Close,
@@ -25,9 +28,6 @@ from oracle_state import (
     State,
     Wake,
 )
-
-from redelastic.redis import scripts
-from redelastic.redis.keys import RunKeys
 
 NODES: Final = "abcdefgh"
 

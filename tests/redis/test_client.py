@@ -13,11 +13,11 @@ import hiredis
 import pytest
 import redis
 from redis.sentinel import SentinelConnectionPool
-from servers import HOST, port_of
 
 from redelastic.redis import scripts
 from redelastic.redis.client import DirectClient, pack, pack_bytes
 from redelastic.redis.server import RedisServer
+from tests.support.servers import HOST, port_of
 
 
 @pytest.mark.parametrize("protocol", [2, 3])

@@ -9,10 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import redis
-import servers
-from calls import ATTEMPT, increment, opened, takes
-from nodes import NodeFactory
-from peers import lossy_proxy, peer, say_nothing, speak_http
 from redis.backoff import NoBackoff
 from redis.cluster import RedisCluster
 from redis.retry import Retry
@@ -30,6 +26,10 @@ from redelastic.redis.endpoint import Endpoint
 from redelastic.redis.errors import UnreachableError
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
+from tests.support import servers
+from tests.support.calls import ATTEMPT, increment, opened, takes
+from tests.support.nodes import NodeFactory
+from tests.support.peers import lossy_proxy, peer, say_nothing, speak_http
 
 # -- Nobody there, or somebody else
 

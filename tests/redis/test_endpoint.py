@@ -10,12 +10,12 @@ from urllib.parse import quote
 
 import pytest
 import redis
-import servers
 from redis.cluster import RedisCluster
 
 from redelastic.redis.connection import Connection
 from redelastic.redis.endpoint import SCHEMES, URL_VARIABLE, Endpoint, parse_endpoint
 from redelastic.rendezvous.settings import Settings, parameters_from_url
+from tests.support import servers
 
 SECRET = "hünter2/?#@:% x"  # every sign that means something in a URL
 ENCODED = quote(SECRET, safe="")

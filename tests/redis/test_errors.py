@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 import redis
-import servers
-from calls import increment, opened, takes
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousConnectionError,
     RendezvousError,
@@ -17,6 +15,8 @@ from redelastic.redis.connection import Connection
 from redelastic.redis.errors import RefusesWritesError, UnreachableError
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
+from tests.support import servers
+from tests.support.calls import increment, opened, takes
 
 # -- refused
 

@@ -15,14 +15,7 @@ from typing import Any
 import fakeredis
 import pytest
 import redis
-import servers
-from faulty_proxy import Fault, FaultyProxy
-from job_user import as_user_of
-from nodes import NodeFactory
 from redis.connection import Connection as RedisConnection
-from tls_files import Certificates, make_certificates
-from tls_servers import WHO_SPEAKS_TLS, tls_server
-from whole_life import make_node
 
 from redelastic.agent.workers import deliver as deliver_module
 from redelastic.redis import scripts
@@ -30,6 +23,13 @@ from redelastic.redis.last_words import last_words
 from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.handler import RedisRendezvousHandler
 from redelastic.run.control import RunControl
+from tests.support import servers
+from tests.support.faulty_proxy import Fault, FaultyProxy
+from tests.support.job_user import as_user_of
+from tests.support.nodes import NodeFactory
+from tests.support.tls_files import Certificates, make_certificates
+from tests.support.tls_servers import WHO_SPEAKS_TLS, tls_server
+from tests.support.whole_life import make_node
 
 REASON = "lost its agent"
 ALONE = "import sys; sys.path.append(sys.argv[1]); import deliver; print(deliver.deliver(sys.stdin.buffer.read()))"

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 import redis
-from shell_scripts import make_script
 
 from redelastic.redis import server as server_module
 from redelastic.redis.server import RedisServer, find_binary
+from tests.support.shell_scripts import make_script
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from shell_scripts import make_script
 
 from redelastic.redis import server as server_module
 from redelastic.redis.server import RedisServer, find_binary
+from tests.support.shell_scripts import make_script
 
 
 @pytest.fixture

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import redis
-import servers
-from peers import lossy_proxy, peer, speak_http
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
@@ -27,6 +25,8 @@ from redelastic.redis.errors import UnreachableError
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.backend import wait_for_backend
+from tests.support import servers
+from tests.support.peers import lossy_proxy, peer, speak_http
 
 
 @pytest.fixture

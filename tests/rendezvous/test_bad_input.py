@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 import redis
-import servers
-from nodes import NodeFactory
 from torch.distributed import DistStoreError
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import (
@@ -26,6 +24,8 @@ from redelastic.redis.connection import Connection
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.handler import RedisRendezvousHandler
+from tests.support import servers
+from tests.support.nodes import NodeFactory
 
 pytestmark = pytest.mark.timeout(30)
 

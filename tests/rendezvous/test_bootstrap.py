@@ -7,8 +7,9 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
-from nodes import NodeFactory
-from rounds import join_all, ranks
+
+from tests.support.nodes import NodeFactory
+from tests.support.rounds import join_all, ranks
 
 LOOK_UP = timedelta(seconds=30)  # torch's TCPStore looks names up, which takes 5 s where a name server loses a query
 

@@ -16,8 +16,6 @@ from typing import Any
 import pytest
 import redis
 import torch.distributed as dist
-from nodes import NodeFactory
-from rounds import join_all, ranks, until, until_joined
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -31,6 +29,8 @@ from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.handler import EPOCH_VARIABLE
 from redelastic.store import RoundBrokenError
+from tests.support.nodes import NodeFactory
+from tests.support.rounds import join_all, ranks, until, until_joined
 
 
 class TestForming:

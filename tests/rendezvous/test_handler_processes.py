@@ -13,10 +13,10 @@ from typing import Any
 
 import psutil
 import pytest
-from nodes import NodeFactory
-from rounds import join_all, until
 
 from redelastic.redis.server import RedisServer
+from tests.support.nodes import NodeFactory
+from tests.support.rounds import join_all, until
 
 
 class TestProcesses:

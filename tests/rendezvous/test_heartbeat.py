@@ -7,11 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import redis
-from nodes import NodeFactory
-from rounds import join_all, until
 
 from redelastic.redis.errors import UnreachableError
 from redelastic.rendezvous.heartbeat import COARSE, RETRY_PAUSE, SPREAD
+from tests.support.nodes import NodeFactory
+from tests.support.rounds import join_all, until
 
 
 class TestRegrouping:

@@ -23,11 +23,7 @@ from typing import Any, Final, TypeVar
 
 import psutil
 import pytest
-from fault_matrix import Measured
-from namespaces import LINK, Network, NetworkServer, _ip, _libc, both_ways
-from servers import wait_until
 from torch.distributed.elastic.rendezvous import RendezvousParameters
-from torchrun_job import LIMIT, Job
 
 from redelastic.doctor.host import examine_host
 from redelastic.redis.connection import Connection
@@ -37,6 +33,10 @@ from redelastic.rendezvous import addresses
 from redelastic.rendezvous.addresses import INTERFACE_VARIABLES, LocalAddress, find_address
 from redelastic.rendezvous.handler import REACH_THREAD, RedisRendezvousHandler, handler_from_parameters
 from redelastic.run.control import RunControl
+from tests.support.fault_matrix import Measured
+from tests.support.namespaces import LINK, Network, NetworkServer, _ip, _libc, both_ways
+from tests.support.servers import wait_until
+from tests.support.torchrun_job import LIMIT, Job
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -6,13 +6,13 @@ import time
 
 import pytest
 import redis
-from faulty_proxy import Fault, FaultyProxy
-from nodes import NodeFactory
-from rounds import events, join
-from servers import HOST, port_of
 
 from redelastic.redis import scripts
 from redelastic.redis.server import RedisServer
+from tests.support.faulty_proxy import Fault, FaultyProxy
+from tests.support.nodes import NodeFactory
+from tests.support.rounds import events, join
+from tests.support.servers import HOST, port_of
 
 
 @pytest.mark.parametrize("loss", ["request", "reply"])

@@ -9,11 +9,6 @@ from typing import Any
 
 import pytest
 import redis
-from nodes import NodeFactory
-from oracle_state import NOTHING
-from scenes import SCENES, Story
-from servers import wait_until
-from twin import on_injected_clock
 
 import redelastic
 from redelastic.redis import scripts
@@ -24,6 +19,11 @@ from redelastic.run.control import RunControl
 from redelastic.run.history import replay
 from redelastic.run.records import MAX_DETAIL, Event
 from redelastic.run.wording import reason_of
+from tests.proofs.oracle_state import NOTHING
+from tests.proofs.twin import on_injected_clock
+from tests.support.nodes import NodeFactory
+from tests.support.scenes import SCENES, Story
+from tests.support.servers import wait_until
 
 LUA = Path(redelastic.__file__).parent / "lua"
 FEW, MANY = 16, 64

@@ -12,13 +12,8 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-import oracle
-import oracle_state
 import pytest
 import redis
-from nodes import NodeFactory
-from scenes import HOSTILE, SCENES, START, Story, three_nodes
-from servers import wait_until
 
 import redelastic
 from redelastic.redis.connection import Connection
@@ -27,6 +22,10 @@ from redelastic.rendezvous.handler import RedisRendezvousHandler
 from redelastic.run.control import RunControl
 from redelastic.run.history import History, replay
 from redelastic.run.records import Event
+from tests.proofs import oracle, oracle_state
+from tests.support.nodes import NodeFactory
+from tests.support.scenes import HOSTILE, SCENES, START, Story, three_nodes
+from tests.support.servers import wait_until
 
 SEQUENCES = int(os.environ.get("REDELASTIC_REPLAY_SEQUENCES", "120"))  # of random requests, replayed
 FIELDS = ("event", "epoch", "size", "node", "reason", "detail")

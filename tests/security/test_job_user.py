@@ -8,11 +8,6 @@ from typing import Final, cast
 
 import pytest
 import redis
-import servers
-from agent_job import DRAINED, STOPPED, AgentJob
-from job_user import CANARY, as_user_of, command_line, job_rules, run_command
-from nodes import NodeFactory
-from whole_life import live_a_whole_life
 
 from redelastic.doctor.trial import PROBES
 from redelastic.redis.connection import Connection
@@ -21,6 +16,11 @@ from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
 from redelastic.run.control import RunControl
 from redelastic.run.records import Node
+from tests.support import servers
+from tests.support.agent_job import DRAINED, STOPPED, AgentJob
+from tests.support.job_user import CANARY, as_user_of, command_line, job_rules, run_command
+from tests.support.nodes import NodeFactory
+from tests.support.whole_life import live_a_whole_life
 
 pytestmark = pytest.mark.timeout(300)
 

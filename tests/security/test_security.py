@@ -13,9 +13,6 @@ from typing import Any, Final
 import psutil
 import pytest
 import redis
-from commands import command
-from job_user import CANARY, PACKAGE, as_user_of, command_line
-from nodes import NodeFactory
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousStateError
 
@@ -25,6 +22,9 @@ from redelastic.redis.endpoint import parse_endpoint
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
 from redelastic.run.control import MAX_REASON, RunControl
+from tests.support.commands import command
+from tests.support.job_user import CANARY, PACKAGE, as_user_of, command_line
+from tests.support.nodes import NodeFactory
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -10,12 +10,8 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from agent_job import AWARE, AgentJob
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
-from job_user import CANARY, AsUser, run_command
-from tls_files import Certificates, make_certificates
-from tls_servers import WHO_SPEAKS_TLS, tls_server
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
 from redelastic.redis.connection import Connection
@@ -23,6 +19,10 @@ from redelastic.redis.endpoint import parse_endpoint
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
 from redelastic.run.control import RunControl
+from tests.support.agent_job import AWARE, AgentJob
+from tests.support.job_user import CANARY, AsUser, run_command
+from tests.support.tls_files import Certificates, make_certificates
+from tests.support.tls_servers import WHO_SPEAKS_TLS, tls_server
 
 pytestmark = pytest.mark.timeout(300)
 

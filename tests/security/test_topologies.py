@@ -8,13 +8,9 @@ from pathlib import Path
 
 import pytest
 import redis
-import servers
 from redis.cluster import RedisCluster
-from tls_files import Certificates, encrypt_key, make_certificates
-from tls_servers import WHO_SPEAKS_TLS, tls_server
 from torch.distributed import DistNetworkError
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
-from whole_life import live_a_whole_life, make_node, nodes, rendezvous, use_store
 
 from redelastic import RedisRendezvousBackend, RedisStore
 from redelastic.redis.connection import Connection
@@ -22,6 +18,10 @@ from redelastic.redis.endpoint import parse_endpoint
 from redelastic.redis.errors import ACL_RULES, UnreachableError
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
+from tests.support import servers
+from tests.support.tls_files import Certificates, encrypt_key, make_certificates
+from tests.support.tls_servers import WHO_SPEAKS_TLS, tls_server
+from tests.support.whole_life import live_a_whole_life, make_node, nodes, rendezvous, use_store
 
 # -- TLS
 

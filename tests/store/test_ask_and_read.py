@@ -15,17 +15,17 @@ from typing import Any
 import pytest
 import redis
 import torch.distributed as dist
-from faulty_proxy import Fault, FaultyProxy
-from servers import HOST
-from stores import SOON, in_thread, opened, until
-from tls_files import make_certificates
-from tls_servers import tls_server
 
 from redelastic.redis.client import DirectClient
 from redelastic.redis.connection import Connection
 from redelastic.redis.endpoint import parse_endpoint
 from redelastic.redis.server import RedisServer
 from redelastic.store import RedisStore
+from tests.support.faulty_proxy import Fault, FaultyProxy
+from tests.support.servers import HOST
+from tests.support.stores import SOON, in_thread, opened, until
+from tests.support.tls_files import make_certificates
+from tests.support.tls_servers import tls_server
 
 CALLS: dict[str, Callable[[Any], Any]] = {
     "get": lambda s: s.get("k"),

@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 import redis
-import stores
 import test_line
 import test_store as contract
 import torch.distributed as dist
-from faulty_proxy import Fault, FaultyProxy
-from job_user import as_user_of
-from nodes import NodeFactory
-from stores import LONG, SOON, in_thread, opened, until
 
 from redelastic.redis.client import DirectClient, packed_uncopied
 from redelastic.redis.server import RedisServer
 from redelastic.store import RedisStore, RoundBrokenError, requests
+from tests.support import stores
+from tests.support.faulty_proxy import Fault, FaultyProxy
+from tests.support.job_user import as_user_of
+from tests.support.nodes import NodeFactory
+from tests.support.stores import LONG, SOON, in_thread, opened, until
 
 store, proxy, unlucky = stores.store, test_line.proxy, test_line.unlucky
 OLD, NEW, NEWER = (part * 100_000 for part in (b"old", b"new", b"newer"))

@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 import redis
-import stores
 import test_store as contract
 import torch.distributed as dist
-from faulty_proxy import Fault, FaultyProxy
-from nodes import NodeFactory
-from stores import LONG, SOON, in_thread, opened, until
 
 from redelastic.redis import scripts
 from redelastic.redis.server import RedisServer
 from redelastic.store import RedisStore, RoundBrokenError
 from redelastic.store import line as line_module
+from tests.support import stores
+from tests.support.faulty_proxy import Fault, FaultyProxy
+from tests.support.nodes import NodeFactory
+from tests.support.stores import LONG, SOON, in_thread, opened, until
 
 store = stores.store  # one that acknowledges
 

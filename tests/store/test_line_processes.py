@@ -12,16 +12,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import stores
 import test_line
 import torch.distributed as dist
-from faulty_proxy import Fault, FaultyProxy
-from stores import SOON, in_thread, opened
 from test_line import through, under_way
 
 from redelastic.redis.server import RedisServer
 from redelastic.store import RedisStore
 from redelastic.store import line as line_module
+from tests.support import stores
+from tests.support.faulty_proxy import Fault, FaultyProxy
+from tests.support.stores import SOON, in_thread, opened
 
 store, proxy, unlucky = stores.store, test_line.proxy, test_line.unlucky
 

@@ -18,12 +18,12 @@ import pytest
 import redis
 import torch
 import torch.distributed as dist
-from nodes import NodeFactory
 from torch import nn
 
 from redelastic import RedisStore, register_init_method
 from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.handler import EPOCH_VARIABLE, PREFIX_VARIABLE
+from tests.support.nodes import NodeFactory
 
 LIMIT = 40.0  # for a process to do its part, in seconds
 TIMEOUT = timedelta(seconds=20)  # of the groups

@@ -14,9 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import redis
-import stores
 import torch.distributed as dist
-from stores import SHORT, SOON, in_thread, opened, until
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from redelastic.redis.connection import Connection
@@ -25,6 +23,8 @@ from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
 from redelastic.store import RedisStore, RoundBrokenError
 from redelastic.store import redis_store as store_module
+from tests.support import stores
+from tests.support.stores import SHORT, SOON, in_thread, opened, until
 
 store = stores.store
 

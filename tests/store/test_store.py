@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import redis
-import stores
 import torch.distributed as dist
-from stores import LONG, SHORT, SOON, in_thread, opened, until
 
 from redelastic.redis.server import RedisServer
 from redelastic.store import RedisStore, RoundBrokenError
+from tests.support import stores
+from tests.support.stores import LONG, SHORT, SOON, in_thread, opened, until
 
 NEEDS_BARRIER = pytest.mark.skipif(
     not hasattr(dist.Store, "barrier"), reason="torch's stores have barrier from 2.12 on"

@@ -8,11 +8,7 @@ from typing import Any
 
 import pytest
 import redis
-import stores
 import torch.distributed as dist
-from faulty_proxy import Fault, FaultyProxy
-from nodes import NodeFactory
-from stores import SOON, in_thread, until
 
 from redelastic.redis import scripts
 from redelastic.redis.keys import RunKeys
@@ -20,6 +16,10 @@ from redelastic.redis.scripts import Script
 from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.handler import RedisRendezvousHandler
 from redelastic.store import RedisStore, RoundBrokenError
+from tests.support import stores
+from tests.support.faulty_proxy import Fault, FaultyProxy
+from tests.support.nodes import NodeFactory
+from tests.support.stores import SOON, in_thread, until
 
 store = stores.store
 

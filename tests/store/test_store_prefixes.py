@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import stores
 import test_store as contract
 import torch.distributed as dist
-from stores import LONG, SHORT, SOON, in_thread, opened, until
 
 from redelastic.redis.server import RedisServer
+from tests.support import stores
+from tests.support.stores import LONG, SHORT, SOON, in_thread, opened, until
 
 shared_tcp_store, tcp_store = stores.shared_tcp_store, stores.tcp_store
 

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 import redis
-import stores
 import torch.distributed as dist
-from stores import SOON, in_thread, opened, until
 
 from redelastic.redis.client import DirectClient
 from redelastic.redis.connection import Connection
 from redelastic.redis.server import RedisServer
 from redelastic.store import RedisStore
+from tests.support import stores
+from tests.support.stores import SOON, in_thread, opened, until
 
 store = stores.store
 

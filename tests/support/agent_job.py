@@ -5,13 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Final
 
-from torchrun_job import Job
-
 from redelastic.redis.connection import Connection
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
 from redelastic.run.control import RunControl
 from redelastic.run.records import Event
+from tests.support.torchrun_job import Job
 
 FAILED, DRAINED, STOPPED, REFUSED = 1, 75, 76, 77  # exit codes
 AWARE: Final = Path(__file__).parent / "workers" / "aware.py"

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
-from commands import Started, started, until
 from selenium import webdriver
 from selenium.common.exceptions import StaleElementReferenceException
 from selenium.webdriver.common.by import By
+
+from tests.support.commands import Started, started, until
 
 FLAGS: Final = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-dev-shm-usage"),

@@ -8,7 +8,8 @@ from pathlib import Path
 from uuid import uuid4
 
 import pytest
-from servers import wait_until
+
+from tests.support.servers import wait_until
 
 
 @contextmanager

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from commands import Cli, Done, command
 
 from redelastic.redis.connection import Connection
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
 from redelastic.run.control import RunControl
+from tests.support.commands import Cli, Done, command
 
 
 @pytest.fixture

@@ -20,9 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from waiting import Within
-
 import redelastic.cli
+from tests.support.waiting import Within
 
 if TYPE_CHECKING:  # unneeded imports of a command only show if this module does not make them
     from redelastic.rendezvous.handler import RedisRendezvousHandler

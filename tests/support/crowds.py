@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import redis
-from scenes import Story
 
 from redelastic.redis.keys import RunKeys
+from tests.support.scenes import Story
 
 LEASE = 6.0  # in seconds
 FIELDS = ("event", "epoch", "size", "node", "reason", "detail")
@@ -162,7 +162,7 @@ def main(nodes: int) -> None:
     )
 
 
-if __name__ == "__main__":  # python tests/support/crowds.py 1000
+if __name__ == "__main__":  # python -m tests.support.crowds 1000
     import statistics
     import sys
 

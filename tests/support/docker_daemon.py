@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final
 
 import psutil
-from servers import wait_until
 
 from redelastic.redis import server as server_module
+from tests.support.servers import wait_until
 
 if TYPE_CHECKING:
     from typing_extensions import Self

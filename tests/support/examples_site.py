@@ -17,7 +17,6 @@ from urllib.request import ProxyHandler, build_opener
 
 import psutil
 import pytest
-from torchrun_job import _REAPER, TOKEN
 from typing_extensions import Self
 
 from redelastic.redis import server as server_module
@@ -25,6 +24,7 @@ from redelastic.redis.connection import Connection
 from redelastic.redis.endpoint import URL_VARIABLE, parse_endpoint
 from redelastic.redis.keys import RunKeys
 from redelastic.run.control import RunControl
+from tests.support.torchrun_job import _REAPER, TOKEN
 
 T = TypeVar("T")
 

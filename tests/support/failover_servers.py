@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import redis
-import servers
-from servers import HOST, MASTER_NAME, SentinelGroup, Shard, port_of, wait_until
+
+from tests.support import servers
+from tests.support.servers import HOST, MASTER_NAME, SentinelGroup, Shard, port_of, wait_until
 
 
 @pytest.fixture(scope="session")

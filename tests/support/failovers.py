@@ -10,17 +10,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, TypeVar, cast
 
-from agent_job import AgentJob
-from nodes import NodeFactory
-from rounds import state
-from servers import Shard, wait_until
-
 from redelastic.redis.connection import Connection
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.handler import RedisRendezvousHandler
 from redelastic.run.control import RunControl, UnknownRunError
 from redelastic.run.records import Run
+from tests.support.agent_job import AgentJob
+from tests.support.nodes import NodeFactory
+from tests.support.rounds import state
+from tests.support.servers import Shard, wait_until
 
 T = TypeVar("T")
 INTERVAL: Final = 0.4

@@ -9,12 +9,11 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any, Final, cast
 
-from hostile import EVENTS, NODES, REASONS, RECORD, Dice
-
 from redelastic.redis.connection import Connection
 from redelastic.redis.keys import RunKeys
 from redelastic.run.control import RunControl
 from redelastic.run.records import Event, Run, decode_event
+from tests.support.hostile import EVENTS, NODES, REASONS, RECORD, Dice
 
 INPUTS: Final = int(os.environ.get("REDELASTIC_FUZZ", "30000"))
 SEED: Final = int(os.environ.get("REDELASTIC_FUZZ_SEED", "0"))

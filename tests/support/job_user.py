@@ -9,10 +9,10 @@ from typing import Any, Final
 
 import psutil
 import redis
-from commands import command
 
 import redelastic
 from redelastic.redis.server import RedisServer
+from tests.support.commands import command
 
 PACKAGE: Final = Path(redelastic.__file__).parent
 PAGE: Final = (Path(__file__).parents[2] / "SECURITY.md").read_text()

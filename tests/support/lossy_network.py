@@ -8,11 +8,10 @@ from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import ExitStack
 from typing import Final, TypeVar
 
-from faulty_proxy import Chance, FaultyProxy
-
 from redelastic.redis import scripts
 from redelastic.redis.scripts import Script
 from redelastic.redis.server import RedisServer
+from tests.support.faulty_proxy import Chance, FaultyProxy
 
 T = TypeVar("T")
 

@@ -8,9 +8,8 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from servers import HOST, port_of
-
 from redelastic.redis.server import RedisServer
+from tests.support.servers import HOST, port_of
 
 
 @dataclass

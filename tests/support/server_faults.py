@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, Final
 
 import redis
-from nodes import NodeFactory
-from servers import reserved_port, wait_until
 
 from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.handler import RedisRendezvousHandler
+from tests.support.nodes import NodeFactory
+from tests.support.servers import reserved_port, wait_until
 
 INTERVAL: Final = 0.4
 LEASE: Final = 3 * INTERVAL

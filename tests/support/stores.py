@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from waiting import Within
 
 from redelastic.redis.server import RedisServer
 from redelastic.store import RedisStore
+from tests.support.waiting import Within
 
 SHORT = timedelta(milliseconds=30)
 LONG = timedelta(seconds=20)

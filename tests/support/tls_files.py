@@ -11,7 +11,8 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
-from servers import HOST
+
+from tests.support.servers import HOST
 
 Signer = tuple[x509.Name, ec.EllipticCurvePrivateKey]
 

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from typing import Final
 
 import pytest
-import servers
-from tls_files import Certificates
 
 from redelastic.redis.server import RedisServer
+from tests.support import servers
+from tests.support.tls_files import Certificates
 
 WHO_SPEAKS_TLS: Final = ("redis", "terminator")
 

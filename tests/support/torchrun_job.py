@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-import fault_matrix
 import psutil
 import pytest
-from workers.train import reference
 
 from redelastic.redis.server import RedisServer
+from tests.support import fault_matrix
+from tests.support.workers.train import reference
 
 if TYPE_CHECKING:
     from typing_extensions import Self

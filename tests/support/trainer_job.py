@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
 
-from torchrun_job import Job
+from tests.support.torchrun_job import Job
 
 EXAMPLES: Final = Path(__file__).parents[2] / "examples"
 PACED: Final = Path(__file__).parent / "workers" / "paced.py"

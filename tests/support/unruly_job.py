@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any, Final
 
 import psutil
-from agent_job import AgentJob
-from torchrun_job import LIMIT
+
+from tests.support.agent_job import AgentJob
+from tests.support.torchrun_job import LIMIT
 
 UNRULY: Final = Path(__file__).parent / "workers" / "unruly.py"
 OURS: Final = (sys.executable, "-m", "redelastic.cli", "run")

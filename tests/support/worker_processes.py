@@ -10,10 +10,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from waiting import Within
 
 from redelastic.agent.workers import warden
 from redelastic.agent.workers.processes import ProcessTree
+from tests.support.waiting import Within
 
 DEADLINE = 30.0  # for what normally takes well under a second, in seconds
 LIFE = 90  # of a process that nobody ends, in seconds

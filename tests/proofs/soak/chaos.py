@@ -43,12 +43,11 @@ WAITS: Final = {"asked": "asks", "entered": "entered"}  # until a node has writt
 @contextlib.contextmanager
 def zygote(log: Path, defect: str = "") -> Iterator[Callable[[dict[str, Any]], int]]:
     """The process that forks nodes; yields what makes one, told what it has to know, and returns its process id."""
-    here = Path(__file__).parent
-    path = os.pathsep.join([str(here.parent), *sys.path])
+    path = os.pathsep.join(sys.path)
     environment = os.environ | {"PYTHONPATH": path, "REDELASTIC_SOAK_BREAK": defect}
     with log.open("ab") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", f"{here.name}.node"],
+            [sys.executable, "-m", "tests.proofs.soak.node"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=output,
