@@ -22,6 +22,7 @@ from benchmarks.harness import raise_limit_of_files
 from redelastic.redis import scripts
 from redelastic.redis.connection import ATTEMPT_TIMEOUT, Connection, Timeout, text
 from redelastic.redis.keys import RunKeys
+from redelastic.redis.wire import Command, Wire
 from redelastic.rendezvous.heartbeat import COARSE
 from redelastic.rendezvous.membership import Membership
 from redelastic.rendezvous.settings import Settings
@@ -45,24 +46,21 @@ class Recorder(Connection):
         self.reply: Any = None
         self.has_reply = False
 
-    def call(self, operation: Callable[[Any], T], timeout: Timeout = None) -> T:
+    def attempt(self, operation: Callable[[Wire], T], timeout: Timeout = None) -> T:
         """See Connection."""
         del timeout
         if self.has_reply:
             self.has_reply = False
             return self.reply  # type: ignore[no-any-return]
-        return operation(self)
+        return operation(self)  # it is its own wire
 
-    def execute_command(self, *command: object) -> object:
-        """See redis-py."""
-        raise Sent(command)
-
-    def exchange(self, packed: bytes, count: int = 1, least: int = 1) -> list[Any]:
-        """See DirectClient."""
-        del count, least
-        words = hiredis.Reader()
-        words.feed(packed)
-        raise Sent(words.gets())
+    def exchange(self, *commands: Command, timeout: Timeout = None) -> list[Any]:
+        """See Connection."""
+        del timeout
+        if self.has_reply:
+            self.has_reply = False
+            return [self.reply]
+        raise Sent(commands[0])
 
 
 class Node(asyncio.Protocol):

@@ -14,10 +14,10 @@ from typing import Final
 from urllib.parse import unquote, urlsplit
 
 import redis
+from redelastic.redis.client import pack
 
 from benchmarks.store_contenders import Servers
 from benchmarks.store_script import TTL, VALUE
-from redelastic.redis.client import pack
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.scripts import STORE_ADD, STORE_SET, Call, Script
 

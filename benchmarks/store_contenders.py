@@ -20,10 +20,10 @@ from urllib.parse import unquote, urlsplit
 
 import hiredis
 import torch.distributed as dist
+from redelastic.store.line import MOST
 
 from redelastic.redis.server import RedisServer
 from redelastic.store import RedisStore
-from redelastic.store.line import MOST
 
 OURS: Final = "redelastic"
 BARE: Final = "Redis, bare"

@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Final
 
-from redis import RedisCluster
 from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousStateError
 
 from redelastic.redis.connection import Connection
@@ -334,7 +333,7 @@ class Reader:
             watch.stirred = watch.keys.events.encode() in stirred
 
     def _block(self, streams: Mapping[bytes, bytes], seconds: float) -> set[bytes]:
-        if not isinstance(self._connection.client, RedisCluster):
+        if not self._connection.is_cluster:
             return set(self._connection.read_bytes(streams, seconds))
         share = seconds / len(streams)  # one read covers one slot
         return {key for key, last in streams.items() if self._connection.read_bytes({key: last}, share)}

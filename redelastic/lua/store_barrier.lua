@@ -2,8 +2,7 @@
 -- Counted once however often it is sent (I8). The two keys are those of torch's own barrier, which may be mixed with ours.
 --
 -- KEYS 1-5 of store.lua, 6 wake stream of the run, 7-8 wake-up streams of the two keys
--- ARGV 1-2 of store.lua, 3-4 of store_write.lua, 5 key that counts, 6 key that the last one sets, 7 how many callers,
---      8 as the last of store_wait.lua
+-- ARGV 1-2 of store.lua, 3-4 of store_write.lua, 5 key that counts, 6 key that the last one sets, 7 how many callers
 -- Reply {0} all have come | that of `register` in store_block.lua, with index 1
 -- I4 I8
 local count, last = ARGV[5], ARGV[6]
@@ -18,5 +17,4 @@ if not seen then
   end
   finish()
 end
-local reads = ARGV[8] == '1'
-return redis.call('HEXISTS', DATA, last) == 1 and ended({ 0 }, KEYS[8], reads) or register(1, last, KEYS[8], KEYS[6], reads)
+return redis.call('HEXISTS', DATA, last) == 1 and { 0 } or register(1, last, KEYS[8], KEYS[6])

@@ -3,17 +3,16 @@
 --
 -- KEYS 1-5 of store.lua, 6 wake stream of the run, then a wake-up stream and a queue for each key
 -- ARGV 1-2 of store.lua, 3 what is asked for: 'get' a value, 'pop' a queue with items, 'wait' either, as in TCPStore,
---      'check' either, without registering, then the keys, and last '1' if the caller reads the stream of its only key in
---      the same round trip, else ''
+--      'check' either, without registering, then the keys
 -- Reply {0} all there | {index of the missing key, from 1} | that of `register` in store_block.lua, with that index
-local ASKED, READS = ARGV[3], ARGV[#ARGV] == '1'
+local ASKED = ARGV[3]
 
-for i = #ARGV - 4, 1, -1 do
+for i = #ARGV - 3, 1, -1 do
   local key, stream, queue = ARGV[3 + i], KEYS[5 + 2 * i], KEYS[6 + 2 * i]
   local there = ASKED ~= 'pop' and redis.call('HEXISTS', DATA, key) == 1
     or ASKED ~= 'get' and redis.call('EXISTS', queue) == 1
   if not there then
-    return ASKED == 'check' and { i } or register(i, key, stream, KEYS[6], READS)
+    return ASKED == 'check' and { i } or register(i, key, stream, KEYS[6])
   end
 end
-return ended({ 0 }, KEYS[7], READS)
+return { 0 }

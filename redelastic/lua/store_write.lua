@@ -1,13 +1,8 @@
 -- write: what every verb that writes to a store begins with, after store.lua: has this very request had its effect, and if
 -- not, may it?
 --
--- ARGV 3 sender, 4 request: senders number theirs from 1, each greater than the one before; a negative number is one that
---      must follow its predecessor without a gap: a request sent without waiting must not overtake one that failed or was lost
+-- ARGV 3 sender, 4 request: senders number theirs from 1, each greater than the one before
 local SENDER, REQUEST = ARGV[3], ARGV[4]
-local in_line = string.byte(REQUEST) == 45 -- a minus
-if in_line then
-  REQUEST = string.sub(REQUEST, 2)
-end
 
 local last = redis.call('HGET', ONCE, SENDER) or ''
 local number, long = string.match(last, '^(%d+)(@?)')
@@ -19,8 +14,6 @@ elseif seen then
   reply = long == '@' and redis.call('HGET', ONCE, SENDER .. '@') or string.match(last, ' (.*)$')
 elseif superseded() then -- I4: a node that was cut off while its run went on writes nothing
   error('FENCED round ' .. EPOCH .. ' is over: the run is at epoch ' .. redis.call('HGET', RUN, 'epoch'))
-elseif in_line and ahead > 1 then
-  error('a gap before request ' .. REQUEST .. ', after request ' .. (number or 0))
 elseif long == '@' then
   redis.call('HDEL', ONCE, SENDER .. '@')
 end

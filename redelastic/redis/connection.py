@@ -8,22 +8,18 @@ from functools import partial
 from typing import Any, Final, NoReturn, TypeVar
 
 import redis.exceptions as rx
-from hiredis import Reader
 from redis.cluster import RedisCluster
 from redis.sentinel import SentinelConnectionPool
 from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_random_exponential
-from torch.distributed.elastic.rendezvous.api import (
-    RendezvousStateError,
-)
+from torch.distributed.elastic.rendezvous.api import RendezvousStateError
 
-from .client import DirectClient, pack_bytes
-from .endpoint import URL_VARIABLE, Client, Endpoint, parse_endpoint
+from .endpoint import URL_VARIABLE, Endpoint, parse_endpoint
 from .errors import ERRORS, may_pass, translated
 from .routes import is_loopback, source_address
+from .wire import Client, ClientWire, Command, PoolWire, Wire
 
 T = TypeVar("T")
 Timeout = float | Callable[[], float] | None  # in seconds
-Command = tuple[str | bytes | int, ...]
 Entries = list[tuple[str, dict[str, str]]]
 
 ATTEMPT_TIMEOUT: Final = 5.0
@@ -38,8 +34,8 @@ class Connection:
     arrived. So only calls that have the same effect when repeated may go through here (I8).
 
     Args:
-        client: a redis-py client of bytes; each call takes a connection from its pool, so that several threads
-            may block at once, and redis-py gives forked children connections of their own.
+        client: a redis-py client of bytes; each call takes a connection from its pool, so that several threads may
+            block at once.
         name: what to call the server in messages; no secrets.
         owned: whether :meth:`close` closes the client.
         read_timeout: how long a call may take with all its retries, in seconds.
@@ -59,13 +55,14 @@ class Connection:
                 "The Redis client has no socket_timeout; create it with one: a frozen server never answers."
             )
         self.client = client
-        self.exchange = client.exchange if isinstance(client, DirectClient) else partial(_exchanged, client)
+        self.is_cluster = isinstance(client, RedisCluster)
+        self._wire: Wire = (
+            PoolWire(client.connection_pool) if owned and not isinstance(client, RedisCluster) else ClientWire(client)
+        )
         self._owned = owned
         self.name = name or _describe(client, options)
         self.read_timeout = read_timeout
         self.served = False  # whether a script has run there: then a server that refuses writes may accept them again
-        self.known: set[object] = set()  # scripts that it has, though they may be lost: then a request is repeated
-        self.transacts: bool | None = None  # whether its user may use transactions; None: not tried yet
         # A blocking read has to end before the socket's timeout, which is how a silent server is noticed.
         self.max_block = (options.get("socket_timeout") or 2 * ATTEMPT_TIMEOUT) / 2
 
@@ -120,10 +117,14 @@ class Connection:
         return f"Connection({self.name})"
 
     def call(self, operation: Callable[[Client], T], timeout: Timeout = None) -> T:
+        """Run an operation of redis-py's client; see :meth:`attempt`."""
+        return self._tried(partial(operation, self.client), timeout)
+
+    def attempt(self, operation: Callable[[Wire], T], timeout: Timeout = None) -> T:
         """Run an operation that has the same effect when it is repeated.
 
         Args:
-            operation: takes the client.
+            operation: takes the wire to Redis.
             timeout: for how long it may be tried again, in seconds; None for ``read_timeout``, 0 for one try. An
                 attempt on a server that does not answer takes ``attempt_timeout``, whatever this says. A function is
                 only called once the first try has failed, which is rare.
@@ -133,24 +134,26 @@ class Connection:
             RendezvousConnectionError: it refuses us; the message says what to do.
             RendezvousStateError: a key holds something that is not ours.
         """
+        return self._tried(partial(operation, self._wire), timeout)
+
+    def exchange(self, *commands: Command, timeout: Timeout = None) -> list[Any]:
+        """Send commands that have the same effect when they are repeated; see :meth:`attempt`.
+
+        Returns:
+            Their replies as Redis sent them.
+        """
+        return self._tried(partial(self._wire.exchange, *commands), timeout)
+
+    def _tried(self, operation: Callable[[], T], timeout: Timeout) -> T:
         started = time.monotonic()
         try:
-            return operation(self.client)
+            return operation()
         except ERRORS as error:
-            seconds = self.seconds_left(error, started, timeout)
-        return self.again(partial(operation, self.client), started, seconds)
-
-    def seconds_left(self, error: Exception, started: float, timeout: Timeout) -> float:
-        """For how long a call that has failed may be tried again, in seconds; raises as :meth:`call` if it may not."""
-        seconds = self.read_timeout if timeout is None else timeout() if callable(timeout) else timeout
-        waited = time.monotonic() - started
-        if waited >= seconds or not may_pass(error, fail_over=self.served):
-            raise translated(error, self.name, waited, fail_over=self.served) from error
-        return seconds
-
-    def again(self, operation: Callable[[], T], started: float, timeout: float) -> T:
-        """Try an operation again that has failed once; the rest of :meth:`call`."""
-        return retried(operation, self.name, timeout, started, fail_over=self.served)
+            seconds = self.read_timeout if timeout is None else timeout() if callable(timeout) else timeout
+            waited = time.monotonic() - started
+            if waited >= seconds or not may_pass(error, fail_over=self.served):
+                raise translated(error, self.name, waited, fail_over=self.served) from error
+        return retried(operation, self.name, seconds, started, fail_over=self.served)
 
     def read(self, streams: Mapping[bytes, str], block: float, timeout: float = 0) -> dict[bytes, Entries]:
         """As :meth:`read_bytes`, with ids and fields as text."""
@@ -171,8 +174,11 @@ class Connection:
         Returns:
             The new entries of each stream that has any: id, and fields and values in turns.
         """
-        packed = packed_xread(streams, min(block, self.max_block))
-        return entries_of(self.call(lambda _: self.exchange(packed)[0], timeout))
+        block_ms = b"%d" % max(1, round(1000 * min(block, self.max_block)))
+        reply = self.exchange((b"XREAD", b"BLOCK", block_ms, b"STREAMS", *streams, *streams.values()), timeout=timeout)[
+            0
+        ]
+        return dict(reply or ())
 
     def replicas_with(self, key: str, field: str, value: int, *, wanted: int, block: float, ttl: float) -> int:
         """Wait until as many replicas as wanted have a number in a hash.
@@ -222,6 +228,8 @@ class Connection:
     def close(self) -> None:
         """Close the client's connections, if it is ours; a later call opens new ones."""
         if self._owned:
+            if isinstance(self._wire, PoolWire):
+                self._wire.close()
             self.client.close()
 
 
@@ -247,46 +255,6 @@ def _describe(client: Client, options: Mapping[str, Any]) -> str:
     if path := options.get("path"):
         return f"unix://{path}"
     return f"redis://{options.get('host', '?')}:{options.get('port', '?')}/{options.get('db') or 0}"
-
-
-def packed_xread(streams: Mapping[bytes, bytes], block: float) -> bytes:
-    """An ``XREAD`` that blocks for up to ``block`` seconds until a stream has an entry after the given id."""
-    block_ms = b"%d" % max(1, round(1000 * block))
-    return pack_bytes((b"XREAD", b"BLOCK", block_ms, b"STREAMS", *streams, *streams.values()))
-
-
-def entries_of(reply: Any) -> dict[bytes, list[Any]]:
-    """The reply to an ``XREAD``, in one form for all protocols of Redis."""
-    return dict(reply or ())
-
-
-def _exchanged(client: Client, packed: bytes, count: int = 1, least: int = 1) -> list[Any]:
-    """As :meth:`DirectClient.exchange`, by a client that takes words, not what they are packed into."""
-    del least  # each reply wakes it
-    words = Reader()
-    words.feed(packed)
-    return [_executed(client, *words.gets()) for _ in range(count)]
-
-
-def _executed(client: Client, verb: bytes, *words: bytes) -> Any:
-    if verb != b"XREAD":
-        return client.execute_command(text(verb), *words)  # redis-py's Cluster knows no name of bytes
-    streams = words[words.index(b"STREAMS") + 1 :]
-    if isinstance(client, RedisCluster):  # it would ask the server for the keys of each XREAD
-        node = client.get_node_from_key(text(streams[0]))
-        return _unparsed(client.execute_command("XREAD", *words, target_nodes=node))
-    return _unparsed(client.execute_command("XREAD", *words))
-
-
-def _unparsed(reply: Any) -> dict[bytes, list[Any]]:
-    """What redis-py has made of the reply to an ``XREAD``, as it came."""
-    found = {}
-    for name, entries in entries_of(reply).items():
-        flat = (
-            entries[0] if isinstance(entries[0], list) else entries
-        )  # it puts those of RESP3 into a list of their own
-        found[name] = [(i, [word for pair in fields.items() for word in pair]) for i, fields in flat]
-    return found
 
 
 def _fields(words: Sequence[bytes]) -> dict[str, str]:
@@ -316,8 +284,6 @@ def retried(operation: Callable[[], T], name: str, timeout: float, started: floa
             stop=stop_after_delay(max(0.0, timeout - (time.monotonic() - started))),
             reraise=True,
         )(operation)
-    except rx.NoScriptError:
-        raise
     except ERRORS as error:
         raise translated(error, name, time.monotonic() - started, fail_over=fail_over) from error
 

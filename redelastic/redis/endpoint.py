@@ -7,7 +7,7 @@ import os
 import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 from urllib.parse import parse_qsl, unquote
 
 import redis
@@ -16,9 +16,7 @@ from redis.cluster import ClusterNode, RedisCluster
 from redis.retry import Retry
 from redis.sentinel import Sentinel
 
-from .client import DirectClient
-
-Client: TypeAlias = "redis.Redis | RedisCluster"
+from .wire import Client, Packer, log_in
 
 URL_VARIABLE: Final = "REDELASTIC_REDIS_URL"
 DEFAULT_PORT: Final = 6379
@@ -106,16 +104,21 @@ class Endpoint:
             nodes = [ClusterNode(host, port) for host, port in self.hosts]
             return RedisCluster(startup_nodes=nodes, max_connections=2**31, **options)
         options |= {"db": self.db, "max_connections": 2**31}  # every blocked thread holds a connection
+        client = self._client(options)
+        client.connection_pool.connection_kwargs |= {"command_packer": Packer, "redis_connect_func": log_in}
+        return client
+
+    def _client(self, options: dict[str, Any]) -> redis.Redis:
         if self.scheme.endswith("+sentinel"):
             login = {"username": self.sentinel_username, "password": self.sentinel_password}
             sentinel = Sentinel(self.hosts, sentinel_kwargs={**options, **login, "db": 0}, **options)
-            master: redis.Redis = sentinel.master_for(self.service, redis_class=DirectClient)
+            master: redis.Redis = sentinel.master_for(self.service)
             return master
         if self.scheme == "unix":
             options.pop("socket_keepalive")
-            return DirectClient(unix_socket_path=self.path, **options)
+            return redis.Redis(unix_socket_path=self.path, **options)
         [(host, port)] = self.hosts
-        return DirectClient(host=host, port=port, **options)
+        return redis.Redis(host=host, port=port, **options)
 
 
 def parse_endpoint(

@@ -16,7 +16,7 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from redelastic.torch_internals import require_torch
 
-from .client import is_of_replica
+from .wire import is_of_replica
 
 require_torch()  # here, since everything that needs torch needs this module
 
@@ -29,9 +29,8 @@ ACL_RULES: Final = (
     "+lpop +llen"
 )
 
-_DISCARDED: Final = "Transaction discarded because of: "  # that an EXEC puts before the error
 _PASSING_REPLY: Final = re.compile(
-    rf"^({_DISCARDED})?(BUSY|LOADING|MASTERDOWN|CLUSTERDOWN|TRYAGAIN|NOREPLICAS|UNBLOCKED)\b"
+    r"^(BUSY|LOADING|MASTERDOWN|CLUSTERDOWN|TRYAGAIN|NOREPLICAS|UNBLOCKED)\b"
     r"|[Ss]cript killed by user|max number of clients"
 )
 _PASSING: Final = (
@@ -116,7 +115,7 @@ def _translate(  # noqa: C901, PLR0911, PLR0912  (a list, to be read from the to
 ) -> tuple[type[RendezvousError], str]:
     """The one map from redis-py's errors to torch's."""
     cause, within = _cause(error), f" within {waited:.1f} s" if waited >= 0.05 else ""
-    reply = _SCRIPT_SUFFIX.sub("", _SENTINEL_REPR.sub(r"\1:\2", str(cause))).rstrip(". ").removeprefix(_DISCARDED)
+    reply = _SCRIPT_SUFFIX.sub("", _SENTINEL_REPR.sub(r"\1:\2", str(cause))).rstrip(". ")
     if "FENCED " in reply:
         return FencedError, reply.partition("FENCED ")[2]
     if "CORRUPT " in reply:

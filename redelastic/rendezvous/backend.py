@@ -19,7 +19,7 @@ from redelastic.store import RedisStore
 from .settings import Settings
 
 if TYPE_CHECKING:
-    from redelastic.redis.endpoint import Client
+    from redelastic.redis.wire import Client
 
 log = logging.getLogger(__name__)
 

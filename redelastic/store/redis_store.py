@@ -7,20 +7,19 @@ from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from operator import index
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Any, Final, Literal
 
 import torch.distributed as dist
 
 from redelastic.redis import scripts
-from redelastic.redis.client import DirectClient, pack_bytes
-from redelastic.redis.connection import Connection, entries_of, text
+from redelastic.redis.connection import Connection, text
 from redelastic.redis.keys import DEFAULT_PREFIX, DEFAULT_TTL, RunKeys
+from redelastic.redis.wire import Client
 
-from .line import PATIENCE, Line
-from .requests import LARGE, Request, Requests, RoundBrokenError, Text, Told
+from .requests import Requests, RoundBrokenError
 
-if TYPE_CHECKING:
-    from redelastic.redis.endpoint import Client
+Text = str | bytes
+Request = tuple[scripts.Script, list[bytes], list[bytes]]  # to run a script with these keys and arguments
 
 LONGEST_TTL: Final = 1e9  # in seconds
 _LONGEST: Final = 2**29  # bytes; the most that Redis accepts, unless its proto-max-bulk-len was changed
@@ -51,13 +50,6 @@ class RedisStore(Requests):
             checks blocked clients ten times a second. A value that comes in time is returned at once.
         ttl: how long the store outlives its last change, in seconds, or up to a hundredth less; a round's members keep
             its store alive, except for unused queues.
-        acknowledge: whether ``set``, ``multi_set``, ``append`` and ``queue_push`` return only when Redis has made them.
-            If not, they return when they are sent, as TCPStore's do: each is made once, in the order in which this
-            process sent them, even if the connection is lost, and before any other call of this object, its views or
-            clones. If one fails, the next such call raises an error that names it and has no effect of its own,
-            and those sent after it are not made. A process that exits or forks, or closes the store, waits for up to
-            5 s until all are made; one that is killed may lose them. ``set`` and ``multi_set`` wait for values of 32 kB
-            and more; with redis-py's own client, or a Cluster, all are waited for.
 
     Raises:
         RendezvousConnectionError: Redis does not answer, or refuses the connection.
@@ -74,7 +66,6 @@ class RedisStore(Requests):
         key_prefix: str = DEFAULT_PREFIX,
         timeout: float | timedelta = 300.0,
         ttl: float = DEFAULT_TTL,
-        acknowledge: bool = True,
     ) -> None:
         if not 0.001 <= ttl <= LONGEST_TTL:
             raise ValueError(f"The store's ttl={ttl:g} is out of range: give 0.001 to {LONGEST_TTL:g} s.")
@@ -86,9 +77,7 @@ class RedisStore(Requests):
         connection = client if isinstance(client, Connection) else Connection(client)
         super().__init__(connection, run, keys, epoch, ttl)
         self._name = name
-        self._prefix, self._is_view = b"", False
-        if not acknowledge and isinstance(connection.client, DirectClient):
-            self._line = Line(connection)
+        self._prefix = b""
         self._views: list[RedisStore] = []  # torch's C++ may hold a clone: it lives as long as this does
         self.set_timeout(timedelta(seconds=_seconds_of(timeout)))
         _alive.add(self)
@@ -101,16 +90,9 @@ class RedisStore(Requests):
 
         The stored data stays.
         """
-        try:
-            self._settle(min(PATIENCE, self._seconds()))
-        finally:
-            self._release()
-            try:
-                if self._line and not self._is_view:
-                    self._line.close()
-            finally:
-                if self._opened:
-                    self._connection.close()
+        self._release()
+        if self._opened:
+            self._connection.close()
 
     def _release(self) -> None:
         _alive.discard(self)
@@ -135,7 +117,6 @@ class RedisStore(Requests):
             timeout=self.timeout,
             ttl=self._ttl,
         )
-        view._line, view._calls, view._both, view._is_view = self._line, self._calls, self._both, True
         view._prefix = self._prefix + _bytes("prefix", prefix) + (b"/" if prefix else b"")
         self._views.append(view)
         return view
@@ -144,11 +125,8 @@ class RedisStore(Requests):
 
     def set(self, key: Text, value: Text) -> None:
         """Write a value."""
-        full, written = self._key(key), _bytes("value", value)
-        if len(written) < LARGE:
-            self._write("set", scripts.STORE_SET, [self._streams + full], [full, written])
-        else:
-            self._set("set", [full], [full, written], len(written))
+        full = self._key(key)
+        self._once(scripts.STORE_SET, [self._streams + full], [full, _bytes("value", value)])
 
     def multi_set(self, keys: Sequence[Text], values: Sequence[Text]) -> None:
         """Write several values at once."""
@@ -156,9 +134,9 @@ class RedisStore(Requests):
             raise ValueError(f"multi_set got {len(keys)} keys and {len(values)} values; give one value for each key.")
         full = self._all(keys)
         if full:
-            pairs = [b""] * (2 * len(full))
-            pairs[::2], pairs[1::2] = full, [_bytes("value", value) for value in values]
-            self._set("multi_set", full, pairs, max(map(len, pairs[1::2])))
+            streams = [self._streams + key for key in full]
+            pairs = [word for key, value in zip(full, values, strict=True) for word in (key, _bytes("value", value))]
+            self._once(scripts.STORE_SET, streams, pairs)
 
     def get(self, key: Text) -> bytes:
         """Read a value; block until it is set.
@@ -168,13 +146,13 @@ class RedisStore(Requests):
             RoundBrokenError: it can no longer be set, because the store's round is broken.
         """
         full, started = self._key(key), time.monotonic()
-        packed = self._hget % (len(full), full)
-        value: bytes | None = self._ask(packed)[0]
+        command = b"HGET", self._data, full
+        value: bytes | None = self._ask(command)[0]
         while value is None:
             seconds = self._seconds()
             value = self._block([full], "get", started, seconds)
             if value is None:
-                value = self._ask(packed, timeout=started + seconds - time.monotonic())[0]
+                value = self._ask(command, timeout=started + seconds - time.monotonic())[0]
         return value
 
     def multi_get(self, keys: Sequence[Text]) -> list[bytes]:
@@ -211,7 +189,7 @@ class RedisStore(Requests):
     def append(self, key: Text, value: Text) -> None:
         """Add bytes to the end of a value, empty at first."""
         full = self._key(key)
-        self._write("append", scripts.STORE_APPEND, [self._streams + full], [full, _bytes("value", value)])
+        self._once(scripts.STORE_APPEND, [self._streams + full], [full, _bytes("value", value)])
 
     def compare_set(self, key: Text, expected: Text, desired: Text) -> bytes:
         """Write ``desired`` if the value is ``expected``, or if there is none and ``expected`` is empty.
@@ -232,22 +210,22 @@ class RedisStore(Requests):
         full = self._all(keys)
         if len(full) != 1:
             script, names, args = self._look(full, "check")
-            return bool(self._script(script, names, [*args, b""])[0] == 0)
+            return bool(self._script(script, names, args)[0] == 0)
         key, queue = full[0], self._keys.queue(full[0])
-        both = self._hexists % (len(key), key) + pack_bytes([b"EXISTS", queue])  # a script takes a fifth longer
-        return any(self._ask(both, [queue], count=2))
+        both = (b"HEXISTS", self._data, key), (b"EXISTS", queue)  # a script takes a fifth longer
+        return any(self._ask(*both, keys=[queue]))
 
     def wait(self, keys: Sequence[Text], timeout: timedelta | float | None = None) -> None:
         """Block until all keys are set. Raises like :meth:`get`."""
         full, started = self._all(keys), time.monotonic()
         seconds = self._seconds if timeout is None else partial(_seconds_of, timeout)
-        if len(full) != 1 or not self._ask(self._hexists % (len(full[0]), full[0]), timeout=seconds)[0]:
+        if len(full) != 1 or not self._ask((b"HEXISTS", self._data, full[0]), timeout=seconds)[0]:
             self._block(full, "wait", started, seconds())
 
     def barrier(self, key: Text, world_size: int, timeout: timedelta | float | None = None) -> None:
         """Block until ``world_size`` callers have reached the barrier ``key``; raises like :meth:`get`.
 
-        In one round trip, with one wake-up for all. Torch's ``PrefixStore`` takes three, with the same keys.
+        In two round trips, with one wake-up for all. Torch's ``PrefixStore`` takes three, with the same keys.
         """
         started, full = time.monotonic(), self._key(key)
         count, last = full + b"/num_members", full + b"/last_member"
@@ -257,8 +235,7 @@ class RedisStore(Requests):
         try:
             args = [sender.name, b"%d" % sender.request, count, last, callers]
             request = scripts.STORE_BARRIER, [self._wake, self._streams + count, stream], args
-            if not self._ask_and_read(request, stream, started + seconds):
-                self._await([last], request, started, seconds)
+            self._await([last], request, started, seconds)
         except dist.DistStoreError as e:
             _raise_if_not_addable(e, count, 1)
             raise
@@ -269,11 +246,11 @@ class RedisStore(Requests):
         """The number of keys."""
         if self._prefix:
             return len(self.list_keys())
-        return int(self._ask(pack_bytes([b"HLEN", self._data]))[0])
+        return int(self._ask((b"HLEN", self._data))[0])
 
     def list_keys(self) -> list[str]:
         """The names of all keys."""
-        keys: list[bytes] = self._ask(pack_bytes([b"HKEYS", self._data]))[0]
+        keys: list[bytes] = self._ask((b"HKEYS", self._data))[0]
         n = len(self._prefix)
         return [key[n:].decode("utf-8", "surrogateescape") for key in keys if key.startswith(self._prefix)]
 
@@ -283,7 +260,7 @@ class RedisStore(Requests):
         """Append an item to a queue."""
         full = self._key(key)
         streams = [self._streams + full, self._keys.queue(full)]
-        self._write("queue_push", scripts.QUEUE_PUSH, streams, [full, _bytes("value", value)])
+        self._once(scripts.QUEUE_PUSH, streams, [full, _bytes("value", value)])
 
     def queue_pop(self, key: Text, block: bool = True) -> bytes:
         """Remove and return the first item of a queue.
@@ -304,7 +281,7 @@ class RedisStore(Requests):
     def queue_len(self, key: Text) -> int:
         """The number of items in a queue."""
         queue = self._keys.queue(self._key(key))
-        return int(self._ask(pack_bytes([b"LLEN", queue]), [queue])[0])
+        return int(self._ask((b"LLEN", queue), keys=[queue])[0])
 
     # -- under the names that torch's C++ calls
 
@@ -318,12 +295,10 @@ class RedisStore(Requests):
     # -- below
 
     def _key(self, key: Text) -> bytes:
-        if isinstance(key, str) and len(key) < LARGE:  # this spares the common case a call
-            return self._prefix + key.encode("utf-8", "surrogateescape")
         return self._prefix + _bytes("key", key)
 
     def _read(self, keys: list[bytes], timeout: float) -> list[Any]:
-        return self._ask(pack_bytes([b"HMGET", self._data, *keys]), timeout=timeout)[0] if keys else []
+        return self._ask((b"HMGET", self._data, *keys), timeout=timeout)[0] if keys else []
 
     def _all(self, keys: Sequence[Text]) -> list[bytes]:
         if isinstance(keys, str | bytes):
@@ -332,7 +307,7 @@ class RedisStore(Requests):
         return [prefix + _bytes("key", key) for key in keys]
 
     def _look(self, keys: list[bytes], asked: Literal["get", "pop", "wait", "check"]) -> Request:
-        """Whether all keys are there: ``lua/store_wait.lua`` without its last argument."""
+        """Whether all keys are there."""
         both = [name for key in keys for name in (self._streams + key, self._keys.queue(key))]
         return scripts.STORE_WAIT, [self._wake, *both], [asked.encode(), *keys]
 
@@ -344,19 +319,19 @@ class RedisStore(Requests):
         Returns:
             The value that a single key was set to, if the wake-up carried it.
         """
-        request = self._look(keys, asked)
-        told = None
-        if len(keys) == 1 and asked != "pop":
-            told = self._ask_and_read(request, self._streams + keys[0], started + timeout)
-        told = told or self._await(keys, request, started, timeout)
+        told = self._await(keys, self._look(keys, asked), started, timeout)
         return told[1] if told and told[0] == b"value" else None
 
-    def _await(self, keys: list[bytes], request: Request, started: float, timeout: float) -> Told | None:
-        """As :meth:`_block`, by a request whose reply is that of ``lua/store_wait.lua``; returns what woke it."""
+    def _await(self, keys: list[bytes], request: Request, started: float, timeout: float) -> Sequence[bytes] | None:
+        """As :meth:`_block`, by a request whose reply is that of ``lua/store_wait.lua``.
+
+        Returns:
+            What the wake-up of a single key said: 'value' and the key's value, or 'set' (``lua/store_write.lua``).
+        """
         script, names, args = request
         deadline = started + timeout
         while keys:
-            reply = self._script(script, names, [*args, b""], deadline - time.monotonic())
+            reply = self._script(script, names, args, deadline - time.monotonic())
             if reply[0] == 0:
                 break
             if reply[0] < 0:
@@ -364,22 +339,24 @@ class RedisStore(Requests):
                     f"Round {self._epoch} of run {self._run.run_id!r} is broken ({text(reply[1])}); "
                     f"the keys {_listed(keys)} will not be set any more. Join the next round."
                 )
-            self._woken = reply[2]
-            stream, left = self._streams + keys[reply[0] - 1], deadline - time.monotonic()
+            index, after, wake_after = reply
+            stream, left = self._streams + keys[index - 1], deadline - time.monotonic()
             if left <= 0:
                 limit = round(1000 * timeout)  # as TCPStore says it; how much later it is by now depends on Redis
                 raise dist.DistStoreError(f"wait timeout after {limit}ms, keys: {_listed(keys)} of {self!r}")
-            read = self._ask(self._reading(stream, reply[1], reply[2], left), [stream], left)
-            told: list[Told] = [said for _, said in entries_of(read[0]).get(stream, ()) if said[0] != b"over"]
-            if told and len(keys) == 1:
-                return told[-1]
+            entries = self._read_stream(stream, after, wake_after, left)
+            if entries and len(keys) == 1:
+                said: Sequence[bytes] = entries[-1][1]
+                return said
         return None
 
-    def _reading(self, stream: bytes, after: bytes, wake_after: bytes, seconds: float) -> bytes:
-        """What to send to block until a key's own stream, or that of the round's run, has an entry after an id."""
+    def _read_stream(self, stream: bytes, after: bytes, wake_after: bytes, seconds: float) -> Sequence[Any]:
+        """Block until a key's wake-up stream, or that of the round's run, has an entry after an id."""
         block = b"%d" % max(1, round(1000 * min(seconds, self._connection.max_block)))
-        words = (len(block), block, len(stream), stream, len(after), after)
-        return self._xread % (words if self._epoch is None else (*words, len(wake_after), wake_after))
+        streams = (stream, after) if self._epoch is None else (stream, self._wake, after, wake_after)
+        read = self._ask((b"XREAD", b"BLOCK", block, b"STREAMS", *streams), keys=[stream], timeout=seconds)[0]
+        entries: Sequence[Any] = dict(read or ()).get(stream, ())
+        return entries
 
 
 def _seconds_of(timeout: timedelta | float) -> float:

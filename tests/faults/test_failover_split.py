@@ -103,8 +103,8 @@ def beats_at(server: RedisServer, run_id: str, *nodes: RedisRendezvousHandler) -
 
 def hold_connections(nodes: Group, count: int) -> None:
     for node in nodes:
-        client: Any = node.backend.connection.client
-        client._idle.extend(client.connection_pool.get_connection() for _ in range(count))
+        wire: Any = node.backend.connection._wire
+        wire._idle.extend(wire._pool.get_connection() for _ in range(count))
 
 
 @pytest.mark.fault("the master is frozen, a replica takes over, and it is thawed", STANDS)

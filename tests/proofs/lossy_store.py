@@ -168,7 +168,7 @@ def run_batch(seed: str) -> Counter[str]:
         for me in range(CLIENTS):
             connection = Connection.open(network.url(), ATTEMPT, PATIENCE, PATIENCE)
             stack.callback(connection.close)
-            store = RedisStore(connection, "lossy", timeout=PATIENCE, acknowledge=me % 2 == 0)
+            store = RedisStore(connection, "lossy", timeout=PATIENCE)
             stack.callback(store.close)
             clients.append(Client(me, store, Random(f"{seed}, calls of {me}")))
         all_at_once(*(partial(client.run, OPERATIONS // CLIENTS) for client in clients))

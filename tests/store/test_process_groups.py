@@ -117,16 +117,16 @@ def total() -> float:
 # -- store=
 
 
-def _init(url: str, run_id: str, rank: int, size: int, name: str = "default", *, acknowledge: bool = True) -> None:
+def _init(url: str, run_id: str, rank: int, size: int, name: str = "default") -> None:
     """Nothing in Python holds the store afterwards."""
-    store = RedisStore(url, run_id, name, acknowledge=acknowledge)
+    store = RedisStore(url, run_id, name)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT)
     del store
     gc.collect()
 
 
-def _collectives(url: str, run_id: str, rank: int, size: int, acknowledge: bool) -> dict[str, Any]:
-    _init(url, run_id, rank, size, acknowledge=acknowledge)
+def _collectives(url: str, run_id: str, rank: int, size: int) -> dict[str, Any]:
+    _init(url, run_id, rank, size)
     seen: dict[str, Any] = {"total": total()}
     first_two: Any = dist.new_group([0, 1])
     if rank < 2:
@@ -147,12 +147,9 @@ def _collectives(url: str, run_id: str, rank: int, size: int, acknowledge: bool)
     return seen
 
 
-@pytest.mark.parametrize("acknowledge", [True, False])
-def test_collectives_on_a_store_that_only_torch_holds(
-    server: RedisServer, run_id: str, processes: Processes, acknowledge: bool
-) -> None:
+def test_collectives_on_a_store_that_only_torch_holds(server: RedisServer, run_id: str, processes: Processes) -> None:
     for rank in range(3):
-        processes.start(_collectives, server.url, run_id, rank, 3, acknowledge)
+        processes.start(_collectives, server.url, run_id, rank, 3)
     for rank, seen in enumerate(processes.values()):
         expected: dict[str, Any] = {"total": 6.0, "gathered": [0, 1, 2], "broadcast": ["from 1", (1, 2)]}
         expected["scattered"] = f"for {rank}"

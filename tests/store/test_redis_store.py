@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
-import signal
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -219,22 +217,6 @@ def test_timeouts_and_numbers_may_be_of_other_types(server: RedisServer, run_id:
 def test_a_ttl_that_keeps_nothing_is_refused(server: RedisServer, run_id: str, ttl: float) -> None:
     with pytest.raises(ValueError, match=r"ttl=.* is out of range"), opened(server, run_id, ttl=ttl):
         pass
-
-
-def test_a_store_that_cannot_be_closed_in_order_is_closed(own_server: RedisServer, run_id: str) -> None:
-    store = RedisStore(own_server.url, run_id, timeout=0.1, acknowledge=False)
-    views = [store.prefixed(f"{i}") for i in range(3)]
-    store.set("k", "v")
-    assert store.get("k") == b"v"
-    assert own_server.pid
-    os.kill(own_server.pid, signal.SIGSTOP)
-    store.set("k", "w")
-    own_server.kill()
-    with pytest.raises(dist.DistNetworkError):
-        store.close()
-    assert not any(one in store_module._alive for one in (store, *views))
-    assert store._line is not None
-    assert not store._line.under_way
 
 
 def test_an_error_has_the_one_below_as_its_cause(own_server: RedisServer, run_id: str) -> None:

@@ -219,7 +219,7 @@ def test_a_wait_ends_at_once_when_a_member_leaves(
         has_waited(store, theirs)
     seen = {"store": store, "prefixed": store.prefixed("p"), "PrefixStore": dist.PrefixStore("p", store)}[view]
     waiting = in_thread(seen.get, "k") if view == "PrefixStore" else in_thread(wait, seen)
-    until(lambda: bool(store._call(lambda client: client.exists(store._keys.waits))))
+    until(lambda: bool(store._connection.client.exists(store._keys.waits)))
     started = time.monotonic()
     gone.membership.leave("test")
     with pytest.raises(RoundBrokenError, match=r"Round 1 .* is broken .*test"):
@@ -229,7 +229,7 @@ def test_a_wait_ends_at_once_when_a_member_leaves(
 
 def has_waited(store: RedisStore, other: RedisStore) -> None:
     waiting = in_thread(store.get, "earlier")
-    until(lambda: bool(store._call(lambda client: client.exists(store._keys.waits))))
+    until(lambda: bool(store._connection.client.exists(store._keys.waits)))
     other.set("earlier", "v")
     assert waiting.result(SOON) == b"v"
 

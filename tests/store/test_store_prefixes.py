@@ -1,4 +1,4 @@
-"""Stores under a prefix, RedisStore's own and torch's PrefixStore, against the contract of `test_store.py`."""
+"""Stores under a prefix, RedisStore's own and torch's PrefixStore, against the contract of torch's stores."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import test_store as contract
 import torch.distributed as dist
 
 from redelastic.redis.server import RedisServer
 from tests.support import stores
+from tests.support.store_contract import NEEDS_BARRIER, HashContract, RedisContract, TCPContract
 from tests.support.stores import LONG, SHORT, SOON, in_thread, opened, until
 
 shared_tcp_store, tcp_store = stores.shared_tcp_store, stores.tcp_store
 
 
-class TestRedisStorePrefixed(contract.TestRedisStore):
+class TestRedisStorePrefixed(RedisContract):
     @pytest.fixture
     def store(self, server: RedisServer, run_id: str) -> Iterator[Any]:
         with opened(server, run_id) as made:
@@ -34,7 +34,7 @@ class TestRedisStorePrefixed(contract.TestRedisStore):
             assert (made.prefixed("other").num_keys(), view.num_keys()) == (0, 1)
 
 
-@contract.NEEDS_BARRIER
+@NEEDS_BARRIER
 def test_a_barrier_is_met_through_any_prefix(server: RedisServer, run_id: str) -> None:
     """torch's own view goes through add, set and wait."""
     with opened(server, run_id) as made:
@@ -47,19 +47,19 @@ def test_a_barrier_is_met_through_any_prefix(server: RedisServer, run_id: str) -
         made.barrier("p/b", 4, SHORT)  # who comes later, as in torch's
 
 
-class TestPrefixStoreOfHashStore(contract.TestHashStore):
+class TestPrefixStoreOfHashStore(HashContract):
     @pytest.fixture
     def store(self) -> Any:
         return dist.PrefixStore("p", dist.HashStore())
 
 
-class TestPrefixStoreOfTCPStore(contract.TestTCPStore):
+class TestPrefixStoreOfTCPStore(TCPContract):
     @pytest.fixture
     def store(self, tcp_store: Any) -> Any:
         return dist.PrefixStore("p", tcp_store)
 
 
-class TestPrefixStoreOfRedisStore(contract.TestRedisStore):
+class TestPrefixStoreOfRedisStore(RedisContract):
     queues = lists_keys = False
 
     @pytest.fixture

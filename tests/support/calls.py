@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from redelastic.redis.connection import Connection
-from redelastic.redis.endpoint import Client
+from redelastic.redis.wire import Client
 
 ATTEMPT = 0.5  # timeout of one attempt, in seconds
 SLOW = 3.0  # allowance for a busy machine, in seconds

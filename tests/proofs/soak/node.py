@@ -35,7 +35,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from redelastic.redis import scripts
-from redelastic.redis.client import DirectClient
+from redelastic.redis.wire import Command, PoolWire
 from redelastic.rendezvous.backend import create_backend
 from redelastic.rendezvous.handler import EPOCH_VARIABLE, RedisRendezvousHandler, create_handler
 from redelastic.rendezvous.membership import DrainedError, Membership
@@ -258,17 +258,16 @@ class Worker(threading.Thread):
 
 def lose_replies(rate: float) -> None:
     """Has some replies get lost after their request took effect, as a connection that breaks does it."""
-    exchange = DirectClient.exchange
+    exchange = PoolWire.exchange
 
-    def exchange_or_lose(self: DirectClient, packed: bytes, count: int = 1, least: int = 1) -> list[Any]:
-        replies = exchange(self, packed, count, least)
-        if b"\r\nEVAL" in packed[:20] and random.random() < rate:
-            with contextlib.suppress(IndexError):
-                self._discard(self._idle.pop())
+    def exchange_or_lose(self: PoolWire, *commands: Command) -> list[Any]:
+        replies = exchange(self, *commands)
+        if commands[0][0].startswith(b"EVAL") and random.random() < rate:
+            self.close()
             raise RedisConnectionError("the soak has lost this reply")
         return replies
 
-    DirectClient.exchange = exchange_or_lose  # type: ignore[method-assign]
+    PoolWire.exchange = exchange_or_lose  # type: ignore[method-assign]
 
 
 def put_in(defect: str) -> None:
