@@ -33,6 +33,7 @@ from redelastic import RedisServer, worker
 from redelastic.agent.host import telemetry
 from redelastic.agent.workers import processes
 from redelastic.agent.workers.board import Board
+from redelastic.agent.workers.site.sitecustomize import VARIABLE
 from redelastic.rendezvous.handler import RedisRendezvousHandler, create_handler
 from redelastic.rendezvous.heartbeat import COARSE
 
@@ -270,9 +271,9 @@ def idle_agent(url: str, seconds: float, preload: str = "") -> dict[str, tuple[f
     with running_agent(url, often=False, preload=preload) as (agent, warden, _):
         time.sleep(INTERVAL)
         watched = {"agent": agent, "warden": warden}
-        for child in agent.children() if preload else ():
-            if "template" in " ".join(child.cmdline()):
-                watched["template"] = child
+        if preload:
+            forks = [child for child in agent.children() if VARIABLE in child.environ()]
+            watched["template"] = min(forks, key=psutil.Process.create_time)
         found = {}
         began, before = time.monotonic(), {name: scheduled(process)[0] for name, process in watched.items()}
         time.sleep(seconds)

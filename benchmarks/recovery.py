@@ -90,12 +90,13 @@ class Case:
     def target(self) -> float:
         """Seconds from the fault to the new round.
 
-        A leave is known at once, as is a worker that fails by itself. A dead node is noticed when a worker
-        of another node fails on its connection and it does not answer the roll call; a frozen one breaks no connection.
+        A leave is known at once, as is a worker that fails by itself. A dead node, or one whose
+        agent alone is dead, is noticed when a worker of another node fails on its connection and it does not answer the
+        roll call; a frozen one breaks no connection.
         """
         if self.fault == "freeze":
             return self.lease + 0.1
-        if self.fault == "kill":
+        if self.fault in {"kill", AGENT_KILLED}:
             return 1.3 if self.nodes <= 3 else 1.6
         return 0.3
 

@@ -254,8 +254,6 @@ class Job:
             CRASHED: ([psutil.Process(w.pid) for w in self.current() if w.node == node], signal.SIGKILL),
         }[fault]
         watch = Watch(self, None if fault == CRASHED else node)
-        if fault == "kill":  # or the warden might still report the dead agent
-            _signal(hurt, signal.SIGSTOP)
         _signal(hurt, number)
         if fault == "freeze":  # a frozen warden never learns that its agent is gone
             self._opened.callback(_signal, tree, signal.SIGKILL)

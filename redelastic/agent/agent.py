@@ -19,7 +19,6 @@ from redelastic.rendezvous.handler import RedisRendezvousHandler
 from redelastic.rendezvous.membership import DrainedError, RunStoppedError
 from redelastic.run.control import RunControl
 from redelastic.run.logs import failure_text, places_text
-from redelastic.run.records import BEREFT
 from redelastic.store import RedisStore
 from redelastic.torch_internals import close_within, shut_down, shutdown_option
 
@@ -150,7 +149,7 @@ class RedisElasticAgent(RegroupingAgent):
             SignalException: a signal ended this process' work; SIGTERM and SIGUSR1 do so only the second time.
         """
         with contextlib.ExitStack() as opened:
-            self._tree = ProcessTree(lambda: self._membership.last_words(BEREFT))
+            self._tree = ProcessTree()
             opened.callback(self._end_tree)
             opened.callback(self._close_workers)
             if self._owns_process:
@@ -227,7 +226,7 @@ class RedisElasticAgent(RegroupingAgent):
         with self._warm.starting() if self._warm else contextlib.nullcontext():
             pids: dict[int, Any] = super()._start_workers(worker_group)
         workers.started(pids)
-        self._tree.look(pids.values())  # its warden must learn which node this is now
+        self._tree.look(pids.values())  # so that its warden knows them
         rank, size = int(worker_group.group_rank or 0), int(worker_group.group_world_size or 0)
         self._drains = Drains(
             self._membership,

@@ -90,8 +90,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _why_not_left(control: RunControl, node: Node, after: str, deadline: float) -> str:
     """Wait for a node to leave; returns what happened instead, or "" if it left."""
-    from redelastic.run.records import BEREFT
-
     why = "has not left in time: see `redelastic status` and `redelastic events`"
     gone_since: float | None = None
     for seen in follow(control, after):
@@ -101,8 +99,7 @@ def _why_not_left(control: RunControl, node: Node, after: str, deadline: float) 
         else:
             for event in (one for several in seen for one in several.each()):
                 if event.node == node.id and event.event in {"left", "lost"}:
-                    died = event.event == "lost" or event.reason == BEREFT
-                    return f"did not leave, it died: it {event.reason}" if died else ""
+                    return f"did not leave, it died: it {event.reason}" if event.event == "lost" else ""
             if not seen:
                 run = control.state()
                 here = any(other.id == node.id for other in run.nodes)

@@ -1,7 +1,7 @@
 """Is this Redis, this host and this installation fit for our runs? What ``redelastic doctor`` checks.
 
-``server.py`` asks the server about itself, ``weaknesses.py`` knows old versions, ``trial.py`` tries our protocol,
-``host.py`` looks at this machine. Nothing is changed; what a trial writes is removed again.
+``server.py`` asks the server about itself, ``trial.py`` tries our protocol, ``host.py`` looks at this machine. Nothing
+is changed; what a trial writes is removed again.
 """
 
 from __future__ import annotations

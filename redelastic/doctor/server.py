@@ -15,8 +15,8 @@ from redelastic.redis.endpoint import Endpoint
 
 from .finding import LEVELS, Finding, Level
 from .host import is_local
-from .weaknesses import Version, mended_in, weaknesses_of
 
+Version = tuple[int, int, int]
 Facts = Mapping[str, Any]  # about one server, from HELLO, INFO, CLUSTER INFO and CONFIG; what it refuses is missing
 
 OLDEST: Final[Version] = (6, 2, 0)
@@ -169,18 +169,6 @@ def _version(facts: Facts, _: Endpoint) -> Finding:
     return _found("ok", shown)
 
 
-def _weaknesses(facts: Facts, endpoint: Endpoint) -> Finding:
-    product, version = facts["product"], _version_of(facts)
-    known = weaknesses_of(product, version, tls=endpoint.tls)
-    if not known:
-        return _found("ok", "none known to us in this version")
-    advice = (
-        f"Update to {mended_in(known, version[:2])} or newer: a run's users, or anyone who reaches the server, may run "
-        "code on it. Your distribution may have fixed it under the same version number: see its changelog."
-    )
-    return _found("warning", ", ".join(weakness.name for weakness in known), advice)
-
-
 def _role(facts: Facts, _: Endpoint) -> Finding:
     if facts["role"] == "slave":
         return _found(
@@ -299,7 +287,6 @@ def _output_limit(facts: Facts, _: Endpoint) -> Finding:
 
 _CHECKS: Final[Mapping[str, tuple[Callable[[Facts, Endpoint], Finding], str]]] = {
     "version": (_version, "It should be Redis 6.2 or newer, or Valkey."),
-    "weaknesses": (_weaknesses, "See the release notes of its version."),
     "role": (_role, "It should be a master."),
     "cluster": (_cluster, "If it is a Cluster, its state should be ok."),
     "eviction": (_eviction, "maxmemory-policy should be noeviction."),

@@ -75,17 +75,13 @@ class Heartbeat:
         status["state"] = "running" if mine and not self.view.joining else "waiting"
         return status | {"epoch": mine.epoch, "rank": mine.rank, "size": mine.size} if mine else status
 
-    def known(self, status: str | None = None) -> list[Any]:
-        """What a server that has forgotten the run needs to know: the arguments of ``lua/restore.lua``.
-
-        Args:
-            status: what to say about this node; None for its present status.
-        """
+    def known(self) -> list[Any]:
+        """What a server that has forgotten the run needs to know: the arguments of ``lua/restore.lua``."""
         s, mine = self._settings, self.view.round
         times = (s.last_call_timeout, s.replacement_timeout, s.lease, s.keep_alive_interval, s.ttl)
         settings = [s.min_nodes, s.max_nodes, *(round(1000 * t) for t in times)]
         held = [mine.epoch, mine.rank, mine.size, f"{mine.host} {mine.port}", mine.completed_at] if mine else NO_ROUND
-        status = self.describe(self.status()) if status is None else status
+        status = self.describe(self.status())
         steady = int(self.view.has_reached_redis_for(s.lease))
         closing = self.view.record_of_closing
         return [self.view.node, status, *settings, *held, *closing, steady, self._roll_call]

@@ -24,7 +24,6 @@ from redelastic.redis import scripts
 from redelastic.redis.connection import Connection, require_keys_of_types, text, words
 from redelastic.redis.errors import UnreachableError
 from redelastic.redis.keys import RunKeys
-from redelastic.redis.last_words import last_words
 
 from .heartbeat import RETRY_PAUSE, Heartbeat
 from .settings import Settings
@@ -273,12 +272,6 @@ class Membership:
             self.view.forget_round()
             if not self.heartbeat.stopped.is_set():  # a node that is shut down keeps the identity that left
                 self.heartbeat.renew_identity()
-
-    def last_words(self, reason: str) -> bytes:
-        """A :meth:`leave` for the process that outlives this one; see :mod:`redelastic.redis.last_words`."""
-        args = [*self.heartbeat.known("{}"), reason, "goes on"]
-        keys = [*self._keys.types, self._keys.status(args[0])]  # of the same node, even if it changes meanwhile
-        return last_words(self.heartbeat.connection.client, scripts.LEAVE, keys, args)
 
     def close(self, timeout: float) -> None:
         """Close the run: no further round completes (I5)."""

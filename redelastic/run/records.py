@@ -16,7 +16,6 @@ from redelastic.redis.keys import MAX_KEY_PART, RunKeys
 MAX_DETAIL: Final = 16_384  # characters of an event's detail, and of any text read from a run
 MAX_STATUS: Final = 65_536  # bytes of a node's status that are read; ours have at most 8,192
 SHARED_REASONS: Final = ("joined", "lost", "left", "drain", "saved")  # events whose reasons are alike for many nodes
-BEREFT: Final = "lost its agent: killed or crashed"  # why a node left, as its warden reports it
 # Xid errors that NVIDIA attributes to the application, not the GPU; its Kubernetes device plugin ignores these too:
 # 13 graphics engine exception, 31 page fault, 43 GPU stopped processing, 45 preemptive cleanup, 68 video processor.
 APPLICATION_XIDS: Final = frozenset({13, 31, 43, 45, 68})

@@ -26,7 +26,6 @@ from redelastic.agent.host.health_endpoint import HealthEndpoint
 from redelastic.agent.workers.signals import SAME_REQUEST
 from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.membership import RunStoppedError
-from redelastic.run.records import BEREFT
 from tests.support.agent_job import DRAINED, REFUSED, STOPPED, AgentJob
 from tests.support.nodes import NodeFactory
 from tests.support.torchrun_job import LIMIT, Job
@@ -251,18 +250,29 @@ def test_a_worker_that_hangs_is_found_and_restarted(server: RedisServer, tmp_pat
         assert job.wait_end("a") == job.wait_end("b") == 0
 
 
-@pytest.mark.fault("an agent is killed", "its workers end with it")
+@pytest.mark.fault(
+    "an agent alone is killed (as by the OOM killer), with a lease of 6 s",
+    "its workers end with it, a roll call misses its node, the others regroup",
+)
 def test_an_agent_that_is_killed_takes_its_workers_along(server: RedisServer, tmp_path: Path) -> None:
-    with AgentJob(server, tmp_path, "1:2") as job:
-        job.begin("a", "b")
-        epoch = job.wait_round("ab")
+    conf = {"keep_alive_interval": 2, "keep_alive_max_attempt": 3, "last_call_timeout": 1}
+    with AgentJob(server, tmp_path, "1:3", conf=conf) as job:
+        job.start("a", "b", "c")
+        epoch = job.wait_round("abc")
         node = job.id_of("b")
+        fault = job.note("SIGKILL of b's agent")
         workers = job.nodes["b"].kill_agent_alone()
+        epoch = job.wait_round("ac", epoch, fault=fault)
         assert workers
-        job.wait("no worker of b is left", lambda: not any(map(_lives, workers)))
-        job.wait_round("a", epoch)
-        [left] = [event for event in job.events("left") if event.node == node]
-        assert left.reason == BEREFT
+        assert not any(map(_lives, workers))
+        [lost] = job.events("lost")
+        assert lost.node == node
+        assert lost.reason.startswith("did not answer the roll call of ")
+        assert job.control.state().restarts == 0, "it costs nobody a restart"
+
+        job.start("d")  # a supervisor starts it anew
+        job.wait_round("acd", epoch)
+        job.finish("a", "c", "d")
 
 
 def _lives(process: psutil.Process) -> bool:

@@ -7,15 +7,16 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from redelastic.agent.workers.processes import ProcessTree
 from redelastic.agent.workers.warden import processes
+from redelastic.redis.endpoint import URL_VARIABLE
+from tests.support.job_user import CANARY
 from tests.support.worker_processes import (
     DAEMON,
     DEADLINE,
@@ -28,6 +29,7 @@ from tests.support.worker_processes import (
     reuse,
     said,
     until,
+    warden_of,
 )
 
 
@@ -57,7 +59,6 @@ import json, os, subprocess, sys
 from redelastic.agent.workers import processes
 
 tree, workers = processes.ProcessTree(), []
-all_processes = processes.warden.processes
 popen = lambda *command, **options: subprocess.Popen(command, stdout=subprocess.DEVNULL, **options)
 
 def start(source):
@@ -75,28 +76,17 @@ def fork():
 
 look = lambda *more: [p.pid for p in tree.look([*(w.pid for w in workers), *more])]
 kill = lambda: tree.kill([w.pid for w in workers])
-warden = lambda: tree._guard.pid
 for line in sys.stdin:
     print(json.dumps(eval(line)), flush=True)
 """
 
 
 @pytest.fixture
-def new_agent(tmp_path: Path) -> Iterator[Callable[[], Driven]]:
-    made: list[Driven] = []
-
-    def make() -> Driven:
-        made.append(Driven(AGENT, str(tmp_path)))
-        return made[-1]
-
-    yield make
-    for agent in made:
-        agent.end()
-
-
-@pytest.fixture
-def agent(new_agent: Callable[[], Driven]) -> Driven:
-    return new_agent()
+def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Driven]:
+    monkeypatch.setenv(URL_VARIABLE, CANARY)
+    made = Driven(AGENT, str(tmp_path))
+    yield made
+    made.end()
 
 
 # -- an agent that owns its process adopts orphans
@@ -104,18 +94,16 @@ def agent(new_agent: Callable[[], Driven]) -> Driven:
 
 def test_an_orphan_that_hid_everything_at_once_is_adopted(agent: Driven, tmp_path: Path) -> None:
     own = agent.ask("popen('sleep', '90', start_new_session=True).pid")  # such as the embedded server
-    assert agent.ask("tree.adopt_orphans()") is None
+    agent.ask("tree.adopt_orphans()")
     later = agent.ask("popen('sleep', '90').pid")  # such as multiprocessing's resource tracker
     worker = agent.ask(f"start({VANISHING!r})")
     left = said(tmp_path, "left")["left"]
     until(lambda: left.ppid() == agent.process.pid, "the adoption")
     assert (os.getsid(left.pid) == worker, left.environ()) == (False, {})
-    agent.ask("setattr(processes.warden, 'processes', None)")  # a look at others' processes is not needed for that
     assert left.pid in agent.ask("look()")
-    agent.ask("setattr(processes.warden, 'processes', all_processes)")
     assert agent.ask("kill()") == sorted([worker, left.pid])
     assert not lives(left)
-    assert all(lives(psutil.Process(pid)) for pid in (own, later, agent.ask("warden()")))
+    assert all(map(lives, (psutil.Process(own), psutil.Process(later), warden_of(agent.handle))))
     for pid in (own, later):
         psutil.Process(pid).kill()
 
@@ -156,40 +144,29 @@ os._exit(7)
     assert agent.ask("[p.pid for p in tree.look([])]") == []  # the worker's pid is not yet known to the telemetry
     assert zombies() == 11  # those that could be a worker may wait
     assert agent.ask("kill()") == []
-    assert [child.pid for child in agent.handle.children()] == [agent.ask("warden()"), worker]
+    assert {child.pid for child in agent.handle.children()} == {warden_of(agent.handle).pid, worker}
     assert agent.ask("workers[0].wait()") == 7
 
 
 # -- the agent itself is killed, or ends
 
 
-def test_the_warden_spares_who_got_the_pid_of_a_member(agent: Driven) -> None:
-    worker = agent.ask(f"start({PRELUDE + 'live()'!r})")
-    assert agent.ask("look()") == [worker]
-    began = processes()[worker].start
-    assert agent.ask("[w.kill() for w in workers] and [w.wait() for w in workers]") == [-9]
-    stranger = reuse(worker, began, ["sleep", str(LIFE)])
-    warden = psutil.Process(agent.ask("warden()"))
-    agent.end()
-    until(lambda: not lives(warden), "the warden's end")
-    assert lives(stranger)
-    stranger.kill()
-    stranger.wait()
-
-
-@pytest.mark.parametrize("adopt", [False, True], ids=["embedded", "own-process"])
-@pytest.mark.parametrize("source", [DAEMON, DEAF, SECRETIVE], ids=["daemon", "deaf", "secretive"])
+@pytest.mark.parametrize(
+    ("source", "adopt"),
+    [(DAEMON, False), (DEAF, True), (SECRETIVE, False)],
+    ids=["daemon", "deaf and adopted", "secretive"],
+)
 def test_nothing_outlives_an_agent_that_is_killed(agent: Driven, tmp_path: Path, source: str, adopt: bool) -> None:
     if adopt:
         agent.ask("tree.adopt_orphans()")
     agent.ask(f"start({source!r})")
     pids = said(tmp_path, "worker", "left")
-    assert set(agent.ask("look()")) >= {p.pid for p in pids.values()}
+    agent.ask("look()")
     if source == SECRETIVE:
         (tmp_path / "go").touch()
         said_went = int(until(lambda: (tmp_path / "went").exists() and (tmp_path / "went").read_text(), "its parent"))
         until(lambda: pids["left"].ppid() != said_went, "that it is an orphan")
-    warden = psutil.Process(agent.ask("warden()"))
+    warden = warden_of(agent.handle)
     assert all(lives(p) for p in (*pids.values(), warden))
     agent.end()
     until(lambda: not any(lives(p) for p in (*pids.values(), warden)), "the end of the tree and of the warden")
@@ -198,65 +175,48 @@ def test_nothing_outlives_an_agent_that_is_killed(agent: Driven, tmp_path: Path,
 def test_nothing_outlives_an_agent_that_is_killed_before_it_looked(agent: Driven, tmp_path: Path) -> None:
     agent.ask(f"start({DAEMON!r})")
     pids = said(tmp_path, "worker", "left")
-    warden = psutil.Process(agent.ask("warden()"))
     agent.end()
-    until(lambda: not any(lives(p) for p in (*pids.values(), warden)), "the end of the tree and of the warden")
+    until(lambda: not any(map(lives, pids.values())), "the end of the tree")
 
 
-def test_a_forked_worker_that_holds_the_wardens_pipe_does_not_hide_the_agents_death(agent: Driven) -> None:
+def test_a_forked_function_ends_with_its_agent(agent: Driven) -> None:
+    """Its environment names no agent, so the warden knows it from the agent's last look alone."""
     child = psutil.Process(agent.ask("fork()"))
-    pipe = Path(f"/proc/{agent.ask('warden()')}/fd/0").readlink()
-    held = [path.readlink() for path in Path(f"/proc/{child.pid}/fd").iterdir()]
-    assert pipe in held
     assert child.pid in agent.ask(f"look({child.pid})")
-    warden = psutil.Process(agent.ask("warden()"))
     agent.end()
-    until(lambda: not lives(child) and not lives(warden), "the end of both")
+    until(lambda: not lives(child), "its end")
 
 
-def test_a_warden_that_was_killed_is_replaced_and_the_new_one_knows_all(agent: Driven, tmp_path: Path) -> None:
-    agent.ask(f"start({SECRETIVE!r})")
-    left = said(tmp_path, "worker", "left")["left"]
-    agent.ask("look()")
-    (tmp_path / "go").touch()
-    until((tmp_path / "went").exists, "that it is an orphan")
-    first = psutil.Process(agent.ask("warden()"))
-    first.kill()
-    until(lambda: not lives(first), "the warden's end")
-    assert left.pid in agent.ask("look()")
-    second = psutil.Process(agent.ask("warden()"))
-    assert second != first
-    assert not first.is_running()  # not even a zombie
+def test_the_warden_spares_a_process_that_got_a_members_pid(agent: Driven) -> None:
+    worker = agent.ask(f"start({PRELUDE + 'live()'!r})")
+    assert agent.ask("look()") == [worker]
+    began = processes()[worker].start
+    assert agent.ask("[w.kill() for w in workers] and [w.wait() for w in workers]") == [-9]
+    stranger = reuse(worker, began, ["sleep", str(LIFE)])
+    warden = warden_of(agent.handle)
     agent.end()
-    until(lambda: not lives(left) and not lives(second), "the end of both")
-
-
-def test_an_agent_that_ends_without_a_word_leaves_nothing(agent: Driven, tmp_path: Path) -> None:
-    agent.ask(f"start({DAEMON!r})")
-    pids = said(tmp_path, "worker", "left")
-    warden = psutil.Process(agent.ask("warden()"))
-    agent.process.communicate(timeout=DEADLINE)
-    assert agent.process.returncode == 0
-    until(lambda: not any(lives(p) for p in (*pids.values(), warden)), "the end of the tree and of the warden")
+    until(lambda: not lives(warden), "the warden's end")
+    assert lives(stranger)
+    stranger.kill()
+    stranger.wait()
 
 
 def test_an_agent_that_closes_its_tree_dismisses_the_warden_and_kills_nothing(agent: Driven, tmp_path: Path) -> None:
     agent.ask(f"start({DAEMON!r})")
     pids = said(tmp_path, "worker", "left")
-    warden = psutil.Process(agent.ask("warden()"))
+    warden = warden_of(agent.handle)
     agent.ask("tree.close()")
     assert not warden.is_running()
-    agent.ask("look()")
-    assert agent.ask("tree._guard.pid") is None
+    assert pids["worker"].pid in agent.ask("look()")
+    assert [child.pid for child in agent.handle.children()] == [pids["worker"].pid], "no other warden"
     agent.process.communicate(timeout=DEADLINE)
     assert all(lives(p) for p in pids.values())
     for process in pids.values():
         process.kill()
 
 
-def test_the_warden_holds_nothing_of_the_agents_and_heeds_no_signal(agent: Driven) -> None:
-    warden = psutil.Process(agent.ask("warden()"))
-    until(lambda: warden.parent() == agent.handle, "its start")
+def test_the_warden_holds_nothing_of_the_agents_and_ignores_signals(agent: Driven) -> None:
+    warden = warden_of(agent.handle)
     ignored = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 
     def ignores() -> bool:
@@ -265,9 +225,11 @@ def test_the_warden_holds_nothing_of_the_agents_and_heeds_no_signal(agent: Drive
 
     until(ignores, "that it ignores signals")
     assert os.getsid(warden.pid) != os.getsid(agent.process.pid)  # Ctrl-C does not reach it
+    assert CANARY not in " ".join([*warden.cmdline(), *warden.environ().values()])
     held = {int(path.name): str(path.readlink()) for path in Path(f"/proc/{warden.pid}/fd").iterdir()}
+    assert held.pop(0).startswith("/memfd:redelastic")
     assert held.pop(1) == os.devnull
-    assert all(held.pop(number).startswith("pipe:") for number in (0, 2))
+    assert held.pop(2).startswith("pipe:")
     assert set(held.values()) <= {"anon_inode:[pidfd]"}
     # `agent | cat`: cat ends when the agent closes its output, though agent and warden live on.
     assert agent.process.stdin is not None
@@ -277,13 +239,3 @@ def test_the_warden_holds_nothing_of_the_agents_and_heeds_no_signal(agent: Drive
     assert agent.process.stdout.read() == ""
     assert lives(agent.handle)
     assert lives(warden)
-
-
-def test_a_tree_without_a_warden_says_what_that_means(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "nowhere"))
-    tree = ProcessTree()
-    assert "No warden could be started" in caplog.text
-    assert tree.look([]) == []
-    tree.close()

@@ -30,7 +30,7 @@ OWN = re.compile(r"MASTER_PORT|TORCHELASTIC_(RUN_ID|ERROR_FILE)|REDELASTIC_(AGEN
 
 
 def is_fork(pid: int) -> bool:
-    """Whether a process was forked from a template: the kernel still shows the environment of that."""
+    """Whether a process is a template or was forked from one: the kernel still shows the template's environment."""
     return VARIABLE.encode() in Path(f"/proc/{pid}/environ").read_bytes()
 
 
@@ -88,10 +88,10 @@ def test_an_error_is_reported_as_ever(tmp_path: Path) -> None:
     assert "Nothing is preloaded" not in err
 
 
-def template_of(agent: psutil.Process) -> psutil.Process | None:
+def template_of(agent: psutil.Process, worker: int) -> psutil.Process | None:
     for child in agent.children():
-        with contextlib.suppress(psutil.Error):
-            if " ".join(child.cmdline()) == "redelastic template":
+        with contextlib.suppress(OSError):
+            if child.pid != worker and is_fork(child.pid):
                 return child
     return None
 
@@ -136,9 +136,9 @@ def test_a_template_that_is_killed_is_replaced(server: RedisServer, tmp_path: Pa
         epoch = job.wait_round("a")
         worker = job.lines("start")[0].pid
         agent = psutil.Process(job.nodes["a"].process.pid)
-        killed = until(lambda: template_of(agent), "the template")
+        killed = until(lambda: template_of(agent, worker), "the template")
         killed.kill()
-        until(lambda: template_of(agent) not in (None, killed), "another one")
+        until(lambda: template_of(agent, worker) not in (None, killed), "another one")
         assert {line.pid for line in job.lines()} == {worker}
         job.tell("fail-a")
         epoch = job.wait_round("a", epoch)

@@ -18,7 +18,8 @@ import psutil
 import pytest
 from torch.distributed.elastic.multiprocessing import api
 
-from redelastic.agent.workers import processes, template, warm
+from redelastic.agent.workers import template, warm
+from redelastic.agent.workers.processes import set_subreaper
 from redelastic.agent.workers.template import Fork
 from redelastic.agent.workers.warm import WarmStart, refuse
 from tests.support.torchrun_job import LIMIT
@@ -32,7 +33,7 @@ MODEL = "import os\nthreads = os.environ.get('OMP_NUM_THREADS')\nvalue = 1\n"
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Callable[..., WarmStart]]:
     made: list[WarmStart] = []
-    processes._adopt(True)
+    set_subreaper(True)
 
     def start(*modules: str, is_hurried: Callable[[], bool] = lambda: False) -> WarmStart:
         arguments = ("-u", str(tmp_path / "script.py"), "--rank=${local_rank}")
@@ -45,7 +46,7 @@ def make(tmp_path: Path) -> Iterator[Callable[..., WarmStart]]:
     yield start
     for one in made:
         one.close()
-    processes._adopt(False)
+    set_subreaper(False)
 
 
 def start_group(one: WarmStart, tmp_path: Path, **environment: str) -> list[tuple[bool, str]]:

@@ -1,4 +1,4 @@
-"""What `redelastic doctor` knows of versions and their weaknesses, and what it finds on the host itself."""
+"""What `redelastic doctor` finds on the host itself."""
 
 from __future__ import annotations
 
@@ -13,57 +13,11 @@ import pytest
 
 from redelastic import torch_internals
 from redelastic.doctor import host
-from redelastic.doctor.weaknesses import WEAKNESSES, mended_in, weaknesses_of
 from redelastic.redis.endpoint import parse_endpoint
 from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.addresses import LocalAddress
 from tests.support.doctoring import look
 from tests.support.fake_nvml import install_driver
-
-# -- Weaknesses by version
-
-
-@pytest.mark.parametrize(
-    ("product", "version", "tls", "names"),
-    [
-        ("redis", (6, 2, 14), False, ["CVE-2024-46981", "CVE-2025-49844"]),
-        ("redis", (6, 2, 17), False, ["CVE-2025-49844"]),
-        ("redis", (6, 2, 20), False, []),
-        ("redis", (6, 2, 20), True, ["CVE-2026-81934"]),
-        ("redis", (7, 0, 15), False, ["CVE-2024-46981", "CVE-2025-49844"]),
-        ("redis", (7, 4, 6), False, []),
-        ("redis", (8, 0, 3), False, ["CVE-2025-49844"]),
-        ("redis", (8, 2, 2), False, []),
-        ("redis", (8, 4, 0), False, []),
-        ("redis", (8, 10, 0), True, ["CVE-2026-81934"]),
-        ("redis", (8, 10, 1), True, []),
-        ("valkey", (7, 2, 10), False, ["CVE-2025-49844"]),
-        ("valkey", (8, 1, 4), False, []),
-        ("valkey", (9, 0, 0), False, []),
-        ("valkey", (9, 0, 4), True, ["CVE-2026-56684"]),
-        ("dragonfly", (1, 0, 0), True, []),
-    ],
-)
-def test_known_weaknesses(product: str, version: tuple[int, int, int], tls: bool, names: list[str]) -> None:
-    assert [weakness.name for weakness in weaknesses_of(product, version, tls=tls)] == names
-
-
-@pytest.mark.parametrize(
-    ("version", "tls", "target"),
-    [
-        ((6, 2, 14), False, "6.2.20"),
-        ((6, 2, 14), True, "6.2.24"),
-        ((7, 0, 15), False, "7.2.11"),
-        ((8, 0, 3), True, "8.2.9"),
-    ],
-)
-def test_the_release_to_update_to(version: tuple[int, int, int], tls: bool, target: str) -> None:
-    assert mended_in(weaknesses_of("redis", version, tls=tls), version[:2]) == target
-    later = tuple(int(part) for part in target.split("."))
-    assert not [w for w in WEAKNESSES if w.affects("redis", (later[0], later[1], later[2]), tls=tls)]
-
-
-# -- The host
 
 
 def test_the_versions_looked_for_are_those_of_the_package() -> None:

@@ -106,7 +106,6 @@ class Node:
     def kill(self) -> None:
         """Kill it as if its machine died: the agent and all its workers at once."""
         self.may_end = True
-        self.freeze()  # or the warden might still report the dead agent
         self._signal_tree(signal.SIGKILL)
 
     def kill_agent_alone(self) -> list[psutil.Process]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -129,6 +130,21 @@ def lives(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def warden_of(agent: psutil.Process, token: str = "") -> psutil.Process:
+    """The warden that an agent keeps for its tree, or for the tree with ``token``."""
+
+    def found() -> psutil.Process | None:
+        for child in agent.children():
+            with contextlib.suppress(psutil.Error):
+                command = child.cmdline()
+                if "warden.py" in " ".join(command) and (token in command or not token):
+                    return child
+        return None
+
+    warden: psutil.Process = until(found, "the warden")
+    return warden
 
 
 def said(folder: Path, *names: str) -> Pids:

@@ -22,7 +22,7 @@ from typing import Final
 
 from redelastic.worker import AT, CALL_BITS, CALLS, PID, REQUESTED, SEEN, SLOT_BYTES, STEP, TOKEN, VARIABLE
 
-__all__ = ["Board", "HangWatch", "Progress"]
+__all__ = ["Board", "HangWatch", "Progress", "nameless_file"]
 
 FROZEN: Final = 10  # missed looks after which the agent assumes that it was frozen itself
 
@@ -65,7 +65,7 @@ class Board:
         self._requests = 0
         with contextlib.ExitStack() as opened:
             for _ in range(workers):
-                file = opened.enter_context(_file_without_name())
+                file = opened.enter_context(nameless_file())
                 fields = [0] * (SLOT_BYTES // 8)
                 fields[TOKEN], fields[SEEN] = secrets.randbits(62), -1
                 # Written, not just extended: a page that the disk has no room for would kill the worker later.
@@ -118,7 +118,8 @@ class Board:
         self._closing.close()
 
 
-def _file_without_name() -> io.FileIO:
+def nameless_file() -> io.FileIO:
+    """A file in memory if possible; it is gone with the last process that has it open."""
     try:
         return os.fdopen(os.memfd_create("redelastic"), "r+b", buffering=0)
     except (AttributeError, OSError):  # a Python built for an old C library; a sandbox that forbids it

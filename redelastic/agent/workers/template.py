@@ -9,6 +9,7 @@ a new process only in this:
 - Forks of one template share a hash seed, unless ``PYTHONHASHSEED`` sets it.
 - The garbage collector ignores what was imported, so that it stays in shared memory (``gc.unfreeze()`` undoes that).
 - ``/proc/PID/environ`` shows the template's environment, without the variables of the round; ``os.environ`` is right.
+- ``ps`` shows the template's command line, which is the last worker's; ``sys.argv`` and ``sys.orig_argv`` are right.
 - Umask, limits, priority and cores are the agent's as of the template's start.
 - It takes longer to end by itself: an interpreter that tears down its modules writes to all their pages.
 """

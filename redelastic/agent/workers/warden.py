@@ -1,18 +1,14 @@
-"""The warden: once an agent is gone, for whatever reason, ends its workers' processes and tells Redis.
+"""The warden: once its agent is gone, for whatever reason, it kills the agent's workers and all that they have started.
 
 A process belongs to the tree of an agent's workers if any of these holds:
 
-- it is a worker, or its parent belongs;
+- it is a worker, or the child of a process of the tree;
 - its environment has the agent's token, which survives fork, exec, setsid and the death of every ancestor;
-- it is in a session that a process of the tree opened;
+- it shares a session with a process of the tree, unless that is the agent's session;
 - it belonged when the agent last looked (:meth:`redelastic.agent.workers.processes.ProcessTree.look`);
 - it is an orphan that the agent adopted, as it can if the whole process is its own.
 
-So a process escapes only if the agent adopts nothing, and only by leaving its parent, session and environment between
-two looks.
-
-Only when all of them are gone does the warden make the node leave its run, with the last words that the agent left it:
-a node's place must never be free while its workers live (I1). If some are not gone in time, it says nothing.
+A fork bomb can escape: its processes may end, and leave new ones, faster than they are found.
 
 The agent runs this file by path, in a process of its own, with only the standard library, to keep it small.
 """
@@ -23,31 +19,32 @@ import contextlib
 import os
 import select
 import signal
+import struct
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Final, NamedTuple
 
 LIMIT: Final = 30.0  # for killed processes to be gone, in seconds: one with a busy GPU takes its time
-CHASE: Final = 1.0  # how long new processes are stopped before any is killed, in seconds
-PROBES: Final = 50  # looks at the newest process after each look at all of them, some tens of microseconds apart
-EMPTY_LOOKS: Final = 20  # that end a kill on a host where new processes keep coming
+RELOOK: Final = 1.0  # between two looks for new processes while known ones are ending, in seconds
 INTERVAL: Final = 0.2  # between two looks for the agent on a kernel without pidfd, in seconds
-RELOOK: Final = 1.0  # between two looks for new processes during the grace period after SIGTERM, in seconds
-DELIVERY: Final = 5.0  # for the last words, in seconds
-WORDS: Final = b"words"  # starts the line of the briefing that has the last words; other lines are a pid and a start
+RECORD: Final = struct.Struct("=qq")  # of a briefing: pid and start of a process of the tree
 
 
 class Process(NamedTuple):
-    """A process, as the table of all processes lists it."""
+    """A process, as ``/proc`` shows it."""
 
     pid: int
     parent: int
-    group: int
     session: int
-    start: float  # on the operating system's clock, in any unit: it tells apart two processes with the same pid
+    start: int  # in ticks since the host's start: it tells apart two processes with the same pid
     alive: bool  # not a zombie
+
+    @property
+    def identity(self) -> tuple[int, int]:
+        """What no other process has, now or later."""
+        return self.pid, self.start
 
 
 class Ended(NamedTuple):
@@ -63,62 +60,40 @@ def read(path: str) -> bytes:
     try:
         with open(path, "rb", buffering=0) as file:  # noqa: PTH123  # pathlib would double the warden's memory
             return file.read()
-    except OSError:  # the process is gone, or not ours to read
+    except OSError:  # the process is gone, or belongs to another user
         return b""
 
 
-HAS_PROC = bool(read("/proc/self/stat"))
-LISTS_CHILDREN = os.path.exists("/proc/thread-self/children")  # noqa: PTH110  # not every kernel is built with it
-
-
-def processes() -> dict[int, Process]:
-    """All processes visible to this one, by pid."""
-    if not HAS_PROC:
-        return _processes_by_psutil()
-    newest_first = reversed(os.listdir("/proc"))  # noqa: PTH208  # these may be gone soon
-    found = (look_up(int(name)) for name in newest_first if name.isdecimal())
-    return {process.pid: process for process in found if process}
-
-
 def look_up(pid: int) -> Process | None:
-    """One process, as ``/proc`` shows it; None if it does not exist."""
+    """One process; None if it does not exist."""
     _, _, stat = read(f"/proc/{pid}/stat").rpartition(b")")  # the name before it may hold anything
     fields = stat.split()
     if not fields:
         return None
-    (parent, group, session), threads = map(int, fields[1:4]), int(fields[17])
-    alive = fields[0] not in b"ZX" or threads > 1  # only its main thread may have ended
-    return Process(pid, parent, group, session, int(fields[19]), alive)
+    alive = fields[0] not in b"ZX" or int(fields[17]) > 1  # other threads may live on after the main one
+    return Process(pid, int(fields[1]), int(fields[3]), int(fields[19]), alive)
 
 
-def children(pid: int, besides: Collection[int] = ()) -> list[Process]:
-    """The children of a process, besides some; one that another's exit hides just now shows up at the next look."""
+def processes() -> dict[int, Process]:
+    """All processes visible to this one, by pid."""
+    found = (look_up(int(name)) for name in os.listdir("/proc") if name.isdecimal())  # noqa: PTH208
+    return {process.pid: process for process in found if process}
+
+
+def children(pid: int) -> list[Process]:
+    """The children of a process; one that another's exit hides just now shows up at the next look."""
     found: list[Process] = []
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208
             pids = map(int, read(f"/proc/{pid}/task/{thread}/children").split())
-            found += [child for child in map(look_up, set(pids).difference(besides)) if child]
+            found += [child for child in map(look_up, pids) if child]
     return found
 
 
-def _processes_by_psutil() -> dict[int, Process]:
-    import psutil  # noqa: PLC0415  # not available to the warden, which runs only where there is /proc
-
-    table = {}
-    for found in psutil.process_iter(["ppid", "create_time", "status"]):
-        with contextlib.suppress(OSError):
-            group, session = os.getpgid(found.pid), os.getsid(found.pid)
-            parent, start, status = (found.info[name] for name in ("ppid", "create_time", "status"))
-            table[found.pid] = Process(found.pid, parent, group, session, start, status != psutil.STATUS_ZOMBIE)
-    return table
-
-
 def find(
-    table: dict[int, Process],
+    table: Mapping[int, Process],
     token: str,
-    known: dict[int, float],
-    sessions: Collection[int] = (),
-    *,
+    known: Mapping[int, int],
     strangers: Collection[int],
     agent_session: int,
 ) -> dict[int, Process]:
@@ -128,184 +103,95 @@ def find(
         table: all processes.
         token: of the agent.
         known: start of each process known to belong, by pid.
-        sessions: known to belong.
         strangers: pids that do not belong, whatever the evidence.
-        agent_session: the agent's session, in which not every process belongs.
+        agent_session: in which not every process belongs.
     """
-    children, comrades = defaultdict(list), defaultdict(list)
+    offspring, sessions = defaultdict(list), defaultdict(list)
     for process in table.values():
-        children[process.parent].append(process)
-        comrades[process.session].append(process)
-    no_evidence = {agent_session, 0}  # 0: a session from outside this pid namespace
-    # A session with a new leader is another one that got the same number.
-    ours = {pid for pid in sessions if pid not in table or known.get(pid) == table[pid].start} - no_evidence
+        offspring[process.parent].append(process)
+        sessions[process.session].append(process)
+    for no_evidence in (agent_session, 0):  # 0: a session from outside this pid namespace
+        sessions[no_evidence] = []
     needle = token.encode()
+    reached = [
+        process
+        for process in table.values()
+        if known.get(process.pid) == process.start or needle in read(f"/proc/{process.pid}/environ")
+    ]
+    for dead in known.keys() - table.keys():
+        reached += sessions[dead]  # it may have opened one, which outlives it
     members: dict[int, Process] = {}
-    for process in table.values():
-        if (
-            known.get(process.pid) == process.start
-            or process.session in ours
-            or (process.group and needle in read(f"/proc/{process.pid}/environ"))  # a kernel thread has no group
-        ):
-            reached = [process]
-            while reached:
-                member = reached.pop()
-                if member.pid not in members and member.pid not in strangers:
-                    members[member.pid] = member
-                    reached += children[member.pid]
-                    reached += comrades[member.session] if member.session not in no_evidence else []
+    while reached:
+        process = reached.pop()
+        if process.pid not in members and process.pid not in strangers:
+            members[process.pid] = process
+            reached += offspring[process.pid] + sessions[process.session]
     return members
 
 
-def _signal(table: dict[int, Process], members: dict[int, Process], number: signal.Signals) -> None:
-    """Signal ``members``: whole process groups where possible, so that no fork can slip through."""
-    mixed = {process.group for process in table.values() if process.pid not in members} | {0, 1}
-    targets = {process.pid if process.group in mixed else -process.group for process in members.values()}
-    for target in targets:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(target, number)
+def end(look: Callable[[], Iterable[Process]], grace: float = 0.0) -> Ended:
+    """End the processes that ``look`` finds, and look again, until it finds none that lives.
 
-
-def _process_of(thread: str) -> int:
-    """The process of a thread; 0 if it is gone."""
-    _, _, rest = read(f"/proc/{thread}/status").partition(b"\nTgid:")
-    return int((rest.split() or [b"0"])[0])
-
-
-def _newest() -> str:
-    """The pid of the newest process or thread; empty without /proc."""
-    return (read("/proc/loadavg").split() or [b""])[-1].decode()
-
-
-def _ambush(token: str, strangers: Collection[int]) -> bool:
-    """Stop the newest process if it is one of the tree, but no stranger; returns whether it was.
-
-    One that forks, exits, and whose child does the same in its own group, is gone before all processes are listed.
-    """
-    for _ in range(PROBES if HAS_PROC else 0):
-        newest = _newest()
-        if token.encode() in read(f"/proc/{newest}/environ") and _process_of(newest) not in strangers:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(int(newest), signal.SIGSTOP)
-            return True
-    return False
-
-
-def end(
-    token: str,
-    look: Callable[[], tuple[dict[int, Process], dict[int, Process]]],
-    strangers: Callable[[], Collection[int]],
-    grace: float = 0.0,
-) -> Ended:
-    """End the tree that ``look`` finds among all processes, until it finds nothing more, but for ``strangers``.
-
-    Within ``grace`` seconds each process gets one SIGTERM and may exit by itself. Then all are killed. New ones are
-    first stopped, and looked at again: a stopped process does not fork, and is still its children's parent. All get
-    SIGKILL only when nothing new turns up, or has done so for too long. Some may still live after ``LIMIT`` seconds.
+    Within ``grace`` seconds each process gets one SIGTERM, and may exit by itself; after that, SIGKILL. This gives up
+    ``LIMIT`` seconds later.
     """
     kill_at = time.monotonic() + grace
-    asked: set[tuple[int, float]] = set()
-    met: set[tuple[int, float]] = set()
-    empty_looks = 0
+    asked: set[tuple[int, int]] = set()
+    killed: set[tuple[int, int]] = set()
     while True:
-        newest = _newest()
-        table, members = look()
-        left = {(process.pid, process.start) for process in members.values() if process.alive}
-        seconds = time.monotonic() - kill_at
-        empty_looks = 0 if left else empty_looks + 1
-        # If nothing was started meanwhile, nothing can have slipped past the look.
-        ended = not left and (newest == _newest() or empty_looks == EMPTY_LOOKS)
-        if ended or seconds > LIMIT:
-            return Ended(*({pid for pid, _ in found} for found in (asked, met, left)))
-        if seconds < 0 and not left:
-            # Nothing is left to ask, yet new processes keep coming: they may be ours, and too quick for a look.
-            kill_at = time.monotonic()
-            continue
-        if seconds < 0:
-            _terminate(left - asked)
-            asked |= left
-            _wait(left, min(kill_at, time.monotonic() + RELOOK))
-            continue
-        chase = not left <= met and seconds < CHASE
-        _signal(table, members, signal.SIGSTOP if chase else signal.SIGKILL)
-        met |= left
-        if not _ambush(token, strangers()) and not chase:
-            time.sleep(min(0.1, 0.005 + seconds / 10))
+        left = [process for process in look() if process.alive]
+        now = time.monotonic()
+        if not left or now > kill_at + LIMIT:
+            return Ended({pid for pid, _ in asked}, {pid for pid, _ in killed}, {process.pid for process in left})
+        number, signalled = (signal.SIGTERM, asked) if now < kill_at else (signal.SIGKILL, killed)
+        for process in left:
+            if process.identity not in signalled:
+                signalled.add(process.identity)
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(process.pid, number)
+        wait(left, min(now + RELOOK, kill_at) if now < kill_at else now + RELOOK)
 
 
-def _terminate(processes: set[tuple[int, float]]) -> None:
-    for pid, _ in processes:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGTERM)
-
-
-def _wait(processes: set[tuple[int, float]], until: float) -> None:
-    """Wait until these have ended, or until ``until`` on the monotonic clock; other processes cost nothing."""
+def wait(processes: Iterable[Process], until: float) -> list[Process]:
+    """Wait until these have ended, or until ``until`` on the monotonic clock; returns those that still live."""
     pause = 0.002
-    while time.monotonic() < until:
+    while (left := [process for process in processes if _lives(process)]) and time.monotonic() < until:
         time.sleep(pause)
         pause = min(2 * pause, 0.05)
-        found = {(process.pid, process.start) for pid, _ in processes if (process := look_up(pid)) and process.alive}
-        if HAS_PROC and not found & processes:
-            return
+    return left
+
+
+def _lives(process: Process) -> bool:
+    now = look_up(process.pid)
+    return now is not None and now.alive and now.start == process.start
 
 
 def watch(token: str, agent: int, agent_session: int) -> None:
-    """The warden's life: it takes briefings on its standard input, and acts when the agent is gone.
+    """The warden's life: wait until the agent is gone, then end the tree.
 
-    The agent is gone when this process has another parent. End of input alone means nothing: an agent may close it, and
-    a forked worker may keep it open.
+    Its standard input is the file in which the agent keeps the tree as of its last look: a ``RECORD`` for each process.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    os.set_blocking(0, False)
-    known: dict[int, float] = {}
-    words = b""
-    heard, sources = b"", [0, *_pidfd(agent)]
-    interval = None if sources[1:] and os.getppid() == agent else INTERVAL  # else it is another process with its pid
-    gone = False
-    while not gone:
-        ready = select.select(sources, [], [], interval)[0]
-        gone = os.getppid() != agent or ready not in ([], [0])  # checked before the rest of the briefing is read
-        with contextlib.suppress(BlockingIOError):
-            while 0 in sources:
-                said = os.read(0, 65536)
-                if not said:
-                    sources.remove(0)
-                *lines, heard = (heard + said).split(b"\n")
-                for line in lines:
-                    first, _, rest = line.partition(b" ")
-                    if first == WORDS:
-                        words = rest
-                    else:
-                        known[int(first)] = int(rest)
+    _wait_for_death(agent)
+    briefing = os.pread(0, os.fstat(0).st_size, 0)
+    known = dict(RECORD.iter_unpack(briefing[: len(briefing) // RECORD.size * RECORD.size]))  # one may be half-written
 
-    def look() -> tuple[dict[int, Process], dict[int, Process]]:
-        table = processes()
-        members = find(table, token, known, strangers={os.getpid()}, agent_session=agent_session)
-        known.update((process.pid, process.start) for process in members.values())
-        return table, members
+    def look() -> Iterable[Process]:
+        members = find(processes(), token, known, {os.getpid()}, agent_session)
+        known.update(process.identity for process in members.values())
+        return members.values()
 
-    if not end(token, look, lambda: {os.getpid()}).left and words:
-        _deliver(words)
+    end(look)
 
 
-def _pidfd(pid: int) -> list[int]:
-    """A descriptor that signals the end of a process; none if the kernel has no pidfd (Linux before 5.3)."""
-    try:
-        return [os.pidfd_open(pid)]
-    except (AttributeError, OSError):
-        return []
-
-
-def _deliver(words: bytes) -> None:
-    # If it hangs, on a name server for example, it gets killed.
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.setitimer(signal.ITIMER_REAL, DELIVERY)
-    sys.path.append(os.path.dirname(__file__))  # noqa: PTH120
-    import deliver  # type: ignore[import-not-found]  # noqa: PLC0415  # beside this file; doubles the warden's memory
-
-    deliver.deliver(words)
+def _wait_for_death(agent: int) -> None:
+    """Return when this process has another parent: a process with the agent's pid may be another one by now."""
+    handles: list[int] = []
+    with contextlib.suppress(AttributeError, OSError):  # Linux before 5.3; or it is gone already
+        handles = [os.pidfd_open(agent)]
+    while os.getppid() == agent:
+        select.select(handles, [], [], None if handles else INTERVAL)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ from redelastic.rendezvous.addresses import INTERFACE_VARIABLES
 from redelastic.torch_internals import starting_workers_with, substitute_local_rank
 
 from .template import Fork, Template, TemplateError
-from .warden import HAS_PROC
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +44,6 @@ def refuse(spec: WorkerSpec, *, owns_process: bool) -> None:
         options.append(option)
     program, wrong = spec.entrypoint, [option for option in options if not OPTIONS.fullmatch(option)]
     reasons = {
-        "it needs Linux": not HAS_PROC,
         "workers are functions, which torch starts itself": callable(program),
         f"workers are started by {program}, not by this Python ({sys.executable})": program != sys.executable,
         f"{wrong and wrong[0]} is a Python option that a template cannot have": wrong,

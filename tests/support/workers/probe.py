@@ -40,7 +40,6 @@ def account() -> dict[str, Any]:
         "path": sys.path,
         "flags": str(sys.flags),
         "executable": sys.executable,
-        "command line": Path("/proc/self/cmdline").read_text().split("\0"),
         "name": Path("/proc/self/comm").read_text(),
         "environment": dict(os.environ),
         "cwd": str(Path.cwd()),

@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 VARIABLE = "REDELASTIC_TEMPLATE"  # <file descriptor of the agent's socket>:<module>,<module>,…
-TITLE = b"redelastic template"
 GPU_FILES = frozenset({"/dev/nvidia-uvm", "/dev/kfd"})  # open once CUDA or ROCm is initialised
 ADOPTED, RUN = b"\1", b"\2"
 
@@ -192,7 +191,6 @@ def become(request: Request, streams: list[int], agent: socket.socket) -> None:
     own = len(sys.argv) - 1
     sys.argv[1:] = request.arguments[len(request.arguments) - own :]
     sys.orig_argv[:] = request.arguments
-    entitle(b"".join(os.fsencode(word) + b"\0" for word in request.arguments))
     # Random state set at import must differ between processes; `random` itself has a fork handler.
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
@@ -205,26 +203,11 @@ def become(request: Request, streams: list[int], agent: socket.socket) -> None:
     agent.close()
 
 
-def entitle(title: bytes) -> None:
-    """Have `ps` show another command line, if there is room for it."""
-    fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
-    begin, end = int(fields[45]), int(fields[46])
-    if 0 < len(title) <= end - begin:
-        try:
-            with open("/proc/self/mem", "r+b", buffering=0) as memory:  # noqa: PTH123
-                memory.seek(begin)
-                memory.write(title.ljust(end - begin, b"\0"))
-        except OSError:  # a kernel may forbid it: only the name is lost
-            pass
-
-
 def be_template() -> None:
     """Return in each worker, and never in the template."""
     file, _, modules = os.environ.pop(VARIABLE).partition(":")
     agent = socket.socket(fileno=int(file))
     agent.set_inheritable(False)
-    command = Path("/proc/self/cmdline").read_bytes()
-    entitle(TITLE + b"\0" * (len(command) - len(TITLE) - 1) + b"-")  # no NUL at the end marks a title for the kernel
     before = dict(os.environ)
     problem = preload(modules.split(","))
     send(agent, (problem, {} if problem else files()))
