@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import signal
 import statistics
 import struct
 import subprocess
@@ -23,19 +22,13 @@ from pathlib import Path
 from typing import Any, Final
 
 import psutil
-from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 import redelastic
 from benchmarks import report
 from benchmarks.harness import run_alone
 from benchmarks.report import Progress, Table
-from redelastic import RedisServer, worker
-from redelastic.agent.host import telemetry
-from redelastic.agent.workers import processes
+from redelastic import RedisServer
 from redelastic.agent.workers.board import Board
-from redelastic.agent.workers.site.sitecustomize import VARIABLE
-from redelastic.rendezvous.handler import RedisRendezvousHandler, create_handler
-from redelastic.rendezvous.heartbeat import COARSE
 
 STEP: Final = 0.005  # seconds per training step: pure Python that holds the GIL, the worst case
 INTERVAL: Final = 2.0  # between heartbeats, in seconds: the default
@@ -45,7 +38,6 @@ SETTLES: Final = 0.1  # seconds at the start of a block that do not count
 TARGET: Final = 0.1  # percent of a step
 LIMIT: Final = 120  # seconds for a process
 TURNS: Final = 5  # an agent's CPU, with and without a template
-EMPTY: Final = "def nothing(step): pass"
 IMPORTS: Final = {
     "redelastic": ("import torch", "import redelastic"),
     "a worker's progress()": ("import torch", "import redelastic; redelastic.progress"),
@@ -61,28 +53,17 @@ IMPORTS: Final = {
 
 
 def time_calls(repeat: int, calls: int) -> dict[str, Any]:
-    """Seconds per call, by function, several times over; with and without an agent's shared memory."""
-    scope: dict[str, Any] = {}
-    exec(EMPTY, scope)  # noqa: S102  # an ordinary function that does nothing
+    """Seconds per call, by function, several times over, in a process that has an agent's shared memory."""
     board = Board(1)
-
-    def alone() -> None:
-        worker._slot = worker._nowhere  # noqa: SLF001
-
-    def watched() -> None:
-        worker._slot = board._slots[0]  # noqa: SLF001
-
-    functions: dict[str, tuple[Callable[[], None], Callable[[Any], object]]] = {
-        "progress()": (watched, worker.progress),
-        "progress(), without an agent": (alone, worker.progress),
-        "should_checkpoint()": (watched, lambda _: worker.should_checkpoint()),
-        "a function that does nothing": (alone, scope["nothing"]),
+    os.environ |= board.environment(0)
+    functions: dict[str, Callable[[int], object]] = {
+        "progress()": redelastic.progress,
+        "should_checkpoint()": lambda _: redelastic.should_checkpoint(),
+        "a function that does nothing": lambda _: None,
     }
-    worker._looked = True  # noqa: SLF001
     found: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(repeat + 1):
-        for name, (begin, function) in functions.items():
-            begin()
+        for name, function in functions.items():
             began = time.perf_counter()
             for step in range(calls):
                 function(step)
@@ -143,47 +124,6 @@ def confidence(values: list[float]) -> tuple[float, float]:
         outside += 1
     outside = max(0, outside - 1)
     return ordered[outside], ordered[n - 1 - outside]
-
-
-def handler_of(url: str, interval: float) -> RedisRendezvousHandler:
-    """A node of a job of its own."""
-    run_id = f"bench-{uuid.uuid4().hex[:12]}"
-    params = RendezvousParameters("redis", url, run_id, 1, 1, keep_alive_interval=interval)
-    backend, _ = redelastic.create_backend(params)
-    handler = create_handler(backend, params)
-    assert isinstance(handler, RedisRendezvousHandler)
-    handler.next_rendezvous()
-    return handler
-
-
-def with_a_handler(url: str, pairs: int, seconds: float) -> dict[str, Any]:
-    """Steps in a process that holds a handler, whose keeper beats, and in one that holds none."""
-    step, blocks = steps_of(), []
-    run_steps(step, seconds)  # warms up
-    for held in alternate(pairs):
-        handler = handler_of(url, OFTEN) if held else None
-        run_steps(step, SETTLES)
-        blocks.append((held, statistics.fmean(run_steps(step, seconds))))
-        if handler:
-            handler.shutdown()
-    return {"effects": effects(blocks, pause(INTERVAL) / pause(OFTEN))}
-
-
-def pause(interval: float) -> float:
-    """Seconds between two heartbeats: a node beats before one is due, as a blocking read may end late."""
-    return interval - min(COARSE, interval / 2)
-
-
-def keeper_alone(url: str, seconds: float) -> dict[str, Any]:
-    """CPU of a keeper thread at its usual pace, in percent of a core."""
-    handler = handler_of(url, INTERVAL)
-    keeper: Any = handler.membership.heartbeat._keeper  # noqa: SLF001
-    clock = time.pthread_getcpuclockid(keeper.ident)
-    began, computed = time.monotonic(), time.clock_gettime(clock)
-    time.sleep(seconds)
-    used = 100 * (time.clock_gettime(clock) - computed) / (time.monotonic() - began)
-    handler.shutdown()
-    return {"used": used}
 
 
 # -- a whole agent
@@ -271,9 +211,9 @@ def idle_agent(url: str, seconds: float, preload: str = "") -> dict[str, tuple[f
     with running_agent(url, often=False, preload=preload) as (agent, warden, _):
         time.sleep(INTERVAL)
         watched = {"agent": agent, "warden": warden}
-        if preload:
-            forks = [child for child in agent.children() if VARIABLE in child.environ()]
-            watched["template"] = min(forks, key=psutil.Process.create_time)
+        for child in agent.children() if preload else ():
+            if "template" in " ".join(child.cmdline()):
+                watched["template"] = child
         found = {}
         began, before = time.monotonic(), {name: scheduled(process)[0] for name, process in watched.items()}
         time.sleep(seconds)
@@ -288,7 +228,6 @@ def usage(url: str, turns: int, seconds: float) -> tuple[Table, Table]:
     """CPU and memory of what watches over a training: with a template and without one, in turns."""
     cpu = Table("agent-cpu", "CPU at the usual pace, of one core", "of", unit="%")
     memory = Table("agent-memory", "Memory of its own (USS)", "of", unit="B")
-    cpu.put("the thread that keeps the lease", "used", run_alone(keeper_alone, (url, seconds), LIMIT)["used"])
     found: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for _ in range(turns):
         for preload, row in (("", "a whole {}"), ("torch", "with --preload torch: {}")):
@@ -298,47 +237,6 @@ def usage(url: str, turns: int, seconds: float) -> tuple[Table, Table]:
         for table, values in zip((cpu, memory), zip(*used_in_turns, strict=True), strict=True):
             table.put(row, "used", values)
     return cpu, memory
-
-
-# -- the cost of telemetry and imports
-
-
-def time_samples(workers: int, children: int, others: int, repeat: int) -> dict[str, Any]:
-    """CPU seconds to scan the workers' processes and sample their usage, and the number of processes.
-
-    Args:
-        workers: their number.
-        children: per worker.
-        others: how many unrelated processes sleep beside them.
-        repeat: how many samples to time.
-    """
-    sleepers = f"i=0; while [ $i -lt {others} ]; do sleep 600 & i=$((i + 1)); done; echo; wait"
-    beside = subprocess.Popen(["/bin/sh", "-c", sleepers], stdout=subprocess.PIPE, start_new_session=True)
-    assert beside.stdout
-    beside.stdout.readline()
-    tree = processes.ProcessTree()
-    tree.adopt_orphans()  # as in `redelastic run`
-    shell = " ".join(["sleep 600 &"] * children) + (" wait" if children else " exec sleep 600")
-    started = [
-        subprocess.Popen(["/bin/sh", "-c", shell], env=os.environ | tree.environment, start_new_session=True)
-        for _ in range(workers)
-    ]
-    try:
-        pids, samples, times = {i: process.pid for i, process in enumerate(started)}, telemetry.Telemetry(), []
-        while len(tree.look(pids.values())) < workers * (1 + children):
-            time.sleep(0.01)
-        for _ in range(repeat + 1):
-            began = time.process_time()
-            samples.sample(telemetry.trees(tree.look(pids.values()), pids))
-            times.append(time.process_time() - began)
-        found = len(psutil.pids())
-    finally:
-        for process in (*started, beside):
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        tree.close()
-    beside.stdout.close()
-    return {"times": times[1:], "processes": found}
 
 
 def time_import(before: str, measured: str) -> float:
@@ -362,11 +260,9 @@ def run(quick: bool, progress: Progress) -> Iterator[Table]:
         yield table
 
         table = Table("agent-step", f"A training's step of {1000 * STEP:g} ms is slower by", "with", unit="%")
-        progress("steps with a handler")
-        found = {"a handler in its process": run_alone(with_a_handler, (server.url, pairs, seconds), LIMIT)["effects"]}
         progress("steps with an agent")
-        found["an agent"], found["an agent: it waits for a core"] = with_an_agent(server.url, pairs, seconds)
-        for name, values in found.items():
+        slower, waits = with_an_agent(server.url, pairs, seconds)
+        for name, values in (("an agent", slower), ("an agent: it waits for a core", waits)):
             table.targets[name] = TARGET
             low, high = confidence(values)
             for column, value in (("median", statistics.median(values)), ("95 %: from", low), ("to", high)):
@@ -375,14 +271,6 @@ def run(quick: bool, progress: Progress) -> Iterator[Table]:
 
         progress("CPU and memory")
         yield from usage(server.url, *((1, 1.0) if quick else (TURNS, 6.0)))
-
-    progress("telemetry")
-    table = Table("agent-telemetry", "CPU time of one sample of what the workers use: once a second", "workers")
-    for workers, children, others in ((1, 0, 0), (8, 4, 0), (1, 0, 100 if quick else 2000)):
-        took = run_alone(time_samples, (workers, children, others, 3 if quick else 50), LIMIT)
-        row = f"{workers}, {children} children each; {took['processes']} processes on the host"
-        table.put(row, "takes", took["times"])
-    yield table
 
     progress("imports")
     table = Table("agent-imports", "Time to import", "what")

@@ -10,9 +10,12 @@ import platform
 import queue
 import re
 import resource
+import shutil
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -208,6 +211,38 @@ def _time_all(nodes: list[Callable[[], object]]) -> list[tuple[float, float]]:
     return timings
 
 
+@contextlib.contextmanager
+def etcd_server() -> Iterator[tuple[str, int] | None]:
+    """Torch's own private etcd with the API v2, as its endpoint and pid; None if etcd is not installed.
+
+    Its data is in memory if the system offers that.
+    """
+    try:
+        import etcd  # noqa: F401, PLC0415
+        from torch.distributed.elastic.rendezvous.etcd_server import EtcdServer  # noqa: PLC0415
+    except ImportError:
+        yield None
+        return
+    if not shutil.which("etcd"):
+        yield None
+        return
+    memory = Path("/dev/shm")  # noqa: S108
+    with tempfile.TemporaryDirectory(prefix="redelastic-bench-", dir=memory if memory.is_dir() else None) as folder:
+        server = EtcdServer(folder)
+        try:
+            server.start(stderr=subprocess.DEVNULL)
+            yield server.get_endpoint(), server._get_etcd_server_process().pid  # noqa: SLF001
+        finally:
+            server.stop()
+
+
+def free_port() -> int:
+    """A port for c10d's store, which cannot choose one itself: every node has to know it before."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 def raise_limit_of_files() -> None:
     """Raise this process' limit of open files to the hard limit."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -273,11 +308,6 @@ class Watch:
             "memory that Redis keeps afterwards": (self.grown(), "B"),
             "connections afterwards": (self.client.info("clients")["connected_clients"] - 1, ""),
         }
-
-
-def milliseconds(seconds: float) -> str:
-    """A time, for a table."""
-    return f"{1000 * seconds:,.1f} ms"
 
 
 def redis_version() -> str:

@@ -12,25 +12,24 @@ import json
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import redis
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from benchmarks import report
 from benchmarks.harness import (
     Figures,
     TimeLimitError,
     Watch,
     peak_memory,
-    provenance,
     raise_limit_of_files,
     run_alone,
     run_nodes,
 )
+from benchmarks.report import Table, document, markdown
 from benchmarks.simulated import connected, simulate, while_alive
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
@@ -237,74 +236,49 @@ def shown(value: float, unit: str) -> str:
     return f"{value:,.4g} {unit}" if value != round(value) else f"{value:,.0f} {unit}".strip()
 
 
-MEASURES = {"jobs": measure_jobs, "waiting": measure_waiting, "keys": measure_keys, "value": measure_value}
-TITLES = {
-    "jobs": "Many jobs",
-    "waiting": "One job of many nodes",
-    "keys": "A store of many keys",
-    "value": "Large values",
+QUESTIONS: Final[dict[str, tuple[str, Callable[[RedisServer, argparse.Namespace], Figures]]]] = {
+    "jobs": ("Many jobs", measure_jobs),
+    "waiting": ("One job of many nodes", measure_waiting),
+    "keys": ("A store of many keys", measure_keys),
+    "value": ("Large values", measure_value),
 }
+QUICK: Final = {"jobs": 1, "nodes": 64, "interval": 0.3, "keys": 10_000, "megabytes": 1}
 
 
-def answer(question: str, options: argparse.Namespace) -> Figures | str:
-    """The results on an empty server, or why there are none."""
-    with RedisServer() as server:
-        try:
-            return MEASURES[question](server, options)
-        except (TimeLimitError, RuntimeError) as e:
-            return str(e)
-
-
-def parser() -> argparse.ArgumentParser:
-    """The options for choosing some of the questions."""
+def main() -> int:
+    """Answer some of the questions, or all; fails if one has no answer."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.load", description=__doc__)
-    parser.add_argument("questions", nargs="*", metavar="|".join(MEASURES), help="what to measure (default: all)")
+    parser.add_argument("questions", nargs="*", metavar="|".join(QUESTIONS), help="what to measure (default: all)")
+    parser.add_argument("--quick", action="store_true", help="few and small cases: whether it works, not how fast")
     parser.add_argument("--jobs", type=int, default=500, help="jobs of 2 nodes at once (default: 500)")
     parser.add_argument("--nodes", type=int, default=10_000, help="nodes that wait (default: 10000)")
     parser.add_argument("--interval", type=float, help="seconds between heartbeats (default: 2; of nodes that wait, 5)")
     parser.add_argument("--keys", type=int, default=1_000_000, help="keys of one store (default: 1000000)")
     parser.add_argument("--megabytes", type=int, default=64, help="size of one value (default: 64)")
     parser.add_argument("--limit", type=float, default=300, help="seconds for one question (default: 300)")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    return parser
-
-
-QUICK = ("--jobs=1", "--nodes=64", "--interval=0.3", "--keys=10000", "--megabytes=1")
-
-
-def run(quick: bool, progress: report.Progress) -> Iterator[report.Table]:
-    """As `python -m benchmarks` runs it."""
+    parser.add_argument("--json", type=Path, help="write the tables, and the figures, to this file")
+    options = parser.parse_args()
+    if unknown := set(options.questions) - QUESTIONS.keys():
+        parser.error(f"no such question: {', '.join(sorted(unknown))}")
+    vars(options).update(QUICK if options.quick else {})
     raise_limit_of_files()
-    options = parser().parse_args(QUICK if quick else [])
-    for question, title in TITLES.items():
-        progress(title)
-        table = report.Table(f"load-{question}", title, "what")
-        found = answer(question, options)
-        for what, figure in {"failed": found}.items() if isinstance(found, str) else found.items():
-            table.put(what, "found", figure if isinstance(figure, str) else shown(*figure))
-        yield table
-
-
-def main() -> int:
-    """Answer some of the questions, with custom options; without options, run like the other benchmarks."""
-    if not set(sys.argv[1:]) & MEASURES.keys():
-        return report.main(run, "load", __doc__ or "")
-    options = parser().parse_args()
-    if unknown := set(options.questions) - MEASURES.keys():
-        parser().error(f"no such question: {', '.join(sorted(unknown))}")
-
-    raise_limit_of_files()
-    found: dict[str, Any] = {}
-    for question in options.questions:
-        figures = answer(question, options)
-        found[question] = {"failed": figures} if isinstance(figures, str) else figures
-        print(f"| {question} | |\n|---|---:|")
-        for what, figure in found[question].items():
-            print(f"| {what} | {figure if what == 'failed' else shown(*figure)} |")
-        print()
+    answers: dict[str, Figures] = {}
+    tables = []
+    for question in options.questions or QUESTIONS:
+        title, measure = QUESTIONS[question]
+        table = Table(f"load-{question}", title, "what")
+        try:
+            with RedisServer() as server:
+                answers[question] = measure(server, options)
+            for what, figure in answers[question].items():
+                table.put(what, "found", shown(*figure))
+        except (TimeLimitError, RuntimeError) as e:
+            table.put("failed", "found", str(e))
+        tables.append(table)
+        sys.stdout.write("\n".join(markdown(table)) + "\n\n")
     if options.json:
-        options.json.write_text(json.dumps({"load": found, **provenance()}, indent=2) + "\n")
-    return int(any("failed" in figures for figures in found.values()))
+        options.json.write_text(json.dumps(document("load", tables) | {"load": answers}, indent=1) + "\n")
+    return int(len(answers) < len(tables))
 
 
 if __name__ == "__main__":

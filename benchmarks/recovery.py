@@ -2,31 +2,24 @@
 
 Real agents and workers, and each part on its own: until the fault shows, until the survivors have a new round, until
 their workers have started. Side by side: our agent, torchrun with our plugin, and torchrun with c10d.
-
-With --before FOLDER, a checkout of an earlier commit, its agent takes part too.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
 from itertools import product
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from benchmarks import report
 from benchmarks.harness import TimeLimitError
 from benchmarks.recovery_job import (
     AGENT_KILLED,
-    BEFORE,
     C10D,
     C10DS,
     CRASHED,
@@ -36,7 +29,6 @@ from benchmarks.recovery_job import (
     UNSHARED,
     WARM,
     Job,
-    Outage,
     Recovery,
     Watch,
 )
@@ -51,7 +43,7 @@ SHORT: Final = {"keep_alive_interval": 0.5, "keep_alive_max_attempt": 3}  # a le
 ROLES: Final = ("rank 0", HOST_ROLE, "another")
 C10D_QUIET: Final = 10.0  # its keep-alive comes every 5 s and lasts 15 s
 AWAY: Final = 1.0  # how long Redis stays away, in seconds
-LIMIT: Final = 30.0
+LIMIT: Final = 30.0  # for one recovery, in seconds
 PARTS: Final = {
     "detected": "Until the first worker of a survivor has ended",
     "grouped": "Until all survivors have started the workers of their new round",
@@ -127,7 +119,7 @@ def _cases() -> Iterator[Case]:
     yield Case("freeze", "rank 0", conf=SHORT, contenders=(OURS,))
 
 
-def _turns(cases: list[Case], repeat: int) -> list[Turn]:
+def _turns(cases: list[Case]) -> list[Turn]:
     """First those of a tenth of a second, then c10d's, the longest waits first, then the rest."""
 
     def place(turn: Turn) -> tuple[bool, bool, float, int]:
@@ -135,20 +127,14 @@ def _turns(cases: list[Case], repeat: int) -> list[Turn]:
         theirs = contender in C10DS
         return theirs or case.target > 0.3, not theirs, -case.quiet(contender), -case.nodes
 
-    turns = [(case, contender) for case in cases for _ in range(repeat) for contender in case.contenders]
+    turns = [(case, contender) for case in cases for contender in case.contenders]
     return sorted(turns, key=place)
 
 
 class Runner:
-    """Runs turns one after the other; turns that only wait overlap with others, if those end in time.
+    """Runs turns one after the other; turns that only wait overlap with others, if those end in time."""
 
-    Args:
-        limit: limit for one recovery, in seconds.
-        before: the checkout that `BEFORE` runs.
-    """
-
-    def __init__(self, limit: float, before: Path | None = None) -> None:
-        self._limit, self._before = limit, before
+    def __init__(self) -> None:
         self._waiting: list[tuple[float, Watch]] = []  # until when, on the monotonic clock
         self._start: dict[int, float] = {}  # seconds to start, by number of nodes
         self._opened = ExitStack()
@@ -164,7 +150,7 @@ class Runner:
         """A job, which ends with the runner at the latest."""
         self.make_room(self._start.get(size, math.inf))
         began = time.monotonic()
-        job = Job(contender, size, conf, self._before)
+        job = Job(contender, size, conf)
         self._opened.callback(job.close)
         job.start()
         self._start[size] = time.monotonic() - began
@@ -187,7 +173,7 @@ class Runner:
             return found
         self.make_room(0 if contender in C10DS else case.target + self._start[case.nodes])
         watch = job.hurt(case.fault, job.by_role(case.role))
-        found = self._watchers.submit(_watched, job, watch, self._limit)
+        found = self._watchers.submit(_watched, job, watch)
         quiet = case.quiet(contender)
         if quiet == 0:
             wait([found])
@@ -198,114 +184,63 @@ class Runner:
         return found
 
 
-def _watched(job: Job, watch: Watch, limit: float) -> Recovery:
+def _watched(job: Job, watch: Watch) -> Recovery:
     try:
         with closing(job):
-            return watch.result(limit)
+            return watch.result(LIMIT)
     finally:
         watch.detected.set()
         watch.over.set()
 
 
-def tables(
-    progress: Progress,
-    cases: list[Case],
-    *,
-    restarts: Iterable[tuple[int, str]],
-    repeat: int,
-    limit: float,
-    before: Path | None = None,
-) -> Iterator[Table]:
+def tables(progress: Progress, cases: list[Case], restarts: Iterable[tuple[int, str]]) -> Iterator[Table]:
     """Measure; contenders take turns.
 
     Args:
         progress: hears what is being done.
         cases: which faults, to whom.
         restarts: how many nodes have their Redis restarted, and whose they are.
-        repeat: how often to run each.
-        limit: limit for one recovery, in seconds.
-        before: another checkout of this project, whose agent takes part where ours does.
     """
-    if before:
-        cases = [
-            replace(case, contenders=(*case.contenders, BEFORE)) if OURS in case.contenders else case for case in cases
-        ]
     parts = {
         name: Table(f"recovery-{name}", title, "fault", unit="" if name == "restarts" else "s", base=OURS)
         for name, title in PARTS.items()
     }
     parts[TARGETED].targets = {case.row: case.target for case in cases if case.role != HOST_ROLE}
-    with Runner(limit, before) as runner:
-        outages = _restart_redis(runner, progress, restarts, repeat)  # first: it measures single steps
-        found: defaultdict[tuple[str, str], list[Future[Recovery]]] = defaultdict(list)
-        for case, contender in _turns(cases, repeat):
+    pauses = Table("recovery-redis", f"Redis is killed, and back after {AWAY:g} s without any data", "what", base=OURS)
+    with Runner() as runner:
+        for nodes, contender in restarts:  # first: it measures single steps
+            progress(f"restart of Redis under {nodes} nodes: {contender}")
+            with closing(runner.job(contender, nodes, {})) as job:
+                outage = job.restart_redis(AWAY, watched=LEASE + 2)
+            size = f", {nodes} nodes" if nodes != 3 else ""
+            parts["restarts"].put(f"Redis restarts empty{size}", contender, outage.restarts)
+            pauses.put(f"longest step while it is away{size}", contender, outage.away)
+            pauses.put(f"longest step afterwards{size}", contender, outage.afterwards)
+            pauses.put(f"all nodes known again{size}", contender, outage.known or "not within a lease")
+        found: dict[tuple[str, str], Future[Recovery]] = {}
+        for case, contender in _turns(cases):
             progress(f"{case.row}: {contender}")
-            found[case.row, contender].append(runner.measure((case, contender)))
+            found[case.row, contender] = runner.measure((case, contender))
         progress("those in which everybody waits")
         for case, (name, table) in product(cases, parts.items()):
             if case.role == HOST_ROLE:
                 table.put(case.row, OURS, "no node hosts it")
             for contender in case.contenders:
-                table.put(case.row, contender, _cell([each.result() for each in found[case.row, contender]], name))
-    pauses = Table("recovery-redis", f"Redis is killed, and back after {AWAY:g} s without any data", "what", base=OURS)
-    for (nodes, contender), times in outages.items():
-        size = f", {nodes} nodes" if nodes != 3 else ""
-        parts["restarts"].put(f"Redis restarts empty{size}", contender, [outage.restarts for outage in times])
-        pauses.put(f"longest step while it is away{size}", contender, [outage.away for outage in times])
-        pauses.put(f"longest step afterwards{size}", contender, [outage.afterwards for outage in times])
-        known = [outage.known for outage in times if outage.known is not None]
-        row = f"all nodes known again{size}"
-        pauses.put(row, contender, known if len(known) == len(times) else "not within a lease")
+                recovery = found[case.row, contender].result()
+                took: float | None = getattr(recovery, name)
+                table.put(case.row, contender, recovery.missing if took is None else took)
     yield from parts.values()
-    if outages:
+    if pauses.cells:
         yield pauses
 
 
-def _restart_redis(
-    runner: Runner, progress: Progress, restarts: Iterable[tuple[int, str]], repeat: int
-) -> dict[tuple[int, str], list[Outage]]:
-    found: defaultdict[tuple[int, str], list[Outage]] = defaultdict(list)
-    for nodes, contender in (restart for _ in range(repeat) for restart in restarts):
-        progress(f"restart of Redis under {nodes} nodes: {contender}")
-        with closing(runner.job(contender, nodes, {})) as job:
-            found[nodes, contender].append(job.restart_redis(AWAY, watched=LEASE + 2))
-    return found
-
-
-def _cell(found: list[Recovery], part: str) -> list[float] | str:
-    """The values of all repetitions, or why some are missing."""
-    values: list[float | None] = [getattr(one, part) for one in found]
-    known = [value for value in values if value is not None]
-    if len(known) == len(found):
-        return known
-    missing = next(one.missing for one, value in zip(found, values, strict=True) if value is None)
-    return missing if len(found) == 1 else f"{missing} ({len(found) - len(known)} of {len(found)})"
-
-
-def run(
-    quick: bool, progress: Progress, *, limit: float = LIMIT, repeat: int = 1, before: Path | None = None
-) -> Iterator[Table]:
+def run(quick: bool, progress: Progress) -> Iterator[Table]:
     """As `python -m benchmarks` runs it."""
     if quick:
         case = Case("kill", "rank 0", nodes=2, conf=SHORT, contenders=(OURS,))
-        return tables(progress, [case], restarts=(), repeat=1, limit=limit, before=before)
-    return tables(progress, list(_cases()), restarts=RESTARTS, repeat=repeat, limit=limit, before=before)
-
-
-def main() -> int:
-    """Run with options of its own; without them, like the other benchmarks."""
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--limit", type=float, default=LIMIT)
-    parser.add_argument("--repeat", type=int, default=1)
-    parser.add_argument("--before", type=Path, metavar="FOLDER")
-    own, rest = parser.parse_known_args()
-    sys.argv[1:] = rest
-    return report.main(
-        partial(run, limit=own.limit, repeat=own.repeat, before=own.before and own.before.resolve()),
-        "recovery",
-        __doc__ or "",
-    )
+        return tables(progress, [case], restarts=())
+    return tables(progress, list(_cases()), restarts=RESTARTS)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(report.main(run, "recovery", __doc__ or ""))

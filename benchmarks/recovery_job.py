@@ -9,7 +9,6 @@ import math
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -26,7 +25,7 @@ from typing import Final
 
 import psutil
 
-from benchmarks.harness import CONTEXT, TimeLimitError
+from benchmarks.harness import CONTEXT, TimeLimitError, free_port
 from benchmarks.recovery_processes import node as run_node
 from redelastic.redis.connection import Connection
 from redelastic.redis.keys import RunKeys
@@ -37,7 +36,6 @@ OURS, PLUGIN, C10D = "redelastic run", "torchrun, redis", "torchrun, c10d"
 AGENT_KILLED, CRASHED = "kill of the agent alone", "crash of a worker"
 # Done to a whole node, as if it were a machine, to its agent, or to its worker.
 FAULTS: Final = ("kill", "terminate", "freeze", AGENT_KILLED, CRASHED)
-BEFORE: Final = "redelastic run, before"
 UNSHARED: Final = "c10d, unshared"  # with a fresh store for each round's workers, set by an environment variable
 C10DS: Final = (C10D, UNSHARED)
 PROCESSES: Final = Path(__file__).with_name("recovery_processes.py")
@@ -115,17 +113,15 @@ class Job:
     """Nodes of one contender with one worker each; all end with `close`, or when this process is killed.
 
     Args:
-        contender: `OURS`, `WARM`, `BEFORE`, `PLUGIN`, `C10D` or `UNSHARED`.
+        contender: `OURS`, `WARM`, `PLUGIN`, `C10D` or `UNSHARED`.
         size: how many nodes; the job goes on with two of them, or with one of two.
         conf: settings beyond the contender's defaults.
-        before: the checkout of this project that `BEFORE` runs.
     """
 
-    def __init__(self, contender: str, size: int, conf: Mapping[str, float], before: Path | None = None) -> None:
+    def __init__(self, contender: str, size: int, conf: Mapping[str, float]) -> None:
         self.contender, self.size = contender, size
         self._conf = {"last_call_timeout": LAST_CALL, **conf}
-        self._before = before
-        self._port = _free_port() if contender in C10DS else None
+        self._port = free_port() if contender in C10DS else None
         self._run_id = f"bench-{uuid.uuid4().hex[:12]}"
         self._workers: dict[int, Worker] = {}
         self._read = 0  # how much of the record
@@ -176,13 +172,11 @@ class Job:
             env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         if self.server:
             env["REDELASTIC_REDIS_URL"] = self.server.url
-        if self.contender == BEFORE:
-            env["PYTHONPATH"] = str(self._before)
         return env
 
     def _command(self, number: int) -> list[str]:
         """What a node runs: a module and its arguments."""
-        command = ["redelastic.cli", "run"] if self.contender in (OURS, WARM, BEFORE) else ["torch.distributed.run"]
+        command = ["redelastic.cli", "run"] if self.contender in (OURS, WARM) else ["torch.distributed.run"]
         conf = dict(self._conf)
         if self.contender in C10DS:
             command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{self._port}"]
@@ -340,9 +334,3 @@ class Watch:
             if all(w.steps for w in whole.values()):
                 found.stepped = max(w.steps[0] for w in whole.values()) - self.fault
                 found.restarts = max(Counter(w.node for w in new).values())
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -29,7 +29,7 @@ def node(directory: Path, log: str, env: Mapping[str, str], module: str, *argume
     Args:
         directory: where it lives; it identifies all processes of a job.
         log: the file there for all its output.
-        env: additional environment variables; with a PYTHONPATH, it becomes a new interpreter with that path.
+        env: additional environment variables.
         module: the module, as for `python -m`.
         arguments: the module's arguments.
     """
@@ -39,8 +39,6 @@ def node(directory: Path, log: str, env: Mapping[str, str], module: str, *argume
     file = os.open(log, os.O_WRONLY | os.O_CREAT, 0o600)
     for stream in (sys.stdout, sys.stderr):
         os.dup2(file, stream.fileno())
-    if "PYTHONPATH" in env:
-        os.execl(sys.executable, sys.executable, "-m", module, *arguments)  # noqa: S606
     sys.argv = [module, *arguments]
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -5,11 +5,6 @@ Side by side: our native handler, torch's own state machine on our backend (``dy
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import shutil
-import socket
-import subprocess
 import sys
 import time
 import uuid
@@ -21,7 +16,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousPa
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from benchmarks import report
-from benchmarks.harness import CONTEXT, TimeLimitError, Timing, run_nodes
+from benchmarks.harness import CONTEXT, TimeLimitError, Timing, etcd_server, free_port, run_nodes
 from benchmarks.report import Progress, Spread, Table
 from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.handler import RedisRendezvousHandler
@@ -87,7 +82,7 @@ def measure(peer: str, nodes: int, *, phase: str, endpoint: str, repeat: int, li
             "peer": peer,
             "nodes": nodes,
             "phase": phase,
-            "endpoint": f"localhost:{_free_port()}" if peer == "c10d" else endpoint,
+            "endpoint": f"localhost:{free_port()}" if peer == "c10d" else endpoint,
             "run_id": f"bench-{uuid.uuid4().hex[:12]}",
             "formed": CONTEXT.Barrier(nodes),
             "left": CONTEXT.Event(),
@@ -108,32 +103,6 @@ def of_one_node(group: list[Timing]) -> Spread:
     return Spread.of(t.ended - t.began for t in group)
 
 
-@contextlib.contextmanager
-def _etcd() -> Iterator[str]:
-    """A private etcd with the API v2; yields its endpoint, or nothing if etcd is not installed."""
-    try:
-        import etcd  # noqa: F401, PLC0415
-        from torch.distributed.elastic.rendezvous.etcd_server import EtcdServer  # noqa: PLC0415
-    except ImportError:
-        yield ""
-        return
-    if not shutil.which("etcd"):
-        yield ""
-        return
-    server = EtcdServer()
-    server.start(stderr=subprocess.DEVNULL)
-    try:
-        yield server.get_endpoint()
-    finally:
-        server.stop()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return int(probe.getsockname()[1])
-
-
 def tables(
     progress: Progress,
     sizes: list[int],
@@ -148,7 +117,8 @@ def tables(
     with ExitStack() as stack:
         endpoint = dict.fromkeys(peers, stack.enter_context(RedisServer()).url)
         if "etcd-v2" in peers:
-            endpoint["etcd-v2"] = stack.enter_context(_etcd())
+            etcd = stack.enter_context(etcd_server())
+            endpoint["etcd-v2"] = etcd[0] if etcd else ""
 
         def found(phase: str, peer: str, nodes: int) -> list[list[Timing]] | str:
             if peer in failed and nodes > failed[peer][0]:
@@ -164,7 +134,7 @@ def tables(
 
         for phase in phases:
             title = "Time to form a group" if phase == "form" else "Time to form again without one node, which left"
-            table = Table(f"rendezvous-{phase}", title, "nodes", base=OURS, log=True)
+            table = Table(f"rendezvous-{phase}", title, "nodes", base=OURS)
             table.targets = {str(n): TARGETS[n] for n in sizes if phase == "form" and n in TARGETS}
             table.leads = {peer: LEADS[peer] for peer in peers if peer in LEADS}
             middle = Table(f"{table.name}-p50", f"{title}: one node's call, median", "nodes", base=OURS)
@@ -188,24 +158,5 @@ def run(quick: bool, progress: Progress) -> Iterator[Table]:
     return tables(progress, SIZES, list(PEERS), repeat=3, limit=8)
 
 
-def main() -> int:
-    """Run with custom sizes and peers; without options, like the other benchmarks."""
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--nodes", type=int, nargs="+")
-    parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS))
-    parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--limit", type=float, default=60)
-    own, rest = parser.parse_known_args()
-    if not own.nodes:
-        return report.main(run, "rendezvous", __doc__ or "")
-    sys.argv[1:] = rest
-
-    def chosen(quick: bool, progress: Progress) -> Iterator[Table]:
-        del quick
-        return tables(progress, own.nodes, own.peers, repeat=own.repeat, limit=own.limit)
-
-    return report.main(chosen, "rendezvous", __doc__ or "")
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(report.main(run, "rendezvous", __doc__ or ""))

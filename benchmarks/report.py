@@ -1,4 +1,4 @@
-"""A benchmark's results as tables: printed, written as JSON, drawn, and compared with earlier results.
+"""A benchmark's results as tables: printed, written as JSON, and compared with earlier results.
 
 A benchmark is a module with a function ``run(quick, progress)`` that yields tables; its docstring's first sentence is
 the question that it answers. ``report.main(run, …)`` is its command line.
@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,6 +29,7 @@ UNITS: Final[dict[str, tuple[tuple[float, str], ...]]] = {  # from the largest t
     "": ((1.0, ""),),
 }
 MISSED: Final = "**missed**"
+WITHIN_NOISE: Final = "within noise"
 SLOWER: Final = 1.5  # a ratio that grew by this factor is a regression: less is this machine's noise
 
 Progress = Callable[[str], None]
@@ -70,7 +73,6 @@ class Table:
         targets: by row, what ``base`` has to reach, or the first column if no contender is ours.
         leads: by column, the minimum ratio of that contender's time to ours, in every row.
         yardstick: the column that regressions are judged by: one that computes rather than sleeps; empty for all.
-        log: whether to draw it on log axes, with numeric rows; None: not drawn.
     """
 
     name: str
@@ -82,7 +84,6 @@ class Table:
     targets: dict[str, float] = field(default_factory=dict)
     leads: dict[str, float] = field(default_factory=dict)
     yardstick: str = ""
-    log: bool | None = None
 
     def put(self, row: object, column: str, found: Iterable[float] | float | str) -> None:
         """Enter a result: values, one value, or why there is none."""
@@ -136,7 +137,8 @@ def judged(table: Table) -> Iterator[tuple[str, str, str, str, bool]]:
         ours = table.cells[row].get(table.base, next(iter(table.cells[row].values())))
         case, most = f"{table.case}: {row}", f"at most {shown(target, table.unit)}"
         if isinstance(ours, Spread):
-            yield case, most, shown(ours.median, table.unit), f"{ours.median / target:.0%}", ours.median <= target
+            share = f"{ours.median / target:.0%}" if ours.median > 0 else WITHIN_NOISE
+            yield case, most, shown(ours.median, table.unit), share, ours.median <= target
         else:
             yield case, most, ours or "-", "-", False
     for column, lead in table.leads.items():
@@ -171,58 +173,29 @@ def tables_of(found: dict[str, Any]) -> list[Table]:
     return tables
 
 
-def draw(table: Table, path: Path) -> None:
-    """The table as a picture: lines over the rows' numbers on log axes, or bars."""
-    import matplotlib  # noqa: ICN001, PLC0415
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt  # noqa: PLC0415
-
-    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
-    for i, column in enumerate(table.columns):
-        found = {row: cell for row, cells in table.cells.items() if isinstance(cell := cells.get(column), Spread)}
-        medians = [cell.median for cell in found.values()]
-        errors = [[c.median - c.low for c in found.values()], [c.high - c.median for c in found.values()]]
-        if table.log:
-            places = [float(row.split()[0].replace(",", "")) for row in found]
-            axes.errorbar(places, medians, yerr=errors, marker="o", capsize=3, label=column)
-        else:
-            width = 0.8 / len(table.columns)
-            rows = list(table.cells)
-            places = [rows.index(row) + (i - (len(table.columns) - 1) / 2) * width for row in found]
-            axes.bar(places, medians, width, yerr=errors, capsize=2, label=column)
-    if table.log and axes.has_data():
-        axes.set_xscale("log", base=2)
-        numbers = [float(row.split()[0].replace(",", "")) for row in table.cells]
-        axes.set_xticks(numbers, list(table.cells))
-        axes.minorticks_off()
-    else:
-        axes.set_xticks(range(len(table.cells)), list(table.cells), rotation=30, ha="right", rotation_mode="anchor")
-    if any(isinstance(cell, Spread) and cell.median > 0 for cells in table.cells.values() for cell in cells.values()):
-        axes.set_yscale("log")  # a short run's CPU time may be 0
-    axes.yaxis.set_major_formatter(lambda value, _: shown(value, table.unit))
-    axes.set_xlabel(table.case)
-    axes.set_title(table.title)
-    axes.grid(visible=True, which="major", alpha=0.3)
-    axes.legend()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+def ratios(page: str) -> dict[tuple[str, str, str], float]:
+    """The contenders' ratios in a page of :func:`markdown` tables, by table, row and column."""
+    found: dict[tuple[str, str, str], float] = {}
+    title, heads = "", list[str]()
+    for line in page.splitlines():
+        if line.startswith("**"):
+            title, heads = line.strip("*"), []
+        row, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        heads = heads or cells
+        for column, cell in zip(heads, cells, strict=False):
+            if ratio := re.search(r" · (\S+) x$", cell):
+                found[title, row, column] = float(ratio[1].replace(",", ""))
+    return found
 
 
-def regressions(before: Iterable[Table], now: Iterable[Table]) -> Iterator[str]:
-    """Where we have lost ground against a contender: ratios only, since times depend on the machine."""
-    known = {table.name: table for table in before}
+def regressions(before: str, now: Iterable[Table]) -> Iterator[str]:
+    """Where we have lost ground against a contender since a page was written: times depend on the machine."""
+    known = ratios(before)
     for table in now:
-        old = known.get(table.name)
-        for row in table.cells if old else ():
-            for column in table.columns:
-                if old is None or row not in old.cells or column == table.base:
-                    continue
-                if table.yardstick not in ("", column):
-                    continue
-                was, is_now = old.ratio(row, column), table.ratio(row, column)
-                if was and is_now and (is_now / was if table.unit == "/s" else was / is_now) > SLOWER:
-                    yield f"{table.name}, {row}, {column} / {table.base}: {was:.3g} x before, {is_now:.3g} x now"
+        for row, column in product(table.cells, [table.yardstick] if table.yardstick else table.columns):
+            was, is_now = known.get((table.title, row, column)), table.ratio(row, column)
+            if was and is_now and (is_now / was if table.unit == "/s" else was / is_now) > SLOWER:
+                yield f"{table.title}, {row}, {column} / {table.base}: {was:.3g} x before, {is_now:.3g} x now"
 
 
 def main(run: Run, name: str, question: str) -> int:
@@ -230,9 +203,6 @@ def main(run: Run, name: str, question: str) -> int:
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=question)
     parser.add_argument("--quick", action="store_true", help="few and small cases: whether it works, not how fast")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
-    parser.add_argument(
-        "--plots", type=Path, metavar="FOLDER", help="draw the tables into this folder (needs matplotlib)"
-    )
     options = parser.parse_args()
     tables = []
     for table in run(options.quick, show_progress(name)):
@@ -241,11 +211,6 @@ def main(run: Run, name: str, question: str) -> int:
         sys.stdout.flush()
     if options.json:
         options.json.write_text(json.dumps(document(name, tables), indent=1) + "\n")
-    if options.plots:
-        options.plots.mkdir(parents=True, exist_ok=True)
-        for table in tables:
-            if table.log is not None:
-                draw(table, options.plots / f"{table.name}.png")
     return 0
 
 

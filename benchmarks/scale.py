@@ -1,4 +1,4 @@
-"""How many nodes does one Redis carry? Simulated ones, up to 10,000 in a group; and a model of what lies beyond.
+"""How many nodes does one Redis carry? Simulated ones, up to 10,000 in a group.
 
 A group forms, forms again without a node that has left, stands for a while, and loses 1 % of its nodes at once: their
 connections stay open, but they fall silent. Before that, nodes call the roll.
@@ -22,11 +22,10 @@ import redis
 
 from benchmarks import report
 from benchmarks.harness import TimeLimitError, Watch, raise_limit_of_files, run_alone
-from benchmarks.report import Progress, Table, shown
-from benchmarks.simulated import Node, Sent, connected, simulate, while_alive
+from benchmarks.report import WITHIN_NOISE, Progress, Table
+from benchmarks.simulated import Node, connected, simulate, while_alive
 from redelastic.redis.connection import ATTEMPT_TIMEOUT
 from redelastic.redis.keys import RunKeys
-from redelastic.redis.scripts import BEAT, Script
 from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.settings import Settings
 
@@ -34,7 +33,6 @@ INTERVAL: Final = 2.0  # between heartbeats, in seconds: the default
 LEASE: Final = 3  # heartbeats: the default
 STANDS_FOR: Final = 3  # heartbeats
 ROLL_CALLS: Final = 5
-REPEAT_PART, CALLS_OF_PART = 5, 200
 BEFORE: Final = 0.5  # seconds: counting begins so long before a lease runs out, since thousands of nodes may be late
 # Of groups whose nodes cannot be sure to answer within the default 0.5 s (and 0.2 ms for each), since one process
 # answers for all.
@@ -124,7 +122,6 @@ async def follow(url: str, n: int, repeat: int, interval: float) -> dict[str, An
                 await lose_one(group, found)
                 if not left:
                     await stand(group, found)
-                    take_apart(group, found)
                     await call_roll(group, found)
                     await lose_some(group, found)
             found["seconds"].append(time.monotonic() - began)
@@ -153,38 +150,37 @@ async def lose_one(group: Group, found: Found) -> None:
 
 
 async def stand(group: Group, found: Found) -> None:
-    """The group works, and Redis hears its heartbeats."""
-    n, until = len(group.tasks), time.monotonic() + STANDS_FOR * group.interval
-    computed = time.process_time()
-    with group.counted() as spent:
-        await while_alive(group.tasks.values(), lambda: time.monotonic() < until)
-    found["beat: nodes"].append((time.process_time() - computed) / spent["called"])
+    """The group works, and Redis hears its heartbeats; how much these vary is the noise of what happens beside them."""
+    n = len(group.tasks)
+    for _ in range(STANDS_FOR):
+        computed, until = time.process_time(), time.monotonic() + group.interval
+        with group.counted() as spent:
+            await while_alive(group.tasks.values(), lambda until=until: time.monotonic() < until)  # type: ignore[misc]
+        calls = max(1, spent["called"])
+        found["beat: nodes"].append((time.process_time() - computed) / calls)
+        found["beat: Redis"].append(spent["cpu"] / calls)
+        found["beat: scripts"].append(spent["per script"])
+        found["beat: cpu"].append(spent["cpu"] * group.interval / spent["seconds"] / n)
+        found["busy"].append(100 * spent["cpu"] / spent["seconds"])
+        found["commands"].append(spent["commands"] / spent["seconds"] / n)
     assert all(node.epoch == 2 for node in group.tasks)
     with group.client.pipeline(transaction=False) as asked:
         for key in group.client.scan_iter(count=1000):
             asked.memory_usage(key, samples=0)
         found["keys"].append(sum(asked.execute()) / n)
     found["connection"].append(group.client.memory_stats()["clients.normal"] / n)
-    found["beat: scripts"].append(spent["per script"])
-    found["beat: cpu"].append(spent["cpu"] * group.interval / spent["seconds"] / n)
-    found["busy"].append(100 * spent["cpu"] / spent["seconds"])
-    found["commands"].append(spent["commands"] / spent["seconds"] / n)
 
 
-def take_apart(group: Group, found: Found) -> None:
-    """What a heartbeat's script takes when it ends after one file or another."""
-    try:
-        next(iter(group.tasks)).membership.heartbeat.beat()
-    except Sent as sent:
-        _, _, *request = sent.args[0]
-    texts = [Script(*BEAT.parts[:i]).text + "return 1" for i in range(1, len(BEAT.parts))]
-    digests = [group.client.script_load(text) for text in ("return 1", *texts, BEAT.text)]
-    for _ in range(REPEAT_PART):
-        for i, digest in enumerate(digests):
-            with group.counted() as spent:
-                for _ in range(CALLS_OF_PART):
-                    group.client.execute_command("EVALSHA", digest, *request)
-            found[f"beat: {i}"].append(spent["per script"])
+def beyond_heartbeats(used: float, heartbeats: float, each: list[float]) -> list[float]:
+    """What a loss has cost: nothing is known of it if that is less than heartbeats vary by.
+
+    Args:
+        used: seconds for everything.
+        heartbeats: how many there were meanwhile.
+        each: seconds for one heartbeat, measured several times.
+    """
+    cost = used - heartbeats * median(each)
+    return [cost] if cost > heartbeats * (max(each) - min(each)) else []
 
 
 async def call_roll(group: Group, found: Found) -> None:
@@ -217,13 +213,10 @@ async def lose_some(group: Group, found: Found) -> None:
     told = sorted(node.told_at - first for node in group.tasks)
     for share in (50, 90, 99):
         found[f"1 % died: {share} % told"].append(told[math.ceil(n * share / 100) - 1])
-    cpu, computed = (  # without heartbeats, which go on meanwhile
-        max(0.0, used - spent["called"] * found[f"beat: {whose}"][-1])
-        for used, whose in ((spent["cpu"], "cpu"), (computed, "nodes"))
-    )
-    found["1 % died: Redis"].append(cpu)
-    found["1 % died: cpu"].append(cpu / n)
-    found["1 % died: nodes"].append(computed)
+    cost = beyond_heartbeats(spent["cpu"], spent["called"], found["beat: Redis"])
+    found["1 % died: Redis"] += cost
+    found["1 % died: cpu"] += [seconds / n for seconds in cost]
+    found["1 % died: nodes"] += beyond_heartbeats(computed, spent["called"], found["beat: nodes"])
     for node in group.tasks:
         node.may_join.set()
     with group.counted() as more:
@@ -236,7 +229,7 @@ def simulated(url: str, n: int, repeat: int, interval: float) -> dict[str, Any]:
     return simulate(follow, url, n, repeat, interval)
 
 
-# -- a model of what is not measured
+# -- what follows for a job
 
 
 @dataclass(frozen=True)
@@ -248,7 +241,7 @@ class Costs:
         beat: for a heartbeat, and for waiting until the next one.
         complete: for the script that completes a round, which nothing interrupts.
         tell: to wake a node.
-        lose: to tell a node that another is lost, including the checks for that.
+        lose: to tell a node that another is lost, including the checks for that; None if that is within noise.
         keys: memory of its keys.
         connection: memory of one connection.
         connections: how many: one for the keeper's blocking read, everything else shares.
@@ -258,7 +251,7 @@ class Costs:
     beat: float
     complete: float
     tell: float
-    lose: float
+    lose: float | None
     keys: float
     connection: float
     connections: int = 2
@@ -272,8 +265,8 @@ class Costs:
     def of(cls, found: Found) -> Costs:
         """From the measurements of one size's groups."""
         names = ("form: cpu", "beat: cpu", "form: longest", "form: telling", "1 % died: cpu", "keys", "connection")
-        form, beat, complete, tell, lose, keys, connection = (median(found[name]) for name in names)
-        return cls(form, beat, complete, tell, lose, keys, connection)
+        form, beat, complete, tell, lose, keys, connection = (median(found[name] or [0.0]) for name in names)
+        return cls(form, beat, complete, tell, lose or None, keys, connection)
 
 
 def limits(costs: Costs) -> Table:
@@ -294,42 +287,67 @@ def limits(costs: Costs) -> Table:
     nodes = {what: there / cost for what, (there, cost) in bounds.items() if cost}
     for what, number in sorted(nodes.items(), key=lambda bound: bound[1]):
         table.put(what, "nodes", float(f"{number:.2g}"))
-    for what in bounds.keys() - nodes.keys():  # in a short run, a loss may cost less than heartbeats vary by
-        table.put(what, "nodes", "too cheap to measure")
+    for what in bounds.keys() - nodes.keys():
+        table.put(what, "nodes", WITHIN_NOISE)
     return table
-
-
-def model(costs: Costs) -> Table:
-    """What larger jobs, and many of them, would ask of one Redis and of a Cluster."""
-    table = Table(
-        "scale-model", "Beyond what was measured, computed: what the fullest master has to do", "jobs", unit=""
-    )
-    for jobs, nodes, masters in (
-        *((1, nodes, 1) for nodes in (1_000, 10_000, 30_000, 100_000)),
-        *((1_000, nodes, masters) for nodes, masters in ((8, 1), (100, 1), (100, 6), (100, 24))),
-    ):
-        mean = jobs / masters
-        fullest = mean if masters == 1 else mean + 3 * math.sqrt(mean)  # jobs land where their ids hash
-        here = fullest * nodes
-        busy = here * costs.beat / INTERVAL
-        where = "" if masters == 1 else f", {masters} masters"
-        row = f"{jobs:,} of {nodes:,} nodes{where}"
-        table.put(row, f"busy, heartbeats every {INTERVAL:g} s", _share(busy))
-        table.put(row, "interval for half a core", shown(max(INTERVAL, 2 * here * costs.beat), "s"))
-        table.put(row, "one forms", shown(nodes * costs.form, "s"))
-        table.put(row, "all form at once", shown(here * costs.form, "s"))
-        table.put(row, "completion blocks", shown(nodes * (costs.complete + costs.tell), "s"))
-        table.put(row, "all know of the dead", shown(nodes * costs.lose, "s"))
-        table.put(row, "memory", shown(here * costs.memory, "B"))
-        table.put(row, "connections", f"{here * costs.connections:,.0f}")
-    return table
-
-
-def _share(busy: float) -> str:
-    return f"{100 * busy:.3g} %" + (" (breaks)" if busy > 1 else "")
 
 
 # -- the tables
+
+TABLES: Final[dict[str, tuple[str, str, dict[str, str]]]] = {  # title, unit, and columns by what is measured
+    "form": ("Time to form a group of simulated nodes", "s", {"form": "all join at once"}),
+    "change": (
+        "Time to form again: a node has left; the leases of 1 % have run out",
+        "s",
+        {"one left": "one left: all joined", "1 % died: formed": "1 % died: all joined"},
+    ),
+    "known": (
+        "The leases of 1 % have run out: until all others know",
+        "s",
+        {
+            "1 % died: known": "all have read it",
+            "1 % died: 50 % told": "the kernel has it for 50 %",
+            "1 % died: 90 % told": "for 90 %",
+            "1 % died: 99 % told": "for 99 %",
+        },
+    ),
+    "roll-call": (
+        "A roll call that all answer: until the verdict",
+        "s",
+        {"roll call": "verdict", "roll call: nodes": "CPU time of the process that simulates all"},
+    ),
+    "roll-call-cost": (
+        "A roll call that all answer: Redis' CPU time",
+        "s",
+        {"roll call: Redis": "all", "roll call: scripts": "of that, in scripts", "roll call: telling": "in XREAD"},
+    ),
+    "server": (
+        "Redis' time for each node, in scripts, by its own statistics",
+        "s",
+        {
+            "form: scripts": "to form",
+            "one left: scripts": "one left",
+            "1 % died: scripts": "1 % died",
+            "beat: scripts": "one heartbeat",
+        },
+    ),
+    "lost-cost": (
+        "The leases of 1 % have run out: CPU time until all know, beyond that of heartbeats",
+        "s",
+        {"1 % died: Redis": "Redis", "1 % died: nodes": "the process that simulates all"},
+    ),
+    "busy": ("Redis busy with a group that works: of one core", "%", {"busy": "heartbeats every {} s"}),
+    "commands": ("Commands that each node of it sends", "/s", {"commands": "heartbeats every {} s"}),
+    "memory": ("Memory for each node of it", "B", {"keys": "its keys", "connection": "a connection"}),
+}
+TARGETS: Final[dict[str, dict[int, float]]] = {  # by the number of nodes
+    "form": {10_000: 5.0},
+    "known": {10_000: 0.4},
+    "roll-call": {10_000: 1.0},
+    "roll-call-cost": {1024: 0.06},
+    "busy": {1024: 5.0},
+    "commands": {1024: 2.0},
+}
 
 
 def measured(sizes: dict[int, tuple[int, float]], progress: Progress) -> Iterator[tuple[int, float, Found | str]]:
@@ -346,73 +364,23 @@ def measured(sizes: dict[int, tuple[int, float]], progress: Progress) -> Iterato
 
 def run(quick: bool, progress: Progress) -> Iterator[Table]:
     """As `python -m benchmarks` runs it."""
-    tables = [
-        Table("scale-form", "Time to form a group of simulated nodes", "nodes", log=True),
-        Table("scale-change", "Time to form again: a node has left; the leases of 1 % have run out", "nodes", log=True),
-        Table("scale-known", "The leases of 1 % have run out: until all others know", "nodes", log=True),
-        Table("scale-roll-call", "A roll call that all answer: until the verdict", "nodes", log=True),
-        Table("scale-roll-call-cost", "A roll call that all answer: Redis' CPU time", "nodes", log=True),
-        Table("scale-server", "Redis' time for each node, in scripts, by its own statistics", "nodes", log=True),
-        Table("scale-beat", "A heartbeat's script, if it ended after one of its files: Redis' time", "nodes"),
-        Table(
-            "scale-lost-cost",
-            "The leases of 1 % have run out: CPU time until all know, beyond that of heartbeats",
-            "nodes",
-            log=True,
-        ),
-        Table("scale-busy", "Redis busy with a group that works: of one core", "nodes", unit="%", log=True),
-        Table("scale-commands", "Commands that each node of it sends", "nodes", unit="/s"),
-        Table("scale-memory", "Memory for each node of it", "nodes", unit="B"),
-    ]
-    columns = {
-        "scale-form": {"form": "all join at once"},
-        "scale-change": {"one left": "one left: all joined", "1 % died: formed": "1 % died: all joined"},
-        "scale-known": {
-            "1 % died: known": "all have read it",
-            "1 % died: 50 % told": "the kernel has it for 50 %",
-            "1 % died: 90 % told": "for 90 %",
-            "1 % died: 99 % told": "for 99 %",
-        },
-        "scale-roll-call": {"roll call": "verdict", "roll call: nodes": "CPU time of the process that simulates all"},
-        "scale-roll-call-cost": {
-            "roll call: Redis": "all",
-            "roll call: scripts": "of that, in scripts",
-            "roll call: telling": "in XREAD",
-        },
-        "scale-server": {
-            "form: scripts": "to form",
-            "one left: scripts": "one left",
-            "1 % died: scripts": "1 % died",
-            "beat: scripts": "one heartbeat",
-        },
-        "scale-beat": {
-            "beat: 0": "an empty script",
-            "beat: 1": "`run.lua`, which reads the run",
-            "beat: 4": "`roll`, `complete`, `restore`",
-            "beat: 5": "`beat.lua`: all of it",
-        },
-        "scale-lost-cost": {"1 % died: Redis": "Redis", "1 % died: nodes": "the process that simulates all"},
-        "scale-busy": {"busy": "heartbeats every {} s"},
-        "scale-commands": {"commands": "heartbeats every {} s"},
-        "scale-memory": {"keys": "its keys", "connection": "a connection"},
-    }
-    form, _, known, verdict, cost, server, _, _, busy, commands, _ = tables
+    tables = {name: Table(f"scale-{name}", title, "nodes", unit) for name, (title, unit, _) in TABLES.items()}
+    targets: dict[str, dict[int, float]] = {**TARGETS}
     largest: Found = {}
     for n, interval, found in measured(QUICK if quick else SIZES, progress):
-        for table in tables:
-            for name, column in columns[table.name].items():
-                table.put(n, column.format(f"{interval:g}"), found if isinstance(found, str) else found[name])
+        for name, (_, _, columns) in TABLES.items():
+            for figure, column in columns.items():
+                values = found if isinstance(found, str) else found[figure]
+                tables[name].put(n, column.format(f"{interval:g}"), values or WITHIN_NOISE)
         if not isinstance(found, str):
             largest = found
             if n == 64:
-                server.targets["4096"] = 2 * median(found["form: scripts"])
-    known.targets, verdict.targets, cost.targets = {"10000": 0.4}, {"10000": 1.0}, {"1024": 0.06}
-    form.targets, busy.targets, commands.targets = {"10000": 5.0}, {"1024": 5.0}, {"1024": 2.0}
-    for table in tables:
-        table.targets = {row: target for row, target in table.targets.items() if row in table.cells}
-    yield from tables
+                targets["server"] = {4096: 2 * median(found["form: scripts"])}
+    for name, table in tables.items():
+        table.targets = {str(n): most for n, most in targets.get(name, {}).items() if str(n) in table.cells}
+    yield from tables.values()
     if largest:
-        yield from (limits(Costs.of(largest)), model(Costs.of(largest)))
+        yield limits(Costs.of(largest))
 
 
 if __name__ == "__main__":
