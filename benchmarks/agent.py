@@ -1,4 +1,4 @@
-"""What does it cost a training that redelastic watches over it? Time of its steps, CPU, memory, and time to import.
+"""What does it cost a training that redelastic watches over it? Time of its steps, CPU and memory.
 
 What happens every second or two is made many times as frequent, so that its effect on a step shows above the
 noise; results are scaled back to the usual pace.
@@ -29,6 +29,7 @@ from benchmarks.harness import run_alone
 from benchmarks.report import Progress, Table
 from redelastic import RedisServer
 from redelastic.agent.workers.board import Board
+from redelastic.agent.workers.site.sitecustomize import VARIABLE
 
 STEP: Final = 0.005  # seconds per training step: pure Python that holds the GIL, the worst case
 INTERVAL: Final = 2.0  # between heartbeats, in seconds: the default
@@ -38,15 +39,6 @@ SETTLES: Final = 0.1  # seconds at the start of a block that do not count
 TARGET: Final = 0.1  # percent of a step
 LIMIT: Final = 120  # seconds for a process
 TURNS: Final = 5  # an agent's CPU, with and without a template
-IMPORTS: Final = {
-    "redelastic": ("import torch", "import redelastic"),
-    "a worker's progress()": ("import torch", "import redelastic; redelastic.progress"),
-    "a rendezvous": (
-        "import torch.distributed.elastic.rendezvous.dynamic_rendezvous",
-        "import redelastic; redelastic.create_handler",
-    ),
-    "the agent": ("import torch.distributed.run", "import redelastic; redelastic.RedisElasticAgent"),
-}
 
 
 # -- calls
@@ -211,9 +203,9 @@ def idle_agent(url: str, seconds: float, preload: str = "") -> dict[str, tuple[f
     with running_agent(url, often=False, preload=preload) as (agent, warden, _):
         time.sleep(INTERVAL)
         watched = {"agent": agent, "warden": warden}
-        for child in agent.children() if preload else ():
-            if "template" in " ".join(child.cmdline()):
-                watched["template"] = child
+        if preload:
+            forks = [child for child in agent.children() if VARIABLE in child.environ()]
+            watched["template"] = min(forks, key=psutil.Process.create_time)
         found = {}
         began, before = time.monotonic(), {name: scheduled(process)[0] for name, process in watched.items()}
         time.sleep(seconds)
@@ -237,13 +229,6 @@ def usage(url: str, turns: int, seconds: float) -> tuple[Table, Table]:
         for table, values in zip((cpu, memory), zip(*used_in_turns, strict=True), strict=True):
             table.put(row, "used", values)
     return cpu, memory
-
-
-def time_import(before: str, measured: str) -> float:
-    """Seconds that an import takes in a new process, after another one."""
-    script = f"import time\n{before}\nbegan = time.perf_counter()\n{measured}\nprint(time.perf_counter() - began)"
-    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=LIMIT)
-    return float(said.stdout)
 
 
 # -- the tables
@@ -271,16 +256,6 @@ def run(quick: bool, progress: Progress) -> Iterator[Table]:
 
         progress("CPU and memory")
         yield from usage(server.url, *((1, 1.0) if quick else (TURNS, 6.0)))
-
-    progress("imports")
-    table = Table("agent-imports", "Time to import", "what")
-    imports: dict[str, list[float]] = {name: [] for name in IMPORTS}
-    for _ in range(1 if quick else repeat):
-        for name, (before, measured) in IMPORTS.items():
-            imports[name].append(time_import(before, measured))
-    for name, values in imports.items():
-        table.put(name, "beyond torch", values)
-    yield table
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from benchmarks.harness import (
     run_alone,
     run_nodes,
 )
-from benchmarks.report import Table, document, markdown
+from benchmarks.report import Table, document, markdown, shown
 from benchmarks.simulated import connected, simulate, while_alive
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
@@ -225,15 +225,6 @@ def measure_value(server: RedisServer, options: argparse.Namespace) -> Figures:
 
 
 # -- the command
-
-
-def shown(value: float, unit: str) -> str:
-    """A figure for the table."""
-    if unit == "s":
-        return f"{value:.2f} s" if value >= 1 else f"{1000 * value:.2f} ms"
-    if unit == "B":
-        return f"{value / 1e6:,.1f} MB" if abs(value) >= 1e6 else f"{value:,.0f} B"
-    return f"{value:,.4g} {unit}" if value != round(value) else f"{value:,.0f} {unit}".strip()
 
 
 QUESTIONS: Final[dict[str, tuple[str, Callable[[RedisServer, argparse.Namespace], Figures]]]] = {

@@ -1,4 +1,4 @@
-"""How long does a job stand still when a node, agent or worker dies, a node leaves or freezes, or Redis restarts?
+"""How long does a job stand still when a node, agent or worker dies, or a node leaves or freezes?
 
 Real agents and workers, and each part on its own: until the fault shows, until the survivors have a new round, until
 their workers have started. Side by side: our agent, torchrun with our plugin, and torchrun with c10d.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
@@ -42,7 +42,6 @@ LEASE: Final = 6.0  # ours by default; c10d's is 15 s
 SHORT: Final = {"keep_alive_interval": 0.5, "keep_alive_max_attempt": 3}  # a lease of 1.5 s
 ROLES: Final = ("rank 0", HOST_ROLE, "another")
 C10D_QUIET: Final = 10.0  # its keep-alive comes every 5 s and lasts 15 s
-AWAY: Final = 1.0  # how long Redis stays away, in seconds
 LIMIT: Final = 30.0  # for one recovery, in seconds
 PARTS: Final = {
     "detected": "Until the first worker of a survivor has ended",
@@ -82,13 +81,12 @@ class Case:
     def target(self) -> float:
         """Seconds from the fault to the new round.
 
-        A leave is known at once, as is a worker that fails by itself. A dead node, or one whose
-        agent alone is dead, is noticed when a worker of another node fails on its connection and it does not answer the
-        roll call; a frozen one breaks no connection.
+        A leave is known at once, as is a worker that fails by itself. A dead node or agent is noticed when a worker of
+        another node fails on its connection, and it does not answer the roll call; a frozen one breaks no connection.
         """
         if self.fault == "freeze":
             return self.lease + 0.1
-        if self.fault in {"kill", AGENT_KILLED}:
+        if self.fault in ("kill", AGENT_KILLED):
             return 1.3 if self.nodes <= 3 else 1.6
         return 0.3
 
@@ -102,7 +100,6 @@ class Case:
 
 
 Turn = tuple[Case, str]  # a case and a contender
-RESTARTS: Final = tuple(product((3, 8), (OURS, PLUGIN)))  # of Redis: the number of nodes, and whose
 
 
 def _cases() -> Iterator[Case]:
@@ -193,30 +190,14 @@ def _watched(job: Job, watch: Watch) -> Recovery:
         watch.over.set()
 
 
-def tables(progress: Progress, cases: list[Case], restarts: Iterable[tuple[int, str]]) -> Iterator[Table]:
-    """Measure; contenders take turns.
-
-    Args:
-        progress: hears what is being done.
-        cases: which faults, to whom.
-        restarts: how many nodes have their Redis restarted, and whose they are.
-    """
+def tables(progress: Progress, cases: list[Case]) -> Iterator[Table]:
+    """Measure; contenders take turns."""
     parts = {
         name: Table(f"recovery-{name}", title, "fault", unit="" if name == "restarts" else "s", base=OURS)
         for name, title in PARTS.items()
     }
     parts[TARGETED].targets = {case.row: case.target for case in cases if case.role != HOST_ROLE}
-    pauses = Table("recovery-redis", f"Redis is killed, and back after {AWAY:g} s without any data", "what", base=OURS)
     with Runner() as runner:
-        for nodes, contender in restarts:  # first: it measures single steps
-            progress(f"restart of Redis under {nodes} nodes: {contender}")
-            with closing(runner.job(contender, nodes, {})) as job:
-                outage = job.restart_redis(AWAY, watched=LEASE + 2)
-            size = f", {nodes} nodes" if nodes != 3 else ""
-            parts["restarts"].put(f"Redis restarts empty{size}", contender, outage.restarts)
-            pauses.put(f"longest step while it is away{size}", contender, outage.away)
-            pauses.put(f"longest step afterwards{size}", contender, outage.afterwards)
-            pauses.put(f"all nodes known again{size}", contender, outage.known or "not within a lease")
         found: dict[tuple[str, str], Future[Recovery]] = {}
         for case, contender in _turns(cases):
             progress(f"{case.row}: {contender}")
@@ -230,16 +211,14 @@ def tables(progress: Progress, cases: list[Case], restarts: Iterable[tuple[int, 
                 took: float | None = getattr(recovery, name)
                 table.put(case.row, contender, recovery.missing if took is None else took)
     yield from parts.values()
-    if pauses.cells:
-        yield pauses
 
 
 def run(quick: bool, progress: Progress) -> Iterator[Table]:
     """As `python -m benchmarks` runs it."""
     if quick:
         case = Case("kill", "rank 0", nodes=2, conf=SHORT, contenders=(OURS,))
-        return tables(progress, [case], restarts=())
-    return tables(progress, list(_cases()), restarts=RESTARTS)
+        return tables(progress, [case])
+    return tables(progress, list(_cases()))
 
 
 if __name__ == "__main__":

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
-import math
 import os
 import select
 import signal
@@ -27,10 +25,7 @@ import psutil
 
 from benchmarks.harness import CONTEXT, TimeLimitError, free_port
 from benchmarks.recovery_processes import node as run_node
-from redelastic.redis.connection import Connection
-from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
-from redelastic.run.control import RunControl, UnknownRunError
 
 OURS, PLUGIN, C10D = "redelastic run", "torchrun, redis", "torchrun, c10d"
 AGENT_KILLED, CRASHED = "kill of the agent alone", "crash of a worker"
@@ -85,22 +80,6 @@ class Recovery:
     def start(self) -> float | None:
         """How long the workers' own start took."""
         return None if self.stepped is None or self.grouped is None else self.stepped - self.grouped
-
-
-@dataclass(frozen=True)
-class Outage:
-    """What a restart of Redis did to a job.
-
-    Attributes:
-        away, afterwards: the longest step meanwhile and afterwards, in seconds.
-        known: seconds from the new Redis' start until it knew all nodes again; None if it never did.
-        restarts: how many workers have been started since.
-    """
-
-    away: float
-    afterwards: float
-    known: float | None
-    restarts: int
 
 
 def _signal(processes: Iterable[psutil.Process], number: signal.Signals) -> None:
@@ -252,34 +231,6 @@ class Job:
         if fault == "freeze":  # a frozen warden never learns that its agent is gone
             self._opened.callback(_signal, tree, signal.SIGKILL)
         return watch
-
-    def restart_redis(self, away: float, watched: float) -> Outage:
-        """Kill Redis, which comes back empty.
-
-        Args:
-            away: how long it stays away, in seconds.
-            watched: how long to watch the job afterwards, in seconds.
-        """
-        assert self.server
-        fault = time.monotonic()
-        self.server.kill()
-        self._over.wait(away)
-        self.server.start()
-        back = time.monotonic()
-        known = None
-        with contextlib.closing(Connection.open(self.server.url)) as connection:
-            control = RunControl(connection, RunKeys(self._run_id))
-            while time.monotonic() < back + watched and not self._over.wait(POLL):
-                with contextlib.suppress(UnknownRunError):
-                    if known is None and len(control.state().members) == self.size:
-                        known = time.monotonic() - back
-        new = sum(w.born > fault for w in self.workers())
-        return Outage(self._longest_step(fault, back), self._longest_step(back, math.inf), known, new)
-
-    def _longest_step(self, since: float, until: float) -> float:
-        """The longest step in progress at any time between the two."""
-        pairs = [pair for worker in self.current() for pair in itertools.pairwise(worker.steps)]
-        return max((b - a for a, b in pairs if b > since and a < until), default=math.inf)
 
     def over(self, wait: float) -> bool:
         """Whether we have ended the job; waits for that."""

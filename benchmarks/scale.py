@@ -13,8 +13,7 @@ import sys
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Iterator, Mapping
 from statistics import median
 from typing import Any, Final
 
@@ -232,58 +231,39 @@ def simulated(url: str, n: int, repeat: int, interval: float) -> dict[str, Any]:
 # -- what follows for a job
 
 
-@dataclass(frozen=True)
-class Costs:
-    """What one node costs one Redis, as measured: seconds of its single thread, or bytes.
+# What one node costs one Redis: seconds of its single thread, or bytes.
+COSTS: Final = {
+    "form": "form: cpu",  # to get into a round: two requests, and the wake-up between them
+    "beat": "beat: cpu",  # a heartbeat, and the wait for the next one
+    "complete": "form: longest",  # the script that completes a round, which nothing interrupts
+    "tell": "form: telling",  # to wake it
+    "lose": "1 % died: cpu",  # to tell it that another is lost, including the checks for that
+    "keys": "keys",
+    "connection": "connection",
+}
+CONNECTIONS: Final = 2  # of each node: one for the keeper's blocking read, everything else shares
 
-    Attributes:
-        form: for a node to get into a round: two requests, and the wake-up between them.
-        beat: for a heartbeat, and for waiting until the next one.
-        complete: for the script that completes a round, which nothing interrupts.
-        tell: to wake a node.
-        lose: to tell a node that another is lost, including the checks for that; None if that is within noise.
-        keys: memory of its keys.
-        connection: memory of one connection.
-        connections: how many: one for the keeper's blocking read, everything else shares.
+
+def limits(costs: Mapping[str, float]) -> Table:
+    """How large one job on one Redis can be before something breaks; the first to break comes first.
+
+    Args:
+        costs: by the names of :data:`COSTS`; what is within noise is 0 or left out.
     """
-
-    form: float
-    beat: float
-    complete: float
-    tell: float
-    lose: float | None
-    keys: float
-    connection: float
-    connections: int = 2
-
-    @property
-    def memory(self) -> float:
-        """Memory per node, in bytes."""
-        return self.keys + self.connections * self.connection
-
-    @classmethod
-    def of(cls, found: Found) -> Costs:
-        """From the measurements of one size's groups."""
-        names = ("form: cpu", "beat: cpu", "form: longest", "form: telling", "1 % died: cpu", "keys", "connection")
-        form, beat, complete, tell, lose, keys, connection = (median(found[name] or [0.0]) for name in names)
-        return cls(form, beat, complete, tell, lose or None, keys, connection)
-
-
-def limits(costs: Costs) -> Table:
-    """How large one job on one Redis can be before something breaks; the first to break comes first."""
-    table = Table("scale-limits", "Where it breaks: nodes of one job on one Redis, computed", "what", unit="")
+    form, beat, complete, tell, lose, keys, connection = (costs.get(name, 0.0) for name in COSTS)
     bounds = {  # what there is, and what one node takes of it
-        "Redis' default `maxclients` of 10,000 (raise it, and `ulimit -n`)": (10_000, costs.connections),
-        "a dead node is known everywhere within 100 ms of its lease (I7)": (0.1, costs.lose),
-        "completing a round keeps other jobs on this Redis waiting for 100 ms": (0.1, costs.complete + costs.tell),
-        f"half a core for heartbeats every {INTERVAL:g} s": (0.5 * INTERVAL, costs.beat),
-        f"a whole core for heartbeats every {INTERVAL:g} s": (INTERVAL, costs.beat),
+        "Redis' default `maxclients` of 10,000 (raise it, and `ulimit -n`)": (10_000, CONNECTIONS),
+        "a dead node is known everywhere within 100 ms of its lease (I7)": (0.1, lose),
+        "completing a round keeps other jobs on this Redis waiting for 100 ms": (0.1, complete + tell),
+        f"half a core for heartbeats every {INTERVAL:g} s": (0.5 * INTERVAL, beat),
+        f"a whole core for heartbeats every {INTERVAL:g} s": (INTERVAL, beat),
         f"all ask at once, and the last is answered within one attempt ({ATTEMPT_TIMEOUT:g} s)": (
             2 * ATTEMPT_TIMEOUT,
-            costs.form,
+            form,
         ),
-        "8 GB of memory": (8e9, costs.memory),
+        "8 GB of memory": (8e9, keys + CONNECTIONS * connection),
     }
+    table = Table("scale-limits", "Where it breaks: nodes of one job on one Redis, computed", "what", unit="")
     nodes = {what: there / cost for what, (there, cost) in bounds.items() if cost}
     for what, number in sorted(nodes.items(), key=lambda bound: bound[1]):
         table.put(what, "nodes", float(f"{number:.2g}"))
@@ -380,7 +360,7 @@ def run(quick: bool, progress: Progress) -> Iterator[Table]:
         table.targets = {str(n): most for n, most in targets.get(name, {}).items() if str(n) in table.cells}
     yield from tables.values()
     if largest:
-        yield limits(Costs.of(largest))
+        yield limits({name: median(largest[figure]) for name, figure in COSTS.items() if largest[figure]})
 
 
 if __name__ == "__main__":

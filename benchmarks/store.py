@@ -107,7 +107,7 @@ def prepared(name: str, store: Any, value: bytes, n: int) -> Operation:
 
 def take_turns(
     servers: Servers, cases: list[tuple[str, int]], repeat: int, seconds: float, *, pinned: bool
-) -> dict[str, dict[str, str | list[tuple[float, float]]]]:
+) -> dict[str, dict[str, str | list[float]]]:
     """Time operations on values of several sizes in this process, contenders in turn, several times over.
 
     Args:
@@ -118,12 +118,12 @@ def take_turns(
         pinned: whether this process stays on the clients' core or runs where the kernel places it.
 
     Returns:
-        For each "operation size" and contender the median and the 99th percentile of each turn, in seconds, or why
-        there are none. The first turn is not counted.
+        For each "operation size" and contender the median of each turn, in seconds, or why there is none. The first
+        turn is not counted.
     """
     if pinned:
         os.sched_setaffinity(0, {servers.clients_core})
-    found: dict[str, dict[str, str | list[tuple[float, float]]]] = {
+    found: dict[str, dict[str, str | list[float]]] = {
         f"{name} {size}": {c: servers.missing(c) or [] for c in CONTENDERS} for name, size in cases
     }
     for turn in range(repeat + 1):  # spread out, so that a slow moment of the machine affects one turn, not a whole row
@@ -139,7 +139,7 @@ def take_turns(
                 row[contender] = refusal(contender, e)
                 continue
             if turn:
-                turns.append((statistics.median(times), Spread.of(times).p99))
+                turns.append(statistics.median(times))
     return found
 
 
@@ -167,31 +167,29 @@ def latencies(servers: Servers, repeat: int, sizes: tuple[int, ...], seconds: fl
         found = run_alone(partial(take_turns, pinned=True), (servers, cases, repeat, seconds), 300)
     as_placed = run_alone(partial(take_turns, pinned=False), (servers, cases[: len(OPERATIONS)], repeat, seconds), 300)
 
-    def enter(table: Table, row: str, case: str, which: int, figures: Any = found) -> None:
-        for contender, turns in figures[case].items():
-            table.put(row, contender, turns if isinstance(turns, str) else [turn[which] for turn in turns])
+    def enter(table: Table, row: str, figures: dict[str, float | str]) -> None:
+        for contender, turns in figures.items():
+            table.put(row, contender, turns)
 
     typical = Table("store-latency", "One client's operations, values of 10 B: median", "operation")
-    slow = Table("store-latency-p99", "One client's operations, values of 10 B: 99th percentile", "operation")
     placed = Table("store-latency-placed", "The same as the kernel places client and servers: median", "operation")
-    typical.yardstick = slow.yardstick = placed.yardstick = REDIS_PY
+    typical.yardstick = placed.yardstick = REDIS_PY
     for name in OPERATIONS:
-        enter(typical, name, f"{name} 10", 0)
-        enter(slow, name, f"{name} 10", 1)
-        enter(placed, name, f"{name} 10", 0, as_placed)
+        enter(typical, name, found[f"{name} 10"])
+        enter(placed, name, as_placed[f"{name} 10"])
         row = typical.cells[name]
         factors = {ETCD: 1 / 3} | ({TCP: TARGETS[name]} if name in TARGETS else {})
         if known := [most * cell.median for other, most in factors.items() if isinstance(cell := row[other], Spread)]:
             typical.targets[name] = min(known)
     if isinstance(theirs := placed.cells["get"][REDIS_PY], Spread):
         placed.targets["get"] = GET_TARGET * theirs.median
-    yield from (typical, slow, placed)
+    yield from (typical, placed)
     for name in ("set", "get"):
         table = Table(
             f"store-{name}-sizes", f"One client's {name} by the size of the value", "bytes", yardstick=REDIS_PY
         )
         for size in sizes:
-            enter(table, f"{size:,}", f"{name} {size}", 0)
+            enter(table, f"{size:,}", found[f"{name} {size}"])
         yield table
 
 

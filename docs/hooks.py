@@ -23,7 +23,6 @@ INCLUDED: Final = (
     "SECURITY.md",
     "benchmarks/*.md",
     "benchmarks/results/*.md",
-    "benchmarks/results/*.png",
     "compose.yaml",
     "examples/*",
     "redelastic/*.md",
