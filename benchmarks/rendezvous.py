@@ -25,7 +25,7 @@ OURS: Final = "redelastic"
 PEERS: Final = (OURS, "dynamic", "c10d", "etcd-v2")
 TARGETS: Final = {2: 0.003, 8: 0.006, 64: 0.045, 256: 0.180, 1024: 0.800}  # seconds on 2 cores
 LEADS: Final = {"c10d": 30.0, "etcd-v2": 3.0}  # times ours, at least
-SIZES: Final = [2, 8, 32, 64, 128, 256, 512, 1024]
+SIZES: Final = [2, 8, 64, 128, 256, 1024]
 LAST_CALL: Final = 2.0  # torch's handlers wait this long when a group is below its maximum
 PHASES: Final = ("form", "re-form")
 

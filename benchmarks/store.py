@@ -281,7 +281,7 @@ def run(quick: bool, progress: Progress) -> Iterator[Table]:
     with serving() as servers:
         progress("latency of each operation")
         yield from latencies(servers, 1 if quick else 5, (10, 1_000) if quick else SIZES, 0.01 if quick else TURN)
-        yield from throughput(servers, (2,) if quick else CLIENTS, 1 if quick else 7, 0.05 if quick else 0.1, progress)
+        yield from throughput(servers, (2,) if quick else CLIENTS, 1 if quick else 4, 0.05 if quick else 0.1, progress)
         progress("wake-ups")
         yield from wake_up_table(servers, 1 if quick else 5)  # waking times vary a lot
         yield from group_tables(servers, (2,) if quick else (2, 8, 32, 64), repeat, progress)
