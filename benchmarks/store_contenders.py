@@ -16,7 +16,6 @@ from typing import Any, Final
 
 import redis
 import torch.distributed as dist
-from redelastic.store.line import MOST
 
 from benchmarks.harness import etcd_server
 from redelastic.redis.server import RedisServer
