@@ -24,7 +24,7 @@ QUICK = (
     "tests/project/test_docs.py",
     "tests/agent/test_board.py",
 )
-PARALLEL = ("-n", "3", "--dist", "worksteal")
+PARALLEL = ("-n", "4", "--dist", "worksteal")
 
 
 @nox.session
@@ -44,23 +44,29 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """The documentation as a site, in site/; a broken link fails."""
-    session.run("mkdocs", "build", "--strict", *session.posargs, env={"NO_MKDOCS_2_WARNING": "1"})
+    """The documentation as a site, in site/; a broken link, a dead anchor or a page outside the nav fails."""
+    session.run("bash", ".ci/docs", *session.posargs)
 
 
 @nox.session
 def suite(session: nox.Session) -> None:
-    """All tests; the last lines say what this machine left out, and the time of each folder."""
+    """All tests that are not long; the last lines say what was left out, and the time of each folder."""
     session.run("pytest", "-q", *PARALLEL, *session.posargs)
 
 
 @nox.session
+def long(session: nox.Session) -> None:
+    """The long tests, all of them or the parts named: ``nox -s long -- store faults``."""
+    session.run("bash", ".ci/long", *session.posargs)
+
+
+@nox.session
 def faults(session: nox.Session) -> None:
-    """All tests, and FAULTS.md written anew from what they measured."""
+    """All tests that are not long, and what they measured written into FAULTS.md."""
     results = Path(session.create_tmp()) / "faults"
     results.unlink(missing_ok=True)
     session.run("pytest", "-q", *PARALLEL, env={"REDELASTIC_FAULTS": str(results)})
-    session.run("python", "tests/support/fault_matrix.py", str(results))
+    session.run("python", "-m", "tests.support.fault_matrix", str(results))
 
 
 @nox.session

@@ -23,6 +23,7 @@ from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.backend import create_backend
 from redelastic.rendezvous.handler import RedisRendezvousHandler, create_handler
+from tests.support.long_tests import quick_first
 from tests.support.nodes import NodeFactory
 from tests.support.servers import server_binaries
 
@@ -69,10 +70,12 @@ def server() -> Iterator[RedisServer]:
 
 
 @pytest.fixture(
-    scope="session", params=server_binaries(), ids=lambda path: Path(path).parts[-3] + "-" + Path(path).name
+    scope="session",
+    params=quick_first(server_binaries()),
+    ids=lambda path: Path(path).parts[-3] + "-" + Path(path).name,
 )
 def every_server(request: pytest.FixtureRequest) -> Iterator[RedisServer]:
-    """A server of each version at hand."""
+    """The server that all tests use; with REDELASTIC_LONG=1, one of each version at hand."""
     with RedisServer(request.param) as started:
         yield started
 

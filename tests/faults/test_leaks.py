@@ -9,7 +9,6 @@ import contextlib
 import ctypes
 import gc
 import logging
-import os
 import re
 import threading
 import tracemalloc
@@ -27,9 +26,9 @@ from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.handler import RedisRendezvousHandler, handler_from_parameters
 from redelastic.store.redis_store import RedisStore, _alive
 from tests.support.fault_matrix import Measured
+from tests.support.long_tests import LONG
 from tests.support.servers import wait_until
 
-LONG: Final = bool(os.environ.get("REDELASTIC_LONG"))
 TIMES: Final = 1000 if LONG else 200
 ROUNDS: Final = 10_000 if LONG else 1000
 TTL: Final = 4.0

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from redelastic.redis.server import RedisServer
 from redelastic.store import RedisStore
 from tests.support.fault_matrix import UNITS, Measured
+from tests.support.long_tests import LONG
 
-LONG: Final = bool(os.environ.get("REDELASTIC_LONG"))
 LIMIT: Final = 600 if LONG else 150
 JOBS: Final = 500 if LONG else 50
 NODES: Final = 10_000 if LONG else 1_000

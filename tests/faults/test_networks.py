@@ -6,7 +6,6 @@ REDELASTIC_LONG=1 has jobs of torchrun and of `redelastic run` meet every fault.
 
 from __future__ import annotations
 
-import os
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -274,18 +273,11 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 AGENTS: Final = [pytest.param(False, id="torchrun"), pytest.param(True, id="redelastic run")]
-JOBS: Final = (
-    [
-        pytest.param(*fault.values, *agent.values, id=f"{fault.id}-{agent.id}", marks=fault.marks)
-        for fault in OFF_REDIS
-        for agent in AGENTS
-    ]
-    if os.environ.get("REDELASTIC_LONG")
-    else [
-        pytest.param(off_redis, False, marks=OFF_REDIS[0].marks),
-        pytest.param(off_all, True, marks=OFF_REDIS[-1].marks),
-    ]
-)
+JOBS: Final = [
+    pytest.param(*fault.values, *agent.values, id=f"{fault.id}-{agent.id}", marks=fault.marks)
+    for fault in OFF_REDIS
+    for agent in AGENTS
+]
 
 
 @pytest.mark.parametrize(("fault", "agent"), JOBS)

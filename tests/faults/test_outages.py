@@ -24,6 +24,7 @@ from redelastic.run.control import RunControl
 from tests.support.agent_job import AgentJob
 from tests.support.fault_matrix import Measured
 from tests.support.faulty_proxy import Fault, FaultyProxy
+from tests.support.long_tests import quick_first
 from tests.support.nodes import NodeFactory
 from tests.support.rounds import events, join, record, state
 from tests.support.servers import HOST, port_of, wait_until
@@ -33,7 +34,6 @@ pytestmark = pytest.mark.timeout(300)
 
 INTERVAL: Final = 0.4
 LEASE: Final = 3 * INTERVAL
-LONG: Final = [60.0] if os.environ.get("REDELASTIC_LONG") else []
 
 
 PROMISE: Final = "I9: nobody is evicted, no worker restarts, the record is there again"
@@ -60,11 +60,12 @@ def flushed(server: RedisServer, away: float) -> None:
 
 
 Outage = Callable[[RedisServer, float], None]
-AWAY: Final = (1.0, 2 * LEASE, *LONG)
+AWAY: Final = (2 * LEASE, 1.0, 60.0)  # the first for all, the others in long runs
 
 
 def case(name: str, what: str, how: Outage, away: float, *, keeps: bool = False) -> Any:
-    return pytest.param((keeps, how, away), id=f"{name}-{away:g}", marks=pytest.mark.fault(what, PROMISE))
+    marks = [pytest.mark.fault(what, PROMISE), *([pytest.mark.long] if away in AWAY[1:] else [])]
+    return pytest.param((keeps, how, away), id=f"{name}-{away:g}", marks=marks)
 
 
 OUTAGES: Final = [
@@ -244,7 +245,7 @@ def charge(node: RedisRendezvousHandler, failed_at: float) -> tuple[int, int, st
 
 
 @pytest.mark.fault("Redis is killed and comes back empty", PROMISE)
-@pytest.mark.parametrize("agent", [False, True], ids=["torchrun", "redelastic run"])
+@pytest.mark.parametrize("agent", quick_first([True, False]), ids=["redelastic run", "torchrun"])
 def test_a_training_outlives_a_server_that_comes_back_empty(
     own_server: RedisServer, tmp_path: Path, *, agent: bool
 ) -> None:

@@ -5,7 +5,6 @@ Needs libfaketime (Debian's package of that name). REDELASTIC_LONG=1 runs every 
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +19,7 @@ from redelastic.redis.keys import DEFAULT_TTL
 from redelastic.redis.server import RedisServer, find_binary
 from tests.support.fault_matrix import Measured
 from tests.support.faulty_proxy import FaultyProxy
+from tests.support.long_tests import quick_first
 from tests.support.nodes import NodeFactory
 from tests.support.rounds import events, join, record, state
 from tests.support.servers import HOST, port_of, server_binaries, wait_until
@@ -138,11 +138,10 @@ def by(*chosen: tuple[How, float]) -> Callable[[Any], Any]:
     cases = []
     for how, what in WAYS.items():
         for seconds in ALL:
-            if (how, seconds) in chosen or os.environ.get("REDELASTIC_LONG"):
-                size = f"{abs(seconds):g} s" if abs(seconds) < 60 else f"{abs(seconds) / 60:g} min"
-                text = f"{what} {size} {'ahead' if seconds > 0 else 'back'}"
-                mark = pytest.mark.fault(text, PROMISE)
-                cases.append(pytest.param((how, seconds), id=f"{how.__name__}{seconds:+g}", marks=mark))
+            size = f"{abs(seconds):g} s" if abs(seconds) < 60 else f"{abs(seconds) / 60:g} min"
+            text = f"{what} {size} {'ahead' if seconds > 0 else 'back'}"
+            marks = [pytest.mark.fault(text, PROMISE), *([] if (how, seconds) in chosen else [pytest.mark.long])]
+            cases.append(pytest.param((how, seconds), id=f"{how.__name__}{seconds:+g}", marks=marks))
     return pytest.mark.parametrize("site", cases, indirect=True)
 
 
@@ -153,7 +152,7 @@ def site(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Site]:
         yield how(stack, tmp_path, seconds)
 
 
-@pytest.mark.parametrize("binary", server_binaries())
+@pytest.mark.parametrize("binary", quick_first(server_binaries()))
 def test_a_server_believes_in_the_clock_that_it_is_given(binary: str, tmp_path: Path) -> None:
     """All tests below rest on it."""
     clock = Clock(tmp_path / "clock")
@@ -166,7 +165,7 @@ def test_a_server_believes_in_the_clock_that_it_is_given(binary: str, tmp_path: 
             clock.jump(-seconds)
 
 
-@by(*((live, seconds) for seconds in ALL), (restarted, -600), (promoted, 600))
+@by((live, 600), (live, -600), (restarted, -600), (promoted, 600))
 def test_a_running_group_goes_on(site: Site, new_node: NodeFactory, measured: Measured) -> None:
     nodes = [new_node(1, 3, url=site.url, keep_alive_interval=INTERVAL, join_timeout=120) for _ in range(3)]
     with ThreadPoolExecutor(3) as pool:
@@ -211,7 +210,7 @@ def test_a_node_that_died_before_is_known_a_lease_later(site: Site, new_node: No
     assert join(nodes[0]) == [(0, 1)]
 
 
-@by((live, 600), (live, -600))
+@by((live, 600))
 def test_a_group_that_forms_completes(site: Site, new_node: NodeFactory) -> None:
     """Two of three wait for the last call's end: by the clock ahead it has passed, by the clock back it begins anew."""
     config = {"keep_alive_interval": INTERVAL, "join_timeout": 120, "last_call_timeout": 2.5}
@@ -228,7 +227,7 @@ def test_a_group_that_forms_completes(site: Site, new_node: NodeFactory) -> None
     assert not events(nodes[0], "lost")
 
 
-@by((live, 600), (live, HOURS), (promoted, -600))
+@by((live, HOURS))
 def test_a_group_that_regroups_waits_for_its_last_member(site: Site, new_node: NodeFactory) -> None:
     nodes = [new_node(1, 3, url=site.url, keep_alive_interval=INTERVAL, join_timeout=120) for _ in range(3)]
     places = join(*nodes)

@@ -5,7 +5,6 @@ REDELASTIC_LONG=1 adds faults that end before a lease has passed, and a regroupi
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,6 +16,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.handler import RedisRendezvousHandler
 from tests.support.fault_matrix import Measured
+from tests.support.long_tests import quick_first
 from tests.support.nodes import NodeFactory
 from tests.support.rounds import events, join, record, state
 from tests.support.server_faults import (
@@ -36,13 +36,16 @@ from tests.support.servers import wait_until
 pytestmark = pytest.mark.timeout(180)
 
 PROMISE: Final = "I9: nobody is evicted, joins of known nodes wait and say why, all goes on once it is over"
-LONG: Final = bool(os.environ.get("REDELASTIC_LONG"))
-AWAY: Final = [1.5 * LEASE, LEASE / 2] if LONG else [1.5 * LEASE]
 
 
-def cases(*, lasting: bool) -> list[Any]:
+def cases(*quick: Fault, lasting: bool) -> list[Any]:
+    """All faults, of which but the named ones are long."""
     return [
-        pytest.param((inflicted, says), id=inflicted.__name__, marks=pytest.mark.fault(what, PROMISE))
+        pytest.param(
+            (inflicted, says),
+            id=inflicted.__name__,
+            marks=[pytest.mark.fault(what, PROMISE), *([pytest.mark.long] if quick and inflicted not in quick else [])],
+        )
         for inflicted, what, says, writes_fail in FAULTS
         if writes_fail or not lasting
     ]
@@ -65,7 +68,7 @@ def said(caplog: pytest.LogCaptureFixture, node: RedisRendezvousHandler) -> list
     return [text for text in caplog.messages if "keeps its place" in text and node.membership.node in text]
 
 
-@pytest.mark.parametrize("away", AWAY)
+@pytest.mark.parametrize("away", quick_first([1.5 * LEASE, LEASE / 2]))
 @pytest.mark.parametrize("fault", cases(lasting=False))
 def test_a_running_round_outlives_it(
     fault: tuple[Fault, str], away: float, own_server: RedisServer, new_node: NodeFactory, measured: Measured
@@ -97,7 +100,7 @@ def test_a_running_round_outlives_it(
     assert [event.node for event in events(others[0], "lost")] == [dead.membership.node], "and nobody else was lost"
 
 
-@pytest.mark.parametrize("fault", cases(lasting=True))
+@pytest.mark.parametrize("fault", cases(full_memory, read_only, lasting=True))
 def test_a_rendezvous_of_known_nodes_waits_for_its_end(
     fault: tuple[Fault, str],
     own_server: RedisServer,
@@ -130,7 +133,7 @@ def test_a_rendezvous_of_known_nodes_waits_for_its_end(
     assert not events(nodes[0], "lost")
 
 
-@pytest.mark.parametrize("fault", cases(lasting=True) if LONG else cases(lasting=True)[1:5])
+@pytest.mark.parametrize("fault", cases(read_only, lasting=True))
 def test_a_regrouping_waits_for_its_end(
     fault: tuple[Fault, str], own_server: RedisServer, new_node: NodeFactory
 ) -> None:

@@ -1,12 +1,11 @@
 """compose.yaml in real containers: rank 0's is killed, others are stopped and added, Redis fails over.
 
-REDELASTIC_LONG=1 adds the profile with Sentinel. The Docker daemon is the test's own, see docker_daemon.py.
+The Docker daemon is the test's own, see docker_daemon.py.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import sys
 import time
@@ -22,7 +21,7 @@ from tests.support.docker_daemon import DockerDaemon
 
 T = TypeVar("T")
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.long]
 
 ROOT: Final = Path(__file__).parents[2]
 STEPS: Final = 200
@@ -204,7 +203,6 @@ def test_job_outlives_its_containers(new_job: Callable[..., ComposeJob]) -> None
     assert (stopped, "left", "drained: SIGTERM") in reasons
 
 
-@pytest.mark.skipif(not os.environ.get("REDELASTIC_LONG"), reason="REDELASTIC_LONG=1 has Redis fail over")
 def test_job_outlives_the_master_of_a_sentinel_group(new_job: Callable[..., ComposeJob]) -> None:
     job = new_job(REDIS_URL="redis+sentinel://sentinel:26379/mymaster", COMPOSE_PROFILES="sentinel")
     job.up(nodes=2)

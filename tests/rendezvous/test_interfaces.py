@@ -415,7 +415,7 @@ def test_hosts_with_ipv6_alone(network: Network, tmp_path: Path) -> None:
         job.finish(*NAMES)
 
 
-@pytest.mark.skipif(not os.environ.get("REDELASTIC_LONG"), reason="REDELASTIC_LONG=1 has jobs on a second interface")
+@pytest.mark.long
 @pytest.mark.fault("`--local-addr=INTERFACE`, and no other way between nodes", "the job trains by that interface")
 @pytest.mark.parametrize("agent", [False, True], ids=["torchrun", "redelastic run"])
 def test_a_second_interface(network: Network, redis: RedisServer, tmp_path: Path, *, agent: bool) -> None:

@@ -1,19 +1,23 @@
 """The fault matrix: what the suite does to redelastic, what is promised in each case, and what was measured.
 
 A test says what it does with ``@pytest.mark.fault(what, promise)``, and what it measured with the fixture ``measured``.
-With REDELASTIC_FAULTS=FILE a run of pytest adds its results to FILE; ``python tests/support/fault_matrix.py FILE…``
-writes them to redelastic/FAULTS.md; ``--check`` only says whether that page lists exactly what was run.
+With REDELASTIC_FAULTS=FILE a run of pytest adds its results to FILE; ``python -m tests.support.fault_matrix FILE…``
+writes them into redelastic/FAULTS.md, where rows that were not run keep what an earlier run measured. ``--check`` says
+whether that page lists exactly the faults that tests declare, and names their tests.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
 import os
 import platform
+import re
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -21,7 +25,8 @@ from typing import Any, Final
 
 import pytest
 
-PAGE: Final = Path(__file__).parents[2] / "redelastic" / "FAULTS.md"
+TESTS: Final = Path(__file__).parents[1]
+PAGE: Final = TESTS.parent / "redelastic" / "FAULTS.md"
 UNITS: Final[dict[str, tuple[tuple[float, str], ...]]] = {  # from the largest to the smallest
     "s": ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")),
     "B": ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B")),
@@ -55,18 +60,27 @@ def note(what: str, value: float, unit: str = "s") -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     _running[:] = [item]
-    if mark := item.get_closest_marker("fault"):
-        what, promise = mark.args
-        title = (getattr(item, "module", None).__doc__ or "").strip().split("\n")[0]
-        item.user_properties.append(("fault", [title, what, promise]))
+    if fault := fault_of(item):
+        item.user_properties.append(("fault", fault))
+
+
+def fault_of(item: pytest.Item) -> list[str]:
+    """Section, fault and promise of a test; nothing if it has no row."""
+    if not (mark := item.get_closest_marker("fault")):
+        return []
+    title = (getattr(item, "module", None).__doc__ or "").strip().split("\n")[0]
+    return [title.rstrip("."), *mark.args]
+
+
+def name_of(node_id: str) -> str:
+    return node_id.partition("[")[0].rpartition("/")[2]
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     of = dict(report.user_properties).get("fault")
     if of and report.when == "call" and report.passed:
         figures = [value for name, value in report.user_properties if name == "measured"]
-        test = report.nodeid.partition("[")[0].rpartition("/")[2]
-        _results.append({"fault": of, "test": test, "measured": figures})
+        _results.append({"fault": of, "test": name_of(report.nodeid), "measured": figures})
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -76,19 +90,24 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
             file.writelines(json.dumps(result) + "\n" for result in _results)
 
 
+Fault = tuple[str, str, str]  # section, fault, promise
+
+
 @dataclass
 class Row:
-    """One fault."""
+    """What one fault has measured."""
 
     runs: int = 0
-    tests: set[str] = field(default_factory=set)
     figures: dict[tuple[str, str], list[float]] = field(default_factory=dict)
 
-    def add(self, test: str, measured: Iterable[tuple[str, float, str]]) -> None:
+    def add(self, measured: Iterable[tuple[str, float, str]]) -> None:
         self.runs += 1
-        self.tests.add(test)
         for what, value, unit in measured:
             self.figures.setdefault((what, unit), []).append(value)
+
+    def __str__(self) -> str:
+        figures = "; ".join(figure(name, unit, values) for (name, unit), values in self.figures.items())
+        return f"{figures or '-'} | {self.runs}"
 
 
 def shown(value: float, unit: str) -> str:
@@ -103,12 +122,40 @@ def figure(what: str, unit: str, values: list[float]) -> str:
     return f"{what} {middle}" + (f" ({low} to {high})" if low != high else "")
 
 
-def page(results: Iterable[dict[str, Any]]) -> Iterator[str]:
-    sections: dict[str, dict[tuple[str, str], Row]] = {}
-    for result in sorted(results, key=lambda r: (r["test"].partition("::")[0], r["test"])):
-        title, what, promise = result["fault"]
-        row = sections.setdefault(title, {}).setdefault((what, promise), Row())
-        row.add(result["test"], result["measured"])
+def declared() -> dict[Fault, set[str]]:
+    """The faults that tests declare, long tests too, and which tests those are."""
+    found: dict[Fault, set[str]] = {}
+
+    class Collected:
+        def pytest_itemcollected(self, item: pytest.Item) -> None:
+            if fault := fault_of(item):
+                section, what, promise = fault
+                found.setdefault((section, what, promise), set()).add(name_of(item.nodeid))
+
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        status = pytest.main(["--collect-only", "-q", str(TESTS)], plugins=[Collected()])
+    if status not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+        sys.exit(said.getvalue())
+    return found
+
+
+def listed(lines: Iterable[str]) -> dict[Fault, tuple[str, set[str]]]:
+    """The faults on a page: what was measured, in how many cases, and the tests that are named."""
+    found, section = {}, ""
+    for line in lines:
+        if line.startswith("## "):
+            section = line.removeprefix("## ")
+        elif line.startswith("| ") and not line.startswith("| fault |"):
+            what, promise, measured, runs, tests = line.strip("| ").split(" | ")
+            found[section, what, promise] = (f"{measured} | {runs}", set(re.findall("`([^`]+)`", tests)))
+    return found
+
+
+def page(faults: dict[Fault, set[str]], measured: Mapping[Fault, object]) -> Iterator[str]:
+    """The page's lines, by the names of the tests."""
+    sections: dict[str, list[Fault]] = {}
+    for fault in sorted(faults, key=lambda fault: sorted(faults[fault])):
+        sections.setdefault(fault[0], []).append(fault)
     today = datetime.now(timezone.utc)
     yield from (
         "# Faults",
@@ -116,43 +163,52 @@ def page(results: Iterable[dict[str, Any]]) -> Iterator[str]:
         "What the suite does to redelastic, what [PROTOCOL.md](PROTOCOL.md) promises then, and what was measured:",
         "medians (lowest to highest) over all cases of the tests that are named. Written by",
         (
-            f"`tests/support/fault_matrix.py` from a run of the suite on {today:%Y-%m-%d} "
+            f"`tests/support/fault_matrix.py`, last from a run of the suite on {today:%Y-%m-%d} "
             f"(Python {platform.python_version()}, {os.cpu_count()} cores)."
         ),
     )
-    for title, rows in sections.items():
+    for section, rows in sections.items():
         yield from (
             "",
-            f"## {title.rstrip('.')}",
+            f"## {section}",
             "",
             "| fault | promised | measured | cases | shown by |",
             "|---|---|---|---:|---|",
         )
-        for (what, promise), row in rows.items():
-            figures = "; ".join(figure(name, unit, values) for (name, unit), values in row.figures.items())
-            tests = ", ".join(f"`{test}`" for test in sorted(row.tests))
-            yield f"| {what} | {promise} | {figures or '-'} | {row.runs} | {tests} |"
+        for fault in rows:
+            tests = ", ".join(f"`{test}`" for test in sorted(faults[fault]))
+            yield f"| {fault[1]} | {fault[2]} | {measured.get(fault, '- | 0')} | {tests} |"
 
 
-def faults_of(lines: Iterable[str]) -> set[str]:
-    """The faults and promises that a page lists."""
-    return {" | ".join(line.split(" | ")[:2]) for line in lines if line.startswith("| ") and "| fault |" not in line}
+def differences(faults: dict[Fault, set[str]], on_page: dict[Fault, tuple[str, set[str]]]) -> Iterator[str]:
+    for fault in sorted({*faults, *on_page}):
+        row = " | ".join(fault[1:])
+        if fault not in on_page:
+            yield f"not on the page: {row}"
+        elif fault not in faults:
+            yield f"declared by no test: {row}"
+        elif faults[fault] != on_page[fault][1]:
+            yield f"shown by other tests, {', '.join(sorted(faults[fault]))}: {row}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Write redelastic/FAULTS.md from results of the suite.")
-    parser.add_argument("results", nargs="+", type=Path, help="what runs with REDELASTIC_FAULTS=FILE have left")
-    parser.add_argument("--check", action="store_true", help="only compare the faults with those on the page")
+    parser.add_argument("results", nargs="*", type=Path, help="what runs with REDELASTIC_FAULTS=FILE have left")
+    parser.add_argument("--check", action="store_true", help="only compare the page with what tests declare")
     arguments = parser.parse_args()
-    texts = [path.read_text(encoding="utf-8") for path in arguments.results]
-    lines = list(page(json.loads(line) for text in texts for line in text.splitlines()))
+    faults, on_page = declared(), listed(PAGE.read_text(encoding="utf-8").splitlines())
     if arguments.check:
-        listed, run = faults_of(PAGE.read_text(encoding="utf-8").splitlines()), faults_of(lines)
-        differences = [f"not on the page: {row}" for row in run - listed] + [f"not run: {row}" for row in listed - run]
-        if differences:
-            sys.exit("\n".join([f"{PAGE.name} is not what was run:", *sorted(differences)]))
-    else:
-        PAGE.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        if found := list(differences(faults, on_page)):
+            sys.exit("\n".join([f"{PAGE.name} is not what tests declare:", *found]))
+        return
+    rows: dict[Fault, Row] = {}
+    for path in arguments.results:
+        for line in path.read_text(encoding="utf-8").splitlines():
+            result = json.loads(line)
+            section, what, promise = result["fault"]
+            rows.setdefault((section, what, promise), Row()).add(result["measured"])
+    measured = {fault: text for fault, (text, _) in on_page.items()} | rows
+    PAGE.write_text("\n".join(page(faults, measured)) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

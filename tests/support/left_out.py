@@ -1,6 +1,8 @@
-"""What pytest skipped, so that nothing is skipped everywhere.
+"""What pytest skipped or left out as long, so that nothing is left out everywhere.
 
-With REDELASTIC_LEFT_OUT=FILE, it lists those tests in FILE; ``pytest @FILE`` then runs them. With
+Tests with the marker ``long`` run with REDELASTIC_LONG=1 alone; the summary says how many were left out.
+
+With REDELASTIC_LEFT_OUT=FILE, it lists the tests that were skipped in FILE; ``pytest @FILE`` then runs them. With
 REDELASTIC_MAY_SKIP=REGEX, the run fails if a test is skipped for any other reason, or was expected to fail.
 """
 
@@ -9,11 +11,32 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pytest
 
+from tests.support.long_tests import LONG
+
 _left_out: Final[dict[str, str]] = {}  # tests, and modules that are skipped as a whole, with the reason
+_long: Final[set[str]] = set()  # tests; with xdist, each process has collected them all
+_KEY: Final = "long tests"  # among what a process of xdist hands to the one that reports
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "long: runs with REDELASTIC_LONG=1 alone")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    left = [] if LONG else [item for item in items if item.get_closest_marker("long")]
+    if left:
+        _long.update(item.nodeid for item in left)
+        items[:] = [item for item in items if item.nodeid not in _long]
+        config.hook.pytest_deselected(items=left)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    _long.update(getattr(node, "workeroutput", {}).get(_KEY, ()))
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
@@ -27,7 +50,8 @@ def pytest_collectreport(report: pytest.CollectReport) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    if hasattr(session.config, "workerinput"):
+    if (output := getattr(session.config, "workeroutput", None)) is not None:
+        output[_KEY] = list(_long)
         return
     if into := os.environ.get("REDELASTIC_LEFT_OUT"):
         Path(into).write_text("".join(f"{test}\n" for test in _left_out), encoding="utf-8")
@@ -35,7 +59,11 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if _long:
+        terminalreporter.section("long")
+        terminalreporter.write_line(f"{len(_long)} long tests were left out; .ci/long runs them")
     if refused := _refused():
         terminalreporter.section("may not be skipped here")
         for test in refused:

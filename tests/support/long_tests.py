@@ -1,0 +1,16 @@
+"""What runs with REDELASTIC_LONG=1 alone: tests with the marker ``long``, and parameters."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any, Final
+
+import pytest
+
+LONG: Final = os.environ.get("REDELASTIC_LONG") == "1"
+
+
+def quick_first(values: Iterable[Any], quick: int = 1) -> list[Any]:
+    """Parameters of a test, of which all but the first few are long."""
+    return [value if i < quick else pytest.param(value, marks=pytest.mark.long) for i, value in enumerate(values)]
