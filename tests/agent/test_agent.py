@@ -27,6 +27,7 @@ from redelastic.agent.workers.signals import SAME_REQUEST
 from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.membership import RunStoppedError
 from tests.support.agent_job import DRAINED, REFUSED, STOPPED, AgentJob
+from tests.support.long_tests import quick_first
 from tests.support.nodes import NodeFactory
 from tests.support.torchrun_job import LIMIT, Job
 
@@ -59,7 +60,7 @@ def test_a_node_that_is_terminated_drains(server: RedisServer, tmp_path: Path) -
         assert job.wait_end("a") == job.wait_end("c") == 0
 
 
-@pytest.mark.parametrize("agent", [True, False], ids=["redelastic run", "torchrun"])
+@pytest.mark.parametrize("agent", quick_first([True, False]), ids=["redelastic run", "torchrun"])
 def test_news_of_the_run_does_not_wait_for_the_next_look_at_the_workers(
     server: RedisServer, tmp_path: Path, agent: bool
 ) -> None:
@@ -82,7 +83,7 @@ def test_the_end_of_a_worker_does_not_wait_for_the_next_look_at_them(server: Red
         assert job.wait_end("a") == 0
 
 
-@pytest.mark.parametrize("how", ["SIGUSR1", "command", "file"])
+@pytest.mark.parametrize("how", quick_first(["SIGUSR1", "command", "file"]))
 def test_other_ways_to_drain(server: RedisServer, tmp_path: Path, how: str) -> None:
     with AgentJob(server, tmp_path, "1:2") as job:
         drain_file = tmp_path / "notice"
@@ -128,6 +129,7 @@ def test_a_drain_of_a_node_that_waits_is_at_once(server: RedisServer, tmp_path: 
         assert not job.redis("candidates")
 
 
+@pytest.mark.long
 def test_a_second_sigterm_ends_the_node_at_once(server: RedisServer, tmp_path: Path) -> None:
     with AgentJob(server, tmp_path, "1:2") as job:
         job.tell("no-save")
@@ -181,7 +183,7 @@ def terminate_again(job: AgentJob, name: str) -> None:
 
 
 @pytest.mark.fault("a node drains while others are slow", "it costs nobody a restart")
-@pytest.mark.parametrize("way", ["slow", "saver"])
+@pytest.mark.parametrize("way", quick_first(["slow", "saver"]))
 def test_a_drain_costs_the_others_no_restart(server: RedisServer, tmp_path: Path, way: str) -> None:
     """They have none, and their workers fail before the node that drains has left: its workers end slowly, or early."""
     with AgentJob(server, tmp_path, "1:2") as job:

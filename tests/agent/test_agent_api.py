@@ -51,6 +51,7 @@ def test_return_values_roles_and_ranks_of_two_agents(server: RedisServer, run_id
     assert two["values"]["2"] == same | reader | {"RANK": 2, "LOCAL_RANK": 1, "ROLE_RANK": 1}
 
 
+@pytest.mark.long
 def test_one_program_runs_agent_after_agent_and_nothing_stays(server: RedisServer, run_id: str) -> None:
     """However a run ends: its threads, files, processes and signal handlers end with it, the program's own stay."""
     function = {"entrypoint": "tell", "start_method": "fork"}

@@ -31,12 +31,14 @@ def test_the_probe_finds_a_device_well() -> None:
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "device 0: was asked for a matmul\n", "")
 
 
+@pytest.mark.long
 def test_the_probe_names_a_device_that_is_not_there() -> None:
     ended = probe("cpu", 2)
     assert ended.returncode == 1
     assert re.match(r"device 1: is not there: torch \S+ sees 1 of 2", ended.stderr)
 
 
+@pytest.mark.long
 def test_the_probe_names_a_device_that_raises() -> None:
     ended = probe("meta", 1)
     assert ended.returncode == 1
@@ -44,6 +46,7 @@ def test_the_probe_names_a_device_that_raises() -> None:
     assert ended.stderr.count("\n") == 1
 
 
+@pytest.mark.long
 def test_the_probe_has_named_the_device_before_it_dies_of_it() -> None:
     program = (
         "import os, torch; from redelastic.agent.host.gpu_probe import ask_devices\n"

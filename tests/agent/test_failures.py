@@ -19,6 +19,7 @@ from redelastic.agent import AgentOptions
 from redelastic.agent.workers.group import Workers
 from redelastic.redis.server import RedisServer
 from tests.support.agent_job import AgentJob
+from tests.support.long_tests import quick_first
 from tests.support.torchrun_job import LIMIT, Job
 from tests.support.unruly_job import UNRULY, Unruly
 
@@ -29,7 +30,7 @@ WATCHES_KERNEL: Final = "uninterruptible_state_timeout" in inspect.signature(Loc
 
 @pytest.mark.skipif(not WATCHES_KERNEL, reason="this torch does not look for workers that hang in the kernel")
 @pytest.mark.fault("a worker hangs in the kernel (state D)", "the node fails and says so; the run is not finished")
-@pytest.mark.parametrize("agent", [True, False], ids=["redelastic run", "torchrun"])
+@pytest.mark.parametrize("agent", quick_first([True, False]), ids=["redelastic run", "torchrun"])
 def test_a_worker_that_hangs_in_the_kernel_is_a_failure(server: RedisServer, tmp_path: Path, agent: bool) -> None:
     """torch calls its group unhealthy, which its own launcher takes for success."""
     with Job(server, tmp_path, "1:1", agent=agent) as job:
@@ -47,14 +48,14 @@ def test_a_worker_that_hangs_in_the_kernel_is_a_failure(server: RedisServer, tmp
 
 
 @pytest.mark.fault("a worker is ended while it writes its error file", "the failure is like any other")
-@pytest.mark.parametrize("agent", [True, False], ids=["redelastic run", "torchrun"])
+@pytest.mark.parametrize("agent", quick_first([True, False]), ids=["redelastic run", "torchrun"])
 def test_a_torn_error_file_stops_nothing(server: RedisServer, tmp_path: Path, agent: bool) -> None:
     with Job(server, tmp_path, "1:1", agent=agent, nproc=2) as job:
         job.start("a", script=UNRULY, env={"UNRULY": "tear_error"}, may_end=True, max_restarts=1)
         assert job.wait_end("a") == 0, job.report()
 
 
-@pytest.mark.parametrize("agent", [True, False], ids=["redelastic run", "torchrun"])
+@pytest.mark.parametrize("agent", quick_first([True, False]), ids=["redelastic run", "torchrun"])
 def test_regrouping_leaves_the_logs_of_earlier_rounds(server: RedisServer, tmp_path: Path, agent: bool) -> None:
     with Job(server, tmp_path, "1:2", agent=agent) as job:
         logs = tmp_path / "logs"
@@ -69,6 +70,7 @@ def test_regrouping_leaves_the_logs_of_earlier_rounds(server: RedisServer, tmp_p
         job.finish("a")
 
 
+@pytest.mark.long
 def test_the_report_of_a_hang_has_the_exit_code_of_its_end(server: RedisServer, tmp_path: Path) -> None:
     with AgentJob(server, tmp_path, "1:1") as job:
         job.begin("a", options=("--hang-timeout=1", "--hang-start-timeout=50"), max_restarts=0, may_end=True)

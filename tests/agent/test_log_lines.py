@@ -49,6 +49,7 @@ def test_that_this_node_leaves_is_no_news_to_it(caplog: pytest.LogCaptureFixture
     assert len(hear("a-1-abc, which is this node, lost its lease")) == 1
 
 
+@pytest.mark.long
 def test_log_lines_under_torchrun_have_the_same_form(server: RedisServer, tmp_path: Path) -> None:
     with Job(server, tmp_path, "1:2") as job:
         job.start("a", "b")

@@ -19,6 +19,7 @@ from redelastic.agent.torchrun.exit_barrier import wait_for_others
 from redelastic.redis.errors import UnreachableError
 from redelastic.redis.server import RedisServer
 from tests.support.agent_job import DRAINED, AgentJob
+from tests.support.long_tests import quick_first
 from tests.support.torchrun_job import LIMIT
 from tests.support.unruly_job import OURS, environment
 
@@ -71,6 +72,7 @@ def run(folder: Path, program: str, *options: str, **more: Any) -> subprocess.Co
     )
 
 
+@pytest.mark.long
 def test_an_error_whose_text_is_no_unicode_is_a_failure_like_any(tmp_path: Path) -> None:
     """A file name of another encoding is."""
     done = run(tmp_path, UNREADABLE, "--max-restarts=1")
@@ -83,6 +85,7 @@ def test_a_failure_is_seen_though_our_parent_ignores_sigchld(tmp_path: Path) -> 
     assert done.returncode == 1, done.stderr
 
 
+@pytest.mark.long
 def test_a_script_that_a_shell_started_is_asked_to_save(server: RedisServer, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SAVES)
     shell = tmp_path / "wrapper.sh"
@@ -96,7 +99,7 @@ def test_a_script_that_a_shell_started_is_asked_to_save(server: RedisServer, tmp
         assert (tmp_path / "saved").exists()
 
 
-@pytest.mark.parametrize("first", ["a", "b"])
+@pytest.mark.parametrize("first", quick_first(["a", "b"]))
 def test_scripts_that_save_and_end_with_0_have_not_finished(server: RedisServer, tmp_path: Path, first: str) -> None:
     """As handlers of SIGUSR1 do under Slurm: the node that drains leaves, the others go on."""
     script = tmp_path / "script.py"

@@ -23,6 +23,7 @@ import pytest
 from redelastic.cli import main
 from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.addresses import INTERFACE_VARIABLES
+from tests.support.long_tests import quick_first
 from tests.support.waiting import Within
 
 pytestmark = pytest.mark.timeout(180)
@@ -188,19 +189,24 @@ def test_workers_are_given_the_same(server: RedisServer, tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("options", "script"),
-    [
-        (
-            ("-m", "--role=a", "--nproc-per-node=cpu", "--monitor-interval=0.3"),
-            ("tests.support.workers.witness", "@here"),
-        ),
-        (
-            ("--no-python", "--virtual-local-rank", "--nproc-per-node=2"),
-            (sys.executable, str(WITNESS), "@here", "", "${local_rank}"),
-        ),
-        (("--run-path", "--start-method=fork", "--max-restarts=3", "--nproc-per-node=auto"), (str(WITNESS), "@here")),
-        (("--run-path", "--start-method=spawn"), (str(WITNESS), "@here", "", "x")),
-        (("--run-path", "--start-method=forkserver"), (str(WITNESS), "@here", "", "x")),
-    ],
+    quick_first(
+        [
+            (
+                ("-m", "--role=a", "--nproc-per-node=cpu", "--monitor-interval=0.3"),
+                ("tests.support.workers.witness", "@here"),
+            ),
+            (
+                ("--no-python", "--virtual-local-rank", "--nproc-per-node=2"),
+                (sys.executable, str(WITNESS), "@here", "", "${local_rank}"),
+            ),
+            (
+                ("--run-path", "--start-method=fork", "--max-restarts=3", "--nproc-per-node=auto"),
+                (str(WITNESS), "@here"),
+            ),
+            (("--run-path", "--start-method=spawn"), (str(WITNESS), "@here", "", "x")),
+            (("--run-path", "--start-method=forkserver"), (str(WITNESS), "@here", "", "x")),
+        ]
+    ),
     ids=["module", "no-python", "fork", "spawn", "forkserver"],
 )
 def test_ways_to_start_workers(tmp_path: Path, options: tuple[str, ...], script: tuple[str, ...]) -> None:
@@ -216,11 +222,13 @@ def test_ways_to_start_workers(tmp_path: Path, options: tuple[str, ...], script:
 
 @pytest.mark.parametrize(
     "options",
-    [
-        ("--redirects=3",),
-        ("--tee=3", "--duplicate-stdout-filters=line 1 ,line 2 ", "--duplicate-stderr-filters=rank 1"),
-        ("--tee=0:1,1:2", "--redirects=0:2,1:1", "--local-ranks-filter=1"),
-    ],
+    quick_first(
+        [
+            ("--redirects=3",),
+            ("--tee=3", "--duplicate-stdout-filters=line 1 ,line 2 ", "--duplicate-stderr-filters=rank 1"),
+            ("--tee=0:1,1:2", "--redirects=0:2,1:1", "--local-ranks-filter=1"),
+        ]
+    ),
     ids=["redirects", "tee", "each its own"],
 )
 def test_logs_are_the_same(tmp_path: Path, options: tuple[str, ...]) -> None:
@@ -244,12 +252,14 @@ def test_logs_are_the_same(tmp_path: Path, options: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize(
     ("action", "told"),
-    [
-        (("exit", "3"), "exitcode  : 3 ("),
-        (("die", "SIGSEGV"), "(SIGSEGV)"),
-        (("raise",), "exitcode  : 1 ("),
-        (("record",), "RuntimeError: the worker was told to record"),
-    ],
+    quick_first(
+        [
+            (("exit", "3"), "exitcode  : 3 ("),
+            (("die", "SIGSEGV"), "(SIGSEGV)"),
+            (("raise",), "exitcode  : 1 ("),
+            (("record",), "RuntimeError: the worker was told to record"),
+        ]
+    ),
     ids=["exit", "signal", "exception", "record"],
 )
 def test_failures_are_reported_alike(tmp_path: Path, action: tuple[str, ...], told: str) -> None:
@@ -266,6 +276,7 @@ def test_failures_are_reported_alike(tmp_path: Path, action: tuple[str, ...], to
     assert all(told.endswith(one["message"]["message"]) for one in handed_up)
 
 
+@pytest.mark.long
 def test_a_second_attempt(tmp_path: Path) -> None:
     theirs, ours = both(tmp_path, ("--max-restarts=2",), (str(WITNESS), "@here", "fail-once"))
     assert (theirs.code, ours.code) == (0, 0), ours.err
@@ -280,7 +291,7 @@ def waits(launcher: subprocess.Popen[str], directory: Path, attempt: str = "0-0"
     assert launcher.poll() is None, "it ended"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR2])
+@pytest.mark.parametrize("number", quick_first([signal.SIGINT, signal.SIGUSR2]))
 def test_a_signal_is_handed_on(tmp_path: Path, number: signal.Signals) -> None:
     """The workers get the signal that ends the launcher; both then end with 1."""
 
@@ -297,6 +308,7 @@ def test_a_signal_is_handed_on(tmp_path: Path, number: signal.Signals) -> None:
     assert "Traceback" not in ours.err
 
 
+@pytest.mark.long
 def test_the_shutdown_timeout_is_heeded(tmp_path: Path) -> None:
     """Rank 1 fails; rank 0 ignores SIGTERM for as long as it may, which is neither 0 nor the default of 30 s."""
     ours = run(
@@ -310,6 +322,7 @@ def test_the_shutdown_timeout_is_heeded(tmp_path: Path) -> None:
     assert not ours.left
 
 
+@pytest.mark.long
 def test_torchs_file_timer_ends_a_worker_that_overstays(tmp_path: Path) -> None:
     """With torch's own timer the launcher ends itself by the same signal."""
     theirs, ours = both(tmp_path, (), (str(WITNESS), "@here", "timer"), {"TORCHELASTIC_ENABLE_FILE_TIMER": "1"})

@@ -18,6 +18,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_pr
 from redelastic import torch_internals
 from redelastic.agent.torchrun.regrouping import RegroupingAgent
 from redelastic.torch_internals import Hook, replace_agent_of_launcher, require_torch, shut_down, shutdown_timeout
+from tests.support.long_tests import quick_first
 
 LAUNCHER = "torch.distributed.launcher.api"
 
@@ -51,11 +52,13 @@ def test_an_old_torch_is_refused_by_name(version: str) -> None:
 
 @pytest.mark.parametrize(
     "code",
-    [
-        "from redelastic import RedisStore",
-        "from redelastic.plugin import create; create(None)",
-        "from redelastic.cli import main; sys.exit(main(['run', '--standalone', 'x.py']))",
-    ],
+    quick_first(
+        [
+            "from redelastic import RedisStore",
+            "from redelastic.plugin import create; create(None)",
+            "from redelastic.cli import main; sys.exit(main(['run', '--standalone', 'x.py']))",
+        ]
+    ),
     ids=["store", "torchrun", "run"],
 )
 def test_an_old_torch_is_refused_at_once(code: str) -> None:

@@ -126,6 +126,7 @@ def test_frozen_node_is_fenced_and_comes_back(server: RedisServer, tmp_path: Pat
         job.finish(*"abc")
 
 
+@pytest.mark.long
 def test_spares_wait_and_step_in(server: RedisServer, tmp_path: Path) -> None:
     with Job(server, tmp_path, "2:2") as job:
         job.start(*"abc")
@@ -171,6 +172,7 @@ def test_spares_wait_and_step_in(server: RedisServer, tmp_path: Path) -> None:
         assert "use a new run id" in job.nodes["late"].stderr
 
 
+@pytest.mark.long
 def test_two_jobs_on_one_redis(server: RedisServer, tmp_path: Path) -> None:
     with Job(server, tmp_path / "1", "2:2") as failing, Job(server, tmp_path / "2", "2:2") as quiet:
         quiet.tell("linger-b")
@@ -199,6 +201,7 @@ def test_two_jobs_on_one_redis(server: RedisServer, tmp_path: Path) -> None:
         assert {line.epoch for line in failing.lines()} == {1, 2}
 
 
+@pytest.mark.long
 def test_several_workers_a_node(server: RedisServer, tmp_path: Path) -> None:
     with Job(server, tmp_path, "1:2", nproc=2) as job:
         job.start(*"ab")

@@ -48,6 +48,7 @@ def launch(directory: Path, *arguments: str, **environment: str) -> subprocess.P
     )
 
 
+@pytest.mark.long
 def test_workers_see_and_log_the_same_as_without(tmp_path: Path) -> None:
     options = ["--nproc-per-node=2", "--tee=0:1,1:2", "--redirects=0:2,1:1", "--log-dir=logs", "--role=trainer"]
     options += ["--local-addr=127.0.0.1"]  # else each looks for its own, which may differ: an interface comes or goes
@@ -80,6 +81,7 @@ def test_workers_see_and_log_the_same_as_without(tmp_path: Path) -> None:
     assert any("line 4 of rank 1" in text for _, text in logged["warm"][0])
 
 
+@pytest.mark.long
 def test_an_error_is_reported_as_ever(tmp_path: Path) -> None:
     run = launch(tmp_path, "--preload=torch", "--nproc-per-node=2", str(WITNESS), ".", "record")
     _, err = run.communicate(timeout=LIMIT)
@@ -148,6 +150,7 @@ def test_a_template_that_is_killed_is_replaced(server: RedisServer, tmp_path: Pa
         assert job.nodes["a"].stderr.count("The worker template was ended by SIGKILL") == 1
 
 
+@pytest.mark.long
 def test_a_node_imports_before_it_joins(server: RedisServer, tmp_path: Path) -> None:
     """Those that train go on meanwhile."""
     os.mkfifo(tmp_path / "fifo")
@@ -164,6 +167,7 @@ def test_a_node_imports_before_it_joins(server: RedisServer, tmp_path: Path) -> 
         job.finish("a", "b")
 
 
+@pytest.mark.long
 def test_a_drained_node_ends_its_template(server: RedisServer, tmp_path: Path) -> None:
     with AgentJob(server, tmp_path, "1:1") as job:
         job.begin("a", options=("--preload=torch",))
@@ -175,6 +179,7 @@ def test_a_drained_node_ends_its_template(server: RedisServer, tmp_path: Path) -
         assert "left behind" not in job.nodes["a"].stderr
 
 
+@pytest.mark.long
 def test_the_agents_log_says_when_a_module_was_refused(tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text("import threading; t = threading.Timer(60, print); t.daemon = True; t.start()")
     (tmp_path / "script.py").write_text("import bad; print('the script ran')")

@@ -12,6 +12,7 @@ import pytest
 from redelastic import cli
 from redelastic.cli.completion import SHELLS
 from tests.support.commands import command
+from tests.support.long_tests import quick_first
 
 # What completes LINE, one word a line, with the script in $1.
 COMPLETERS = {
@@ -40,7 +41,7 @@ def shell_of(name: str) -> str:
     return found
 
 
-@pytest.mark.parametrize("shell", COMPLETERS)
+@pytest.mark.parametrize("shell", quick_first(COMPLETERS))
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
@@ -66,6 +67,7 @@ def test_words_are_completed(scripts: dict[str, Path], shell: str, line: str, ex
         assert all(word.startswith(line.rpartition(" ")[2]) for word in found), found
 
 
+@pytest.mark.long
 def test_zsh_takes_its_script(scripts: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "_redelastic").write_text(scripts["zsh"].read_text())
     load = (

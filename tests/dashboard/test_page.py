@@ -19,7 +19,7 @@ from tests.support.commands import form, until
 from tests.support.crowds import Crowd
 from tests.support.nodes import NodeFactory
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.long]
 SCRIPT = "<script>document.title='taken'</script><img/src=x/onerror=alert(1)>"
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from redelastic.redis.server import RedisServer
 from tests.support.agent_job import DRAINED, FAILED, REFUSED
+from tests.support.long_tests import quick_first
 from tests.support.torchrun_job import LIMIT
 from tests.support.unruly_job import OURS, UNRULY, Unruly, environment, lives, pid_in
 
@@ -24,7 +25,7 @@ SHORT: Final = {"read_timeout": 2, "close_timeout": 1, "join_timeout": 4}  # for
 @pytest.mark.fault("workers fail while Redis is away for good", "the agent ends in time, with its workers' error")
 @pytest.mark.parametrize(
     ("max_restarts", "told"),
-    [(0, "exitcode  : 5 ("), (3, "redelastic run: Redis at redis://")],
+    quick_first([(0, "exitcode  : 5 ("), (3, "redelastic run: Redis at redis://")]),
     ids=["the last time", "with restarts left"],
 )
 def test_workers_fail_while_redis_is_gone_for_good(
@@ -42,7 +43,7 @@ def test_workers_fail_while_redis_is_gone_for_good(
 
 
 @pytest.mark.fault("workers finish while Redis is away for good", "the agent ends in time, with success")
-@pytest.mark.parametrize("names", ["a", "ab"])
+@pytest.mark.parametrize("names", quick_first(["a", "ab"]))
 def test_workers_succeed_while_redis_is_gone_for_good(own_server: RedisServer, tmp_path: Path, names: str) -> None:
     """Then so have the nodes, which cannot know of each other any more."""
     with Unruly(own_server, tmp_path, f"{len(names)}:{len(names)}", conf=SHORT) as job:

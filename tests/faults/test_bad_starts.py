@@ -11,6 +11,7 @@ import pytest
 from redelastic.cli import main
 from redelastic.redis.server import RedisServer
 from tests.support.agent_job import FAILED
+from tests.support.long_tests import quick_first
 from tests.support.torchrun_job import Job
 from tests.support.unruly_job import UNRULY, Unruly, environment, run
 
@@ -48,7 +49,7 @@ def test_bad_arguments_are_one_line(
 
 
 @pytest.mark.fault("Redis comes up after the nodes", "they wait for it, say so once, and train")
-@pytest.mark.parametrize("agent", [True, False], ids=["redelastic run", "torchrun"])
+@pytest.mark.parametrize("agent", quick_first([True, False]), ids=["redelastic run", "torchrun"])
 def test_nodes_that_are_there_before_redis(tmp_path: Path, agent: bool) -> None:
     with RedisServer() as server, Job(server, tmp_path, "2:2", agent=agent) as job:
         server.kill()

@@ -25,6 +25,7 @@ from tests.support.failovers import (
     wait_until_all_beat,
 )
 from tests.support.fault_matrix import Measured
+from tests.support.long_tests import quick_first
 from tests.support.nodes import NodeFactory
 from tests.support.rounds import events, join, record, state
 from tests.support.servers import Shard, wait_until
@@ -36,7 +37,7 @@ pytestmark = pytest.mark.timeout(300)
 @pytest.mark.fault(
     LOST + "a completed round", "I4, I9: it is put back, nobody is evicted, the next one has a higher epoch"
 )
-@pytest.mark.parametrize("before", [0, 1], ids=["the first", "a later one"])
+@pytest.mark.parametrize("before", quick_first([0, 1]), ids=["the first", "a later one"])
 def test_a_lost_round(shard: Shard, new_node: NodeFactory, run_id: str, before: int) -> None:
     nodes = new_group(new_node, shard, 3, 3)
     for _ in range(before):
@@ -173,7 +174,7 @@ class Way:
     LOST + "a completed round, and only one node has",
     "I2, I4: it is fenced by its first heartbeat, or its round put back; all meet in one round",
 )
-@pytest.mark.parametrize("case", ["it is in the other round too", "it lost its lease", "it comes first"])
+@pytest.mark.parametrize("case", quick_first(["it is in the other round too", "it lost its lease", "it comes first"]))
 def test_a_lost_round_that_one_node_entered(
     in_cluster: Shard, new_node: NodeFactory, run_id: str, case: str, measured: Measured
 ) -> None:

@@ -19,6 +19,7 @@ from redelastic.run.control import RunControl
 from redelastic.run.records import Run
 from tests.support import servers
 from tests.support.failovers import CONFIRMED, INTERVAL, LIMIT, NO_LOSS, Group, new_group, settle, wait_until_all_beat
+from tests.support.long_tests import quick_first
 from tests.support.nodes import NodeFactory
 from tests.support.rounds import events, join, record, state
 from tests.support.servers import HOST, MASTER_NAME, SentinelGroup, Shard, port_of, wait_until
@@ -166,7 +167,7 @@ def test_a_regrouping(split_brain: Splitting, with_sentinel: Shard, new_node: No
     TWO + "each completes a round",
     "I1, I4: when the old one is given up, the lower epoch is fenced; of the same epoch, the old one's",
 )
-@pytest.mark.parametrize("rounds", [1, 2])
+@pytest.mark.parametrize("rounds", quick_first([1, 2]))
 def test_two_runs(
     split_brain: Splitting, with_sentinel: Shard, new_node: NodeFactory, run_id: str, rounds: int
 ) -> None:

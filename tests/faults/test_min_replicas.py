@@ -28,6 +28,7 @@ from tests.support.failovers import (
     wait_until_all_beat,
 )
 from tests.support.fault_matrix import Measured
+from tests.support.long_tests import quick_first
 from tests.support.nodes import NodeFactory
 from tests.support.rounds import events, join, record, state
 from tests.support.servers import Shard, wait_until
@@ -121,7 +122,7 @@ def test_a_confirmed_round_is_not_lost(shard: Shard, new_node: NodeFactory, run_
 
 
 @pytest.mark.fault(CONFIRMED + LOST + "a completed round", NO_LOSS)
-@pytest.mark.parametrize("asks", ["the old master", "the new master"])
+@pytest.mark.parametrize("asks", quick_first(["the old master", "the new master"]))
 def test_nobody_enters_a_round_that_is_lost(in_cluster: Shard, new_node: NodeFactory, run_id: str, asks: str) -> None:
     """The old master completed it, and the nodes ask one of the two whether replicas have it."""
     nodes = new_group(new_node, in_cluster, 2, 2, 2, min_replicas=1)

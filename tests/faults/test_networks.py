@@ -169,6 +169,7 @@ def lost(control: RunControl) -> list[str]:
     return [event.node for event in control.events() if event.event == "lost"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", OFF_REDIS)
 def test_a_member_is_cut_off(
     members: list[Member], control: RunControl, network: Network, fault: Fault, measured: Measured
@@ -205,6 +206,7 @@ def test_a_member_is_cut_off(
     assert cut.handler.membership.node != identity, "it came back as a new node (I4)"
 
 
+@pytest.mark.long
 @pytest.mark.fault(
     "a spare is cut off from Redis", "I6, I7: the round stands; healed, it is a spare again, and promoted"
 )
@@ -230,6 +232,7 @@ def test_a_spare_is_cut_off(members: list[Member], control: RunControl, network:
         assert sorted([*join(stays).values(), (joined.result(LIMIT).rank, 2)]) == [(0, 2), (1, 2)]
 
 
+@pytest.mark.long
 @pytest.mark.fault("what a node sends comes 200 ms late", "I2, I7: nobody is evicted; a death is known as ever")
 def test_a_slow_link(members: list[Member], control: RunControl, network: Network, measured: Measured) -> None:
     slow, dies, other = members
@@ -280,6 +283,7 @@ JOBS: Final = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("fault", "agent"), JOBS)
 def test_a_training_node_is_cut_off(
     network: Network, redis: RedisServer, tmp_path: Path, fault: Fault, measured: Measured, *, agent: bool
@@ -306,6 +310,7 @@ def test_a_training_node_is_cut_off(
         job.finish(*NAMES)
 
 
+@pytest.mark.long
 @pytest.mark.fault(
     "a node is cut off from its peers: briefly, then for longer than `--hang-timeout`",
     "I1: brief: no worker is restarted; longer: a new round of the same nodes, whose leases stand; healed, it trains",
@@ -340,6 +345,7 @@ def test_a_training_node_is_cut_off_from_its_peers(
         assert [job.wait_end(name) for name in PAIR] == [0, 0]
 
 
+@pytest.mark.long
 @pytest.mark.fault(
     "what a node sends comes 200 ms late, and a fifth of it never",
     "I2, I8: the job trains, no step is lost or done twice",

@@ -18,6 +18,7 @@ from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
 from redelastic.run.control import RunControl
 from tests.support.agent_job import FAILED, REFUSED, STOPPED, AgentJob
+from tests.support.long_tests import quick_first
 from tests.support.torchrun_job import LIMIT
 from tests.support.unruly_job import OURS, UNRULY, environment, run
 from tests.support.workers.unruly import FLOOD, LINE
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.timeout(150)
 # -- output
 
 
-@pytest.mark.parametrize("how", ["--redirects=3", "--tee=3"])
+@pytest.mark.parametrize("how", quick_first(["--redirects=3", "--tee=3"]))
 def test_100_mb_of_output_into_files(tmp_path: Path, how: str) -> None:
     with (tmp_path / "console").open("wb") as console:
         done = run(tmp_path, "flood", how, f"--log-dir={tmp_path / 'logs'}", stdout=console, capture_output=False)
@@ -39,7 +40,7 @@ def test_100_mb_of_output_into_files(tmp_path: Path, how: str) -> None:
     assert printed == 0 if how == "--redirects=3" else printed > FLOOD
 
 
-@pytest.mark.parametrize("options", [(), ("--tee=1",)], ids=["console", "tee"])
+@pytest.mark.parametrize("options", quick_first([(), ("--tee=1",)]), ids=["console", "tee"])
 def test_100_mb_of_output_to_a_slow_reader(
     server: RedisServer, run_id: str, tmp_path: Path, options: tuple[str, ...]
 ) -> None:
@@ -118,7 +119,7 @@ def _fill(pipe: int) -> None:
                 os.write(pipe, b"\n" * size)
 
 
-@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("closed", quick_first([">&-", "2>&-", "<&- >&- 2>&-"]))
 @pytest.mark.parametrize("options", [(), ("--preload=json", "--redirects=3")], ids=["cold", "warm"])
 def test_closed_standard_streams_change_nothing(tmp_path: Path, closed: str, options: tuple[str, ...]) -> None:
     (tmp_path / "finish").touch()
@@ -128,7 +129,8 @@ def test_closed_standard_streams_change_nothing(tmp_path: Path, closed: str, opt
 
 @pytest.mark.fault("the disk of an agent's stderr is full", "its exit code is the right one")
 @pytest.mark.parametrize(
-    ("options", "code"), [(("--health-command=false",), REFUSED), (("--max-job-restarts=1",), STOPPED), ((), FAILED)]
+    ("options", "code"),
+    quick_first([(("--health-command=false",), REFUSED), (("--max-job-restarts=1",), STOPPED), ((), FAILED)]),
 )
 def test_a_full_stderr_does_not_change_the_exit_code(tmp_path: Path, options: tuple[str, ...], code: int) -> None:
     (tmp_path / "finish").touch()

@@ -17,6 +17,7 @@ from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.handler import RedisRendezvousHandler
 from tests.support.failovers import LIMIT, lost_writes, new_group
 from tests.support.fault_matrix import Measured
+from tests.support.long_tests import quick_first
 from tests.support.nodes import NodeFactory
 from tests.support.rounds import events, join, state
 from tests.support.servers import Shard, wait_until
@@ -192,7 +193,7 @@ def test_a_server_that_restarts_evicts_nobody(new_node: NodeFactory, tmp_path: P
 
 
 @pytest.mark.fault("the master fails over in the middle of a roll call", PROMISE)
-@pytest.mark.parametrize("case", ["the new master knows of it", "it is lost"])
+@pytest.mark.parametrize("case", quick_first(["the new master knows of it", "it is lost"]))
 @pytest.mark.timeout(300)
 def test_a_fail_over_evicts_nobody(shard: Shard, new_node: NodeFactory, run_id: str, case: str) -> None:
     nodes = new_group(new_node, shard, 3, 3, keep_alive_interval=5, roll_call_timeout=PATIENT)

@@ -16,6 +16,7 @@ from redelastic.redis.connection import Connection
 from redelastic.redis.server import RedisServer
 from tests.support.faulty_proxy import Fault as Faulty
 from tests.support.faulty_proxy import FaultyProxy
+from tests.support.long_tests import quick_first
 from tests.support.lossy_network import address
 from tests.support.nodes import NodeFactory
 from tests.support.rounds import events
@@ -107,7 +108,7 @@ def test_a_store_says_at_once_what_will_not_pass(
 @pytest.mark.fault(
     "the network takes longer for a value than one attempt at a call may", "it is sent for as long as any of it arrives"
 )
-@pytest.mark.parametrize("write", ["set", "append"])
+@pytest.mark.parametrize("write", quick_first(["set", "append"]))
 def test_a_value_takes_longer_than_an_attempt(write: str, own_server: RedisServer, run_id: str) -> None:
     value = b"v" * 2**25
     late = Faulty(keep=None, hold_request=True, hold=0.05)
@@ -124,7 +125,7 @@ def test_a_value_takes_longer_than_an_attempt(write: str, own_server: RedisServe
 @pytest.mark.fault(
     "a reply is larger than client-output-buffer-limit", "I9: that read fails and says so, the round goes on"
 )
-@pytest.mark.parametrize("read", ["get", "multi_get", "list_keys", "events"])
+@pytest.mark.parametrize("read", quick_first(["get", "multi_get", "list_keys", "events"]))
 def test_a_reply_too_large_for_the_servers_buffer(read: str, own_server: RedisServer, new_node: NodeFactory) -> None:
     nodes = group(new_node, own_server, 1, 3, read_timeout=1.5)
     with ThreadPoolExecutor(3) as pool:

@@ -15,13 +15,16 @@ from redelastic.redis.server import RedisServer
 from redelastic.run.control import RunControl
 from tests.support.agent_job import DRAINED, FAILED
 from tests.support.cgroups import limited_memory
+from tests.support.long_tests import quick_first
 from tests.support.torchrun_job import LIMIT
 from tests.support.unruly_job import OURS, UNRULY, Unruly, environment, lives, pid_in, run
 
 pytestmark = pytest.mark.timeout(150)
 
 
-@pytest.mark.parametrize(("source", "code"), [("", 0), ("import no_such_module", 1)], ids=["ends", "does not start"])
+@pytest.mark.parametrize(
+    ("source", "code"), quick_first([("", 0), ("import no_such_module", 1)]), ids=["ends", "does not start"]
+)
 def test_a_script_that_ends_at_once(tmp_path: Path, source: str, code: int) -> None:
     script = tmp_path / "script.py"
     script.write_text(source)
@@ -106,6 +109,7 @@ def _catches(pid: int, number: signal.Signals) -> bool:
     return bool(int(status["SigCgt"], 16) >> (number - 1) & 1)
 
 
+@pytest.mark.long
 def test_a_worker_that_closes_its_output(server: RedisServer, tmp_path: Path) -> None:
     with Unruly(server, tmp_path, "1:1") as job:
         job.begin("a", action="close_output", options=("--tee=3",))

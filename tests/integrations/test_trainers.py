@@ -10,6 +10,7 @@ import pytest
 
 from redelastic.redis.server import RedisServer
 from tests.support.agent_job import DRAINED
+from tests.support.long_tests import quick_first
 from tests.support.torchrun_job import Node
 from tests.support.trainer_job import TrainerJob
 
@@ -53,7 +54,7 @@ def finish(job: TrainerJob, *names: str) -> None:
     job.check_rounds()
 
 
-@pytest.mark.parametrize("library", SCRIPTS)
+@pytest.mark.parametrize("library", quick_first(SCRIPTS))
 @pytest.mark.fault(
     "`redelastic run` with Trainer, Lightning, Accelerate, FSDP: a node is killed as it saves, another one drains",
     "I7: the others resume from the last whole checkpoint; all ranks save for the drain, and it loses no step",
@@ -79,7 +80,7 @@ def test_nodes_die_and_drain(library: str, server: RedisServer, tmp_path: Path) 
         finish(job, last.name)
 
 
-@pytest.mark.parametrize("library", SCRIPTS)
+@pytest.mark.parametrize("library", quick_first(reversed(SCRIPTS)))
 @pytest.mark.fault(
     "torchrun with Trainer, Lightning, FSDP; `accelerate launch`: a node is killed as it saves, another gets SIGTERM",
     "I7: the third resumes from the last whole checkpoint",

@@ -308,6 +308,7 @@ WAITS: Final = "import signal; signal.sigtimedwait({signal.SIGUSR1}, 100) and pr
 NEEDS_CURL: Final = pytest.mark.skipif(not shutil.which("curl"), reason="the recipe needs curl: apt-get install curl")
 
 
+@pytest.mark.long
 @NEEDS_CURL
 @pytest.mark.parametrize("cloud", NOTICES)
 def test_notices_of_clouds(tmp_path: Path, cloud: str) -> None:
@@ -329,6 +330,7 @@ def test_notices_of_clouds(tmp_path: Path, cloud: str) -> None:
         assert site.wait_end(site.start(recipe, "nimbus", "true")) == 2
 
 
+@pytest.mark.long
 @NEEDS_CURL
 @pytest.mark.fault("the cloud takes a spot VM away", "its node drains at the notice, the others go on")
 def test_a_spot_vm_is_taken_away(server: RedisServer, run_id: str, tmp_path: Path) -> None:

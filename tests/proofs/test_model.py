@@ -10,9 +10,10 @@ import pytest
 
 from tests.proofs.model import Model
 from tests.proofs.oracle_state import Settings
+from tests.support.long_tests import LONG
 
-WORLDS: Final = int(os.environ.get("REDELASTIC_MODEL_WORLDS", "6000"))  # looked at in each case
-WALKS: Final = 300
+WORLDS: Final = int(os.environ.get("REDELASTIC_MODEL_WORLDS", "6000" if LONG else "1000"))  # looked at in each case
+WALKS: Final = 300 if LONG else 50
 CASES: Final[dict[str, tuple[str, Settings]]] = {
     "2 nodes, 1:2": ("ab", Settings(1, 2)),
     "2 nodes, 2:2": ("ab", Settings(2, 2)),

@@ -35,8 +35,9 @@ from tests.proofs.oracle_state import (
     State,
 )
 from tests.proofs.twin import HOSTS, NODES, START, Server, stored
+from tests.support.long_tests import LONG
 
-EXAMPLES: Final = int(os.environ.get("REDELASTIC_ORACLE_EXAMPLES", "500"))
+EXAMPLES: Final = int(os.environ.get("REDELASTIC_ORACLE_EXAMPLES", "500" if LONG else "100"))
 
 nodes = st.sampled_from(NODES)
 labels = st.sampled_from(("", "", "rack-1", "rack-2"))

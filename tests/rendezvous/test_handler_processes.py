@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from redelastic.redis.server import RedisServer
+from tests.support.long_tests import quick_first
 from tests.support.nodes import NodeFactory
 from tests.support.rounds import join_all, until
 
@@ -40,7 +41,7 @@ class TestProcesses:
             [sys.executable, "-c", self.SCRIPT, url, how], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
-    @pytest.mark.parametrize("how", ["exit", "fork", "SIGTERM", "SIGKILL", "SIGSTOP"])
+    @pytest.mark.parametrize("how", quick_first(["SIGKILL", "fork", "exit", "SIGTERM", "SIGSTOP"], 2))
     def test_a_process_that_goes_is_missed(
         self, how: str, server: RedisServer, run_id: str, new_node: NodeFactory
     ) -> None:
@@ -75,7 +76,7 @@ class TestProcesses:
             assert calls("xread") <= calls("evalsha") + 8  # one read for each beat: two commands in two seconds
         assert [n.num_nodes_waiting() for n in nodes] == [0] * 4
 
-    @pytest.mark.parametrize("seconds", [0, 0.001, 0.01])
+    @pytest.mark.parametrize("seconds", quick_first([0, 0.001, 0.01]))
     def test_a_process_may_end_while_its_bootstrap_store_starts(self, seconds: float) -> None:
         script = (
             "import time; from redelastic.rendezvous.bootstrap import BootstrapPort\n"

@@ -396,6 +396,7 @@ class ServerOf6(NetworkServer):
         return f"[{self._address}]:{self._port}"
 
 
+@pytest.mark.long
 @pytest.mark.fault("`redelastic run` on hosts with IPv6 alone, whose names nobody knows", "the job trains")
 def test_hosts_with_ipv6_alone(network: Network, tmp_path: Path) -> None:
     with network.inside("router"):

@@ -9,6 +9,7 @@ import pytest
 import redis
 
 from tests.support import servers
+from tests.support.long_tests import quick_first
 from tests.support.servers import HOST, MASTER_NAME, SentinelGroup, Shard, port_of, wait_until
 
 
@@ -55,7 +56,7 @@ def all_is_well(group: SentinelGroup) -> bool:
     return master is group.master() and all(map(sees_all, group.sentinel_ports))
 
 
-@pytest.fixture(params=["with_sentinel", "in_cluster"])
+@pytest.fixture(params=quick_first(["with_sentinel", "in_cluster"]))
 def shard(request: pytest.FixtureRequest) -> Shard:
     found: Shard = request.getfixturevalue(request.param)
     return found

@@ -14,8 +14,9 @@ from redelastic.redis.keys import RunKeys
 from redelastic.run.control import RunControl
 from redelastic.run.records import Event, Run, decode_event
 from tests.support.hostile import EVENTS, NODES, REASONS, RECORD, Dice
+from tests.support.long_tests import LONG
 
-INPUTS: Final = int(os.environ.get("REDELASTIC_FUZZ", "30000"))
+INPUTS: Final = int(os.environ.get("REDELASTIC_FUZZ", "30000" if LONG else "5000"))
 SEED: Final = int(os.environ.get("REDELASTIC_FUZZ_SEED", "0"))
 
 
