@@ -23,7 +23,7 @@ import pytest
 from redelastic.cli import main
 from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.addresses import INTERFACE_VARIABLES
-from tests.support.long_tests import quick_first
+from tests.support.long_tests import quick_first, quick_rows
 from tests.support.waiting import Within
 
 pytestmark = pytest.mark.timeout(180)
@@ -189,7 +189,7 @@ def test_workers_are_given_the_same(server: RedisServer, tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("options", "script"),
-    quick_first(
+    quick_rows(
         [
             (
                 ("-m", "--role=a", "--nproc-per-node=cpu", "--monitor-interval=0.3"),
@@ -252,7 +252,7 @@ def test_logs_are_the_same(tmp_path: Path, options: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize(
     ("action", "told"),
-    quick_first(
+    quick_rows(
         [
             (("exit", "3"), "exitcode  : 3 ("),
             (("die", "SIGSEGV"), "(SIGSEGV)"),

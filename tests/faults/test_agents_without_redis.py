@@ -13,7 +13,7 @@ import pytest
 
 from redelastic.redis.server import RedisServer
 from tests.support.agent_job import DRAINED, FAILED, REFUSED
-from tests.support.long_tests import quick_first
+from tests.support.long_tests import quick_first, quick_rows
 from tests.support.torchrun_job import LIMIT
 from tests.support.unruly_job import OURS, UNRULY, Unruly, environment, lives, pid_in
 
@@ -25,7 +25,7 @@ SHORT: Final = {"read_timeout": 2, "close_timeout": 1, "join_timeout": 4}  # for
 @pytest.mark.fault("workers fail while Redis is away for good", "the agent ends in time, with its workers' error")
 @pytest.mark.parametrize(
     ("max_restarts", "told"),
-    quick_first([(0, "exitcode  : 5 ("), (3, "redelastic run: Redis at redis://")]),
+    quick_rows([(0, "exitcode  : 5 ("), (3, "redelastic run: Redis at redis://")]),
     ids=["the last time", "with restarts left"],
 )
 def test_workers_fail_while_redis_is_gone_for_good(

@@ -29,8 +29,8 @@ from tests.support.fault_matrix import Measured
 from tests.support.long_tests import LONG
 from tests.support.servers import wait_until
 
-TIMES: Final = 1000 if LONG else 200
-ROUNDS: Final = 10_000 if LONG else 1000
+TIMES: Final = 1000 if LONG else 40
+ROUNDS: Final = 10_000 if LONG else 200
 TTL: Final = 4.0
 LEFT: Final = "no thread, file, connection, memory or key is left"
 

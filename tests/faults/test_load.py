@@ -24,10 +24,10 @@ from tests.support.fault_matrix import UNITS, Measured
 from tests.support.long_tests import LONG
 
 LIMIT: Final = 600 if LONG else 150
-JOBS: Final = 500 if LONG else 50
-NODES: Final = 10_000 if LONG else 1_000
-KEYS: Final = 1_000_000 if LONG else 100_000
-MEGABYTES: Final = 64
+JOBS: Final = 500 if LONG else 10
+NODES: Final = 10_000 if LONG else 200
+KEYS: Final = 1_000_000 if LONG else 20_000
+MEGABYTES: Final = 64 if LONG else 16
 
 pytestmark = pytest.mark.timeout(LIMIT + 60)
 Answer = Callable[..., dict[str, float]]

@@ -36,6 +36,7 @@ def probe(port: int, path: str) -> tuple[int, str]:
         return e.code, e.read().decode().strip()
 
 
+@pytest.mark.long
 def test_the_commands_show_the_truth(  # noqa: PLR0915  (a night, from its beginning to its end)
     server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_ports: list[int]
 ) -> None:

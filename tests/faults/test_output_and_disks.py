@@ -18,7 +18,7 @@ from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
 from redelastic.run.control import RunControl
 from tests.support.agent_job import FAILED, REFUSED, STOPPED, AgentJob
-from tests.support.long_tests import quick_first
+from tests.support.long_tests import quick_first, quick_rows
 from tests.support.torchrun_job import LIMIT
 from tests.support.unruly_job import OURS, UNRULY, environment, run
 from tests.support.workers.unruly import FLOOD, LINE
@@ -130,7 +130,7 @@ def test_closed_standard_streams_change_nothing(tmp_path: Path, closed: str, opt
 @pytest.mark.fault("the disk of an agent's stderr is full", "its exit code is the right one")
 @pytest.mark.parametrize(
     ("options", "code"),
-    quick_first([(("--health-command=false",), REFUSED), (("--max-job-restarts=1",), STOPPED), ((), FAILED)]),
+    quick_rows([(("--health-command=false",), REFUSED), (("--max-job-restarts=1",), STOPPED), ((), FAILED)]),
 )
 def test_a_full_stderr_does_not_change_the_exit_code(tmp_path: Path, options: tuple[str, ...], code: int) -> None:
     (tmp_path / "finish").touch()

@@ -15,7 +15,7 @@ from redelastic.redis.server import RedisServer
 from redelastic.run.control import RunControl
 from tests.support.agent_job import DRAINED, FAILED
 from tests.support.cgroups import limited_memory
-from tests.support.long_tests import quick_first
+from tests.support.long_tests import quick_rows
 from tests.support.torchrun_job import LIMIT
 from tests.support.unruly_job import OURS, UNRULY, Unruly, environment, lives, pid_in, run
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(150)
 
 
 @pytest.mark.parametrize(
-    ("source", "code"), quick_first([("", 0), ("import no_such_module", 1)]), ids=["ends", "does not start"]
+    ("source", "code"), quick_rows([("", 0), ("import no_such_module", 1)]), ids=["ends", "does not start"]
 )
 def test_a_script_that_ends_at_once(tmp_path: Path, source: str, code: int) -> None:
     script = tmp_path / "script.py"

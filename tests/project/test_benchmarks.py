@@ -26,6 +26,7 @@ ROOT = Path(__file__).parents[2]
 LIMIT = 240.0  # for one benchmark with --quick, which takes some seconds, on a busy machine
 
 
+@pytest.mark.long
 @pytest.mark.timeout(2 * LIMIT)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name == "rendezvous" else pytest.mark.long) for name in BENCHMARKS]

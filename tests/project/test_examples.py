@@ -76,6 +76,7 @@ def test_scripts_are_well_formed(name: str) -> None:
     assert done.returncode == 0, done.stdout
 
 
+@pytest.mark.long
 def test_hosts_by_ssh(tmp_path: Path, free_ports: list[int]) -> None:
     """The whole recipe as it stands: a Redis of the job's own, two hosts, the demo's training to its end."""
     with Site(tmp_path, ssh=SSH) as site:
@@ -97,6 +98,7 @@ def test_hosts_by_ssh(tmp_path: Path, free_ports: list[int]) -> None:
         assert not (folder / "redis.env").exists()
 
 
+@pytest.mark.long
 def test_a_host_is_started_again(tmp_path: Path, free_ports: list[int]) -> None:
     with Site(tmp_path, ssh=SSH) as site:
         recipe, hosts = site.recipe("ssh.sh", f"{AWARE} {tmp_path}"), ("127.0.0.1", "127.0.0.2")
@@ -113,6 +115,7 @@ def test_a_host_is_started_again(tmp_path: Path, free_ports: list[int]) -> None:
         site.wait("nothing is left", lambda: not site.processes())
 
 
+@pytest.mark.long
 def test_a_port_that_is_taken_is_said(tmp_path: Path) -> None:
     with Site(tmp_path, ssh=SSH) as site, RedisServer() as other:
         port = urlsplit(other.url).port
@@ -351,6 +354,7 @@ def test_a_spot_vm_is_taken_away(server: RedisServer, run_id: str, tmp_path: Pat
         site.wait("the watches have ended", lambda: not site.processes())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("who", WHO_SPEAKS_TLS)
 def test_a_managed_redis(tmp_path: Path, who: str) -> None:
     """TLS with a CA of its own, a user with the recipe's access string, a password that needs encoding; to the end."""

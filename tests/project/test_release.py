@@ -69,6 +69,7 @@ def test_the_sdist_has_what_belongs_to_the_source_and_builds_the_same_wheel(buil
     assert first == second
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "launcher",
     [
