@@ -25,18 +25,16 @@ from redelastic.torch_internals import close_within, shut_down, shutdown_option
 from .admission import Admission, log_folder
 from .background import repeat
 from .budget import Budget
-from .courier import Courier
-from .drain_file import DrainFile
 from .host.checks import Node
 from .host.gpus import assign
 from .host.health_endpoint import HealthEndpoint
 from .monitor import NodeMonitor
-from .notes import Notes
 from .options import AgentOptions
+from .reporting import Courier, Notes
 from .torchrun.exit_barrier import wait_for_others
 from .torchrun.log_folders import remove_torn_errors
 from .torchrun.regrouping import RegroupingAgent
-from .workers.drains import Drains
+from .workers.drains import DrainFile, Drains
 from .workers.group import Workers
 from .workers.hangs import Hangs
 from .workers.logs import log_files, tail

@@ -18,7 +18,6 @@ from .admission import Admission
 from .background import repeat
 from .host.gpus import Gpu, why_hidden
 from .host.telemetry import Telemetry, bounded, trees
-from .training_time import TrainingTime
 from .workers.drains import Drains
 from .workers.group import Workers
 from .workers.processes import ProcessTree
@@ -27,6 +26,26 @@ log = logging.getLogger(__name__)
 
 NVML_PATIENCE: Final = 10.0  # how long its last answer is reported if no other follows, in seconds
 STALL: Final = 30.0  # how late the agent's loop may be before it counts as dead, in seconds
+
+
+class TrainingTime:
+    """How long a node has trained since its agent began, for ``/metrics``; used by one thread, now and then."""
+
+    def __init__(self) -> None:
+        self._looked_at = time.monotonic()
+        self._training = self._whole = 0.0
+
+    def look(self, *, trains: bool) -> None:
+        """Attribute the time since the last look to what the node is doing now."""
+        now = time.monotonic()
+        passed, self._looked_at = now - self._looked_at, now
+        self._whole += passed
+        self._training += passed if trains else 0.0
+
+    def told(self) -> dict[str, Any]:
+        """Both times in seconds, and their ratio if there is one, for the health endpoint."""
+        told = {"training_time": self._training, "node_time": self._whole}
+        return told | ({"ettr": self._training / self._whole} if self._whole else {})
 
 
 class NodeMonitor:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from redelastic.agent.drain_file import DrainFile
+from redelastic.agent.workers.drains import DrainFile
 from redelastic.agent.workers.signals import SAME_REQUEST, drain_on_signals
 
 

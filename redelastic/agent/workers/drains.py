@@ -1,15 +1,17 @@
-"""Drains: the workers of the whole job save, then the draining node leaves."""
+"""Drains: the workers of the whole job save, then the draining node leaves; and the file that asks for one."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Final
 
-from redelastic.agent.courier import Courier
+from redelastic.agent.reporting import Courier
 from redelastic.rendezvous.membership import DrainedError, Membership
 from redelastic.rendezvous.view import NOWHERE, Drain, place_of
 from redelastic.store import RedisStore, RoundBrokenError
@@ -149,3 +151,34 @@ class Drains:
             ]
         finally:
             self._counting = False
+
+
+class DrainFile:
+    """A file whose appearance drains this node, for schedulers that cannot send a signal.
+
+    Args:
+        path: of the file; it may hold the Unix time by which this node must be gone.
+        timeout: how long workers may take to save, in seconds.
+        drain: called with a reason and a timeout in seconds each time a look finds the file.
+    """
+
+    def __init__(self, path: Path, timeout: float, drain: Callable[[str, float], None]) -> None:
+        self._path, self._timeout, self._drain = path, timeout, drain
+        self._complaint = ""  # why the last look failed
+
+    def look(self) -> None:
+        """Look once. A failure is logged unless the last look failed the same way; the next call tries again."""
+        try:
+            self._path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            self._complaint = ""
+            return
+        except OSError as e:
+            if str(e) != self._complaint:
+                self._complaint = str(e)
+                log.warning("The drain file cannot be checked: %s. Retrying every second.", e)
+            return
+        timeout = self._timeout
+        with contextlib.suppress(ValueError, OSError):
+            timeout = min(timeout, max(0.0, float(self._path.read_text()) - time.time()))
+        self._drain(f"the file {self._path} exists", timeout)

@@ -1,4 +1,4 @@
-"""Courier: reports to Redis in the background, in order, so that training never waits for it."""
+"""Reports to Redis in the background, in order, so that training never waits for them: a courier, and its notes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,12 @@ import threading
 from collections.abc import Callable
 
 from torch.distributed import DistNetworkError
+from torch.distributed.elastic import events
+from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.rendezvous.api import RendezvousError
+
+from redelastic.rendezvous.membership import Membership
+from redelastic.run.control import RunControl
 
 log = logging.getLogger(__name__)
 
@@ -48,3 +53,31 @@ def _run(errands: _Errands) -> None:
             log.warning("%s", e)
         except Exception:
             log.exception("The agent could not report to Redis.")
+
+
+class Notes:
+    """Records what happens on this node, both as an event of the run and as a torch event; returns at once.
+
+    Args:
+        membership: of this node.
+        control: of its run.
+        spec: torch's, which says where its events go.
+        send: runs a function in the background.
+    """
+
+    def __init__(
+        self,
+        membership: Membership,
+        control: RunControl,
+        spec: WorkerSpec,
+        send: Callable[[Callable[[], object]], None],
+    ) -> None:
+        self._membership, self._control, self._spec, self._send = membership, control, spec, send
+
+    def __call__(self, event: str, reason: str, detail: str = "") -> None:
+        """Record an event, its reason, and details such as stacks."""
+        node = self._membership.node
+        self._send(lambda: self._control.note(event, node, reason, detail))
+        metadata = {"run_id": self._membership.run_id, "node": node, "role": self._spec.role, "reason": reason}
+        told = events.Event(f"redelastic.{event}", source=events.EventSource.AGENT, metadata={**metadata})
+        events.record(told, self._spec.event_log_handler)
