@@ -1,4 +1,4 @@
-"""The agent keeps a warden: it says once why one died, and starts another, at most one each RESTART_INTERVAL."""
+"""The agent keeps a warden: it says once why one died, and starts another at most every 10 s."""
 
 from __future__ import annotations
 

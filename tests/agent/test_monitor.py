@@ -80,15 +80,8 @@ def test_an_nvml_that_does_not_answer_stops_nothing_else(
     monkeypatch.setattr(monitor, "NVML_PATIENCE", 0.5)
     running.nvml.silent = True
     assert running.nvml.asked.wait(LIMIT)
-    looked = threading.Event()
-    look = running.agent._tree.look
-
-    def look_and_tell(roots: Any) -> Any:
-        looked.set()
-        return look(roots)
-
-    monkeypatch.setattr(running.agent._tree, "look", look_and_tell)
-    assert looked.wait(LIMIT), "the warden hears of new processes"
+    before = running.status()["node_time"]
+    until(lambda: running.status()["node_time"] > before, "its processes are looked at")
     until(lambda: running.cpu_of_the_worker() is not None, "the worker's use is told")
     until(lambda: "gpus" not in running.status(), "what NVML said before is not told for ever")
     assert len([r for r in caplog.records if "NVML has not answered" in r.getMessage()]) == 1

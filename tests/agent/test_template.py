@@ -20,7 +20,7 @@ import pytest
 
 from redelastic.agent.workers import template
 from redelastic.agent.workers.processes import set_subreaper
-from redelastic.agent.workers.site.sitecustomize import send
+from redelastic.agent.workers.site.sitecustomize import VARIABLE, receive, send
 from redelastic.agent.workers.template import Fork, Template, TemplateError
 from tests.support.worker_processes import DEADLINE, until
 from tests.support.workers import probe
@@ -302,34 +302,49 @@ def adopted(one: Template) -> Fork | None:
     return next((Fork(pid) for pid in new if os.getsid(pid) == pid), None)
 
 
-def test_a_worker_waits_for_the_word_of_its_agent(make: Make, tmp_path: Path) -> None:
+@contextmanager
+def hand_started(command: list[str], modules: str) -> Iterator[tuple[subprocess.Popen[bytes], socket.socket]]:
+    """A template, and the socket that its agent would have."""
+    ours, theirs = socket.socketpair()
+    path = os.pathsep.join((template.SITE, str(Path(command[-1]).parent)))
+    environment = {**ENVIRONMENT, "PYTHONPATH": path, VARIABLE: f"{theirs.fileno()}:{modules}"}
+    with (
+        ours,
+        subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()], start_new_session=True) as process,
+    ):
+        theirs.close()
+        ours.settimeout(DEADLINE)
+        yield process, ours
+        ours.close()  # ends it
+
+
+def test_a_worker_waits_for_the_word_of_its_agent(tmp_path: Path) -> None:
     """An agent that is killed in mid start leaves no worker."""
     command = script_that_tells(tmp_path)
-    one = make(*command[1:])
-    one.await_ready(DEADLINE)
-    ours, theirs = socket.socketpair()
-    send(one._socket, (command, ENVIRONMENT, [], []), [theirs.fileno()])
-    theirs.close()
-    worker = Fork(int.from_bytes(ours.recv(8), "big"))
-    one._socket.recv(1)
-    assert worker.poll() is None
-    ours.close()
-    assert worker.wait(DEADLINE) == 0
-    assert not (tmp_path / "ran").exists()
+    with hand_started(command, "json") as (_, agent):
+        assert receive(agent)[0][0] == "", "it can import all"
+        ours, theirs = socket.socketpair()
+        send(agent, (command, ENVIRONMENT, [], []), [theirs.fileno()])
+        theirs.close()
+        worker = Fork(int.from_bytes(ours.recv(8), "big"))
+        agent.recv(1)
+        assert worker.poll() is None
+        ours.close()
+        assert worker.wait(DEADLINE) == 0
+        assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize("when", ["idle", "importing"])
-def test_a_template_ends_with_its_agent(make: Make, tmp_path: Path, when: str) -> None:
+def test_a_template_ends_with_its_agent(tmp_path: Path, when: str) -> None:
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "slow.py").write_text(f"open({str(tmp_path / 'fifo')!r}).read()" if when == "importing" else "")
-    one = make(str(tmp_path / "script.py"), modules=("slow",))
-    if when == "idle":
-        one.await_ready(DEADLINE)
-    one._socket.close()  # as the kernel does when the agent dies
-    if when == "importing":
-        (tmp_path / "fifo").write_text("")
-    until(lambda: not one.lives(), "its end")
-    assert one._process.returncode == 0
+    with hand_started([sys.executable, str(tmp_path / "script.py")], "slow") as (process, agent):
+        if when == "idle":
+            receive(agent)
+        agent.close()  # as the kernel does when the agent dies
+        if when == "importing":
+            (tmp_path / "fifo").write_text("")
+        assert process.wait(DEADLINE) == 0
 
 
 def test_a_template_that_waits_costs_nothing(make: Make, tmp_path: Path) -> None:

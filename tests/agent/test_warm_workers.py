@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -31,14 +29,20 @@ MODEL = "import os\nthreads = os.environ.get('OMP_NUM_THREADS')\nvalue = 1\n"
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[Callable[..., WarmStart]]:
+def spared() -> set[int]:
+    """The pids of the templates that live."""
+    return set()
+
+
+@pytest.fixture
+def make(tmp_path: Path, spared: set[int]) -> Iterator[Callable[..., WarmStart]]:
     made: list[WarmStart] = []
     set_subreaper(True)
 
     def start(*modules: str, is_hurried: Callable[[], bool] = lambda: False) -> WarmStart:
         arguments = ("-u", str(tmp_path / "script.py"), "--rank=${local_rank}")
         spec: Any = SimpleNamespace(entrypoint=sys.executable, args=arguments, local_world_size=2)
-        made.append(WarmStart(spec, modules, {"OWN": "1"}, set(), is_hurried))
+        made.append(WarmStart(spec, modules, {"OWN": "1"}, spared, is_hurried))
         return made[-1]
 
     (tmp_path / "model.py").write_text(MODEL)
@@ -73,18 +77,17 @@ def start_group(one: WarmStart, tmp_path: Path, **environment: str) -> list[tupl
     return ends
 
 
-def pid_of(one: WarmStart) -> int:
-    assert one._template is not None
-    return one._template.pid
+def only(pids: set[int]) -> int:
+    [pid] = pids
+    return pid
 
 
-def test_a_template_serves_as_long_as_it_fits(make: Callable[..., WarmStart], tmp_path: Path) -> None:
+def test_a_template_serves_as_long_as_it_fits(make: Callable[..., WarmStart], spared: set[int], tmp_path: Path) -> None:
     one = make("model")
     one.prepare()
-    first = pid_of(one)
-    assert one._spared == {first}
+    first = only(spared)
     assert start_group(one, tmp_path, OMP_NUM_THREADS="3", LOCAL_RANK="0")[0] == (True, "3 1 --rank=0")
-    second = pid_of(one)
+    second = only(spared)
     assert second != first, "what imports may have read was another"
     more = {
         "LOCAL_RANK": "5",
@@ -95,15 +98,14 @@ def test_a_template_serves_as_long_as_it_fits(make: Callable[..., WarmStart], tm
         "GLOO_SOCKET_IFNAME": "x",
     }
     assert start_group(one, tmp_path, OMP_NUM_THREADS="3", **more)[1] == (True, "3 1 --rank=1")
-    assert pid_of(one) == second
+    assert spared == {second}
     (tmp_path / "model.py").write_text(MODEL + "value = 22\n")
     assert start_group(one, tmp_path, OMP_NUM_THREADS="3")[0] == (True, "3 22 --rank=0")
-    assert pid_of(one) not in (first, second)
-    assert one._spared == {pid_of(one)}
-    template_process = psutil.Process(pid_of(one))
+    assert only(spared) not in (first, second)
+    template_process = psutil.Process(only(spared))
     one.close()
     assert not lives(template_process)
-    assert one._spared == set()
+    assert spared == set()
 
 
 def test_workers_see_the_variables_that_imports_have_set(make: Callable[..., WarmStart], tmp_path: Path) -> None:
@@ -146,58 +148,32 @@ def test_a_node_that_is_to_leave_does_not_wait_for_its_template(
     monkeypatch.setattr(warm, "PATIENCE", 100 * LIMIT)
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "slow.py").write_text(f"open({str(tmp_path / 'fifo')!r}).read()")
-    leaves = threading.Event()
-    one = make("slow", is_hurried=leaves.is_set)
+    one = make("slow", is_hurried=lambda: True)
     one.prepare()
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(one.await_template)
-        until(one._lock.locked, "it waits")
-        leaves.set()
-        waiting.result(LIMIT)
+    one.await_template()
     assert [fork for fork, _ in start_group(one, tmp_path)] == [False, False]
 
 
 def test_a_template_that_dies_is_noticed_though_a_process_of_its_own_lives(
-    make: Callable[..., WarmStart], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    make: Callable[..., WarmStart], spared: set[int], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Which has the agent's socket too, so that nobody hangs up."""
     told = f"open({str(tmp_path / 'child')!r}, 'w').write(str(child))"
     (tmp_path / "dies.py").write_text(f"import os, time\nchild = os.fork() or time.sleep(600)\n{told}\nos._exit(3)")
     one = make("dies")
     one.prepare()
-    dead = one._template
-    assert dead
-    until(lambda: not dead.lives(), "its end")
+    dead = psutil.Process(only(spared))
+    until(lambda: not lives(dead), "its end")
     try:
         one.tend()
     finally:
         os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
-    assert one._template is None
-    assert one._spared == set()
+    assert spared == set()
     assert "the template ended with status 3 during its imports" in caplog.text
 
 
-def test_a_template_that_the_kernel_does_not_let_go_is_not_waited_for(make: Callable[..., WarmStart]) -> None:
-    class Stuck:
-        def wait(self, timeout: float) -> int:
-            raise subprocess.TimeoutExpired("template", timeout)
-
-        def poll(self) -> None:
-            pass
-
-    one = make("model")
-    one.prepare()
-    assert one._template
-    real, stuck = one._template._process, Stuck()
-    stuck.pid, stuck.kill = real.pid, real.kill  # type: ignore[attr-defined]
-    one._template._process = stuck  # type: ignore[assignment]
-    one.close()
-    assert one._spared == {real.pid}, "it is nobody's worker even so"
-    real.wait(LIMIT)
-
-
 def test_what_cannot_be_preloaded_is_told_once(
-    make: Callable[..., WarmStart], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    make: Callable[..., WarmStart], spared: set[int], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "bad.py").write_text("import threading; t = threading.Timer(60, print); t.daemon = True; t.start()")
     one = make("model", "bad")
@@ -205,7 +181,7 @@ def test_what_cannot_be_preloaded_is_told_once(
 
     def refused() -> bool:
         one.tend()
-        return one._template is None
+        return not spared
 
     until(refused, "that it is refused")
     for _ in range(2):
@@ -218,19 +194,17 @@ def test_what_cannot_be_preloaded_is_told_once(
 
 
 def test_a_template_that_was_killed_is_replaced_once_until_workers_need_it(
-    make: Callable[..., WarmStart], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    make: Callable[..., WarmStart], spared: set[int], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     one = make("model")
     assert start_group(one, tmp_path)[0][0]
     for replaced in (True, False):
-        before = one._template
-        assert before is not None
-        before.await_ready(LIMIT)
-        os.kill(before.pid, signal.SIGKILL)
-        until(lambda: not before.lives(), "its end")  # noqa: B023  # called at once
+        one.await_template()
+        before = psutil.Process(only(spared))
+        before.kill()
+        until(lambda: not lives(before), "its end")  # noqa: B023  # called at once
         one.tend()
-        assert (one._template is not None) == replaced
-        assert one._spared == ({pid_of(one)} if replaced else set()), "another process may get its number"
+        assert (len(spared), before.pid in spared) == (replaced, False), "another process may get its number"
     assert [fork for fork, _ in start_group(one, tmp_path)] == [True, True]
     told = "The worker template was ended by SIGKILL; {}."
     what_next = ("creating a new one", "the next workers get a new one")
@@ -238,7 +212,7 @@ def test_a_template_that_was_killed_is_replaced_once_until_workers_need_it(
 
 
 def test_a_template_that_is_ready_is_watched_without_looking_at_it_again(
-    make: Callable[..., WarmStart], monkeypatch: pytest.MonkeyPatch
+    make: Callable[..., WarmStart], spared: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Looking each second took an agent a tenth of all its CPU time."""
     one = make("model")
@@ -251,28 +225,22 @@ def test_a_template_that_is_ready_is_watched_without_looking_at_it_again(
     monkeypatch.setattr(warm, "REST", 2 * LIMIT)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(one.tend)
-        os.kill(pid_of(one), signal.SIGKILL)
+        os.kill(only(spared), signal.SIGKILL)
         waiting.result(LIMIT)
 
 
-def test_a_template_is_known_to_be_ready_before_workers_need_it(make: Callable[..., WarmStart]) -> None:
-    one = make("model")
-    one.prepare()
-    assert one._template
-    until(lambda: one._template._has_spoken(0.1), "that it has imported everything")  # type: ignore[union-attr]
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(warm, "REST", 0.0)
-        one.tend()
-    assert one._template.ready
-
-
 def test_a_template_that_hangs_is_given_up_for_this_group(
-    make: Callable[..., WarmStart], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    *,
+    make: Callable[..., WarmStart],
+    spared: set[int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(template, "HAND_OVER", 0.2)
     one = make("model")
     assert start_group(one, tmp_path)[0][0]
-    frozen = psutil.Process(pid_of(one))
+    frozen = psutil.Process(only(spared))
     frozen.suspend()
     assert [fork for fork, _ in start_group(one, tmp_path)] == [False, False]
     assert not lives(frozen)
