@@ -1,22 +1,25 @@
-"""Records `redelastic demo` as a picture that plays: `python docs/recording.py`, on an idle machine."""
+"""Makes the pictures of `demo` and `timeline`: `python docs/recording.py`, on an idle machine with chromium."""
 
 from __future__ import annotations
 
 import os
 import pty
-import re
+import subprocess
 import sys
+import tempfile
 import time
 from html import escape
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from rich.console import Console
 from rich.text import Text
 
-PICTURE: Final = Path(__file__).parent / "pictures" / "demo.svg"
-COLUMNS: Final = 100
+from redelastic.cli.demo.play import Job
+
+PICTURES: Final = Path(__file__).parent / "pictures"
+COLUMNS: Final = 108
 LINE: Final = 18.0  # height of a line, in pixels
 SIGN: Final = 8.0  # width of a character, in pixels
 PAUSE: Final = 2.5  # what is longer is cut to that, in seconds
@@ -24,10 +27,15 @@ HOLD: Final = 6.0  # how long the last line is shown before it begins again, in 
 COLOURS: Final = {1: "#ff6b6b", 2: "#5fd38d", 3: "#ffd166", 6: "#4cc9f0"}  # by ANSI's numbers
 NBSP: Final = "\N{NO-BREAK SPACE}"  # one of several that an image keeps
 INK: Final = "#d7dde5"
+BROWSER: Final = (
+    *("chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--hide-scrollbars"),
+)
+SIZE: Final = (1010, 508)  # of the timeline's picture, in pixels of the page: to the end of the legend
 
 
 def record() -> list[tuple[float, Text]]:
-    """The lines of a demo, and when each came; what it draws over on a terminal is not among them."""
+    """The lines of a demo, and when each came."""
     began, rest, lines = time.monotonic(), "", []
     os.environ |= {"COLUMNS": str(COLUMNS), "TERM": "xterm-256color"}
     pid, terminal = pty.fork()
@@ -39,21 +47,11 @@ def record() -> list[tuple[float, Text]]:
         except OSError:  # how a pseudo-terminal says that its other side is closed
             break
         *whole, rest = rest.split("\n")
-        lines += [(time.monotonic() - began, line) for line in whole]
+        lines += [(time.monotonic() - began, Text.from_ansi(line.rstrip("\r"))) for line in whole]
     _, status = os.waitpid(pid, 0)
     if status:
         raise SystemExit(f"The demo ended with {os.waitstatus_to_exitcode(status)}.")
-    return [(at, Text.from_ansi(line)) for at, line in lasting(lines)]
-
-
-def lasting(lines: list[tuple[float, str]]) -> list[tuple[float, str]]:
-    """Without those that the terminal is told to erase, by going up and clearing each."""
-    kept: list[tuple[float, str]] = []
-    for at, line in lines:
-        before, *after = re.split(r"(?:\x1b\[2K|\x1b\[1A|\r)+(?=.)", line.rstrip("\r"))
-        del kept[max(0, len(kept) - line.count("\x1b[1A")) :]
-        kept.append((at, re.sub(r"\x1b\[\?25[lh]|\x1b\[2K|\r", "", after[-1] if after else before)))
-    return kept
+    return lines
 
 
 def drawn(lines: list[tuple[float, Text]]) -> str:
@@ -90,5 +88,39 @@ def drawn(lines: list[tuple[float, Text]]) -> str:
     )
 
 
+def photograph(picture: Path) -> None:
+    """Draw the timeline of a job that loses gamma, gets delta, drains beta, and gets it back."""
+    job = Job("2:3", "--steps=100000", "--pace=0.05")
+    job.run_id = "night"
+    with job, tempfile.TemporaryDirectory() as folder:
+
+        def train(steps: int, size: int) -> None:
+            first = job.until(lambda report: report.get("world_size") == size)
+            job.until(lambda report: report.get("step", 0) >= first["step"] + steps)
+
+        def redelastic(*command: str) -> None:
+            endpoint = f"--endpoint={job.server.url}"
+            subprocess.run([sys.executable, "-m", "redelastic", *command, endpoint], check=True)
+
+        for name in ("alpha", "beta", "gamma"):
+            job.start(name)
+        train(300, size=3)
+        job.kill("gamma")
+        train(50, size=2)
+        job.start("delta")
+        train(300, size=3)
+        redelastic("drain", job.run_id, "beta", "--reason=host update")
+        job.nodes.pop("beta").wait()
+        train(50, size=2)
+        job.start("beta")
+        train(300, size=3)
+        page = f"{folder}/page.html"
+        redelastic("timeline", job.run_id, f"--out={page}")
+        profile, size = f"--user-data-dir={folder}/profile", ",".join(map(str, SIZE))
+        shot: list[Any] = [f"--window-size={size}", "--force-device-scale-factor=2", f"--screenshot={picture}"]
+        subprocess.run([*BROWSER, profile, *shot, f"file://{page}"], check=True, env={**os.environ, "TZ": "UTC"})
+
+
 if __name__ == "__main__":
-    PICTURE.write_text(drawn(record()))
+    photograph(PICTURES / "timeline.png")
+    (PICTURES / "demo.svg").write_text(drawn(record()))

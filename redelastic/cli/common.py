@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from redelastic.redis.keys import DEFAULT_PREFIX, RunKeys
@@ -38,6 +38,17 @@ def meant_by(word: str, known: Iterable[str]) -> str:
     """A question asking whether another word was meant; empty if none is similar."""
     alike = difflib.get_close_matches(word, known, n=1)
     return f"; did you mean {alike[0]}?" if alike else ""
+
+
+def whole_number(low: int, high: int) -> Callable[[str], int]:
+    """The type of an argument that is a whole number in these bounds."""
+
+    def parse(text: str) -> int:
+        if not text.isascii() or not text.isdecimal() or not low <= int(text) <= high:
+            raise argparse.ArgumentTypeError(f"must be a whole number from {low} to {high:,}, not {text!r}")
+        return int(text)
+
+    return parse
 
 
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from redelastic.logs import say
 from redelastic.run.wording import clean, short
 
-from .common import OK, add_run_argument, add_server_arguments, open_run
+from .common import OK, add_run_argument, add_server_arguments, open_run, whole_number
 from .output import add_json_argument, event_table, follow, open_console, write_json
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-n",
         metavar="COUNT",
         dest="count",
-        type=_count,
+        type=whole_number(1, 1_000_000),
         default=DEFAULT_COUNT,
         help=f"number of past events to print (default: {DEFAULT_COUNT})",
     )
@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not found:
         control.state()  # raises if there is no such run
     older, past = found[: -arguments.count], found[-arguments.count :]
-    printer = _Printer(arguments)
+    printer = Printer(json=arguments.json, detail=arguments.detail)
     if arguments.json and not arguments.follow:
         write_json({"run": arguments.run, "events": [asdict(event) for event in past]})
         return OK
@@ -89,19 +89,21 @@ def run(arguments: argparse.Namespace) -> int:
     raise AssertionError("a run is followed for ever")
 
 
-class _Printer:
+class Printer:
     """Prints events as they come, one per line.
 
     Args:
-        arguments: the command's arguments.
+        json: as JSON.
+        detail: with their details.
     """
 
-    def __init__(self, arguments: argparse.Namespace) -> None:
-        self._json, self._detail = arguments.json, arguments.detail
+    def __init__(self, *, json: bool = False, detail: bool = False) -> None:
+        self._json, self._detail = json, detail
         self._console: Console = open_console()
         self._node_width = 0
 
     def print(self, events: Sequence[Event]) -> None:
+        """Print these, after all that it has printed before."""
         if self._json:
             for event in events:
                 write_json(asdict(event))
@@ -117,9 +119,3 @@ class _Printer:
                 for line in event.detail.splitlines():
                     self._console.print("    " + clean(line.expandtabs()), soft_wrap=True)
         sys.stdout.flush()
-
-
-def _count(text: str) -> int:
-    if not text.isascii() or not text.isdecimal() or not 1 <= int(text) <= 1_000_000:
-        raise argparse.ArgumentTypeError(f"must be a whole number from 1 to 1,000,000, not {text!r}")
-    return int(text)

@@ -3,6 +3,7 @@
 ``reader`` reads Redis, once for all browsers that watch; ``view`` says what the page shows, as JSON; ``feed`` sends
 that to each browser, first whole, then as JSON merge patches; ``app`` is the web application and its guards. ``page/``
 holds what the browser runs: one HTML file, a style sheet and a few modules; nothing is built or loaded from outside.
+``standalone`` makes one file of them and of a run's data, for ``redelastic timeline``; it needs no extra.
 
 What one update costs when every node has sent a heartbeat, with 8 GPUs a node, on 2 busy cores on 2026-11-24
 (``python tests/support/crowds.py 1000``; every browser is sent the same bytes):

@@ -10,7 +10,6 @@ import json
 import re
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, Final
 
 from starlette.applications import Starlette
@@ -38,8 +37,8 @@ from redelastic.run import logs
 from redelastic.run.control import UnknownRunError
 
 from .reader import Reader, event_of, node_of
+from .standalone import PAGE
 
-PAGE: Final = Path(__file__).parent / "page"
 COOKIE: Final = "redelastic-dashboard"  # plus the port: browsers send a host's cookies to all its ports
 HOST: Final = re.compile(r"(?:\[([^\]]*)\]|([^:]*))(?::([0-9]{1,5}))?")
 # Scripts and styles are ours or they do not run; nothing is loaded from outside, and no page may frame this one.

@@ -92,9 +92,35 @@ def details(run: Run, report: Mapping[str, Any], history: History | None, origin
             node.id: _node(node, told, run, place)
             for place, (node, told) in enumerate(zip(run.nodes, report["nodes"], strict=True))
         },
-        "timeline": _timeline(run, report, history, origin) if history else {},
+        "timeline": _live_timeline(run, report, history, origin) if history else {},
         "events": fold(telling(history.events)) if history else {},
     }
+
+
+def saved(run_id: str, history: History) -> Document:
+    """What the file of ``redelastic timeline`` shows: all that is known of a run, as it was at the history's end."""
+    broken = [this for this in history.rounds if this.down is not None]
+    return _known(
+        run=clean(run_id),
+        start=_moment(history.start),
+        end=_moment(history.end),
+        partial=None if history.complete else True,
+        closed=clean(short(history.closed)) or None,
+        rounds=len(history.rounds),
+        largest=max((this.size for this in history.rounds), default=0),
+        broken=len(broken),
+        ettr=_figures(history.ettr),
+        down=sum(this.down or 0 for this in broken) if broken else None,
+        restart=sum(restarts) if (restarts := [this.restart for this in broken if this.restart is not None]) else None,
+        away=sum(end - start for start, end in history.outages),
+        timeline=_timeline(history, history.start, None, live=False),
+        events=fold(telling(history.events), None),
+        texts={
+            event.id: "\n".join(clean(line) for line in event.detail.splitlines() or event.nodes)
+            for event in history.events
+            if event.detail or event.nodes
+        },
+    )
 
 
 def _why(run: Run, report: Mapping[str, Any]) -> str:
@@ -140,10 +166,18 @@ def _gpu(gpu: Mapping[str, Any]) -> list[float]:
     return [figure("utilization"), *memory, figure("temperature"), int(wrong)]
 
 
-def _timeline(run: Run, report: Mapping[str, Any], history: History, origin: float) -> Document:
-    """Lanes of spans, rounds and marks; ongoing spans have no end."""
+def _live_timeline(run: Run, report: Mapping[str, Any], history: History, origin: float) -> Document:
+    """The timeline of a page that is sent again and again: only as much of it as a page can show."""
     live = report["phase"] not in {"dead", "closed", "stopped", "empty"}
     cut = _cut(history, max(SPANS, 4 * len(run.nodes)))
+    drawn = _timeline(history, origin, cut, live=live)
+    drawn["rounds"] = dict(islice(drawn["rounds"].items(), max(0, len(drawn["rounds"]) - ROUNDS), None))
+    drawn["marks"] = dict(islice(drawn["marks"].items(), MARKS))
+    return drawn
+
+
+def _timeline(history: History, origin: float, cut: float | None, *, live: bool) -> Document:
+    """Lanes of spans, rounds and marks, from ``cut`` on; ongoing spans of a live run have no end."""
 
     def at(time: float) -> float:
         return round(time - origin, 2)
@@ -162,12 +196,6 @@ def _timeline(run: Run, report: Mapping[str, Any], history: History, origin: flo
         }
 
     lanes = {node.id: {"name": clean(node.name), "spans": spans(node)} for node in history.nodes}
-    marks = (
-        (f"{event.id}.{i}", [at(one.time), one.event, one.node, clean(short(one.reason))])
-        for event in reversed(history.events)
-        if event.event in MARKED
-        for i, one in enumerate(event.each())
-    )
     return _known(
         origin=_moment(origin),
         start=at(history.start if cut is None else cut),
@@ -176,11 +204,16 @@ def _timeline(run: Run, report: Mapping[str, Any], history: History, origin: flo
         lanes={node: lane for node, lane in lanes.items() if lane["spans"]},
         rounds={
             str(this.epoch): [at(this.completed_at), this.size]
-            for this in history.rounds[-ROUNDS:]
+            for this in history.rounds
             if this.completed_at is not None
         },
         outages=[[at(start), at(end)] for start, end in history.outages],
-        marks=dict(islice(marks, MARKS)),
+        marks={
+            f"{event.id}.{i}": [at(one.time), one.event, one.node, clean(short(one.reason))]
+            for event in reversed(history.events)
+            if event.event in MARKED
+            for i, one in enumerate(event.each())
+        },
     )
 
 
@@ -190,8 +223,13 @@ def _cut(history: History, most: int) -> float | None:
     return None if len(ends) <= most else heapq.nlargest(most + 1, ends)[-1]
 
 
-def fold(events: Sequence[Event]) -> Document:
-    """The last events by id; when many nodes do the same in a row, it is one event with a count."""
+def fold(events: Sequence[Event], most: int | None = EVENTS) -> Document:
+    """The last events by id; when many nodes do the same in a row, it is one event with a count.
+
+    Args:
+        events: oldest first.
+        most: how many lines at most; None for all.
+    """
     lines: list[Document] = []
     ids: list[str] = []
     for event in events:
@@ -202,7 +240,8 @@ def fold(events: Sequence[Event]) -> Document:
         else:
             lines.append(_event(event))
             ids.append(event.id)
-    return dict(zip(ids[-EVENTS:], lines[-EVENTS:], strict=True))
+    first = 0 if most is None else max(0, len(ids) - most)
+    return dict(zip(ids[first:], lines[first:], strict=True))
 
 
 def _event(event: Event) -> Document:

@@ -1,7 +1,9 @@
-"""The timeline: pictures of a run's history, and the command that draws them."""
+"""The timeline: the page that shows a run's history, and the command that writes it."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import re
 import subprocess
@@ -12,132 +14,133 @@ from datetime import datetime, timezone
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree as ET
 
 import pytest
 import redis
-from matplotlib import style
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.text import Text
 
 from redelastic import cli
-from redelastic.cli.timeline import picture
-from redelastic.cli.timeline.page import page
-from redelastic.cli.timeline.picture import FORMATS, LOOK, render
-from redelastic.cli.timeline.summary import MARKS
+from redelastic.dashboard.standalone import page
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
-from redelastic.run.history import replay
+from redelastic.run.history import History, replay
 from redelastic.run.records import Event
+from redelastic.run.wording import short
+from tests.support.browsing import Browser
 from tests.support.nodes import NodeFactory
-from tests.support.scenes import HOSTILE, SCENES, START, Story, crowded, three_nodes
+from tests.support.scenes import HOSTILE, SCENES, START, Story, three_nodes
 from tests.support.servers import wait_until
 
 
-class TestPicture:
-    @pytest.mark.parametrize("scene", SCENES)
-    def test_no_text_is_cut_off_or_covers_another(self, scene: str) -> None:
-        with style.context(LOOK):
-            figure, _ = picture._draw(replay(SCENES[scene]()), f"my-job ({scene})")
-            canvas = FigureCanvasAgg(figure)
-            canvas.draw()
-            texts: list[Text] = [*figure.texts]
-            for axes in figure.axes:
-                texts += axes.texts
-                for axis in (axes.xaxis, axes.yaxis) if axes.axison else ():
-                    low, high = sorted(axis.get_view_interval())
-                    labels = zip(axis.get_ticklocs(), axis.get_ticklabels(), strict=True)
-                    texts += [axis.label, *(label for at, label in labels if low <= at <= high)]
-            texts = [text for text in texts if text.get_text()]
-            boxes = [(t.get_text(), t.get_window_extent(canvas.get_renderer())) for t in texts]
-        assert len(boxes) > 8
-        for text, box in boxes[: len(figure.texts)]:
-            assert box.x1 < figure.axes[0].get_window_extent().x0, text  # the panel on the right
-        for i, (text, box) in enumerate(boxes):
-            assert box.x0 >= 0, text
-            assert box.y0 >= 0, text
-            assert box.x1 <= figure.bbox.x1, text
-            assert box.y1 <= figure.bbox.y1, text
-            for other, its in boxes[:i]:
-                # Ascenders and descenders of lines that follow close may touch.
-                assert not box.padded(-2).overlaps(its.padded(-2)), (text, other)
+class Parts(HTMLParser):
+    """What a page is made of."""
 
-    @pytest.mark.parametrize(("form", "magic"), [("png", b"\x89PNG"), ("pdf", b"%PDF"), ("svg", b"<svg")])
-    def test_formats(self, form: str, magic: bytes) -> None:
-        assert render(replay(three_nodes()), "my-job", form).startswith(magic)
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.links: list[str] = []
+        self.policy = ""
+        self.texts: dict[str, str] = {}  # of elements, by tag and type
+        self._in = ""
+        self.feed(text)
 
-    def test_each_bar_and_mark_says_what_it_is(self) -> None:
-        history = replay(three_nodes())
-        root = ET.fromstring(render(history, "my-job", "svg"))  # noqa: S314 - ours
-        titles = [title.text or "" for title in root.iter("{http://www.w3.org/2000/svg}title")]
-        marks = [e for e in history.events if e.event in MARKS and e.reason != "regroups"]
-        assert len(titles) == sum(len(node.spans) for node in history.nodes) + len(marks)
-        hung = next(node.id for node in history.nodes if node.name == "gpu-d")
-        assert f"{hung}: hung, worker 0 (rank 8) made no progress for 30 s, last at step 412" in titles
-        assert any(re.fullmatch(rf"{hung}: training for .* s, round 3, rank 1", title) for title in titles)
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        told = {name: value or "" for name, value in attrs}
+        self.tags.append(tag)
+        self.links += [value for name, value in told.items() if name.endswith(("href", "src"))]
+        self._in = f"{tag} {told.get('type', '')}".strip()
+        if "http-equiv" in told:
+            self.policy = told["content"]
 
-    def test_reasons_are_written_beside_faults_where_there_is_room(self) -> None:
-        with style.context(LOOK):
-            figure, _ = picture._draw(replay(crowded()), "my-job")
-        texts = {text.get_text() for axes in figure.axes for text in axes.texts}
-        assert "gpu 3: ECC errors" in texts
-        assert not any(text.startswith("lost its lease after") for text in texts)
+    def handle_data(self, data: str) -> None:
+        self.texts[self._in] = self.texts.get(self._in, "") + data
+
+    def handle_endtag(self, tag: str) -> None:
+        del tag
+        self._in = ""
+
+
+def hostile() -> History:
+    """A run all of whose texts want to be markup, or obeyed by a terminal."""
+    story = Story()
+    node = f"{HOSTILE}-1-0123456789ab"
+    story.join(0, [node])
+    story.complete(1, [node], "max_nodes joined")
+    story.tell(2, "hung", node, f"{HOSTILE}\u2028", f"{HOSTILE}\n{HOSTILE}</script>")
+    story.tell(3, HOSTILE, node, HOSTILE)
+    story.tell(4, "closed", "", HOSTILE)
+    return replay(story.events())
+
+
+class TestPage:
+    def test_it_is_one_file_whose_policy_allows_its_own_parts_and_nothing_else(self) -> None:
+        parts = Parts(page("my-job", replay(three_nodes())))
+        assert parts.links == []
+        assert "default-src 'none'" in parts.policy
+        for part in ("script module", "style"):
+            digest = base64.b64encode(hashlib.sha256(parts.texts[part].encode()).digest()).decode()
+            assert f"{part.split()[0]}-src 'sha256-{digest}';" in parts.policy
+        assert not re.search(r"^(import|export) |\bimport\(|fetch\(", parts.texts["script module"], re.MULTILINE)
+
+    def test_nothing_from_redis_becomes_markup(self) -> None:
+        text = page(HOSTILE, hostile())
+        parts = Parts(text)
+        assert parts.tags == Parts(page("my-job", replay(three_nodes()))).tags
+        assert parts.links == []
+        assert not re.search("[\x00-\x08\x0b-\x1f\u202e\u2028\ud800-\udfff]", text)
+        told = json.loads(parts.texts["script application/json"])
+        reason = next(event["reason"] for event in told["events"].values() if event["event"] == "hung")
+        assert reason.startswith("<script>alert(1)</script>\"'&"), "it is told, as text"
+
+    @pytest.mark.parametrize("scene", ["three", "crowded", "trimmed"])
+    def test_all_that_is_known_is_in_it(self, scene: str) -> None:
+        history = replay(SCENES[scene]())
+        told = json.loads(Parts(page("my-job", history)).texts["script application/json"])
+        spans = sum(len(lane["spans"]) for lane in told["timeline"]["lanes"].values())
+        assert spans == sum(len(node.spans) for node in history.nodes)
+        assert told["rounds"] == len(history.rounds)
+        assert told.get("closed") == short(history.closed)
+        assert told.get("partial", False) is not history.complete
+        assert told["texts"].keys() == {event.id for event in history.events if event.detail or event.nodes}
 
     @pytest.mark.parametrize("last", [START, START + 1e-3, START + 1e7, 1e16])
     def test_any_length_of_time(self, last: float) -> None:
         first = three_nodes()[0]
-        for form in FORMATS:
-            assert render(replay([first, Event("2-0", last, "lost", 0, 0, first.node, "went")]), "my-job", form)
+        assert page("my-job", replay([first, Event("2-0", last, "lost", 0, 0, first.node, "went")]))
 
-    def test_a_host_has_one_line_however_often_it_comes_back(self) -> None:
-        story = Story()
-        a, again, beside = story.node("a"), story.node("a"), story.node("a")
-        story.join(0, [a])
-        story.tell(10, "lost", a, "lost its lease after 6.0 s")
-        story.join(20, [again])
-        story.join(25, [beside])
-        rows = picture._rows(replay(story.events(), START + 30))
-        assert [(row.name, [node.id for node in row.nodes]) for row in rows] == [("a", [a, again]), ("a #2", [beside])]
-
-    def test_nothing_from_redis_becomes_markup(self) -> None:
-        story = Story()
-        node = f"{HOSTILE}-1-0123456789ab"
-        story.join(0, [node])
-        story.complete(1, [node], "max_nodes joined")
-        story.tell(2, "hung", node, HOSTILE, f"{HOSTILE}\n{HOSTILE}")
-        story.tell(3, HOSTILE, node, HOSTILE)
-        story.tell(4, "closed", "", HOSTILE)
-        history = replay(story.events())
-        for form in FORMATS:
-            assert render(history, HOSTILE, form)
-        svg = render(history, HOSTILE, "svg")
-        html = page(history, HOSTILE, svg.decode())
-        seen = Tags()
-        seen.feed(html)
-        plain = Tags()
-        plain.feed(page(replay(three_nodes()), "x", render(replay(three_nodes()), "x", "svg").decode()))
-        assert seen.tags <= plain.tags | {"details", "summary", "pre"}
-        assert "script" not in seen.tags
-        assert seen.attributes <= plain.attributes
-        assert not [value for value in seen.links if not value.startswith("#")]  # it loads nothing
-        assert "default-src 'none'" in html
-        assert "&lt;script&gt;alert(1)" in html  # it is told, as text
-        assert not re.search("[\x00-\x08\x0b-\x1f\u202e\ud800-\udfff]", html)
-
-
-class Tags(HTMLParser):
-    """What a page is made of."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tags: set[str] = set()
-        self.attributes: set[str] = set()
-        self.links: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.add(tag)
-        self.attributes |= {name for name, _ in attrs}
-        self.links += [value or "" for name, value in attrs if name.endswith(("href", "src"))]
+    def test_a_browser_shows_it_from_disk(self, tmp_path: Path) -> None:
+        browser = Browser(tmp_path / "profile")
+        try:
+            (tmp_path / "it.html").write_text(page("my-job", replay(three_nodes())))
+            browser.open(f"file://{tmp_path}/it.html")
+            assert browser.until("h1", "my-job")
+            assert browser.text(".lane-name").split() == ["gpu-a", "gpu-b", "gpu-c", "gpu-d"]
+            assert re.search(r"training\s+76.9 %.*lost\s+1\s+hung\s+1\s+drain\s+1", browser.text(".legend"), re.DOTALL)
+            assert "76.9 %" in browser.text(".figures")
+            browser.run("document.querySelector('summary').click()")
+            browser.until("details pre", "stack\nof it")
+            dark = [{"name": "prefers-color-scheme", "value": "dark"}]
+            grounds = []
+            for medium in ("screen", "print"):
+                browser.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": medium, "features": dark})
+                grounds.append(browser.run("return getComputedStyle(document.body).backgroundColor"))
+            assert grounds == ["rgb(14, 17, 21)", "rgb(255, 255, 255)"], "dark on the screen, light on paper"
+            story = Story()
+            a, again, beside = story.node("a"), story.node("a"), story.node("a")
+            story.join(0, [a])
+            story.tell(10, "lost", a, "lost its lease after 6.0 s")
+            story.join(20, [again])
+            story.join(25, [beside])
+            (tmp_path / "it.html").write_text(page(HOSTILE, replay(story.events(), START + 30)))
+            browser.open(f"file://{tmp_path}/it.html")
+            browser.until("h1", "<script>alert(1)</script>")
+            assert browser.text(".lane-name").split("\n") == ["a", "a #2"], "a host that comes back keeps its lane"
+            (tmp_path / "it.html").write_text(page("r", hostile()))
+            browser.open(f"file://{tmp_path}/it.html")
+            browser.until(".events", "<script>alert(1)</script>")
+            assert browser.run("return document.querySelectorAll('main script, main img').length") == 0
+            assert browser.complaints() == []
+        finally:
+            browser.close()
 
 
 Command = Callable[..., tuple[int, str, str]]
@@ -170,13 +173,13 @@ class TestCommand:
         def trained() -> float:
             return float(json.loads(command("--json")[1])["seconds"]["training"])
 
-        wait_until(lambda: trained() > 0.5, "the picture ends now, not with the last event")
-        for name in ("it.png", "it.svg", "it.pdf", "it.html", "IT.PNG"):
+        wait_until(lambda: trained() > 0.5, "the page ends now, not with the last event")
+        for name in ("it.html", "IT.HTM"):
             code, out, err = command("--out", str(tmp_path / name))
             assert (code, out) == (0, "")
             assert re.fullmatch(r".*: 1 node, 1 round, 0 broken; [0-9,]+ bytes\n", err), err
             assert (tmp_path / name).stat().st_size > 5000
-        assert f">{node.membership.node}<" in (tmp_path / "it.html").read_text()
+        assert node.membership.node in (tmp_path / "it.html").read_text()
         moment = datetime.fromtimestamp(told["start"] + 0.4, timezone.utc).isoformat()
         part = json.loads(command("--json", "--since", moment)[1])
         assert not part["complete"]
@@ -194,15 +197,27 @@ class TestCommand:
         assert max(ends) - min(ends) < 0.1  # its last heartbeat
         assert max(ends) < time.time() - 0.5
 
+    def test_the_page_is_named_after_the_run(
+        self, new_node: NodeFactory, command: Command, run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        new_node(1, 1).next_rendezvous()
+        monkeypatch.chdir(tmp_path)
+        assert command()[0] == 0
+        assert [file.name for file in tmp_path.iterdir()] == [f"timeline-{run_id}.html"]
+
     def test_wrong_arguments(self, new_node: NodeFactory, command: Command, tmp_path: Path) -> None:
         new_node(1, 1).next_rendezvous()
-        (tmp_path / "folder.png").mkdir()
+        (tmp_path / "folder.html").mkdir()
         for arguments, said in [
-            ((), "give --out FILE.png, or --json."),
-            (("--out", "it.gif"), "--out it.gif must end in one of .png, .svg, .pdf, .html."),
-            (("--out", "it"), "--out it must end in one of .png, .svg, .pdf, .html."),
-            (("--out", str(tmp_path / "no" / "it.png")), f"there is no directory {tmp_path / 'no'}."),
-            (("--out", str(tmp_path / "folder.png")), "folder.png cannot be written: Is a directory."),
+            *(
+                (
+                    ("--out", name),
+                    f"--out {name} must end in .html: the page is HTML, which a browser can print or save",
+                )
+                for name in ("it.png", "it.svg", "it.pdf", "it")
+            ),
+            (("--out", str(tmp_path / "no" / "it.html")), f"there is no directory {tmp_path / 'no'}."),
+            (("--out", str(tmp_path / "folder.html")), "folder.html cannot be written: Is a directory."),
             (("--json", "--since", "yesterday"), "--since 'yesterday' is invalid: use 15m"),
             (("--json", "--since", "2999-01-01"), "--since 2999-01-01: the last event of run"),
         ]:
@@ -211,12 +226,6 @@ class TestCommand:
             assert said in err
             assert err.startswith("redelastic timeline: ")
             assert err.count("\n") == 1
-
-    def test_without_matplotlib(self, command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        monkeypatch.setitem(sys.modules, "matplotlib", None)
-        code, out, err = command("--out", str(tmp_path / "it.png"))
-        assert (code, out) == (2, "")
-        assert err == "redelastic timeline: the picture needs matplotlib: pip install 'redelastic[timeline]'.\n"
 
     def test_no_such_run_and_no_events(self, command: Command, client: redis.Redis, keys: RunKeys) -> None:
         code, _, err = command("--json", run="not-there")
@@ -228,18 +237,11 @@ class TestCommand:
         assert err == f"redelastic timeline: run {keys.run_id!r} has no events.\n"
 
     def test_it_is_light_to_load(self) -> None:
-        script = (
-            "import sys, redelastic.cli.timeline; print(*({'matplotlib', 'torch', 'rich', 'redis'} & {*sys.modules}))"
-        )
+        script = "import sys, redelastic.cli.timeline; print(*({'torch', 'rich', 'redis'} & {*sys.modules}))"
         loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
         assert loaded.stdout.split() == []
 
-
-if __name__ == "__main__":  # python tests/cli/test_timeline.py DIRECTORY: the scenes, to be looked at
-    for scene, write in SCENES.items():
-        seen = replay(write())
-        for form in FORMATS:
-            file = Path(sys.argv[1]) / f"{scene.replace(' ', '-')}.{form}"
-            file.write_bytes(render(seen, f"my-job ({scene})", form))
-        svg = render(seen, f"my-job ({scene})", "svg").decode()
-        (Path(sys.argv[1]) / f"{scene.replace(' ', '-')}.html").write_text(page(seen, scene, svg))
+    def test_it_needs_no_extra(self) -> None:
+        script = "import sys, redelastic.dashboard.standalone; print(*({'starlette', 'uvicorn'} & {*sys.modules}))"
+        loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+        assert loaded.stdout.split() == []

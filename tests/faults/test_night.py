@@ -124,8 +124,8 @@ def test_the_commands_show_the_truth(  # noqa: PLR0915  (a night, from its begin
         assert job.wait_end("a") == job.wait_end("d") == 0
         assert ask("status")["phase"] == "closed"
 
-        history = ask("timeline", "--out", str(tmp_path / "night.png"))
-        assert (tmp_path / "night.png").read_bytes().startswith(b"\x89PNG")
+        history = ask("timeline", "--out", str(tmp_path / "night.html"))
+        assert (tmp_path / "night.html").read_text().startswith("<!doctype html>")
         ends = {node["name"]: node["why"] for node in history["nodes"]}
         assert ends["c"] == lost["reason"]
         assert ends["b"].startswith("drained")

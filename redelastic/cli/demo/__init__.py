@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import sys
-from collections.abc import Callable
+
+from redelastic.cli.common import whole_number
 
 NAME = "demo"
 SUMMARY = "kill the node of rank 0 during training, and watch the training go on"
@@ -17,30 +18,28 @@ It starts a private Redis and a few nodes, each a `redelastic run` with
 --preload=torch, that train a small network on scikit-learn's handwritten
 digits (DDP, gloo, CPU only). During the training, the node of rank 0 gets
 SIGKILL, agent and worker. The others regroup and go on from the last
-checkpoint; then a replacement joins. At the end the accuracy on held-out
-digits is measured.
+checkpoint; then a replacement joins. Meanwhile it prints the run's events, as
+`redelastic events RUN --follow` does, and at the end the accuracy on held-out
+digits.
 
 It leaves no process and no file behind. The exit code is 0 if the node was
 killed, the others survived, the replacement joined, and the accuracy is at
 least 95 %."""
-
-MIN_NODES, MAX_NODES = 2, 8
-MAX_SEED = 2**31 - 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     parser.add_argument(
         "--nodes",
-        type=_whole_number(MIN_NODES, MAX_NODES),
+        type=whole_number(2, 8),
         default=3,
         metavar="N",
-        help=f"nodes to start with, {MIN_NODES} to {MAX_NODES} (default: 3; more take longer)",
+        help="nodes to start with, 2 to 8 (default: 3; more take longer)",
     )
     parser.add_argument("--no-kill", action="store_true", help="only train: kill and replace no node")
     parser.add_argument(
         "--seed",
-        type=_whole_number(0, MAX_SEED),
+        type=whole_number(0, 2**31 - 1),
         default=0,
         metavar="N",
         help="seed of the weights, the data order and the step of the kill (default: 0)",
@@ -61,19 +60,5 @@ def run(arguments: argparse.Namespace) -> int:
         )
         return 1
     from .play import play
-    from .story import Plan
 
-    return play(Plan(nodes=arguments.nodes, kill=not arguments.no_kill, seed=arguments.seed))
-
-
-def _whole_number(low: int, high: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = low - 1
-        if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"must be a whole number from {low} to {high}, not {text!r}")
-        return value
-
-    return parse
+    return play(arguments.nodes, arguments.seed, kill=not arguments.no_kill)

@@ -83,7 +83,7 @@ def main() -> None:
         if rank == 0:
             if step % options.save_every == 0 or step == options.steps or totals[2] > 0:
                 save()
-            report("step", epoch=epoch, step=step, loss=totals[0].item() / options.batch)
+            report("step", epoch=epoch, step=step, world_size=world_size, loss=totals[0].item() / options.batch)
         redelastic.progress(step)
         time.sleep(max(0.0, options.pace - (time.monotonic() - started)))
 

@@ -1,6 +1,7 @@
 // One run: how it stands, its timeline, its nodes and its events.
 
-import { badge, count, duration, h, looks, moment, number, percent, rough, say, shape, speed, whose } from "./dom.js";
+import { badge, count, duration, h, looks, number, percent, rough, say, shape, speed, whose } from "./dom.js";
+import { eventList } from "./events.js";
 import { nodesTable } from "./nodes.js";
 import { timeline } from "./timeline.js";
 
@@ -13,7 +14,7 @@ export function runView(id) {
   const problems = h("ul", { class: "problems" });
   const lanes = timeline();
   const nodes = nodesTable(id);
-  const events = eventList(id);
+  const events = eventList((event) => textOf(id, event));
   const gone = h("p", { class: "card none", hidden: true });
   const known = h("div", {}, figures, problems,
     h("section", { class: "card", "aria-label": "Timeline" }, lanes.element),
@@ -88,58 +89,9 @@ function troubles(run) {
   return lines;
 }
 
-function eventList(run) {
-  const list = h("ol", { class: "events" });
-  const none = h("p", { class: "none" }, "Nothing has happened yet.");
-  const element = h("div", {}, h("div", { class: "card-head" }, h("h2", {}, "Events")), list, none);
-  let rows = new Map();
-  let last = null;
-
-  function update(events) {
-    if (events === last) return;
-    last = events;
-    const fresh = new Map();
-    const ids = Object.keys(events);
-    for (const id of ids) {
-      const old = rows.get(id);
-      fresh.set(id, old && old.told === events[id] ? old : { told: events[id], element: line(run, id, events[id]) });
-    }
-    for (const [id, row] of rows) if (fresh.get(id) !== row) row.element.remove();
-    let before = null; // the newest is above
-    for (const id of ids) {
-      const row = fresh.get(id).element;
-      if (row.nextSibling !== before || row.parentNode !== list) list.insertBefore(row, before);
-      before = row;
-    }
-    rows = fresh;
-    none.hidden = ids.length > 0;
-  }
-
-  return { element, update };
-}
-
-function line(run, id, event) {
-  const who = event.size ? `round ${event.round}, ${count(event.size, "node")}` : event.node === undefined ? `${number(event.count)} nodes` : whose(event);
-  const text = event.count && ["started"].includes(event.event) ? "" : event.reason;
-  const row = h("li", {},
-    h("time", { datetime: new Date(1000 * event.time).toISOString() }, moment(event.time)),
-    badge(event.event),
-    h("span", { class: "event-text" }, who ? h("b", {}, who) : "", who && text ? " " : "", text ?? ""));
-  if (event.detail) {
-    const text_ = h("pre", { tabindex: 0 }, "…");
-    const more = h("details", {}, h("summary", {}, event.count ? "nodes" : event.event === "hung" ? "stacks" : event.event === "log" ? "log" : "more"), text_);
-    more.addEventListener("toggle", async () => {
-      if (!more.open || text_.dataset.read) return;
-      try {
-        const answer = await fetch(`/api/runs/${encodeURIComponent(run)}?event=${encodeURIComponent(id)}`);
-        const found = await answer.json();
-        say(text_, answer.ok ? found.detail || found.nodes.join("\n") : found.error);
-        if (answer.ok) text_.dataset.read = "yes";
-      } catch (error) {
-        say(text_, `Could not be read: ${error.message}`);
-      }
-    });
-    row.append(more);
-  }
-  return row;
+async function textOf(run, event) {
+  const answer = await fetch(`/api/runs/${encodeURIComponent(run)}?event=${encodeURIComponent(event)}`);
+  const found = await answer.json();
+  if (!answer.ok) throw new Error(found.error);
+  return found.detail || found.nodes.join("\n");
 }

@@ -1,18 +1,18 @@
 // The run over time: a lane for each host, what it did, what broke each round. Drawn as one path a state, however many spans.
 
-import { count, duration, h, looks, moment, percent, s, say } from "./dom.js";
+import { badge, count, duration, h, looks, moment, number, percent, s, say } from "./dom.js";
 
 const STATES = ["training", "starting", "regrouping", "waiting", "unknown"];
 const NAMES = ["training", "starting workers", "fault to next round", "waiting, spare", "not known"];
 const THICK = [0.74, 0.74, 0.74, 0.3, 0.14];
 const TOP = 22;
 const BOTTOM = 24;
-const TALLEST = 460; // pixels for all lanes
 const ROUND_GAP = 26; // pixels between two numbers of rounds
 const STEPS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400, 172800, 604800];
 const RANGES = [["All", Infinity], ["1 h", 3600], ["10 min", 600]];
 
-export function timeline() {
+// tallest: pixels for all lanes.
+export function timeline(tallest = 460) {
   const svg = s("svg", { class: "lanes", role: "img", "aria-label": "Timeline" });
   const legend = h("ul", { class: "legend" });
   const tip = h("div", { class: "tip", hidden: true });
@@ -23,9 +23,7 @@ export function timeline() {
   const element = h("div", {}, h("div", { class: "card-head" }, h("h2", {}, "Timeline"), hosts, h("span", { class: "grow" }), ranges), box, none, legend);
   const items = STATES.map((state, i) => {
     const share = h("b");
-    const item = h("li", {}, h("span", { class: `swatch ${state}` }), NAMES[i], " ", share);
-    legend.append(item);
-    return { item, share };
+    return { item: h("li", {}, h("span", { class: `swatch ${state}` }), NAMES[i], " ", share), share };
   });
   let range = Infinity;
   for (const [name, seconds] of RANGES) {
@@ -65,7 +63,7 @@ export function timeline() {
     const end = told.end ?? Math.max(told.start + 1, clockOf.now - told.origin);
     const start = Math.max(told.start, end - range);
     const longest = Math.max(0, ...rows.map((row) => row.name.length));
-    const height = Math.min(22, TALLEST / Math.max(1, rows.length));
+    const height = Math.min(22, tallest / Math.max(1, rows.length));
     const labelled = height >= 11;
     const left = labelled ? Math.min(Math.max(48, 7 * longest + 14), Math.max(90, 0.24 * width)) : 8;
     const tall = Math.max(12, rows.length * height);
@@ -83,17 +81,19 @@ export function timeline() {
     if (paths[2]) parts.push(s("path", { class: "hatch", d: paths[2], fill: "url(#hatch)" }));
     parts.push(...roundLines(told.rounds ?? {}, start, end, x, tall), ...axis(start, end, x, TOP + tall));
     if (labelled) rows.forEach((row, i) => parts.push(label(row, i, height, left)));
-    parts.push(...marksOf(told, rows, start, end, x, height));
-    svg.replaceChildren(...parts);
-    summary(seconds);
+    const { marks, counts } = marksOf(told, rows, start, end, x, height);
+    svg.replaceChildren(...parts, ...marks);
+    summary(seconds, counts);
   }
 
-  function summary(seconds) {
+  function summary(seconds, counts) {
     const all = seconds.reduce((a, b) => a + b, 0);
     items.forEach(({ item, share }, i) => {
       item.hidden = !seconds[i];
       say(share, all ? percent(seconds[i] / all) : "");
     });
+    legend.replaceChildren(...items.map(({ item }) => item), ...Object.entries(counts).reverse().map(([event, n]) => h("li", {}, badge(event), h("b", {}, number(n)))));
+    if (told.outages?.length) legend.append(h("li", {}, h("span", { class: "swatch outage" }), "Redis away"));
     const words = STATES.map((_, i) => seconds[i] && `${NAMES[i]} ${percent(seconds[i] / all)}`).filter(Boolean);
     svg.setAttribute("aria-label", `Timeline of ${rows.length} hosts over ${duration(scale.end - scale.start)}: ${words.join(", ")}. The events below say what happened.`);
   }
@@ -202,6 +202,7 @@ function label(row, i, height, left) {
   const most = Math.max(4, Math.floor((left - 14) / 6.6));
   const name = row.name.length <= most ? row.name : `${row.name.slice(0, Math.ceil(most / 2))}…${row.name.slice(1 - Math.floor(most / 2))}`;
   const element = text(name, left - 8, TOP + (i + 0.5) * height + 4, "lane-name", "end");
+  element.style.fontSize = `${Math.min(12, 0.92 * height)}px`;
   element.append(s("title", {}, row.name));
   return element;
 }
@@ -213,16 +214,18 @@ const MARKS = {
 function marksOf(told, rows, start, end, x, height) {
   const places = new Map();
   rows.forEach((row, i) => row.ids.forEach((id) => places.set(id, i)));
-  const parts = [];
+  const marks = [];
+  const counts = {};
   for (const [at, event, node, reason] of Object.values(told.marks ?? {})) {
     if (at < start || at > end || !places.has(node)) continue;
     const [tone, form] = looks(event);
     const y = TOP + (places.get(node) + 0.5) * height;
     const group = s("g", { class: `mark ${tone} ${form}`, transform: `translate(${x(at).toFixed(1)} ${y.toFixed(1)})` }, s("path", { class: "halo", d: MARKS[form] }), s("path", { class: "form", d: MARKS[form] }));
     group.append(s("title", {}, `${node.replace(/-[0-9a-f]{12}$/, "")}: ${event}, ${reason} (${moment(told.origin + at)})`));
-    parts.push(group);
+    marks.push(group);
+    counts[event] = (counts[event] ?? 0) + 1;
   }
-  return parts;
+  return { marks, counts };
 }
 
 function text(words, x, y, kind, anchor) {

@@ -1,4 +1,4 @@
-"""``redelastic timeline``: a picture of a run: nodes over time, rounds and faults, and where the time went."""
+"""``redelastic timeline``: a run as a page in a file: nodes over time, rounds and faults, and where the time went."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ Draw a run's nodes and rounds from its events: which node trained when, what
 broke each round, and how much of the nodes' time went into training, waiting,
 and getting from a fault to the next round.
 
-The file's suffix selects the format: .png, .svg, .pdf, or .html, a
-self-contained page with a table of the events.
+The file is one HTML page that loads nothing: it opens from disk in any browser,
+which also prints it or saves it as PDF.
 
 Exit code: 0; 1 if the run has no events; 2 if the file cannot be written; 3 if
 Redis cannot be reached; 4 if there is no such run."""
 
-SUFFIXES: Final = (".png", ".svg", ".pdf", ".html")
+SUFFIXES: Final = (".html", ".htm")
 _AGO: Final = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,6})?)([smhd])", re.ASCII)
 _SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     common.add_run_argument(parser)
     common.add_server_arguments(parser)
     parser.add_argument(
-        "--out", metavar="FILE", type=Path, help="file to write, required without --json: FILE.png, .svg, .pdf or .html"
+        "--out", metavar="FILE", type=Path, help="the page to write (default: timeline-RUN.html, with --json none)"
     )
     parser.add_argument(
         "--since", metavar="WHEN", default="", help="start at this time: 90s, 15m, 8h or 2d ago, or 2026-11-20T18:00"
@@ -62,11 +62,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Draw the run.
 
     Raises:
-        ValueError: the file cannot be written, matplotlib is missing, or an argument is wrong.
+        ValueError: the file cannot be written, or an argument is wrong.
     """
     out: Path | None = arguments.out
     if out is None and not arguments.json:
-        raise ValueError("give --out FILE.png, or --json.")
+        out = Path(re.sub(r"[^\w.-]", "_", f"timeline-{arguments.run}.html"))
     since = _moment(arguments.since) if arguments.since else None
     if out is not None:
         _check(out)
@@ -90,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         output.write_json(_document(arguments.run, history))
     if out is not None:
-        size = _draw(out, history, arguments.run)
+        size = _write(out, history, arguments.run)
         faults = sum(this.broken_at is not None for this in history.rounds)
         told = f"{count(len(history.nodes), 'node')}, {count(len(history.rounds), 'round')}, {faults} broken"
         say(f"{out}: {told}; {size:,} bytes")
@@ -98,27 +98,18 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(out: Path) -> None:
-    """Report errors before anything is read or drawn."""
+    """Report errors before anything is read."""
     if out.suffix.lower() not in SUFFIXES:
-        raise ValueError(f"--out {out} must end in one of {', '.join(SUFFIXES)}.")
+        raise ValueError(f"--out {out} must end in .html: the page is HTML, which a browser can print or save as PDF.")
     if not out.parent.is_dir():
         raise ValueError(f"--out {out}: there is no directory {out.parent}.")
+
+
+def _write(out: Path, history: History, run_id: str) -> int:
+    from redelastic.dashboard.standalone import page
+
     try:
-        import matplotlib as mpl  # noqa: F401 - is it installed?
-    except ImportError:
-        raise ValueError("the picture needs matplotlib: pip install 'redelastic[timeline]'.") from None
-
-
-def _draw(out: Path, history: History, title: str) -> int:
-    from .page import page
-    from .picture import render
-
-    kind = out.suffix.lower()[1:]
-    picture = render(history, title, "svg" if kind == "html" else kind)
-    if kind == "html":
-        picture = page(history, title, picture.decode()).encode()
-    try:
-        return out.write_bytes(picture)
+        return out.write_bytes(page(run_id, history).encode())
     except OSError as e:
         raise ValueError(f"--out {out} cannot be written: {e.strerror}.") from e
 
