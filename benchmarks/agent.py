@@ -126,7 +126,7 @@ def running_agent(url: str, *, often: bool, preload: str = "") -> Iterator[tuple
     """`redelastic run` with one worker; yields the agent, its warden, and the file with the worker's steps."""
     with tempfile.TemporaryDirectory() as made:
         steps = Path(made) / "steps"
-        command = [sys.executable, "-m", "redelastic.cli", "run", "--nnodes=1", "--nproc-per-node=1"]
+        command = [sys.executable, "-m", "redelastic", "run", "--nnodes=1", "--nproc-per-node=1"]
         command += [f"--rdzv-id=bench-{uuid.uuid4().hex[:12]}", f"--monitor-interval={0.1 / (FASTER if often else 1)}"]
         command += ["--rdzv-endpoint=", f"--rdzv-conf=keep_alive_interval={OFTEN if often else INTERVAL}"]
         command += [f"--preload={preload}"] if preload else []

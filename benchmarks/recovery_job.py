@@ -155,7 +155,7 @@ class Job:
 
     def _command(self, number: int) -> list[str]:
         """What a node runs: a module and its arguments."""
-        command = ["redelastic.cli", "run"] if self.contender in (OURS, WARM) else ["torch.distributed.run"]
+        command = ["redelastic", "run"] if self.contender in (OURS, WARM) else ["torch.distributed.run"]
         conf = dict(self._conf)
         if self.contender in C10DS:
             command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{self._port}"]

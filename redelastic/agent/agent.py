@@ -31,9 +31,8 @@ from .host.health_endpoint import HealthEndpoint
 from .monitor import NodeMonitor
 from .options import AgentOptions
 from .reporting import Courier, Notes
-from .torchrun.exit_barrier import wait_for_others
-from .torchrun.log_folders import remove_torn_errors
-from .torchrun.regrouping import RegroupingAgent
+from .torchrun.exchange import wait_for_others
+from .torchrun.regrouping import RegroupingAgent, remove_torn_errors
 from .workers.drains import DrainFile, Drains
 from .workers.group import Workers
 from .workers.hangs import Hangs

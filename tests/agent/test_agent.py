@@ -381,7 +381,7 @@ def test_standalone_needs_nothing(tmp_path: Path) -> None:
         [
             sys.executable,
             "-m",
-            "redelastic.cli",
+            "redelastic",
             "run",
             "--standalone",
             "--nproc-per-node=2",

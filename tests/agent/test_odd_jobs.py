@@ -15,7 +15,7 @@ from torch.distributed import DistNetworkError
 
 from redelastic.agent.admission import Admission
 from redelastic.agent.options import AgentOptions
-from redelastic.agent.torchrun.exit_barrier import wait_for_others
+from redelastic.agent.torchrun.exchange import wait_for_others
 from redelastic.redis.errors import UnreachableError
 from redelastic.redis.server import RedisServer
 from tests.support.agent_job import DRAINED, AgentJob

@@ -8,15 +8,15 @@ from datetime import timedelta
 import pytest
 from torch.distributed import DistStoreError
 
-from redelastic.agent.torchrun import role_exchange
-from redelastic.agent.torchrun.role_exchange import RoleExchange
+from redelastic.agent.torchrun import exchange
+from redelastic.agent.torchrun.exchange import RoleExchange
 from redelastic.redis.connection import Connection
 from redelastic.store import RedisStore
 
 
 @pytest.fixture
 def store(connection: Connection, run_id: str, monkeypatch: pytest.MonkeyPatch) -> RedisStore:
-    monkeypatch.setattr(role_exchange, "LOOK", 0.2)
+    monkeypatch.setattr(exchange, "LOOK", 0.2)
     return RedisStore(connection, run_id, timeout=timedelta(seconds=5))
 
 

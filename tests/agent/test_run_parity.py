@@ -29,7 +29,7 @@ from tests.support.waiting import Within
 pytestmark = pytest.mark.timeout(180)
 
 TORCHRUN: Final = ("-m", "torch.distributed.run")
-OURS: Final = ("-m", "redelastic.cli", "run")
+OURS: Final = ("-m", "redelastic", "run")
 ALONE: Final = ("--standalone",)
 WITNESS: Final = Path(__file__).parents[1] / "support" / "workers" / "witness.py"
 TOKEN: Final = "TEST_TOKEN"

@@ -38,7 +38,7 @@ def launch(directory: Path, *arguments: str, **environment: str) -> subprocess.P
     """`redelastic run` on this host alone."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("REDELASTIC_")}
     return subprocess.Popen(
-        [sys.executable, "-m", "redelastic.cli", "run", "--standalone", *arguments],
+        [sys.executable, "-m", "redelastic", "run", "--standalone", *arguments],
         env={**env, "OMP_NUM_THREADS": "1", **environment},
         cwd=directory,
         stdin=subprocess.DEVNULL,

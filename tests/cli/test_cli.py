@@ -129,7 +129,7 @@ def test_help_needs_no_heavy_imports() -> None:
 
 
 def test_as_a_module() -> None:
-    asked = [sys.executable, "-m", "redelastic.cli", "no-such-command"]
+    asked = [sys.executable, "-m", "redelastic", "no-such-command"]
     done = subprocess.run(asked, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
 

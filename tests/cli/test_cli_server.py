@@ -38,7 +38,7 @@ def start(folder: Path) -> Iterator[Start]:
 
     def popen(*argv: str, **variables: str) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [sys.executable, "-m", "redelastic.cli", "server", *argv],
+            [sys.executable, "-m", "redelastic", "server", *argv],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

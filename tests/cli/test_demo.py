@@ -76,7 +76,7 @@ def _command(process: psutil.Process) -> list[str]:
 
 
 def _is_worker(command: list[str]) -> bool:
-    return TRAINING in command and "redelastic.cli" not in command
+    return TRAINING in command and "redelastic" not in command
 
 
 @pytest.fixture

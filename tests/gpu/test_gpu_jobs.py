@@ -178,7 +178,7 @@ def seen(tmp_path: Path, *options: str, visible: str | None = None) -> Any:
     script.write_text(SEES)
     environ = {k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"}
     environ |= {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    command = [sys.executable, "-m", "redelastic.cli", "run", "--standalone", *options, str(script)]
+    command = [sys.executable, "-m", "redelastic", "run", "--standalone", *options, str(script)]
     done = subprocess.run(command, env=environ, check=True, capture_output=True, text=True, timeout=120)
     return json.loads(done.stdout)
 

@@ -74,7 +74,7 @@ def test_the_sdist_has_what_belongs_to_the_source_and_builds_the_same_wheel(buil
     "launcher",
     [
         ["torch.distributed.run", "--rdzv-backend=redis", "--rdzv-endpoint=", "--rdzv-id=wheel", "--nnodes=1"],
-        ["redelastic.cli", "run", "--standalone"],
+        ["redelastic", "run", "--standalone"],
     ],
     ids=["torchrun", "redelastic run"],
 )

@@ -78,7 +78,7 @@ class Started:
             fcntl.ioctl(write, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
         self._error_end, error_end = os.pipe()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "redelastic.cli", *argv],
+            [sys.executable, "-m", "redelastic", *argv],
             stdin=subprocess.DEVNULL,
             stdout=write,
             stderr=error_end,

@@ -191,7 +191,7 @@ class Job:
         """Start nodes; options are the launcher's, arguments the script's; `conf` overrides the job's."""
         for name in names:
             torchrun = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=redis"]
-            ours = [sys.executable, "-m", "redelastic.cli", "run", f"--node-name={name}"]
+            ours = [sys.executable, "-m", "redelastic", "run", f"--node-name={name}"]
             command = ours if self._agent else torchrun
             command += [
                 f"--rdzv-id={self.run_id}",

@@ -14,7 +14,7 @@ from tests.support.agent_job import AgentJob
 from tests.support.torchrun_job import LIMIT
 
 UNRULY: Final = Path(__file__).parent / "workers" / "unruly.py"
-OURS: Final = (sys.executable, "-m", "redelastic.cli", "run")
+OURS: Final = (sys.executable, "-m", "redelastic", "run")
 
 
 def environment(action: str = "") -> dict[str, str]:

@@ -1,10 +1,14 @@
-"""RegroupingAgent: torch's agent, for which losing a node costs no more than regrouping."""
+"""RegroupingAgent: torch's agent, for which losing a node costs no more than regrouping; and its folders for logs."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import time
+from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Final
 
 from torch.distributed.elastic.agent.server.api import (
@@ -16,19 +20,20 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerState,
 )
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import SubprocessContext
+from torch.distributed.elastic.multiprocessing import LogsSpecs, SubprocessContext
+from torch.distributed.elastic.multiprocessing.api import LogsDest
 
+from redelastic.agent.workers.group import LiveFailure, fill_in_exit_codes
 from redelastic.agent.workers.stacks import state_of
 from redelastic.rendezvous.handler import RedisRendezvousHandler
 from redelastic.store import RedisStore, RoundBrokenError
 from redelastic.torch_internals import replace_agent_of_launcher
 
-from .failures import LiveFailure, fill_in_exit_codes
-from .log_folders import FolderPerRound, remove_torn_errors
-from .role_exchange import RoleExchange
+from .exchange import RoleExchange
 
 log = logging.getLogger(__name__)
 
+RESTART_COUNT: Final = "TORCHELASTIC_RESTART_RESTART_COUNT"  # torch names a folder by it
 UNINTERRUPTIBLE_TIMEOUT: Final = "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"
 
 
@@ -169,3 +174,57 @@ def _failed(workers: Sequence[Worker]) -> RunResult:
 def teach_torchrun() -> None:
     """Have torchrun use this agent."""
     replace_agent_of_launcher(LocalElasticAgent, RegroupingAgent)
+
+
+class FolderPerRound(LogsSpecs):
+    """Torch's folders, with one of its own for each round.
+
+    Torch deletes the folder of the same number of restarts, which regrouping does not raise: after ``attempt_0`` come
+    ``attempt_0.1``, ``attempt_0.2``, …
+
+    Args:
+        given: what names and makes the folders; contract: torch's ``LogsSpecs``.
+    """
+
+    def __init__(self, given: LogsSpecs) -> None:
+        self._given, self._made = given, Counter[str]()
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Make the folders for a group of workers, whose environments get their error files."""
+        count = envs[0].get(RESTART_COUNT, "0") if envs else "0"
+        number = self._made[count]
+        self._made[count] += 1
+        for env in envs.values() if number else ():
+            env[RESTART_COUNT] = f"{count}.{number}"
+        try:
+            return self._given.reify(envs)
+        finally:
+            for env in envs.values() if number else ():
+                env[RESTART_COUNT] = count
+
+    @property
+    def root_log_dir(self) -> str:
+        """Where all of them are."""
+        return self._given.root_log_dir
+
+
+def remove_torn_errors(context: Any) -> None:
+    """Remove the error files that torch cannot read, since it raises for one: a worker may have been ended writing it.
+
+    Args:
+        context: the ``PContext`` of workers that have ended.
+    """
+    for path in map(Path, context.error_files.values()):
+        with contextlib.suppress(OSError):
+            if path.is_file() and not _is_whole(path.read_bytes()):
+                path.unlink()
+
+
+def _is_whole(error: bytes) -> bool:
+    try:
+        data = json.loads(error)
+        message = data["message"]
+        int(data.get("timestamp", 0) if isinstance(message, str) else message["extraInfo"]["timestamp"])
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return False
+    return True

@@ -15,17 +15,18 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from redelastic.agent.host.cgroups import oom_kills
 from redelastic.agent.options import AgentOptions
-from redelastic.agent.signal_names import signal_name
-from redelastic.agent.torchrun.failures import LiveFailure
+from redelastic.torch_internals import exit_codes
 
 from .board import FROZEN, Board, HangWatch
 from .deaths import Deaths
+from .signals import signal_name
 from .stacks import catches, dump_stacks, speaker_of
 
 SAVE_SIGNAL: Final = signal.SIGUSR1  # tells workers that have a handler for it to save
 SPARSELY: Final = 10  # times the monitor interval: between looks at workers whose ends the kernel reports
 LONGEST_PAUSE: Final = 1.0  # between these, in seconds
 SHORTEST_PAUSE: Final = 0.01
+UNKNOWN: Final = 1  # the exit code of a worker that cannot be killed
 STACKS_TIMEOUT: Final = 10.0  # for the stacks of hung workers, in seconds
 
 
@@ -209,3 +210,29 @@ def _message(failure: ProcessFailure) -> str:
     if isinstance(told, dict):
         return f": {told.get('message', '')}"
     return "" if "To enable traceback" in told else f": {told}"
+
+
+class LiveFailure(ProcessFailure):
+    """A worker that hangs. Its exit code is the one with which the agent ended it: see :func:`fill_in_exit_codes`.
+
+    Args:
+        worker: torch's.
+        why: what is wrong with it, worded to follow its name.
+    """
+
+    def __init__(self, worker: Worker, why: str) -> None:
+        super().__init__(local_rank=worker.local_rank, pid=worker.id, exitcode=UNKNOWN, error_file="")
+        self.message = why
+
+
+def fill_in_exit_codes(result: RunResult, context: object) -> None:
+    """Fill in how the hung workers ended, once they have.
+
+    Args:
+        result: of their group.
+        context: torch's ``PContext`` that ran them.
+    """
+    codes = exit_codes(context)
+    for failure in result.failures.values():
+        if isinstance(failure, LiveFailure):
+            failure.exitcode = codes.get(failure.local_rank, UNKNOWN)

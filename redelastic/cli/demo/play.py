@@ -95,7 +95,7 @@ class Job:
         inherited = {
             name: value for name, value in os.environ.items() if not name.startswith(("PET_", "TORCHELASTIC_"))
         }
-        command = [sys.executable, "-m", "redelastic.cli", "run", f"--preload={PRELOAD}", f"--rdzv-id={self.run_id}"]
+        command = [sys.executable, "-m", "redelastic", "run", f"--preload={PRELOAD}", f"--rdzv-id={self.run_id}"]
         command += [f"--node-name={name}", f"--nnodes={self._nnodes}", "--nproc-per-node=1", "--max-restarts=5"]
         command += ["--local-addr=127.0.0.1", "--rdzv-conf=join_timeout=60", "-m", "redelastic.cli.demo.train"]
         with self._log(name).open("w") as log:

@@ -1,7 +1,0 @@
-"""``python -m redelastic.cli``: the ``redelastic`` command where scripts are not on PATH."""
-
-import sys
-
-from redelastic.cli import main
-
-sys.exit(main())
