@@ -88,8 +88,6 @@ def test_a_server_out_of_memory(own_server: RedisServer) -> None:
     [
         ("return redis.error_reply('CORRUPT the key')", RendezvousStateError, "the key. Remove that key"),
         ("return redis.error_reply('NOREPLICAS Not enough good replicas')", UnreachableError, "NOREPLICAS"),
-        ("return redis.error_reply('EXECABORT Transaction discarded because of: BUSY x')", UnreachableError, "BUSY x"),
-        ("return redis.error_reply('EXECABORT Transaction discarded because of: MISCONF')", RefusesWritesError, "disk"),
         ("return redis.error_reply('CLUSTERDOWN Hash slot not served')", UnreachableError, "not served"),
         ("return redis.error_reply('TRYAGAIN Multiple keys')", UnreachableError, "Multiple keys"),
         ("return redis.error_reply('MASTERDOWN Link')", UnreachableError, "Link"),
