@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from redelastic.redis.server import RedisServer
-from tests.support import fault_matrix
+from tests.support import fault_matrix, launchers
 from tests.support.workers.train import reference
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class Node:
         self.may_end = False  # whether the test expects it to end or has killed it
         self._err, self._out = directory / f"{name}.err", directory / f"{name}.out"
         with self._err.open("wb") as err, self._out.open("wb") as out:
-            self.process = subprocess.Popen(command, env=env, stdout=out, stderr=err, start_new_session=True)
+            self.process = launchers.start(command, env, out, err)
 
     @property
     def stderr(self) -> str:
@@ -169,6 +169,8 @@ class Job:
 
     def __exit__(self, *exc_info: object) -> None:
         self._client.close()
+        for node in self.nodes.values():
+            node.process.kill()  # the environment of one that was forked is not its own
         self._reaper.communicate(timeout=LIMIT)
         assert self._reaper.returncode == 0, "the job's processes may still be there"
         for node in self.nodes.values():
