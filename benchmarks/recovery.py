@@ -103,16 +103,13 @@ Turn = tuple[Case, str]  # a case and a contender
 
 
 def _cases() -> Iterator[Case]:
-    for nodes, fault, role in product((3, 8), ("kill", "terminate", "freeze"), ROLES):
-        contenders: tuple[str, ...] = (C10D,) if role == HOST_ROLE else CONTENDERS
-        if (nodes, fault, role) == (3, "kill", "rank 0"):
-            contenders += (UNSHARED,)
-        if (fault, role) == ("terminate", "rank 0"):
-            contenders += (WARM,)
-        yield Case(fault, role, nodes, contenders=contenders)
-    for role in ("rank 0", "another"):
-        yield Case(CRASHED, role)
-        yield Case(AGENT_KILLED, role, contenders=(OURS,))  # torchrun's workers survive their agent
+    more = {("kill", "rank 0"): (UNSHARED,), ("terminate", "rank 0"): (WARM,)}
+    for fault, role in product(("kill", "terminate", "freeze"), ROLES):
+        yield Case(fault, role, contenders=(C10D,) if role == HOST_ROLE else CONTENDERS + more.get((fault, role), ()))
+    for fault in ("kill", "terminate", "freeze"):
+        yield Case(fault, "rank 0", nodes=8, contenders=(OURS, PLUGIN))
+    yield Case(CRASHED, "rank 0")
+    yield Case(AGENT_KILLED, "rank 0", contenders=(OURS,))  # torchrun's workers survive their agent
     yield Case("freeze", "rank 0", conf=SHORT, contenders=(OURS,))
 
 

@@ -277,14 +277,13 @@ def throughput(
 
 def run(quick: bool, progress: Progress) -> Iterator[Table]:
     """As `python -m benchmarks` runs it."""
-    repeat = 1 if quick else 3
     with serving() as servers:
         progress("latency of each operation")
-        yield from latencies(servers, 1 if quick else 5, (10, 1_000) if quick else SIZES, 0.01 if quick else TURN)
+        yield from latencies(servers, 1 if quick else 4, (10, 1_000) if quick else SIZES, 0.01 if quick else TURN)
         yield from throughput(servers, (2,) if quick else CLIENTS, 1 if quick else 4, 0.05 if quick else 0.1, progress)
         progress("wake-ups")
         yield from wake_up_table(servers, 1 if quick else 5)  # waking times vary a lot
-        yield from group_tables(servers, (2,) if quick else (2, 8, 32, 64), repeat, progress)
+        yield from group_tables(servers, (2,) if quick else (2, 8, 32, 64), 1 if quick else 2, progress)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ BY_URL: Final = (OURS_BY_URL, TCP_BY_URL)
 GROUPS: Final = (OURS, TCP, *BY_URL)
 TARGETS: Final = (1.0, 3.0)  # multiples of TCPStore's time for a group and for a barrier
 BARRIERS: Final = 10
-GROUP_LIMIT: Final = 60  # seconds for one group
+GROUP_LIMIT: Final = 30  # seconds for one group
 
 
 @dataclass(frozen=True)
