@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import tempfile
 import uuid
 from collections.abc import Iterator
@@ -25,7 +24,7 @@ from redelastic.rendezvous.backend import create_backend
 from redelastic.rendezvous.handler import RedisRendezvousHandler, create_handler
 from tests.support.long_tests import quick_first
 from tests.support.nodes import NodeFactory
-from tests.support.servers import server_binaries
+from tests.support.servers import reserved_port, server_binaries
 
 pytest_plugins = [f"tests.support.{name}" for name in ("fault_matrix", "folder_times", "left_out")]
 # Speed is judged by benchmarks: here a draw or a test may take as long as a busy machine needs.
@@ -33,6 +32,7 @@ hypothesis.settings.register_profile("suite", deadline=None, suppress_health_che
 hypothesis.settings.load_profile("suite")
 # TCPStore looks up the names of its sockets' ends, even for a line of its log: one lost answer would cost 5 s.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+_SLOW = ("agent", "faults", "integrations", "proofs", "project")  # folders whose tests take the longest
 _MEMORY = "/dev/shm"
 _ROOM = 4e9  # bytes
 
@@ -40,7 +40,21 @@ _ROOM = 4e9  # bytes
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and so would ours
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or each process that a test starts would compile the package anew
     _keep_files_in_memory()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Have each process of xdist begin with slow tests: of this order, worksteal gives each a stretch."""
+    modules: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        modules.setdefault(item.path, []).append(item)
+    processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    stretches: list[list[pytest.Item]] = [[] for _ in range(processes)]
+    for path in sorted(modules, key=lambda path: path.parent.name not in _SLOW):
+        min(stretches, key=len).extend(modules[path])
+    items[:] = [item for stretch in stretches for item in stretch]
 
 
 def _keep_files_in_memory() -> None:
@@ -118,11 +132,10 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 
 @pytest.fixture
-def free_ports() -> list[int]:
-    """Four ports that were free just now."""
+def free_ports() -> Iterator[list[int]]:
+    """Four ports of 127.0.0.1 that nobody gets but servers of the test, which set SO_REUSEADDR."""
     with contextlib.ExitStack() as opened:
-        sockets = [opened.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(4)]
-        return [bound.getsockname()[1] for bound in sockets]
+        yield [opened.enter_context(reserved_port()) for _ in range(4)]
 
 
 @pytest.fixture
