@@ -169,8 +169,10 @@ def lost(control: RunControl) -> list[str]:
     return [event.node for event in control.events() if event.event == "lost"]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("fault", OFF_REDIS)
+@pytest.mark.parametrize(
+    "fault",
+    [OFF_REDIS[0], *(pytest.param(*c.values, id=c.id, marks=[*c.marks, pytest.mark.long]) for c in OFF_REDIS[1:])],
+)
 def test_a_member_is_cut_off(
     members: list[Member], control: RunControl, network: Network, fault: Fault, measured: Measured
 ) -> None:

@@ -220,11 +220,9 @@ def test_a_wait_ends_at_once_when_a_member_leaves(
     seen = {"store": store, "prefixed": store.prefixed("p"), "PrefixStore": dist.PrefixStore("p", store)}[view]
     waiting = in_thread(seen.get, "k") if view == "PrefixStore" else in_thread(wait, seen)
     until(lambda: bool(store._connection.client.exists(store._keys.waits)))
-    started = time.monotonic()
     gone.membership.leave("test")
     with pytest.raises(RoundBrokenError, match=r"Round 1 .* is broken .*test"):
         waiting.result(SOON)
-    assert time.monotonic() - started < 1
 
 
 def has_waited(store: RedisStore, other: RedisStore) -> None:
@@ -268,11 +266,9 @@ def test_what_is_there_is_read_though_the_round_is_broken(pair: Pair) -> None:
     gone.membership.leave("test")
     store.wait(["there", "q"])
     assert (store.get("there"), store.multi_get(["there"]), store.queue_pop("q")) == (b"v", [b"v"], b"item")
-    started = time.monotonic()
     for call in (lambda: store.get("k"), lambda: store.multi_get(["there", "k"]), lambda: store.queue_pop("q")):
         with pytest.raises(RoundBrokenError):
-            call()
-    assert time.monotonic() - started < 1
+            in_thread(call).result(SOON)
     assert not store.check(["k"])
 
 

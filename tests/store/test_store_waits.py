@@ -125,9 +125,7 @@ def test_a_wait_for_a_queue_with_items_needs_no_memory(own_server: RedisServer, 
     with opened(own_server, run_id) as store, own_server.get_client() as client:
         store.queue_push("q", "item")
         client.config_set("maxmemory", 1)
-        started = time.monotonic()
-        store.wait(["q"], timedelta(seconds=60))
-        assert time.monotonic() - started < 3
+        in_thread(store.wait, ["q"], timedelta(seconds=60)).result(SOON)
 
 
 def test_a_wait_without_time_looks_once(own_server: RedisServer, run_id: str) -> None:
@@ -139,9 +137,7 @@ def test_a_wait_without_time_looks_once(own_server: RedisServer, run_id: str) ->
 
 def test_a_barrier_that_all_have_passed_is_open(store: RedisStore) -> None:
     for _ in range(3):
-        started = time.monotonic()
         in_thread(store.barrier, "b", 1).result(SOON)
-        assert time.monotonic() - started < 1
 
 
 def test_a_waits_own_time_out_holds_without_a_server(own_server: RedisServer, run_id: str) -> None:
