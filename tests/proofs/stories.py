@@ -1,5 +1,9 @@
 """Golden transcripts: stories as text, told by the oracle and by the Lua alike.
 
+The stories are in `transcripts/NAME.txt`, each below its title (`== title`). `python -m tests.proofs.stories` writes
+the replies anew, as the oracle gives them, lists the files that differ and exits with 1 if there are any: read the
+diff before you commit it. Of a new story write only the commands; it adds the rest.
+
 A line is a time in ms, who does what, and the reply, in which `-` is nothing. Below it: `|` what wakes those who are
 blocked, and `*` what is on record for people, but for those who joined and rounds that were completed. The test reads
 the commands from the text and writes it anew from the replies.
@@ -16,7 +20,9 @@ join or a leave.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Final
 
 from tests.proofs.oracle import apply
@@ -37,6 +43,7 @@ from tests.proofs.oracle_state import (
 )
 from tests.proofs.twin import START, Server, stored
 
+TRANSCRIPTS: Final = Path(__file__).parent / "transcripts"
 COMMAND: Final = re.compile(
     r" *(?P<at>\d+)  (?P<node>\w+)"
     r" (?P<verb>joins|beats|leaves|finishes|gives up|closes|stops|drains|fails|is readmitted|calls|is back|answers)"
@@ -44,6 +51,13 @@ COMMAND: Final = re.compile(
     r"(?: (?P<ago>\d+) ago)?(?: in (?P<epoch>\d+))?(?: at (?P<step>\d+))?"
     r"(?: of (?P<limits>[-\d]+/[-\d]+/[-\d]+))?(?P<final>, finally)?(?P<aside>, heard|, back)?"
 )
+
+
+def read_stories(name: str) -> dict[str, str]:
+    """The stories of a transcript, by title."""
+    _, *sections = (TRANSCRIPTS / f"{name}.txt").read_text().split("\n== ")
+    titled = (section.partition("\n") for section in sections)
+    return {title: story for title, _, story in titled}
 
 
 def parse(line: str, roll_call: int | None = None) -> tuple[int, Request]:
@@ -86,8 +100,8 @@ LEAVES: Final[dict[str, Callable[[str], Leave]]] = {
 def tell(story: str, server: Server | None = None) -> str:
     """The story as it goes: on the server if there is one, else on the oracle."""
     state, told = State(), {"wake": 0, "events": 0}
-    lines = [""]
-    commands = [line.partition(" -> ")[0].rstrip() for line in story.strip("\n").splitlines() if line[8] not in "|*"]
+    lines: list[str] = []
+    commands = [line.partition(" -> ")[0].rstrip() for line in story.splitlines() if line[8:9] not in "|*"]
     width = max(38, *map(len, commands))
     for command in commands:
         now, request = parse(command, state.roll_called_at)
@@ -112,3 +126,22 @@ def wake_text(entry: dict[str, str]) -> str:
     if entry["event"] in {"roll_call", "answered"}:
         return "{event} {epoch}".format_map(entry)
     return "{event} {epoch}: {reason} ({waiting} waiting)".format_map(entry)
+
+
+def main() -> int:
+    """Write the transcripts anew, as the oracle tells their stories; 1 if any differs."""
+    status = 0
+    for path in sorted(TRANSCRIPTS.glob("*.txt")):
+        before = path.read_text()
+        opening = before.partition("\n== ")[0]
+        stories = read_stories(path.stem).items()
+        after = "".join([opening, *(f"\n== {title}\n{tell(story)}" for title, story in stories)])
+        if after != before:
+            path.write_text(after)
+            sys.stdout.write(f"{path}: rewritten\n")
+            status = 1
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
