@@ -12,7 +12,7 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from redelastic.redis import scripts
 from redelastic.redis.connection import Connection
-from redelastic.redis.errors import RefusesWritesError, UnreachableError
+from redelastic.redis.errors import UnreachableError
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
 from tests.support import servers
