@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pty
 import subprocess
 import sys
-import tempfile
 import time
 from html import escape
 from itertools import accumulate, pairwise
@@ -90,13 +90,14 @@ def drawn(lines: list[tuple[float, Text]]) -> str:
 
 def photograph(picture: Path) -> None:
     """Draw the timeline of a job that loses gamma, gets delta, drains beta, and gets it back."""
-    job = Job("2:3", "--steps=100000", "--pace=0.05")
-    job.run_id = "night"
-    with job, tempfile.TemporaryDirectory() as folder:
+    with contextlib.ExitStack() as stack:
+        job = Job(stack, "night", "2:3", "--steps=100000", "--pace=0.05")
+        folder = job.folder
 
         def train(steps: int, size: int) -> None:
-            first = job.until(lambda report: report.get("world_size") == size)
-            job.until(lambda report: report.get("step", 0) >= first["step"] + steps)
+            job.until(lambda: job.trains(size))
+            last = job.reports()[-1]["step"] + steps
+            job.until(lambda: job.trains(size, last))
 
         def redelastic(*command: str) -> None:
             endpoint = f"--endpoint={job.server.url}"

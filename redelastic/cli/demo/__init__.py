@@ -36,14 +36,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="nodes to start with, 2 to 8 (default: 3; more take longer)",
     )
-    parser.add_argument("--no-kill", action="store_true", help="only train: kill and replace no node")
-    parser.add_argument(
-        "--seed",
-        type=whole_number(0, 2**31 - 1),
-        default=0,
-        metavar="N",
-        help="seed of the weights, the data order and the step of the kill (default: 0)",
-    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -61,4 +53,4 @@ def run(arguments: argparse.Namespace) -> int:
         return 1
     from .play import play
 
-    return play(arguments.nodes, arguments.seed, kill=not arguments.no_kill)
+    return play(arguments.nodes)
