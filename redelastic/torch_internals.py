@@ -53,74 +53,41 @@ class Hook(NamedTuple):
     parameters: tuple[str, ...] = ()
 
 
-_AGENT: Final = "torch.distributed.elastic.agent.server.local_elastic_agent"
-_API: Final = "torch.distributed.elastic.agent.server.api"
-_LAUNCHER: Final = "torch.distributed.launcher.api"
-_RENDEZVOUS: Final = "torch.distributed.elastic.rendezvous"
-
-HOOKS: Final = (
-    # What our agents override or call in torch.
-    Hook(
-        _AGENT,
-        "LocalElasticAgent.__init__",
-        ("spec", "logs_specs", "start_method", "exit_barrier_timeout", "log_line_prefix_template"),
-    ),
-    Hook(_AGENT, "LocalElasticAgent._rendezvous", ("worker_group",)),
-    Hook(
-        _AGENT,
-        "LocalElasticAgent._assign_worker_ranks",
-        ("store", "group_rank", "group_world_size", "spec"),
-    ),
-    Hook(_AGENT, "LocalElasticAgent._monitor_workers", ("worker_group",)),
-    Hook(_AGENT, "LocalElasticAgent._start_workers", ("worker_group",)),
-    Hook(_AGENT, "LocalElasticAgent._stop_workers", ("worker_group",)),
-    Hook(_AGENT, "LocalElasticAgent._set_local_rank_env", ("worker_env", "local_rank", "spec")),
-    Hook(_AGENT, "LocalElasticAgent._setup_healthcheck"),
-    Hook(_AGENT, "LocalElasticAgent._shutdown", ("death_sig",)),
-    Hook(_AGENT, "LocalElasticAgent._exit_barrier"),
-    Hook(_AGENT, "LocalElasticAgent._initialize_workers", ("worker_group",)),
-    Hook(_API, "_RoleInstanceInfo", ("role", "rank", "local_world_size")),
-    Hook("torch.distributed.elastic.multiprocessing.api", "PContext.close", ("death_sig", "timeout")),
-    Hook("torch.distributed.elastic.multiprocessing.api", "PContext.pids"),
-    Hook("torch.distributed.elastic.multiprocessing.api", "LogsSpecs.reify", ("envs",)),
-    Hook(
-        "torch.distributed.elastic.multiprocessing.api",
-        "get_subprocess_handler",
-        ("entrypoint", "args", "env", "stdout", "stderr"),
-    ),
-    Hook("torch.distributed.elastic.multiprocessing.subprocess_handler", "SubprocessHandler._popen", ("args", "env")),
-    Hook("torch.distributed.elastic.utils", "macros.substitute", ("args", "local_rank")),
-    # torchrun: its parser, and where its launcher finds the agent.
-    Hook("torch.distributed.run", "get_args_parser"),
-    Hook("torch.distributed.run", "config_from_args", ("args",)),
-    Hook(_LAUNCHER, "LocalElasticAgent", ("spec", "logs_specs", "start_method", "log_line_prefix_template")),
-    Hook(
-        _LAUNCHER,
-        "LaunchConfig",
-        (
-            *("numa_options", "signals_to_handle", "duplicate_stdout_filters", "duplicate_stderr_filters"),
-            *("virtual_local_rank", "event_log_handler"),
-        ),
-    ),
-    Hook(
-        _API,
-        "WorkerSpec",
-        (
-            *("numa_options", "event_log_handler", "duplicate_stdout_filters", "duplicate_stderr_filters"),
-            *("virtual_local_rank",),
-        ),
-    ),
-    # The rendezvous and its stores.
-    Hook("torch.distributed.elastic.events", "construct_and_record_rdzv_event", ("run_id", "message", "node_state")),
-    Hook(f"{_RENDEZVOUS}.dynamic_rendezvous", "RendezvousTimeout", ("join", "last_call", "close", "heartbeat")),
-    Hook(
-        f"{_RENDEZVOUS}.dynamic_rendezvous",
-        "DynamicRendezvousHandler.from_backend",
-        ("run_id", "store", "backend", "min_nodes", "max_nodes", "local_addr", "timeout"),
-    ),
-    Hook(f"{_RENDEZVOUS}.api", "RendezvousInfo", ("store", "rank", "world_size", "bootstrap_store_info")),
-    Hook("torch.distributed.rendezvous", "_rendezvous_handlers"),
-    Hook("torch.distributed.rendezvous", "register_rendezvous_handler", ("scheme", "handler")),
+# A line each: the module below torch.distributed, the name, and the parameters that we pass.
+_TABLE: Final = """
+elastic.agent.server.local_elastic_agent  LocalElasticAgent.__init__              spec logs_specs start_method exit_barrier_timeout log_line_prefix_template
+elastic.agent.server.local_elastic_agent  LocalElasticAgent._rendezvous           worker_group
+elastic.agent.server.local_elastic_agent  LocalElasticAgent._assign_worker_ranks  store group_rank group_world_size spec
+elastic.agent.server.local_elastic_agent  LocalElasticAgent._monitor_workers      worker_group
+elastic.agent.server.local_elastic_agent  LocalElasticAgent._start_workers        worker_group
+elastic.agent.server.local_elastic_agent  LocalElasticAgent._stop_workers         worker_group
+elastic.agent.server.local_elastic_agent  LocalElasticAgent._set_local_rank_env   worker_env local_rank spec
+elastic.agent.server.local_elastic_agent  LocalElasticAgent._setup_healthcheck
+elastic.agent.server.local_elastic_agent  LocalElasticAgent._shutdown             death_sig
+elastic.agent.server.local_elastic_agent  LocalElasticAgent._exit_barrier
+elastic.agent.server.local_elastic_agent  LocalElasticAgent._initialize_workers   worker_group
+elastic.agent.server.api                  _RoleInstanceInfo                       role rank local_world_size
+elastic.agent.server.api                  WorkerSpec                              numa_options event_log_handler duplicate_stdout_filters duplicate_stderr_filters virtual_local_rank
+elastic.multiprocessing.api               PContext.close                          death_sig timeout
+elastic.multiprocessing.api               PContext.pids
+elastic.multiprocessing.api               LogsSpecs.reify                         envs
+elastic.multiprocessing.api               get_subprocess_handler                  entrypoint args env stdout stderr
+elastic.multiprocessing.subprocess_handler  SubprocessHandler._popen              args env
+elastic.utils                             macros.substitute                       args local_rank
+run                                       get_args_parser
+run                                       config_from_args                        args
+launcher.api                              LocalElasticAgent                       spec logs_specs start_method log_line_prefix_template
+launcher.api                              LaunchConfig                            numa_options signals_to_handle duplicate_stdout_filters duplicate_stderr_filters virtual_local_rank event_log_handler
+elastic.events                            construct_and_record_rdzv_event         run_id message node_state
+elastic.rendezvous.dynamic_rendezvous     RendezvousTimeout                       join last_call close heartbeat
+elastic.rendezvous.dynamic_rendezvous     DynamicRendezvousHandler.from_backend   run_id store backend min_nodes max_nodes local_addr timeout
+elastic.rendezvous.api                    RendezvousInfo                          store rank world_size bootstrap_store_info
+rendezvous                                _rendezvous_handlers
+rendezvous                                register_rendezvous_handler             scheme handler
+"""  # noqa: E501
+HOOKS: Final = tuple(
+    Hook(f"torch.distributed.{module}", name, tuple(parameters))
+    for module, name, *parameters in map(str.split, _TABLE.strip().splitlines())
 )
 
 
@@ -245,7 +212,7 @@ def replace_agent_of_launcher(theirs: type, ours: type) -> None:
     If no launcher is loaded, torchrun is not in use, and this does nothing. If the launcher uses another agent, that
     agent stays, and a warning says what that costs.
     """
-    launcher: Any = sys.modules.get(_LAUNCHER)
+    launcher: Any = sys.modules.get("torch.distributed.launcher.api")
     if launcher is None:
         return
     found = getattr(launcher, theirs.__name__, None)

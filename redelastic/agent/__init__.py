@@ -6,8 +6,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .admission import RefusedError
     from .agent import RedisElasticAgent
+    from .limits import RefusedError
     from .options import AgentOptions
 
 __all__ = ["AgentOptions", "RedisElasticAgent", "RefusedError"]

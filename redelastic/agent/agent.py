@@ -22,15 +22,13 @@ from redelastic.run.logs import failure_text, places_text
 from redelastic.store import RedisStore
 from redelastic.torch_internals import close_within, shut_down, shutdown_option
 
-from .admission import Admission, log_folder
-from .background import repeat
-from .budget import Budget
+from .background import Courier, Notes, repeat
 from .host.checks import Node
 from .host.gpus import assign
 from .host.health_endpoint import HealthEndpoint
+from .limits import Admission, Budget, log_folder
 from .monitor import NodeMonitor
 from .options import AgentOptions
-from .reporting import Courier, Notes
 from .torchrun.exchange import wait_for_others
 from .torchrun.regrouping import RegroupingAgent, remove_torn_errors
 from .workers.drains import DrainFile, Drains

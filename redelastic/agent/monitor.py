@@ -14,10 +14,10 @@ from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerState
 
 from redelastic.rendezvous.membership import Membership
 
-from .admission import Admission
 from .background import repeat
 from .host.gpus import Gpu, why_hidden
 from .host.telemetry import Telemetry, bounded, trees
+from .limits import Admission
 from .workers.drains import Drains
 from .workers.group import Workers
 from .workers.processes import ProcessTree

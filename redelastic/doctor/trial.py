@@ -36,7 +36,6 @@ PINGS: Final = 100
 PINGS_S: Final = 1.5  # no more pings after this time, in seconds
 SLOW_MS: Final = 10.0
 SLOW_WAKE_MS: Final = 100.0  # what I7 promises
-CLOCKS_APART: Final = 1.0  # in seconds
 WAKES: Final = 5
 BLOCKED_S: Final = 0.05  # after which a reader is assumed to be blocked
 KINDS: Final = ("string", "hash", "set", "zset", "stream", "list")
@@ -145,7 +144,7 @@ class Corner:
 
 
 def examine_round_trips(connection: Connection) -> Iterator[Finding]:
-    """Measure the round trip to the server, and compare its clock with ours.
+    """Measure the round trip to the server.
 
     Raises:
         RendezvousConnectionError: it stopped answering.
@@ -160,19 +159,6 @@ def examine_round_trips(connection: Connection) -> Iterator[Finding]:
     advice = "Move Redis closer to the nodes: a rendezvous takes several round trips." if level != "ok" else ""
     found = f"{median:.2f} ms median, {most:.2f} ms maximum of {len(times)} round trips"
     yield Finding("trial", "latency", level, found, advice, {"median_ms": median, "max_ms": most})
-    try:
-        seconds, microseconds = connection.call(lambda _: client.time())
-    except UnreachableError:
-        raise
-    except RendezvousError:  # denied, which `examine_rights` reports, or a sentinel
-        return
-    apart = seconds + microseconds / 1e6 - time.time()
-    found = f"the server's is {abs(apart):.1f} s {'ahead of' if apart > 0 else 'behind'} ours"
-    if abs(apart) < CLOCKS_APART:
-        yield Finding("trial", "clock", "ok", found, numbers={"ahead_s": apart})
-    else:
-        advice = "Runs are not affected; allow for it when you compare `redelastic events` with logs."
-        yield Finding("trial", "clock", "note", found, advice, {"ahead_s": apart})
 
 
 def _timed(operation: Callable[[], object]) -> float:

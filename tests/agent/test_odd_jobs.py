@@ -13,7 +13,7 @@ from typing import Any, Final
 import pytest
 from torch.distributed import DistNetworkError
 
-from redelastic.agent.admission import Admission
+from redelastic.agent.limits import Admission
 from redelastic.agent.options import AgentOptions
 from redelastic.agent.torchrun.exchange import wait_for_others
 from redelastic.redis.errors import UnreachableError

@@ -31,7 +31,7 @@ def test_a_script_that_ends_at_once(tmp_path: Path, source: str, code: int) -> N
     command = [*OURS, "--standalone", "--nproc-per-node=2", str(script)]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=LIMIT, check=False)
     assert done.returncode == code
-    assert "redelastic" not in done.stderr.replace("redelastic.agent.budget] worker", "").replace(str(tmp_path), "")
+    assert "redelastic" not in done.stderr.replace("redelastic.agent.limits] worker", "").replace(str(tmp_path), "")
     if code:
         assert "No module named 'no_such_module'" in done.stderr
         assert f"{script} FAILED" in done.stderr

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
-from redelastic.agent.workers.signals import signal_name
+from redelastic.agent.workers.deaths import signal_name
 
 KILL_PATIENCE: Final = 2.0  # how long a killed process may take to be gone, in seconds
 OUTPUT_KEPT: Final = 65536  # of a process, in bytes

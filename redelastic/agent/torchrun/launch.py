@@ -19,8 +19,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, g
 from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousParameters
 from torch.distributed.launcher.api import LaunchConfig
 
-from redelastic.agent.admission import RefusedError
 from redelastic.agent.agent import RedisElasticAgent
+from redelastic.agent.limits import RefusedError
 from redelastic.agent.options import AgentOptions
 from redelastic.logs import say
 from redelastic.rendezvous.handler import RedisRendezvousHandler, handler_from_parameters

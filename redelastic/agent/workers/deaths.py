@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -65,3 +66,11 @@ def _has_ended(child: int) -> bool:
         return os.waitid(os.P_PID, child, EXITED | os.WNOHANG) is not None
     except ChildProcessError:  # it has been waited for already
         return True
+
+
+def signal_name(number: int) -> str:
+    """The name of a signal, such as SIGKILL or SIGRTMIN+5; Python has none for most real-time signals."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"SIGRTMIN+{number - signal.SIGRTMIN}" if number > signal.SIGRTMIN else f"signal {number}"

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from redelastic.agent.reporting import Courier
+from redelastic.agent.background import Courier
 from redelastic.rendezvous.membership import DrainedError, Membership
 from redelastic.rendezvous.view import NOWHERE, Drain, place_of
 from redelastic.store import RedisStore, RoundBrokenError

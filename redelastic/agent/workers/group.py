@@ -18,8 +18,7 @@ from redelastic.agent.options import AgentOptions
 from redelastic.torch_internals import exit_codes
 
 from .board import FROZEN, Board, HangWatch
-from .deaths import Deaths
-from .signals import signal_name
+from .deaths import Deaths, signal_name
 from .stacks import catches, dump_stacks, speaker_of
 
 SAVE_SIGNAL: Final = signal.SIGUSR1  # tells workers that have a handler for it to save

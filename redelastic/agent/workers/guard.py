@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Final
 
-from redelastic.agent.workers.signals import signal_name
+from redelastic.agent.workers.deaths import signal_name
 from redelastic.redis.endpoint import URL_VARIABLE
 
 from . import warden

@@ -1,4 +1,4 @@
-"""The signals on which a node drains, and the names of all."""
+"""The signals on which a node drains."""
 
 from __future__ import annotations
 
@@ -69,11 +69,3 @@ def _give_back() -> None:
 
 # A forked worker is not an agent: SIGTERM must end it.
 os.register_at_fork(after_in_child=_give_back)
-
-
-def signal_name(number: int) -> str:
-    """The name of a signal, such as SIGKILL or SIGRTMIN+5; Python has none for most real-time signals."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"SIGRTMIN+{number - signal.SIGRTMIN}" if number > signal.SIGRTMIN else f"signal {number}"

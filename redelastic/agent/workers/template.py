@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Final
 
-from redelastic.agent.workers.signals import signal_name
+from redelastic.agent.workers.deaths import signal_name
 
 from .site.sitecustomize import ADOPTED, RUN, VARIABLE, receive, send
 

@@ -1,15 +1,19 @@
-"""Admission: whether this node may join its run, or is kept out or refused first."""
+"""Limits: whether this node may join its run, and whether the job has a restart left."""
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from torch.distributed.elastic.agent.server.api import RunResult
 from torch.distributed.elastic.multiprocessing import LogsSpecs
-from torch.distributed.elastic.rendezvous.api import RendezvousError
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousError
 
 from redelastic.redis.errors import UnreachableError
 from redelastic.rendezvous.membership import Membership
@@ -17,6 +21,9 @@ from redelastic.run.control import RunControl
 
 from .host.checks import Node, run_checks
 from .options import AgentOptions
+
+if TYPE_CHECKING:
+    from .monitor import NodeMonitor  # which reports what the admission waits for
 
 log = logging.getLogger(__name__)
 
@@ -103,3 +110,43 @@ class Admission:
         self.barred = True
         self._membership.wait_while(lambda: self._control.failures(self._host) >= limit)
         self.barred = False
+
+
+class Budget:
+    """The job's restart budget, as one of its nodes draws on it.
+
+    Args:
+        membership: of this node.
+        monitor: knows the workers, and reports the number of restarts.
+        options: the limits.
+    """
+
+    def __init__(self, membership: Membership, monitor: NodeMonitor, options: AgentOptions) -> None:
+        self._membership, self._monitor, self._options = membership, monitor, options
+
+    def charge(self, result: RunResult, *, final: bool) -> str:
+        """Count a failure of this node's workers; returns why the job may not go on, or "".
+
+        Args:
+            result: of the workers.
+            final: whether to stop the run if no restart is left; otherwise this only says so.
+        """
+        workers = self._monitor.workers
+        failed_at = (workers.first_failure if workers else None) or time.monotonic()
+        step = workers.highest_step if workers else -1
+        cause = self.cause(result)
+        if not final:
+            log.error("%s.", cause)
+        self._monitor.allow(math.inf)  # for as long as Redis is away
+        try:
+            told = self._membership.charge(failed_at, step, cause, self._options.limits, final=final)
+        except RendezvousConnectionError as e:
+            log.warning("The failure could not be counted: %s", e)
+            return ""
+        self._monitor.job_restarts, _, verdict = told
+        return verdict
+
+    def cause(self, result: RunResult) -> str:
+        """What happened to the worker that failed first, in words."""
+        workers = self._monitor.workers
+        return workers.cause(result, self._monitor.worker_usage) if workers else result.state.name
