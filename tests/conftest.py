@@ -67,10 +67,14 @@ def _keep_files_in_memory() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _own_signal_handlers() -> Iterator[None]:
+def _own_signal_handlers_and_variables() -> Iterator[None]:
     """Torch's launcher leaves its own behind in the process that it ran in."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    environment = dict(os.environ)
     yield
+    for name in os.environ.keys() - environment.keys():
+        del os.environ[name]
+    os.environ.update(environment)
     for number, handler in before.items():
         if handler is not None:
             signal.signal(number, handler)

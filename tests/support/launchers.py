@@ -1,7 +1,8 @@
 """Starts torchrun and `redelastic run` as forks of a process that has imported torch, which takes more than a second.
 
 Each launcher is a process of its own, in a session of its own, as one that is started anew. It is started anew where
-that makes a difference: in a long run, in other namespaces, and with other variables that are read at the start.
+that makes a difference: in a long run, in other namespaces, with other variables that are read at the start, and where
+its output goes into a pipe.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import runpy
 import select
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import threading
@@ -135,7 +137,8 @@ def start(command: list[str], environment: Mapping[str, str], out: Any, err: Any
     if not LONG and _template is None:
         _template = Template()
         atexit.register(_template.close)
-    if _template is not None and _template.fits(command, environment):
+    into_files = all(stat.S_ISREG(os.fstat(file.fileno()).st_mode) for file in (out, err))
+    if _template is not None and into_files and _template.fits(command, environment):
         return _template.start(command, environment, out.fileno(), err.fileno())
     return subprocess.Popen(command, env=environment, stdout=out, stderr=err, start_new_session=True)
 
