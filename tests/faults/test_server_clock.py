@@ -106,9 +106,9 @@ def promoted(stack: ExitStack, folder: Path, seconds: float) -> Site:
     """Clients come through a proxy, which is told where the master is."""
     clocks = Clock(folder / "clock"), Clock(folder / "other-clock", seconds)
     master = stack.enter_context(clocked(folder, clocks[0], config={"repl-diskless-sync-delay": "0"}))
-    follows = {"replicaof": f"{HOST} {port_of(master)}", "masterauth": master._password}
+    follows = {"replicaof": f"{HOST} {port_of(master)}", "masterauth": master.password}
     replica = clocked(folder, clocks[1], config=follows)
-    replica._password = master._password
+    replica.password = master.password
     stack.enter_context(replica)
     with replica.get_client() as client:
         wait_until(lambda: client.info("replication")["master_link_status"] == "up", "the replica is in step")
@@ -121,7 +121,7 @@ def promoted(stack: ExitStack, folder: Path, seconds: float) -> Site:
         master.kill()
         assert abs(clocks[1].shown_by(replica) - seconds) < 5, "the server believes in its clock"
 
-    return Site(f"redis://:{master._password}@{HOST}:{proxy.port}", seconds, jump)
+    return Site(f"redis://:{master.password}@{HOST}:{proxy.port}", seconds, jump)
 
 
 How = Callable[[ExitStack, Path, float], Site]

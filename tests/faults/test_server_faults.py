@@ -197,7 +197,7 @@ def test_a_node_that_was_never_served_is_told_at_once(
 def test_a_node_without_permission_is_told_at_once(own_server: RedisServer, new_node: NodeFactory) -> None:
     with own_server.get_client() as admin:
         admin.acl_setuser("reader", enabled=True, passwords=["+pw"], keys=["*"], commands=["+@read", "+@connection"])
-    url = own_server.url.replace(f":{own_server._password}@", "reader:pw@")
+    url = own_server.url.replace(f":{own_server.password}@", "reader:pw@")
     node = new_node(1, 1, url=url, join_timeout=120)
     started = time.monotonic()
     with pytest.raises(RendezvousConnectionError, match=r"denies this user a key or command.*ACL|needs the rules"):

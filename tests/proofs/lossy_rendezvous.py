@@ -39,7 +39,7 @@ class Monitor:
     def __init__(self, server: RedisServer) -> None:
         self._server = server
         self._socket = socket.create_connection(address(server))
-        self._socket.sendall(f"AUTH {server._password}\r\nMONITOR\r\n".encode())
+        self._socket.sendall(f"AUTH {server.password}\r\nMONITOR\r\n".encode())
         self._file = self._socket.makefile("rb")
         assert [self._file.readline() for _ in range(2)] == [b"+OK\r\n"] * 2
         self._lines: list[bytes] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -19,10 +20,8 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from redelastic import RedisStore
-from redelastic.redis import connection as connection_module
 from redelastic.redis import scripts
 from redelastic.redis.connection import Connection
-from redelastic.redis.endpoint import Endpoint
 from redelastic.redis.errors import UnreachableError
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
@@ -50,36 +49,26 @@ def test_connecting_is_given_up_after_its_time(tmp_path_factory: pytest.TempPath
             assert url in str(raised.value)
 
 
-@pytest.mark.parametrize(("read", "connect", "expected"), [(60, None, 10), (2, None, 2), (2, 30, 30), (60, 3, 3)])
-def test_connecting_is_tried_for_ten_seconds_but_no_longer_than_one_call(
-    read: float, connect: float | None, expected: float, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("read", "connect", "expected"), [(0.5, None, 0.5), (0.1, 0.5, 0.5), (60, 0.5, 0.5)])
+def test_connecting_is_tried_no_longer_than_one_call_unless_told_otherwise(
+    read: float, connect: float | None, expected: float
 ) -> None:
-    tried = []
-
-    def give_up(_: object, __: str, patience: float, ___: float) -> None:
-        tried.append(patience)
-        raise UnreachableError
-
-    monkeypatch.setattr(connection_module, "retried", give_up)
-    with pytest.raises(UnreachableError):
+    with takes(expected - 0.2, expected + 1.5), pytest.raises(UnreachableError):
         Connection.open("redis://127.0.0.1:1", read_timeout=read, connect_timeout=connect)
-    assert tried == [expected]
 
 
-@pytest.mark.parametrize(("error", "patience"), [(redis.AuthenticationError, 9), (redis.ConnectionError, 0)])
-def test_what_is_final_or_took_all_its_time_is_tried_once(
-    error: type[Exception], patience: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tried = []
+@pytest.mark.parametrize(
+    ("answer", "patience"), [(b"-WRONGPASS invalid username-password pair\r\n", 9), (b"", 0)], ids=["final", "no time"]
+)
+def test_what_is_final_or_took_all_its_time_is_tried_once(answer: bytes, patience: float) -> None:
+    def refuse(connection: socket.socket) -> None:
+        connection.recv(4096)
+        connection.sendall(answer)
 
-    def refuse(_: object, attempt: float) -> None:
-        tried.append(attempt)
-        raise error
-
-    monkeypatch.setattr(Endpoint, "open", refuse)
-    with pytest.raises(RendezvousConnectionError):
-        Connection.open("redis://127.0.0.1:1", connect_timeout=patience)
-    assert len(tried) == 1
+    with peer(refuse) as unwilling:
+        with pytest.raises(RendezvousConnectionError):
+            Connection.open(f"redis://:secret@127.0.0.1:{unwilling.port}", connect_timeout=patience)
+        assert unwilling.accepted == 1
 
 
 @pytest.mark.parametrize("scheme", ["redis", "rediss", "redis+cluster", "redis+sentinel"])
@@ -139,7 +128,7 @@ def test_too_many_clients_passes(own_server: RedisServer) -> None:
 
 
 def test_a_server_that_still_loads_its_data_is_waited_for(tmp_path: object) -> None:
-    with RedisServer(data_dir=str(tmp_path)) as server:
+    with RedisServer(data_dir=str(tmp_path), startup_timeout=30) as server:
         with server.get_client() as client:
             pipe = client.pipeline(transaction=False)
             for i in range(16384):  # it looks at its clients after each 1,024 commands that it loads
@@ -147,11 +136,10 @@ def test_a_server_that_still_loads_its_data_is_waited_for(tmp_path: object) -> N
             pipe.execute()
         connection = opened(server.url, connect=20)
         server.kill()
-        server._config["key-load-delay"] = "300"  # in microseconds, for each key
-        with ThreadPoolExecutor(1) as pool:
+        server.config["key-load-delay"] = "300"  # in microseconds, for each key
+        with ThreadPoolExecutor(2) as pool:
             waiting = pool.submit(connection.call, lambda c: (c.get("k16383"), c.info("persistence")["loading"]), 30)
-            server._await_answer = lambda *_: None  # type: ignore[method-assign]
-            server.start()
+            starting = pool.submit(server.start)
             seen: list[str] = []
 
             def loading() -> bool:
@@ -164,6 +152,7 @@ def test_a_server_that_still_loads_its_data_is_waited_for(tmp_path: object) -> N
 
             servers.wait_until(loading, "the server loads")
             assert waiting.result(30) == (b"x", 0)
+            starting.result(30)
         connection.close()
 
 

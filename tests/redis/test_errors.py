@@ -53,7 +53,7 @@ def test_a_database_that_is_not_there(server: RedisServer) -> None:
 def test_a_server_that_is_no_cluster_and_no_sentinel(server: RedisServer) -> None:
     for scheme, rest, says in (
         ("redis+cluster", "", r"is not a Cluster. Use redis://"),
-        ("redis+sentinel", f"/m?sentinel_password={server._password}", r"is not a sentinel. Use redis://"),
+        ("redis+sentinel", f"/m?sentinel_password={server.password}", r"is not a sentinel. Use redis://"),
     ):
         url = server.url.replace("redis://", f"{scheme}://").removesuffix("/0") + rest
         with takes(0, 1), pytest.raises(RendezvousConnectionError, match=says):

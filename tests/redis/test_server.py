@@ -13,21 +13,21 @@ import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import psutil
 import pytest
 import redis
 
 from redelastic.redis import server as server_module
-from redelastic.redis.server import RedisServer, find_binary
+from redelastic.redis.server import RedisServer, find_binary, installed_binaries
 from tests.support.shell_scripts import make_script
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 # Every server on this machine: each must behave the same.
-BINARIES = list(dict.fromkeys([find_binary(), *server_module._installed_binaries()]))
+BINARIES = list(dict.fromkeys([find_binary(), *installed_binaries()]))
 
 # The module is loaded by its path: the package's own import brings torch, seconds for each process.
 LOAD_MODULE = f"""
@@ -71,10 +71,6 @@ def read_words(parent: subprocess.Popen[str]) -> list[str]:
     return parent.stdout.readline().split()
 
 
-def password_of(server: RedisServer) -> str:
-    return server.url.split(":")[2].split("@")[0]
-
-
 # ---- what it serves
 
 
@@ -83,7 +79,7 @@ def test_answers_only_with_the_password(binary: str, unix_socket: bool) -> None:
     with RedisServer(binary, unix_socket=unix_socket) as server:
         with server.get_client() as client:
             assert client.ping()
-        without_password = server.url.replace(f":{password_of(server)}@", "")
+        without_password = server.url.replace(f":{server.password}@", "")
         with redis.Redis.from_url(without_password) as stranger, pytest.raises(redis.AuthenticationError):
             stranger.ping()
         assert server.pid is not None
@@ -92,29 +88,23 @@ def test_answers_only_with_the_password(binary: str, unix_socket: bool) -> None:
         assert [f"{c.laddr.ip}:{c.laddr.port}" for c in listening] == expected
 
 
-def test_password_is_in_no_place_that_others_read(binary: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spawned: list[object] = []
-    real_popen = subprocess.Popen
-
-    def spy(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
-        spawned.extend([command, options["env"]])
-        return real_popen(command, **options)
-
-    monkeypatch.setattr(subprocess, "Popen", spy)
-    with RedisServer(binary, data_dir=tmp_path, unix_socket=True) as server, server.get_client() as client:
+def test_password_is_in_no_place_that_others_read(binary: str, tmp_path: Path) -> None:
+    # Redis writes over its arguments and environment once it runs, so what it was started with counts too.
+    started, data = tmp_path / "started", tmp_path / "data"
+    wrapper = make_script(tmp_path / "redis-server", f'{{ echo "$0 $*"; env; }} > {started}', f'exec {binary} "$@"')
+    with RedisServer(wrapper, data_dir=data, unix_socket=True) as server, server.get_client() as client:
         client.set("key", "value")
-        password = password_of(server)
+        password = server.password
         assert len(password) == 64
         assert password not in repr(server)
         assert server.endpoint in repr(server)
-        # Redis writes over both once it runs, so what it was started with counts too.
-        assert len(spawned) == 2
-        assert password not in repr(spawned)
+        assert str(wrapper) in started.read_text()
+        assert password not in started.read_text()
         for name in ("cmdline", "environ"):
             assert password.encode() not in Path(f"/proc/{server.pid}/{name}").read_bytes()
         private_dir = Path(server.endpoint).parent
         assert private_dir.stat().st_mode & 0o777 == 0o700
-        files = [path for folder in (private_dir, tmp_path) for path in folder.rglob("*") if path.is_file()]
+        files = [path for folder in (private_dir, data) for path in folder.rglob("*") if path.is_file()]
         assert {path.name for path in files} > {"redis.log"}
         assert not [path for path in files if password.encode() in path.read_bytes()]
 
@@ -124,7 +114,7 @@ def test_servers_share_nothing() -> None:
         first.set("key", "one")
         assert second.get("key") is None
         assert one.endpoint != two.endpoint
-        assert password_of(one) != password_of(two)
+        assert one.password != two.password
 
 
 def test_eight_start_at_the_same_moment() -> None:

