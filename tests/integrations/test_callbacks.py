@@ -41,8 +41,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ModuleType]:
 
     def load(name: str, library: str, *classes: str) -> ModuleType:
         stand_in = ModuleType(library)
-        for one in classes:
-            setattr(stand_in, one, type(one, (), {}))
+        vars(stand_in).update({one: type(one, (), {}) for one in classes})
         monkeypatch.setitem(sys.modules, library.partition(".")[0], stand_in)
         monkeypatch.setitem(sys.modules, library, stand_in)
         monkeypatch.delitem(sys.modules, f"redelastic.integrations.{name}", raising=False)

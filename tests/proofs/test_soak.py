@@ -307,13 +307,12 @@ def test_what_breaks_one_is_caught(guarantee: str, what: str, changes: Changes) 
 
 @pytest.mark.parametrize(("changes", "says"), [({}, "all promises kept"), (BROKEN[0][2], "I1 at 6.3")])
 def test_a_recorded_history_is_judged_again(
-    changes: Changes, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    changes: Changes, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recorded = tmp_path / "history.jsonl"
     recorded.write_text("".join(json.dumps(event) + "\n" for event in history(changes)))
-    monkeypatch.setattr("sys.argv", ["soak", "--check", str(recorded)])
     with pytest.raises(SystemExit) as ended:
-        main()
+        main(["--check", str(recorded)])
     assert ended.value.code == (1 if changes else 0)
     assert says in capsys.readouterr().out
 

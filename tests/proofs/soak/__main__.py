@@ -9,7 +9,7 @@ from pathlib import Path
 from . import session
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.proofs.soak", description=__doc__)
     parser.add_argument("--seed", type=int, default=1, help="what is done and when follows from it")
     parser.add_argument("--minutes", type=float, default=2.0)
@@ -19,7 +19,7 @@ def main() -> None:
     parser.add_argument("--keep-going", action="store_true", help="go on after an episode that failed")
     parser.add_argument("--folder", type=Path, help="where histories of failed episodes are put")
     parser.add_argument("--check", type=Path, metavar="HISTORY", help="only judge one that was recorded")
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
     if given.check:
         verdict = session.judge(given.check)
         _say("\n".join([*map(str, verdict.violations), session.summary([verdict])]))

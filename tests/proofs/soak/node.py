@@ -86,7 +86,7 @@ class Node:
         self._told = told
         self._note = Writer(Path(told["history"]), told["name"])
         self._asked_to_close, self._asked_to_call = threading.Event(), threading.Event()
-        self._finished = False
+        self._asked_to_finish = threading.Event()
 
     def run(self) -> None:
         threading.Thread(target=self._pulse, daemon=True).start()
@@ -142,7 +142,7 @@ class Node:
     def _take_part(self, handler: RedisRendezvousHandler) -> None:
         signal.signal(signal.SIGUSR1, lambda *_: self._asked_to_close.set())
         signal.signal(signal.SIGHUP, lambda *_: self._asked_to_call.set())
-        signal.signal(signal.SIGUSR2, lambda *_: setattr(self, "_finished", True))
+        signal.signal(signal.SIGUSR2, lambda *_: self._asked_to_finish.set())
         worker: Worker | None = None
         while True:
             self._note("asks")
@@ -173,7 +173,7 @@ class Node:
             if self._asked_to_call.is_set():
                 self._asked_to_call.clear()
                 self._call(handler.membership)
-            if self._finished:
+            if self._asked_to_finish.is_set():
                 return "finished"
             if handler.membership.view.closed:
                 self._note("heard", why=handler.membership.view.closed)

@@ -197,8 +197,22 @@ class Story:
                 self.slow.append((event["since"], event["until"]))
             case "record":
                 self.records.append(event)
-            case when:
-                setattr(self, when, min(getattr(self, when), event["t"]))
+            case moment:
+                self._take_moment(moment, event["t"])
+
+    def _take_moment(self, what: str, t: float) -> None:
+        """What may be told more than once, of which the first time counts."""
+        match what:
+            case "closing":
+                self.closing = min(self.closing, t)
+            case "closed":
+                self.closed = min(self.closed, t)
+            case "calm":
+                self.calm = min(self.calm, t)
+            case "ends":
+                self.ends = min(self.ends, t)
+            case _:
+                raise AssertionError(what)
 
     def _take_deed(self, node: Node, t: float, what: str) -> None:
         """What chaos does to a node."""
@@ -260,7 +274,7 @@ class Story:
         t, what = event["t"], event["what"]
         match what:
             case "closing" | "closed":
-                setattr(self, what, min(getattr(self, what), t))
+                self._take_moment(what, t)
             case "met":
                 for stay in node.stays:
                     if stay.epoch == event["epoch"]:
