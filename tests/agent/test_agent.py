@@ -22,13 +22,13 @@ from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
 from redelastic.agent import AgentOptions, RedisElasticAgent
-from redelastic.agent.host.health_endpoint import HealthEndpoint
 from redelastic.agent.workers.signals import SAME_REQUEST
 from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.membership import RunStoppedError
 from tests.support.agent_job import DRAINED, REFUSED, STOPPED, AgentJob
 from tests.support.long_tests import quick_first
 from tests.support.nodes import NodeFactory
+from tests.support.servers import reserved_port
 from tests.support.torchrun_job import LIMIT, Job
 
 pytestmark = pytest.mark.timeout(300)
@@ -427,25 +427,17 @@ def test_livez_fails_when_the_loop_has_stalled(new_node: NodeFactory, tmp_path: 
 
     node = new_node(1, 1)
     spec = WorkerSpec("test", 1, node, entrypoint="sleep", args=("60",))
-    agent = Stalling(spec, DefaultLogsSpecs(str(tmp_path)), AgentOptions(health_port=0), shutdown_timeout=1)
-    ports: list[int] = []
-    start = HealthEndpoint.start
-
-    def start_and_tell(self: HealthEndpoint) -> None:
-        start(self)
-        ports.append(self.port)
-
-    with pytest.MonkeyPatch.context() as patched, ThreadPoolExecutor(1) as pool:
-        patched.setattr(HealthEndpoint, "start", start_and_tell)
+    with reserved_port() as port, ThreadPoolExecutor(1) as pool:
+        agent = Stalling(spec, DefaultLogsSpecs(str(tmp_path)), AgentOptions(health_port=port), shutdown_timeout=1)
         ended = pool.submit(agent.run)
         try:
             assert entered.wait(LIMIT)
             with pytest.raises(urllib.error.HTTPError) as refused:
-                urllib.request.urlopen(f"http://127.0.0.1:{ports[0]}/livez", timeout=10)
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/livez", timeout=10)
             assert refused.value.code == 503
             assert re.fullmatch(r"the agent's loop is \d+ s late", refused.value.read().decode().strip())
         finally:
-            node.membership.view._stop, node.membership.view._closed = True, "the test is over"
+            node.membership.view.take_in_closing("the test is over", stop=True)
             release.set()
         with pytest.raises(RunStoppedError, match="the test is over"):
             ended.result(LIMIT)

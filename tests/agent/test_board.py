@@ -38,8 +38,14 @@ def start(board: Board) -> Iterator[Start]:
     """Starts a script as a worker, waits until it prints a line, and returns its process id."""
     started: list[subprocess.Popen[str]] = []
 
-    def begin(code: str, local_rank: int | None = 0, *, command: tuple[str, ...] = (sys.executable, "-c")) -> int:
-        environment = {} if local_rank is None else board.environment(local_rank)
+    def begin(
+        code: str,
+        local_rank: int | None = 0,
+        *,
+        of: Board = board,
+        command: tuple[str, ...] = (sys.executable, "-c"),
+    ) -> int:
+        environment = {} if local_rank is None else of.environment(local_rank)
         started.append(
             subprocess.Popen([*command, code], env=os.environ | environment, stdout=subprocess.PIPE, text=True)
         )
@@ -75,8 +81,8 @@ class Workers:
 
     def call(self, *local_ranks: int) -> None:
         for local_rank in local_ranks:
-            self.board._slots[local_rank][AT] = round(self.now * 1e9)
-            self.board._slots[local_rank][CALLS] += 1
+            self.board.slots[local_rank][AT] = round(self.now * 1e9)
+            self.board.slots[local_rank][CALLS] += 1
 
     def after(self, seconds: float) -> dict[int, float]:
         for _ in range(round(seconds * 10)):
@@ -164,7 +170,7 @@ def test_a_worker_on_another_clock_has_called_between_two_looks_all_the_same(boa
     workers.running = {0}
     workers.after(0.1)
     workers.call(0)
-    board._slots[0][AT] += round(off * 1e9)
+    board.slots[0][AT] += round(off * 1e9)
     workers.after(0.1)
     assert 0 <= workers.watch.idle[0] <= 0.11
 
@@ -207,15 +213,14 @@ def test_a_board_gives_back_all_it_took() -> None:
 
 
 def test_without_memfd_a_file_that_is_removed_at_once_does(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, start: Start, board: Board
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, start: Start
 ) -> None:
     monkeypatch.delattr(os, "memfd_create")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     other = Board(1)
     file = Path(other.environment(0)[VARIABLE].rpartition(":")[0]).readlink()
     assert tmp_path in file.parents
-    monkeypatch.setattr(board, "environment", other.environment)
-    pid = start(HANG)
+    pid = start(HANG, of=other)
     assert other.read(0).step == 7
     assert "in hang" in dump_stacks(other, {0: pid}, TIMEOUT)[0]
     assert not list(tmp_path.iterdir())
@@ -245,7 +250,7 @@ WAYS_TO_HANG = {
 
 @pytest.fixture
 def no_py_spy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stacks, "_find_py_spy", lambda: None)
+    monkeypatch.setattr(stacks, "find_py_spy", lambda: None)
 
 
 @pytest.mark.usefixtures("no_py_spy")
@@ -263,16 +268,16 @@ def test_a_hung_worker_writes_its_stacks_itself(start: Start, board: Board, way:
 
 @pytest.mark.usefixtures("no_py_spy")
 def test_workers_that_are_replaced_while_their_stacks_are_asked_for_have_none(
-    start: Start, board: Board, monkeypatch: pytest.MonkeyPatch
+    start: Start,
 ) -> None:
-    real, pid = board.stacks_size, start(HANG)
+    class Replaced(Board):
+        def stacks_size(self, local_rank: int) -> int:
+            self.close()
+            return super().stacks_size(local_rank)
 
-    def close_first(local_rank: int) -> int:
-        board.close()
-        return real(local_rank)
-
-    monkeypatch.setattr(board, "stacks_size", close_first)
-    assert dump_stacks(board, {0: pid}, TIMEOUT)[0].startswith(f"No stacks: process {pid} ")
+    replaced = Replaced(1)
+    pid = start(HANG, of=replaced)
+    assert dump_stacks(replaced, {0: pid}, TIMEOUT)[0].startswith(f"No stacks: process {pid} ")
 
 
 @pytest.mark.usefixtures("no_py_spy")
@@ -330,7 +335,7 @@ for _ in range(50):
 
 
 def test_py_spy_is_asked_of_a_worker_that_has_no_handler(start: Start, board: Board) -> None:
-    if stacks._find_py_spy() is None:
+    if stacks.find_py_spy() is None:
         pytest.skip("py-spy is not installed")
     code = HANG.replace("from redelastic.worker import progress", "").replace("progress(7)", "")
     pid = start(code + "# password=hunter2")
@@ -372,7 +377,7 @@ def test_a_worker_that_does_not_answer_and_a_py_spy_that_hangs_cost_the_timeout_
     py_spy = tmp_path / "py-spy"
     py_spy.write_text(f"#!/bin/sh\necho $$ >> {tmp_path}/started\nexec sleep 600\n")
     py_spy.chmod(0o755)
-    monkeypatch.setattr(stacks, "_find_py_spy", lambda: str(py_spy))
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     # It has a handler, of its own, that writes nothing.
     deaf = HANG.replace("def hang", f"import signal\nsignal.signal({STACK_SIGNAL}, lambda *_: None)\ndef hang")
     pids = {0: start(deaf, 0), 1: start(deaf, 1), 2: start(deaf, None)}
@@ -388,13 +393,16 @@ def test_a_worker_that_does_not_answer_and_a_py_spy_that_hangs_cost_the_timeout_
 def test_a_py_spy_that_cannot_be_run_is_no_error(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, start: Start, board: Board
 ) -> None:
-    monkeypatch.setattr(stacks, "_find_py_spy", lambda: str(tmp_path))
+    py_spy = tmp_path / "py-spy"
+    py_spy.write_text("#!/\n")  # a folder is no interpreter
+    py_spy.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     pid = start("print('ready', flush=True)\nimport time\ntime.sleep(600)", None)
     assert "Permission denied" in dump_stacks(board, {0: pid}, TIMEOUT)[0]
 
 
-def test_a_closed_board_is_no_error(start: Start, board: Board, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stacks, "_find_py_spy", lambda: None)
+@pytest.mark.usefixtures("no_py_spy")
+def test_a_closed_board_is_no_error(start: Start, board: Board) -> None:
     pid = start(HANG)
     board.close()
     assert dump_stacks(board, {0: pid}, TIMEOUT)[0].startswith("No stacks")

@@ -8,14 +8,17 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
-from redelastic.agent.host import checks, devices, gpu_probe
+from redelastic.agent.host import checks, gpu_probe
 from redelastic.agent.host.checks import Node, gpu
 from tests.support import checking
 from tests.support.checking import gone
+from tests.support.fake_nvml import install_device_nodes
 from tests.support.servers import wait_until
 
 node = checking.node
@@ -59,14 +62,20 @@ def test_the_probe_has_named_the_device_before_it_dies_of_it() -> None:
     assert (ended.returncode, ended.stdout) == (-9, "device 0: was asked for a matmul\n")
 
 
-def test_the_probe_names_a_device_that_computes_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    def off_by_one_bit(answer: torch.Tensor) -> torch.Tensor:
-        answer[3, 4] += 1
+class OffByOneBit(TorchFunctionMode):
+    """A device whose answers are wrong in one element."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        answer = function(*args, **(kwargs or {}))
+        if function is torch.Tensor.cpu:
+            answer[3, 4] += 1
         return answer
 
+
+def test_the_probe_names_a_device_that_computes_wrong() -> None:
     gpu_probe.ask_devices("cpu", 1)
-    monkeypatch.setattr(torch.Tensor, "cpu", off_by_one_bit)
-    with pytest.raises(SystemExit, match="device 0: computes wrong, in 1 of 65536 elements of a matmul"):
+    wrong = "device 0: computes wrong, in 1 of 65536 elements of a matmul"
+    with OffByOneBit(), pytest.raises(SystemExit, match=wrong):
         gpu_probe.ask_devices("cpu", 1)
 
 
@@ -142,9 +151,9 @@ def test_gpu_asks_nobody_where_there_is_no_driver(
 ) -> None:
     stand_in("echo asked; exit 1")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    monkeypatch.setattr(devices, "DEVICE_NODES", ("no-such-driver*",))
+    install_device_nodes(monkeypatch, "no-such-driver*")
     assert gpu(node) is None
-    monkeypatch.setattr(devices, "DEVICE_NODES", ("no-such-driver*", "nul[l]"))
+    install_device_nodes(monkeypatch, "no-such-driver*", "nul[l]")
     assert gpu(node) == "asked"
 
 

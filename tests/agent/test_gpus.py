@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import os
 import re
@@ -10,19 +9,18 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from torch.distributed.elastic.agent.server.api import WorkerSpec
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
-from redelastic.agent import RedisElasticAgent
+from redelastic.agent import AgentOptions, RedisElasticAgent
 from redelastic.agent.host import devices, telemetry
 from redelastic.agent.host.devices import DriverError, list_devices, take_inventory
 from redelastic.agent.host.gpus import Assignment, assign, why_hidden
-from tests.support.fake_nvml import FakeGpu, FakeMig, FakeNvml, install_driver, pynvml
+from tests.support.fake_nvml import FakeGpu, FakeMig, FakeNvml, install_device_nodes, install_driver, pynvml
+from tests.support.nodes import NodeFactory
 
 A, B, C, D = (f"GPU-{letter * 8}-0000-0000-0000-000000000000" for letter in "abcd")
 M1, M2, M3 = (f"MIG-{digit * 8}-0000-0000-0000-000000000000" for digit in "123")
@@ -160,18 +158,14 @@ def test_isolation_keeps_what_torch_sets_for_other_platforms(four: FakeNvml) -> 
     assert env == {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": "3", "HIP_VISIBLE_DEVICES": "3", "OTHER": "kept"}
 
 
-@pytest.mark.usefixtures("four")
-def test_the_agent_isolates_whatever_variables_torch_sets(monkeypatch: pytest.MonkeyPatch) -> None:
-    def as_torch_from_2_15_on(_: object, env: dict[str, Any], local_rank: int, spec: WorkerSpec) -> None:
-        assert (local_rank, spec.virtual_local_rank) == (0, True), "else it may look beyond the names that there are"
-        env.update(LOCAL_RANK="0", CUDA_VISIBLE_DEVICES="0", HIP_VISIBLE_DEVICES="0")
-
-    monkeypatch.setattr(LocalElasticAgent, "_set_local_rank_env", as_torch_from_2_15_on)
-    agent: Any = object.__new__(RedisElasticAgent)
-    agent._assignment, agent._workers, agent._torch_signals = of(6, share=True), None, ""
-    env: dict[str, Any] = {}
-    agent._set_local_rank_env(env, 5, SimpleNamespace(virtual_local_rank=True))
-    assert [env[name] for name in ("LOCAL_RANK", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")] == ["0", "1", "1"]
+def test_the_agent_isolates_its_workers(new_node: NodeFactory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    install_driver(monkeypatch, tmp_path, f"nvml = FakeNvml(FakeGpu({A!r}), FakeGpu({B!r}))")
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(FakeGpu(A), FakeGpu(B)))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    tell = ("-c", f"echo $LOCAL_RANK $CUDA_VISIBLE_DEVICES > {tmp_path}/$RANK")
+    spec = WorkerSpec("test", 3, new_node(1, 1), entrypoint="sh", args=tell, virtual_local_rank=True)
+    RedisElasticAgent(spec, DefaultLogsSpecs(str(tmp_path)), AgentOptions(share_gpus=True)).run()
+    assert [(tmp_path / str(rank)).read_text() for rank in range(3)] == ["0 0\n", "0 1\n", "0 0\n"]
 
 
 # -- CUDA_VISIBLE_DEVICES
@@ -348,12 +342,13 @@ def test_without_nvml_torch_counts(error: str | None, install: Install, monkeypa
 
 
 def test_nvml_that_cannot_count_is_told_of_and_torch_counts(
-    four: FakeNvml, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail() -> int:
-        raise pynvml.NVMLError(pynvml.NVML_ERROR_UNKNOWN)
+    class Countless(FakeNvml):
+        def nvmlDeviceGetCount(self) -> int:  # noqa: N802
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_UNKNOWN)
 
-    monkeypatch.setattr(four, "nvmlDeviceGetCount", fail)
+    monkeypatch.setitem(sys.modules, "pynvml", Countless(FakeGpu(A)))
     torch_counts(monkeypatch, 1)
     assert ids(of(1)) == ["0"]
     assert "NVML cannot list" in caplog.text
@@ -387,7 +382,7 @@ def test_a_driver_that_hangs_is_an_error_after_a_while(driver: Driver, monkeypat
     with pytest.raises(DriverError, match=r"driver cannot be queried: .* did not end within 0\.5 s.*nvidia-smi"):
         assign(1, share=False, environ={}, ask=lambda: take_inventory(0.5))
     assert assign(1, share=False, environ={"CUDA_VISIBLE_DEVICES": ""}) == Assignment(), "nobody needs to be asked"
-    monkeypatch.setattr(devices, "DEVICE_NODES", ("no-such-driver*",))
+    install_device_nodes(monkeypatch, "no-such-driver*")
     assert assign(1, share=False, environ={}) == Assignment(), "nobody is there to be asked"
 
 
@@ -419,7 +414,7 @@ def test_the_process_tells_what_nvml_shows_here(driver: Driver, install: Install
 def test_why_the_gpus_of_a_host_are_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "0000:01:00.0").mkdir()
     assert why_hidden(tmp_path) == ""
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # as if it were not installed
     assert why_hidden(tmp_path) == "redelastic[gpu] is not installed"
     assert why_hidden(tmp_path / "no-driver") == ""
     assert why_hidden(tmp_path / "0000:01:00.0") == "", "a driver without a GPU"

@@ -6,6 +6,8 @@ import logging
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -74,20 +76,30 @@ def test_each_line_of_a_message_says_where_it_is_from() -> None:
     assert [line.rpartition("] ")[2] for line in (*lines[:2], lines[-1])] == ["one", "two", ERROR]
 
 
-def test_a_program_that_has_set_up_logging_keeps_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    root, logger = logging.getLogger(), logging.getLogger("redelastic-test")
-    monkeypatch.setattr(logger, "handlers", [])
-    monkeypatch.setattr(root, "handlers", [logging.NullHandler()])
-    set_up_logging(logger)
-    assert logger.handlers == []
-    monkeypatch.setattr(root, "handlers", [])
-    set_up_logging(logger)
-    set_up_logging(logger)
-    [handler] = logger.handlers
-    record = logging.LogRecord("test", logging.ERROR, "x.py", 1, "one", (), None)
-    assert handler.filter(record)
-    monkeypatch.setattr(root, "handlers", [logging.NullHandler()])
-    assert not handler.filter(record), "or else it would stand there twice"
+@contextmanager
+def no_handlers(logger: logging.Logger) -> Iterator[None]:
+    """What has set up logging here, pytest that is, has not."""
+    handlers, logger.handlers = logger.handlers, []
+    try:
+        yield
+    finally:
+        logger.handlers = handlers
+
+
+def test_a_program_that_has_set_up_logging_keeps_its_own() -> None:
+    root, logger, programs = logging.getLogger(), logging.getLogger("redelastic-test"), logging.NullHandler()
+    with no_handlers(root), no_handlers(logger):
+        root.addHandler(programs)
+        set_up_logging(logger)
+        assert logger.handlers == []
+        root.removeHandler(programs)
+        set_up_logging(logger)
+        set_up_logging(logger)
+        [handler] = logger.handlers
+        record = logging.LogRecord("test", logging.ERROR, "x.py", 1, "one", (), None)
+        assert handler.filter(record)
+        root.addHandler(programs)
+        assert not handler.filter(record), "or else it would stand there twice"
 
 
 WRITES: Final = """

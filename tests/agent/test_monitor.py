@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,9 +16,8 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
 from redelastic.agent import AgentOptions, RedisElasticAgent, monitor
 from redelastic.agent.background import repeat
-from redelastic.agent.host.gpus import Assignment, Gpu
 from redelastic.rendezvous.membership import DrainedError
-from tests.support.fake_nvml import FakeGpu, FakeNvml
+from tests.support.fake_nvml import FakeGpu, FakeNvml, install_driver
 from tests.support.nodes import NodeFactory
 from tests.support.waiting import Within
 
@@ -57,9 +57,10 @@ class Running:
 
 @pytest.fixture
 def running(new_node: NodeFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
-    nvml, gpu = SilentNvml(), Gpu("0", 0, "GPU-1", "NVIDIA H200")
-    monkeypatch.setattr("redelastic.agent.agent.assign", lambda *_, **__: Assignment(visible=(gpu,)))
-    monkeypatch.setattr("redelastic.agent.host.telemetry.open_nvml", lambda: nvml)
+    nvml = SilentNvml()
+    install_driver(monkeypatch, tmp_path, "nvml = FakeNvml(FakeGpu('GPU-1'))")
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr(monitor, "NVML_PATIENCE", 0.5)
     spec = WorkerSpec("test", 1, new_node(1, 1), entrypoint="sleep", args=("600",))
     options = AgentOptions(drain_file=tmp_path / "notice", drain_timeout=0)
     agent = RedisElasticAgent(spec, DefaultLogsSpecs(str(tmp_path)), options, shutdown_timeout=5)
@@ -73,11 +74,8 @@ def running(new_node: NodeFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.fault("NVML does not answer", "drain file, processes and heartbeats go on; its old answers are not told")
-def test_an_nvml_that_does_not_answer_stops_nothing_else(
-    running: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_nvml_that_does_not_answer_stops_nothing_else(running: Running, caplog: pytest.LogCaptureFixture) -> None:
     until(lambda: running.status().get("gpus"), "its GPU is told")
-    monkeypatch.setattr(monitor, "NVML_PATIENCE", 0.5)
     running.nvml.silent = True
     assert running.nvml.asked.wait(LIMIT)
     before = running.status()["node_time"]
@@ -90,9 +88,8 @@ def test_an_nvml_that_does_not_answer_stops_nothing_else(
         running.ended.result(LIMIT)
 
 
-def test_an_nvml_that_answers_again_is_told_again(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_nvml_that_answers_again_is_told_again(running: Running) -> None:
     until(lambda: running.status().get("gpus"), "its GPU is told")
-    monkeypatch.setattr(monitor, "NVML_PATIENCE", 0.5)
     running.nvml.silent = True
     until(lambda: "gpus" not in running.status(), "it fell silent")
     running.nvml.silent = False

@@ -28,20 +28,23 @@ def test_what_is_lost_before_it_is_waited_for_is_told_again(store: RedisStore) -
     assert exchange.multi_get(["a", "b"]) == [b"1", b"2"]
 
 
-def test_what_is_lost_when_it_was_seen_and_not_yet_read_is_told_again(
-    store: RedisStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    exchange = RoleExchange(store)
-    exchange.set("a", "1")
-    read = RedisStore.multi_get
+@pytest.mark.usefixtures("store")
+def test_what_is_lost_when_it_was_seen_and_not_yet_read_is_told_again(connection: Connection, run_id: str) -> None:
     lost: list[bool] = []
 
-    def late(self: RedisStore, keys: Sequence[str]) -> list[bytes]:
-        if not lost:
-            lost.append(store.delete_key("a"))
-        return read(self, keys)
+    class Late(RedisStore):
+        """One that reads a value for the first time when it has just been lost."""
 
-    monkeypatch.setattr(RedisStore, "multi_get", late)
+        def clone(self) -> RedisStore:
+            return Late(connection, run_id)
+
+        def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+            if not lost:
+                lost.append(self.delete_key("a"))
+            return super().multi_get(keys)
+
+    exchange = RoleExchange(Late(connection, run_id, timeout=timedelta(seconds=5)))
+    exchange.set("a", "1")
     assert exchange.get("a") == b"1"
     assert lost == [True]
 

@@ -19,8 +19,10 @@ from redelastic import torch_internals
 from redelastic.agent.torchrun.regrouping import RegroupingAgent
 from redelastic.torch_internals import Hook, replace_agent_of_launcher, require_torch, shut_down, shutdown_timeout
 from tests.support.long_tests import quick_first
+from tests.support.waiting import Within
 
 LAUNCHER = "torch.distributed.launcher.api"
+until = Within(60)
 
 
 def test_all_that_we_use_of_torch_is_there() -> None:
@@ -131,23 +133,26 @@ def test_how_the_processes_of_a_context_ended(entrypoint: Any, tmp_path: Path) -
     assert torch_internals.exit_codes(context) == {0: -signal.SIGKILL}
 
 
-@pytest.mark.parametrize("entrypoint", ["sh", time.sleep], ids=["commands", "functions"])
+def ignore_sigterm(started: Path) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    started.touch()
+    time.sleep(600)
+
+
+@pytest.mark.parametrize(("within", "given"), [(0.5, ()), (300, (signal.SIGTERM, 0.5))], ids=["usual", "other"])
+@pytest.mark.parametrize("entrypoint", ["sh", ignore_sigterm], ids=["commands", "functions"])
 def test_a_context_ends_its_processes_within_the_time_that_it_was_given(
-    entrypoint: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    entrypoint: Any, within: float, given: tuple[Any, ...], tmp_path: Path
 ) -> None:
     """As its own code does it when one of them has failed; it gives them 30 s otherwise."""
     envs: dict[int, dict[str, str]] = {0: {}}
-    args = {0: ("-c", "sleep 600") if entrypoint == "sh" else (600,)}
+    started = tmp_path / "started"
+    args = {0: ("-c", f"trap '' TERM; touch {started}; exec sleep 600") if entrypoint == "sh" else (started,)}
     context = start_processes("test", entrypoint, args, envs, DefaultLogsSpecs(str(tmp_path)), start_method="fork")
-    given: list[float] = []
     ended: list[Any] = []
-    close = type(context)._close
-    try:
-        torch_internals.close_within(context, 4.5, ended.append)
-        monkeypatch.setattr(context, "_close", lambda **told: given.append(told["timeout"]))
-        context.close()
-        context.close(signal.SIGTERM, 3)
-    finally:
-        close(context, signal.SIGKILL)
-    assert given == [4.5, 3]
-    assert ended == [context, context]
+    torch_internals.close_within(context, within, ended.append)
+    until(started.exists, "it ignores SIGTERM")
+    began = time.monotonic()
+    context.close(*given)
+    assert 0.5 <= time.monotonic() - began < 20
+    assert ended == [context]

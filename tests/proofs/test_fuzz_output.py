@@ -136,7 +136,7 @@ def fuzz_slots(dice: Dice) -> None:
     """Workers write these; they are the user's own code, and may have gone wild."""
     board = Board(1)
     for field in range(1, SLOT_BYTES // 8):
-        board._slots[0][field] = dice.choice((0, -1, 1, 2**63 - 1, -(2**63), dice.randrange(2**63)))
+        board.slots[0][field] = dice.choice((0, -1, 1, 2**63 - 1, -(2**63), dice.randrange(2**63)))
     json.dumps(board.read(0).step)
     HangWatch(board, 1, 1, set()).look([0])
     board.close()

@@ -59,7 +59,7 @@ class FakeNvml:
         self.event_sets = 0  # not yet freed
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith(("NVML", "nvmlEventType")):  # constants and errors, not functions
+        if name.startswith(("__spec__", "NVML", "nvmlEventType")):  # no functions
             return getattr(pynvml, name)
         raise AttributeError(name)
 
@@ -158,6 +158,11 @@ class FakeNvml:
         self.event_sets -= 1
 
 
+def install_device_nodes(monkeypatch: pytest.MonkeyPatch, *patterns: str) -> None:
+    """Have the files in /dev that match these patterns be those of a GPU driver."""
+    monkeypatch.setattr(devices, "DEVICE_NODES", patterns)
+
+
 def install_driver(monkeypatch: pytest.MonkeyPatch, folder: Path, program: str) -> None:
     """Make this a host with a driver: the process that queries it first runs ``program``, which sets ``nvml``."""
     script = folder / "program.py"
@@ -167,4 +172,4 @@ def install_driver(monkeypatch: pytest.MonkeyPatch, folder: Path, program: str) 
         "sys.modules['pynvml'] = nvml\nrunpy.run_module('redelastic.agent.host.devices', run_name='__main__')\n"
     )
     monkeypatch.setattr(devices, "PROGRAM", (sys.executable, str(script)))
-    monkeypatch.setattr(devices, "DEVICE_NODES", ("nul[l]",))
+    install_device_nodes(monkeypatch, "nul[l]")

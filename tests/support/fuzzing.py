@@ -51,6 +51,8 @@ class Replies:
     def call(self, _operation: object, _timeout: float | None = None) -> Any:
         return self.replies.pop(0)
 
+    attempt = call
+
     def read(self, *_: object) -> Any:
         return {}
 

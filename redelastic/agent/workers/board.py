@@ -60,7 +60,7 @@ class Board:
 
     def __init__(self, workers: int) -> None:
         self._pid = os.getpid()
-        self._slots: list[memoryview[int]] = []
+        self.slots: list[memoryview[int]] = []
         self._files: list[io.FileIO] = []
         self._requests = 0
         with contextlib.ExitStack() as opened:
@@ -71,17 +71,17 @@ class Board:
                 # Written, not just extended: a page that the disk has no room for would kill the worker later.
                 file.write(struct.pack(f"{len(fields)}q", *fields))
                 self._files.append(file)
-                self._slots.append(memoryview(mmap.mmap(file.fileno(), SLOT_BYTES)).cast("q"))
+                self.slots.append(memoryview(mmap.mmap(file.fileno(), SLOT_BYTES)).cast("q"))
             self._closing = opened.pop_all()
 
     def environment(self, local_rank: int) -> dict[str, str]:
         """The environment variables by which a worker finds its slot."""
         name = f"/proc/{self._pid}/fd/{self._files[local_rank].fileno()}"
-        return {VARIABLE: f"{name}:{self._slots[local_rank][TOKEN]}"}
+        return {VARIABLE: f"{name}:{self.slots[local_rank][TOKEN]}"}
 
     def read(self, local_rank: int) -> Progress:
         """What a worker has reported so far; works after :meth:`close`, and from any thread."""
-        slot = self._slots[local_rank]
+        slot = self.slots[local_rank]
         seen = slot[SEEN]  # read before the calls: later calls can only make `saved` more true
         calls = slot[CALLS]
         request, calls_before = divmod(seen, 1 << CALL_BITS)
@@ -97,7 +97,7 @@ class Board:
     def request_checkpoint(self) -> None:
         """Have ``should_checkpoint`` return True, once, in every worker."""
         self._requests += 1
-        for slot in self._slots:
+        for slot in self.slots:
             slot[REQUESTED] = self._requests
 
     def clear_stacks(self, local_rank: int) -> None:

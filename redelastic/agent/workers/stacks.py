@@ -62,7 +62,7 @@ def dump_stacks(board: Board, pids: Mapping[int, int], timeout: float) -> dict[i
         For each local rank its stacks, or one line that says why there are none, at most about 16 KiB.
     """
     now = time.monotonic()
-    py_spy = _find_py_spy()
+    py_spy = find_py_spy()
     texts: dict[int, str] = {}
     hung: dict[int, int] = {}
     for local_rank, pid in pids.items():
@@ -154,7 +154,8 @@ def _end_of(stacks: bytes, size: int) -> str:
 # -- from py-spy
 
 
-def _find_py_spy() -> str | None:
+def find_py_spy() -> str | None:
+    """The path of py-spy on PATH or beside this Python; None if it is not installed."""
     return shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))
 
 
