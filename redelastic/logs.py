@@ -6,7 +6,6 @@ import contextlib
 import io
 import logging
 import os
-import queue
 import select
 import sys
 import threading
@@ -64,15 +63,15 @@ class _Aside(io.TextIOBase):
 
     def __init__(self, file: int) -> None:
         self._file = file
-        self._texts: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # a signal handler may interrupt its put()
-        self._thread: threading.Thread | None = threading.Thread(
-            target=self._hand_on, name="redelastic-stderr", daemon=True
-        )
-        self._thread.start()
-        os.register_at_fork(after_in_child=self._write_directly)
+        self._ended = False
+        self._start_anew()
+        os.register_at_fork(after_in_child=self._start_anew)
 
-    def _write_directly(self) -> None:
-        self._thread = None
+    def _start_anew(self) -> None:
+        self._lock = threading.RLock()  # of what follows; reentrant for a signal handler
+        self._changed = threading.Condition(self._lock)
+        self._taken: list[str] = []
+        self._writing = self._started = False
 
     def fileno(self) -> int:
         return self._file
@@ -84,22 +83,29 @@ class _Aside(io.TextIOBase):
         return True
 
     def write(self, text: str) -> int:
-        if self._thread is None:
+        if self._ended:  # for those that have kept this stream
             self._put(text)
-        else:
-            self._texts.put(text)
+            return len(text)
+        with self._lock:
+            self._taken.append(text)
+            self._changed.notify_all()
+            if not self._started:
+                threading.Thread(target=self._hand_on, name="redelastic-stderr", daemon=True).start()
+                self._started = True
         return len(text)
 
     def end(self, timeout: float) -> None:
         """Wait until all that was taken has been written, or the time is up, in seconds."""
-        if self._thread is not None:
-            self._texts.put(None)
-            self._thread.join(timeout)
-            if not self._thread.is_alive():
-                self._write_directly()  # for those that have kept this stream
+        with self._lock:
+            self._ended = self._changed.wait_for(lambda: not self._taken and not self._writing, timeout)
 
     def _hand_on(self) -> None:
-        while (text := self._texts.get()) is not None:
+        while True:
+            with self._lock:
+                self._writing = False
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._taken)
+                text, self._taken, self._writing = "".join(self._taken), [], True
             self._put(text)
 
     def _put(self, text: str) -> None:

@@ -110,7 +110,7 @@ def test_a_cluster_and_one_node_of_it() -> None:
         ({"maxmemory-policy": "volatile-ttl", "maxmemory": "100mb"}, "eviction", "warning", "noeviction"),
         ({"save": "3600 1"}, "persistence", "note", "appendonly"),
         ({}, "persistence", "warning", "appendonly"),
-        ({"maxclients": "8"}, "clients", "problem", "maxclients"),
+        ({"maxclients": "7"}, "clients", "problem", "maxclients"),
         ({"maxclients": "50"}, "clients", "warning", "maxclients"),
         ({"timeout": "10"}, "idle-timeout", "note", "timeout 0"),
         ({"hz": "5"}, "hz", "warning", "hz 10"),
