@@ -33,7 +33,7 @@ from .exchange import RoleExchange
 
 log = logging.getLogger(__name__)
 
-RESTART_COUNT: Final = "TORCHELASTIC_RESTART_RESTART_COUNT"  # torch names a folder by it
+RESTART_COUNT: Final = "TORCHELASTIC_RESTART_COUNT"  # torch names a folder by it
 UNINTERRUPTIBLE_TIMEOUT: Final = "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"
 
 
