@@ -212,11 +212,7 @@ class RedisElasticAgent(RegroupingAgent):
         self._close_workers()
         spec = worker_group.spec
         self._workers = workers = Workers(
-            spec.local_world_size,
-            self._options,
-            self._interval,
-            self._hangs.reporters,
-            self._membership.view.notify,
+            spec.local_world_size, self._options, self._interval, self._hangs.reporters, self._membership.view.notify
         )
         with self._warm.starting() if self._warm else contextlib.nullcontext():
             pids: dict[int, Any] = super()._start_workers(worker_group)

@@ -25,21 +25,12 @@ if TYPE_CHECKING:
 
 PIPE_WIDTH: Final = 10_000  # columns where there is no terminal: nothing is wrapped or cut
 MAX_REASON: Final = 1_000  # characters, as in `control`: a longer one would not be repeated in full
-EVENT_STYLES: Final = {
-    "completed": "green",
-    "started": "green",
-    "readmitted": "green",
-    "drain": "yellow",
-    "left": "yellow",
-    "outage": "yellow",
-    "lost": "red",
-    "failed": "red",
-    "hung": "red",
-    "refused": "red",
-    "barred": "red",
-    "unreached": "red",
-    "stopped": "red",
+_STYLES: Final = {
+    "green": ("completed", "started", "readmitted"),
+    "yellow": ("drain", "left", "outage"),
+    "red": ("lost", "failed", "hung", "refused", "barred", "unreached", "stopped"),
 }
+EVENT_STYLES: Final = {event: style for style, events in _STYLES.items() for event in events}
 
 
 def add_json_argument(parser: argparse.ArgumentParser, fields: str) -> None:

@@ -86,11 +86,7 @@ def make_app(connection: Connection, prefix: str, token: str | None) -> Starlett
             Middleware(_Guard, token=token),
             Middleware(GZipMiddleware, minimum_size=1000),  # not of streams
         ],
-        exception_handlers={
-            HTTPException: _refused,
-            UnknownRunError: _failed(404),
-            RendezvousError: _failed(503),
-        },
+        exception_handlers={HTTPException: _refused, UnknownRunError: _failed(404), RendezvousError: _failed(503)},
         lifespan=lifespan,
     )
     app.state.reader = reader

@@ -10,7 +10,6 @@ import resource
 from collections.abc import Iterator
 from typing import Final
 
-import redis.utils
 import torch
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
@@ -44,12 +43,6 @@ def examine_host(endpoint: Endpoint, connection: Connection | None) -> Iterator[
     yield _torch(torch.__version__, torch_internals.missing())
     yield _version("redis-py", importlib.metadata.version("redis"), SUPPORTED_REDIS_PY)
     yield Finding("host", "python", "ok", platform.python_version())
-    if redis.utils.HIREDIS_AVAILABLE:
-        yield Finding("host", "hiredis", "ok", importlib.metadata.version("hiredis"))
-    else:
-        yield Finding(
-            "host", "hiredis", "warning", "not installed: parsing replies is slow", "pip install 'redis[hiredis]'"
-        )
     yield _torchrun()
     yield from _addresses(endpoint, connection)
     yield _gpus()

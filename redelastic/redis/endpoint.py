@@ -20,15 +20,7 @@ from .wire import Client, Packer, log_in
 
 URL_VARIABLE: Final = "REDELASTIC_REDIS_URL"
 DEFAULT_PORT: Final = 6379
-SCHEMES: Final = (
-    "redis",
-    "rediss",
-    "unix",
-    "redis+sentinel",
-    "rediss+sentinel",
-    "redis+cluster",
-    "rediss+cluster",
-)
+SCHEMES: Final = ("redis", "rediss", "unix", "redis+sentinel", "rediss+sentinel", "redis+cluster", "rediss+cluster")
 _FORMS: Final = (
     "host[:port], redis://[user:password@]host[:port][/db], rediss://…, unix://[user:password@]/path.sock[?db=N], "
     "redis+sentinel://[user:password@]host[:port],…/service[/db], redis+cluster://[user:password@]host[:port],…"

@@ -8,11 +8,7 @@ from typing import Final
 
 import redis.exceptions as rx
 from redis.sentinel import MasterNotFoundError
-from torch.distributed.elastic.rendezvous.api import (
-    RendezvousConnectionError,
-    RendezvousError,
-    RendezvousStateError,
-)
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousError, RendezvousStateError
 
 from redelastic.torch_internals import require_torch
 

@@ -45,11 +45,7 @@ class RedisRendezvousBackend(RendezvousBackend):
     """
 
     def __init__(
-        self,
-        client: Client | Connection,
-        run_id: str,
-        key_prefix: str = DEFAULT_PREFIX,
-        ttl: float = DEFAULT_TTL,
+        self, client: Client | Connection, run_id: str, key_prefix: str = DEFAULT_PREFIX, ttl: float = DEFAULT_TTL
     ) -> None:
         self.keys = RunKeys(run_id, key_prefix)
         self.connection = client if isinstance(client, Connection) else Connection(client)

@@ -92,11 +92,7 @@ class Heartbeat:
         return [*self.keys, store.data, store.waits, store.once]
 
     def call(
-        self,
-        script: scripts.Script,
-        keys: list[str],
-        args: list[Any] | Callable[[], list[Any]],
-        timeout: float | None,
+        self, script: scripts.Script, keys: list[str], args: list[Any] | Callable[[], list[Any]], timeout: float | None
     ) -> Any:
         """Run a script for this node; as :meth:`Script.__call__`, but errors name a key of the wrong type."""
         try:

@@ -10,11 +10,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.elastic.rendezvous.api import (
-    RendezvousConnectionError,
-    RendezvousError,
-    RendezvousStateError,
-)
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousError, RendezvousStateError
 
 from redelastic.redis.connection import Connection, Timeout, require_keys_of_types, text
 from redelastic.redis.errors import FencedError

@@ -91,11 +91,7 @@ def children(pid: int) -> list[Process]:
 
 
 def find(
-    table: Mapping[int, Process],
-    token: str,
-    known: Mapping[int, int],
-    strangers: Collection[int],
-    agent_session: int,
+    table: Mapping[int, Process], token: str, known: Mapping[int, int], strangers: Collection[int], agent_session: int
 ) -> dict[int, Process]:
     """Find the processes of the tree, including zombies.
 
