@@ -22,9 +22,7 @@ _PIP: Final = f"#!/usr/local/bin/{_PYTHON}\nimport sys\nfrom pip._internal.cli.m
 # All that pip may need is there, even the build backend; "no-build-isolation = false" is pip's "no isolation".
 _PIP_CONF: Final = "[global]\nno-index = true\nroot-user-action = ignore\n[install]\nno-build-isolation = false\n"
 # Left out of the environment: redelastic, which the Dockerfile installs, and large parts that no node needs.
-_LEFT_OUT: Final = re.compile(
-    "^/(_?redelastic|__editable|mypy|[0-9a-f]{20}__mypyc|torch/(bin/test_|include/|test/))"
-)
+_LEFT_OUT: Final = re.compile("^/(_?redelastic|__editable|mypy|[0-9a-f]{20}__mypyc|torch/(bin/test_|include/|test/))")
 _LIBRARY: Final = re.compile(r"(/\S+) \(0x")  # in ldd's output
 
 
