@@ -79,7 +79,7 @@ def test_many_jobs(ask: Answer) -> None:
 @pytest.mark.fault("a thousand nodes and more wait in one join", "I2, I6: all are told of the one round, each its rank")
 def test_many_waiting_nodes(ask: Answer) -> None:
     note = ("nodes", "the last node comes: all are told after", "memory per waiting node", "longest script: completion")
-    found = ask("waiting", "--nodes", NODES, *([] if LONG else ["--interval", 2]), note=(*note, *END))
+    found = ask("waiting", "--nodes", NODES, *([] if LONG else ["--interval", 1]), note=(*note, *END))
     assert found["blocked at once"] > 0.9 * NODES, "they wait, and do not ask again and again"
     assert found["different ranks"] == NODES
     assert found["members after it"] == NODES, "after an outage nobody is evicted"
