@@ -140,8 +140,8 @@ def by(*chosen: tuple[How, float]) -> Callable[[Any], Any]:
         for seconds in ALL:
             size = f"{abs(seconds):g} s" if abs(seconds) < 60 else f"{abs(seconds) / 60:g} min"
             text = f"{what} {size} {'ahead' if seconds > 0 else 'back'}"
-            marks = [pytest.mark.fault(text, PROMISE), *([] if (how, seconds) in chosen else [pytest.mark.long])]
-            cases.append(pytest.param((how, seconds), id=f"{how.__name__}{seconds:+g}", marks=marks))
+            mark = pytest.mark.fault(text, PROMISE) if (how, seconds) in chosen else pytest.mark.long
+            cases.append(pytest.param((how, seconds), id=f"{how.__name__}{seconds:+g}", marks=mark))
     return pytest.mark.parametrize("site", cases, indirect=True)
 
 
