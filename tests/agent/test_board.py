@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from redelastic.agent.workers import stacks
 from redelastic.agent.workers.board import Board, HangWatch
 from redelastic.agent.workers.stacks import catches, dump_stacks, together
 from redelastic.worker import AT, CALLS, STACK_SIGNAL, VARIABLE
+from tests.support.temporary import make_temporary_files_in
 from tests.support.waiting import Within
 
 Start = Callable[..., int]
@@ -216,7 +216,7 @@ def test_without_memfd_a_file_that_is_removed_at_once_does(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, start: Start
 ) -> None:
     monkeypatch.delattr(os, "memfd_create")
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    make_temporary_files_in(tmp_path, monkeypatch)
     other = Board(1)
     file = Path(other.environment(0)[VARIABLE].rpartition(":")[0]).readlink()
     assert tmp_path in file.parents

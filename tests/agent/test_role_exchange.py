@@ -38,7 +38,7 @@ def test_what_is_lost_when_it_was_seen_and_not_yet_read_is_told_again(connection
         def clone(self) -> RedisStore:
             return Late(connection, run_id)
 
-        def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        def multi_get(self, keys: Sequence[str | bytes]) -> list[bytes]:
             if not lost:
                 lost.append(self.delete_key("a"))
             return super().multi_get(keys)

@@ -84,16 +84,16 @@ class TestErrors:
         assert "refused the login" in done.err
         assert "sesame" not in done.err
 
+    @pytest.mark.usefixtures("impatient")
     @pytest.mark.parametrize("argv", [*COMMANDS, ("list",)], ids=lambda argv: argv[0])
-    def test_an_unreachable_server(self, monkeypatch: pytest.MonkeyPatch, argv: tuple[str, ...]) -> None:
-        monkeypatch.setattr("redelastic.cli.common.TIMEOUT", 0.1)
+    def test_an_unreachable_server(self, argv: tuple[str, ...]) -> None:
         done = command(*argv, "--endpoint", "127.0.0.1:1")
         assert (done.code, done.out, done.err.count("\n")) == (3, "", 1)
         assert "127.0.0.1:1 could not be reached" in done.err
         assert "default" not in done.err
 
+    @pytest.mark.usefixtures("impatient")
     def test_an_unreachable_server_that_nobody_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("redelastic.cli.common.TIMEOUT", 0.1)
         monkeypatch.setattr("redelastic.redis.endpoint.DEFAULT_PORT", 1)
         monkeypatch.delenv("REDELASTIC_REDIS_URL", raising=False)
         done = command("status", "RUN")

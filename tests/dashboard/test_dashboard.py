@@ -331,24 +331,23 @@ class TestView:
         assert all(page["events"][event.id]["detail"] for event in together), "their names can be asked for"
         assert page["fault"]["count"] == 6
 
-    def test_a_timeline_is_bounded_and_shows_all_of_its_last_part(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        events = many_nodes(30, 4.0, 40)
-        history = replay(events)
-        spans = [(node.id, span.end) for node in history.nodes for span in node.spans]
-        whole = page_of(events)["timeline"]
-        assert sum(len(lane["spans"]) for lane in whole["lanes"].values()) == len(spans) > 2000
+    def test_a_timeline_is_bounded_and_shows_all_of_its_last_part(self) -> None:
+        def ends(events: list[Event]) -> list[float]:
+            return [span.end for node in replay(events).nodes for span in node.spans]
+
+        few = many_nodes(30, 4.0, 40)
+        whole = page_of(few)["timeline"]
+        assert sum(len(lane["spans"]) for lane in whole["lanes"].values()) == len(ends(few)) > 2000
         assert "cut" not in whole
-        monkeypatch.setattr(view, "SPANS", 500)
+        events = many_nodes(30, 40.0, 300)
+        assert len(ends(events)) > view.SPANS
         shown = page_of(events)["timeline"]
         since = shown["origin"] + shown["start"]
         kept = sum(len(lane["spans"]) for lane in shown["lanes"].values())
-        assert 400 < kept <= 500
-        assert kept == sum(end > since + 0.01 for _, end in spans), "nothing of that time is missing"
+        assert 0.8 * view.SPANS < kept <= view.SPANS
+        assert kept == sum(end > since + 0.01 for end in ends(events)), "nothing of that time is missing"
         assert shown["cut"]
-        assert all(
-            lane["spans"].items() <= whole["lanes"][node]["spans"].items() for node, lane in shown["lanes"].items()
-        )
-        assert len(json.dumps(shown)) < len(json.dumps(whole)) / 3
+        assert len(json.dumps(shown)) < 1 << 20
 
     def test_speed_is_over_what_was_seen_of_a_round(self) -> None:
         def run(time: float, epoch: int = 1) -> Run:

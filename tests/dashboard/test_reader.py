@@ -118,20 +118,20 @@ class TestTrouble:
             return overview(run, *rest)
 
         async def story(reader: Reader) -> None:
-            monkeypatch.setattr(view, "overview", fails)
-            listed, of_good, of_bad = Browser(reader, None), Browser(reader, good), Browser(reader, bad)
-            await of_bad.until(lambda told: "what nobody thought of" in told.get("trouble", ""))
-            await of_good.until(lambda told: told.get("phase") == "running")
-            await listed.until(lambda told: told.get("runs", {}).keys() >= {good, bad})
-            assert listed.document["runs"][good]["phase"] == "running"
-            assert listed.document["runs"][bad]["phase"] == "unreadable"
-            assert "KeyError" in listed.document["runs"][bad]["why"]
-            assert of_good.document["trouble"] == listed.document["trouble"] == ""
-            with pytest.raises(RendezvousError, match="KeyError"):
-                await reader.watch(bad)
-            phases = {told["run"]: told["phase"] for told in await reader.summaries()}
-            assert (phases[good], phases[bad]) == ("running", "unreadable")
-            monkeypatch.setattr(view, "overview", overview)
+            with monkeypatch.context() as patched:
+                patched.setattr(view, "overview", fails)
+                listed, of_good, of_bad = Browser(reader, None), Browser(reader, good), Browser(reader, bad)
+                await of_bad.until(lambda told: "what nobody thought of" in told.get("trouble", ""))
+                await of_good.until(lambda told: told.get("phase") == "running")
+                await listed.until(lambda told: told.get("runs", {}).keys() >= {good, bad})
+                assert listed.document["runs"][good]["phase"] == "running"
+                assert listed.document["runs"][bad]["phase"] == "unreadable"
+                assert "KeyError" in listed.document["runs"][bad]["why"]
+                assert of_good.document["trouble"] == listed.document["trouble"] == ""
+                with pytest.raises(RendezvousError, match="KeyError"):
+                    await reader.watch(bad)
+                phases = {told["run"]: told["phase"] for told in await reader.summaries()}
+                assert (phases[good], phases[bad]) == ("running", "unreadable")
             await of_bad.until(lambda told: told["trouble"] == "")
             assert of_bad.document["phase"] == "running"
             await listed.until(lambda told: told["runs"][bad]["phase"] == "running")

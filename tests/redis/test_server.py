@@ -22,6 +22,7 @@ import redis
 from redelastic.redis import server as server_module
 from redelastic.redis.server import RedisServer, find_binary, installed_binaries
 from tests.support.shell_scripts import make_script
+from tests.support.temporary import make_temporary_files_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -333,7 +334,7 @@ def test_config_that_the_server_refuses_shows_in_the_error(binary: str) -> None:
 
 def test_server_that_never_answers_is_killed_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "_TERMINATE_S", 0.2)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    make_temporary_files_in(tmp_path, monkeypatch)
     # An ignored signal stays ignored through exec.
     script = make_script(tmp_path / "redis-server", "trap '' TERM", "echo my pid is $$", "exec sleep 60")
     with pytest.raises(TimeoutError, match=r"did not answer at 127.0.0.1:\d+ within 0.5 s") as raised:
@@ -345,7 +346,7 @@ def test_server_that_never_answers_is_killed_in_time(tmp_path: Path, monkeypatch
 def test_socket_path_too_long_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     long = tmp_path / ("x" * 100)
     long.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    make_temporary_files_in(long, monkeypatch)
     with pytest.raises(ValueError, match="set TMPDIR to a shorter directory"):
         RedisServer(unix_socket=True).start()
     assert not list(long.iterdir())

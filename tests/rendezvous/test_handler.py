@@ -378,21 +378,26 @@ class TestClosing:
         assert not node.shutdown()
 
 
+def refuse_threads(patch: pytest.MonkeyPatch, name: str = "") -> None:
+    """This process has no room for another thread of such a name."""
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if name in thread.name:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    patch.setattr(threading.Thread, "start", refuse)
+
+
 class TestWhatMayComeBetween:
     def test_a_keeper_that_could_not_be_started_is_started_by_the_next_attempt(
         self, new_node: NodeFactory, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Else the node would lose its lease, and hear of nothing."""
         node = new_node(1, 1)
-        start = threading.Thread.start
-
-        def refuse(thread: threading.Thread) -> None:
-            if "keepalive" in thread.name:
-                raise RuntimeError("can't start new thread")
-            start(thread)
-
         with monkeypatch.context() as patched:
-            patched.setattr(threading.Thread, "start", refuse)
+            refuse_threads(patched, "keepalive")
             with pytest.raises(RuntimeError, match="can't start"):
                 node.next_rendezvous()
         node.next_rendezvous()
@@ -405,11 +410,7 @@ class TestWhatMayComeBetween:
     ) -> None:
         nodes = [new_node(2, 2) for _ in range(2)]
         [other] = [node for node, info in zip(nodes, join_all(pool, *nodes), strict=True) if info.rank == 1]
-
-        def refuse(_: threading.Thread) -> None:
-            raise RuntimeError("can't start new thread")
-
-        monkeypatch.setattr(threading.Thread, "start", refuse)
+        refuse_threads(monkeypatch)
         assert other.num_nodes_waiting() == 0
 
     def test_exceptions_of_signal_handlers_leave_the_view_unlocked(self, new_node: NodeFactory) -> None:

@@ -202,25 +202,25 @@ def test_long_events_are_bounded_by_their_bytes(
     assert replay(kept).complete is False
 
 
-def test_a_chronicle_keeps_as_much_as_redis_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chronicle_keeps_as_much_as_redis_does() -> None:
     """Whoever follows a run for days would else have every stack that was ever told of it."""
 
     class Long(RunControl):
         def __init__(self) -> None:
-            self.told = 0
+            self.told, self.detail = 0, "s" * (chronicle.KEPT_TEXT // 120)
 
         def events(self, *_: Any, **__: Any) -> list[Event]:
             self.told += 100
-            return [Event(f"{i}-0", i, "hung", 1, 1, "a", "", "s" * 900) for i in range(self.told - 100, self.told)]
+            return [Event(f"{i}-0", i, "hung", 1, 1, "a", "", self.detail) for i in range(self.told - 100, self.told)]
 
-    monkeypatch.setattr(chronicle, "KEPT_TEXT", 100_000)
-    kept = chronicle.Chronicle(Long())
+    run = Long()
+    kept = chronicle.Chronicle(run)
     for _ in range(3):
         kept.read()
-        assert sum(len(event.detail) for event in kept.events) <= 100_000
+        assert sum(len(event.detail) for event in kept.events) <= chronicle.KEPT_TEXT
     assert len(kept.events) > 100
     assert kept.last_id == "299-0"
-    monkeypatch.setattr(chronicle, "KEPT_TEXT", 10)
+    run.detail *= 121
     kept.read()
     assert [event.id for event in kept.events] == ["399-0"]
 

@@ -26,6 +26,7 @@ from tests.support.commands import command
 from tests.support.job_user import CANARY, PACKAGE, as_user_of, command_line
 from tests.support.nodes import NodeFactory
 
+pytest_plugins = ["tests.support.cli_fixtures"]
 pytestmark = pytest.mark.timeout(300)
 
 
@@ -186,6 +187,7 @@ def test_nothing_of_ours_unpickles_or_runs_what_it_reads() -> None:
 # -- secrets
 
 
+@pytest.mark.usefixtures("impatient")
 def test_no_command_tells_the_password(server: RedisServer, run_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither where it is right, nor where it is not, nor where the rest of the URL is not."""
     with server.get_client() as admin:
@@ -203,7 +205,6 @@ def test_no_command_tells_the_password(server: RedisServer, run_id: str, monkeyp
         ("drain", run_id, "x"),
     ]
     commands += [("close", run_id), ("readmit", run_id, "x")]
-    monkeypatch.setattr("redelastic.cli.common.TIMEOUT", 0.5)
     for url in urls:
         monkeypatch.setenv("REDELASTIC_REDIS_URL", url)
         for argv in commands if url == user.url else commands[:1]:

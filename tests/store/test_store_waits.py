@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import redis
@@ -15,9 +13,10 @@ import torch.distributed as dist
 
 from redelastic.redis.connection import Connection
 from redelastic.redis.server import RedisServer
-from redelastic.redis.wire import Command, PoolWire
 from redelastic.store import RedisStore
 from tests.support import stores
+from tests.support.peers import lossy_proxy
+from tests.support.servers import frozen
 from tests.support.stores import SOON, in_thread, opened, until
 
 store = stores.store
@@ -256,26 +255,12 @@ def test_a_value_that_came_late_is_not_waited_for_anew(
 
 
 @pytest.mark.parametrize("call", ["get", "wait", "barrier"])
-def test_a_frozen_server_costs_no_attempt_after_the_time_is_up(
-    own_server: RedisServer, run_id: str, monkeypatch: pytest.MonkeyPatch, call: str
-) -> None:
-    attempts: list[Command] = []
-    exchange = PoolWire.exchange
-
-    def counted(self: PoolWire, *commands: Command) -> list[Any]:
-        attempts.extend(commands)
-        return exchange(self, *commands)
-
-    monkeypatch.setattr(PoolWire, "exchange", counted)
-    store = RedisStore(Connection.open(own_server.url, attempt_timeout=0.5), run_id, timeout=0.2)
-    store.barrier("b", 1)
-    assert own_server.pid
-    os.kill(own_server.pid, signal.SIGSTOP)
-    attempts.clear()
-    try:
-        with pytest.raises(dist.DistNetworkError):
+def test_a_frozen_server_costs_no_attempt_after_the_time_is_up(own_server: RedisServer, run_id: str, call: str) -> None:
+    with lossy_proxy(own_server) as (url, proxy):
+        store = RedisStore(Connection.open(url, attempt_timeout=0.5), run_id, timeout=0.2)
+        store.barrier("b", 1)
+        proxy.sent.clear()
+        with frozen(own_server), pytest.raises(dist.DistNetworkError):
             getattr(store, call)(*{"get": ("k",), "wait": (["k"],), "barrier": ("c", 2)}[call])
-        assert len(attempts) == 1
-    finally:
-        os.kill(own_server.pid, signal.SIGCONT)
-    store.close()
+        assert len(proxy.sent) == 1
+        store.close()

@@ -20,5 +20,11 @@ def cli(server: RedisServer) -> Cli:
 
 
 @pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands soon give up a server that they do not reach."""
+    monkeypatch.setattr("redelastic.cli.common.TIMEOUT", 0.5)
+
+
+@pytest.fixture
 def control(connection: Connection, keys: RunKeys) -> RunControl:
     return RunControl(connection, keys)
