@@ -152,7 +152,8 @@ def serve(ours: socket.socket) -> dict[str, Any]:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake)
     while True:
-        ready, _, _ = select.select([ours, woken], [], [])
+        watched: list[Any] = [ours, woken]
+        ready, _, _ = select.select(watched, [], [])
         if woken in ready:
             os.read(woken, 1000)
             with contextlib.suppress(ChildProcessError):

@@ -329,7 +329,7 @@ class Job:
         node = self.nodes[name]
         node.may_end = True
         self.wait(f"node {name} has ended", lambda: node.process.poll() is not None, limit)
-        return int(node.process.returncode)
+        return int(node.process.wait())
 
     def report(self) -> str:
         """Everything that helps to see what went wrong."""
