@@ -28,7 +28,6 @@ from typing import Any, Final
 
 from tests.support.long_tests import LONG
 
-MODULES: Final = ("torch.distributed.run", "redelastic.cli")
 PREPARED: Final = ("torch.distributed.run", "redelastic.cli.run", "redelastic.agent.agent", "redelastic.plugin")
 READ_AT_THE_START: Final = ("PYTHON", "LD_", "MALLOC", "TORCH", "OMP_", "LOGLEVEL", "TZ", "LANG", "LC_")
 NAMESPACES: Final = ("net", "mnt", "uts")
@@ -87,8 +86,8 @@ class Template:
         """Whether a launcher that is forked differs in nothing from one that is started anew."""
         here = [Path(f"/proc/thread-self/ns/{name}").stat().st_ino for name in NAMESPACES]
         there = [Path(f"/proc/{self._process.pid}/ns/{name}").stat().st_ino for name in NAMESPACES]
-        is_ours = command[:2] == [sys.executable, "-m"] and command[2] in MODULES
-        return is_ours and read_at_the_start(environment) == self._variables and here == there
+        is_module = command[:2] == [sys.executable, "-m"]
+        return is_module and read_at_the_start(environment) == self._variables and here == there
 
     def start(self, command: list[str], environment: Mapping[str, str], out: int, err: int) -> Launcher:
         request = json.dumps({"module": command[2], "arguments": command[3:], "environment": dict(environment)})
