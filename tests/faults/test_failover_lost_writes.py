@@ -144,12 +144,12 @@ class Way:
         may_pass = self._passes == threading.get_ident()
         assert may_pass or self._changed.wait_for(lambda: self._is_open, 2 * LIMIT)
 
-    def call(self, *args: Any, **options: Any) -> Any:
+    def attempt(self, *args: Any, **options: Any) -> Any:
         with self._changed:
             self._wait()
             self._calls += 1
         try:
-            return self._inner.call(*args, **options)
+            return self._inner.attempt(*args, **options)
         finally:
             with self._changed:
                 self._calls -= 1
