@@ -174,7 +174,7 @@ class Way:
     LOST + "a completed round, and only one node has",
     "I2, I4: it is fenced by its first heartbeat, or its round put back; all meet in one round",
 )
-@pytest.mark.parametrize("case", quick_first(["it is in the other round too", "it lost its lease", "it comes first"]))
+@pytest.mark.parametrize("case", quick_first(["it lost its lease", "it is in the other round too", "it comes first"]))
 def test_a_lost_round_that_one_node_entered(
     in_cluster: Shard, new_node: NodeFactory, run_id: str, case: str, measured: Measured
 ) -> None:
