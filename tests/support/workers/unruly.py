@@ -20,8 +20,9 @@ FLOOD = 100_000 * LINE  # bytes
 
 def say(directory: Path, name: str, told: Any) -> None:
     """Publish something in a file that only appears once complete."""
-    (directory / f".{name}").write_text(str(told))
-    (directory / f".{name}").rename(directory / name)
+    draft = directory / f".{name}-{os.getpid()}"  # a node's workers all say that they have started
+    draft.write_text(str(told))
+    draft.rename(directory / name)
 
 
 def wait(directory: Path) -> None:
