@@ -24,7 +24,7 @@ QUICK = (
     "tests/project/test_docs.py",
     "tests/agent/test_board.py",
 )
-PARALLEL = ("-n", "4", "--dist", "worksteal")
+PARALLEL = ("-n", "6", "--dist", "worksteal")
 
 
 @nox.session
