@@ -187,26 +187,25 @@ def test_workers_are_given_the_same(server: RedisServer, tmp_path: Path) -> None
     assert seen(ours, alone=False)[0]["stdin"] == __file__, "standard input is the launcher's"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("options", "script"),
-    quick_rows(
-        [
-            (
-                ("-m", "--role=a", "--nproc-per-node=cpu", "--monitor-interval=0.3"),
-                ("tests.support.workers.witness", "@here"),
-            ),
-            (
-                ("--no-python", "--virtual-local-rank", "--nproc-per-node=2"),
-                (sys.executable, str(WITNESS), "@here", "", "${local_rank}"),
-            ),
-            (
-                ("--run-path", "--start-method=fork", "--max-restarts=3", "--nproc-per-node=auto"),
-                (str(WITNESS), "@here"),
-            ),
-            (("--run-path", "--start-method=spawn"), (str(WITNESS), "@here", "", "x")),
-            (("--run-path", "--start-method=forkserver"), (str(WITNESS), "@here", "", "x")),
-        ]
-    ),
+    [
+        (
+            ("-m", "--role=a", "--nproc-per-node=cpu", "--monitor-interval=0.3"),
+            ("tests.support.workers.witness", "@here"),
+        ),
+        (
+            ("--no-python", "--virtual-local-rank", "--nproc-per-node=2"),
+            (sys.executable, str(WITNESS), "@here", "", "${local_rank}"),
+        ),
+        (
+            ("--run-path", "--start-method=fork", "--max-restarts=3", "--nproc-per-node=auto"),
+            (str(WITNESS), "@here"),
+        ),
+        (("--run-path", "--start-method=spawn"), (str(WITNESS), "@here", "", "x")),
+        (("--run-path", "--start-method=forkserver"), (str(WITNESS), "@here", "", "x")),
+    ],
     ids=["module", "no-python", "fork", "spawn", "forkserver"],
 )
 def test_ways_to_start_workers(tmp_path: Path, options: tuple[str, ...], script: tuple[str, ...]) -> None:
@@ -291,7 +290,8 @@ def waits(launcher: subprocess.Popen[str], directory: Path, attempt: str = "0-0"
     assert launcher.poll() is None, "it ended"
 
 
-@pytest.mark.parametrize("number", quick_first([signal.SIGINT, signal.SIGUSR2]))
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR2])
 def test_a_signal_is_handed_on(tmp_path: Path, number: signal.Signals) -> None:
     """The workers get the signal that ends the launcher; both then end with 1."""
 

@@ -17,6 +17,7 @@ import pytest
 
 from redelastic.cli import main
 from tests.support import recorded
+from tests.support.long_tests import quick_first
 
 ENTRY_POINT = "import sys; from redelastic.cli import main; sys.exit(main())"
 TRAINING = "redelastic.cli.demo.train"
@@ -123,7 +124,7 @@ def test_the_node_of_rank_0_dies_and_the_training_does_not(demo: Demo) -> None:
     demo.assert_nothing_is_left()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", quick_first([signal.SIGINT, signal.SIGTERM]))
 def test_an_interrupted_demo_leaves_nothing(demo: Demo, number: signal.Signals) -> None:
     process = demo.start("--nodes=2")
     assert process.stdout is not None
