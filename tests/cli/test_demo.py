@@ -87,6 +87,7 @@ def demo(tmp_path: Path) -> Iterator[Demo]:
         process.kill()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(200)  # 50 s on two idle cores
 def test_the_node_of_rank_0_dies_and_the_training_does_not(demo: Demo) -> None:
     process = demo.start()

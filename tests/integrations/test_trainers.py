@@ -80,7 +80,8 @@ def test_nodes_die_and_drain(library: str, server: RedisServer, tmp_path: Path) 
         finish(job, last.name)
 
 
-@pytest.mark.parametrize("library", quick_first(reversed(SCRIPTS)))
+@pytest.mark.long
+@pytest.mark.parametrize("library", SCRIPTS)
 @pytest.mark.fault(
     "torchrun with Trainer, Lightning, FSDP; `accelerate launch`: a node is killed as it saves, another gets SIGTERM",
     "I7: the third resumes from the last whole checkpoint",

@@ -127,6 +127,7 @@ def test_a_port_that_is_taken_is_said(tmp_path: Path) -> None:
         site.wait("nothing is left", lambda: not site.processes())
 
 
+@pytest.mark.long
 def test_ctrl_c_stops_all_hosts(tmp_path: Path, free_ports: list[int]) -> None:
     with Site(tmp_path, ssh=SSH) as site:
         hosts = "127.0.0.1", "127.0.0.2"
