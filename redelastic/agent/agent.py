@@ -20,6 +20,7 @@ from redelastic.rendezvous.membership import DrainedError, RunStoppedError
 from redelastic.run.control import RunControl
 from redelastic.run.logs import failure_text, places_text
 from redelastic.store import RedisStore
+from redelastic.torch_errors import torch_errors
 from redelastic.torch_internals import close_within, shut_down, shutdown_option
 
 from .background import Courier, Notes, repeat
@@ -131,6 +132,7 @@ class RedisElasticAgent(RegroupingAgent):
 
     # -- from beginning to end
 
+    @torch_errors()
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
         """Run the workers to their end; contract: torch's ``ElasticAgent.run``.
 
@@ -140,7 +142,7 @@ class RedisElasticAgent(RegroupingAgent):
             DrainedError: this node was asked to leave, and its workers have ended.
             RunStoppedError: the run was stopped: by a person, or because its restart budget is used up.
             RefusedError: a health check failed.
-            RendezvousError: as raised by :meth:`RedisRendezvousHandler.next_rendezvous`.
+            RendezvousError: as raised by :meth:`RedisRendezvousHandler.next_rendezvous`; or Redis refuses this node.
             SignalException: a signal ended this process' work; SIGTERM and SIGUSR1 do so only the second time.
         """
         with contextlib.ExitStack() as opened:

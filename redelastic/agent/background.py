@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from torch.distributed import DistNetworkError
 from torch.distributed.elastic import events
 from torch.distributed.elastic.agent.server.api import WorkerSpec
-from torch.distributed.elastic.rendezvous.api import RendezvousError
 
+from redelastic.redis.errors import RedelasticError
 from redelastic.rendezvous.membership import Membership
 from redelastic.run.control import RunControl
 
@@ -84,7 +84,7 @@ def _run(errands: _Errands) -> None:
     while (errand := errands.get()) is not None:
         try:
             errand()
-        except (RendezvousError, DistNetworkError) as e:  # noqa: PERF203  # the next may succeed
+        except (RedelasticError, DistNetworkError) as e:  # noqa: PERF203  # the next may succeed
             log.warning("%s", e)
         except Exception:
             log.exception("The agent could not report to Redis.")

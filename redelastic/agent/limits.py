@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 from torch.distributed.elastic.agent.server.api import RunResult
 from torch.distributed.elastic.multiprocessing import LogsSpecs
-from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousError
+from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-from redelastic.redis.errors import UnreachableError
+from redelastic.redis.errors import RedelasticError, UnavailableError, UnreachableError
 from redelastic.rendezvous.membership import Membership
 from redelastic.run.control import RunControl
 
@@ -72,7 +72,7 @@ class Admission:
 
         Raises:
             RefusedError: a health check failed.
-            DrainedError, RendezvousClosedError, RendezvousConnectionError: as :meth:`Membership.wait_while`, and Redis
+            DrainedError, RendezvousClosedError, UnavailableError: as :meth:`Membership.wait_while`, and Redis
                 refuses to say whether this host is excluded.
         """
         self._wait_to_be_readmitted()
@@ -83,7 +83,7 @@ class Admission:
             self._note("refused", unfit)
             try:
                 self._membership.leave(f"failed a health check: {unfit}")
-            except RendezvousError as e:  # it is out once its lease expires
+            except RedelasticError as e:  # it is out once its lease expires
                 raise refused from e
             raise refused
 
@@ -140,7 +140,7 @@ class Budget:
         self._monitor.allow(math.inf)  # for as long as Redis is away
         try:
             told = self._membership.charge(failed_at, step, cause, self._options.limits, final=final)
-        except RendezvousConnectionError as e:
+        except UnavailableError as e:
             log.warning("The failure could not be counted: %s", e)
             return ""
         self._monitor.job_restarts, _, verdict = told

@@ -107,12 +107,11 @@ def _ended(name: str, call: Callable[[], int]) -> int:
 
 def exit_code(error: Exception) -> int:
     """The exit code for an error; 0 if the error is a bug of ours."""
-    from torch.distributed.elastic.rendezvous.api import RendezvousError
-
+    from redelastic.redis.errors import RedelasticError
     from redelastic.run.control import UnknownNodeError, UnknownRunError
 
     if isinstance(error, UnknownNodeError | UnknownRunError):
         return common.UNKNOWN
-    if isinstance(error, RendezvousError):
+    if isinstance(error, RedelasticError):
         return common.UNREACHABLE
     return common.USAGE if isinstance(error, ValueError) else 0

@@ -129,14 +129,14 @@ def follow(control: RunControl, after: str, block: float = 1.0) -> Iterator[list
     Yields:
         Events; or, while Redis is away, the error that says so every ``block`` seconds.
     """
-    from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
+    from redelastic.redis.errors import UnavailableError
 
     while True:
         try:
             for events in control.follow(after, block):
                 after = events[-1].id if events else after
                 yield events
-        except RendezvousConnectionError as e:  # noqa: PERF203  (it waits anyway)
+        except UnavailableError as e:  # noqa: PERF203  (it waits anyway)
             yield e
             time.sleep(block)
 

@@ -52,6 +52,7 @@ def main(argv: Sequence[str]) -> int:
         The exit code; see :data:`EPILOG`.
     """
     from redelastic.logs import say, set_up_logging
+    from redelastic.run.wording import clean
     from redelastic.torch_internals import require_torch, shutdown_timeout
 
     try:
@@ -60,6 +61,7 @@ def main(argv: Sequence[str]) -> int:
         say(f"redelastic {NAME}: {e}")
         return common.USAGE
     import torch.distributed.run as torchrun
+    from torch.distributed.elastic.rendezvous.api import RendezvousError
 
     arguments = make_parser().parse_args(argv)
     set_up_logging(logging.getLogger())
@@ -78,7 +80,11 @@ def main(argv: Sequence[str]) -> int:
 
         from redelastic.agent.torchrun.launch import launch
 
-        return launch(config, options, entrypoint, args, shutdown_timeout=shutdown)
+        try:
+            return launch(config, options, entrypoint, args, shutdown_timeout=shutdown)
+        except RendezvousError as e:
+            say(f"redelastic {NAME}: {clean(str(e))}")  # it may quote what the server said
+            return common.UNREACHABLE
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -51,8 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _summary(connection: Any, prefix: str, run_id: str) -> dict[str, Any] | None:
-    from torch.distributed.elastic.rendezvous.api import RendezvousStateError
-
+    from redelastic.redis.errors import CorruptStateError
     from redelastic.run.control import RunControl, UnknownRunError
     from redelastic.run.report import summary, unread
 
@@ -60,7 +59,7 @@ def _summary(connection: Any, prefix: str, run_id: str) -> dict[str, Any] | None
         state = RunControl(connection, RunKeys(run_id, prefix)).state()
     except (UnknownRunError, ValueError):  # it has just gone; no run of ours has such a name
         return None
-    except RendezvousStateError:
+    except CorruptStateError:
         return unread(run_id, "corrupt")
     return summary(state)
 

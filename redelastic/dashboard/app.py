@@ -29,9 +29,9 @@ from starlette.responses import (
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from redelastic.redis.connection import Connection
+from redelastic.redis.errors import RedelasticError
 from redelastic.redis.routes import is_loopback
 from redelastic.run import logs
 from redelastic.run.control import UnknownRunError
@@ -86,7 +86,7 @@ def make_app(connection: Connection, prefix: str, token: str | None) -> Starlett
             Middleware(_Guard, token=token),
             Middleware(GZipMiddleware, minimum_size=1000),  # not of streams
         ],
-        exception_handlers={HTTPException: _refused, UnknownRunError: _failed(404), RendezvousError: _failed(503)},
+        exception_handlers={HTTPException: _refused, UnknownRunError: _failed(404), RedelasticError: _failed(503)},
         lifespan=lifespan,
     )
     app.state.reader = reader

@@ -10,10 +10,8 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Final
 
-from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousStateError
-
 from redelastic.redis.connection import Connection
-from redelastic.redis.errors import UnreachableError
+from redelastic.redis.errors import CorruptStateError, RedelasticError, UnreachableError
 from redelastic.redis.keys import RunKeys
 from redelastic.run.chronicle import Chronicle
 from redelastic.run.control import RunControl, UnknownRunError, list_runs
@@ -53,7 +51,7 @@ class Watch:
         self.report: Document = {}  # as `redelastic status --json` has it
         self.row: Document = {}
         self.page: Document = {}
-        self.trouble: UnknownRunError | RendezvousError | None = None  # why the last read failed, unless Redis was away
+        self.trouble: UnknownRunError | RedelasticError | None = None  # why the last read failed, unless Redis was away
         self.read_at = float("-inf")  # on the monotonic clock
         self.cost = 0.0  # of the last read, in seconds
         self.stirred = False  # whether something has happened since
@@ -64,27 +62,27 @@ class Watch:
         Raises:
             UnknownRunError: Redis has nothing of it.
             UnreachableError: Redis is away.
-            RendezvousError: the run cannot be read: its keys are corrupt or denied to this user, or we have a bug.
+            RedelasticError: the run cannot be read: its keys are corrupt or denied to this user, or we have a bug.
         """
         began = time.monotonic()
         self.stirred = False
-        trouble: UnknownRunError | RendezvousError | None = None
+        trouble: UnknownRunError | RedelasticError | None = None
         try:
             self._read()
         except UnreachableError:
             raise
-        except (UnknownRunError, RendezvousError) as e:
+        except (UnknownRunError, RedelasticError) as e:
             trouble = e
         except Exception as e:
             what = f"Run {self.keys.run_id!r} cannot be shown, by a fault of the dashboard's: {type(e).__name__}: {e}."
             if str(self.trouble) != what:
                 log.exception("Run %r cannot be shown.", self.keys.run_id)
-            trouble = RendezvousError(what)
+            trouble = RedelasticError(what)
         self.trouble = trouble
         self.read_at = time.monotonic()
         self.cost = self.read_at - began
         if trouble:
-            phase = "corrupt" if isinstance(trouble, RendezvousStateError) else "unreadable"
+            phase = "corrupt" if isinstance(trouble, CorruptStateError) else "unreadable"
             self.summary = unread(self.keys.run_id, phase)
             self.row = {"run": self.keys.run_id, "phase": phase, "why": str(trouble)}
             raise trouble
@@ -153,7 +151,7 @@ class Reader:
         """The runs, as ``redelastic list --json`` has them.
 
         Raises:
-            RendezvousError: Redis is away, or this user may only see one run's keys.
+            RedelasticError: Redis is away, or this user may only see one run's keys.
         """
         async with self._turn:
             self._forget()
@@ -166,7 +164,7 @@ class Reader:
 
         Raises:
             UnknownRunError: there is none, or none can have that id.
-            RendezvousError: Redis is away, or the run cannot be read.
+            RedelasticError: Redis is away, or the run cannot be read.
         """
         async with self._turn:
             self._forget()
@@ -230,9 +228,9 @@ class Reader:
             await self._read(watch)
         except UnreachableError:
             raise
-        except (UnknownRunError, RendezvousStateError) as e:
+        except (UnknownRunError, CorruptStateError) as e:
             topic.publish((topic.document or {}) | self._frame() | {"gone": str(e)})
-        except RendezvousError as e:
+        except RedelasticError as e:
             self._publish_trouble(topic, str(e))
         else:
             topic.publish(self._frame() | {"now": watch.now} | watch.page)
@@ -243,7 +241,7 @@ class Reader:
             await self._read_rows(SLOW_PACE)
         except UnreachableError:
             raise
-        except RendezvousError as e:  # a job's own user may see its run, but no list
+        except RedelasticError as e:  # a job's own user may see its run, but no list
             self._publish_trouble(self.overview, f"{e} Here a run's page is /runs/RUN.")
         else:
             now = max((watch.now for watch in self._watches.values()), default=time.time())
@@ -275,7 +273,7 @@ class Reader:
         except UnknownRunError:
             self._watches.pop(run_id, None)
             raise
-        except RendezvousError:
+        except RedelasticError:
             self._watches[run_id] = watch
             raise
         self._watches[run_id] = watch
@@ -300,7 +298,7 @@ class Reader:
             await self._read(watch)
         except UnreachableError:
             raise
-        except (UnknownRunError, RendezvousError):
+        except (UnknownRunError, RedelasticError):
             pass  # it is gone, or its row says why it cannot be read
 
     def _forget(self) -> None:
@@ -326,7 +324,7 @@ class Reader:
             stirred = await asyncio.to_thread(self._block, streams, seconds)
         except UnreachableError:
             raise
-        except RendezvousError:  # the next read says for which run
+        except RedelasticError:  # the next read says for which run
             await asyncio.sleep(seconds)
             return
         for watch in watches:

@@ -10,11 +10,9 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from torch.distributed.elastic.rendezvous.api import RendezvousError
-
 from redelastic.redis.connection import Connection
 from redelastic.redis.endpoint import Endpoint
-from redelastic.redis.errors import UnreachableError
+from redelastic.redis.errors import RedelasticError, UnreachableError
 
 from .finding import LEVELS, Finding, Group, Level
 from .host import examine_host
@@ -49,7 +47,7 @@ def examine(endpoint: Endpoint, key_prefix: str, run_id: str = "") -> list[Findi
     deadline = time.monotonic() + LIMIT
     try:
         connection = Connection.open(endpoint, ATTEMPT_TIMEOUT, CALL_TIMEOUT, CONNECT_TIMEOUT)
-    except RendezvousError as e:
+    except RedelasticError as e:
         found_it = "no" if isinstance(e, UnreachableError) else "yes, but it refuses the login"
         return [Finding("server", "reachable", "problem", found_it, str(e)), *examine_host(endpoint, None)]
     try:

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from typing import Final
 
 import torch
-from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
 from redelastic import torch_internals
 from redelastic.agent.host.devices import DriverError, take_inventory
 from redelastic.redis.connection import Connection
 from redelastic.redis.endpoint import Endpoint
+from redelastic.redis.errors import UnavailableError
 from redelastic.redis.routes import is_loopback
 from redelastic.rendezvous.addresses import (
     INTERFACE_VARIABLES,
@@ -89,7 +89,7 @@ def is_local(endpoint: Endpoint) -> bool:
 def _addresses(endpoint: Endpoint, connection: Connection | None) -> Iterator[Finding]:
     try:
         address = find_address(None, connection.local_address() if connection else None)
-    except RendezvousConnectionError:  # it was reached just now
+    except UnavailableError:  # it was reached just now
         connection, address = None, find_address(None, None)
     yield _address(endpoint, address, reached=connection is not None)
     yield _gloo(address, meant_by_hostname(), set_by_user(GLOO_VARIABLE))

@@ -39,7 +39,7 @@ def examine_server(connection: Connection, endpoint: Endpoint) -> Iterator[Findi
     """Ask the server, or each master of a Cluster, about itself.
 
     Raises:
-        RendezvousConnectionError: it stopped answering.
+        UnavailableError: it stopped answering.
     """
     servers = {
         name: connection.call(lambda _, client=client: _ask(client))  # type: ignore[misc]

@@ -19,7 +19,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from redelastic.redis.connection import Connection, text
 from redelastic.redis.endpoint import Endpoint
-from redelastic.redis.errors import ACL_RULES, UnreachableError
+from redelastic.redis.errors import ACL_RULES, RedelasticError, UnreachableError
 from redelastic.redis.keys import RunKeys
 from redelastic.rendezvous.backend import RedisRendezvousBackend
 from redelastic.rendezvous.handler import RedisRendezvousHandler
@@ -114,7 +114,7 @@ class Corner:
         """A node of a run in this corner, with a connection of its own.
 
         Raises:
-            RendezvousConnectionError: Redis could not be reached.
+            UnavailableError: Redis could not be reached.
         """
         connection = Connection.open(endpoint, ATTEMPT_TIMEOUT, TIMEOUT, TIMEOUT)
         settings = Settings(
@@ -136,7 +136,7 @@ class Corner:
         """Remove everything written; what the server does not let us remove expires."""
         try:
             connection.call(lambda client: client.delete(*self._written), timeout=0)
-        except RendezvousError:
+        except RedelasticError:
             return
 
 
@@ -147,7 +147,7 @@ def examine_round_trips(connection: Connection) -> Iterator[Finding]:
     """Measure the round trip to the server.
 
     Raises:
-        RendezvousConnectionError: it stopped answering.
+        UnavailableError: it stopped answering.
     """
     client = next(iter(masters(connection).values()))
     times: list[float] = []
@@ -177,7 +177,7 @@ def examine_rights(connection: Connection, corner: Corner) -> Finding:
     ACL DRYRUN would also tell, but only administrators.
 
     Raises:
-        RendezvousConnectionError: the server stopped answering.
+        UnavailableError: the server stopped answering.
     """
     replies = connection.call(lambda client: _probe(client, corner.keys))
     denied = [str(reply) for reply in replies if isinstance(reply, redis.ResponseError) and _is_denial(reply)]
@@ -233,7 +233,9 @@ def try_rendezvous(endpoint: Endpoint, corner: Corner) -> Iterator[Finding]:
             yield _bootstrap(place.master_addr, place.master_port)
     except UnreachableError:
         raise
-    except RendezvousError as e:
+    except (RedelasticError, RendezvousError) as e:
+        if isinstance(e.__cause__, UnreachableError):
+            raise e.__cause__ from None
         yield Finding("trial", "rendezvous", "problem", "failed", str(e))
     finally:
         for handler in handlers:
@@ -267,7 +269,7 @@ def try_store(connection: Connection, corner: Corner) -> Iterator[Finding]:
             )
         else:
             yield Finding("trial", "wake-up", "ok", found, numbers=numbers)
-    except (RendezvousError, dist.DistError) as e:
+    except dist.DistError as e:
         yield Finding("trial", "store", "problem", "failed", str(e))
     finally:
         store.close()
@@ -277,7 +279,7 @@ def _use(store: RedisStore, which: str) -> dict[str, float]:
     """How long each operation takes, in ms.
 
     Raises:
-        RendezvousError: one of them returned something wrong.
+        DistError: one of them returned something wrong.
     """
     value, count = f"value-{which}", f"count-{which}"
     operations: dict[str, tuple[Callable[[], object], object]] = {
@@ -293,7 +295,7 @@ def _use(store: RedisStore, which: str) -> dict[str, float]:
         got = operation()
         times[name] = 1000 * (time.perf_counter() - started)
         if got != expected:
-            raise RendezvousError(f"{name} returned {got!r}, not {expected!r}; report this as a bug.")
+            raise dist.DistError(f"{name} returned {got!r}, not {expected!r}; report this as a bug.")
     return times
 
 

@@ -11,10 +11,9 @@ import redis.exceptions as rx
 from redis.cluster import RedisCluster
 from redis.sentinel import SentinelConnectionPool
 from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_random_exponential
-from torch.distributed.elastic.rendezvous.api import RendezvousStateError
 
 from .endpoint import URL_VARIABLE, Endpoint, parse_endpoint
-from .errors import ERRORS, may_pass, translated
+from .errors import ERRORS, CorruptStateError, may_pass, translated
 from .routes import is_loopback, source_address
 from .wire import Client, ClientWire, Command, PoolWire, Wire
 
@@ -85,7 +84,7 @@ class Connection:
                 later. None is 10 s, or ``read_timeout`` if that is less.
 
         Raises:
-            RendezvousConnectionError: no Redis answers there within ``connect_timeout``, or it refuses us.
+            UnavailableError: no Redis answers there within ``connect_timeout``, or it refuses us.
         """
         endpoint = parse_endpoint(endpoint) if isinstance(endpoint, str) else endpoint
         patience = min(CONNECT_TIMEOUT, read_timeout) if connect_timeout is None else connect_timeout
@@ -131,8 +130,8 @@ class Connection:
 
         Raises:
             UnreachableError: Redis did not answer in time.
-            RendezvousConnectionError: it refuses us; the message says what to do.
-            RendezvousStateError: a key holds something that is not ours.
+            UnavailableError: it refuses us; the message says what to do.
+            CorruptStateError: a key holds something that is not ours.
         """
         return self._tried(partial(operation, self._wire), timeout)
 
@@ -219,7 +218,7 @@ class Connection:
         """The address of this host on its way to Redis; None if that is a loopback, a socket file or unknown.
 
         Raises:
-            RendezvousConnectionError: Redis could not be reached.
+            UnavailableError: Redis could not be reached.
         """
         peer = self.call(_peer)
         address = source_address(peer) if isinstance(peer, str) else ""
@@ -288,17 +287,17 @@ def retried(operation: Callable[[], T], name: str, timeout: float, started: floa
         raise translated(error, name, time.monotonic() - started, fail_over=fail_over) from error
 
 
-def require_keys_of_types(connection: Connection, types: Mapping[str, str], error: RendezvousStateError) -> NoReturn:
+def require_keys_of_types(connection: Connection, types: Mapping[str, str], error: CorruptStateError) -> NoReturn:
     """Re-raise an error about what a key holds so that it names the key, what it should hold and what it holds."""
     for key, expected in types.items():
         actual = text(connection.call(lambda client, key=key: client.type(key)))  # type: ignore[misc]
         if actual not in (expected, "none"):
-            raise RendezvousStateError(
+            raise CorruptStateError(
                 f"The key {key!r} in Redis at {connection.name} is a {actual}, but a run needs a {expected} "
                 "there. Another program writes to it: remove that key, or use another key_prefix."
             ) from error
     if any(key in str(error) for key in types):
         raise error
-    raise RendezvousStateError(
+    raise CorruptStateError(
         f"{error} It is one of the keys {', '.join(types)}: remove them once no node of the run is alive."
     ) from error

@@ -1,4 +1,4 @@
-"""Errors of Redis: which may pass, and what each is in torch's terms. They are translated only here."""
+"""Our own errors, and which of them each error of redis-py is; ``redelastic/torch_errors.py`` makes torch's of them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,8 @@ from typing import Final
 
 import redis.exceptions as rx
 from redis.sentinel import MasterNotFoundError
-from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousError, RendezvousStateError
-
-from redelastic.torch_internals import require_torch
 
 from .wire import is_of_replica
-
-require_torch()  # here, since everything that needs torch needs this module
 
 # The rules that the user of one run needs; with ~<key_prefix>:*, that of one prefix.
 ACL_RULES: Final = (
@@ -47,15 +42,27 @@ _DENIED: Final = re.compile(r"NOPERM|ACL failure in script|The user executing th
 _NO_CLUSTER: Final = "Cluster mode is not enabled"
 
 
-class UnreachableError(RendezvousConnectionError):
+class RedelasticError(Exception):
+    """A call to Redis failed, or its reply cannot be right; the message says why, and what to do."""
+
+
+class UnavailableError(RedelasticError):
+    """Redis does not answer, or refuses us."""
+
+
+class UnreachableError(UnavailableError):
     """Redis does not answer now; trying again may help."""
 
 
-class RefusesWritesError(RendezvousConnectionError):
+class RefusesWritesError(UnavailableError):
     """Redis refuses writes: it is a replica, or memory or disk is full. If it took some before, that may pass."""
 
 
-class FencedError(RendezvousError):
+class CorruptStateError(RedelasticError):
+    """A key in Redis holds something that redelastic did not write."""
+
+
+class FencedError(RedelasticError):
     """The caller's epoch is no longer the run's newest (I4)."""
 
 
@@ -93,8 +100,8 @@ def may_pass(error: BaseException, *, fail_over: bool) -> bool:
     return _is_passing(error) or (fail_over and is_of_replica(_cause(error)))
 
 
-def translated(error: Exception, name: str, waited: float, *, fail_over: bool) -> RendezvousError:
-    """Torch's error for it, which says what happened, at which server, and what to do.
+def translated(error: Exception, name: str, waited: float, *, fail_over: bool) -> RedelasticError:
+    """Our error for it, which says what happened, at which server, and what to do.
 
     Args:
         error: one of ``ERRORS``.
@@ -108,33 +115,33 @@ def translated(error: Exception, name: str, waited: float, *, fail_over: bool) -
 
 def _translate(  # noqa: C901, PLR0911, PLR0912  (a list, to be read from the top)
     error: Exception, name: str, waited: float
-) -> tuple[type[RendezvousError], str]:
-    """The one map from redis-py's errors to torch's."""
+) -> tuple[type[RedelasticError], str]:
+    """The one map from redis-py's errors to ours."""
     cause, within = _cause(error), f" within {waited:.1f} s" if waited >= 0.05 else ""
     reply = _SCRIPT_SUFFIX.sub("", _SENTINEL_REPR.sub(r"\1:\2", str(cause))).rstrip(". ")
     if "FENCED " in reply:
         return FencedError, reply.partition("FENCED ")[2]
     if "CORRUPT " in reply:
-        return RendezvousStateError, (
+        return CorruptStateError, (
             f"Redis at {name} contains a value that redelastic did not write: {reply.partition('CORRUPT ')[2]}. "
             "Remove that key once no node of the run is alive."
         )
     if "WRONGTYPE" in reply:
-        return RendezvousStateError, (
+        return CorruptStateError, (
             f"Redis at {name} has a key of the wrong type: {reply}. Remove it, or use another key_prefix."
         )
     if isinstance(cause, MasterNotFoundError) and "AuthenticationError" in reply:
-        return RendezvousConnectionError, (
+        return UnavailableError, (
             f"The sentinels of {name} refused the login: {reply}. Append ?sentinel_password=… (and "
             "&sentinel_username=… if they have users) to the endpoint's URL, and check the sentinels' ports."
         )
     if isinstance(cause, rx.AuthenticationError | rx.AuthorizationError):
-        return RendezvousConnectionError, (
+        return UnavailableError, (
             f"Redis at {name} refused the login: {reply}. Put the correct user and password into its URL, or "
             "into REDELASTIC_REDIS_URL with the endpoint as host:port."
         )
     if isinstance(cause, rx.NoPermissionError) or _DENIED.search(reply):
-        return RendezvousConnectionError, (
+        return UnavailableError, (
             f"Redis at {name} denies this user a key or command: {reply}. Check that the user is for this run id and "
             f"key_prefix; it needs the rules '{ACL_RULES}' (SECURITY.md)."
         )
@@ -150,39 +157,39 @@ def _translate(  # noqa: C901, PLR0911, PLR0912  (a list, to be read from the to
             "off stop-writes-on-bgsave-error."
         )
     if isinstance(cause, rx.MovedError | rx.AskError):
-        return RendezvousConnectionError, (
+        return UnavailableError, (
             f"Redis at {name} is a Cluster node, and this run's keys are on another one. Use redis+cluster://."
         )
     if _NO_CLUSTER in reply:
-        return RendezvousConnectionError, f"Redis at {name} is not a Cluster. Use redis://, or rediss:// with TLS."
+        return UnavailableError, f"Redis at {name} is not a Cluster. Use redis://, or rediss:// with TLS."
     if "DB index" in reply or "SELECT is not allowed" in reply:
-        return RendezvousConnectionError, (
+        return UnavailableError, (
             f"Redis at {name} does not have that database: {reply}. Omit the number, or raise its 'databases'."
         )
     if refusal := _tls_refusal(cause):
         reason = getattr(refusal, "verify_message", "") or refusal.reason or str(refusal)
-        return RendezvousConnectionError, (
+        return UnavailableError, (
             f"TLS with Redis at {name} failed: {reason}. Check that the port serves TLS, that ca_cert is its "
             "CA's file, that its certificate is for that host, and that it accepts ssl_cert and ssl_cert_key."
         )
     if isinstance(cause, rx.InvalidResponse):
-        return RendezvousConnectionError, (
+        return UnavailableError, (
             f"The server at {name} is not Redis: {reply}. Check host and port; for TLS use rediss://."
         )
     if isinstance(cause, rx.ResponseError) and not _is_passing(cause):
         if "user_script" in reply:
-            return RendezvousStateError, f"Redis at {name} contains a value that our script cannot read: {reply}."
+            return CorruptStateError, f"Redis at {name} contains a value that our script cannot read: {reply}."
         if reply.startswith("unknown command 'SENTINEL'"):
             return (
-                RendezvousConnectionError,
+                UnavailableError,
                 f"The server at {name} is not a sentinel. Use redis://, or the sentinel's port.",
             )
         if reply.startswith("unknown command"):
-            return RendezvousConnectionError, (
+            return UnavailableError, (
                 f"The server at {name} does not know our commands: {reply}. It must be Redis 6.2 or later, or "
                 "Valkey. If it is a sentinel, use redis+sentinel://host:port/master-name."
             )
-        return RendezvousError, f"Redis at {name} answered with an error: {reply}."
+        return RedelasticError, f"Redis at {name} answered with an error: {reply}."
     if isinstance(cause, MasterNotFoundError):
         return UnreachableError, (
             f"The sentinels of {name} named no master{within}: {reply}. Check that they run there, "
@@ -197,4 +204,4 @@ def _translate(  # noqa: C901, PLR0911, PLR0912  (a list, to be read from the to
             f"Redis at {name} could not be reached{within}: {reply or type(cause).__name__}. "
             "Check that it runs there, that this host may connect to it, and that both sides or neither use TLS (rediss://)."
         )
-    return RendezvousError, f"redis-py rejected a call to Redis at {name}: {reply or type(cause).__name__}."
+    return RedelasticError, f"redis-py rejected a call to Redis at {name}: {reply or type(cause).__name__}."

@@ -7,14 +7,15 @@ import time
 import uuid
 from typing import TYPE_CHECKING, Any, Final
 
-from torch.distributed.elastic.rendezvous.api import RendezvousParameters, RendezvousStateError
+from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
 
 from redelastic.redis import scripts
 from redelastic.redis.connection import Connection, require_keys_of_types
-from redelastic.redis.errors import UnreachableError
+from redelastic.redis.errors import CorruptStateError, UnreachableError
 from redelastic.redis.keys import DEFAULT_PREFIX, DEFAULT_TTL, RunKeys
 from redelastic.store import RedisStore
+from redelastic.torch_errors import torch_errors
 
 from .settings import Settings
 
@@ -56,6 +57,7 @@ class RedisRendezvousBackend(RendezvousBackend):
         """The backend's name, ``redis``."""
         return "redis"
 
+    @torch_errors()
     def get_state(self) -> tuple[bytes, Token] | None:
         """Read the state.
 
@@ -69,11 +71,12 @@ class RedisRendezvousBackend(RendezvousBackend):
         key = self.keys.state
         try:
             reply: Any = self.connection.call(lambda client: client.hmget(key, "state", "token"))
-        except RendezvousStateError as e:
+        except CorruptStateError as e:
             require_keys_of_types(self.connection, {key: "hash"}, e)
         state, token = reply
         return None if state is None and token is None else self._checked(state, token)
 
+    @torch_errors()
     def set_state(self, state: bytes, token: Token | Any | None = None) -> tuple[bytes, Token, bool] | None:
         """Replace the state, if ``token`` is still its fencing token (I4, I8).
 
@@ -104,13 +107,13 @@ class RedisRendezvousBackend(RendezvousBackend):
         ]
         try:
             reply = scripts.SET_STATE(self.connection, [key], args)
-        except RendezvousStateError as e:
+        except CorruptStateError as e:
             require_keys_of_types(self.connection, {key: "hash"}, e)
         return reply and (*self._checked(*reply[:2]), reply[2] == 1)
 
     def _checked(self, state: bytes | None, token: bytes | None) -> tuple[bytes, Token]:
         if state is None or not token or not token.isdigit() or len(token) > MAX_TOKEN:
-            raise RendezvousStateError(
+            raise CorruptStateError(
                 f"The key {self.keys.state!r} in Redis at {self.connection.name} is corrupt: its token is "
                 f"{token and token[:80]!r}{' and it has no state' if state is None else ''}. Remove that key."
             )
@@ -118,11 +121,15 @@ class RedisRendezvousBackend(RendezvousBackend):
 
 
 def open_backend(params: RendezvousParameters, patience: float | None = None) -> RedisRendezvousBackend:
-    """Connect to the endpoint of ``params``; raises as :func:`create_backend` does.
+    """Connect to the endpoint of ``params``.
 
     Args:
         params: as for :func:`create_backend`.
         patience: how long to try, in seconds; None as in :meth:`Connection.open`.
+
+    Raises:
+        UnavailableError: no Redis answers at the endpoint, or it refuses us.
+        ValueError: a parameter is unknown or wrong.
     """
     settings = Settings.from_parameters(params)
     endpoint = settings.endpoint(params.endpoint)
@@ -146,6 +153,7 @@ def wait_for_backend(params: RendezvousParameters) -> RedisRendezvousBackend:
         return open_backend(params, left)
 
 
+@torch_errors()
 def create_backend(params: RendezvousParameters) -> tuple[RedisRendezvousBackend, RedisStore]:
     """Connect to the endpoint of ``params``; contract: torch's ``c10d_rendezvous_backend.create_backend``.
 

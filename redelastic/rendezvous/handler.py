@@ -16,7 +16,6 @@ from torch.distributed.elastic.events import NodeState, construct_and_record_rdz
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
-    RendezvousError,
     RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
@@ -24,9 +23,10 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
-from redelastic.redis.errors import UnreachableError
+from redelastic.redis.errors import RedelasticError, UnreachableError
 from redelastic.run.control import RunControl
 from redelastic.store import RedisStore
+from redelastic.torch_errors import torch_errors
 
 from .addresses import find_address, why_unreached
 from .backend import RedisRendezvousBackend, wait_for_backend
@@ -60,6 +60,7 @@ class RedisRendezvousHandler(RendezvousHandler):
 
     tells_workers = True
 
+    @torch_errors()
     def __init__(self, backend: RedisRendezvousBackend, settings: Settings) -> None:
         self._backend = backend
         self._settings = settings
@@ -107,7 +108,8 @@ class RedisRendezvousHandler(RendezvousHandler):
         self._close_bootstrap()  # a round never sees the keys of the one before
         self._bootstrap = BootstrapPort()
         try:
-            entered = self.membership.join(self._bootstrap.port, started + self._settings.join_timeout)
+            with torch_errors():
+                entered = self.membership.join(self._bootstrap.port, started + self._settings.join_timeout)
             self._require_that_it_is_open()  # a signal handler may have shut it down
             info = self._open_round(entered)
         except Exception as e:
@@ -184,7 +186,7 @@ class RedisRendezvousHandler(RendezvousHandler):
         control = RunControl(self._backend.connection, self._backend.keys)
         try:
             rank_0 = control.state().members[0].id
-        except (RendezvousError, LookupError):  # the run's events have it
+        except (RedelasticError, LookupError):  # the run's events have it
             rank_0 = "?"
         message = (
             f"Rank 0, node {rank_0}, announced itself at {host} port {port}, but from {self._address.host} "
@@ -193,7 +195,7 @@ class RedisRendezvousHandler(RendezvousHandler):
         )
         if not is_over():
             log.error("Round %s of run %r: %s", entered.epoch, self._settings.run_id, message)
-            with contextlib.suppress(RendezvousError):
+            with contextlib.suppress(RedelasticError):
                 control.note("unreached", self.membership.node, message)
 
     @property
@@ -216,6 +218,7 @@ class RedisRendezvousHandler(RendezvousHandler):
         s = self._settings
         return self.membership.view.wait_for_loss(s.lease + DETECTION, patience=s.read_timeout)
 
+    @torch_errors()
     def is_closed(self) -> bool:
         """Whether the run is closed.
 
@@ -224,6 +227,7 @@ class RedisRendezvousHandler(RendezvousHandler):
         """
         return bool(self.membership.view.closed) or self.membership.ask_whether_closed()
 
+    @torch_errors()
     def set_closed(self) -> None:
         """Close the run, permanently and for every node (I5).
 
@@ -261,7 +265,7 @@ class RedisRendezvousHandler(RendezvousHandler):
         self.membership.stop()
         try:
             self.membership.leave(reason, run_then=run_then, timeout=timeout)
-        except RendezvousError as e:
+        except RedelasticError as e:
             level = logging.WARNING if self._entered else logging.INFO  # nobody misses a node that was in no round
             log.log(level, "Could not tell run %r that this node is leaving: %s", self._settings.run_id, e)
             return False
@@ -286,6 +290,7 @@ class RedisRendezvousHandler(RendezvousHandler):
         )
 
 
+@torch_errors()
 def create_handler(backend: RedisRendezvousBackend, params: RendezvousParameters) -> RendezvousHandler:
     """Make a handler; contract: torch's ``dynamic_rendezvous.create_handler``.
 
@@ -297,6 +302,7 @@ def create_handler(backend: RedisRendezvousBackend, params: RendezvousParameters
         The native handler; with ``protocol=dynamic`` torch's own ``DynamicRendezvousHandler`` on ``backend``.
 
     Raises:
+        RendezvousConnectionError: Redis could not be reached.
         ValueError: a parameter is unknown or wrong, or does not fit the backend's run; ``local_addr`` is not of
             this host.
     """
@@ -330,6 +336,7 @@ def create_handler(backend: RedisRendezvousBackend, params: RendezvousParameters
     return handler
 
 
+@torch_errors()
 def handler_from_parameters(params: RendezvousParameters) -> RendezvousHandler:
     """Connect to the endpoint of ``params`` and make its handler: what torchrun's registry calls.
 

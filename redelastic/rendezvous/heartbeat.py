@@ -14,11 +14,9 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Final
 
-from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousStateError
-
 from redelastic.redis import scripts
 from redelastic.redis.connection import Connection, require_keys_of_types
-from redelastic.redis.errors import RefusesWritesError, UnreachableError
+from redelastic.redis.errors import CorruptStateError, RefusesWritesError, UnavailableError, UnreachableError
 from redelastic.redis.keys import RunKeys, check_key_part
 
 from .settings import Settings
@@ -97,7 +95,7 @@ class Heartbeat:
         """Run a script for this node; as :meth:`Script.__call__`, but errors name a key of the wrong type."""
         try:
             return script(self.connection, keys, args, timeout)
-        except RendezvousStateError as e:
+        except CorruptStateError as e:
             types = {**self._run_keys.types, self._run_keys.status(self.view.node): "string"}
             require_keys_of_types(self.connection, types, e)
 
@@ -139,7 +137,7 @@ class Heartbeat:
                 self.stopped.wait(max(0.0, until_beat + early))
                 return since
             woken = self.connection.read({self._wake_key: since}, min(longest, until_beat))
-        except RendezvousConnectionError as e:
+        except UnavailableError as e:
             if self.view.round is None and not self.may_pass(e):
                 raise  # a node that is in no round can report that it is refused, and why
             if not self.stopped.is_set():
@@ -162,7 +160,7 @@ class Heartbeat:
             # Last: a beat that another thread begins just now puts this off only if it names the call itself.
             self._answer_at = time.monotonic() + random.uniform(0, PER_ANSWER * mine.size if mine else 0)
 
-    def may_pass(self, error: RendezvousConnectionError) -> bool:
+    def may_pass(self, error: UnavailableError) -> bool:
         """Whether an error is an outage, which a node sits out, rather than a refusal."""
         if isinstance(error, RefusesWritesError):
             return self.connection.served

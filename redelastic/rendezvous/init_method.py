@@ -17,6 +17,7 @@ from torch.distributed.rendezvous import _rendezvous_handlers, register_rendezvo
 from redelastic.redis.connection import Connection
 from redelastic.redis.endpoint import SCHEMES
 from redelastic.store import RedisStore
+from redelastic.torch_errors import torch_errors
 
 from .backend import RedisRendezvousBackend
 from .handler import EPOCH_VARIABLE, EXIT_TIMEOUT, PREFIX_VARIABLE, RedisRendezvousHandler
@@ -81,6 +82,7 @@ def _rendezvous(url: str, timeout: timedelta = default_pg_timeout, **_unused: An
     raise RuntimeError("A process group cannot regroup by itself; restart the workers in the next round.")
 
 
+@torch_errors()
 def _connection(endpoint: str, settings: Settings) -> Connection:
     return Connection.open(settings.endpoint(endpoint), settings.attempt_timeout, settings.read_timeout)
 

@@ -13,16 +13,14 @@ from typing import Any, Final, Literal, NoReturn
 
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
-    RendezvousConnectionError,
     RendezvousError,
     RendezvousGracefulExitError,
-    RendezvousStateError,
     RendezvousTimeoutError,
 )
 
 from redelastic.redis import scripts
 from redelastic.redis.connection import Connection, require_keys_of_types, text, words
-from redelastic.redis.errors import UnreachableError
+from redelastic.redis.errors import CorruptStateError, RedelasticError, UnavailableError, UnreachableError
 from redelastic.redis.keys import RunKeys
 
 from .heartbeat import RETRY_PAUSE, Heartbeat
@@ -95,8 +93,8 @@ class Membership:
             RendezvousClosedError, RendezvousGracefulExitError: the run is closed; the latter for a spare.
             DrainedError: this node was asked to drain.
             RendezvousTimeoutError: the round was not complete in time.
-            RendezvousConnectionError: Redis could not be reached until the deadline, or it refuses us.
-            RendezvousStateError: the run's keys in Redis are corrupt.
+            UnavailableError: Redis could not be reached until the deadline, or it refuses us.
+            CorruptStateError: the run's keys in Redis are corrupt.
             RendezvousError: other nodes of the run have another ``min_nodes`` or ``max_nodes``.
         """
         if self.view.joining:  # an error ended the last attempt: none of it may count for this one
@@ -185,7 +183,7 @@ class Membership:
         args = [*known, self._epoch_held, f"{self.heartbeat.host} {port}", self._settings.topology]
         try:
             reply = self.heartbeat.call(scripts.JOIN, keys, args, 0)
-        except RendezvousConnectionError as e:
+        except UnavailableError as e:
             if time.monotonic() >= give_up_at or not self.heartbeat.may_pass(e):
                 raise
             self.view.take_in_outage(e)
@@ -229,7 +227,7 @@ class Membership:
         epoch, rank, size, master, completed_at, lost = told
         host, _, port = text(master).rpartition(" ")
         if not host or not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) < 2**16:
-            raise RendezvousStateError(
+            raise CorruptStateError(
                 f"The key {self._keys.run!r} in Redis at {self.heartbeat.connection.name} is corrupt: its field master "
                 f"is {text(master)!r}, not a host and a port. Remove that key."
             )
@@ -243,7 +241,7 @@ class Membership:
 
     def _try_to_leave(self, reason: str) -> None:
         """Leave before an error is raised; by the time that gives up, the lease has run out."""
-        with contextlib.suppress(RendezvousError):
+        with contextlib.suppress(RedelasticError):
             self.leave(reason, timeout=self._settings.lease)
 
     def _refuse_closed(self, why: bytes | str, spare: int, stop: int) -> NoReturn:
@@ -296,7 +294,7 @@ class Membership:
         Raises:
             DrainedError: this node was asked to drain meanwhile.
             RendezvousClosedError: the run was closed.
-            RendezvousConnectionError: Redis could not be reached.
+            UnavailableError: Redis could not be reached.
         """
         while condition():
             if drain := self.view.drain:
@@ -350,7 +348,7 @@ class Membership:
 
         try:  # an idle connection may be dead: that is no outage; after an outage the leases decide
             told = self.heartbeat.call(scripts.ROLL_CALL, self.heartbeat.keys, args, min(1.0, s.roll_call_timeout))
-        except RendezvousError as e:
+        except RedelasticError as e:
             log.warning("No roll call of run %r: %s", self.run_id, e)
             return
         if told:
@@ -360,7 +358,7 @@ class Membership:
         """Ask Redis whether the run is closed."""
         try:
             by, stop = self.heartbeat.connection.call(lambda client: client.hmget(self._keys.run, "closed", "stop"))
-        except RendezvousStateError as e:
+        except CorruptStateError as e:
             require_keys_of_types(self.heartbeat.connection, self._keys.types, e)
         if by:
             self.view.take_in_closing(words(by), stop=bool(stop))

@@ -30,7 +30,7 @@ class Chronicle:
         """Read what has happened since the last call; returns the new events.
 
         Raises:
-            RendezvousConnectionError, RendezvousStateError: as for :meth:`RunControl.events`.
+            UnavailableError, CorruptStateError: as for :meth:`RunControl.events`.
         """
         new = self._control.events(self.last_id if self.events else "-")
         if new:

@@ -7,10 +7,10 @@ from typing import Any, Final, TypeVar
 
 from redis import RedisCluster
 from redis.exceptions import NoPermissionError
-from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousStateError
 
 from redelastic.redis import scripts
 from redelastic.redis.connection import Connection, Entries, require_keys_of_types, text
+from redelastic.redis.errors import CorruptStateError, UnavailableError
 from redelastic.redis.keys import DEFAULT_TTL, RunKeys, check_key_part
 
 from .records import MAX_DETAIL, Event, Node, Run, decode_event, decode_events, decode_run, ids_in, whole
@@ -45,8 +45,8 @@ class RunControl:
 
         Raises:
             UnknownRunError: Redis has nothing of it.
-            RendezvousConnectionError: Redis could not be reached, or refused us.
-            RendezvousStateError: a key of the run holds something that is not ours.
+            UnavailableError: Redis could not be reached, or refused us.
+            CorruptStateError: a key of the run holds something that is not ours.
         """
         reply = self._script(scripts.INSPECT, [])
         ids = ids_in(reply)
@@ -69,7 +69,7 @@ class RunControl:
             count: how many at most, the newest ones; None for all that Redis still has.
 
         Raises:
-            RendezvousConnectionError, RendezvousStateError: as for :meth:`state`.
+            UnavailableError, CorruptStateError: as for :meth:`state`.
         """
         start = after if after == "-" else f"({after}"
 
@@ -178,7 +178,7 @@ class RunControl:
     def _checked(self, operation: Callable[[], T]) -> T:
         try:
             return operation()
-        except RendezvousStateError as e:
+        except CorruptStateError as e:
             require_keys_of_types(self._connection, self._keys.types, e)
 
 
@@ -186,7 +186,7 @@ def list_runs(connection: Connection, prefix: str) -> list[str]:
     """The ids of all runs under a key prefix.
 
     Raises:
-        RendezvousConnectionError: Redis could not be reached, or this user may only see one run's keys.
+        UnavailableError: Redis could not be reached, or this user may only see one run's keys.
     """
     pattern = f"{check_key_part('key prefix', prefix)}:{{*}}:run"
 
@@ -196,10 +196,10 @@ def list_runs(connection: Connection, prefix: str) -> list[str]:
 
     try:
         found = connection.call(scan)
-    except RendezvousConnectionError as e:
+    except UnavailableError as e:
         if not isinstance(e.__cause__, NoPermissionError):
             raise
-        raise RendezvousConnectionError(
+        raise UnavailableError(
             f"Redis at {connection.name} does not let this user list runs: that needs ~{prefix}:* and "
             "+scan, and a job's own user has neither. Name the run: `redelastic status RUN`."
         ) from e

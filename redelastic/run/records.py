@@ -8,9 +8,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Final
 
-from torch.distributed.elastic.rendezvous.api import RendezvousStateError
-
 from redelastic.redis.connection import text
+from redelastic.redis.errors import CorruptStateError
 from redelastic.redis.keys import MAX_KEY_PART, RunKeys
 
 MAX_DETAIL: Final = 16_384  # characters of an event's detail, and of any text read from a run
@@ -212,7 +211,7 @@ def decode_run(keys: RunKeys, reply: Sequence[Any], statuses: Mapping[str, bytes
         statuses: what each node that :func:`ids_in` finds in the reply says of itself.
 
     Raises:
-        RendezvousStateError: a field that should be a number is not.
+        CorruptStateError: a field that should be a number is not.
     """
     now = int(reply[0])
     run, ranks, leases, failures = (_pairs(reply[i]) for i in (1, 2, 5, 6))
@@ -223,7 +222,7 @@ def decode_run(keys: RunKeys, reply: Sequence[Any], statuses: Mapping[str, bytes
     def number(name: str, default: int = 0) -> int:
         value = run.get(name, str(default))
         if (found := whole(value)) is None:
-            raise RendezvousStateError(
+            raise CorruptStateError(
                 f"The key {keys.run!r} in Redis is corrupt: its field {name} is {value[:80]!r}, not a number. Remove "
                 "that key once no node of the run is alive."
             )

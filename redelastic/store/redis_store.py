@@ -15,6 +15,7 @@ from redelastic.redis import scripts
 from redelastic.redis.connection import Connection, text
 from redelastic.redis.keys import DEFAULT_PREFIX, DEFAULT_TTL, RunKeys
 from redelastic.redis.wire import Client
+from redelastic.torch_errors import torch_errors
 
 from .requests import Requests, RoundBrokenError
 
@@ -73,7 +74,8 @@ class RedisStore(Requests):
         keys = run.store(name if epoch is None else epoch)
         self._opened = isinstance(client, str)
         if isinstance(client, str):
-            client = Connection.open(client)
+            with torch_errors():
+                client = Connection.open(client)
         connection = client if isinstance(client, Connection) else Connection(client)
         super().__init__(connection, run, keys, epoch, ttl)
         self._name = name

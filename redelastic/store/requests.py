@@ -10,10 +10,9 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousError, RendezvousStateError
 
 from redelastic.redis.connection import Connection, Timeout, require_keys_of_types, text
-from redelastic.redis.errors import FencedError
+from redelastic.redis.errors import CorruptStateError, FencedError, RedelasticError, UnavailableError
 from redelastic.redis.keys import RunKeys, StoreKeys
 from redelastic.redis.scripts import Script
 from redelastic.redis.wire import Command
@@ -71,8 +70,8 @@ class Requests(dist.Store):
         seconds = self._seconds if timeout is None else timeout
         try:
             return script(self._connection, [*self._first_keys, *keys], [*self._first_args, *args], seconds)
-        except RendezvousError as e:
-            raise self._as_torchs(e, keys) from e
+        except RedelasticError as e:
+            raise self._to_torch_error(e, keys) from e
 
     def _ask(self, *commands: Command, keys: Sequence[bytes] = (), timeout: Timeout = None) -> list[Any]:
         """Send commands that have the same effect when they are repeated.
@@ -88,24 +87,24 @@ class Requests(dist.Store):
         seconds = self._seconds if timeout is None else timeout
         try:
             return self._connection.exchange(*commands, timeout=seconds)
-        except RendezvousError as e:
-            raise self._as_torchs(e, keys) from e
+        except RedelasticError as e:
+            raise self._to_torch_error(e, keys) from e
 
-    def _as_torchs(self, error: RendezvousError, keys: Sequence[bytes]) -> Exception:
-        """The error in terms of torch's own stores: its callers catch those, and none of the rendezvous."""
-        if isinstance(error, RendezvousConnectionError):
+    def _to_torch_error(self, error: RedelasticError, keys: Sequence[bytes]) -> Exception:
+        """The error that torch's own stores raise in such a case."""
+        if isinstance(error, UnavailableError):
             return dist.DistNetworkError(str(error))
-        if isinstance(error, RendezvousStateError):
+        if isinstance(error, CorruptStateError):
             return dist.DistStoreError(f"{self!r}: {self._naming_the_key(error, keys)}")
         return (RoundBrokenError if isinstance(error, FencedError) else dist.DistStoreError)(f"{self!r}: {error}")
 
-    def _naming_the_key(self, error: RendezvousStateError, keys: Sequence[bytes]) -> RendezvousError:
+    def _naming_the_key(self, error: CorruptStateError, keys: Sequence[bytes]) -> RedelasticError:
         fixed = dict(zip(self._fixed_keys, ("hash", "hash", "hash", "hash", "set"), strict=True))
         queues = self._keys.queues
         own = {text(key): "list" if key.startswith(queues) else "stream" for key in keys}
         try:
             require_keys_of_types(self._connection, fixed | own, error)
-        except RendezvousError as named:
+        except RedelasticError as named:
             return named
 
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import redis
-from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousStateError
 
 from redelastic.dashboard import reader as reader_module
 from redelastic.dashboard import view
 from redelastic.dashboard.reader import Reader
 from redelastic.redis.connection import Connection
+from redelastic.redis.errors import CorruptStateError, RedelasticError
 from redelastic.redis.keys import DEFAULT_PREFIX
 from redelastic.redis.server import RedisServer
 from redelastic.run.records import Run
@@ -99,7 +99,7 @@ class TestTrouble:
             await page.until(lambda told: told["now"] > before)
             assert page.document["trouble"] == ""
             assert len(page.document["nodes"]) == 3
-            with pytest.raises(RendezvousError, match="scan"):
+            with pytest.raises(RedelasticError, match="scan"):
                 await reader.summaries()
             assert (await reader.watch(run_id)).report["run"] == run_id
 
@@ -128,7 +128,7 @@ class TestTrouble:
                 assert listed.document["runs"][bad]["phase"] == "unreadable"
                 assert "KeyError" in listed.document["runs"][bad]["why"]
                 assert of_good.document["trouble"] == listed.document["trouble"] == ""
-                with pytest.raises(RendezvousError, match="KeyError"):
+                with pytest.raises(RedelasticError, match="KeyError"):
                     await reader.watch(bad)
                 phases = {told["run"]: told["phase"] for told in await reader.summaries()}
                 assert (phases[good], phases[bad]) == ("running", "unreadable")
@@ -148,7 +148,7 @@ class TestTrouble:
             phases = {told["run"]: told["phase"] for told in await reader.summaries()}
             assert (phases[runs["a"].keys.run_id], phases[keys.run_id]) == ("running", "corrupt")
             for _ in range(2):
-                with pytest.raises(RendezvousStateError, match=keys.run):
+                with pytest.raises(CorruptStateError, match=keys.run):
                     await reader.watch(keys.run_id)
 
         play(connection, story)

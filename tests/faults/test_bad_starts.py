@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from redelastic.cli import main
+from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
 from tests.support.agent_job import FAILED
 from tests.support.long_tests import quick_first
@@ -81,6 +82,16 @@ def test_a_server_that_is_not_there_or_does_not_let_us_in(
         assert told in err
         assert "not-it" not in err
         assert err.count("\n") == 1
+
+
+def test_a_run_whose_record_of_failures_is_of_another_type(server: RedisServer, tmp_path: Path) -> None:
+    with Unruly(server, tmp_path, "1:1") as job, server.get_client() as client:
+        key = RunKeys(job.run_id).failures
+        client.set(key, "theirs", ex=60)
+        job.begin("a", options=["--max-failed-rounds=2"])
+        assert job.wait_end("a") == FAILED
+        assert f"redelastic run: The key '{key}' in Redis" in job.nodes["a"].stderr
+        assert "Traceback" not in job.nodes["a"].stderr
 
 
 def test_a_health_port_that_is_taken(tmp_path: Path) -> None:

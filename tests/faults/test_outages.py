@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
-from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
+from redelastic.redis.errors import UnavailableError
 from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.handler import RedisRendezvousHandler
 from redelastic.rendezvous.membership import RunThen
@@ -295,7 +295,7 @@ def test_a_server_without_memory_judges_nobody(own_server: RedisServer, new_node
     with own_server.get_client() as client:
         client.zadd(nodes[0].backend.keys.leases, {other.node: 1})
         client.config_set("maxmemory", 1)
-        with pytest.raises(RendezvousConnectionError):
+        with pytest.raises(UnavailableError):
             one.heartbeat.beat()
         client.config_set("maxmemory", 0)
         assert client.sismember(nodes[0].backend.keys.members, other.node)

@@ -9,10 +9,10 @@ from typing import Any, Final
 
 import pytest
 import torch.distributed as dist
-from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
 from redelastic import RedisStore
 from redelastic.redis.connection import Connection
+from redelastic.redis.errors import UnavailableError
 from redelastic.redis.server import RedisServer
 from tests.support.faulty_proxy import Fault as Faulty
 from tests.support.faulty_proxy import FaultyProxy
@@ -146,7 +146,7 @@ def test_a_reply_too_large_for_the_servers_buffer(read: str, own_server: RedisSe
         "events": lambda: events(nodes[0], "x"),
     }[read]
     with configured(own_server, client_output_buffer_limit="normal 65536 0 0"):
-        wanted = RendezvousConnectionError if read == "events" else dist.DistNetworkError
+        wanted = UnavailableError if read == "events" else dist.DistNetworkError
         with pytest.raises(wanted, match="could not be reached"):
             operation()
         assert told(nodes) == [0, 0, 0]

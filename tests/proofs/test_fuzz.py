@@ -18,13 +18,13 @@ from typing import Any, Final, cast
 
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousParameters
-from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousStateError
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousError, RendezvousStateError
 
 from redelastic import RedisRendezvousBackend
 from redelastic.cli.output import moment
 from redelastic.redis.connection import Connection
 from redelastic.redis.endpoint import parse_endpoint
-from redelastic.redis.errors import UnreachableError
+from redelastic.redis.errors import CorruptStateError, UnreachableError
 from redelastic.redis.keys import RunKeys, check_key_part
 from redelastic.rendezvous import init_method
 from redelastic.rendezvous.membership import Membership
@@ -100,7 +100,7 @@ def fuzz_init_method(dice: Dice) -> None:
         patch.setattr(Connection, "open", refuse)
         try:
             next(init_method._rendezvous(url, timedelta(seconds=1)))
-        except (ValueError, TypeError, UnreachableError) as e:
+        except (ValueError, TypeError, RendezvousConnectionError) as e:
             without_secrets(e)
 
 
@@ -117,7 +117,7 @@ def fuzz_node_status(dice: Dice) -> None:
 
 
 def fuzz_run_states(dice: Dice) -> None:
-    with contextlib.suppress(UnknownRunError, RendezvousStateError):
+    with contextlib.suppress(UnknownRunError, CorruptStateError):
         run = hostile_run(dice)
         assert run.phase in {"stopped", "closed", "running", "regrouping", "forming", "empty"}
         assert isinstance(run.waits_for, str)
@@ -197,7 +197,7 @@ def fuzz_replies(dice: Dice) -> None:
     assert all(math.isfinite(each.timeout) for each in node.view.drains)
     with contextlib.suppress(RendezvousError):
         node._refuse_closed(dice.raw(), dice.randrange(2), dice.randrange(2))
-    with contextlib.suppress(RendezvousStateError):
+    with contextlib.suppress(CorruptStateError):
         assert (
             0
             < member()._round_from(3, 0, 2, dice.choice((b"", b"host ", b"[::1] ", dice.raw())) + dice.raw(), 1, 0).port

@@ -16,7 +16,6 @@ from typing import Any, Final, cast
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
-from torch.distributed.elastic.rendezvous.api import RendezvousStateError
 
 from redelastic.agent.host.health_endpoint import _Handler, _Server, _StatusCollector
 from redelastic.agent.host.telemetry import STATUS_LIMIT, bounded
@@ -24,6 +23,7 @@ from redelastic.agent.workers.board import Board, HangWatch
 from redelastic.cli.output import moment
 from redelastic.cli.status.view import Screen
 from redelastic.dashboard.standalone import page
+from redelastic.redis.errors import CorruptStateError
 from redelastic.run.control import UnknownRunError
 from redelastic.run.history import replay
 from redelastic.run.report import describe
@@ -40,7 +40,7 @@ def is_harmless(out: str) -> bool:
 
 
 def fuzz_status_view(dice: Dice) -> None:
-    with contextlib.suppress(UnknownRunError, RendezvousStateError):
+    with contextlib.suppress(UnknownRunError, CorruptStateError):
         out = io.StringIO()
         console = Console(file=out, width=dice.choice((40, 80, 200)), highlight=False, markup=False, emoji=False)
         Screen(console, rows=25, workers=True).print(describe(hostile_run(dice), [hostile_event(dice)], 1.7e9))

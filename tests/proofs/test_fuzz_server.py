@@ -16,6 +16,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from redelastic import RedisRendezvousBackend, RedisStore
 from redelastic.redis.connection import Connection
+from redelastic.redis.errors import RedelasticError
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.membership import Membership
@@ -136,7 +137,7 @@ def test_keys_that_hold_anything(
                 tried += 1
                 try:
                     operation()
-                except (RendezvousError, DistError, UnknownRunError, UnknownNodeError):
+                except (RedelasticError, RendezvousError, DistError, UnknownRunError, UnknownNodeError):
                     pass
                 except Exception as e:
                     if not str(e).startswith("Cannot add 1"):  # a ValueError that `add` promises

@@ -13,16 +13,12 @@ import redis
 from redis.backoff import NoBackoff
 from redis.cluster import RedisCluster
 from redis.retry import Retry
-from torch.distributed.elastic.rendezvous.api import (
-    RendezvousConnectionError,
-    RendezvousStateError,
-    RendezvousTimeoutError,
-)
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
 
 from redelastic import RedisStore
 from redelastic.redis import scripts
 from redelastic.redis.connection import Connection
-from redelastic.redis.errors import UnreachableError
+from redelastic.redis.errors import CorruptStateError, UnavailableError, UnreachableError
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
 from tests.support import servers
@@ -45,7 +41,7 @@ def test_connecting_is_given_up_after_its_time(tmp_path_factory: pytest.TempPath
                 pytest.raises(UnreachableError, match=r"could not be reached .*Check that it runs") as raised,
             ):
                 opened(url, connect=0.5)
-            assert isinstance(raised.value, RendezvousConnectionError)
+            assert isinstance(raised.value, UnavailableError)
             assert url in str(raised.value)
 
 
@@ -66,7 +62,7 @@ def test_what_is_final_or_took_all_its_time_is_tried_once(answer: bytes, patienc
         connection.sendall(answer)
 
     with peer(refuse) as unwilling:
-        with pytest.raises(RendezvousConnectionError):
+        with pytest.raises(UnavailableError):
             Connection.open(f"redis://:secret@127.0.0.1:{unwilling.port}", connect_timeout=patience)
         assert unwilling.accepted == 1
 
@@ -86,7 +82,7 @@ def test_a_peer_that_is_no_redis_is_refused_at_once(scheme: str, login: str) -> 
     with peer(speak_http) as http:
         rest = f"{login}127.0.0.1:{http.port}" + ("/m" if scheme.endswith("sentinel") else "")
         says = r"TLS with Redis at .* failed" if scheme == "rediss" else r"is not Redis: .* Check host and port"
-        with takes(0, 1), pytest.raises(RendezvousConnectionError, match=says) as raised:
+        with takes(0, 1), pytest.raises(UnavailableError, match=says) as raised:
             opened(f"{scheme}://{rest}", connect=30)
         assert not isinstance(raised.value, UnreachableError)
 
@@ -301,7 +297,7 @@ def test_a_blocking_read_ends_before_the_time_out_of_its_socket(own_server: Redi
         admin.xadd("stream", {"a": "1"}, id="5-0")
         assert connection.read({b"stream": "0-0", b"other": "0-0"}, 60) == {b"stream": [("5-0", {"a": "1"})]}
         admin.set("text", 1)
-        with pytest.raises(RendezvousStateError, match="wrong type"):
+        with pytest.raises(CorruptStateError, match="wrong type"):
             connection.read({b"text": "0-0"}, 60)
     connection.close()
 

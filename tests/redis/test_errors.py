@@ -1,18 +1,13 @@
-"""Errors of Redis in torch's terms: which are final at once, which may pass, and what each says to do."""
+"""Errors of Redis as ours: which are final at once, which may pass, and what each says to do."""
 
 from __future__ import annotations
 
 import pytest
 import redis
-from torch.distributed.elastic.rendezvous.api import (
-    RendezvousConnectionError,
-    RendezvousError,
-    RendezvousStateError,
-)
 
 from redelastic.redis import scripts
 from redelastic.redis.connection import Connection
-from redelastic.redis.errors import UnreachableError
+from redelastic.redis.errors import CorruptStateError, RedelasticError, UnavailableError, UnreachableError
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
 from tests.support import servers
@@ -25,7 +20,7 @@ from tests.support.calls import increment, opened, takes
 def test_a_refused_login_is_final_and_says_where_to_put_it(server: RedisServer, login: str) -> None:
     with (
         takes(0, 1),
-        pytest.raises(RendezvousConnectionError, match=r"refused the login: .*REDELASTIC_REDIS_URL") as raised,
+        pytest.raises(UnavailableError, match=r"refused the login: .*REDELASTIC_REDIS_URL") as raised,
     ):
         opened(f"redis://{login}{server.endpoint}", connect=30)
     assert not isinstance(raised.value, UnreachableError)
@@ -37,7 +32,7 @@ def test_a_user_that_is_switched_off_while_we_are_connected(own_server: RedisSer
         connection = opened(f"redis://u:p@{own_server.endpoint}")
         admin.acl_setuser("u", enabled=False)
         admin.client_kill_filter(_type="normal", skipme=True)
-        with takes(0, 1), pytest.raises(RendezvousConnectionError, match="refused the login"):
+        with takes(0, 1), pytest.raises(UnavailableError, match="refused the login"):
             connection.call(increment)
         connection.close()
 
@@ -45,7 +40,7 @@ def test_a_user_that_is_switched_off_while_we_are_connected(own_server: RedisSer
 def test_a_database_that_is_not_there(server: RedisServer) -> None:
     with (
         takes(0, 1),
-        pytest.raises(RendezvousConnectionError, match=r"does not have that database.*Omit the number"),
+        pytest.raises(UnavailableError, match=r"does not have that database.*Omit the number"),
     ):
         opened(server.url.removesuffix("/0") + "/99", connect=30)
 
@@ -56,7 +51,7 @@ def test_a_server_that_is_no_cluster_and_no_sentinel(server: RedisServer) -> Non
         ("redis+sentinel", f"/m?sentinel_password={server.password}", r"is not a sentinel. Use redis://"),
     ):
         url = server.url.replace("redis://", f"{scheme}://").removesuffix("/0") + rest
-        with takes(0, 1), pytest.raises(RendezvousConnectionError, match=says):
+        with takes(0, 1), pytest.raises(UnavailableError, match=says):
             opened(url, connect=30)
 
 
@@ -65,7 +60,7 @@ def test_a_replica_is_refused(server: RedisServer) -> None:
     with servers.replica_of(server) as replica:
         connection = opened(replica.url)
         for write in (increment, lambda _: scripts.CLOSE(connection, [*RunKeys("r").types, "n"], ["me", 1])):
-            with takes(0, 1), pytest.raises(RendezvousConnectionError, match=r"read-only replica. Name its master"):
+            with takes(0, 1), pytest.raises(UnavailableError, match=r"read-only replica. Name its master"):
                 connection.call(write)
         connection.close()
 
@@ -75,7 +70,7 @@ def test_a_server_out_of_memory(own_server: RedisServer) -> None:
     with own_server.get_client() as admin:
         connection = opened(own_server.url)
         admin.config_set("maxmemory", "1")
-        with pytest.raises(RendezvousConnectionError, match=r"out of memory.*Raise its maxmemory"):
+        with pytest.raises(UnavailableError, match=r"out of memory.*Raise its maxmemory"):
             connection.call(increment)
         connection.close()
 
@@ -86,21 +81,21 @@ def test_a_server_out_of_memory(own_server: RedisServer) -> None:
 @pytest.mark.parametrize(
     ("code", "kind", "says"),
     [
-        ("return redis.error_reply('CORRUPT the key')", RendezvousStateError, "the key. Remove that key"),
+        ("return redis.error_reply('CORRUPT the key')", CorruptStateError, "the key. Remove that key"),
         ("return redis.error_reply('NOREPLICAS Not enough good replicas')", UnreachableError, "NOREPLICAS"),
         ("return redis.error_reply('CLUSTERDOWN Hash slot not served')", UnreachableError, "not served"),
         ("return redis.error_reply('TRYAGAIN Multiple keys')", UnreachableError, "Multiple keys"),
         ("return redis.error_reply('MASTERDOWN Link')", UnreachableError, "Link"),
         ("return redis.error_reply('LOADING Redis is loading')", UnreachableError, "is loading"),
-        ("return redis.error_reply('MOVED 1 127.0.0.1:7')", RendezvousConnectionError, r"Use redis\+cluster://"),
-        ("return redis.error_reply('ERR whatever')", RendezvousError, "answered with an error: whatever"),
-        ("return redis.call('LPUSH', KEYS[1], 1), redis.call('GET', KEYS[1])", RendezvousStateError, "wrong type"),
-        ("return nil + 1", RendezvousStateError, "our script cannot read"),
+        ("return redis.error_reply('MOVED 1 127.0.0.1:7')", UnavailableError, r"Use redis\+cluster://"),
+        ("return redis.error_reply('ERR whatever')", RedelasticError, "answered with an error: whatever"),
+        ("return redis.call('LPUSH', KEYS[1], 1), redis.call('GET', KEYS[1])", CorruptStateError, "wrong type"),
+        ("return nil + 1", CorruptStateError, "our script cannot read"),
     ],
 )
 def test_replies_become_torchs_errors(server: RedisServer, run_id: str, code: str, kind: type, says: str) -> None:
     connection = opened(server.url)
-    with pytest.raises(RendezvousError, match=says) as raised:
+    with pytest.raises(RedelasticError, match=says) as raised:
         connection.call(lambda c: c.eval(code, 1, run_id), 0)
     assert type(raised.value) is kind
     assert server.endpoint in str(raised.value)
@@ -110,6 +105,6 @@ def test_replies_become_torchs_errors(server: RedisServer, run_id: str, code: st
 
 
 def test_what_redis_py_itself_refuses_is_no_outage(connection: Connection) -> None:
-    with takes(0, 0.5), pytest.raises(RendezvousError, match="redis-py rejected") as raised:
+    with takes(0, 0.5), pytest.raises(RedelasticError, match="redis-py rejected") as raised:
         connection.call(lambda c: c.set("k", object()))  # type: ignore[arg-type]
-    assert not isinstance(raised.value, RendezvousConnectionError)
+    assert not isinstance(raised.value, UnavailableError)

@@ -209,7 +209,9 @@ def test_connecting_takes_no_longer_than_a_call_may(run_id: str, listens: bool) 
         if not listens:
             bound.close()
         params = RendezvousParameters("redis", f"127.0.0.1:{port}", run_id, 1, 1, read_timeout="1.5")
-        with pytest.raises(UnreachableError, match=rf"127.0.0.1:{port}.* could not be reached within [123]\.[0-9] s"):
+        with pytest.raises(
+            RendezvousConnectionError, match=rf"127.0.0.1:{port}.* could not be reached within [123]\.[0-9] s"
+        ):
             create_backend(params)
 
 
@@ -244,8 +246,9 @@ def test_a_server_that_is_away_is_a_connection_error(own_server: RedisServer, ru
         lambda: backend.set_state(b"x", "no token"),
     ]
     for call in calls:
-        with pytest.raises(UnreachableError, match="could not be reached within"):
+        with pytest.raises(RendezvousConnectionError, match="could not be reached within") as raised:
             call()
+        assert isinstance(raised.value.__cause__, UnreachableError)
     own_server.start()
     assert backend.get_state() is None
     connection.close()

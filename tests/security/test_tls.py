@@ -12,10 +12,10 @@ from typing import Any, cast
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
-from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
 from redelastic.redis.connection import Connection
 from redelastic.redis.endpoint import parse_endpoint
+from redelastic.redis.errors import UnavailableError
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
 from redelastic.run.control import RunControl
@@ -64,9 +64,7 @@ def test_an_expired_certificate(certificates: Certificates, tmp_path: Path, whos
     old = expired(getattr(certificates, whose), certificates.ca, tmp_path / "old.crt")
     given = files(certificates) | ({"ssl_cert": old} if whose == "client" else {})
     with strict_server(who, certificates, old if whose == "server" else "") as server:
-        with pytest.raises(
-            RendezvousConnectionError, match=r"(?i)TLS with Redis at .* failed: .*expired.*Check"
-        ) as raised:
+        with pytest.raises(UnavailableError, match=r"(?i)TLS with Redis at .* failed: .*expired.*Check") as raised:
             Connection.open(parse_endpoint(server.url, **given), connect_timeout=30)
         assert CANARY not in str(raised.value)
 

@@ -15,7 +15,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 from redelastic import RedisRendezvousBackend, RedisStore
 from redelastic.redis.connection import Connection
 from redelastic.redis.endpoint import parse_endpoint
-from redelastic.redis.errors import ACL_RULES, UnreachableError
+from redelastic.redis.errors import ACL_RULES, UnavailableError, UnreachableError
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
 from tests.support import servers
@@ -53,9 +53,7 @@ def test_a_run_over_tls_with_client_certificates(strict_tls_url: str, certificat
 
 
 def refused(url: str, says: str, **files: str) -> None:
-    with pytest.raises(
-        RendezvousConnectionError, match=r"^TLS with Redis at rediss://.* failed: .* Check that"
-    ) as raised:
+    with pytest.raises(UnavailableError, match=r"^TLS with Redis at rediss://.* failed: .* Check that") as raised:
         Connection.open(parse_endpoint(url, **files), connect_timeout=60)
     assert not isinstance(raised.value, UnreachableError)  # so it was not tried again
     assert says in str(raised.value)
@@ -208,16 +206,14 @@ def test_sentinels_that_do_not_know_the_master(sentinels: servers.SentinelGroup)
 def test_sentinels_that_refuse_the_login(sentinels: servers.SentinelGroup) -> None:
     for wrong in ("?sentinel_password=wrong", ""):
         url = sentinels.url.replace(f"?sentinel_password={sentinels.sentinel_password}", wrong)
-        with pytest.raises(
-            RendezvousConnectionError, match=r"sentinels of .* refused the login.*sentinel_password="
-        ) as raised:
+        with pytest.raises(UnavailableError, match=r"sentinels of .* refused the login.*sentinel_password=") as raised:
             Connection.open(url, connect_timeout=60)
         assert "redis.client" not in str(raised.value)
         assert sentinels.password not in str(raised.value)
 
 
 def test_a_master_that_refuses_the_login(sentinels: servers.SentinelGroup) -> None:
-    with pytest.raises(RendezvousConnectionError, match=r"refused the login: invalid username-password pair"):
+    with pytest.raises(UnavailableError, match=r"refused the login: invalid username-password pair"):
         Connection.open(sentinels.url.replace(sentinels.password, "wrong"), connect_timeout=60)
 
 
@@ -295,7 +291,7 @@ def test_a_node_of_a_cluster_taken_for_a_server(cluster: servers.Cluster, run_id
 
 
 def test_a_cluster_that_refuses_the_login(cluster: servers.Cluster) -> None:
-    with pytest.raises(RendezvousConnectionError, match=r"refused the login"):
+    with pytest.raises(UnavailableError, match=r"refused the login"):
         Connection.open(cluster.url.replace(cluster.password, "wrong"), connect_timeout=60)
 
 

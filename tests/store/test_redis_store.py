@@ -13,15 +13,16 @@ import numpy as np
 import pytest
 import redis
 import torch.distributed as dist
-from torch.distributed.elastic.rendezvous.api import RendezvousError
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
 from redelastic.redis.connection import Connection
-from redelastic.redis.errors import FencedError
+from redelastic.redis.errors import FencedError, RedelasticError, UnavailableError
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
 from redelastic.store import RedisStore, RoundBrokenError
 from redelastic.store import redis_store as store_module
 from tests.support import stores
+from tests.support.peers import peer, speak_http
 from tests.support.stores import SHORT, SOON, in_thread, opened, until
 
 store = stores.store
@@ -90,6 +91,12 @@ def test_a_key_of_a_wrong_type_is_named(
     assert f"'{base}{suffix}'" in str(caught.value)
     assert f"needs a {type_of_ours}" in str(caught.value)
     assert client.get(base + suffix) == b"not ours"
+
+
+def test_a_store_that_cannot_connect_raises_torchs_error(run_id: str) -> None:
+    with peer(speak_http) as http, pytest.raises(RendezvousConnectionError, match="is not Redis") as raised:
+        RedisStore(f"127.0.0.1:{http.port}", run_id)
+    assert type(raised.value.__cause__) is UnavailableError
 
 
 @pytest.mark.parametrize("text", ["no number", "1.5", str(2**63), "", " 1"])
@@ -230,7 +237,7 @@ def test_an_error_has_the_one_below_as_its_cause(own_server: RedisServer, run_id
             with pytest.raises(ValueError, match="Cannot add 1") as wrong:
                 add()
             assert isinstance(wrong.value.__cause__, dist.DistStoreError)
-            assert isinstance(wrong.value.__cause__.__cause__, RendezvousError)
+            assert isinstance(wrong.value.__cause__.__cause__, RedelasticError)
         client.hset(RunKeys(run_id).run, "epoch", 4)
         with opened(own_server, run_id, epoch=3) as round_store:
             with pytest.raises(RoundBrokenError) as broken:

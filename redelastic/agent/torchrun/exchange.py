@@ -11,7 +11,6 @@ from datetime import timedelta
 from typing import Final
 
 from torch.distributed import DistError, DistNetworkError, DistStoreError
-from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
 from redelastic.rendezvous.heartbeat import RETRY_PAUSE
 from redelastic.store import RedisStore, RoundBrokenError
@@ -134,7 +133,7 @@ def wait_for_others(
     except RoundBrokenError as e:
         each_second()  # which may know why
         log.warning("This node's workers have finished; the others must go on without it: %s", e)
-    except (RendezvousConnectionError, DistNetworkError) as e:
+    except DistNetworkError as e:
         log.warning("This node's workers have finished; whether the others have is unknown: %s", e)
 
 

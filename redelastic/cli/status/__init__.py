@@ -96,8 +96,7 @@ def _screen(arguments: argparse.Namespace) -> Screen:
 
 def _watch(control: RunControl, chronicle: Chronicle, arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     """Show the run until a signal ends the command."""
-    from torch.distributed.elastic.rendezvous.api import RendezvousError
-
+    from redelastic.redis.errors import RedelasticError
     from redelastic.run.control import UnknownRunError
 
     screen = _screen(arguments)
@@ -115,7 +114,7 @@ def _watch(control: RunControl, chronicle: Chronicle, arguments: argparse.Namesp
             if not trouble:
                 try:
                     report = _read(control, chronicle)
-                except (RendezvousError, UnknownRunError) as e:
+                except (RedelasticError, UnknownRunError) as e:
                     trouble = str(e)
             show(trouble)
             time.sleep(PAUSE)

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any, Final
 
 import redis
-from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from redelastic.redis.connection import Connection
+from redelastic.redis.errors import RedelasticError
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
 from redelastic.run.control import RunControl
@@ -264,7 +264,7 @@ class Chaos:
 
     def _drain(self, name: str) -> None:
         self._note("drain", node=name)
-        with contextlib.suppress(RendezvousError, LookupError), self._control() as control:
+        with contextlib.suppress(RedelasticError, LookupError), self._control() as control:
             control.drain(control.find(name).id, "by chaos", 1)
             return
         self._note("not drained", node=name)  # Redis is away, or it has not joined yet

@@ -1,0 +1,32 @@
+"""Our own errors as torch's rendezvous raises them; a store's are mapped in ``store/requests.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousError, RendezvousStateError
+
+from .redis.errors import CorruptStateError, RedelasticError, UnavailableError
+from .torch_internals import require_torch
+
+require_torch()  # here, since the rendezvous, the store and the agent all need this module
+
+
+@contextmanager
+def torch_errors() -> Iterator[None]:
+    """Raise torch's error for each of ours; a block, or a decorator of what torch or a user calls.
+
+    Raises:
+        RendezvousConnectionError: for an :exc:`UnavailableError`.
+        RendezvousStateError: for a :exc:`CorruptStateError`.
+        RendezvousError: for any other error of ours. The cause of each is our own.
+    """
+    try:
+        yield
+    except UnavailableError as e:
+        raise RendezvousConnectionError(str(e)) from e
+    except CorruptStateError as e:
+        raise RendezvousStateError(str(e)) from e
+    except RedelasticError as e:
+        raise RendezvousError(str(e)) from e
