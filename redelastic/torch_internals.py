@@ -16,8 +16,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import IO, Any, Final, NamedTuple
 
-import torch
-
 log = logging.getLogger(__name__)
 
 # Before 2.10 torch's agent has no hook for a worker's environment (`_set_local_rank_env`) and its launcher no
@@ -32,17 +30,31 @@ def version_of(text: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def require_torch(version: str = torch.__version__) -> None:
-    """Refuse a torch version on which we would hang or break our guarantees.
+def require_torch(version: str = "") -> str:
+    """Refuse a torch version on which we would hang or break our guarantees; returns the version.
+
+    Args:
+        version: of torch; empty for that of the installed one.
 
     Raises:
-        ImportError: torch is too old.
+        ImportError: torch is not installed, or too old.
     """
+    if not version:
+        try:
+            import torch  # noqa: PLC0415 - doctor and the command line work without it
+        except ModuleNotFoundError as e:
+            if e.name != "torch":
+                raise
+            raise ImportError(
+                "torch is not installed. Nodes need it; a machine that only looks at runs does not."
+            ) from e
+        version = str(torch.__version__)
     if version_of(version) < OLDEST:
         raise ImportError(
             f"redelastic needs torch {OLDEST[0]}.{OLDEST[1]} or newer; this is torch {version}. "
             "Run pip install --upgrade torch."
         )
+    return version
 
 
 class Hook(NamedTuple):
@@ -223,6 +235,6 @@ def replace_agent_of_launcher(theirs: type, ours: type) -> None:
             "torchrun of torch %s uses %s and not torch's %s, which redelastic would replace. The rendezvous works, "
             "but workers that fail because a node was lost cost a restart of --max-restarts. `redelastic run` is "
             "unaffected.",
-            *(torch.__version__, f"{found.__module__}.{found.__qualname__}" if found else "no agent of that name"),
+            *(require_torch(), f"{found.__module__}.{found.__qualname__}" if found else "no agent of that name"),
             theirs.__name__,
         )

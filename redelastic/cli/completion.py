@@ -14,7 +14,7 @@ NAME: Final = "completion"
 SUMMARY: Final = "complete commands and options in bash, zsh or fish"
 DESCRIPTION: Final = """\
 Print a shell script that completes `redelastic`, its commands and their
-options, including torchrun's.
+options, including torchrun's where torch is installed.
 
 bash: redelastic completion bash > ~/.local/share/bash-completion/completions/redelastic
 zsh:  redelastic completion zsh > DIRECTORY/_redelastic, with DIRECTORY in $fpath
@@ -35,12 +35,18 @@ def run(arguments: argparse.Namespace) -> int:
     import shtab
 
     from redelastic.cli import make_parser
+    from redelastic.torch_internals import require_torch
 
     from . import run as run_command
 
     parser, commands = make_parser()
-    commands.choices.pop(run_command.NAME)
-    commands.add_parser(run_command.NAME, parents=[run_command.make_parser()], add_help=False)
+    try:
+        require_torch()
+    except ImportError:
+        pass  # then `run` has no options here
+    else:
+        commands.choices.pop(run_command.NAME)
+        commands.add_parser(run_command.NAME, parents=[run_command.make_parser()], add_help=False)
     for action in _actions(parser):
         if action.type is Path or action.metavar == "FILE" or action.dest == "training_script":
             action.complete = shtab.FILE

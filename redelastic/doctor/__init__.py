@@ -1,23 +1,25 @@
 """Is this Redis, this host and this installation fit for our runs? What ``redelastic doctor`` checks.
 
-``server.py`` asks the server about itself, ``trial.py`` tries our protocol, ``host.py`` looks at this machine. Nothing
-is changed; what a trial writes is removed again.
+``server.py`` asks the server about itself, ``rights.py`` what this user may do, ``trial.py`` tries our protocol,
+``host.py`` looks at this machine. Nothing is changed; what a trial writes is removed again. Only the trial needs torch.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from types import ModuleType
 from typing import Final
 
 from redelastic.redis.connection import Connection
 from redelastic.redis.endpoint import Endpoint
 from redelastic.redis.errors import RedelasticError, UnreachableError
+from redelastic.torch_internals import require_torch
 
 from .finding import LEVELS, Finding, Group, Level
 from .host import examine_host
-from .server import examine_server
-from .trial import Corner, examine_rights, examine_round_trips, try_rendezvous, try_store
+from .rights import Corner, examine_rights
+from .server import examine_round_trips, examine_server
 
 __all__ = ["LEVELS", "Finding", "Group", "Level", "examine"]
 
@@ -44,6 +46,7 @@ def examine(endpoint: Endpoint, key_prefix: str, run_id: str = "") -> list[Findi
         ValueError: the key prefix or run id cannot be part of a key.
     """
     corner = Corner(key_prefix, run_id)
+    trial = _trial()
     deadline = time.monotonic() + LIMIT
     try:
         connection = Connection.open(endpoint, ATTEMPT_TIMEOUT, CALL_TIMEOUT, CONNECT_TIMEOUT)
@@ -54,8 +57,8 @@ def examine(endpoint: Endpoint, key_prefix: str, run_id: str = "") -> list[Findi
         found = [Finding("server", "reachable", "ok", connection.name)]
         try:
             found += examine_server(connection, endpoint)
-            found += examine_round_trips(connection)
-            found += _try(connection, endpoint, corner, found, deadline)
+            found.append(examine_round_trips(connection))
+            found += _try(connection, endpoint, corner, found=found, trial=trial, deadline=deadline)
         except UnreachableError as e:
             found[0] = Finding("server", "reachable", "problem", "no longer", str(e))
         return found + list(examine_host(endpoint, connection))
@@ -63,26 +66,41 @@ def examine(endpoint: Endpoint, key_prefix: str, run_id: str = "") -> list[Findi
         connection.close()
 
 
+def _trial() -> ModuleType | None:
+    """The module ``trial``, which imports torch for seconds; None where torch is missing or too old."""
+    try:
+        require_torch()
+    except ImportError:
+        return None
+    from . import trial  # noqa: PLC0415
+
+    return trial
+
+
 def _try(
-    connection: Connection, endpoint: Endpoint, corner: Corner, found: list[Finding], deadline: float
+    connection: Connection,
+    endpoint: Endpoint,
+    corner: Corner,
+    *,
+    found: list[Finding],
+    trial: ModuleType | None,
+    deadline: float,
 ) -> Iterator[Finding]:
     """Try our protocol, unless it is already known not to work."""
-    trials: dict[str, Callable[[], Iterator[Finding]]] = {
-        "rendezvous": lambda: try_rendezvous(endpoint, corner),
-        "store": lambda: try_store(connection, corner),
-    }
     hindrance = next((f.name for f in found if f.level == "problem" and f.name in _HINDRANCES), "")
     try:
         if not hindrance:
             rights = examine_rights(connection, corner)
             yield rights
             hindrance = rights.name if rights.level == "problem" else ""
-        for name, trial in trials.items():
-            if hindrance:
-                yield Finding("trial", name, "note", f"skipped because of {hindrance}")
+        for name in ("rendezvous", "store"):
+            if hindrance or trial is None:
+                yield Finding("trial", name, "note", f"skipped because of {hindrance or 'torch'}")
             elif time.monotonic() > deadline:
                 yield Finding("trial", name, "problem", "skipped: the server is too slow", "See latency.")
+            elif name == "rendezvous":
+                yield from trial.try_rendezvous(endpoint, corner)
             else:
-                yield from trial()
+                yield from trial.try_store(connection, corner)
     finally:
         corner.clear(connection)

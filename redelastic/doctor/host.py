@@ -10,8 +10,6 @@ import resource
 from collections.abc import Iterator
 from typing import Final
 
-import torch
-
 from redelastic import torch_internals
 from redelastic.agent.host.devices import DriverError, take_inventory
 from redelastic.redis.connection import Connection
@@ -40,7 +38,7 @@ SHM: Final = "/dev/shm"  # noqa: S108  (only looked at, never written to)
 
 def examine_host(endpoint: Endpoint, connection: Connection | None) -> Iterator[Finding]:
     """Examine this machine; ``connection`` is None if there is none."""
-    yield _torch(torch.__version__, torch_internals.missing())
+    yield _installed_torch()
     yield _version("redis-py", importlib.metadata.version("redis"), SUPPORTED_REDIS_PY)
     yield Finding("host", "python", "ok", platform.python_version())
     yield _torchrun()
@@ -56,6 +54,14 @@ def _version(name: str, version: str, supported: str) -> Finding:
     return Finding(
         "host", name, "problem", version, f"Install {name} {supported}, the version that redelastic was tested with."
     )
+
+
+def _installed_torch() -> Finding:
+    try:
+        version = torch_internals.require_torch()
+    except ImportError as e:
+        return Finding("host", "torch", "problem", "missing or too old", str(e))
+    return _torch(version, torch_internals.missing())
 
 
 def _torch(version: str, missing: list[str]) -> Finding:

@@ -1,8 +1,10 @@
-"""What a Redis server reports about itself, and what of it matters to a run."""
+"""What a Redis server reports about itself, what of it matters to a run, and how far away it is."""
 
 from __future__ import annotations
 
 import re
+import statistics
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final
@@ -25,6 +27,9 @@ CONNECTIONS_PER_NODE: Final = 3  # the keeper's, the caller's and the store's
 FEW_NODES: Final = 32
 COARSE_HZ: Final = 10  # a blocking read ends up to 1/hz s late; a node allows for a tenth of a second
 SHORT_SCRIPT_MS: Final = 100
+PINGS: Final = 100
+PINGS_S: Final = 1.5  # no more pings after this time, in seconds
+SLOW_MS: Final = 10.0
 _CONFIG: Final = (
     "busy-reply-threshold",
     "client-output-buffer-limit",
@@ -51,6 +56,26 @@ def examine_server(connection: Connection, endpoint: Endpoint) -> Iterator[Findi
     yield _topology(endpoint, any_of_them)
     for name, (check, should) in _CHECKS.items():
         yield _worst({server: _judge(name, check, should, facts, endpoint) for server, facts in servers.items()})
+
+
+def examine_round_trips(connection: Connection) -> Finding:
+    """Measure the round trip to the server.
+
+    Raises:
+        UnavailableError: it stopped answering.
+    """
+    client = next(iter(masters(connection).values()))
+    times: list[float] = []
+    until = time.monotonic() + PINGS_S
+    while len(times) < PINGS and (not times or time.monotonic() < until):
+        started = time.perf_counter()
+        connection.call(lambda _: client.ping())
+        times.append(1000 * (time.perf_counter() - started))
+    median, most = statistics.median(times), max(times)
+    level: Level = "warning" if median > SLOW_MS else "ok"
+    advice = "Move Redis closer to the nodes: a rendezvous takes several round trips." if level != "ok" else ""
+    found = f"{median:.2f} ms median, {most:.2f} ms maximum of {len(times)} round trips"
+    return Finding("trial", "latency", level, found, advice, {"median_ms": median, "max_ms": most})
 
 
 def masters(connection: Connection) -> dict[str, redis.Redis]:

@@ -1,212 +1,32 @@
-"""Our protocol, tried on a server: the user's rights, a rendezvous, a store, and how long each takes."""
+"""Our protocol, tried on a server: a rendezvous, a store, and how long each takes. The only check that needs torch."""
 
 from __future__ import annotations
 
-import re
 import socket
 import statistics
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
-import redis
 import torch.distributed as dist
-from redis.cluster import RedisCluster
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-from redelastic.redis.connection import Connection, text
+from redelastic.redis.connection import Connection
 from redelastic.redis.endpoint import Endpoint
-from redelastic.redis.errors import ACL_RULES, RedelasticError, UnreachableError
-from redelastic.redis.keys import RunKeys
+from redelastic.redis.errors import RedelasticError, UnreachableError
 from redelastic.rendezvous.backend import RedisRendezvousBackend
 from redelastic.rendezvous.handler import RedisRendezvousHandler
 from redelastic.rendezvous.settings import Settings
 from redelastic.store import RedisStore
 
-from .finding import Finding, Level
-from .server import masters
+from .finding import Finding
+from .rights import TTL, WAKES, Corner
 
-TTL: Final = 60.0  # how long leftovers that could not be removed stay, in seconds
 ATTEMPT_TIMEOUT: Final = 1.5
 TIMEOUT: Final = 2.0  # of the rendezvous, and of an operation on the store, in seconds
-PINGS: Final = 100
-PINGS_S: Final = 1.5  # no more pings after this time, in seconds
-SLOW_MS: Final = 10.0
 SLOW_WAKE_MS: Final = 100.0  # what I7 promises
-WAKES: Final = 5
 BLOCKED_S: Final = 0.05  # after which a reader is assumed to be blocked
-KINDS: Final = ("string", "hash", "set", "zset", "stream", "list")
-
-# One harmless call of each command that a run sends or that its scripts call: these have just its user's rights.
-# A word of KINDS stands for a key of that type.
-PROBES: Final = (
-    "PING",
-    "TIME",
-    "EVAL return(1) 1 string",
-    f"EVALSHA {'0' * 40} 1 string",
-    *("DEL string", "SET string v", "GET string", "MGET string", "EXISTS string", "TYPE string"),
-    *("HSET hash f 1", "HSETNX hash f 1", "HGET hash f", "HMGET hash f", "HGETALL hash", "HKEYS hash", "HLEN hash"),
-    *("HEXISTS hash f", "HINCRBY hash f 1", "HDEL hash g"),
-    *("SADD set m", "SCARD set", "SISMEMBER set m", "SMEMBERS set", "SREM set n"),
-    *("ZADD zset 1 m", "ZCARD zset", "ZCOUNT zset 0 1", "ZRANGE zset 0 1", "ZRANGEBYSCORE zset 0 1", "ZSCORE zset m"),
-    *("ZREM zset n", "ZREMRANGEBYRANK zset 5 6"),
-    *("XADD stream * f v", "XREVRANGE stream + - COUNT 1", "XREAD COUNT 1 STREAMS stream 0"),
-    *("RPUSH list v", "LLEN list", "LPOP list"),
-    *(f"PEXPIRE {kind} {round(1000 * TTL)}" for kind in KINDS),
-    "PTTL string",
-)
-_DENIED_COMMAND: Final = re.compile(r"run the '([^' |]+)|unknown command [`']([^'`,]+)")
-
-
-@dataclass(frozen=True)
-class _CornerKeys(RunKeys):
-    """Keys in the run's slot that match its ACL pattern but are not the run's own."""
-
-    corner: str = ""
-
-    def _key(self, name: str) -> str:
-        return super()._key(f"{self.corner}:{name}")
-
-    def probe(self, kind: str) -> str:
-        """The name of a key of that type to try commands on."""
-        return self._key(f"probe-{kind}")
-
-
-class Corner:
-    """Where a trial writes: among a run's keys, apart from those the run uses.
-
-    Args:
-        key_prefix: prefix of the run's keys.
-        run_id: id of the run; empty for one of the trial's own.
-
-    Raises:
-        ValueError: they cannot be part of a key.
-    """
-
-    def __init__(self, key_prefix: str, run_id: str) -> None:
-        self.name = f"doctor-{uuid.uuid4().hex[:12]}"
-        self.keys = _CornerKeys(run_id or self.name, key_prefix, self.name)
-        self.store_keys = RunKeys(self.keys.run_id, key_prefix).store(self.name)
-        store_keys = [f"{what}-{which}" for what in ("value", "count") for which in ("first", "second")]
-        store_keys += [f"wake-{n}" for n in range(WAKES)]
-        self._written = [*self.keys.types, *(self.keys.probe(kind) for kind in KINDS)]
-        self._written += [self.store_keys.data, self.store_keys.waits, self.store_keys.once]
-        self._written += [text(self.store_keys.stream(key.encode())) for key in store_keys]
-        for epoch in range(2):  # the scripts of a rendezvous take the keys of the round before
-            store = self.keys.store(epoch)
-            self._written += [store.data, store.waits, store.once]
-
-    @property
-    def pattern(self) -> str:
-        """The pattern of the trial's key names."""
-        return f"{self.keys.prefix}:{{{self.keys.run_id}}}:*"
-
-    @property
-    def rules(self) -> str:
-        """The ACL rules that the user needs: for the run, or for all runs under the key prefix."""
-        keys = f"~{self.keys.prefix}:*" if self.keys.run_id == self.name else f"~{self.pattern}"
-        return f"{keys} {ACL_RULES.partition(' ')[2]}"
-
-    def handler(self, endpoint: Endpoint) -> RedisRendezvousHandler:
-        """A node of a run in this corner, with a connection of its own.
-
-        Raises:
-            UnavailableError: Redis could not be reached.
-        """
-        connection = Connection.open(endpoint, ATTEMPT_TIMEOUT, TIMEOUT, TIMEOUT)
-        settings = Settings(
-            run_id=self.keys.run_id,
-            min_nodes=2,
-            max_nodes=2,
-            join_timeout=TIMEOUT,
-            read_timeout=TIMEOUT,
-            ttl=TTL,
-            key_prefix=self.keys.prefix,
-        )
-        backend = RedisRendezvousBackend(connection, settings.run_id, settings.key_prefix, TTL)
-        backend.keys = self.keys
-        handler = RedisRendezvousHandler(backend, settings)
-        self._written.append(self.keys.status(handler.membership.node))
-        return handler
-
-    def clear(self, connection: Connection) -> None:
-        """Remove everything written; what the server does not let us remove expires."""
-        try:
-            connection.call(lambda client: client.delete(*self._written), timeout=0)
-        except RedelasticError:
-            return
-
-
-# -- Round trips
-
-
-def examine_round_trips(connection: Connection) -> Iterator[Finding]:
-    """Measure the round trip to the server.
-
-    Raises:
-        UnavailableError: it stopped answering.
-    """
-    client = next(iter(masters(connection).values()))
-    times: list[float] = []
-    until = time.monotonic() + PINGS_S
-    while len(times) < PINGS and (not times or time.monotonic() < until):
-        times.append(_timed(lambda: connection.call(lambda _: client.ping())))
-    median, most = statistics.median(times), max(times)
-    level: Level = "warning" if median > SLOW_MS else "ok"
-    advice = "Move Redis closer to the nodes: a rendezvous takes several round trips." if level != "ok" else ""
-    found = f"{median:.2f} ms median, {most:.2f} ms maximum of {len(times)} round trips"
-    yield Finding("trial", "latency", level, found, advice, {"median_ms": median, "max_ms": most})
-
-
-def _timed(operation: Callable[[], object]) -> float:
-    """How long the operation takes, in ms."""
-    started = time.perf_counter()
-    operation()
-    return 1000 * (time.perf_counter() - started)
-
-
-# -- Rights
-
-
-def examine_rights(connection: Connection, corner: Corner) -> Finding:
-    """Try each command that a run needs once.
-
-    ACL DRYRUN would also tell, but only administrators.
-
-    Raises:
-        UnavailableError: the server stopped answering.
-    """
-    replies = connection.call(lambda client: _probe(client, corner.keys))
-    denied = [str(reply) for reply in replies if isinstance(reply, redis.ResponseError) and _is_denial(reply)]
-    commands = sorted({(m[1] or m[2]).upper() for reply in denied if (m := _DENIED_COMMAND.search(reply))})
-    if commands:
-        found = f"this user may not run {', '.join(commands[:8])}{', …' if len(commands) > 8 else ''}"
-        return Finding("trial", "rights", "problem", found, f"It needs the rules '{corner.rules}' (SECURITY.md).")
-    if denied:
-        advice = f"If the user is for one run, name it with --run; otherwise grant it ~{corner.keys.prefix}:*."
-        return Finding("trial", "rights", "problem", f"this user may not use the keys {corner.pattern}", advice)
-    return Finding("trial", "rights", "ok", f"this user may do everything that a run needs with {corner.pattern}")
-
-
-def _probe(client: redis.Redis | RedisCluster, keys: _CornerKeys) -> list[Any]:
-    if isinstance(client, RedisCluster):
-        client = client.get_redis_connection(client.get_node_from_key(keys.probe(KINDS[0])))
-    pipeline = client.pipeline(transaction=False)
-    for line in PROBES:
-        command, *words = line.split()
-        pipeline.execute_command(command, *(keys.probe(word) if word in KINDS else word for word in words))
-    replies: list[Any] = pipeline.execute(raise_on_error=False)
-    return replies
-
-
-def _is_denial(reply: redis.ResponseError) -> bool:
-    return isinstance(reply, redis.exceptions.NoPermissionError) or str(reply).startswith("unknown command")
-
-
-# -- A rendezvous and a store
 
 
 def try_rendezvous(endpoint: Endpoint, corner: Corner) -> Iterator[Finding]:
@@ -217,7 +37,7 @@ def try_rendezvous(endpoint: Endpoint, corner: Corner) -> Iterator[Finding]:
     """
     handlers: list[RedisRendezvousHandler] = []
     try:
-        handlers += (corner.handler(endpoint) for _ in range(2))
+        handlers += (_node(endpoint, corner) for _ in range(2))
         started = time.perf_counter()
         with ThreadPoolExecutor(len(handlers)) as pool:
             joins = [pool.submit(handler.next_rendezvous) for handler in handlers]
@@ -240,6 +60,25 @@ def try_rendezvous(endpoint: Endpoint, corner: Corner) -> Iterator[Finding]:
     finally:
         for handler in handlers:
             handler.end("finished", "closes", timeout=0)  # a single attempt: its keys are removed anyway
+
+
+def _node(endpoint: Endpoint, corner: Corner) -> RedisRendezvousHandler:
+    """A node of a run in this corner, with a connection of its own."""
+    connection = Connection.open(endpoint, ATTEMPT_TIMEOUT, TIMEOUT, TIMEOUT)
+    settings = Settings(
+        run_id=corner.keys.run_id,
+        min_nodes=2,
+        max_nodes=2,
+        join_timeout=TIMEOUT,
+        read_timeout=TIMEOUT,
+        ttl=TTL,
+        key_prefix=corner.keys.prefix,
+    )
+    backend = RedisRendezvousBackend(connection, settings.run_id, settings.key_prefix, TTL)
+    backend.keys = corner.keys
+    handler = RedisRendezvousHandler(backend, settings)
+    corner.add(corner.keys.status(handler.membership.node))
+    return handler
 
 
 def _bootstrap(host: str, port: int) -> Finding:

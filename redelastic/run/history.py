@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
-if TYPE_CHECKING:  # importing it takes as long as importing torch
+if TYPE_CHECKING:  # importing it imports redis-py, which takes 0.1 s
     from redelastic.run.records import Event
 
 State = Literal["training", "starting", "regrouping", "waiting", "unknown"]

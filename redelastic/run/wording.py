@@ -7,7 +7,7 @@ import re
 import unicodedata
 from typing import TYPE_CHECKING, Any, Final
 
-if TYPE_CHECKING:  # importing it takes as long as importing torch
+if TYPE_CHECKING:  # importing it imports redis-py, which takes 0.1 s
     from .records import Event
 
 LARGEST: Final = 10**18  # a number beyond this is none of ours

@@ -17,7 +17,7 @@ from rich.console import Console
 
 import redelastic.doctor as doctor_module
 from redelastic.cli import doctor as command
-from redelastic.doctor import LEVELS, Finding, trial
+from redelastic.doctor import LEVELS, Finding, rights, trial
 from redelastic.redis.server import RedisServer
 from tests.support.doctoring import bad, look, run_command, untouched
 from tests.support.servers import HOST, frozen, redis_cluster, replica_of, reserved_port, sentinel_group, wait_until
@@ -49,12 +49,12 @@ def test_nothing_is_left_behind_however_often_it_looks(own_server: RedisServer) 
 
 
 def test_what_could_not_be_removed_goes_by_itself(own_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial.Corner, "clear", lambda *_: None)
+    monkeypatch.setattr(rights.Corner, "clear", lambda *_: None)
     look(own_server.url)
     with own_server.get_client() as client:
         left = client.keys("*")
         assert len(left) > 10
-        assert all(0 < client.ttl(key) <= trial.TTL for key in left)
+        assert all(0 < client.ttl(key) <= rights.TTL for key in left)
 
 
 def test_a_persistent_server_behind_a_unix_socket_has_no_warnings(tmp_path: Any) -> None:
@@ -224,7 +224,7 @@ def test_an_interrupt_removes_the_keys(own_server: RedisServer, monkeypatch: pyt
         signal.raise_signal(signal.SIGINT)
         yield from ()
 
-    monkeypatch.setattr(doctor_module, "try_store", interrupt)
+    monkeypatch.setattr(trial, "try_store", interrupt)
     with untouched(own_server):
         assert run_command("--endpoint", own_server.url) == 130
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from redelastic.doctor import rights
 from redelastic.doctor import server as server_checks
-from redelastic.doctor import trial
 from redelastic.redis.connection import Connection
 from redelastic.redis.endpoint import parse_endpoint
 from redelastic.redis.errors import ACL_RULES
@@ -101,14 +101,14 @@ def test_the_probes_are_all_that_our_scripts_and_our_code_send() -> None:
     called = {name for text in texts for name in re.findall(r"redis\.call\('(\w+)'", text)}
     assert len(called) > 20
     ours = {"EVAL", "EVALSHA", "HGET", "HMGET", "HKEYS", "HLEN", "LLEN", "MGET", "TYPE", "XREAD", "XREVRANGE", "HDEL"}
-    assert called | ours <= {probe.split()[0] for probe in trial.PROBES}
+    assert called | ours <= {probe.split()[0] for probe in rights.PROBES}
 
 
 def test_every_probe_is_a_call_that_works(every_server: RedisServer) -> None:
-    corner = trial.Corner("redelastic", "")
+    corner = rights.Corner("redelastic", "")
     connection = Connection.open(every_server.url)
-    replies = connection.call(lambda client: trial._probe(client, corner.keys))
-    failed = {probe: reply for probe, reply in zip(trial.PROBES, replies, strict=True) if isinstance(reply, Exception)}
+    replies = connection.call(lambda client: rights._probe(client, corner.keys))
+    failed = {probe: reply for probe, reply in zip(rights.PROBES, replies, strict=True) if isinstance(reply, Exception)}
     assert [probe.split()[0] for probe in failed] == ["EVALSHA"], failed
     corner.clear(connection)
     connection.close()

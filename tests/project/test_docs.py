@@ -32,7 +32,7 @@ MIB = 2**20
 OTHERS = {
     *("--help", "--version", "--system-site-packages", "--index-url", "--dist", "--from-file", "--build", "--scale"),
     *("--rm", "--no-recreate", "--volumes", "--profile", "--quick", "--seed", "--minutes", "--server-faults"),
-    *("--operations", "--rendezvous", "--checkpoint", "--pace", "--strict", "--keep", "--no-cache-dir"),
+    *("--operations", "--rendezvous", "--checkpoint", "--pace", "--strict", "--keep", "--no-cache-dir", "--no-deps"),
 }
 
 

@@ -9,7 +9,7 @@ from typing import Final, cast
 import pytest
 import redis
 
-from redelastic.doctor.trial import PROBES
+from redelastic.doctor.rights import PROBES
 from redelastic.redis.connection import Connection
 from redelastic.redis.errors import ACL_RULES
 from redelastic.redis.keys import RunKeys

@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     Returns:
         0 if all went as promised, 1 if not, 128 + n when signal n ended it.
     """
-    if missing := [name for name in ("rich", "sklearn", "numpy") if importlib.util.find_spec(name) is None]:
+    if missing := [name for name in ("torch", "rich", "sklearn", "numpy") if importlib.util.find_spec(name) is None]:
         print(  # noqa: T201
             f"redelastic demo: {' and '.join(missing)} not installed; install what the demo needs with: "
             "pip install 'redelastic[demo]'",
