@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 __all__ = ["AgentOptions", "RedisElasticAgent", "RefusedError"]
 
-_HOMES = {"AgentOptions": "options", "RedisElasticAgent": "agent", "RefusedError": "admission"}
+_HOMES = {"AgentOptions": "options", "RedisElasticAgent": "agent", "RefusedError": "limits"}
 
 
 def __getattr__(name: str) -> Any:

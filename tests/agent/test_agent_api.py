@@ -15,6 +15,7 @@ from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
+import redelastic.agent
 from redelastic.agent import RedisElasticAgent
 from redelastic.redis.server import RedisServer
 
@@ -31,6 +32,11 @@ def embed(server: RedisServer, *runs: dict[str, Any]) -> list[dict[str, Any]]:
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT, check=False)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+@pytest.mark.parametrize("name", redelastic.agent.__all__)
+def test_each_name_of_the_package_is_there(name: str) -> None:
+    assert getattr(redelastic.agent, name).__name__ == name
 
 
 def test_return_values_roles_and_ranks_of_two_agents(server: RedisServer, run_id: str) -> None:
