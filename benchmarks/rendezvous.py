@@ -20,6 +20,7 @@ from benchmarks.harness import CONTEXT, TimeLimitError, Timing, etcd_server, fre
 from benchmarks.report import Progress, Spread, Table
 from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.handler import RedisRendezvousHandler
+from redelastic.run.events import Left
 
 OURS: Final = "redelastic"
 PEERS: Final = (OURS, "dynamic", "c10d", "etcd-v2")
@@ -62,7 +63,7 @@ def prepare(options: dict[str, Any], number: int) -> tuple[Callable[[], object],
 def _leave(handler: RendezvousHandler) -> None:
     """Torch's handlers have no call for it; what they run when a node rejoins comes closest."""
     if isinstance(handler, RedisRendezvousHandler):
-        handler.end("leaves", "goes on")
+        handler.end(Left(cause="exited"), "goes on")
         return
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous as theirs  # noqa: PLC0415
 

@@ -27,6 +27,7 @@ from redelastic.rendezvous.heartbeat import COARSE
 from redelastic.rendezvous.membership import Membership
 from redelastic.rendezvous.settings import Settings
 from redelastic.rendezvous.view import Round
+from redelastic.run.events import Left
 
 T = TypeVar("T")
 PORT: Final = 29500  # where they would serve the bootstrap store, which none does
@@ -147,7 +148,8 @@ class Node(asyncio.Protocol):
             outcome, *told = await self.through(lambda: node._ask_to_join(PORT, 0.0))  # noqa: SLF001
             if outcome == b"complete":
                 self.parked = False
-                return node._enter(node._round_from(*told))  # noqa: SLF001
+                *of_round, _ = told
+                return node._enter(node._round_from(*of_round))  # noqa: SLF001
             if outcome != b"waiting":
                 raise RuntimeError(f"a node that joins is told {text(outcome)!r}: {told}")
             _, wake_id, completes_in, _, roll_call = told
@@ -174,7 +176,7 @@ class Node(asyncio.Protocol):
     def leave(self, client: redis.Redis) -> None:
         """Leave the run, over another connection: this one is blocked in a read."""
         try:
-            self.membership.leave("leaves")
+            self.membership.leave(Left(cause="exited"))
         except Sent as sent:
             client.execute_command(*sent.args[0])
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from posixpath import normpath, relpath
 from typing import TYPE_CHECKING, Final
+
+from redelastic.run import events
 
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
@@ -63,6 +66,7 @@ def generated() -> Iterator[tuple[str, str]]:
     os.environ["COLUMNS"] = "88"
     for name, parser in parsers().items():
         yield f"reference/commands/{name}.md", f"# redelastic {name}\n\n```text\n{parser.format_help()}```\n"
+    yield "reference/events.md", events_page()
     yield "reference/metrics.md", METRICS + "\n".join(metric_rows()) + "\n"
 
 
@@ -72,6 +76,72 @@ def parsers() -> dict[str, argparse.ArgumentParser]:
 
     _, commands = make_parser()
     return {**commands.choices, run.NAME: run.make_parser()}
+
+
+EVENTS: Final = """\
+# Events
+
+A run records what happens in it, as events with typed fields. `redelastic events`, `timeline` and `dashboard` show
+them in words; `--json` prints the fields below, `text` (the words) and `detail` (lines such as stacks). Redis keeps the
+last 10,000 or so, and at most 8 MiB.
+
+Every event has `event` (its kind), `id`, `time` (seconds since 1970, on the server's clock), `epoch` and `size` (of the
+last round), and `node`. `breaks` says that the event broke the round. When more than 16 nodes do the same at once, one
+event covers up to 64 of them, a second or two later: `nodes` lists them, and the other fields are those of the first.
+
+Times that end in `_ms` are milliseconds. A number that is not known is null, a text that is not known is empty. The
+`version` of a JSON document, 1 today, changes when the meaning of a field does.
+
+## Recorded by the protocol's scripts
+
+In the same atomic step as the change itself, and so exactly once:
+
+{by_scripts}
+
+## Recorded by agents and handlers
+
+What only they can see, at least once:
+
+{by_agents}
+
+## The worker that failed first
+
+Where a worker failed, `failed`, `hung`, `left`, `closed` and `stopped` also have:
+
+{of_worker}
+"""
+
+
+def events_page() -> str:
+    """The reference of events, from the docstrings of their kinds."""
+    fields = documented(events.WorkerFailure)[1]
+    return EVENTS.format(
+        by_scripts=event_table(events.BY_SCRIPTS),
+        by_agents=event_table(events.BY_AGENTS),
+        of_worker="\n".join(["| field | |", "|---|---|", *(f"| {name} | {text} |" for name, text in fields.items())]),
+    )
+
+
+def event_table(kinds: Iterable[type[events.Event]]) -> str:
+    """A row for each kind."""
+    names = {kind: name for name, kind in events.KINDS.items()}
+    rows = ["| event | what happened | its fields |", "|---|---|---|"]
+    for kind in kinds:
+        meaning, fields = documented(kind)
+        if kind is events.Stopped:
+            fields = documented(events.Closed)[1]
+        told = "; ".join(f"{name}: {text}" for name, text in fields.items())
+        rows.append(f"| `{names[kind]}` | {meaning} | {told} |")
+    return "\n".join(rows)
+
+
+def documented(kind: type) -> tuple[str, dict[str, str]]:
+    """The first sentence of a class's docstring, and what it says of each attribute, by the attributes' names."""
+    summary, _, attributes = (inspect.getdoc(kind) or "").partition("\n\nAttributes:\n")
+    entries = re.split(r"\n(?=    \w)", "\n" + attributes.rstrip())
+    pairs = (entry.strip().partition(": ") for entry in entries if entry.strip())
+    known = {", ".join(f"`{name}`" for name in names.split(", ")): " ".join(text.split()) for names, _, text in pairs}
+    return summary.rstrip("."), {names: text.rstrip(".") for names, text in known.items()}
 
 
 METRICS: Final = """\

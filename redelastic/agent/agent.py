@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing import LogsSpecs
 from redelastic.rendezvous.handler import RedisRendezvousHandler
 from redelastic.rendezvous.membership import DrainedError, RunStoppedError
 from redelastic.run.control import RunControl
-from redelastic.run.logs import failure_text, places_text
+from redelastic.run.events import Failed, Log, Started
 from redelastic.store import RedisStore
 from redelastic.torch_errors import torch_errors
 from redelastic.torch_internals import close_within, shut_down, shutdown_option
@@ -238,8 +238,8 @@ class RedisElasticAgent(RegroupingAgent):
         context: Any = self._pcontext
         workers.logs = log_files(context.stdouts, context.stderrs)
         ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
-        told = places_text({ranks[local_rank]: path for local_rank, path in workers.logs.items()})
-        self._note("started", f"rank {rank} of {size}", told)
+        logs = {ranks[local_rank]: path for local_rank, path in workers.logs.items()}
+        self._note(Started(size=size, rank=rank, logs=logs))
         return pids
 
     def _set_local_rank_env(self, worker_env: dict[str, Any], local_rank: int, spec: WorkerSpec) -> None:
@@ -391,13 +391,14 @@ class RedisElasticAgent(RegroupingAgent):
         last = tail(path) if path else ""
 
         def errand() -> None:
-            self._control.note("log", node, failure_text(rank, time.monotonic() - failed_at, path), last)
+            age_ms = round(1000 * max(0.0, time.monotonic() - failed_at))
+            self._control.note(Log(node=node, rank=rank, age_ms=age_ms, path=path, lines=last))
 
         self._courier.send(errand)
 
-    def cause(self, result: RunResult) -> str:
-        """What happened to the worker that failed first, in words."""
-        return self._budget.cause(result)
+    def failure(self, result: RunResult) -> Failed:
+        """What happened to the worker that failed first."""
+        return self._budget.failure(result)
 
     @property
     def _round_store(self) -> RedisStore:

@@ -7,6 +7,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from torch.distributed import DistNetworkError
 from torch.distributed.elastic import events
@@ -15,6 +16,8 @@ from torch.distributed.elastic.agent.server.api import WorkerSpec
 from redelastic.redis.errors import RedelasticError
 from redelastic.rendezvous.membership import Membership
 from redelastic.run.control import RunControl
+from redelastic.run.events import Event
+from redelastic.run.sentences import sentence
 
 log = logging.getLogger(__name__)
 
@@ -109,10 +112,14 @@ class Notes:
     ) -> None:
         self._membership, self._control, self._spec, self._send = membership, control, spec, send
 
-    def __call__(self, event: str, reason: str, detail: str = "") -> None:
-        """Record an event, its reason, and details such as stacks."""
-        node = self._membership.node
-        self._send(lambda: self._control.note(event, node, reason, detail))
-        metadata = {"run_id": self._membership.run_id, "node": node, "role": self._spec.role, "reason": reason}
-        told = events.Event(f"redelastic.{event}", source=events.EventSource.AGENT, metadata={**metadata})
+    def __call__(self, event: Event) -> None:
+        """Record an event of this node."""
+        noted = replace(event, node=self._membership.node)
+        self._send(lambda: self._control.note(noted))
+        of_torch = {"run_id": self._membership.run_id, "node": noted.node, "role": self._spec.role}
+        told = events.Event(
+            f"redelastic.{event.event}",
+            source=events.EventSource.AGENT,
+            metadata={**of_torch, "reason": sentence(noted)},
+        )
         events.record(told, self._spec.event_log_handler)

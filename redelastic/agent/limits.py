@@ -18,6 +18,8 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 from redelastic.redis.errors import RedelasticError, UnavailableError, UnreachableError
 from redelastic.rendezvous.membership import Membership
 from redelastic.run.control import RunControl
+from redelastic.run.events import Barred, Event, Failed, Left, Refused
+from redelastic.run.sentences import consecutive_failures, worker_failure
 
 from .host.checks import Node, run_checks
 from .options import AgentOptions
@@ -47,7 +49,7 @@ class Admission:
         host: name by which the run counts this host's failures.
         options: which checks to run, and after how many failed rounds to keep a host out.
         node: what the checks look at.
-        note: records an event and its reason.
+        note: records an event of this node.
 
     Attributes:
         barred: whether this node is waiting to be readmitted.
@@ -61,7 +63,7 @@ class Admission:
         host: str,
         options: AgentOptions,
         node: Node,
-        note: Callable[[str, str], None],
+        note: Callable[[Event], None],
     ) -> None:
         self._membership, self._control, self._host = membership, control, host
         self._options, self._node, self._note = options, node, note
@@ -80,9 +82,9 @@ class Admission:
             self._options.health_checks, self._options.health_command, self._node, self._is_to_leave
         ):
             refused = RefusedError(f"This node does not join run {self._membership.run_id!r}: {unfit}.")
-            self._note("refused", unfit)
+            self._note(Refused(reason=unfit))
             try:
-                self._membership.leave(f"failed a health check: {unfit}")
+                self._membership.leave(Left(cause="refused", reason=unfit))
             except RedelasticError as e:  # it is out once its lease expires
                 raise refused from e
             raise refused
@@ -100,13 +102,13 @@ class Admission:
             return  # joining waits for Redis
         if failures < limit:
             return
-        reason = f"its workers failed first in {failures} consecutive rounds"
-        self._note("barred", f"{self._host} is excluded: {reason}")
+        reason = consecutive_failures(failures)
+        self._note(Barred(failures=failures))
         log.error(
             "This host is excluded from run %r because %s: `redelastic readmit %s %s` readmits it.",
             *(self._membership.run_id, reason, self._membership.run_id, self._host),
         )
-        self._membership.leave(f"is excluded: {reason}")
+        self._membership.leave(Left(cause="barred", reason=reason))
         self.barred = True
         self._membership.wait_while(lambda: self._control.failures(self._host) >= limit)
         self.barred = False
@@ -134,19 +136,19 @@ class Budget:
         workers = self._monitor.workers
         failed_at = (workers.first_failure if workers else None) or time.monotonic()
         step = workers.highest_step if workers else -1
-        cause = self.cause(result)
+        failure = self.failure(result)
         if not final:
-            log.error("%s.", cause)
+            log.error("%s.", worker_failure(failure))
         self._monitor.allow(math.inf)  # for as long as Redis is away
         try:
-            told = self._membership.charge(failed_at, step, cause, self._options.limits, final=final)
+            told = self._membership.charge(failed_at, step, failure, self._options.limits, final=final)
         except UnavailableError as e:
             log.warning("The failure could not be counted: %s", e)
             return ""
         self._monitor.job_restarts, _, verdict = told
         return verdict
 
-    def cause(self, result: RunResult) -> str:
-        """What happened to the worker that failed first, in words."""
+    def failure(self, result: RunResult) -> Failed:
+        """What happened to the worker that failed first."""
         workers = self._monitor.workers
-        return workers.cause(result, self._monitor.worker_usage) if workers else result.state.name
+        return workers.failure(result, self._monitor.worker_usage) if workers else Failed(message=result.state.name)

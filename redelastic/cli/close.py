@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 
+from redelastic.run.events import Closed
+from redelastic.run.sentences import cause, cause_document
+
 from .common import OK, add_run_argument, add_server_arguments, open_run
 from .output import add_json_argument, answer, by_whom
 
@@ -26,7 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--reason", metavar="TEXT", default="", help="reason to record in the events and the nodes' logs"
     )
     add_server_arguments(parser)
-    add_json_argument(parser, "run, closed (the reason), stopped, before (whether it was closed before), message.")
+    add_json_argument(
+        parser, "run, closed (why: its event and fields), stopped, before (whether it was closed before), message."
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -36,7 +41,9 @@ def run(arguments: argparse.Namespace) -> int:
     ours = by_whom(arguments.reason)
     why = control.close(ours, stop=arguments.stop)
     stopped = arguments.stop or earlier.stopped
-    before = bool(earlier.closed) or why != ours
-    message = f"Run {arguments.run!r} was already closed, {why}" if before else f"Run {arguments.run!r} is closed"
+    before = earlier.closed is not None or why != Closed(cause="asked", reason=ours)
+    message = (
+        f"Run {arguments.run!r} was already closed ({cause(why)})" if before else f"Run {arguments.run!r} is closed"
+    )
     message += ": its nodes end their workers." if stopped else ": no new round; running workers may finish."
-    return answer(arguments, OK, message, closed=why, stopped=stopped, before=before)
+    return answer(arguments, OK, message, closed=cause_document(why), stopped=stopped, before=before)

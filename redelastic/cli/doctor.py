@@ -33,7 +33,7 @@ exit codes:
   1  a problem
   3  Redis cannot be reached, or refuses the login; the rest is shown anyway
 
---json prints a list of objects with the fields group (server, trial, host),
+--json prints version (1) and findings: a list of group (server, trial, host),
 name, level, found, advice (what to do) and numbers (what was measured, with
 the unit in the name)."""
 
@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     findings = examine(endpoint(arguments), arguments.key_prefix, arguments.run)
     if arguments.json:
-        write_json([dataclasses.asdict(finding) for finding in findings])
+        write_json({"findings": [dataclasses.asdict(finding) for finding in findings]})
     else:
         _show(findings)
     if any(finding.name == "reachable" and finding.level == "problem" for finding in findings):

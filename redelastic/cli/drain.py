@@ -7,6 +7,8 @@ import math
 import time
 from typing import TYPE_CHECKING, Final
 
+from redelastic.run.events import Left, Lost
+from redelastic.run.sentences import sentence
 from redelastic.run.wording import duration
 
 from .common import NO, OK, add_run_argument, add_server_arguments, open_run
@@ -98,8 +100,8 @@ def _why_not_left(control: RunControl, node: Node, after: str, deadline: float) 
             why = f"may or may not have left: {seen}"
         else:
             for event in (one for several in seen for one in several.each()):
-                if event.node == node.id and event.event in {"left", "lost"}:
-                    return f"did not leave, it died: it {event.reason}" if event.event == "lost" else ""
+                if event.node == node.id and isinstance(event, Left | Lost):
+                    return f"did not leave, it died: it {sentence(event)}" if isinstance(event, Lost) else ""
             if not seen:
                 run = control.state()
                 here = any(other.id == node.id for other in run.nodes)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from redelastic.logs import say
+from redelastic.run.sentences import event_document
 from redelastic.run.wording import clean, short
 
 from .common import OK, add_run_argument, add_server_arguments, open_run, whole_number
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from redelastic.run.records import Event
+    from redelastic.run.events import Event
 
 NAME = "events"
 SUMMARY = "what happened in a run, and why"
@@ -50,9 +50,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_server_arguments(parser)
     add_json_argument(
         parser,
-        "run, events: a list of id, time, event, node, epoch, size (of the round),\n"
-        "reason, detail, nodes (all of them, if one event covers several).\n"
-        "With --follow: one event per line instead of a list.",
+        "run, events: a list of id, time, event, node, epoch, size (of the\n"
+        "round), nodes (all of them, if one event covers several), breaks (whether all\n"
+        "members had to regroup), text, detail, and the fields of its kind.\n"
+        "With --follow: one event per line instead of a list, each with the version.",
     )
 
 
@@ -65,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
     older, past = found[: -arguments.count], found[-arguments.count :]
     printer = Printer(json=arguments.json, detail=arguments.detail)
     if arguments.json and not arguments.follow:
-        write_json({"run": arguments.run, "events": [asdict(event) for event in past]})
+        write_json({"run": arguments.run, "events": [event_document(event) for event in past]})
         return OK
     printer.print(past)
     if older:
@@ -106,16 +107,17 @@ class Printer:
         """Print these, after all that it has printed before."""
         if self._json:
             for event in events:
-                write_json(asdict(event))
+                write_json(event_document(event))
             return
         self._node_width = max([self._node_width, *(len(clean(short(event.node))) for event in events)])
         wide = not self._console.is_terminal or self._console.width >= 110
-        batches = [[event] for event in events] if self._detail else [events]
+        documents = [event_document(event) for event in events]
+        batches = [[document] for document in documents] if self._detail else [documents]
         for batch in batches:
             if batch:
                 widths = (23 if wide else 12, 9, 2, self._node_width)
                 self._console.print(event_table(batch, full=wide, widths=widths))
-            for event in batch if self._detail else ():
-                for line in event.detail.splitlines():
+            for document in batch if self._detail else ():
+                for line in document["detail"].splitlines():
                     self._console.print("    " + clean(line.expandtabs()), soft_wrap=True)
         sys.stdout.flush()

@@ -36,8 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_server_arguments(parser)
     add_json_argument(
         parser,
-        "run, logs: a list of rank, node, epoch, path; failed: the worker that failed first, or\n"
-        "null: rank, node, epoch, path, time, tail (the last lines).",
+        "run, logs: a list of rank, node, epoch, path; failed: the worker that failed\n"
+        "first, or null: rank, node, epoch, path, time, tail (the last lines).",
     )
 
 

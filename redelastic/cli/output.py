@@ -9,11 +9,12 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from redelastic.logs import say
-from redelastic.run.wording import clean, reason_of, short
+from redelastic.run.events import VERSION
+from redelastic.run.wording import clean, short
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from redelastic.run.control import RunControl
-    from redelastic.run.records import Event
+    from redelastic.run.events import Event
 
 PIPE_WIDTH: Final = 10_000  # columns where there is no terminal: nothing is wrapped or cut
 MAX_REASON: Final = 1_000  # characters, as in `control`: a longer one would not be repeated in full
@@ -36,12 +37,13 @@ EVENT_STYLES: Final = {event: style for style, events in _STYLES.items() for eve
 def add_json_argument(parser: argparse.ArgumentParser, fields: str) -> None:
     """Offer ``--json``; ``fields`` is appended to the help."""
     parser.add_argument("--json", action="store_true", help="print JSON; see below")
-    parser.epilog = f"--json: {fields}\nTimes are Unix seconds, durations seconds, sizes bytes; null means unknown."
+    units = "Times are Unix seconds, durations seconds (_ms: milliseconds), sizes bytes; null means unknown."
+    parser.epilog = f"--json: version ({VERSION}), {fields}\n{units}"
 
 
-def write_json(document: Any) -> None:
+def write_json(document: Mapping[str, Any]) -> None:
     """Write one JSON document on a line of its own; ASCII only, so that no terminal can misread it."""
-    sys.stdout.write(json.dumps(document, allow_nan=False) + "\n")
+    sys.stdout.write(json.dumps({"version": VERSION, **document}, allow_nan=False) + "\n")
     sys.stdout.flush()
 
 
@@ -88,11 +90,13 @@ def moment(at: float, *, full: bool) -> str:
     return f"{day} {clock}" if full or day != time.strftime("%Y-%m-%d") else clock
 
 
-def event_table(events: Iterable[Event], *, full: bool = False, widths: Sequence[int] = (0, 0, 0, 0)) -> Table:
+def event_table(
+    events: Iterable[Mapping[str, Any]], *, full: bool = False, widths: Sequence[int] = (0, 0, 0, 0)
+) -> Table:
     """Events, one per row: time, event, epoch, node, reason.
 
     Args:
-        events: oldest first.
+        events: oldest first, as :func:`~redelastic.run.report.event_document` gives them.
         full: whether the date is shown even if it is today's.
         widths: minimum widths of the first four columns.
     """
@@ -104,13 +108,13 @@ def event_table(events: Iterable[Event], *, full: bool = False, widths: Sequence
         table.add_column(no_wrap=True, min_width=width)
     table.add_column(overflow="fold")
     for event in events:
-        style = EVENT_STYLES.get(event.event, "")
+        style = EVENT_STYLES.get(event["event"], "")
         table.add_row(
-            Text(moment(event.time, full=full), "dim"),
-            Text(clean(event.event) or "?", style),
-            Text(str(event.epoch), justify="right"),
-            Text(clean(short(event.node)) or "-"),
-            Text(clean(short(reason_of(event)))),
+            Text(moment(event["time"], full=full), "dim"),
+            Text(clean(event["event"]) or "?", style),
+            Text(str(event["epoch"]), justify="right"),
+            Text(clean(short(event["node"])) or "-"),
+            Text(clean(short(event["text"]))),
         )
     return table
 

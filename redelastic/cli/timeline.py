@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from redelastic.cli import common, output
 from redelastic.logs import say
+from redelastic.run.sentences import event_document
 from redelastic.run.wording import count
 
 if TYPE_CHECKING:
@@ -47,10 +48,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     output.add_json_argument(
         parser,
-        "run, start, end, complete (whether the run's beginning is known: Redis\n"
-        "keeps some 10,000 events), closed, outages, seconds (of all nodes, by state),\n"
+        "run, start, end, complete (whether the run's beginning is known:\n"
+        "Redis keeps some 10,000 events), closed, outages, seconds (of all nodes, by state),\n"
         "ettr (effective training time ratio: the share of them in which nodes trained,\n"
-        "spares not counted), nodes (id, name, gone_at, why, spans: state, start, end,\n"
+        "spares not counted), nodes (id, name, gone, spans: state, start, end,\n"
         "epoch, rank), events,\n"
         "rounds (epoch, size, completed_at, because, members: rank by node, started_at,\n"
         "broken_at, broken_by, fault_at: when that began, down: from the fault to the\n"
@@ -125,6 +126,21 @@ def _moment(when: str) -> float:
 
 
 def _document(run_id: str, history: History) -> dict[str, Any]:
-    told = asdict(history)
-    nodes = [{"name": node.name} | fields for node, fields in zip(history.nodes, told["nodes"], strict=True)]
-    return {"run": run_id} | told | {"nodes": nodes, "seconds": history.seconds, "ettr": history.ettr}
+    nodes = [
+        {
+            "id": node.id,
+            "name": node.name,
+            "gone": node.gone and event_document(node.gone),
+            "spans": [*map(asdict, node.spans)],
+        }
+        for node in history.nodes
+    ]
+    rounds = [{**vars(this), "broken_by": this.broken_by and event_document(this.broken_by)} for this in history.rounds]
+    return {
+        "run": run_id,
+        **{name: getattr(history, name) for name in ("start", "end", "complete", "outages", "seconds", "ettr")},
+        "closed": history.closed and event_document(history.closed),
+        "nodes": nodes,
+        "rounds": rounds,
+        "events": [event_document(event) for event in history.events],
+    }

@@ -9,7 +9,6 @@ import hmac
 import json
 import re
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import asdict
 from typing import Any, Final
 
 from starlette.applications import Starlette
@@ -35,6 +34,8 @@ from redelastic.redis.errors import RedelasticError
 from redelastic.redis.routes import is_loopback
 from redelastic.run import logs
 from redelastic.run.control import UnknownRunError
+from redelastic.run.events import VERSION
+from redelastic.run.sentences import event_document
 
 from .reader import Reader, event_of, node_of
 from .standalone import PAGE
@@ -117,7 +118,7 @@ async def _run(request: Request) -> Response:
         found = node_of(watch, asked["node"])
     elif "event" in asked:
         event = event_of(watch, asked["event"])
-        found = asdict(event) if event else None
+        found = event_document(event) if event else None
     elif "logs" in asked:
         events = watch.chronicle.events
         found = logs.document(watch.keys.run_id, logs.places(events, watch.nodes), logs.first_failure(events))
@@ -133,8 +134,9 @@ def _reader(request: Request) -> Reader:
     return reader
 
 
-def _json(document: Any) -> Response:
-    return Response(json.dumps(document, allow_nan=False), media_type="application/json")
+def _json(document: Mapping[str, Any]) -> Response:
+    text = json.dumps({"version": VERSION, **document}, allow_nan=False)
+    return Response(text, media_type="application/json")
 
 
 async def _refused(_: Request, error: Exception) -> Response:

@@ -15,7 +15,8 @@ from redelastic.redis.errors import CorruptStateError, RedelasticError, Unreacha
 from redelastic.redis.keys import RunKeys
 from redelastic.run.chronicle import Chronicle
 from redelastic.run.control import RunControl, UnknownRunError, list_runs
-from redelastic.run.records import Event, Node
+from redelastic.run.events import Event
+from redelastic.run.records import Node
 from redelastic.run.report import describe, summary, unread
 
 from . import view

@@ -13,8 +13,10 @@ from itertools import islice
 from typing import Any, Final
 
 from redelastic.run.chronicle import last_fault, telling
+from redelastic.run.events import Completed, Event
 from redelastic.run.history import STATES, History, NodeHistory
-from redelastic.run.records import Event, Node, Run
+from redelastic.run.records import Node, Run
+from redelastic.run.sentences import cause, detail_of, sentence
 from redelastic.run.wording import clean, short
 
 Document = dict[str, Any]
@@ -105,7 +107,7 @@ def saved(run_id: str, history: History) -> Document:
         start=_moment(history.start),
         end=_moment(history.end),
         partial=None if history.complete else True,
-        closed=clean(short(history.closed)) or None,
+        closed=clean(short(cause(history.closed))) or None,
         rounds=len(history.rounds),
         largest=max((this.size for this in history.rounds), default=0),
         broken=len(broken),
@@ -116,9 +118,9 @@ def saved(run_id: str, history: History) -> Document:
         timeline=_timeline(history, history.start, None, live=False),
         events=fold(telling(history.events), None),
         texts={
-            event.id: "\n".join(clean(line) for line in event.detail.splitlines() or event.nodes)
+            event.id: "\n".join(clean(line) for line in detail_of(event).splitlines() or event.nodes)
             for event in history.events
-            if event.detail or event.nodes
+            if event.nodes or detail_of(event)
         },
     )
 
@@ -187,7 +189,7 @@ def _timeline(history: History, origin: float, cut: float | None, *, live: bool)
             str(i): [
                 STATES.index(span.state),
                 at(span.start),
-                -1 if live and node.gone_at is None and span.end >= history.end else at(span.end),
+                -1 if live and node.gone is None and span.end >= history.end else at(span.end),
                 span.epoch,
                 -1 if span.rank is None else span.rank,
             ]
@@ -209,7 +211,7 @@ def _timeline(history: History, origin: float, cut: float | None, *, live: bool)
         },
         outages=[[at(start), at(end)] for start, end in history.outages],
         marks={
-            f"{event.id}.{i}": [at(one.time), one.event, one.node, clean(short(one.reason))]
+            f"{event.id}.{i}": [at(one.time), one.event, one.node, clean(short(sentence(one)))]
             for event in reversed(history.events)
             if event.event in MARKED
             for i, one in enumerate(event.each())
@@ -249,11 +251,11 @@ def _event(event: Event) -> Document:
         time=event.time,
         event=clean(event.event) or "?",
         round=event.epoch,
-        size=event.size if event.event == "completed" else None,
+        size=event.size if isinstance(event, Completed) else None,
         node=clean(short(event.node)),
         count=len(event.nodes) or None,
-        reason=clean(short(event.reason)),
-        detail=True if (event.detail or event.nodes) and event.event not in FOLDED else None,
+        reason=clean(short(sentence(event))),
+        detail=True if event.event not in FOLDED and (event.nodes or detail_of(event)) else None,
     )
 
 

@@ -18,6 +18,7 @@ from redelastic.redis.errors import RedelasticError, UnreachableError
 from redelastic.rendezvous.backend import RedisRendezvousBackend
 from redelastic.rendezvous.handler import RedisRendezvousHandler
 from redelastic.rendezvous.settings import Settings
+from redelastic.run.events import Left
 from redelastic.store import RedisStore
 
 from .finding import Finding
@@ -59,7 +60,7 @@ def try_rendezvous(endpoint: Endpoint, corner: Corner) -> Iterator[Finding]:
         yield Finding("trial", "rendezvous", "problem", "failed", str(e))
     finally:
         for handler in handlers:
-            handler.end("finished", "closes", timeout=0)  # a single attempt: its keys are removed anyway
+            handler.end(Left(cause="finished"), "closes", timeout=0)  # a single attempt: its keys are removed anyway
 
 
 def _node(endpoint: Endpoint, corner: Corner) -> RedisRendezvousHandler:

@@ -1,7 +1,7 @@
 -- beat: renews a node's lease, and reports where the node and its run stand.
 --
 -- KEYS 1-11 of run.lua, 12 data, 13 waits, 14 once: the store of the node's round
--- ARGV 1-18 of restore.lua
+-- ARGV 1-19 of restore.lua
 -- Reply {standing: 'member' | 'candidate' | 'fenced' | 'unknown', epoch, why the round is broken or '', candidates,
 --        why it is closed or '', ms until the lease of another node runs out or -1, stop: 1 or 0,
 --        'timeout (ms) reason' if it was asked to drain or '', the roll call that it has to answer or 0}

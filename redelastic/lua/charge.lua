@@ -5,14 +5,15 @@
 --
 -- KEYS 1-11 of run.lua
 -- ARGV 1 node, 2 name of its host, 3 epoch, 4 ago: how long ago its worker failed (ms), 5 step: the last one that its
---      workers reported or -1, 6 reason, 7 budget: restarts that the job may make or -1, 8 patience: restarts in a row
---      that may bring no progress or -1, 9 limit: of failed rounds in a row for one host or -1,
---      10 final: 1 if a loss would be known by now, so that a used-up limit stops the run; else 0
--- Reply {restarts of the job, rounds in a row in which this host failed first, why the run has to be stopped or ''}
-local node, name, epoch, reason = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[6]
+--      workers reported or -1, 6 budget: restarts that the job may make or -1, 7 patience: restarts in a row that may
+--      bring no progress or -1, 8 limit: of failed rounds in a row for one host or -1,
+--      9 final: 1 if a loss would be known by now, so that a used-up limit stops the run; else 0,
+--      10... fields of the event `failed`
+-- Reply {restarts of the job, rounds in a row in which this host failed first, why the run has to be stopped, as JSON, or ''}
+local node, name, epoch = ARGV[1], ARGV[2], tonumber(ARGV[3])
 local failed_at = now - ARGV[4]
 local step = math.min(tonumber(ARGV[5]), 2 ^ 53 - 2) -- a Lua number is exact only below 2^53; run.lua rejects others
-local budget, patience, limit, final = tonumber(ARGV[7]), tonumber(ARGV[8]), tonumber(ARGV[9]), ARGV[10] == '1'
+local budget, patience, limit, final = tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[8]), ARGV[9] == '1'
 
 -- A row ends when a round ends for another reason, or by another host's failure. A barred host stays barred.
 local function end_rows()
@@ -36,7 +37,7 @@ local verdict = run.stop and run.closed or ''
 if epoch == run.epoch and not run.closed and redis.call('ZSCORE', LEASES, node) then
   if redis.call('HGET', RUN, 'failed ' .. node) ~= ARGV[3] then
     redis.call('HSET', RUN, 'failed ' .. node, epoch)
-    record('failed', node, reason)
+    record('failed', node, 'age_ms', ARGV[4], unpack(ARGV, 10))
   end
   if not run.member_lost then
     set('limit', limit >= 0 and limit or nil)
@@ -56,14 +57,15 @@ if epoch == run.epoch and not run.closed and redis.call('ZSCORE', LEASES, node) 
     end
   end
   if run.charged == epoch then -- even if the charged node is lost by now
+    local fields
     if patience >= 0 and run.idle >= math.max(1, patience) then
-      local place = run.progress and string.format('still at step %.0f', run.progress - 1) or 'no step was reported'
-      verdict = string.format('no progress in %d restarts, %s: %s %s', run.idle, place, node, reason)
+      fields = { 'cause', 'progress', 'restarts', run.idle, 'last_step', run.progress and run.progress - 1 or '', unpack(ARGV, 10) }
     elseif budget >= 0 and run.restarts > budget then
-      verdict = string.format('the job has used up its %d restarts: %s %s', budget, node, reason)
+      fields = { 'cause', 'restarts', 'restarts', budget, unpack(ARGV, 10) }
     end
-    if verdict ~= '' and final then
-      close(verdict, node, true)
+    verdict = fields and as_json({ 'stopped', node, unpack(fields) }) or ''
+    if fields and final then
+      close(true, node, unpack(fields))
     end
   end
   touch()

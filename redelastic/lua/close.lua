@@ -2,11 +2,14 @@
 -- may still be stopped.
 --
 -- KEYS 1-11 of run.lua
--- ARGV 1 why, 2 ttl (ms), 3 stop: 1 if the nodes have to end their workers too, 0 if those may finish
--- Reply why the run was first closed
-set('ttl', run.ttl or tonumber(ARGV[2]))
-if not run.closed or (ARGV[3] == '1' and not run.stop) then
-  close(run.closed or ARGV[1], '', ARGV[3] == '1')
+-- ARGV 1 ttl (ms), 2 stop: 1 if the nodes have to end their workers too, 0 if those may finish, 3 node that asks, or '',
+--      4... fields of the event `closed`
+-- Reply why the run was first closed, as JSON
+local stop = ARGV[2] == '1'
+set('ttl', run.ttl or tonumber(ARGV[1]))
+set('protocol', PROTOCOL)
+if not run.closed or (stop and not run.stop) then
+  close(stop, unpack(ARGV, 3))
 end
 touch()
 return run.closed

@@ -1,10 +1,11 @@
 -- complete: the part of every verb that may end a rendezvous (I1, I2, I3, I4, I6), and the reaping before it (I7, I9).
 
-local function lose(node, reason)
+local function lose(node, ...)
   local was_member, failed = remove(node)
-  record('lost', node, reason)
   if was_member then
-    break_round(node .. ' ' .. reason, 'lost', failed)
+    record_break(failed, 'lost', node, ...)
+  else
+    record('lost', node, ...)
   end
 end
 
@@ -20,8 +21,7 @@ local function reap(steady)
     lease_until(now + run.lease, nodes)
     end_roll_call()
     if nodes[1] then
-      local what = silence < 0 and "the server's clock went back by" or 'no heartbeat for'
-      record('outage', '', string.format('%s %.1f s: every lease starts anew', what, math.abs(silence) / 1000))
+      record('outage', '', silence < 0 and 'back_ms' or 'away_ms', math.abs(silence))
     end
     if silence < 0 then
       set('deadline', nil) -- it was set by another clock
@@ -36,10 +36,9 @@ local function reap(steady)
     for i = 1, #expired, 2 do
       local expiry = tonumber(expired[i + 1])
       if expiry == run.roll_until then
-        local within = (now - run.roll_called_at) / 1000
-        lose(expired[i], string.format('did not answer the roll call of %s within %.1f s', run.roll_called_by, within))
+        lose(expired[i], 'cause', 'roll_call', 'silent_ms', now - run.roll_called_at, 'asked_by', run.roll_called_by)
       else
-        lose(expired[i], string.format('lost its lease after %.1f s', (now - expiry + (run.lease or 0)) / 1000))
+        lose(expired[i], 'cause', 'lease', 'silent_ms', now - expiry + (run.lease or 0))
       end
     end
   end
@@ -47,14 +46,14 @@ local function reap(steady)
     local missing = run.size - redis.call('ZCARD', RANKS)
     set('restoring', nil)
     if not run.closed then
-      break_round(missing .. ' of its nodes did not come back after the server forgot it', 'lost')
+      record_break(false, 'missing', '', 'missing', missing)
     end
   end
   if run.deadline and redis.call('ZCARD', CANDIDATES) < run.min then
     set('deadline', nil) -- the next node to come begins a new last call
   end
-  if run.untold and now >= run.untold then
-    tell_rest()
+  if run.flush_at and now >= run.flush_at then
+    flush_merged_events()
   end
   return was_away
 end
@@ -101,8 +100,9 @@ local function wake_drains(nodes)
   end
 end
 
-local function complete(reason)
-  set('lost', (run.size or 0) - redis.call('ZCOUNT', CANDIDATES, '-inf', '(0'))
+local function complete(because)
+  local lost = (run.size or 0) - redis.call('ZCOUNT', CANDIDATES, '-inf', '(0')
+  set('lost', lost)
   local node_at, n = assign(redis.call('ZRANGE', CANDIDATES, 0, run.max - 1, 'WITHSCORES'))
   local nodes, ranks = {}, {}
   for rank = 0, n - 1 do
@@ -120,8 +120,8 @@ local function complete(reason)
   set('member_lost', nil)
   set('deadline', nil)
   set('roll_answered', nil)
-  record('completed', node_at[0], reason)
-  wake('complete', reason)
+  record('completed', node_at[0], 'because', because, 'lost', lost, 'members', table.concat(nodes, ' '))
+  wake('complete')
   wake_drains(nodes)
   touch()
 end
@@ -141,16 +141,16 @@ local function try_complete()
   local first = redis.call('ZRANGE', CANDIDATES, 0, 0, 'WITHSCORES')
   local continues = tonumber(first[2]) < 0 -- a node of the last round is here: then every node known to be alive is
   if n >= run.max then
-    return complete('max_nodes joined')
+    return complete('max_nodes')
   elseif continues and (n >= run.size or run.replacement == 0) then
-    return complete('every live node joined')
+    return complete('all_joined')
   elseif not run.deadline then
     set('deadline', now + (continues and run.replacement or run.last_call))
     if run.size then
-      wake('deadline', '') -- for nodes that asked before; in a run's first rendezvous they are too few to use it
+      wake('deadline') -- for nodes that asked before; in a run's first rendezvous they are too few to use it
     end
   end
   if now >= run.deadline then
-    complete(continues and 'replacement_timeout passed' or 'last_call_timeout passed')
+    complete(continues and 'replacement' or 'last_call')
   end
 end

@@ -10,7 +10,7 @@ if not redis.call('ZSCORE', LEASES, node) then
   return 0
 end
 if redis.call('HSETNX', RUN, 'draining ' .. node, timeout .. ' ' .. reason) == 1 then
-  local is_told_alone = record('drain', node, reason)
+  local is_told_alone = record('drain', node, 'reason', reason, 'timeout_ms', timeout)
   if redis.call('SISMEMBER', MEMBERS, node) == 1 then -- a candidate has no workers, and no others have to save for it
     -- Of many drains at once only a few wake the others, then one a second: one save serves all of them.
     local second = string.format('%.0f %.0f', run.epoch or 0, math.floor(now / 1000))

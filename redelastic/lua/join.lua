@@ -2,13 +2,14 @@
 -- again whenever it is woken, and when `wait` has passed.
 --
 -- KEYS 1-11 of run.lua, 12 data, 13 waits, 14 once: the store of round `after`, which ends now
--- ARGV 1-18 of restore.lua, 19 after: last epoch that the node held, 0 if none, 20 endpoint, 21 label
--- Reply {'complete', epoch, rank, size, master, completed_at, lost: how many nodes of the previous round did not come back}
+-- ARGV 1-19 of restore.lua, 20 after: last epoch that the node held, 0 if none, 21 endpoint, 22 label
+-- Reply {'complete', epoch, rank, size, master, completed_at, lost: how many nodes of the previous round did not come back,
+--        incarnation}
 --       {'waiting', epoch, last wake id, wait: ms until the rendezvous may complete by itself or -1, spare: 1 or 0,
 --        the roll call that it has to answer or 0}
 --       {'closed', why, spare: 1 or 0, stop: 1 or 0} | {'mismatch', min, max, lease, interval (ms)} | {'left'}
 -- I1 I2 I3 I4 I5 I6 I8
-local min, max, after, endpoint, label = tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[19]), ARGV[20], ARGV[21]
+local min, max, after, endpoint, label = tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[20]), ARGV[21], ARGV[22]
 local heard = tonumber(ARGV[18])
 
 if redis.call('GET', STATUS) == 'left' then
@@ -35,8 +36,11 @@ elseif min ~= run.min or max ~= run.max then
   try_complete() -- some may just have been reaped
   return { 'mismatch', run.min or false, run.max or false, run.lease or 0, run.interval or 0 }
 end
-if after > (run.epoch or -1) then
+if not is_my_run() then
+  after = 0
+elseif after > (run.epoch or -1) then
   set('epoch', after) -- the server has forgotten it: no epoch is used twice (I4)
+  set('incarnation', ARGV[19] ~= '' and ARGV[19] or run.incarnation)
 end
 
 local regroups = is_member and run.epoch <= after
@@ -55,16 +59,16 @@ renew(node, heard) -- before it is a candidate: if anything fails then, it can s
 if regroups then
   redis.call('SREM', MEMBERS, node)
   redis.call('ZADD', CANDIDATES, FORMER + rank, node)
-  record('joined', node, 'regroups')
-  break_round(node .. ' regroups', 'regroups')
+  record_break(false, 'regrouped', node)
   for i = 12, 14 do
     redis.call('PEXPIRE', KEYS[i], math.min(60000, run.ttl)) -- the last waiters on the old round's store still read that it is over
   end
 elseif not is_member and not is_candidate then
   redis.call('ZADD', CANDIDATES, redis.call('HINCRBY', RUN, 'arrivals', 1), node)
-  record('joined', node, 'is new')
   if redis.call('SCARD', MEMBERS) > 0 and run.size < run.max then
-    break_round(node .. ' waits to join', 'waits')
+    record_break(false, 'joined', node)
+  else
+    record('joined', node)
   end
 end
 try_complete()
@@ -75,7 +79,7 @@ end
 if run.epoch > after and redis.call('SISMEMBER', MEMBERS, node) == 1 then
   local master, completed_at, lost = unpack(redis.call('HMGET', RUN, 'master', 'completed_at', 'lost'))
   return { 'complete', run.epoch or false, tonumber(redis.call('ZSCORE', RANKS, node)), run.size or false, master or '',
-    tonumber(completed_at) or 0, tonumber(lost) or 0 }
+    tonumber(completed_at) or 0, tonumber(lost) or 0, run.incarnation or '' }
 end
 local last = redis.call('XREVRANGE', WAKE, '+', '-', 'COUNT', 1)
 local full = run.size == run.max and redis.call('SCARD', MEMBERS) == run.size

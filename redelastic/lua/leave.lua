@@ -3,9 +3,9 @@
 -- then the others have to go on without it. A node that is not a member of the newest round closes nothing (I4).
 --
 -- KEYS 1-11 of run.lua
--- ARGV 1-18 of restore.lua, 19 reason, 20 what becomes of the run: 'goes on' | 'closes' | 'stops'
+-- ARGV 1-19 of restore.lua, 20 what becomes of the run: 'goes on' | 'closes' | 'stops', 21... fields of the event `left`
 -- I1 I4 I5 I6 I8 I9
-local reason, run_then = ARGV[19], ARGV[20]
+local run_then = ARGV[20]
 restore()
 if not run.ttl then -- nothing of this run is on the server: yet, perhaps
   redis.call('SET', STATUS, 'left', 'PX', ARGV[9])
@@ -18,16 +18,17 @@ reap(ARGV[17] == '1')
 redis.call('SET', STATUS, 'left', 'PX', run.ttl) -- a late copy of this node's join must not bring it back
 local was_here = redis.call('ZSCORE', LEASES, node)
 local was_member, failed = remove(node)
-if was_here then
-  record('left', node, reason)
+local closes = was_member and run_then ~= 'goes on' and not run.broken and not run.closed
+if was_member and not closes and not run.closed then
+  record_break(failed, 'left', node, unpack(ARGV, 21))
+elseif was_here then
+  record('left', node, unpack(ARGV, 21))
 end
-if was_member and run_then ~= 'goes on' and not run.broken and not run.closed then
-  close(node .. ' ' .. reason, node, run_then == 'stops')
-elseif was_member and not run.closed then
-  break_round(node .. ' ' .. reason, 'lost', failed)
+if closes then
+  close(run_then == 'stops', node, unpack(ARGV, 21))
 end
 try_complete()
-if run.untold and redis.call('ZCARD', LEASES) == 0 then
-  tell_rest() -- no node is left whose heartbeat would
+if run.flush_at and redis.call('ZCARD', LEASES) == 0 then
+  flush_merged_events() -- no node is left whose heartbeat would
 end
 touch()

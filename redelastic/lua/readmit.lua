@@ -2,13 +2,13 @@
 -- Sent again, it changes nothing (I8).
 --
 -- KEYS 1-10 of run.lua
--- ARGV 1 name of the host, 2 by whom
+-- ARGV 1 name of the host, 2 by whom, and why
 -- Reply 1, or 0 if the host had no failures
-local name, by = ARGV[1], ARGV[2]
+local name, reason = ARGV[1], ARGV[2]
 if not run.ttl or redis.call('HDEL', FAILURES, name) == 0 then
   return 0
 end
-record('readmitted', name, by)
-wake('readmit', name)
+record('readmitted', name, 'reason', reason)
+wake('readmit')
 touch()
 return 1

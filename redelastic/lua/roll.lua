@@ -86,7 +86,7 @@ local function roll_call_is_over()
   end
   set('roll_answered', called_at)
   local nodes = redis.call('ZCARD', LEASES)
-  record('roll_call', called_by, string.format('%.0f nodes are there: all answered within %.3f s', nodes, (now - called_at) / 1000))
+  record('roll_call', called_by, 'answers', nodes, 'took_ms', now - called_at)
   tell_all('answered', 'called_at', called_at)
   if again and nodes > 0 then
     open_roll_call(again, timeout)

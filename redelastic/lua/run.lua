@@ -1,6 +1,7 @@
 -- run: what every verb of a run begins with: its keys, the server's clock, and what they share.
 --
--- KEYS 1 run (hash)          epoch, size, master and settings of the run; closed, broken, deadline, beat_at, restoring
+-- KEYS 1 run (hash)          protocol, incarnation (the node that created the run), created_at, epoch, size, master and settings of the
+--                            run; closed, broken, deadline, beat_at, restoring
 --      2 ranks (zset)        node -> rank when the last round was completed: unchanged until the next one is
 --      3 members (set)       those of `ranks` that still hold the round: they have not rejoined, left or lost their lease
 --      4 candidates (zset)   nodes blocked in a join; former members by rank (below zero), then the others by arrival
@@ -15,14 +16,16 @@
 local RUN, RANKS, MEMBERS, CANDIDATES, LEASES, ENDPOINTS, LABELS, WAKE, EVENTS, FAILURES, STATUS = unpack(KEYS, 1, 11)
 local FORMER = -2147483648 -- a former member's place among the candidates is FORMER + rank
 
+local PROTOCOL = 2 -- what a run's keys and these scripts' arguments mean; that of redelastic 0.1.0 was 1
+
 local clock = redis.call('TIME')
 local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
 
-local TEXTS = 9 -- this many fields are text, the others numbers
+local TEXTS = 10 -- this many fields are text, the others numbers
 local FIELDS = { 'closed', 'stop', 'broken', 'member_lost', 'blamed', 'blamed_node', 'mark', 'roll_called_by', 'roll_again',
-  'epoch', 'size', 'min', 'max', 'last_call', 'replacement', 'lease', 'interval', 'ttl', 'deadline', 'beat_at', 'charged',
+  'incarnation', 'protocol', 'created_at', 'epoch', 'size', 'min', 'max', 'last_call', 'replacement', 'lease', 'interval', 'ttl', 'deadline', 'beat_at', 'charged',
   'restarts', 'idle', 'progress', 'failed_at', 'restoring', 'roll_called_at', 'roll_timeout', 'roll_until', 'roll_last_chance',
-  'roll_answered', 'written', 'untold' }
+  'roll_answered', 'written', 'flush_at' }
 local run = {}
 local values = redis.call('HMGET', RUN, unpack(FIELDS))
 for i = 1, #FIELDS do
@@ -36,6 +39,10 @@ for i = 1, #FIELDS do
     end
     run[FIELDS[i]] = value
   end
+end
+
+if run.ttl and run.protocol ~= PROTOCOL then
+  error('PROTOCOL ' .. (run.protocol or 1) .. ' ' .. PROTOCOL)
 end
 
 local function set(field, value)
@@ -56,6 +63,24 @@ end
 
 local function is_aging()
   return redis.call('PTTL', RUN) < run.ttl / 2
+end
+
+-- A list of texts and whole numbers, as JSON.
+local function as_json(list)
+  for i, value in ipairs(list) do
+    list[i] = type(value) == 'number' and string.format('%.0f', value) or value
+  end
+  return cjson.encode(list)
+end
+
+-- The names and values in a JSON text from Redis, from the `first` on; none if someone else has written it.
+local function from_json(text, first)
+  local known, list = pcall(cjson.decode, text)
+  local pairs = {}
+  for i = first or 1, known and type(list) == 'table' and #list or 0 do
+    pairs[#pairs + 1] = type(list[i]) == 'string' and list[i] or ''
+  end
+  return #pairs % 2 == 0 and pairs or {}
 end
 
 -- Keeps some 10,000 events, of 6 MiB at most, which take up to 8: whenever 3 MiB have been `written`, it drops all before
@@ -81,72 +106,69 @@ end
 
 -- What many nodes do at the same time is one event: from the 17th in a row on, each within a second of the one before,
 -- nodes are collected, and recorded together once 64 have come, a second has passed, or another event is recorded that
--- they may have led to. A field `many <kind>` holds the row: when the last came, epoch, size, count, the nodes not yet
--- recorded, and the first one's reason.
--- KINDS is no table, which would be made anew for every verb.
-local KINDS = '|joined is new|joined regroups|started|lost|left|drain|saved|failed|hung|log|refused|barred|unreached|'
+-- they may have led to. A field `many <event>` holds the row: when the last came, epoch, size, count, the nodes not yet
+-- recorded, and the first one's fields.
+-- MERGED is no table, which would be made anew for every verb.
+local MERGED = '|joined|regrouped|started|lost|left|drain|saved|failed|hung|log|refused|barred|unreached|'
 
-local function is_kind(kind)
-  return string.find(KINDS, '|' .. kind .. '|', 1, true)
+local function is_merged(event)
+  return string.find(MERGED, '|' .. event .. '|', 1, true)
 end
 
-local function row_of(kind)
-  local row = redis.call('HGET', RUN, 'many ' .. kind)
-  local last, epoch, size, count, nodes, reason = string.match(row or '', '^(%d+) (%d+) (%d+) (%d+) ([^\n]*)\n(.*)$')
-  return tonumber(last), tonumber(epoch), size, tonumber(count), nodes, reason
+local function row_of(event)
+  local row = redis.call('HGET', RUN, 'many ' .. event)
+  local last, epoch, size, count, nodes, fields = string.match(row or '', '^(%d+) (%d+) (%d+) (%d+) ([^\n]*)\n(.*)$')
+  return tonumber(last), tonumber(epoch), size, tonumber(count), nodes, fields
 end
 
-local function keep_row(kind, last, epoch, size, count, nodes, reason)
+local function keep_row(event, last, epoch, size, count, nodes, fields)
   local numbers = string.format('%.0f %.0f %.0f %.0f ', last, epoch, size, count)
-  redis.call('HSET', RUN, 'many ' .. kind, numbers .. nodes .. '\n' .. reason)
+  redis.call('HSET', RUN, 'many ' .. event, numbers .. nodes .. '\n' .. fields)
 end
 
-local function tell_together(kind, epoch, size, nodes, reason)
-  add('event', string.match(kind, '^%S+'), 'epoch', epoch, 'size', size, 'node', string.match(nodes, '^%S*'), 'reason', reason,
-    'nodes', nodes)
-end
-
-local function tell_rest()
-  set('untold', nil)
-  for kind in string.gmatch(KINDS, '[^|]+') do
-    local last, epoch, size, count, nodes, reason = row_of(kind)
+local function flush_merged_events()
+  set('flush_at', nil)
+  for event in string.gmatch(MERGED, '[^|]+') do
+    local last, epoch, size, count, nodes, fields = row_of(event)
     if last and nodes ~= '' then
-      tell_together(kind, epoch, size, nodes, reason)
-      keep_row(kind, last, epoch, size, count, '', '')
+      add('event', event, 'epoch', epoch, 'size', size, 'node', string.match(nodes, '^%S*'), 'nodes', nodes,
+        unpack(from_json(fields)))
+      keep_row(event, last, epoch, size, count, '', '')
     end
   end
 end
 
--- Returns whether the event is recorded by itself, after anything collected before it. The log of the worker that failed
--- first always is: its lines are what people look for.
-local function record(event, node, reason, detail)
-  local kind = event == 'joined' and event .. ' ' .. reason or event
-  local this, size = run.epoch or 0, run.size or 0
-  if is_kind(kind) and run.ttl and not (event == 'log' and node == run.blamed_node) then
-    local last, epoch, _, count, nodes, first_reason = row_of(kind)
+-- Records an event of a node, with the fields of its kind (names and values in turn). Returns whether it is recorded by
+-- itself, after anything collected before it. What broke a round always is, and the log of the worker that failed first:
+-- its lines are what people look for.
+local function record(event, node, ...)
+  local this, size, fields = run.epoch or 0, run.size or 0, { ... }
+  local stands_out = fields[1] == 'breaks' or event == 'log' and node == run.blamed_node
+  if is_merged(event) and run.ttl and not stands_out then
+    local last, epoch, _, count, nodes, first_fields = row_of(event)
     local is_new = not last or epoch ~= this or now - last > 1000 or now < last
-    if last and nodes ~= '' and (is_new or event == 'left' and reason ~= first_reason) then
-      tell_rest()
+    local encoded = fields[1] and as_json(fields) or '[]'
+    if last and nodes ~= '' and (is_new or event == 'left' and encoded ~= first_fields) then
+      flush_merged_events()
       nodes = ''
     end
     count = is_new and 0 or count
     if count >= 16 then
       local first = nodes == ''
-      keep_row(kind, now, this, size, count + 1, first and node or nodes .. ' ' .. node, first and reason or first_reason)
+      keep_row(event, now, this, size, count + 1, first and node or nodes .. ' ' .. node, first and encoded or first_fields)
       if (count - 15) % 64 == 0 then
-        tell_rest()
-      elseif not run.untold then
-        set('untold', now + 1000)
+        flush_merged_events()
+      elseif not run.flush_at then
+        set('flush_at', now + 1000)
       end
       return false
     end
-    keep_row(kind, now, this, size, count + 1, '', '')
+    keep_row(event, now, this, size, count + 1, '', '')
   end
-  if run.untold then
-    tell_rest()
+  if run.flush_at then
+    flush_merged_events()
   end
-  local more = detail and detail ~= '' and { 'detail', detail } or {}
-  add('event', event, 'epoch', this, 'size', size, 'node', node, 'reason', reason, unpack(more))
+  add('event', event, 'epoch', this, 'size', size, 'node', node, unpack(fields))
   return true
 end
 
@@ -155,8 +177,8 @@ local function tell_all(event, ...)
   redis.call('PEXPIRE', WAKE, run.ttl) -- it may be new: on a server that had forgotten the run
 end
 
-local function wake(event, reason)
-  tell_all(event, 'reason', reason, 'waiting', redis.call('ZCARD', CANDIDATES), 'lost', run.member_lost and 1 or 0)
+local function wake(event, ...)
+  tell_all(event, 'waiting', redis.call('ZCARD', CANDIDATES), 'lost', run.member_lost and 1 or 0, ...)
 end
 
 -- The other members of a round have to hear of a member's drain: their workers save for it.
@@ -181,31 +203,47 @@ local function refund()
   end
 end
 
--- The members have to regroup, because of a node that `waits`, `regroups` or is `lost`. They are woken once per round;
--- again when the first of them is gone, since then it is useless to wait for its keys in the round's store; and again
--- when the first is lost, since then the failures of its peers' workers are not their own, unless it had `failed` before.
-local function break_round(reason, because, failed)
-  local first_gone = because ~= 'waits' and redis.call('SCARD', MEMBERS) == run.size - 1
-  local first_lost = because == 'lost' and not run.member_lost
+-- The members have to regroup, because of an event of a node: it has `joined`, has `regrouped`, or is gone. They are woken
+-- once per round; again when the first of them is gone, since then it is useless to wait for its keys in the round's store;
+-- and again when the first is lost, since then the failures of its peers' workers are not their own, unless it had `failed`
+-- before.
+local function break_round(failed, event, node, ...)
+  local lost = event ~= 'joined' and event ~= 'regrouped'
+  local first_gone = event ~= 'joined' and redis.call('SCARD', MEMBERS) == run.size - 1
+  local first_lost = lost and not run.member_lost
   if first_lost then
     set('member_lost', 1)
   end
   if not run.broken or first_gone or first_lost then
-    set('broken', run.broken or reason)
-    wake('broken', reason)
+    local cause = as_json({ event, node, ... })
+    set('broken', run.broken or cause)
+    wake('broken', 'cause', cause)
   end
   if first_lost and not failed then
     refund()
   end
 end
 
--- Closes the run for good (I5). With `stop` the nodes end their workers too; else those may finish.
-local function close(reason, node, stop)
-  set('closed', reason)
+-- Records an event that the members have to regroup for.
+local function record_break(failed, event, node, ...)
+  if run.broken then
+    record(event, node, ...)
+  else
+    record(event, node, 'breaks', 1, ...)
+  end
+  break_round(failed, event, node, ...)
+end
+
+-- Closes the run for good (I5), because of what became of a node. With `stop` the nodes end their workers too; else those
+-- may finish. The first cause stays on record.
+local function close(stop, node, ...)
+  local event = stop and 'stopped' or 'closed'
+  local cause = run.closed or as_json({ event, node, ... })
+  set('closed', cause)
   set('stop', stop and 1 or nil)
   set('deadline', nil)
-  record(stop and 'stopped' or 'closed', node, reason)
-  wake(stop and 'stopped' or 'closed', reason)
+  record(event, node, ...)
+  wake(event, 'cause', cause)
 end
 
 -- Takes a node out of the run, whatever its role. Returns whether it held the round, and whether it had failed in it.

@@ -14,10 +14,10 @@ local function last_id(stream)
 end
 
 -- Registers the caller with `key`, which is missing; `stream` is its wake-up stream, `wake` the run's.
--- Returns the reply: {index, id to read the key's stream from, id to read the run's wake from} | {-1, why} the round is over
+-- Returns the reply: {index, id to read the key's stream from, id to read the run's wake from} | {-1, why, as JSON, or ''} the round is over
 local function register(index, key, stream, wake)
   if broken() then
-    return { -1, redis.call('HGET', RUN, 'broken') or 'the run went on' }
+    return { -1, redis.call('HGET', RUN, 'broken') or '' }
   end
   redis.call('HSET', WAITS, key, 1)
   redis.call('PEXPIRE', WAITS, math.max(TTL, 60000)) -- longer than a blocking read

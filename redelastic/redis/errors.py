@@ -62,6 +62,10 @@ class CorruptStateError(RedelasticError):
     """A key in Redis holds something that redelastic did not write."""
 
 
+class ProtocolError(CorruptStateError):
+    """The run's record was written by a version of redelastic with another protocol."""
+
+
 class FencedError(RedelasticError):
     """The caller's epoch is no longer the run's newest (I4)."""
 
@@ -121,6 +125,12 @@ def _translate(  # noqa: C901, PLR0911, PLR0912  (a list, to be read from the to
     reply = _SCRIPT_SUFFIX.sub("", _SENTINEL_REPR.sub(r"\1:\2", str(cause))).rstrip(". ")
     if "FENCED " in reply:
         return FencedError, reply.partition("FENCED ")[2]
+    if "PROTOCOL " in reply:
+        theirs, ours = reply.partition("PROTOCOL ")[2].split()[:2]
+        return ProtocolError, (
+            f"The run's record in Redis at {name} has protocol {theirs}, and this version of redelastic has {ours}: "
+            "start all nodes of a run with the same version, or use a new run id."
+        )
     if "CORRUPT " in reply:
         return CorruptStateError, (
             f"Redis at {name} contains a value that redelastic did not write: {reply.partition('CORRUPT ')[2]}. "

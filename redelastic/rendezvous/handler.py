@@ -25,6 +25,8 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from redelastic.redis.errors import RedelasticError, UnreachableError
 from redelastic.run.control import RunControl
+from redelastic.run.events import Left, Unreached
+from redelastic.run.sentences import sentence
 from redelastic.store import RedisStore
 from redelastic.torch_errors import torch_errors
 
@@ -188,15 +190,18 @@ class RedisRendezvousHandler(RendezvousHandler):
             rank_0 = control.state().members[0].id
         except (RedelasticError, LookupError):  # the run's events have it
             rank_0 = "?"
-        message = (
-            f"Rank 0, node {rank_0}, announced itself at {host} port {port}, but from {self._address.host} "
-            f"it cannot be reached within {REACH_TIMEOUT:g} s: {why}. If that is the wrong address, set its address or "
-            "interface there with --local-addr; otherwise check for a firewall between the hosts."
+        if is_over():
+            return
+        event = Unreached(
+            node=self.membership.node,
+            master=rank_0,
+            address=f"{host} port {port}",
+            seen_from=self._address.host,
+            reason=why,
         )
-        if not is_over():
-            log.error("Round %s of run %r: %s", entered.epoch, self._settings.run_id, message)
-            with contextlib.suppress(RedelasticError):
-                control.note("unreached", self.membership.node, message)
+        log.error("Round %s of run %r: %s.", entered.epoch, self._settings.run_id, sentence(event))
+        with contextlib.suppress(RedelasticError):
+            control.note(event)
 
     @property
     def nodes_lost(self) -> int:
@@ -248,13 +253,13 @@ class RedisRendezvousHandler(RendezvousHandler):
         Returns:
             Whether Redis took note; if not, another call tries again.
         """
-        return self.end("finished", "closes")
+        return self.end(Left(cause="finished"), "closes")
 
-    def end(self, reason: str, run_then: RunThen, timeout: float | None = None) -> bool:
+    def end(self, why: Left, run_then: RunThen, timeout: float | None = None) -> bool:
         """As :meth:`shutdown`, for another reason or with another outcome for the run.
 
         Args:
-            reason: for people and the other nodes.
+            why: for people and the other nodes.
             run_then: ``goes on`` without this node, ``closes``, or ``stops``: the other nodes end their workers.
             timeout: in seconds; None for ``close_timeout``.
         """
@@ -264,7 +269,7 @@ class RedisRendezvousHandler(RendezvousHandler):
         self._shut_down = True
         self.membership.stop()
         try:
-            self.membership.leave(reason, run_then=run_then, timeout=timeout)
+            self.membership.leave(why, run_then=run_then, timeout=timeout)
         except RedelasticError as e:
             level = logging.WARNING if self._entered else logging.INFO  # nobody misses a node that was in no round
             log.log(level, "Could not tell run %r that this node is leaving: %s", self._settings.run_id, e)
@@ -368,7 +373,7 @@ _handlers: weakref.WeakSet[RedisRendezvousHandler] = weakref.WeakSet()
 def _leave_at_exit() -> None:
     for handler in list(_handlers):
         if handler._pid == os.getpid():  # noqa: SLF001  # not those of the process that this one was forked from
-            handler.end("exited", "goes on", EXIT_TIMEOUT)
+            handler.end(Left(cause="exited"), "goes on", EXIT_TIMEOUT)
 
 
 atexit.register(_leave_at_exit)

@@ -29,6 +29,7 @@ COARSE: Final = 0.11  # Redis ends a blocking read up to 100 ms late: it checks 
 SPREAD: Final = 0.05  # nodes that wait for the same lease to run out look at it within this time, in seconds
 LOOKERS: Final = 16  # about this many of a group do; they wake the others
 PER_ANSWER: Final = 5e-5  # what Redis needs for each answer to a roll call: large groups spread theirs, in seconds
+HEARD: Final = 17  # the place in what a node tells of the last roll call that it knows of
 NO_ROUND: Final = (0, 0, 0, "", 0)  # what a node reports of its round while it holds none
 
 
@@ -41,12 +42,14 @@ class Heartbeat:
         keys: of the run, with the key of this node's status.
         host: address of this node for its peers.
         describe: serializes the status that heartbeats carry.
+        incarnation: of the run that this node was last in: the id of the node that created it; empty at first.
     """
 
     def __init__(self, connection: Connection, keys: RunKeys, settings: Settings, host: str) -> None:
         self.view = View(keys.run_id)
         self.connection = connection
         self.describe: Callable[[dict[str, Any]], str] = json.dumps
+        self.incarnation = ""
         self.stopped = threading.Event()
         self._run_keys = keys
         self._settings = settings
@@ -82,7 +85,7 @@ class Heartbeat:
         status = self.describe(self.status())
         steady = int(self.view.has_reached_redis_for(s.lease))
         closing = self.view.record_of_closing
-        return [self.view.node, status, *settings, *held, *closing, steady, self._roll_call]
+        return [self.view.node, status, *settings, *held, *closing, steady, self._roll_call, self.incarnation]
 
     def keys_with_store(self, epoch: int) -> list[str]:
         """The keys of a script that may complete a round, which ends the store of the round ``epoch``."""
@@ -175,7 +178,7 @@ class Heartbeat:
         keys, known = self.keys_with_store(asked_in.epoch if asked_in else 0), self.known()
         told = self.call(scripts.BEAT, keys, known, 0)
         if asked_as == self.view.node:
-            self._answered = known[-1]
+            self._answered = known[HEARD]
         self.view.take_in_beat(asked_as, asked_in, told)
         if told[5] >= 0:
             self._look_after_lease_that_ends_in(told[5] / 1000, asked_in.size if asked_in else 1)

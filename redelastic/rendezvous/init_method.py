@@ -16,6 +16,7 @@ from torch.distributed.rendezvous import _rendezvous_handlers, register_rendezvo
 
 from redelastic.redis.connection import Connection
 from redelastic.redis.endpoint import SCHEMES
+from redelastic.run.events import Left
 from redelastic.store import RedisStore
 from redelastic.torch_errors import torch_errors
 
@@ -101,7 +102,7 @@ def _join(connection: Connection, settings: Settings, rank: int | None, timeout:
     """Find the other processes by a rendezvous of their own; a process that fails in it leaves, so that all fail."""
     place = (os.getpid(), connection.name, settings.key_prefix, settings.run_id)
     if former := _handlers.pop(place, None):
-        former.end("makes another process group", "goes on")
+        former.end(Left(cause="group"), "goes on")
     backend = RedisRendezvousBackend(connection, settings.run_id, settings.key_prefix, settings.ttl)
     handler = RedisRendezvousHandler(backend, settings)
     handler.tells_workers = False  # the environment names the round of this worker's agent
@@ -111,7 +112,7 @@ def _join(connection: Connection, settings: Settings, rank: int | None, timeout:
         rank = info.rank if rank is None else rank
         _take(rank, info, settings.run_id)
     except BaseException as e:
-        handler.end(f"gave up: {e}", "goes on", EXIT_TIMEOUT)
+        handler.end(Left(cause="timeout", reason=str(e)), "goes on", EXIT_TIMEOUT)
         raise
     _handlers[place] = handler
     return info.store, rank, info.world_size

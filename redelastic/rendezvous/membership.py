@@ -22,8 +22,10 @@ from redelastic.redis import scripts
 from redelastic.redis.connection import Connection, require_keys_of_types, text, words
 from redelastic.redis.errors import CorruptStateError, RedelasticError, UnavailableError, UnreachableError
 from redelastic.redis.keys import RunKeys
+from redelastic.run.events import Failed, Left, decode_cause
+from redelastic.run.sentences import cause
 
-from .heartbeat import RETRY_PAUSE, Heartbeat
+from .heartbeat import HEARD, RETRY_PAUSE, Heartbeat
 from .settings import Settings
 from .view import Round
 
@@ -98,7 +100,7 @@ class Membership:
             RendezvousError: other nodes of the run have another ``min_nodes`` or ``max_nodes``.
         """
         if self.view.joining:  # an error ended the last attempt: none of it may count for this one
-            self._try_to_leave("starts anew")
+            self._try_to_leave(Left(cause="anew"))
         elif self.view.fenced:
             self.heartbeat.renew_identity()
         self.view.joining = True
@@ -110,11 +112,13 @@ class Membership:
             outcome, *told = self._ask_to_join(port, max(deadline, give_up_at))
             match text(outcome):
                 case "complete":
-                    entered = self._round_from(*told)
+                    *of_round, incarnation = told
+                    entered = self._round_from(*of_round)
                     if self._is_replicated(entered, deadline):
+                        self.heartbeat.incarnation = text(incarnation)
                         return self._enter(entered)
                 case "closed":
-                    self._refuse_closed(*told)
+                    self._refuse_closed(told[0], told[2], spare=told[1])
                 case "away":
                     self.heartbeat.stopped.wait(random.uniform(0.5, 1) * RETRY_PAUSE)
                 case "left":
@@ -129,7 +133,7 @@ class Membership:
             raise RendezvousClosedError(f"Node {self.node} of run {self.run_id!r} was shut down; create a new one.")
         if drain := self.view.drain:
             node, reason = self.node, drain.reason
-            self._try_to_leave(f"drained: {reason}")
+            self._try_to_leave(Left(cause="drained", reason=reason))
             raise DrainedError(node, self.run_id, reason)
 
     def _wait_while_refused(
@@ -156,7 +160,7 @@ class Membership:
         if spare:
             deadline = now + self._settings.join_timeout  # it can wait forever, until it is needed
         elif now >= deadline:
-            self._try_to_leave("gave up waiting")
+            self._try_to_leave(Left(cause="timeout"))
             raise RendezvousTimeoutError(
                 f"Run {self.run_id!r} had no new round after epoch {epoch} within the join_timeout of "
                 f"{self._settings.join_timeout:g} s: fewer than {self._settings.min_nodes} nodes joined, or a member "
@@ -189,7 +193,7 @@ class Membership:
             self.view.take_in_outage(e)
             return ["away"]
         self.view.take_in_return()
-        self.heartbeat.has_been_renewed(answered=known[-1])
+        self.heartbeat.has_been_renewed(answered=known[HEARD])
         return reply
 
     def _is_replicated(self, completed: Round, deadline: float) -> bool:
@@ -214,7 +218,7 @@ class Membership:
             self.view.take_in_outage(e)
             return False
         if replicas < s.min_replicas and time.monotonic() >= deadline:
-            self._try_to_leave("gave up waiting for replicas")
+            self._try_to_leave(Left(cause="replicas"))
             raise RendezvousTimeoutError(
                 f"Round {completed.epoch} of run {self.run_id!r} is complete, but only {replicas} of "
                 f"min_replicas={s.min_replicas} replicas of Redis at {self.heartbeat.connection.name} "
@@ -239,24 +243,24 @@ class Membership:
         self.heartbeat.start(self._heard)
         return entered
 
-    def _try_to_leave(self, reason: str) -> None:
+    def _try_to_leave(self, why: Left) -> None:
         """Leave before an error is raised; by the time that gives up, the lease has run out."""
         with contextlib.suppress(RedelasticError):
-            self.leave(reason, timeout=self._settings.lease)
+            self.leave(why, timeout=self._settings.lease)
 
-    def _refuse_closed(self, why: bytes | str, spare: int, stop: int) -> NoReturn:
-        self.view.take_in_closing(words(why), stop=bool(stop))
-        self._try_to_leave("the run is closed")
+    def _refuse_closed(self, why: bytes | str, stop: int, *, spare: int) -> NoReturn:
+        self.view.take_in_closing(why, stop=bool(stop))
+        self._try_to_leave(Left(cause="closed"))
         if stop:
             raise RunStoppedError(f"Run {self.run_id!r} was stopped: {self.view.closed}.")
         message = f"Run {self.run_id!r} is closed ({self.view.closed}); use a new run id."
         raise RendezvousGracefulExitError(message) if spare else RendezvousClosedError(message)
 
-    def leave(self, reason: str, *, run_then: RunThen = "goes on", timeout: float | None = None) -> None:
+    def leave(self, why: Left, *, run_then: RunThen = "goes on", timeout: float | None = None) -> None:
         """Leave the run for good; the identity ends with it.
 
         Args:
-            reason: for the others.
+            why: for people and the other nodes.
             run_then: what becomes of the run, if this node is a member of an unbroken round (I5).
             timeout: as in :meth:`Connection.call`.
         """
@@ -264,7 +268,7 @@ class Membership:
             run_then = "goes on"
         try:
             self.heartbeat.call(
-                scripts.LEAVE, self.heartbeat.keys, [*self.heartbeat.known(), reason, run_then], timeout
+                scripts.LEAVE, self.heartbeat.keys, [*self.heartbeat.known(), run_then, *why.pairs()], timeout
             )
         finally:
             self.view.forget_round()
@@ -273,9 +277,8 @@ class Membership:
 
     def close(self, timeout: float) -> None:
         """Close the run: no further round completes (I5)."""
-        args = [f"by {self.node}", round(1000 * self._settings.ttl), 0]
-        why = self.heartbeat.call(scripts.CLOSE, self.heartbeat.keys, args, timeout)
-        self.view.take_in_closing(words(why))
+        args = [round(1000 * self._settings.ttl), 0, self.node, "cause", "asked"]
+        self.view.take_in_closing(self.heartbeat.call(scripts.CLOSE, self.heartbeat.keys, args, timeout))
 
     def drain(self, reason: str, timeout: float) -> None:
         """Drain this node, as if someone had asked it to; it drains even if Redis cannot be reached.
@@ -300,19 +303,19 @@ class Membership:
             if drain := self.view.drain:
                 raise DrainedError(self.node, self.run_id, drain.reason)
             if self.ask_whether_closed():
-                self._refuse_closed(self.view.closed, 0, bool(self.view.stopped))
+                self._refuse_closed(*self.view.record_of_closing, spare=0)
             s = self._settings
             self.heartbeat.connection.read({self._keys.wake.encode(): "$"}, s.keep_alive_interval, s.read_timeout)
 
     def charge(
-        self, failed_at: float, step: int, reason: str, limits: tuple[int, int, int], *, final: bool
+        self, failed_at: float, step: int, failure: Failed, limits: tuple[int, int, int], *, final: bool
     ) -> tuple[int, int, str]:
         """Count a failure of this node's workers in its round.
 
         Args:
             failed_at: when the first of them failed, on the monotonic clock in seconds.
             step: the last one that they reported, or -1.
-            reason: for people.
+            failure: which worker failed first, and how.
             limits: restarts of the job; restarts in a row without progress; rounds in a row in which a worker of this
                 host may fail first. -1 is no limit.
             final: whether to stop the run if a limit is used up; else the reply only says so.
@@ -323,10 +326,11 @@ class Membership:
         who = (self.node, self._settings.node_name, self._epoch_held)
 
         def args() -> list[Any]:  # another host may have failed while this one could not reach Redis
-            return [*who, round(1000 * (time.monotonic() - failed_at)), step, reason, *limits, int(final)]
+            age_ms = round(1000 * max(0.0, time.monotonic() - failed_at))
+            return [*who, age_ms, step, *limits, int(final), *failure.pairs()]
 
         restarts, failures, verdict = self.heartbeat.call(scripts.CHARGE, self.heartbeat.keys, args, None)
-        return restarts, failures, words(verdict)
+        return restarts, failures, words(cause(decode_cause(text(verdict))))
 
     def call_roll(self, failed_at: float) -> None:
         """Ask who is there, since workers of this node failed and a lost peer may be why; never fails.
@@ -361,7 +365,7 @@ class Membership:
         except CorruptStateError as e:
             require_keys_of_types(self.heartbeat.connection, self._keys.types, e)
         if by:
-            self.view.take_in_closing(words(by), stop=bool(stop))
+            self.view.take_in_closing(by, stop=bool(stop))
         return bool(self.view.closed)
 
     def stop(self) -> None:

@@ -11,10 +11,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from redelastic.redis.connection import Entries, text, words
+from redelastic.run.events import Event, Lost, decode_cause
+from redelastic.run.sentences import cause
 
 log = logging.getLogger(__name__)
 
 NOWHERE: Final = (0, 0)  # a place before all others in a stream
+UNKNOWN: Final = Event(event="unknown")  # a cause that the run's record does not name
 COMPLAINT_INTERVAL: Final = 60.0  # between two warnings about the same outage, in seconds
 
 
@@ -71,7 +74,7 @@ class View:
         fenced: whether it lost its lease.
         standing: what Redis last said about it: "candidate", "member", "fenced" or "unknown".
         drain: the request to this node to drain; None if there was none.
-        record_of_closing: why the run is closed according to its record, and whether that means a stop.
+        record_of_closing: why the run is closed according to its record, as JSON, and whether that means a stop.
     """
 
     def __init__(self, run_id: str) -> None:
@@ -83,16 +86,21 @@ class View:
         self._changed = threading.Condition(self._lock)
         self.round: Round | None = None
         self.joining = False
-        self._broken = ""  # why the round is broken; "" while it is not
-        self._last_break = (0, "", 0, False)  # epoch, and `_break`'s arguments: it may be heard of before that round
+        self._broken: Event | None = None  # why the round is broken; None while it is not
+        self._last_break = (
+            0,
+            UNKNOWN,
+            0,
+            False,
+        )  # epoch, and `_break`'s arguments: it may be heard of before that round
         self._left: Round | None = None  # the round before this one
-        self._told: set[tuple[int, str]] = set()  # the breaks that were logged, by epoch and reason
+        self._logged: set[tuple[int, str]] = set()  # the breaks that were, by epoch and cause
         self._news = False  # whether there is something that an agent has not seen yet, and may have to act on
         self._member_lost = False  # whether it is broken because a member died or left
         self.fenced = False
         self.standing = ""
         self._waiting = 0  # nodes that wait for the next round, as far as known
-        self._closed = ""  # why; "" while it is not
+        self._closed: Event | None = None  # why; None while it is not
         self._stop = False  # whether that means that workers have to end too
         self.record_of_closing = ("", 0)  # a wake-up alone proves nothing
         self._drains: dict[str, tuple[int, Drain]] = {}  # from wake-ups, by node, with its epoch
@@ -160,12 +168,12 @@ class View:
     @property
     def closed(self) -> str:
         """Why the run was closed, as far as known; empty while it is open."""
-        return self._closed
+        return _words(self._closed)
 
     @property
     def stopped(self) -> str:
         """Why the run was stopped, with its running workers; empty while it was not."""
-        return self._closed if self._stop else ""
+        return self.closed if self._stop else ""
 
     @property
     def drains(self) -> list[Drain]:
@@ -200,11 +208,12 @@ class View:
         with self._lock:
             self.round, self.joining = None, False
 
-    def take_in_closing(self, why: str, *, stop: bool = False) -> None:
-        """A reply says that the run is closed; ``stop`` says whether workers have to end too, which is irrevocable."""
+    def take_in_closing(self, why: bytes | str, *, stop: bool = False) -> None:
+        """A reply says that the run is closed, and why, as JSON; ``stop``: workers have to end too, irrevocably."""
         with self._lock:
-            self._closed, self._stop = why, stop or self._stop
-            self.record_of_closing = (why, int(self._stop))
+            closed = self._closed = decode_cause(text(why)) or UNKNOWN
+            self._stop = stop or self._stop
+            self.record_of_closing = (closed.as_cause(), int(self._stop))
 
     def begin_drain(self, reason: str, timeout: float) -> None:
         """This node is to drain; ``timeout`` is in seconds. Needs no lock: a signal handler may call it."""
@@ -214,8 +223,8 @@ class View:
         """This node has entered a round."""
         with self._lock:
             self._left, self.round = self.round, entered
-            self._told = {told for told in self._told if self._left and told[0] == self._left.epoch}
-            self._broken, self._member_lost, self.fenced, self._waiting, self.joining = "", False, False, 0, False
+            self._logged = {logged for logged in self._logged if self._left and logged[0] == self._left.epoch}
+            self._broken, self._member_lost, self.fenced, self._waiting, self.joining = None, False, False, 0, False
             self._failed_at, self._answered = None, 0
             self._drains = {node: asked for node, asked in self._drains.items() if asked[0] == entered.epoch}
             if self._last_break[0] == entered.epoch:
@@ -232,12 +241,13 @@ class View:
         roll_calls: list[int] = []
         with self._lock:
             for place, change in entries:
-                event, reason = change.get("event"), words(change.get("reason", ""))
+                event, why = change.get("event"), decode_cause(change.get("cause", "")) or UNKNOWN
                 if event in {"closed", "stopped"}:
-                    self._closed, self._stop = reason, self._stop or event == "stopped"
+                    self._closed, self._stop = why, self._stop or event == "stopped"
                     self._tell()
                 elif event == "drain":
-                    node, timeout = change.get("node", ""), _number(change.get("timeout")) / 1000
+                    node, reason = change.get("node", ""), words(change.get("reason", ""))
+                    timeout = _number(change.get("timeout")) / 1000
                     if node == self.node:
                         self.begin_drain(reason, timeout)
                     told = Drain(node, reason, timeout, place_of(place))
@@ -252,23 +262,23 @@ class View:
                     self._changed.notify_all()
                 elif event == "broken":
                     epoch, waiting = _number(change.get("epoch")), _number(change.get("waiting"))
-                    self._hear_of_break(epoch, reason or "nobody says why", waiting, change.get("lost") == "1")
+                    self._hear_of_break(epoch, why, waiting, change.get("lost") == "1")
         return roll_calls
 
-    def _hear_of_break(self, epoch: int, reason: str, waiting: int, member_lost: bool) -> None:
-        self._last_break = (epoch, reason, waiting, member_lost)
+    def _hear_of_break(self, epoch: int, why: Event, waiting: int, member_lost: bool) -> None:
+        self._last_break = (epoch, why, waiting, member_lost)
         if self.round and self.round.epoch == epoch:
-            self._break(reason, waiting, member_lost)
+            self._break(why, waiting, member_lost)
         elif self._left and self._left.epoch == epoch and member_lost:
             # The loss completed the round that this node is in, and that reply came before the wake-up.
-            self._log_break(epoch, reason)
+            self._log_break(epoch, why)
 
     def take_in_beat(self, asked_as: str, asked_in: Round | None, told: list[Any]) -> None:
         """The reply of ``lua/beat.lua`` to the node ``asked_as``, which held the round ``asked_in``."""
         standing, epoch, broken, candidates, closed, _, stop, drain, _ = told
         with self._lock:
-            self._closed, self._stop = words(closed) or self._closed, bool(stop) or self._stop
-            self.record_of_closing = (text(closed), stop) if closed else self.record_of_closing
+            if closed:
+                self.take_in_closing(closed, stop=bool(stop))
             if asked_as != self.node:
                 return
             self.standing = text(standing)
@@ -277,27 +287,28 @@ class View:
                 self.begin_drain(words(why), _number(timeout) / 1000)
                 self._tell()
             if asked_in and self.round is asked_in and not self.joining:
-                self._judge(asked_in, epoch, words(broken), candidates)
+                self._judge(asked_in, epoch, decode_cause(text(broken)), candidates)
 
-    def _judge(self, mine: Round, epoch: int, broken: str, candidates: int) -> None:
+    def _judge(self, mine: Round, epoch: int, broken: Event | None, candidates: int) -> None:
         if self.standing == "member" and epoch == mine.epoch:
             if broken:
                 self._break(broken, candidates, member_lost=False)
         elif self.standing != "unknown" and not self.fenced:  # "unknown": the server lost its data, and judges no node
             self.fenced = True
-            self._break(f"{self.node}, which is this node, lost its lease", candidates, member_lost=True)
+            log.warning("This node lost its lease: round %s of run %r goes on without it.", mine.epoch, self.run_id)
+            self._break(Lost(node=self.node, cause="lease"), candidates, member_lost=True)
 
-    def _break(self, reason: str, waiting: int, member_lost: bool) -> None:
+    def _break(self, why: Event, waiting: int, member_lost: bool) -> None:
         if self.round and (member_lost or not self._broken):
-            self._log_break(self.round.epoch, reason)
-        self._broken, self._waiting, self._member_lost = reason, waiting, self._member_lost or member_lost
+            self._log_break(self.round.epoch, why)
+        self._broken, self._waiting, self._member_lost = why, waiting, self._member_lost or member_lost
         self._tell()
 
-    def _log_break(self, epoch: int, reason: str) -> None:
-        by_itself = reason.startswith(f"{self.node} ")  # not news to it
-        if not by_itself and (epoch, reason) not in self._told:
-            self._told.add((epoch, reason))
-            log.warning("Round %s of run %r is broken: %s.", epoch, self.run_id, reason)
+    def _log_break(self, epoch: int, why: Event) -> None:
+        by_itself = why.node == self.node  # not news to it
+        if not by_itself and (epoch, why.as_cause()) not in self._logged:
+            self._logged.add((epoch, why.as_cause()))
+            log.warning("Round %s of run %r is broken: %s.", epoch, self.run_id, _words(why))
 
     def _tell(self) -> None:
         self._news = True
@@ -323,6 +334,10 @@ class View:
                 self._away_since, self._back_at = None, time.monotonic()
                 self._changed.notify_all()
             self._complain_at.clear()
+
+
+def _words(why: Event | None) -> str:
+    return words(cause(why))
 
 
 def place_of(entry: str | bytes) -> tuple[int, int]:

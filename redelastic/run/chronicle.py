@@ -6,8 +6,9 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from .control import RunControl
+from .events import Event, Failed, Hung, Lost, Regrouped
 from .history import History, replay
-from .records import Event, Run
+from .records import Run
 
 KEPT: Final = 12_000  # events: Redis keeps about 10,000
 KEPT_TEXT: Final = 8 << 20  # characters of events: Redis keeps 8 MiB
@@ -61,7 +62,7 @@ def _last(events: Sequence[Event]) -> list[Event]:
     """The last events, as many as are kept; always at least the newest."""
     room, first = KEPT_TEXT, len(events)
     for event in reversed(events[-KEPT:]):
-        room -= len(event.reason) + len(event.detail) + sum(map(len, event.nodes))
+        room -= sum(map(len, event.nodes)) + sum(map(len, event.pairs()))
         if room < 0 and first < len(events):
             break
         first -= 1
@@ -75,9 +76,9 @@ def last_heard(run: Run) -> float:
 
 def telling(events: Iterable[Event]) -> list[Event]:
     """The events except those of regrouping nodes, of which each round has one per member."""
-    return [event for event in events if (event.event, event.reason) != ("joined", "regroups")]
+    return [event for event in events if not isinstance(event, Regrouped)]
 
 
 def last_fault(events: Sequence[Event]) -> Event | None:
     """The newest event that cost training time: a node lost, or workers that failed or hung."""
-    return next((event for event in reversed(events) if event.event in {"lost", "failed", "hung"}), None)
+    return next((event for event in reversed(events) if isinstance(event, Lost | Failed | Hung)), None)

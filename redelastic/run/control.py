@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 from redis import RedisCluster
 from redis.exceptions import NoPermissionError
@@ -13,11 +13,10 @@ from redelastic.redis.connection import Connection, Entries, require_keys_of_typ
 from redelastic.redis.errors import CorruptStateError, UnavailableError
 from redelastic.redis.keys import DEFAULT_TTL, RunKeys, check_key_part
 
-from .records import MAX_DETAIL, Event, Node, Run, decode_event, decode_events, decode_run, ids_in, whole
+from .events import MAX_REASON, MAX_TEXT, Event, decode, decode_cause, number_in
+from .records import Node, Run, decode_run, ids_in, pairs_of
 
 T = TypeVar("T")
-
-MAX_REASON: Final = 1_000  # characters of an event's reason
 
 
 class UnknownRunError(LookupError):
@@ -78,7 +77,7 @@ class RunControl:
                 "XREVRANGE", self._keys.events, "+", start, *(["COUNT", count] if count else [])
             )
 
-        return decode_events(self._call(read))[::-1]
+        return [decode(text(entry), pairs_of(fields)) for entry, fields in self._call(read)][::-1]
 
     def follow(self, after: str, block: float = 1.0) -> Iterator[list[Event]]:
         """Yield what happens from now on, as it happens; an empty list when nothing happened for ``block`` seconds.
@@ -91,14 +90,14 @@ class RunControl:
         while True:
             entries: Entries = self._connection.read({key: after}, block).get(key, [])
             after = entries[-1][0] if entries else after
-            yield [decode_event(i, fields) for i, fields in entries]
+            yield [decode(entry, fields) for entry, fields in entries]
 
-    def note(self, event: str, node: str, reason: str, detail: str = "") -> None:
-        """Add an :class:`Event` to the stream, cut if too long; added twice if the reply is lost.
+    def note(self, event: Event) -> None:
+        """Add an event of a node to the stream, its fields cut if too long; added twice if the reply is lost.
 
-        When many nodes report the same kind of event, most are merged into one, without their details.
+        When many nodes report the same kind of event, most are merged into one.
         """
-        self._script(scripts.NOTE, [event, node, reason[:MAX_REASON], detail[:MAX_DETAIL]])
+        self._script(scripts.NOTE, [event.event, event.node, *(field[:MAX_TEXT] for field in event.pairs())])
 
     def find(self, named: str) -> Node:
         """The only node with this id (its last part may be left out), name or rank.
@@ -136,7 +135,7 @@ class RunControl:
         """
         return bool(self._script(scripts.DRAIN, [node, reason[:MAX_REASON], round(1000 * timeout)]))
 
-    def close(self, reason: str, *, stop: bool, ttl: float = DEFAULT_TTL) -> str:
+    def close(self, reason: str, *, stop: bool, ttl: float = DEFAULT_TTL) -> Event:
         """Close the run (I5).
 
         Args:
@@ -147,15 +146,17 @@ class RunControl:
         Returns:
             Why it was first closed.
         """
-        return text(self._script(scripts.CLOSE, [reason[:MAX_REASON], round(1000 * ttl), int(stop)]))[:MAX_DETAIL]
+        asked = ["cause", "asked", "reason", reason[:MAX_REASON]]
+        told = decode_cause(text(self._script(scripts.CLOSE, [round(1000 * ttl), int(stop), "", *asked])))
+        return told or Event(event="unknown")
 
     def failures(self, name: str) -> int:
         """How many rounds in a row a worker of this host was the first to fail."""
-        return _whole_of(self._call(lambda client: client.hget(self._keys.failures, name)))
+        return _count_of(self._call(lambda client: client.hget(self._keys.failures, name)))
 
     def restarts(self) -> int:
         """The job's restarts after worker failures, not counting those for a node lost meanwhile."""
-        return _whole_of(self._call(lambda client: client.hget(self._keys.run, "restarts")))
+        return _count_of(self._call(lambda client: client.hget(self._keys.run, "restarts")))
 
     def readmit(self, name: str, by: str) -> bool:
         """Forget a host's failures, record that as an event, and wake its nodes that are barred for them.
@@ -211,6 +212,6 @@ def _called(node: Node) -> tuple[str, ...]:
     return (node.id, node.id.rpartition("-")[0], node.name, *([] if node.rank is None else [str(node.rank)]))
 
 
-def _whole_of(field: bytes | str | None) -> int:
+def _count_of(field: bytes | str | None) -> int:
     """A count that may be missing; 0 if it is not a number."""
-    return whole(text(field or b"")) or 0
+    return number_in(text(field or b"")) or 0

@@ -1,29 +1,20 @@
-"""What became of a run's nodes and rounds, and where the time went: derived from the run's events alone."""
+"""What became of a run's nodes and rounds, and where the time went: a fold over the run's events."""
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, Final, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
-if TYPE_CHECKING:  # importing it imports redis-py, which takes 0.1 s
-    from redelastic.run.records import Event
+from . import events as kinds
+from .events import Event
 
 State = Literal["training", "starting", "regrouping", "waiting", "unknown"]
 STATES: Final[tuple[State, ...]] = get_args(State)
 
-_BY_SCRIPTS: Final = frozenset(
-    {
-        *("joined", "completed", "lost", "left", "drain", "failed", "roll_call", "closed", "stopped", "readmitted"),
-        *("outage", "restored"),
-    }
-)
-_RESENT_WITHIN: Final = 60.0  # in seconds: how long a call and its retries take; the same note within it is a repeat
-_DURATION: Final = re.compile(r"\b(?:after|for|within) ([0-9]{1,9}(?:\.[0-9]{1,3})?) s\b", re.ASCII)
-_RANK: Final = re.compile(r"\brank ([0-9]{1,9}) of [0-9]", re.ASCII)
+_RESENT_WITHIN: Final = 60.0  # in seconds: how long a call and its retries take; the same report within it is a repeat
 
 
 @dataclass
@@ -54,14 +45,12 @@ class NodeHistory:
     Attributes:
         id: of this process on its host.
         spans: what it did, oldest first; there may be gaps.
-        gone_at: when it was lost or left; None if, as far as is known, it still exists.
-        why: why it is gone.
+        gone: when it was lost or left, and why; None if, as far as is known, it still exists.
     """
 
     id: str
     spans: list[Span] = field(default_factory=list)
-    gone_at: float | None = None
-    why: str = ""
+    gone: Event | None = None
 
     @property
     def name(self) -> str:
@@ -77,12 +66,12 @@ class RoundHistory:
         epoch: its fencing token.
         size: number of nodes; more than ``members`` where not all are known.
         completed_at: None if that was before the oldest event kept.
-        because: why it was completed then.
+        because: why it was completed then: see :class:`~redelastic.run.events.Completed`.
         members: rank by node, by rank; None for a rank that is not known.
         started_at: when the last of its members reported that its workers run; None if none did.
         broken_at: when it was known to be broken; None if it stands, or stood until the run ended.
-        fault_at: when the fault began, if the event says: a node that lost its lease was silent for 6 s before.
-        broken_by: what broke it, and why.
+        fault_at: when the fault began: a node that lost its lease was silent for 6 s before.
+        broken_by: what broke it.
         down: time from the fault until the next round was completed, or the run closed or ended; in seconds.
         restart: time from the fault until the workers of the next round ran, in seconds; None if no agent reported it.
     """
@@ -95,7 +84,7 @@ class RoundHistory:
     started_at: float | None = None
     broken_at: float | None = None
     fault_at: float | None = None
-    broken_by: str = ""
+    broken_by: Event | None = None
     down: float | None = None
     restart: float | None = None
 
@@ -111,7 +100,7 @@ class History:
         rounds: oldest first.
         events: all of them, without those that an agent sent again.
         outages: from when until when the server was away.
-        closed: why the run was closed; empty while it is open.
+        closed: when and why the run was closed; None while it is open.
     """
 
     start: float
@@ -121,7 +110,7 @@ class History:
     rounds: Sequence[RoundHistory]
     events: Sequence[Event]
     outages: Sequence[tuple[float, float]]
-    closed: str
+    closed: Event | None
 
     @property
     def seconds(self) -> dict[State, float]:
@@ -174,7 +163,7 @@ class History:
             return self
 
         def live_on(node: NodeHistory) -> NodeHistory:
-            if node.gone_at is not None or not node.spans or node.spans[-1].end < self.end:
+            if node.gone is not None or not node.spans or node.spans[-1].end < self.end:
                 return node
             return replace(node, spans=[*node.spans[:-1], replace(node.spans[-1], end=end)])
 
@@ -207,160 +196,133 @@ class History:
 def replay(events: Sequence[Event], now: float | None = None) -> History:
     """Work out a run's history from its events.
 
-    Who is in a round follows from the protocol: former members, then the others as they arrived. So do ranks, except
-    for new nodes under topology labels: there only the rank that an agent reported is certain.
-
     Args:
         events: at least one, oldest first; the beginning may be missing.
         now: until when the remaining nodes live on, on the server's clock; None for the last event.
     """
     story = _Replay(events)
-    for i, event in enumerate(events):
-        story.take_in(event, events[i + 1] if i + 1 < len(events) else None)
+    for event in events:
+        story.apply(event)
     return story.history(max(events[-1].time, now or 0))
 
 
 class _Replay:
-    """The run as it stands after the events taken in so far; the names are those of PROTOCOL.md."""
+    """The run as it stands after the events applied so far."""
 
     def __init__(self, events: Sequence[Event]) -> None:
         first = events[0]
         self._start = first.time
         self._complete = first.epoch == 0
-        self._agents = {one.node for event in events if event.event == "started" for one in event.each()}
+        self._agents = {one.node for event in events if isinstance(event, kinds.Started) for one in event.each()}
         self._nodes: dict[str, NodeHistory] = {}
         self._open: dict[str, Span] = {}
-        self._members: set[str] = set()
-        self._former: dict[str, int | None] = {}  # candidates that were members of the last round, and their rank
-        self._arrived: dict[str, None] = {}  # the other candidates, in their order
+        self._members: set[str] = set()  # that hold the last round
         self._rounds: list[RoundHistory] = []
-        if first.epoch > 0 and first.event != "completed":
+        if first.epoch > 0 and not isinstance(first, kinds.Completed):
             self._rounds.append(RoundHistory(first.epoch, first.size))
         self._events: list[Event] = []
         self._seen: dict[tuple[Any, ...], float] = {}
         self._outages: list[tuple[float, float]] = []
-        self._closed, self._closed_at = "", 0.0
+        self._closed: Event | None = None
 
-    def take_in(self, event: Event, following: Event | None) -> None:
-        """Advance by one event; ``following`` is the one after it."""
-        if event.event not in _BY_SCRIPTS:
-            same = (event.event, event.epoch, event.node, event.reason, event.detail, event.nodes)
+    def apply(self, event: Event) -> None:
+        """Advance by one event."""
+        if not isinstance(event, kinds.BY_SCRIPTS):
+            same = (event.event, event.epoch, event.node, event.nodes, *event.pairs())
             if event.time - self._seen.get(same, -_RESENT_WITHIN) < _RESENT_WITHIN:
                 return
             self._seen[same] = event.time
         self._events.append(event)
         for one in event.each():
-            self._happened(one, following)
+            self._apply_to_node(one)
 
-    def _happened(self, event: Event, following: Event | None) -> None:
+    def _apply_to_node(self, event: Event) -> None:
         """Something has happened to one node, or to none."""
-        if event.node and event.event != "readmitted":  # its node is a host
+        if event.node and not isinstance(event, kinds.Readmitted):  # its node is a host
             self._nodes.setdefault(event.node, NodeHistory(event.node))
-        elif event.event in {"joined", "started", "lost", "left"}:
-            return  # nobody's: not written by us
-        match event.event:
-            case "joined":
-                self._joined(event)
-            case "completed":
-                self._completed(event)
-            case "started":
-                self._started(event)
-            case "lost" | "left":
-                self._gone(event, following)
-            case "outage":
-                self._outages.append((max(self._start, event.time - _duration(event)), event.time))
-            case _:
-                self._other(event)
+        elif isinstance(event, kinds.Joined | kinds.Regrouped | kinds.Started | kinds.Lost | kinds.Left):
+            return  # no node's: redelastic did not write it
+        match event:
+            case kinds.Joined():
+                self._nodes[event.node].gone = None
+                if event.node not in self._open:
+                    self._enter(event.node, "waiting", event.time)
+            case kinds.Completed():
+                self._complete_round(event)
+            case kinds.Started():
+                self._start_workers(event)
+            case kinds.Outage():
+                self._outages.append((max(self._start, event.time - (event.away_ms or 0) / 1000), event.time))
+            case kinds.Closed() if not self._closed:
+                self._closed = event
+        self._apply_to_round(event)
 
-    def _other(self, event: Event) -> None:
-        if event.event in {"failed", "hung"} and event.node in self._members:
-            self._break(event, f"{event.node}: {event.reason}")
-        elif event.event in {"closed", "stopped"} and not self._closed:
-            self._closed, self._closed_at = event.reason or "nobody says why", event.time
+    def _apply_to_round(self, event: Event) -> None:
+        """What it means for the last round."""
+        if event.breaks or (isinstance(event, kinds.Failed | kinds.Hung) and event.node in self._members):
+            self._break(event)
+        if isinstance(event, kinds.Regrouped):
+            self._regroup(event)
+        elif isinstance(event, kinds.Lost | kinds.Left):
+            self._remove(event)
 
-    def _joined(self, event: Event) -> None:
-        node, this = event.node, self._rounds[-1] if self._rounds else None
-        self._nodes[node].gone_at, self._nodes[node].why = None, ""
-        if event.reason == "regroups":
-            if this and node not in self._members and not self._complete:
-                self._admit(node, this)
-            self._break(event, f"{node} regroups")
-            self._members.discard(node)
-            self._former[node] = this.members.get(node) if this else None
-            if node not in self._open or self._open[node].state == "unknown":
-                self._enter(node, "regrouping", (this and this.fault_at) or event.time, this)
-            return
-        self._arrived[node] = None
-        self._enter(node, "waiting", event.time)
-        if this and self._members and this.completed_at is not None and this.because != "max_nodes joined":
-            self._break(event, f"{node} waits to join")
-
-    def _completed(self, event: Event) -> None:
-        for node in self._members:  # I1: it held no round: its membership was guessed, as the beginning is missing
-            self._arrived[node] = None
-        chosen = [*sorted(self._former, key=lambda node: _last_if_none(self._former[node])), *self._arrived]
-        chosen = chosen[: event.size]
-        if event.node and event.node not in chosen:  # it has waited since before the beginning
-            chosen = [*chosen[: max(0, event.size - 1)], event.node]
-        this = RoundHistory(event.epoch, event.size, event.time, event.reason, _ranks(chosen, self._former, event))
+    def _complete_round(self, event: kinds.Completed) -> None:
+        members: dict[str, int | None] = {node: rank for rank, node in enumerate(event.members)}
+        this = RoundHistory(event.epoch, event.size, event.time, event.because, members)
         self._rounds.append(this)
-        self._members = set(chosen)
-        for node in chosen:
-            self._former.pop(node, None)
-            self._arrived.pop(node, None)
+        self._members = set(members)
+        for node in members:
+            self._nodes.setdefault(node, NodeHistory(node))
             self._enter(node, "starting" if node in self._agents else "training", event.time, this)
 
-    def _started(self, event: Event) -> None:
+    def _start_workers(self, event: kinds.Started) -> None:
         node, this = event.node, self._rounds[-1] if self._rounds else None
-        if this is None or this.epoch != event.epoch or node in self._former:
+        if this is None or this.epoch != event.epoch or self._nodes[node].gone is not None:
             return
-        if node not in self._members:
-            if self._complete or self._nodes[node].gone_at is not None:
-                return
+        if node not in this.members:
+            if this.completed_at is not None:
+                return  # of a round that Redis has forgotten
             self._admit(node, this)
-        if found := _RANK.search(event.reason):
-            rank = int(found[1])
-            for other in [n for n, guessed in this.members.items() if guessed == rank and n != node]:
-                self._set_rank(other, this, None)  # there are topology labels
-            self._set_rank(node, this, rank)
+        if event.rank is not None:
+            self._set_rank(node, this, event.rank)
         this.started_at = event.time
         if self._open[node].state in {"starting", "unknown"} and this.broken_at is None:
             self._enter(node, "training", event.time, this)
+
+    def _regroup(self, event: kinds.Regrouped) -> None:
+        node, this = event.node, self._rounds[-1] if self._rounds else None
+        if this and node not in this.members and this.completed_at is None:
+            self._admit(node, this)
+        self._members.discard(node)
+        if node not in self._open or self._open[node].state != "regrouping":
+            self._enter(node, "regrouping", (this and this.fault_at) or event.time, this)
 
     def _set_rank(self, node: str, this: RoundHistory, rank: int | None) -> None:
         this.members[node] = rank
         for span in self._nodes[node].spans:
             span.rank = rank if span.epoch == this.epoch else span.rank
 
-    def _gone(self, event: Event, following: Event | None) -> None:
-        node, was_member = event.node, event.node in self._members
-        closes = following and following.event in {"closed", "stopped"} and following.node == node
-        known = was_member or node in self._former or node in self._arrived
-        if not known and not self._complete and not self._nodes[node].spans:
+    def _remove(self, event: Event) -> None:
+        node = event.node
+        if node not in self._open and not self._complete and not self._nodes[node].spans:
             self._enter(node, "unknown", self._start)
-        elif was_member and not closes:
-            self._break(event, f"{node} {event.reason}")
         self._end(node, event.time)
         self._members.discard(node)
-        self._former.pop(node, None)
-        self._arrived.pop(node, None)
-        self._nodes[node].gone_at, self._nodes[node].why = event.time, event.reason
+        self._nodes[node].gone = event
 
     def _admit(self, node: str, this: RoundHistory) -> None:
-        """Count a node as a member of the last round although its join is missing from the events."""
-        self._arrived.pop(node, None)
+        """Count a node as a member of the last round, whose completion is missing from the events."""
         self._members.add(node)
         this.members[node] = None
         self._enter(node, "unknown", this.completed_at or self._start, this)
 
-    def _break(self, event: Event, why: str) -> None:
+    def _break(self, event: Event) -> None:
         """The last round's members must regroup; the first event to say so is kept."""
         this = self._rounds[-1] if self._rounds else None
         if this is None or this.broken_at is not None or self._closed:
             return
-        this.broken_at, this.broken_by = event.time, why
-        since = event.time - _duration(event) if event.event in {"lost", "hung"} else event.time
-        this.fault_at = max(this.completed_at or self._start, since)
+        this.broken_at, this.broken_by = event.time, event
+        this.fault_at = max(this.completed_at or self._start, event.time - _age(event))
         for node in self._members:
             self._enter(node, "regrouping", this.fault_at, this)
 
@@ -384,7 +346,7 @@ class _Replay:
         """What happened in the run until ``end``."""
         for node in list(self._open):
             self._end(node, end)
-        over = self._closed_at if self._closed else end
+        over = self._closed.time if self._closed else end
         for this, later in zip_longest(self._rounds, self._rounds[1:]):
             this.members = dict(sorted(this.members.items(), key=lambda item: _last_if_none(item[1])))
             if this.fault_at is not None:
@@ -395,28 +357,18 @@ class _Replay:
         return History(start, end, self._complete, nodes, self._rounds, self._events, self._outages, self._closed)
 
 
-def _ranks(chosen: Sequence[str], former: dict[str, int | None], completed: Event) -> dict[str, int | None]:
-    """Ranks as `assign` in `lua/complete.lua` assigns them, as far as the events show."""
-    ranks = {node: rank for node in chosen if (rank := former.get(node)) is not None and rank < completed.size}
-    homeless = [node for node in chosen if node not in ranks]
-    told: dict[str, int | None] = {**ranks, **dict.fromkeys(homeless)}
-    if len(chosen) == completed.size and all(former.get(node, 0) is not None for node in chosen):
-        taken = set(ranks.values())
-        holes = (rank for rank in range(completed.size) if rank not in taken)
-        told |= zip(homeless, holes, strict=True)
-        if told.get(completed.node) == 0:
-            return told
-        told |= dict.fromkeys(homeless)  # labels decided their ranks
-    if completed.node:
-        told |= {node: None for node, rank in told.items() if rank == 0}
-        told[completed.node] = 0
-    return told
-
-
 def _last_if_none(rank: int | None) -> float:
     return float("inf") if rank is None else rank
 
 
-def _duration(event: Event) -> float:
-    found = _DURATION.search(event.reason)
-    return float(found[1]) if found else 0.0
+def _age(event: Event) -> float:
+    """How long before its event a fault began, in seconds."""
+    match event:
+        case kinds.Lost():
+            return (event.silent_ms or 0) / 1000
+        case kinds.Hung():
+            return (event.idle_ms or 0) / 1000
+        case kinds.Failed():
+            return (event.age_ms or 0) / 1000
+        case _:
+            return 0.0

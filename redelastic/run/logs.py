@@ -1,29 +1,13 @@
-"""Where the logs of a run's workers are, and how those of failed workers end: events by agents, read back here."""
+"""Where the logs of a run's workers are, and how those of failed workers end: from the run's events and statuses."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Any, Final
+from typing import Any
 
-from .records import Event, Node
-
-STARTED: Final = "started"
-FAILED: Final = "log"
-
-_PLACE: Final = re.compile(r"rank ([0-9]{1,9}): (.+)", re.ASCII)
-_FAILURE: Final = re.compile(r"rank ([0-9]{1,9}) failed ([0-9]{1,9}\.[0-9]{1,3}) s ago; its log: (.*)", re.ASCII)
-
-
-def places_text(paths: Mapping[int, str]) -> str:
-    """Detail of the event ``started``: the log of each worker, by its rank."""
-    return "\n".join(f"rank {rank}: {path}" for rank, path in sorted(paths.items()))
-
-
-def failure_text(rank: int, ago: float, path: str) -> str:
-    """Reason of the event ``log``; its detail is the log's end."""
-    return f"rank {rank} failed {max(0.0, ago):.3f} s ago; its log: {path}"
+from .events import Event, Log, Lost, Started
+from .records import Node
 
 
 @dataclass(frozen=True)
@@ -76,9 +60,9 @@ def places(events: Iterable[Event], nodes: Iterable[Node] = ()) -> list[Place]:
 
 def _told_by_events(events: Iterable[Event]) -> Iterator[Place]:
     for event in events:
-        for line in event.detail.splitlines() if event.event == STARTED else ():
-            if told := _PLACE.fullmatch(line):
-                yield Place(int(told[1]), event.node, event.epoch, told[2])
+        if isinstance(event, Started):
+            for rank, path in event.logs.items():
+                yield Place(rank, event.node, event.epoch, path)
 
 
 def _told_by_statuses(nodes: Iterable[Node]) -> Iterator[Place]:
@@ -93,9 +77,9 @@ def _told_by_statuses(nodes: Iterable[Node]) -> Iterator[Place]:
 def failures(events: Iterable[Event]) -> list[Failure]:
     """Workers that failed, the newest round last, and within each round the first to fail first."""
     found = [
-        Failure(int(told[1]), event.node, event.epoch, told[3], event.time - float(told[2]), event.detail)
-        for event in events
-        if event.event == FAILED and (told := _FAILURE.fullmatch(event.reason))
+        Failure(e.rank, e.node, e.epoch, e.path, e.time - (e.age_ms or 0) / 1000, e.lines)
+        for e in events
+        if isinstance(e, Log) and e.rank is not None
     ]
     return sorted(found, key=lambda failure: (failure.epoch, failure.time))
 
@@ -105,13 +89,17 @@ def first_failure(events: Iterable[Event]) -> Failure | None:
 
     Prefers rounds that lost no node: in the others, workers fail because their peer is gone.
     """
-    told = list(events)
-    of_losses = {event.epoch for event in told if event.event == "lost"}
-    found = failures(told)
+    kept = list(events)
+    of_losses = {event.epoch for event in kept if isinstance(event, Lost)}
+    found = failures(kept)
     found = [one for one in found if one.epoch not in of_losses] or found
     return next((one for one in found if one.epoch == found[-1].epoch), None)
 
 
 def document(run_id: str, found: list[Place], failed: Failure | None) -> dict[str, Any]:
     """What ``redelastic logs --json`` prints."""
-    return {"run": run_id, "logs": [asdict(one) for one in found], "failed": failed and asdict(failed)}
+    return {
+        "run": run_id,
+        "logs": [asdict(one) for one in found],
+        "failed": failed and asdict(failed),
+    }

@@ -1,10 +1,10 @@
-"""What a run's record says, as data: the run, its nodes and its events, decoded from untrusted replies."""
+"""What a run's record says, as data: the run and its nodes, decoded from untrusted replies."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Final
 
@@ -12,9 +12,9 @@ from redelastic.redis.connection import text
 from redelastic.redis.errors import CorruptStateError
 from redelastic.redis.keys import MAX_KEY_PART, RunKeys
 
-MAX_DETAIL: Final = 16_384  # characters of an event's detail, and of any text read from a run
+from .events import MAX_TEXT, Event, decode_cause, number_in
+
 MAX_STATUS: Final = 65_536  # bytes of a node's status that are read; ours have at most 8,192
-SHARED_REASONS: Final = ("joined", "lost", "left", "drain", "saved")  # events whose reasons are alike for many nodes
 # Xid errors that NVIDIA attributes to the application, not the GPU; its Kubernetes device plugin ignores these too:
 # 13 graphics engine exception, 31 page fault, 43 GPU stopped processing, 45 preemptive cleanup, 68 video processor.
 APPLICATION_XIDS: Final = frozenset({13, 31, 43, 45, 68})
@@ -80,8 +80,8 @@ class Run:
         size: number of nodes of that round.
         min_nodes, max_nodes: how many nodes a round may have; None if nobody has joined yet.
         age: since that round was completed; None before the first.
-        broken: why its members must regroup; empty while the round stands.
-        closed: why the run was closed; empty while it is open.
+        broken: why its members must regroup; None while the round stands.
+        closed: why the run was closed; None while it is open.
         stopped: whether workers were told to end too.
         deadline: time until the rendezvous completes with the nodes that have joined; None if none is set.
         lease: how long a silent node stays.
@@ -99,8 +99,8 @@ class Run:
     min_nodes: int | None
     max_nodes: int | None
     age: float | None
-    broken: str
-    closed: str
+    broken: Event | None
+    closed: Event | None
     stopped: bool
     deadline: float | None
     lease: float
@@ -159,47 +159,10 @@ class Run:
         return f"{n} of {self.max_nodes} nodes have joined; the next one to ask completes the round."
 
 
-@dataclass(frozen=True)
-class Event:
-    """What happened in a run.
-
-    Attributes:
-        id: its place in the stream.
-        time: on the server's clock, in seconds since 1970.
-        event: ``joined``, ``completed``, ``lost``, ``left``, ``drain``, ``failed``, ``roll_call``, ``closed``,
-            ``stopped``, ``readmitted``, ``outage``, ``restored`` by the scripts, exactly once; others by agents, at
-            least once (:meth:`RunControl.note`).
-        epoch, size: of what was then the last round.
-        node: id of the node it happened to; for ``completed`` that of rank 0; empty if it happened to none.
-        reason: in words.
-        detail: more about it, such as stacks; may have many lines.
-        nodes: of a merged event, ids of all nodes it happened to, ``node`` among them: then ``reason`` is
-            that of ``node``, and the time is up to a few seconds later. Empty for an event of one node.
-    """
-
-    id: str
-    time: float
-    event: str
-    epoch: int
-    size: int
-    node: str
-    reason: str
-    detail: str = ""
-    nodes: tuple[str, ...] = ()
-
-    def each(self) -> Iterator[Event]:
-        """This event as each node would have reported it, as far as is known."""
-        if not self.nodes:
-            yield self
-        for node in self.nodes:
-            shared = node == self.node or self.event in SHARED_REASONS
-            yield replace(self, node=node, nodes=(), reason=self.reason if shared else "")
-
-
 def ids_in(reply: Sequence[Any]) -> list[str]:
     """The nodes in the reply of ``inspect.lua``: members by rank, then candidates in order."""
     members = {text(node) for node in reply[3]}
-    return [node for node in _pairs(reply[2]) if node in members] + list(_pairs(reply[4]))
+    return [node for node in pairs_of(reply[2]) if node in members] + list(pairs_of(reply[4]))
 
 
 def decode_run(keys: RunKeys, reply: Sequence[Any], statuses: Mapping[str, bytes | str | None]) -> Run | None:
@@ -214,14 +177,14 @@ def decode_run(keys: RunKeys, reply: Sequence[Any], statuses: Mapping[str, bytes
         CorruptStateError: a field that should be a number is not.
     """
     now = int(reply[0])
-    run, ranks, leases, failures = (_pairs(reply[i]) for i in (1, 2, 5, 6))
+    run, ranks, leases, failures = (pairs_of(reply[i]) for i in (1, 2, 5, 6))
     members = {text(node) for node in reply[3]}
     if not run:
         return None
 
     def number(name: str, default: int = 0) -> int:
         value = run.get(name, str(default))
-        if (found := whole(value)) is None:
+        if (found := number_in(value)) is None:
             raise CorruptStateError(
                 f"The key {keys.run!r} in Redis is corrupt: its field {name} is {value[:80]!r}, not a number. Remove "
                 "that key once no node of the run is alive."
@@ -240,11 +203,11 @@ def decode_run(keys: RunKeys, reply: Sequence[Any], statuses: Mapping[str, bytes
             rank=_score(ranks[node]) if node in ranks and node in members else None,
             lease=left / 1000,
             silence=(lease - left) / 1000,
-            draining=run.get(f"draining {node}", "").partition(" ")[2][:MAX_DETAIL],
+            draining=run.get(f"draining {node}", "").partition(" ")[2][:MAX_TEXT],
             status=decode_status(node, statuses.get(node)),
         )
 
-    failed = {name: count for name, told in failures.items() if (count := whole(told)) is not None}
+    failed = {name: count for name, told in failures.items() if (count := number_in(told)) is not None}
     return Run(
         run_id=keys.run_id,
         epoch=number("epoch"),
@@ -252,8 +215,8 @@ def decode_run(keys: RunKeys, reply: Sequence[Any], statuses: Mapping[str, bytes
         min_nodes=number("min") if "min" in run else None,
         max_nodes=number("max") if "max" in run else None,
         age=(now - number("completed_at")) / 1000 if "completed_at" in run else None,
-        broken=run.get("broken", "")[:MAX_DETAIL],
-        closed=run.get("closed", "")[:MAX_DETAIL],
+        broken=decode_cause(run.get("broken", "")),
+        closed=decode_cause(run.get("closed", "")),
         stopped="stop" in run,
         deadline=(number("deadline") - now) / 1000 if "deadline" in run else None,
         lease=lease / 1000,
@@ -278,31 +241,12 @@ def decode_status(node: str, reply: bytes | str | None) -> dict[str, Any]:
     return status | known
 
 
-def decode_events(reply: Any) -> list[Event]:
-    """Entries of the stream of events, as XRANGE gives them."""
-    return [decode_event(text(i), _pairs(fields)) for i, fields in reply]
-
-
-def decode_event(entry: str, fields: Mapping[str, str]) -> Event:
-    """One entry, by its id and its fields."""
-    ms = entry.partition("-")[0]
-    numbers = [whole(fields.get(name, "0")) or 0 for name in ("epoch", "size")]
-    words = {name: fields.get(name, "")[:MAX_DETAIL] for name in ("event", "node", "reason", "detail")}
-    nodes = tuple(fields.get("nodes", "")[:MAX_DETAIL].split())
-    return Event(id=entry, time=int(ms) / 1000, epoch=numbers[0], size=numbers[1], **words, nodes=nodes)
-
-
-def whole(told: str) -> int | None:
-    """A count or a time that our scripts wrote; None if it is neither."""
-    return int(told) if told.isascii() and told.isdecimal() and len(told) < 19 else None
-
-
 def _score(told: str) -> int:
     """A score of a sorted set as a whole number; someone may have written an infinite one."""
     return int(min(max(float(told), -LARGEST), LARGEST))
 
 
-def _pairs(reply: Any) -> dict[str, str]:
+def pairs_of(reply: Any) -> dict[str, str]:
     """Names and values, from a RESP2 or RESP3 reply."""
     pairs = reply.items() if isinstance(reply, dict) else zip(reply[::2], reply[1::2], strict=True)
     return {text(name): text(value) for name, value in pairs}

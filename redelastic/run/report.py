@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
 from .chronicle import telling
 from .records import APPLICATION_XIDS
+from .sentences import cause, cause_document, consecutive_failures, event_document
 from .wording import count, duration, number, whole
 
 if TYPE_CHECKING:
+    from .events import Event
     from .history import History
-    from .records import Event, Node, Run
+    from .records import Node, Run
 
 EVENTS: Final = 5  # how many of the last ones are listed
 MISSED: Final = 2 / 3  # of its lease: with the defaults, a node silent for longer has missed a heartbeat
@@ -57,7 +58,9 @@ def describe(run: Run, events: Sequence[Event], now: float, history: History | N
         "time": now,
         "verdict": "",
         "phase": phase_of(run),
-        **{name: getattr(run, name) for name in ("epoch", "size", "min_nodes", "max_nodes", "age", "broken", "closed")},
+        **{name: getattr(run, name) for name in ("epoch", "size", "min_nodes", "max_nodes", "age")},
+        "broken": cause_document(run.broken),
+        "closed": cause_document(run.closed),
         **{name: getattr(run, name) for name in ("stopped", "deadline", "lease", "waits_for", "restarts")},
         "restarts_without_progress": run.idle,
         "step": step,
@@ -67,7 +70,7 @@ def describe(run: Run, events: Sequence[Event], now: float, history: History | N
         "barred": list(run.barred),
         "problems": [],
         "nodes": nodes,
-        "events": [asdict(event) for event in telling(events)[-EVENTS:]],
+        "events": [event_document(event) for event in telling(events)[-EVENTS:]],
     }
     document["verdict"] = _verdict(run, document)
     document["problems"] = _problems(run)
@@ -78,7 +81,7 @@ def _verdict(run: Run, document: Mapping[str, Any]) -> str:
     phase = document["phase"]
     here = f"{count(len(run.nodes), 'node')} {'is' if len(run.nodes) == 1 else 'are'} still there"
     if phase in {"closed", "stopped"}:
-        return f"{phase}: {run.closed}" + (f"; {here}" if run.nodes else "")
+        return f"{phase}: {cause(run.closed)}" + (f"; {here}" if run.nodes else "")
     if phase == "dead":
         silence = duration(min(node.silence for node in run.nodes))
         return f"dead: no heartbeat for {silence}, longer than the lease of {run.lease:g} s"
@@ -92,16 +95,18 @@ def _verdict(run: Run, document: Mapping[str, Any]) -> str:
             words.append(f"last progress {duration(document['idle'])} ago")
         return ", ".join(words)
     if phase == "regrouping":
-        return f"regrouping: round {run.epoch} is broken: {run.broken}"
+        return f"regrouping: round {run.epoch} is broken: {cause(run.broken)}"
     if phase == "forming":
-        return f"forming round {run.epoch + 1}" + (f": round {run.epoch} is over: {run.broken}" if run.broken else "")
+        return f"forming round {run.epoch + 1}" + (
+            f": round {run.epoch} is over: {cause(run.broken)}" if run.broken else ""
+        )
     return f"empty: no nodes in the run; its last round was {run.epoch}"
 
 
 def _problems(run: Run) -> list[str]:
     """What is wrong with the run, beyond what its verdict says."""
     found = [
-        f"host {name} is excluded: its workers failed first in {count(run.failures[name], 'consecutive round')}; "
+        f"host {name} is excluded: {consecutive_failures(run.failures[name])}; "
         f"`redelastic readmit {run.run_id} {name}` readmits it"
         for name in run.barred
     ]
@@ -202,7 +207,7 @@ def _node_problems(
             found.append(f"{which} has {' and '.join(errors)}")
     failures = run.failures.get(node.name, 0)
     if failures:
-        found.append(f"its workers failed first in {count(failures, 'consecutive round')}")
+        found.append(consecutive_failures(failures))
     return found
 
 

@@ -5,13 +5,9 @@ from __future__ import annotations
 import math
 import re
 import unicodedata
-from typing import TYPE_CHECKING, Any, Final
-
-if TYPE_CHECKING:  # importing it imports redis-py, which takes 0.1 s
-    from .records import Event
+from typing import Any, Final
 
 LARGEST: Final = 10**18  # a number beyond this is none of ours
-NAMES: Final = 4  # of nodes listed in a merged event
 NODE_ID: Final = re.compile(r"(\S+-\d+)-[0-9a-f]{12}\b")  # host's name and process; identity
 
 
@@ -66,12 +62,3 @@ def count(n: int, thing: str) -> str:
 def short(text: str) -> str:
     """``text`` for people: each node id without the part that only sets it apart from its earlier incarnations."""
     return NODE_ID.sub(r"\1", text)
-
-
-def reason_of(event: Event) -> str:
-    """Why it happened; for many nodes also how many, and a few of their names."""
-    others = [node for node in event.nodes if node != event.node]
-    if not others:
-        return event.reason
-    names = ", ".join(others[:NAMES]) + (", …" if len(others) > NAMES else "")
-    return f"{event.reason} (and {count(len(others), 'more node')}: {names})"

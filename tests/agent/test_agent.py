@@ -25,6 +25,7 @@ from redelastic.agent import AgentOptions, RedisElasticAgent
 from redelastic.agent.workers.signals import SAME_REQUEST
 from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.membership import RunStoppedError
+from redelastic.run.events import Barred, Drain, Hung, Left, Lost, Refused, Saved, Stopped
 from tests.support.agent_job import DRAINED, REFUSED, STOPPED, AgentJob
 from tests.support.long_tests import quick_first
 from tests.support.nodes import NodeFactory
@@ -48,13 +49,13 @@ def test_a_node_that_is_terminated_drains(server: RedisServer, tmp_path: Path) -
         assert job.wait_end("b") == DRAINED
         epoch = job.wait_round("ac", epoch, fault=fault)
 
-        assert [event.reason for event in job.events("drain")] == ["SIGTERM"]
+        assert [event.reason for event in job.events(Drain)] == ["SIGTERM"]
         saved = {line.node for line in job.lines("saved")}
         assert saved == {"a", "b"}, "every worker of the round saves, and only once it is told"
         order = [event.event for event in job.control.events() if event.event in ("saved", "left", "completed")]
         assert order[1:] == ["saved", "saved", "left", "completed"]
-        assert [event.reason for event in job.events("left")] == ["drained: SIGTERM"]
-        assert job.events("saved")[0].reason == f"for {node}, which drains"
+        assert [(event.cause, event.reason) for event in job.events(Left)] == [("drained", "SIGTERM")]
+        assert job.events(Saved)[0].drains == (node,)
         assert job.control.state().restarts == 0
         job.tell("finish")
         assert job.wait_end("a") == job.wait_end("c") == 0
@@ -99,7 +100,7 @@ def test_other_ways_to_drain(server: RedisServer, tmp_path: Path, how: str) -> N
         assert job.wait_end("b") == DRAINED
         assert {line.node for line in job.lines("saved")} == {"a", "b"}
         reasons = {"SIGUSR1": "SIGUSR1", "command": "by a test", "file": f"the file {drain_file}-b exists"}
-        assert job.events("drain")[0].reason == reasons[how]
+        assert job.events(Drain)[0].reason == reasons[how]
         if how == "file":
             assert job.wait_end("a") == DRAINED
         else:
@@ -115,9 +116,9 @@ def test_a_drain_ends_when_its_time_is_up(server: RedisServer, tmp_path: Path) -
         job.nodes["b"].terminate()
         assert job.wait_end("b") == DRAINED
         job.wait_round("a", epoch)
-        [asked], [left] = job.events("drain"), job.events("left")
+        [asked], [left] = job.events(Drain), job.events(Left)
         assert 1.4 <= left.time - asked.time < LIMIT
-        assert all(event.reason.startswith("not in time") for event in job.events("saved"))
+        assert all(event.late for event in job.events(Saved))
 
 
 def test_a_drain_of_a_node_that_waits_is_at_once(server: RedisServer, tmp_path: Path) -> None:
@@ -136,7 +137,7 @@ def test_a_second_sigterm_ends_the_node_at_once(server: RedisServer, tmp_path: P
         job.begin("a", "b", options=("--drain-timeout=50",))
         epoch = job.wait_round("ab")
         job.nodes["b"].terminate()
-        job.wait_event("drain")
+        job.wait_event(Drain)
         terminate_again(job, "b")
         assert job.wait_end("b") == 1
         job.wait_round("a", epoch)
@@ -209,7 +210,7 @@ def drain_b(job: AgentJob) -> None:
     job.nodes["b"].terminate()
     assert job.wait_end("b") == DRAINED
     job.wait_round("a", epoch)
-    assert job.control.state().closed == ""
+    assert job.control.state().closed is None
     job.tell("finish")
     assert job.wait_end("a") == 0
 
@@ -241,11 +242,11 @@ def test_a_worker_that_hangs_is_found_and_restarted(server: RedisServer, tmp_pat
         epoch = job.wait_round("ab")
         job.tell("hang-b")
         job.wait_round("ab", epoch)
-        hung = {event.node: event for event in job.events("hung")}
+        hung = {event.node: event for event in job.events(Hung)}
         node = job.id_of("b")
-        assert "made no progress for 6." in hung[node].reason
-        assert "since step" in hung[node].reason
-        assert "in hang" in hung[node].detail, "the stacks tell where"
+        assert 6000 <= (hung[node].idle_ms or 0) < 7000
+        assert hung[node].step is not None
+        assert "in hang" in hung[node].stacks, "the stacks tell where"
         assert "in hang" in job.nodes["b"].stderr, "in the log as well"
         assert job.control.state().restarts == 1, "the hang of a round counts once"
         job.tell("finish")
@@ -267,9 +268,9 @@ def test_an_agent_that_is_killed_takes_its_workers_along(server: RedisServer, tm
         epoch = job.wait_round("ac", epoch, fault=fault)
         assert workers
         assert not any(map(_lives, workers))
-        [lost] = job.events("lost")
+        [lost] = job.events(Lost)
         assert lost.node == node
-        assert lost.reason.startswith("did not answer the roll call of ")
+        assert lost.cause == "roll_call"
         assert job.control.state().restarts == 0, "it costs nobody a restart"
 
         job.start("d")  # a supervisor starts it anew
@@ -297,9 +298,9 @@ def test_the_job_has_one_budget_of_restarts(server: RedisServer, tmp_path: Path)
         assert job.wait_end("a") == job.wait_end("b") == STOPPED
         state = job.control.state()
         assert state.phase == "stopped"
-        assert state.closed.startswith("the job has used up its 2 restarts: a-")
-        assert "exited with 1" in state.closed
-        assert "the job has used up its 2 restarts" in job.nodes["b"].stderr
+        assert isinstance(state.closed, Stopped)
+        assert (state.closed.cause, state.closed.restarts, state.closed.exit_code) == ("restarts", 2, 1)
+        assert "the job has used up its 2 restarts: a-" in job.nodes["b"].stderr
 
 
 @pytest.mark.fault("workers fail without any progress", "the job stops")
@@ -309,7 +310,8 @@ def test_a_job_that_makes_no_progress_stops(server: RedisServer, tmp_path: Path)
         job.begin("a", "b", options=("--max-idle-restarts=2",), max_restarts=9, may_end=True)
         assert job.wait_end("a") == job.wait_end("b") == STOPPED
         state = job.control.state()
-        assert state.closed.startswith("no progress in 2 restarts, no step was reported: ")
+        assert isinstance(state.closed, Stopped)
+        assert (state.closed.cause, state.closed.restarts, state.closed.last_step) == ("progress", 2, None)
         assert state.epoch == 3
 
 
@@ -322,7 +324,7 @@ def test_a_host_that_fails_again_and_again_is_kept_out(server: RedisServer, tmp_
         job.tell("fail-b")
         epoch = job.wait_round("ab", epoch)
         job.tell("fail-b")
-        job.wait_event("barred")
+        job.wait_event(Barred)
         job.wait_round("a", epoch)
         state = job.control.state()
         assert state.barred == ["b"]
@@ -340,7 +342,7 @@ def test_a_node_that_is_not_fit_does_not_join(server: RedisServer, tmp_path: Pat
         job.begin("a", options=("--health-command=echo the fan is broken; exit 3",), may_end=True)
         assert job.wait_end("a") == REFUSED
         assert "the fan is broken" in job.nodes["a"].stderr
-        assert job.wait_event("refused").reason == "command: the fan is broken"
+        assert job.wait_event(Refused).reason == "command: the fan is broken"
         assert not job.lines()
 
 
@@ -437,7 +439,8 @@ def test_livez_fails_when_the_loop_has_stalled(new_node: NodeFactory, tmp_path: 
             assert refused.value.code == 503
             assert re.fullmatch(r"the agent's loop is \d+ s late", refused.value.read().decode().strip())
         finally:
-            node.membership.view.take_in_closing("the test is over", stop=True)
+            why = Stopped(cause="asked", reason="the test is over")
+            node.membership.view.take_in_closing(why.as_cause(), stop=True)
             release.set()
         with pytest.raises(RunStoppedError, match="the test is over"):
             ended.result(LIMIT)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from redelastic.redis.connection import Connection
 from redelastic.redis.keys import RunKeys
 from redelastic.rendezvous.membership import DrainedError
 from redelastic.run.control import RunControl
+from redelastic.run.events import Event, Left, Saved
 from redelastic.store import RedisStore
 from tests.support.commands import form, until
 from tests.support.nodes import NodeFactory
@@ -64,14 +66,18 @@ class Site:
 
     def _drains(self, i: int) -> Drains:
         node, workers, courier = self.nodes[i].membership, self.workers[i], AtOnce()
-        note: Any = partial(self._note, node.node)
+        note = partial(self._note, node.node)
         fakes: Any = (workers, courier)
         assert node.view.round
         of_round: dict[str, Any] = {"store": self.store, "rank": node.view.round.rank, "size": len(self.nodes)}
         return Drains(node, fakes[0], **of_round, courier=fakes[1], note=note)
 
-    def _note(self, node: str, event: str, reason: str) -> None:
-        self.control.note(event, node, reason)
+    def _note(self, node: str, event: Event) -> None:
+        self.control.note(replace(event, node=node))
+
+    @property
+    def saved(self) -> list[Saved]:
+        return [event for event in self.control.events() if isinstance(event, Saved)]
 
     def has_drained(self, i: int) -> bool:
         try:
@@ -104,9 +110,8 @@ def test_when_all_nodes_drain_each_saves_and_counts_once(
         until(partial(here.has_drained, i), "all have saved, so it leaves")
 
     assert [workers.asked for workers in here.workers] == [1] * N
-    saved = [event for event in here.control.events() if event.event == "saved"]
-    assert sorted(event.node for event in saved) == sorted(node.membership.node for node in here.nodes)
-    assert {event.reason.partition(", ")[0].partition(" and ")[2] for event in saved} == {f"{N - 1} more"}
+    assert sorted(event.node for event in here.saved) == sorted(node.membership.node for node in here.nodes)
+    assert {len(event.drains) for event in here.saved} == {min(N, SHOWN)}
     wake: Any = client.xrange(keys.wake)
     last, told = wake[-1][0], client.hgetall(keys.store(1).data)
     assert told == {b"redelastic/saved/%d" % rank: last for rank in range(N)}, "one key for each, whoever drains"
@@ -122,8 +127,7 @@ def test_a_node_leaves_when_its_own_time_is_up_and_no_sooner(site: Callable[[int
         until(lambda node=node: len(node.membership.view.drains) == 2, "it has heard of both")  # type: ignore[misc]
     assert not here.has_drained(0), "its time is not up, nor has the other told anything"
     assert here.has_drained(1)
-    saved = [event.reason for event in here.control.events() if event.event == "saved"]
-    assert all(reason.startswith("not in time for ") for reason in saved)
+    assert all(event.late for event in here.saved)
 
 
 def test_of_one_drain_the_event_says_for_whom(site: Callable[[int], Site]) -> None:
@@ -135,8 +139,7 @@ def test_of_one_drain_the_event_says_for_whom(site: Callable[[int], Site]) -> No
     for workers in here.workers:
         workers.saved = True
     until(lambda: here.has_drained(0) or here.has_drained(1), "both have saved, and it leaves")
-    saved = [event for event in here.control.events() if event.event == "saved"]
-    assert [event.reason for event in saved] == [f"for {leaving.node}, which drains"] * 2
+    assert [event.drains for event in here.saved] == [(leaving.node,)] * 2
 
 
 def test_a_save_for_a_drain_that_came_to_nothing_does_not_count_for_a_later_one(
@@ -165,8 +168,7 @@ def test_a_save_for_a_drain_that_came_to_nothing_does_not_count_for_a_later_one(
         here.workers[i].saved = True
         here.has_drained(i)
     until(lambda: here.has_drained(0), "now they have, so it leaves")
-    saved = [event.reason for event in here.control.events() if event.event == "saved"]
-    assert saved == [f"for {stuck.node}, which drains"] * 3 + [f"for {leaving.node}, which drains"] * 3
+    assert [event.drains for event in here.saved] == [(stuck.node,)] * 3 + [(leaving.node,)] * 3
 
 
 def test_workers_that_fail_do_not_wait_for_ever_for_a_node_that_drains(
@@ -195,4 +197,4 @@ def test_workers_that_fail_do_not_wait_for_ever_for_a_node_that_drains(
         finally:
             (tmp_path / "other").touch()
             ends[1].result(20)
-            nodes[1].end("drained", "goes on", 5)
+            nodes[1].end(Left(cause="drained"), "goes on", 5)

@@ -18,6 +18,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from redelastic.agent import AgentOptions
 from redelastic.agent.workers.group import Workers
 from redelastic.redis.server import RedisServer
+from redelastic.run.events import Closed, Hung, Unwatched, decode_cause
 from tests.support.agent_job import AgentJob
 from tests.support.long_tests import quick_first
 from tests.support.torchrun_job import LIMIT, Job
@@ -43,8 +44,10 @@ def test_a_worker_that_hangs_in_the_kernel_is_a_failure(server: RedisServer, tmp
         assert "hangs in the kernel (state D)" in report
         assert re.search(rf"exitcode  : -\d+ \(pid: {pid}\)", report), "how the agent ended it"
         if agent:
-            assert "finished" not in job.redis("run")["closed"]
-            assert f"pid {pid}) hangs in the kernel" in job.redis("run")["closed"]
+            closed = decode_cause(job.redis("run")["closed"])
+            assert isinstance(closed, Closed)
+            assert (closed.cause, closed.pid) == ("failed", pid)
+            assert "hangs in the kernel" in closed.message
 
 
 @pytest.mark.fault("a worker is ended while it writes its error file", "the failure is like any other")
@@ -90,7 +93,7 @@ def test_a_hang_is_blamed_by_the_time_of_the_last_progress(server: RedisServer, 
         job.begin("a", options=(f"--hang-timeout={timeout}", "--hang-start-timeout=50"))
         epoch = job.wait_round("a")
         job.tell("hang-a")
-        job.wait_event("hung")
+        job.wait_event(Hung)
         failed_at = job.wait("it is counted", lambda: job.redis("run").get("failed_at"))
         last = max(line.time for line in job.lines("step") if line.epoch == epoch)
         assert abs(float(failed_at) / 1000 - last) < timeout / 2
@@ -104,16 +107,16 @@ def test_ranks_that_never_report_progress_are_not_restarted(server: RedisServer,
     with AgentJob(server, tmp_path, "1:1", nproc=2) as job:
         job.tell("mute")
         job.begin("a", options=("--hang-timeout=20", "--hang-start-timeout=1"))
-        event = job.wait_event("unwatched")
-        told = r"never called redelastic.progress\(\) in the 1 s since the start: worker 1 \(rank 1, pid \d+\)\. "
-        assert re.match(told, event.reason)
-        assert "in main" in event.detail, "it imports redelastic: its stacks are had"
+        event = job.wait_event(Unwatched)
+        assert (event.ranks, event.waited_ms) == (("1",), 1000)
+        assert "never called redelastic.progress() in the 1.0 s since the start: rank 1. " in job.nodes["a"].stderr
+        assert "in main" in event.stacks, "it imports redelastic: its stacks are had"
         seen = len(job.lines("step"))
         job.wait("they train on", lambda: len(job.lines("step")) > seen + 40)
         job.tell("finish")
         assert job.wait_end("a") == 0
-        assert len(job.events("unwatched")) == 1
-        assert job.events("hung") == []
+        assert len(job.events(Unwatched)) == 1
+        assert job.events(Hung) == []
         assert job.control.state().epoch == 1
         assert job.nodes["a"].stderr.count("Stacks of worker 1 (rank 1") == 1
 
@@ -122,8 +125,8 @@ def test_ranks_that_never_report_progress_are_not_restarted(server: RedisServer,
 def test_a_script_that_knows_nothing_of_us_is_not_restarted(server: RedisServer, tmp_path: Path) -> None:
     with AgentJob(server, tmp_path, "1:1") as job:
         job.start("a", script=UNRULY, env={"UNRULY": "wait"}, options=("--hang-timeout=0.5", "--hang-start-timeout=1"))
-        detail = job.wait_event("unwatched").detail
-        assert "wait (" in detail or "has not imported redelastic" in detail, "from py-spy, if there is one"
+        stacks = job.wait_event(Unwatched).stacks
+        assert "wait (" in stacks or "has not imported redelastic" in stacks, "from py-spy, if there is one"
         job.tell("finish")
         assert job.wait_end("a") == 0
         assert job.control.state().epoch == 1

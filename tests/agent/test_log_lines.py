@@ -16,6 +16,7 @@ import pytest
 from redelastic.logs import LogFormatter, set_up_logging
 from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.view import Round, View
+from redelastic.run.events import Left
 from tests.support.agent_job import DRAINED, AgentJob
 from tests.support.torchrun_job import Job
 
@@ -37,18 +38,29 @@ def test_the_last_line_of_a_clean_drain_says_that_it_was_one(server: RedisServer
 
 
 def test_that_this_node_leaves_is_no_news_to_it(caplog: pytest.LogCaptureFixture) -> None:
-    def hear(reason: str) -> list[str]:
+    def hear(node: str) -> list[str]:
+        cause = Left(node=node, cause="drained", reason="SIGTERM").as_cause()
         view = View("run")
         view.become("a-1-abc")
         view.take_in_round(Round(1, 0, 2, "host", 1, 1, 0, again=False))
         caplog.clear()
-        view.take_in_wake_ups([("1-0", {"event": "broken", "epoch": "1", "reason": reason, "waiting": "0"})])
+        view.take_in_wake_ups([("1-0", {"event": "broken", "epoch": "1", "cause": cause, "waiting": "0"})])
         assert view.nodes_waiting == 1
         return [record.getMessage() for record in caplog.records]
 
-    assert hear("a-1-abc drained: SIGTERM") == []
-    assert hear("b-2-abc drained: SIGTERM") == ["Round 1 of run 'run' is broken: b-2-abc drained: SIGTERM."]
-    assert len(hear("a-1-abc, which is this node, lost its lease")) == 1
+    assert hear("a-1-abc") == []
+    assert hear("b-2-abc") == ["Round 1 of run 'run' is broken: b-2-abc drained: SIGTERM."]
+
+
+def test_that_this_node_was_fenced_is_news_to_it(caplog: pytest.LogCaptureFixture) -> None:
+    view = View("run")
+    view.become("a-1-abc")
+    mine = Round(1, 0, 2, "host", 1, 1, 0, again=False)
+    view.take_in_round(mine)
+    view.take_in_beat("a-1-abc", mine, [b"fenced", 2, b"", 0, b"", 0, 0, b"", 0])
+    assert [record.getMessage() for record in caplog.records] == [
+        "This node lost its lease: round 1 of run 'run' goes on without it."
+    ]
 
 
 @pytest.mark.long

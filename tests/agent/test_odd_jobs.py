@@ -18,6 +18,7 @@ from redelastic.agent.options import AgentOptions
 from redelastic.agent.torchrun.exchange import wait_for_others
 from redelastic.redis.errors import UnreachableError
 from redelastic.redis.server import RedisServer
+from redelastic.run.events import Event
 from tests.support.agent_job import DRAINED, AgentJob
 from tests.support.long_tests import quick_first
 from tests.support.torchrun_job import LIMIT
@@ -134,7 +135,7 @@ def test_a_host_joins_that_cannot_ask_whether_it_is_excluded() -> None:
     def unreachable(_: str) -> int:
         raise UnreachableError("away")
 
-    told: list[str] = []
+    told: list[Event] = []
     node: Any = SimpleNamespace(membership=SimpleNamespace(view=SimpleNamespace(drain=None, stopped="")))
     admission = Admission(
         membership=node.membership,
@@ -142,7 +143,7 @@ def test_a_host_joins_that_cannot_ask_whether_it_is_excluded() -> None:
         host="here",
         options=AgentOptions(health_checks=(), max_failed_rounds=2),
         node=node,
-        note=lambda event, _: told.append(event),
+        note=told.append,
     )
     admission.require()
     assert not admission.barred

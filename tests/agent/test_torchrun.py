@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from redelastic.redis.server import RedisServer
+from redelastic.run.events import Left, Lost, decode_cause
 from tests.support.nodes import NodeFactory
 from tests.support.torchrun_job import Job
 
@@ -228,7 +229,7 @@ def test_member_gone_before_the_roles_are_exchanged(server: RedisServer, tmp_pat
         assert joined.result(60).rank == 0
         _wait_for_role_info(job, 1, (1, 2))
         fault = job.note("rank 0 leaves during the exchange")
-        first.end("exited", "goes on", timeout=2)
+        first.end(Left(cause="exited"), "goes on", timeout=2)
         epoch = job.wait_round("ab", 0, fault=fault)
         assert epoch == 2
 
@@ -284,9 +285,8 @@ def _members(job: Job) -> set[str]:
 def _lost_leases(job: Job) -> list[str]:
     """Names of the nodes that the others lost."""
     of_pid = {str(node.process.pid): node.name for node in job.nodes.values()}
-    reasons = [change["reason"] for _, change in job.redis("wake")]
-    silent = r"(\S+) (?:lost its lease after|did not answer the roll call of \S+ within) [\d.]+ s"
-    lost = [match[1] for reason in reasons if (match := re.fullmatch(silent, reason))]
+    causes = [decode_cause(change.get("cause", "")) for _, change in job.redis("wake")]
+    lost = [cause.node for cause in causes if isinstance(cause, Lost) and cause.cause in {"lease", "roll_call"}]
     return [of_pid[node.split("-")[-2]] for node in lost]
 
 

@@ -18,6 +18,7 @@ from redelastic.redis.connection import Connection
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
 from redelastic.run.control import RunControl
+from redelastic.run.events import Event, Failed, Hung, Readmitted, Refused
 from tests.support import commands
 from tests.support.commands import Cli, command, started, until
 from tests.support.nodes import NodeFactory
@@ -138,7 +139,7 @@ class TestList:
     def test_runs_of_the_prefix(self, cli: Cli, new_node: NodeFactory, run_id: str) -> None:
         prefix = f"p-{run_id}"
         assert "has no run with the key prefix" in cli("list", "--key-prefix", prefix).out
-        assert cli("list", "--key-prefix", prefix, "--json").json == {"runs": []}
+        assert cli("list", "--key-prefix", prefix, "--json").json == {"version": 1, "runs": []}
         for name in ("a", "b"):
             new_node(1, 1, run_id=name, key_prefix=prefix).next_rendezvous()
         command_line = ("list", "--key-prefix", prefix)
@@ -182,7 +183,7 @@ class TestEvents:
     def test_the_last_ones(self, cli: Cli, new_node: NodeFactory, control: RunControl, run_id: str) -> None:
         new_node(1, 1).next_rendezvous()
         for i in range(5):
-            control.note("saved", "", f"number {i}")
+            control.note(Refused(reason=f"number {i}"))
         done = cli("events", run_id, "-n", "2")
         assert [line.split()[-1] for line in done.out.splitlines()] == ["3", "4"]
         assert "older events" in done.err
@@ -190,7 +191,7 @@ class TestEvents:
 
     def test_detail(self, cli: Cli, new_node: NodeFactory, control: RunControl, run_id: str) -> None:
         new_node(1, 1).next_rendezvous()
-        control.note("hung", "", "worker 3", "Thread 1:\n\tin train\x1b[2J\n" + 900 * "x")
+        control.note(Hung(stacks="Thread 1:\n\tin train\x1b[2J\n" + 900 * "x"))
         assert "Thread" not in cli("events", run_id).out
         lines = cli("events", run_id, "--detail").out.splitlines()
         assert lines[-3:] == ["    Thread 1:", "            in train\\x1b[2J", "    " + 900 * "x"]
@@ -199,7 +200,8 @@ class TestEvents:
         self, cli: Cli, new_node: NodeFactory, control: RunControl, run_id: str
     ) -> None:
         new_node(1, 1).next_rendezvous()
-        control.note(HOSTILE, HOSTILE, HOSTILE, HOSTILE)
+        control.note(Event(event=HOSTILE, node=HOSTILE))
+        control.note(Hung(node=HOSTILE, message=HOSTILE, stacks=HOSTILE))
         for argv in (["--detail"], [], ["--json"]):
             out = cli("events", run_id, *argv).out
             assert all(sign.isprintable() or sign == "\n" for sign in out)
@@ -209,10 +211,10 @@ class TestEvents:
         new_node(1, 1).next_rendezvous()
         with started("events", run_id, "--follow", "--json", "--endpoint", server.url) as following:
             following.until("max_nodes joined")
-            control.note("saved", "", "step 412")
-            following.until("step 412")
+            control.note(Refused(reason="GPU 3 is gone"))
+            following.until("GPU 3 is gone")
             assert following.interrupt() == 0
-        assert [json.loads(line)["event"] for line in following.out.splitlines()] == ["joined", "completed", "saved"]
+        assert [json.loads(line)["event"] for line in following.out.splitlines()] == ["joined", "completed", "refused"]
 
     def test_follow_through_an_outage(self, own_server: RedisServer, new_node: NodeFactory, run_id: str) -> None:
         new_node(1, 1, url=own_server.url).next_rendezvous()
@@ -223,7 +225,7 @@ class TestEvents:
             own_server.start()
             following.until("Redis is back", err=True)
             with Connection.open(own_server.url).client as client:
-                client.xadd(RunKeys(run_id).events, {"event": "saved", "reason": "after the outage"})
+                client.xadd(RunKeys(run_id).events, {"event": "refused", "reason": "after the outage"})
             following.until("after the outage")
             assert following.interrupt() == 0
         assert following.err.count("could not be reached") == 1
@@ -235,7 +237,7 @@ class TestClose:
         node.next_rendezvous()
         done = cli("close", run_id, "--reason", "enough", "--json")
         assert (done.code, done.json["before"], done.json["stopped"]) == (0, False, False)
-        assert done.json["closed"].endswith(": enough")
+        assert done.json["closed"]["reason"].endswith(": enough")
         until(lambda: node.membership.view.closed, "the node hears of it")
         assert not node.membership.view.stopped
         again = cli("close", run_id, "--reason", "enough", "--json")  # in the same words
@@ -247,7 +249,7 @@ class TestClose:
         done = cli("close", run_id, "--stop")
         assert (done.code, "end their workers" in done.out) == (0, True)
         until(lambda: node.membership.view.stopped, "the node hears of it")
-        assert "was already closed, by" in cli("close", run_id, "--stop").out
+        assert "was already closed (by" in cli("close", run_id, "--stop").out
 
     def test_stop_after_close(self, cli: Cli, new_node: NodeFactory, run_id: str) -> None:
         node = new_node(1, 1)
@@ -255,7 +257,7 @@ class TestClose:
         cli("close", run_id, "--reason", "enough")
         done = cli("close", run_id, "--stop", "--json")
         assert (done.code, done.json["before"], done.json["stopped"]) == (0, True, True)
-        assert done.json["closed"].endswith(": enough")
+        assert done.json["closed"]["reason"].endswith(": enough")
         until(lambda: node.membership.view.stopped, "the node hears of it")
         assert cli("close", run_id, "--json").json["stopped"]
 
@@ -267,7 +269,7 @@ class TestReadmit:
         control, run_id = RunControl(connection, keys), keys.run_id
         node = new_node(1, 1, node_name="host-1")
         node.next_rendezvous()
-        node.membership.charge(time.monotonic(), 7, "worker 0 failed", (-1, -1, 1), final=True)
+        node.membership.charge(time.monotonic(), 7, Failed(local_rank=0), (-1, -1, 1), final=True)
         assert control.state().barred == ["host-1"]
         woken: list[str] = []
         blocked = threading.Thread(target=lambda: woken.extend(_wake_ups(connection, keys)))
@@ -276,10 +278,11 @@ class TestReadmit:
         assert (done.code, done.json["failures"], done.json["barred"]) == (0, 1, True)
         assert control.state().failures == {}
         last = control.events(count=1)[0]
-        assert (last.event, last.node) == ("readmitted", "host-1")
+        assert isinstance(last, Readmitted)
+        assert last.node == "host-1"
         assert last.reason.endswith(": new cable")
         blocked.join(20)
-        assert woken == ["readmit host-1"]
+        assert woken == ["readmit"]
         assert 0 < connection.client.pttl(keys.wake) <= node.settings.ttl * 1000
         again = cli("readmit", run_id, "host-1")
         assert (again.code, again.err.count("\n")) == (4, 1)
@@ -288,7 +291,7 @@ class TestReadmit:
     def test_others_are_named(self, cli: Cli, new_node: NodeFactory, run_id: str) -> None:
         node = new_node(1, 1, node_name="host-1")
         node.next_rendezvous()
-        node.membership.charge(time.monotonic(), 7, "worker 0 failed", (-1, -1, 9), final=True)
+        node.membership.charge(time.monotonic(), 7, Failed(local_rank=0), (-1, -1, 9), final=True)
         assert "hosts with failures: host-1 (1)" in cli("readmit", run_id, "host-2").err
         assert "was not excluded" in cli("readmit", run_id, "host-1").out
 
@@ -300,4 +303,4 @@ def _wake_ups(connection: Connection, keys: RunKeys) -> list[str]:
         for i, change in connection.read({key: last}, 1).get(key, []):
             last = i
             if change["event"] not in {"complete", "broken", "deadline"}:
-                return [f"{change['event']} {change['reason']}"]
+                return [change["event"]]

@@ -11,7 +11,8 @@ import pytest
 
 from redelastic.cli import drain
 from redelastic.run.control import RunControl
-from redelastic.run.records import Event, Node, Run
+from redelastic.run.events import Event, Left, Lost
+from redelastic.run.records import Node, Run
 from tests.support.commands import Cli, form, rank_of, until, with_agent
 from tests.support.nodes import NodeFactory
 from tests.support.scenes import START
@@ -58,7 +59,7 @@ class TestDrain:
 
         def agent() -> None:
             until(lambda: node.membership.view.drains, "it is asked")
-            node.end("drained", "goes on")
+            node.end(Left(cause="drained"), "goes on")
 
         leaving = pool.submit(agent)
         done = cli("drain", run_id, "0", "--wait", "--json")
@@ -94,7 +95,7 @@ class TestDrain:
         def leave() -> None:
             until(lambda: last.membership.view.drains, "it is asked")
             for node in [*(other for other in nodes if other is not last), last]:
-                node.end("drained: by hand", "goes on")
+                node.end(Left(cause="drained", reason="by hand"), "goes on")
 
         leaving = pool.submit(leave)
         done = cli("drain", run_id, str(rank_of(last.membership)), "--wait")
@@ -104,7 +105,7 @@ class TestDrain:
     def test_a_node_that_is_gone_may_still_be_told_of(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """What many nodes do together is told a second or two later: until then it is open whether one died."""
         node = Node("b-1-0", "member", 1, 1.0, 0.0, "", {"name": "b"})
-        lost = Event("2-0", START, "lost", 1, 40, "a-1-0", "lost its lease after 6.0 s", nodes=("a-1-0", "b-1-0"))
+        lost = Lost(id="2-0", node="a-1-0", nodes=("a-1-0", "b-1-0"), cause="lease", silent_ms=6000)
 
         class Told(RunControl):
             """A run from which the node is gone; each reading of its events takes a second."""
@@ -113,7 +114,7 @@ class TestDrain:
                 self.now, self.readings = 100.0, readings
 
             def state(self) -> Run:
-                return Run("r", 1, 2, 1, 2, 1.0, "", "", False, None, 6.0, 0, 0, {}, [], (), START)
+                return Run("r", 1, 2, 1, 2, 1.0, None, None, False, None, 6.0, 0, 0, {}, [], (), START)
 
             def follow(self, *_: Any, **__: Any) -> Iterator[list[Event]]:
                 for events in self.readings:
@@ -122,7 +123,7 @@ class TestDrain:
 
         late = Told(*[[]] * 6, [lost])
         monkeypatch.setattr(time, "monotonic", lambda: late.now)
-        assert drain._why_not_left(late, node, "0", 200) == "did not leave, it died: it lost its lease after 6.0 s"
+        assert drain._why_not_left(late, node, "0", 200) == "did not leave, it died: it lost its lease"
         late = Told(*[[]] * 9)
         assert drain._why_not_left(late, node, "0", 102) == "", "after a lease nothing more is to be told of it"
 

@@ -9,8 +9,9 @@ import pytest
 
 from redelastic.agent.workers.logs import HIDDEN, TAIL, log_files, redacted, tail
 from redelastic.redis.server import RedisServer
-from redelastic.run.logs import failure_text, first_failure, places, places_text
-from redelastic.run.records import Event, Node
+from redelastic.run.events import Log, Lost, Started, decode
+from redelastic.run.logs import first_failure, places
+from redelastic.run.records import Node
 from tests.support.agent_job import AgentJob
 from tests.support.commands import command
 
@@ -39,7 +40,7 @@ def test_the_log_of_the_worker_that_failed_first(server: RedisServer, tmp_path: 
         victim = job.id_of("b")
         job.tell("fail-b")
         job.wait_round("ab", epoch)
-        job.wait("it is told", lambda: [event for event in job.events("log") if event.node == victim])
+        job.wait("it is told", lambda: [event for event in job.events(Log) if event.node == victim])
         failed = command("logs", job.run_id, "--json", "--endpoint", server.url).json["failed"]
         assert (failed["node"], failed["epoch"]) == (victim, epoch)
         assert failed["path"] == by_rank[failed["rank"]]["path"]
@@ -65,22 +66,23 @@ def test_no_such_run_and_no_such_rank(server: RedisServer) -> None:
 
 
 def test_who_failed_first_is_who_failed_first_not_who_said_so_first() -> None:
-    def log(time: float, rank: int, ago: float, epoch: int = 2) -> Event:
-        return Event(f"{time}", time, "log", epoch, 2, f"n{rank}", failure_text(rank, ago, f"/{rank}"), "the end")
+    def log(time: float, rank: int, ago: float, epoch: int = 2) -> Log:
+        of_worker: dict[str, Any] = {"rank": rank, "age_ms": round(1000 * ago), "path": f"/{rank}"}
+        return Log(time=time, epoch=epoch, node=f"n{rank}", **of_worker, lines="the end")
 
     found = first_failure([log(50, 9, 3, 1), log(100, 0, 0.1), log(101, 1, 1.5)])
     assert found
     assert (found.rank, found.node, found.path, found.tail) == (1, "n1", "/1", "the end")
     assert found.time == pytest.approx(99.5)
-    lost = Event("2", 102.0, "lost", 3, 2, "n5", "lost its lease after 6.0 s")
+    lost = Lost(time=102.0, epoch=3, node="n5", cause="lease", silent_ms=6000)
     assert first_failure([log(100, 0, 0.1), log(101, 4, 0.1, 3), lost]) == first_failure([log(100, 0, 0.1)])
     assert first_failure([log(101, 4, 0.1, 3), lost]) is not None
-    assert first_failure([Event("1", 1.0, "log", 1, 1, "n", "somebody wrote this", "x")]) is None
+    assert first_failure([decode("1-0", {"event": "log", "rank": "somebody wrote this"})]) is None
 
 
 def test_logs_are_those_of_the_last_round() -> None:
-    def started(epoch: int, node: str, paths: dict[int, str]) -> Event:
-        return Event("1", 1.0, "started", epoch, 2, node, "rank 0 of 2", places_text(paths))
+    def started(epoch: int, node: str, paths: dict[int, str]) -> Started:
+        return Started(epoch=epoch, node=node, logs=paths)
 
     found = places(
         [started(1, "a", {0: "/1/0", 1: "/1/1"}), started(2, "b", {1: "/2/1: x"}), started(2, "a", {0: "/2/0"})]
@@ -92,8 +94,8 @@ def test_a_node_that_started_among_many_says_in_its_status_where_its_logs_are() 
     def node(name: str, epoch: int, workers: list[dict[str, Any]]) -> Node:
         return Node(name, "member", 0, 1.0, 0.0, "", {"name": name, "epoch": epoch, "workers": workers})
 
-    alone = Event("1", 1.0, "started", 2, 3, "a", "rank 0 of 3", places_text({0: "/a/0"}))
-    together = Event("2", 2.0, "started", 2, 3, "b", "rank 1 of 3", nodes=("b", "c"))
+    alone = Started(epoch=2, node="a", logs={0: "/a/0"})
+    together = Started(epoch=2, node="b", nodes=("b", "c"))
     nodes = [
         node("b", 2, [{"rank": 1, "log": "/b/0"}, {"rank": 2}]),
         node("c", 1, [{"rank": 3, "log": "of an older round"}]),
@@ -105,7 +107,7 @@ def test_a_node_that_started_among_many_says_in_its_status_where_its_logs_are() 
 
 def test_the_last_round_may_be_one_of_which_only_statuses_tell() -> None:
     """The events that told of it are gone, or never had room for the paths."""
-    old = Event("1", 1.0, "started", 2, 2, "a", "rank 0 of 2", places_text({0: "/2/0", 1: "/2/1"}))
+    old = Started(epoch=2, node="a", logs={0: "/2/0", 1: "/2/1"})
     workers = [{"rank": 0, "log": "/3/0"}]
     nodes = [Node("b", "member", 0, 1.0, 0.0, "", {"name": "b", "epoch": 3, "workers": workers})]
     assert [(one.rank, one.node, one.epoch, one.path) for one in places([old], nodes)] == [(0, "b", 3, "/3/0")]

@@ -22,7 +22,8 @@ from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.handler import RedisRendezvousHandler
 from redelastic.run.control import RunControl
-from redelastic.run.records import Event, Node, Run
+from redelastic.run.events import Event, Failed, Hung, Left
+from redelastic.run.records import Node, Run
 from redelastic.run.report import describe
 from tests.support.commands import Cli, Done, command, form, started, until
 from tests.support.nodes import NodeFactory
@@ -120,7 +121,7 @@ class TestPhases:
     def test_empty(self, cli: Cli, new_node: NodeFactory, run_id: str) -> None:
         node = new_node(1, 1)
         node.next_rendezvous()
-        node.end("exited", "goes on")
+        node.end(Left(cause="exited"), "goes on")
         done = cli(run_id)
         assert done.code == 1
         assert done.out.startswith("empty: no nodes in the run; its last round was 1")
@@ -173,7 +174,7 @@ class TestProblems:
     ) -> None:
         node = tell(new_node(1, 1, node_name="host-1"))
         node.next_rendezvous()
-        node.membership.charge(time.monotonic(), 7, "worker 0 failed", (-1, -1, 1), final=True)
+        node.membership.charge(time.monotonic(), 7, Failed(local_rank=0), (-1, -1, 1), final=True)
         RunControl(connection, keys).drain(node.membership.node, "by spot", 10)
         out = cli(keys.run_id).out
         assert "! host host-1 is excluded" in out
@@ -244,7 +245,7 @@ def node_of(i: int, *, standing: str = "member", silence: float = 0.5, **status:
 
 def run_of(*nodes: Node, **more: Any) -> Run:
     known: dict[str, Any] = {"run_id": "job", "epoch": 3, "size": len(nodes), "min_nodes": 2, "max_nodes": 4}
-    known |= {"age": 700.0, "broken": "", "closed": "", "stopped": False, "deadline": None, "lease": 6.0}
+    known |= {"age": 700.0, "broken": None, "closed": None, "stopped": False, "deadline": None, "lease": 6.0}
     known |= {"restarts": 1, "idle": 0, "failures": {}, "barred": [], "nodes": nodes}
     return Run(**known | more)
 
@@ -260,18 +261,19 @@ def shown(run: Run, *events: Event, width: int = 80, rows: int | None = 25, **op
 @given(STATUS, WORDS, st.sampled_from(["member", "candidate", "spare"]))
 def test_no_status_crashes_it_or_gets_to_the_terminal(status: dict[str, Any], word: str, standing: str) -> None:
     names = {"name": word, "host": word, "state": word}
-    hostile = run_of(node_of(1, standing=standing, **status | names), broken=word, failures={word: 1}, barred=[word])
-    event = Event("1-0", 1.7e9, word, 1, 1, word, word, word)
-    out = shown(hostile, event, width=140)
+    broken = Left(node=word, reason=word)
+    hostile = run_of(node_of(1, standing=standing, **status | names), broken=broken, failures={word: 1}, barred=[word])
+    events = Hung(node=word, message=word, stacks=word), Event(event=word, node=word)
+    out = shown(hostile, *events, width=140)
     assert {unicodedata.category(sign) for sign in out.replace("\n", "")}.isdisjoint(INVISIBLE)
-    document = json.loads(json.dumps(describe(hostile, [event], 1.7e9), allow_nan=False))
+    document = json.loads(json.dumps(describe(hostile, events, 1.7e9), allow_nan=False))
     [node] = document["nodes"]
     for name in ("pid", "restarts", "cpu", "memory", "memory_available", "memory_total", "step", "lag", "idle"):
         assert node[name] is None or isinstance(node[name], int | float)
 
 
 def test_markup_is_text() -> None:
-    assert "[bold red]closed[/]" in shown(run_of(node_of(0), broken="[bold red]closed[/]"))
+    assert "[bold red]closed[/]" in shown(run_of(node_of(0), broken=Left(reason="[bold red]closed[/]")))
 
 
 # -- widths and sizes
@@ -336,8 +338,8 @@ def test_a_pipe_gets_no_colours_and_nothing_cut(
     server: RedisServer, new_node: NodeFactory, client: redis.Redis, keys: RunKeys
 ) -> None:
     new_node(1, 1).next_rendezvous()
-    reason = 300 * "long "
-    client.xadd(keys.events, {"event": "saved", "reason": reason})
+    reason = 200 * "long "
+    client.xadd(keys.events, {"event": "refused", "reason": reason})
     with started("status", keys.run_id, "--endpoint", server.url) as one:
         assert one.process.wait(20) == 0
         one.until(reason.strip())

@@ -22,8 +22,9 @@ from redelastic import cli
 from redelastic.dashboard.standalone import page
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
+from redelastic.run.events import Closed, Event, Hung, Lost
 from redelastic.run.history import History, replay
-from redelastic.run.records import Event
+from redelastic.run.sentences import cause, detail_of
 from redelastic.run.wording import short
 from tests.support.browsing import Browser
 from tests.support.nodes import NodeFactory
@@ -64,10 +65,10 @@ def hostile() -> History:
     story = Story()
     node = f"{HOSTILE}-1-0123456789ab"
     story.join(0, [node])
-    story.complete(1, [node], "max_nodes joined")
-    story.tell(2, "hung", node, f"{HOSTILE}\u2028", f"{HOSTILE}\n{HOSTILE}</script>")
-    story.tell(3, HOSTILE, node, HOSTILE)
-    story.tell(4, "closed", "", HOSTILE)
+    story.complete(1, [node], "max_nodes")
+    story.tell(2, Hung(node=node, message=f"{HOSTILE}\u2028", stacks=f"{HOSTILE}\n{HOSTILE}</script>"))
+    story.tell(3, Event(event=HOSTILE, node=node))
+    story.tell(4, Closed(cause="asked", reason=HOSTILE))
     return replay(story.events())
 
 
@@ -98,14 +99,14 @@ class TestPage:
         spans = sum(len(lane["spans"]) for lane in told["timeline"]["lanes"].values())
         assert spans == sum(len(node.spans) for node in history.nodes)
         assert told["rounds"] == len(history.rounds)
-        assert told.get("closed") == short(history.closed)
+        assert told.get("closed") == short(cause(history.closed))
         assert told.get("partial", False) is not history.complete
-        assert told["texts"].keys() == {event.id for event in history.events if event.detail or event.nodes}
+        assert told["texts"].keys() == {event.id for event in history.events if detail_of(event) or event.nodes}
 
     @pytest.mark.parametrize("last", [START, START + 1e-3, START + 1e7, 1e16])
     def test_any_length_of_time(self, last: float) -> None:
         first = three_nodes()[0]
-        assert page("my-job", replay([first, Event("2-0", last, "lost", 0, 0, first.node, "went")]))
+        assert page("my-job", replay([first, Lost(id="2-0", time=last, node=first.node)]))
 
     def test_a_browser_shows_it_from_disk(self, tmp_path: Path) -> None:
         browser = Browser(tmp_path / "profile")
@@ -127,7 +128,7 @@ class TestPage:
             story = Story()
             a, again, beside = story.node("a"), story.node("a"), story.node("a")
             story.join(0, [a])
-            story.tell(10, "lost", a, "lost its lease after 6.0 s")
+            story.lose(10, a)
             story.join(20, [again])
             story.join(25, [beside])
             (tmp_path / "it.html").write_text(page(HOSTILE, replay(story.events(), START + 30)))

@@ -105,7 +105,7 @@ def test_the_commands_on_a_real_run(
 
 def test_doctor_examines_all_but_the_trial(server: RedisServer, without_torch: Callable[[str, object], Any]) -> None:
     [done] = without_torch(RUN_COMMANDS, [["doctor", "--json", "--endpoint", server.url]])
-    found = {finding["name"]: finding for finding in json.loads(done["out"])}
+    found = {finding["name"]: finding for finding in json.loads(done["out"])["findings"]}
     assert {name for name, finding in found.items() if finding["level"] == "problem"} == {"torch"}
     assert (found["latency"]["level"], found["rights"]["level"]) == ("ok", "ok")
     assert found["rendezvous"]["found"] == found["store"]["found"] == "skipped because of torch"

@@ -6,13 +6,13 @@ import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import redis
 from selenium.webdriver.common.by import By
 
 from redelastic.redis.server import RedisServer
+from redelastic.run.events import Lost
 from tests.support.agent_job import DRAINED, AgentJob
 from tests.support.browsing import Browser, dashboard
 from tests.support.commands import form, until
@@ -153,15 +153,14 @@ def test_nodes_that_are_lost_together_are_each_seen(
 ) -> None:
     crowd = Crowd(client, run_id, 100, gpus=0)
     lost = crowd.members[20:84]
-    fields: dict[Any, Any] = {"event": "lost", "epoch": 4, "size": 100, "node": lost[0]}
-    client.xadd(crowd.keys.events, fields | {"reason": "lost its lease after 6.0 s", "nodes": " ".join(lost)})
+    crowd.tell(Lost(epoch=4, size=100, node=lost[0], nodes=tuple(lost), cause="lease", silent_ms=6000))
     with dashboard(f"--endpoint={server.url}") as (url, _):
         browser.open(f"{url}runs/{run_id}")
         told = browser.until(".events", "and 63 more nodes lost its lease after 6.0 s")
         assert "node-0020" in told
         browser.until(".figures", lambda text: re.search(r"Last fault\nlost\nnode-0020-[0-9]+ and 63 more nodes", text))
         marks = "return [...document.querySelectorAll('.lanes .mark.cross title')].map((title) => title.textContent)"
-        seen = {title.partition(":")[0] for title in browser.run(marks) if "after 6.0 s" in title}
+        seen = {title.partition(":")[0] for title in browser.run(marks) if "lost its lease" in title}
         assert {node.rpartition("-")[0] for node in lost} <= seen
         browser.driver.find_element(By.CSS_SELECTOR, ".events details summary").click()
         assert browser.until(".events details[open] pre", lost[-1]).split("\n") == lost

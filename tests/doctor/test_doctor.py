@@ -184,7 +184,7 @@ def test_a_wrong_password_is_unreachable_and_the_host_is_shown(
 def test_nothing_there_is_unreachable_and_the_host_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     with reserved_port() as port:
         assert run_command("--endpoint", f"{HOST}:{port}", "--json") == 3
-    found = {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)}
+    found = {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)["findings"]}
     assert found["reachable"]["level"] == "problem"
     assert "Check that it runs there" in found["reachable"]["advice"]
     assert {finding["group"] for name, finding in found.items() if name != "reachable"} == {"host"}
@@ -234,7 +234,7 @@ def test_an_interrupt_removes_the_keys(own_server: RedisServer, monkeypatch: pyt
 
 def test_json_is_a_list_with_numbers_as_numbers(server: RedisServer, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command("--endpoint", server.url, "--json") == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(capsys.readouterr().out)["findings"]
     for finding in found:
         assert finding.keys() == {"group", "name", "level", "found", "advice", "numbers"}
         assert finding["level"] in LEVELS

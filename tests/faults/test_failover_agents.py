@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from redelastic.redis.server import RedisServer
+from redelastic.run.events import Restored
 from tests.support import servers
 from tests.support.failovers import (
     CONFIRMED,
@@ -57,7 +58,7 @@ def test_a_lost_round(in_cluster: Shard, run_id: str, tmp_path: Path) -> None:
             job.start("b")
             job.wait("both have workers", lambda: len(job.lines("start")) == 2)
         job.train_on(1, "ab")
-        assert len(job.events("restored")) == 1
+        assert len(job.events(Restored)) == 1
         job.finish("a", "b")
 
 
@@ -69,7 +70,7 @@ def test_a_confirmed_round_is_not_lost(with_sentinel: Shard, run_id: str, tmp_pa
         job.wait_epoch(1)
         FailOver(with_sentinel, run_id)
         job.train_on(1, "ab")
-        assert not job.events("restored"), "a replica had it"
+        assert not job.events(Restored), "a replica had it"
         job.finish("a", "b")
 
 

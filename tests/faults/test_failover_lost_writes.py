@@ -14,6 +14,7 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError
 
 from redelastic import RedisStore
 from redelastic.rendezvous.handler import RedisRendezvousHandler
+from redelastic.run.events import Left
 from tests.support.failovers import (
     LIMIT,
     LOST,
@@ -75,7 +76,7 @@ def test_a_lost_leave(in_cluster: Shard, new_node: NodeFactory, run_id: str) -> 
     join(leaver, *others)
     gone = leaver.membership.node
     with lost_writes(in_cluster, run_id):
-        leaver.end("drained", "goes on")
+        leaver.end(Left(cause="drained"), "goes on")
         wait_until(lambda: all(node.num_nodes_waiting() for node in others), "the others are told", LIMIT)
     assert sorted(join(*others)) == [(0, 2), (1, 2)]
     run = state(others[0])

@@ -16,6 +16,7 @@ from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.handler import RedisRendezvousHandler
 from redelastic.run.control import RunControl
+from redelastic.run.events import Left
 from redelastic.run.records import Run
 from tests.support import servers
 from tests.support.failovers import CONFIRMED, INTERVAL, LIMIT, NO_LOSS, Group, new_group, settle, wait_until_all_beat
@@ -187,7 +188,7 @@ def test_two_runs(
     assert run is not None
     assert (run.epoch, {node.id for node in run.members}) == (rounds, {node.membership.node for node in stay})
     assert not any(node.num_nodes_waiting() for node in stay)
-    stay[0].end("drained", "goes on")
+    stay[0].end(Left(cause="drained"), "goes on")
     settle([stay[1], go[0]])
     run = state(go[0])
     assert run is not None
@@ -210,7 +211,7 @@ def test_one_run(split_brain: Splitting, with_sentinel: Shard, new_node: NodeFac
         assert sorted(places) == [(0, 2), (1, 2)]
         assert not any(node.num_nodes_waiting() for node in right)
         for node in right:
-            node.end("drained", "goes on")
+            node.end(Left(cause="drained"), "goes on")
         assert sorted(future.result(LIMIT).rank for future in joining) == [0, 1]
     run = state(left[0])
     assert run is not None

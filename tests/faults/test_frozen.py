@@ -21,6 +21,7 @@ from redelastic.redis.keys import RunKeys
 from redelastic.redis.scripts import Script
 from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.handler import RedisRendezvousHandler
+from redelastic.run.events import Lost
 from redelastic.store import RedisStore
 from tests.support.agent_job import AWARE, AgentJob
 from tests.support.faulty_proxy import Fault, FaultyProxy
@@ -213,7 +214,7 @@ def test_a_frozen_tree_is_replaced_and_its_worker_overwrites_no_checkpoint(serve
         stale = int((tmp_path / f"b-{first}-pid").read_text())
         job.nodes["b"].freeze()
         second = job.wait("a saves in a later round", lambda: epoch_of("a", first))
-        [lost] = job.events("lost")
+        [lost] = job.events(Lost)
         assert lost.node == before
         os.kill(stale, signal.SIGCONT)  # first: its agent would have stopped it
         job.wait("it is refused", (tmp_path / f"b-{first}-refused").exists)
@@ -237,7 +238,7 @@ def test_a_frozen_agent_comes_back_as_a_new_node(server: RedisServer, tmp_path: 
         before = job.id_of("b")
         agent.suspend()
         epoch = job.wait_round("a", epoch)
-        assert [event.node for event in job.events("lost")] == [before]
+        assert [event.node for event in job.events(Lost)] == [before]
         assert agent.status() == psutil.STATUS_STOPPED
         agent.resume()
         job.wait_round("ab", epoch)
@@ -258,7 +259,7 @@ def test_a_frozen_agents_workers_are_stopped(server: RedisServer, tmp_path: Path
         agent.suspend()
         job.wait("its lease is over", lambda: job.control.state().members[0].lease < 0)
         job.begin("a")
-        job.wait("b is lost", lambda: before in [event.node for event in job.events("lost")])
+        job.wait("b is lost", lambda: before in [event.node for event in job.events(Lost)])
         assert lives(worker), "nobody could stop it"
         agent.resume()
         job.wait("it is stopped", lambda: not lives(worker))

@@ -23,6 +23,7 @@ from redelastic.redis.connection import Connection
 from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.handler import RedisRendezvousHandler, handler_from_parameters
 from redelastic.run.control import RunControl
+from redelastic.run.events import Left
 from tests.support.agent_job import AWARE
 from tests.support.fault_matrix import Measured
 from tests.support.namespaces import LINK, Network, NetworkServer, both_ways
@@ -203,7 +204,7 @@ def test_a_member_is_cut_off(
         assert {name: rank for name, (rank, _) in places.items()} == {n: rank for n, (rank, _) in ranks.items()}
         assert (back.result(LIMIT).rank, back.result(LIMIT).world_size) == (2, 3)
     run = control.state()
-    assert (run.epoch, run.broken) == (3, "")
+    assert (run.epoch, run.broken) == (3, None)
     assert lost(control) == [identity]
     assert cut.handler.membership.node != identity, "it came back as a new node (I4)"
 
@@ -227,9 +228,9 @@ def test_a_spare_is_cut_off(members: list[Member], control: RunControl, network:
         wait_until(lambda: control.state().spares, "it is a spare again")
         measured("a spare again", time.monotonic() - healed)
         run = control.state()
-        assert (run.epoch, run.broken) == (1, ""), "the round stands"
+        assert (run.epoch, run.broken) == (1, None), "the round stands"
         leaving, stays = first
-        leaving.handler.end("a test", "goes on")
+        leaving.handler.end(Left(cause="exited"), "goes on")
         wait_until(lambda: stays.told, "there is a place")
         assert sorted([*join(stays).values(), (joined.result(LIMIT).rank, 2)]) == [(0, 2), (1, 2)]
 
@@ -244,7 +245,7 @@ def test_a_slow_link(members: list[Member], control: RunControl, network: Networ
         measured("rendezvous complete", time.monotonic() - since)
         wait_until(lambda: (control.state().age or 0) > 3 * LEASE, "three leases have passed")
         assert lost(control) == []
-        assert control.state().broken == ""
+        assert control.state().broken is None
         gone = dies.handler.membership.node
         dies.handler.membership.stop()
         since = time.monotonic()

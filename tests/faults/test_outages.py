@@ -21,6 +21,7 @@ from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.handler import RedisRendezvousHandler
 from redelastic.rendezvous.membership import RunThen
 from redelastic.run.control import RunControl
+from redelastic.run.events import Failed, Left
 from tests.support.agent_job import AgentJob
 from tests.support.fault_matrix import Measured
 from tests.support.faulty_proxy import Fault, FaultyProxy
@@ -208,7 +209,7 @@ def test_who_finishes_closes_a_run_that_is_forgotten(
     beat = nodes[1].membership.heartbeat.beat
     nodes[1].membership.heartbeat.beat = lambda: None  # type: ignore[method-assign]  # the other speaks later
     own_server.get_client().flushall()
-    assert nodes[0].end("finished", run_then)
+    assert nodes[0].end(Left(cause="finished"), run_then)
     nodes[1].membership.heartbeat.beat = beat  # type: ignore[method-assign]
     wait_until(lambda: nodes[1].membership.view.closed, "the other has heard of it", 20)
     assert bool(nodes[1].membership.view.stopped) == (run_then == "stops")
@@ -241,7 +242,7 @@ def test_a_late_report_tells_who_failed_first(own_server: RedisServer, new_node:
 
 def charge(node: RedisRendezvousHandler, failed_at: float) -> tuple[int, int, str]:
     """Restarts of the job, rounds in a row that this host has to answer for, and why the run is to be stopped."""
-    return node.membership.charge(failed_at, -1, "CAUSE", (-1, -1, -1), final=False)
+    return node.membership.charge(failed_at, -1, Failed(message="CAUSE"), (-1, -1, -1), final=False)
 
 
 @pytest.mark.fault("Redis is killed and comes back empty", PROMISE)

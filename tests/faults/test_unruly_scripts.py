@@ -13,6 +13,8 @@ from redelastic.redis.connection import Connection
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
 from redelastic.run.control import RunControl
+from redelastic.run.events import Closed, Failed
+from redelastic.run.sentences import sentence
 from tests.support.agent_job import DRAINED, FAILED
 from tests.support.cgroups import limited_memory
 from tests.support.long_tests import quick_rows
@@ -71,7 +73,7 @@ def test_who_ends_an_agent_that_waits_for_leftovers_ends_a_success(server: Redis
         job.nodes["a"].terminate()
         assert job.wait_end("a") == 0
         assert not lives(sleeper)
-        assert [event.reason for event in job.control.events() if event.event == "closed"], "the run is done"
+        assert job.events(Closed), "the run is done"
 
 
 @pytest.mark.fault("a worker fails, and what it has started still runs", "SIGTERM, and time to clean up")
@@ -135,5 +137,6 @@ def test_a_worker_that_the_oom_killer_ended(server: RedisServer, run_id: str, tm
     assert told in log
     assert told in report
     control = RunControl(Connection.open(server.url), RunKeys(run_id))
-    [event] = [event for event in control.events() if event.event == "failed"]
-    assert told in event.reason
+    [event] = [event for event in control.events() if isinstance(event, Failed)]
+    assert (event.local_rank, event.signal, event.oom_kills) == (0, "SIGKILL", 1)
+    assert told in sentence(event)

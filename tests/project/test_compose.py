@@ -196,7 +196,7 @@ def test_job_outlives_its_containers(new_job: Callable[..., ComposeJob]) -> None
     assert members[1] == members[0] - {first.container}
     assert members[2] == set(job.containers("node"))
     assert members[3] == members[2] - {stopped}
-    reasons = [(e["node"][:12], e["event"], e["reason"]) for e in events]
+    reasons = [(e["node"][:12], e["event"], e["text"]) for e in events]
     assert (first.container, "started", "rank 0 of 3") in reasons
     [lost] = [reason for node, event, reason in reasons if (node, event) == (first.container, "lost")]
     assert lost.startswith("did not answer the roll call of "), "a worker of another node failed at once"

@@ -23,6 +23,7 @@ from redelastic.redis import scripts
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.handler import RedisRendezvousHandler, handler_from_parameters
+from redelastic.run.events import Left
 from redelastic.store import RedisStore, RoundBrokenError
 from tests.proofs.oracle import apply
 from tests.proofs.oracle_state import NOTHING, Beat, Join, Known, Leave, Request, Settings, State
@@ -97,8 +98,8 @@ def parsed(kind: type[Request], args: list[str]) -> Request:
     if kind is Beat:
         return Beat(node, settings, known)
     if kind is Leave:
-        reason, run_then = rest[m:]
-        return Leave(node, reason, run_then, settings, known)  # type: ignore[arg-type]
+        run_then, *fields = rest[m:]
+        return Leave(node, tuple(fields), run_then, settings, known)  # type: ignore[arg-type]
     after, endpoint, label = rest[m:]
     return Join(node, int(after), endpoint, label, settings, known)
 
@@ -128,7 +129,7 @@ def run_batch(seed: str) -> Counter[str]:
             leaving, leaves = random.randrange(n), epoch > 1 and random.random() < 0.3
             last: list[Callable[[], Any]] = []
             if leaves:
-                last.append(partial(nodes[leaving].end, "drained", "goes on", PATIENCE))
+                last.append(partial(nodes[leaving].end, Left(cause="drained"), "goes on", PATIENCE))
                 nodes[leaving] = new_node()
             infos = all_at_once(*(node.next_rendezvous for node in nodes), *last)[:n]
             agreed(infos, n, epoch)

@@ -19,7 +19,6 @@ from tests.proofs.model_checks import check_failures, check_round, check_state
 from tests.proofs.oracle import apply
 from tests.proofs.oracle_state import (
     FORMER,
-    NOTHING,
     Beat,
     Charge,
     Close,
@@ -281,7 +280,7 @@ class Model:
         if node.alive:
             yield world.changed(node, phase=DEAD)
             for run_then in RUN_THEN if node.phase == TRAINING else ("goes on",):
-                left = self.request(world, Leave(node.name, "left", run_then), why="goes")[0]
+                left = self.request(world, Leave(node.name, ("reason", "left"), run_then), why="goes")[0]
                 yield left.changed(left.node(node.name), phase=GONE)
             if any(at <= NOW for at in world.state.leases.values()) or node.name not in world.state.leases:
                 yield self.beat(world, node)
@@ -422,7 +421,7 @@ class Model:
 
 def known_to(node: Node, s: State) -> Known:
     """What it says of roll calls."""
-    return Known(heard=s.roll_called_at or 0) if node.knows else NOTHING
+    return Known(heard=(s.roll_called_at or 0) if node.knows else 0, incarnation=s.incarnation or "")
 
 
 def silent_in(s: State) -> set[str]:

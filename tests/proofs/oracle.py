@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from tests.proofs.oracle_state import (
     FORMER,
+    PROTOCOL,
     Beat,
     Charge,
     Close,
@@ -24,17 +25,20 @@ from tests.proofs.oracle_state import (
     Request,
     RollCall,
     State,
+    cause,
 )
 from tests.proofs.oracle_steps import (
-    break_round,
     close_run,
     has_failed,
+    is_same_run,
     open_roll_call,
     reap,
     record,
+    record_break,
     remove,
     renew,
     restore,
+    set_up,
     size_of,
     to_answer,
     try_complete,
@@ -62,19 +66,33 @@ def join(state: State, now: int, request: Join) -> tuple[State, Reply]:
         try_complete(s, now)
         return s, ("left",)  # I4: it held a round and has lost its lease
     if not s.leases or s.settings is None:
-        s.settings, s.ttl = request.settings, request.settings.ttl  # nobody is there: this is the first node
+        set_up(s, now, node, request.settings)  # nobody is there: this is the first node
     elif (request.settings.min, request.settings.max) != (s.settings.min, s.settings.max):
         try_complete(s, now)
         return s, ("mismatch", s.settings.min, s.settings.max, s.settings.lease, s.settings.interval)
-    if s.epoch is None or request.after > s.epoch:
+    if not is_same_run(s, request.known):
+        request = request._replace(after=0)
+    elif s.epoch is None or request.after > s.epoch:
         s.epoch = request.after  # I4: after a loss of data no epoch is given twice
+        s.incarnation = request.known.incarnation or s.incarnation
+
+    assert s.epoch is not None
 
     _enter(s, node, request)
     renew(s, now, node, request.settings, request.known)
     try_complete(s, now)
 
     if s.epoch > request.after and node in s.members:
-        return s, ("complete", s.epoch, s.ranks[node], size_of(s), s.master or "", s.completed_at or 0, s.lost or 0)
+        return s, (
+            "complete",
+            s.epoch,
+            s.ranks[node],
+            size_of(s),
+            s.master or "",
+            s.completed_at or 0,
+            s.lost or 0,
+            str(s.incarnation),
+        )
     wait = -1 if s.deadline is None else max(0, s.deadline - now)
     return s, ("waiting", s.epoch, len(s.wake), wait, int(s.full), to_answer(s, node, request.known))
 
@@ -85,16 +103,16 @@ def _enter(s: State, node: str, request: Join) -> None:
     if node in s.members and s.epoch <= request.after:  # it gives its round up
         s.members.remove(node)
         s.candidates[node] = FORMER + s.ranks[node]
-        record(s, "joined", node, "regroups")
-        break_round(s, f"{node} regroups", "regroups")
+        record_break(s, "regrouped", node)
     elif node in s.members or node in s.candidates:
         return  # asked again, or a late copy, whose endpoint is gone by now
     else:
         s.arrivals += 1
         s.candidates[node] = s.arrivals
-        record(s, "joined", node, "is new")
         if s.members and size_of(s) < s.settings.max:
-            break_round(s, f"{node} waits to join", "waits")
+            record_break(s, "joined", node)
+        else:
+            record(s, "joined", node)
     s.endpoints[node] = request.endpoint
     if request.label:
         s.labels[node] = request.label
@@ -132,14 +150,13 @@ def leave(state: State, now: int, request: Leave) -> tuple[State, Reply]:
     s.left.add(node)
     was_here, was_member, had_failed = node in s.leases, node in s.members, has_failed(s, node)
     remove(s, node)
-    if was_here:
-        record(s, "left", node, request.reason)
-    if was_member and s.closed is None:
-        why = f"{node} {request.reason}"
-        if request.run_then != "goes on" and s.broken is None:  # the others finish too; else they have to go on
-            close_run(s, why, node, stop=request.run_then == "stops")
-        else:
-            break_round(s, why, "lost", innocent=not had_failed)
+    fields = request.fields
+    if was_member and s.closed is None and (request.run_then == "goes on" or s.broken is not None):
+        record_break(s, "left", node, *fields, innocent=not had_failed)
+    elif was_here:
+        record(s, "left", node, *fields)
+        if was_member and s.closed is None:  # the others finish too; in a broken round they go on
+            close_run(s, node, *fields, stop=request.run_then == "stops")
     try_complete(s, now)
     return s, ()
 
@@ -147,9 +164,9 @@ def leave(state: State, now: int, request: Leave) -> tuple[State, Reply]:
 def close(state: State, now: int, request: Close) -> tuple[State, Reply]:  # noqa: ARG001
     """No round is completed any more; a run that was closed may still be stopped."""
     s = state.copy()
-    s.ttl = request.ttl if s.ttl is None else s.ttl
+    s.ttl, s.protocol = request.ttl if s.ttl is None else s.ttl, PROTOCOL
     if s.closed is None or (request.stop and not s.stop):
-        close_run(s, s.closed or request.why, "", stop=bool(request.stop))
+        close_run(s, "", "reason", request.why, stop=bool(request.stop))
     assert s.closed is not None
     return s, (s.closed,)
 
@@ -161,7 +178,7 @@ def drain(state: State, now: int, request: Drain) -> tuple[State, Reply]:
         return s, (0,)
     if node not in s.draining:
         s.draining[node] = f"{request.timeout} {request.reason}"
-        record(s, "drain", node, request.reason)
+        record(s, "drain", node, "reason", request.reason, "timeout_ms", request.timeout)
         if node in s.members:
             assert s.epoch is not None
             s.drain_woke = f"{s.epoch} {now // 1000}"
@@ -176,13 +193,14 @@ def charge(state: State, now: int, request: Charge) -> tuple[State, Reply]:
     if request.epoch == s.epoch and node in s.leases and s.closed is None:  # I4
         if not has_failed(s, node):
             s.failed[node] = request.epoch
-            record(s, "failed", node, request.reason)
+            record(s, "failed", node, "age_ms", request.ago, "message", request.reason)
         if s.member_lost is None:  # else it failed because of that
             _count(s, now - request.ago, request)
         if s.charged == s.epoch:  # also when who was charged is lost by now
-            verdict = _verdict(s, request)
-            if verdict and request.final:
-                close_run(s, verdict, node, stop=True)
+            fields = _verdict(s, request)
+            verdict = cause("stopped", node, tuple(map(str, fields))) if fields else ""
+            if fields and request.final:
+                close_run(s, node, *fields, stop=True)
     return s, (s.restarts or 0, s.failures.get(request.host, 0), verdict)
 
 
@@ -192,8 +210,8 @@ def readmit(state: State, now: int, request: Readmit) -> tuple[State, Reply]:  #
     if s.ttl is None or request.host not in s.failures:
         return s, (0,)
     del s.failures[request.host]
-    record(s, "readmitted", request.host, request.by)
-    wake(s, "readmit", request.host)
+    record(s, "readmitted", request.host, "reason", request.by)
+    wake(s, "readmit")
     return s, (1,)
 
 
@@ -230,16 +248,17 @@ def _count(s: State, failed_at: int, request: Charge) -> None:
         s.progress, s.idle = step + 1, 0
 
 
-def _verdict(s: State, request: Charge) -> str:
-    """Why the run has to be stopped, or ""."""
+def _verdict(s: State, request: Charge) -> tuple[str | int, ...]:
+    """Why the run has to be stopped; empty if it does not have to be."""
+    failure = "message", request.reason
     assert s.idle is not None
     assert s.restarts is not None
     if request.patience >= 0 and s.idle >= max(1, request.patience):
-        place = "no step was reported" if s.progress is None else f"still at step {s.progress - 1}"
-        return f"no progress in {s.idle} restarts, {place}: {request.node} {request.reason}"
+        last_step = "" if s.progress is None else s.progress - 1
+        return ("cause", "progress", "restarts", s.idle, "last_step", last_step, *failure)
     if 0 <= request.budget < s.restarts:
-        return f"the job has used up its {request.budget} restarts: {request.node} {request.reason}"
-    return ""
+        return ("cause", "restarts", "restarts", request.budget, *failure)
+    return ()
 
 
 def _stays(s: State, host: str, n: int, request: Charge) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, NamedTuple, TypeVar
 
+PROTOCOL: Final = 2
 FORMER: Final = -(2**31)  # a former member's place among the candidates is FORMER + rank: ahead of every newcomer
 
 Reply = tuple[str | int, ...]
@@ -27,9 +29,9 @@ class Wake(NamedTuple):
 
     event: str
     epoch: int
-    reason: str
     waiting: int
     lost: int  # whether a member of the round was lost
+    cause: str = ""  # what it tells of, as :func:`cause` words it
 
 
 class DrainWake(NamedTuple):
@@ -57,7 +59,12 @@ class Event(NamedTuple):
     epoch: int
     size: int
     node: str
-    reason: str
+    fields: tuple[str, ...] = ()  # of its kind: names and values in turn
+
+
+def cause(event: str, node: str, fields: tuple[str, ...] = ()) -> str:
+    """What a run's record says of why a round is broken or the run closed."""
+    return json.dumps([event, node, *fields], separators=(",", ":"))
 
 
 T = TypeVar("T")
@@ -77,6 +84,9 @@ class State:
 
     settings: Settings | None = None
     ttl: int | None = None  # also known of a run that was closed before anybody joined
+    protocol: int | None = None
+    incarnation: str | None = None  # the node that created the run
+    created_at: int | None = None
     epoch: int | None = None
     size: int | None = None
     master: str | None = None
@@ -151,6 +161,7 @@ class Known(NamedTuple):
     stop: int = 0
     steady: int = 1  # whether it has not lost Redis lately
     heard: int = 0  # the last roll call that it knows of
+    incarnation: str = ""  # of the run that it was last in
 
 
 NOTHING: Final = Known()
@@ -175,7 +186,7 @@ class Beat(NamedTuple):
 
 class Leave(NamedTuple):
     node: str
-    reason: str
+    fields: tuple[str, ...]  # of the event
     run_then: Literal["goes on", "closes", "stops"]
     settings: Settings = Settings(1, 1)
     known: Known = NOTHING

@@ -2,35 +2,40 @@
 
 from __future__ import annotations
 
+import json
 import math
 
-from tests.proofs.oracle_state import FORMER, DrainWake, Event, Known, RollCallWake, Settings, State, Wake
+from tests.proofs.oracle_state import (
+    FORMER,
+    PROTOCOL,
+    DrainWake,
+    Event,
+    Known,
+    RollCallWake,
+    Settings,
+    State,
+    Wake,
+    cause,
+)
 
 
 def restore(s: State, now: int, node: str, settings: Settings, known: Known) -> None:
     """I9: put back what the server has forgotten. The highest epoch wins; of two rounds with one epoch, the first."""
+    if not is_heard(s, now, known):
+        return
     if known.closed and (s.closed is None or (known.stop and not s.stop)):
-        s.ttl = settings.ttl if s.ttl is None else s.ttl
-        close_run(s, s.closed or known.closed, node, stop=bool(known.stop))
+        s.ttl, s.protocol = settings.ttl if s.ttl is None else s.ttl, PROTOCOL
+        s.closed = s.closed or known.closed
+        close_run(s, node, *json.loads(known.closed)[2:], stop=bool(known.stop))
     if s.closed is not None or node in s.left or known.rank >= known.size:
         return
     if known.epoch > (s.epoch or 0):
-        s.settings, s.ttl = settings, settings.ttl
-        s.epoch, s.size, s.master, s.completed_at = known.epoch, known.size, known.master, known.completed_at
-        s.lost = 0
-        s.restoring = now + settings.lease
-        s.broken = s.member_lost = s.deadline = s.roll_answered = None
-        end_roll_call(s)
-        s.ranks, s.members = {}, set()
-        for former in sorted((n for n, place in s.candidates.items() if place < 0), key=lambda n: s.candidates[n]):
-            s.arrivals += 1
-            s.candidates[former] = s.arrivals  # its place was one of an older round
-        record(s, "restored", node, "the server had forgotten this round")
-    if known.epoch != s.epoch:
+        take_over(s, now, node, settings, known)
+    if known.epoch != s.epoch or not is_same_run(s, known):
         return
     same_round = (known.size, known.master, known.completed_at) == (s.size, s.master, s.completed_at)
     if node in s.members and not (same_round and s.ranks[node] == known.rank):
-        lose(s, node, "holds another round of the same epoch")
+        lose(s, node, "cause", "conflict")
     if s.restoring is None or node in s.ranks or not same_round or known.rank in s.ranks.values():
         return
     s.candidates.pop(node, None)
@@ -40,7 +45,42 @@ def restore(s: State, now: int, node: str, settings: Settings, known: Known) -> 
         s.restoring = None
         if s.candidates and size_of(s) < settings_of(s).max:
             first = min(s.candidates, key=lambda candidate: s.candidates[candidate])
-            break_round(s, f"{first} waits to join", "waits")
+            record_break(s, "joined", first)
+
+
+def take_over(s: State, now: int, node: str, settings: Settings, known: Known) -> None:
+    """Put back a round that the server has forgotten."""
+    if not is_same_run(s, known):
+        for member in sorted(s.members):
+            lose(s, member, "cause", "conflict")
+    set_up(s, now, node, settings)
+    s.incarnation = known.incarnation
+    s.epoch, s.size, s.master, s.completed_at = known.epoch, known.size, known.master, known.completed_at
+    s.lost = 0
+    s.restoring = now + settings.lease
+    s.broken = s.member_lost = s.deadline = s.roll_answered = None
+    end_roll_call(s)
+    s.ranks, s.members = {}, set()
+    for former in sorted((n for n, place in s.candidates.items() if place < 0), key=lambda n: s.candidates[n]):
+        s.arrivals += 1
+        s.candidates[former] = s.arrivals  # its place was one of an older round
+    record(s, "restored", node)
+
+
+def is_same_run(s: State, known: Known) -> bool:
+    """Whether the node was in this run, or no round of it is there."""
+    return not s.epoch or s.incarnation == known.incarnation
+
+
+def is_heard(s: State, now: int, known: Known) -> bool:
+    """I9: for 1.5 heartbeat intervals survivors of a loss of data win over a run that newcomers have formed."""
+    return is_same_run(s, known) or now < (s.created_at or 0) + 1.5 * settings_of(s).interval
+
+
+def set_up(s: State, now: int, node: str, settings: Settings) -> None:
+    s.settings, s.ttl, s.protocol = settings, settings.ttl, PROTOCOL
+    if s.incarnation is None:
+        s.incarnation, s.created_at = node, now
 
 
 def size_of(s: State) -> int:
@@ -53,25 +93,27 @@ def settings_of(s: State) -> Settings:
     return s.settings
 
 
-def wake(s: State, event: str, reason: str) -> None:
-    s.wake = (*s.wake, Wake(event, s.epoch or 0, reason, len(s.candidates), s.member_lost or 0))
+def wake(s: State, event: str, cause: str = "") -> None:
+    s.wake = (*s.wake, Wake(event, s.epoch or 0, len(s.candidates), s.member_lost or 0, cause))
 
 
-def record(s: State, event: str, node: str, reason: str) -> None:
-    s.events = (*s.events, Event(event, s.epoch or 0, s.size or 0, node, reason))
+def record(s: State, event: str, node: str, *fields: str | int) -> None:
+    s.events = (*s.events, Event(event, s.epoch or 0, s.size or 0, node, tuple(map(str, fields))))
 
 
-def close_run(s: State, why: str, node: str, *, stop: bool) -> None:
-    s.closed, s.stop, s.deadline = why, 1 if stop else None, None
+def close_run(s: State, node: str, *fields: str | int, stop: bool) -> None:
     event = "stopped" if stop else "closed"
-    record(s, event, node, why)
-    wake(s, event, why)
+    s.closed = s.closed or cause(event, node, tuple(map(str, fields)))
+    s.stop, s.deadline = 1 if stop else None, None
+    record(s, event, node, *fields)
+    wake(s, event, s.closed)
 
 
-def break_round(s: State, reason: str, because: str, *, innocent: bool = False) -> None:
-    """Tell the members to regroup: once per round, once more when the first is gone, and when the first is lost."""
-    first_gone = because != "waits" and len(s.members) == size_of(s) - 1
-    first_lost = because == "lost" and s.member_lost is None
+def record_break(s: State, event: str, node: str, *fields: str | int, innocent: bool = False) -> None:
+    """Record it, and tell the members to regroup: once per round, again when the first is gone and when one is lost."""
+    record(s, event, node, *(() if s.broken else ("breaks", 1)), *fields)
+    first_gone = event != "joined" and len(s.members) == size_of(s) - 1
+    first_lost = event not in {"joined", "regrouped"} and s.member_lost is None
     if first_lost:
         s.member_lost = 1
         if innocent and s.charged == s.epoch and s.closed is None:  # its peers failed because of it: they get it back
@@ -80,8 +122,9 @@ def break_round(s: State, reason: str, because: str, *, innocent: bool = False) 
             unblame(s)
             s.charged, s.restarts, s.idle = None, s.restarts - 1, max(0, s.idle - 1)
     if s.broken is None or first_gone or first_lost:
-        s.broken = s.broken or reason
-        wake(s, "broken", reason)
+        why = cause(event, node, tuple(map(str, fields)))
+        s.broken = s.broken or why
+        wake(s, "broken", why)
 
 
 def has_failed(s: State, node: str) -> bool:
@@ -96,12 +139,13 @@ def remove(s: State, node: str) -> None:
         mapping.pop(node, None)
 
 
-def lose(s: State, node: str, reason: str) -> None:
+def lose(s: State, node: str, *fields: str | int) -> None:
     was_member, had_failed = node in s.members, has_failed(s, node)
     remove(s, node)
-    record(s, "lost", node, reason)
     if was_member:
-        break_round(s, f"{node} {reason}", "lost", innocent=not had_failed)
+        record_break(s, "lost", node, *fields, innocent=not had_failed)
+    else:
+        record(s, "lost", node, *fields)
 
 
 def open_roll_call(s: State, now: int, node: str, timeout: int) -> None:
@@ -163,8 +207,7 @@ def roll_call_is_over(s: State, now: int) -> bool:
     end_roll_call(s)
     if s.member_lost is None:
         s.roll_answered = called_at
-        seconds = (now - called_at) / 1000
-        record(s, "roll_call", called_by, f"{len(s.leases)} nodes are there: all answered within {seconds:.3f} s")
+        record(s, "roll_call", called_by, "answers", len(s.leases), "took_ms", now - called_at)
         s.wake = (*s.wake, RollCallWake("answered", s.epoch, called_at))
         if again and s.leases:
             open_roll_call(s, now, again, timeout)
@@ -180,8 +223,7 @@ def reap(s: State, now: int, *, steady: int) -> bool:
     s.beat_at = now
     if s.settings and (silence > 1.5 * s.settings.interval or silence < 0):
         if s.leases:
-            what = "no heartbeat for" if silence > 0 else "the server's clock went back by"
-            record(s, "outage", "", f"{what} {abs(silence) / 1000:.1f} s: every lease starts anew")
+            record(s, "outage", "", "away_ms" if silence > 0 else "back_ms", abs(silence))
         s.leases = dict.fromkeys(s.leases, now + s.settings.lease)
         end_roll_call(s)
         if silence < 0:
@@ -191,18 +233,16 @@ def reap(s: State, now: int, *, steady: int) -> bool:
     judge_roll_call(s, now, steady=steady)
     for node in sorted((node for node, at in s.leases.items() if at <= now), key=lambda node: (s.leases[node], node)):
         if s.roll_called_at is not None and s.leases[node] == s.roll_until:
-            within = (now - s.roll_called_at) / 1000
-            lose(s, node, f"did not answer the roll call of {s.roll_called_by} within {within:.1f} s")
+            silent, caller = now - s.roll_called_at, s.roll_called_by or ""
+            lose(s, node, "cause", "roll_call", "silent_ms", silent, "asked_by", caller)
             continue
         since = now - s.leases[node] + (s.settings.lease if s.settings else 0)
-        lose(s, node, f"lost its lease after {since / 1000:.1f} s")
+        lose(s, node, "cause", "lease", "silent_ms", since)
     if s.restoring is not None and now >= s.restoring:
         s.restoring = None
         missing = size_of(s) - len(s.ranks)
         if s.closed is None:  # else those that are there may finish
-            break_round(
-                s, f"{missing} of its nodes did not come back after the server forgot it", "lost", innocent=True
-            )
+            record_break(s, "missing", "", "missing", missing, innocent=True)
     if s.settings and len(s.candidates) < s.settings.min:
         s.deadline = None  # whoever comes next begins a new last call
     return False
@@ -220,19 +260,19 @@ def try_complete(s: State, now: int) -> None:
     n = len(s.candidates)
     continues = min(s.candidates.values()) < 0  # who is left of the last round is here, so everybody alive is
     if n >= s.settings.max:
-        complete(s, now, "max_nodes joined")
+        complete(s, now, "max_nodes")
     elif continues and (n >= size_of(s) or s.settings.replacement == 0):
-        complete(s, now, "every live node joined")
+        complete(s, now, "all_joined")
     else:
         if s.deadline is None:
             s.deadline = now + (s.settings.replacement if continues else s.settings.last_call)
             if s.size is not None:
-                wake(s, "deadline", "")  # for those who asked before
+                wake(s, "deadline")  # for those who asked before
         if now >= s.deadline:
-            complete(s, now, "replacement_timeout passed" if continues else "last_call_timeout passed")
+            complete(s, now, "replacement" if continues else "last_call")
 
 
-def complete(s: State, now: int, reason: str) -> None:
+def complete(s: State, now: int, because: str) -> None:
     assert s.settings is not None
     assert s.epoch is not None
     places = s.candidates
@@ -245,8 +285,9 @@ def complete(s: State, now: int, reason: str) -> None:
     s.size = len(chosen)
     s.master = next(s.endpoints[node] for node, rank in s.ranks.items() if rank == 0)
     s.completed_at, s.broken, s.member_lost, s.deadline, s.roll_answered = now, None, None, None, None
-    record(s, "completed", next(node for node, rank in s.ranks.items() if rank == 0), reason)
-    wake(s, "complete", reason)
+    members = sorted(s.ranks, key=lambda node: s.ranks[node])
+    record(s, "completed", members[0], "because", because, "lost", s.lost, "members", " ".join(members))
+    wake(s, "complete")
     for node in sorted(s.members & set(s.draining), key=lambda node: s.ranks[node])[:16]:
         timeout, _, why = s.draining[node].partition(" ")
         s.wake = (*s.wake, DrainWake("drain", s.epoch, node, why, int(timeout)))

@@ -19,6 +19,7 @@ join or a leave.
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Callable
@@ -91,9 +92,9 @@ def parse(line: str, roll_call: int | None = None) -> tuple[int, Request]:
 
 ASIDES: Final = {", heard": "answers", ", back": "is back"}
 LEAVES: Final[dict[str, Callable[[str], Leave]]] = {
-    "leaves": lambda node: Leave(node, "left", "goes on"),
-    "finishes": lambda node: Leave(node, "finished", "closes"),
-    "gives up": lambda node: Leave(node, "gave up", "stops"),
+    "leaves": lambda node: Leave(node, ("reason", "left"), "goes on"),
+    "finishes": lambda node: Leave(node, ("cause", "finished"), "closes"),
+    "gives up": lambda node: Leave(node, ("cause", "failed"), "stops"),
 }
 
 
@@ -104,20 +105,29 @@ def tell(story: str, server: Server | None = None) -> str:
     commands = [line.partition(" -> ")[0].rstrip() for line in story.splitlines() if line[8:9] not in "|*"]
     width = max(38, *map(len, commands))
     for command in commands:
-        now, request = parse(command, state.roll_called_at)
+        now, request = of_run(state, *parse(command, state.roll_called_at))
         state, reply = apply(state, now, request)
         if server:
             reply = server.apply(now, request)
         if reply[:1] == ("complete",):
-            reply = reply[:5] + reply[6:]  # without the time: it is that of the line above
+            reply = (*reply[:5], reply[6])  # without the time, which is that of the line above, and the run's creator
         reply_text = ", ".join(str(part) if part != "" else "-" for part in reply)
         lines.append(f"{command:<{width}} -> {reply_text or 'nothing'}")
         whole = server.stored() if server else stored(state)
         lines += [f"{'':8}| {wake_text(entry)}" for entry in whole["wake"][told["wake"] :]]
-        recorded = [e for e in whole["events"][told["events"] :] if e["event"] not in {"joined", "completed"}]
-        lines += [f"{'':8}* {e['event']} {e['node']}: {e['reason']}".replace(" :", ":") for e in recorded]
+        recorded = [
+            e for e in whole["events"][told["events"] :] if e["event"] not in {"joined", "regrouped", "completed"}
+        ]
+        lines += [f"{'':8}* {event_text(entry)}" for entry in recorded]
         told = {stream: len(whole[stream]) for stream in told}
     return "\n".join(lines) + "\n"
+
+
+def of_run(state: State, now: int, request: Request) -> tuple[int, Request]:
+    """The request of a node that has heard which run it is in."""
+    if isinstance(request, Join | Beat | Leave):
+        request = request._replace(known=request.known._replace(incarnation=state.incarnation or ""))
+    return now, request
 
 
 def wake_text(entry: dict[str, str]) -> str:
@@ -125,7 +135,20 @@ def wake_text(entry: dict[str, str]) -> str:
         return "drain {epoch}: {node} {reason} ({timeout} ms)".format_map(entry)
     if entry["event"] in {"roll_call", "answered"}:
         return "{event} {epoch}".format_map(entry)
-    return "{event} {epoch}: {reason} ({waiting} waiting)".format_map(entry)
+    told = "{event} {epoch} ({waiting} waiting)".format_map(entry)
+    if "cause" not in entry:
+        return told
+    event, node, *fields = json.loads(entry["cause"])
+    return f"{told}: {words(event, node, dict(zip(fields[::2], fields[1::2], strict=True)))}"
+
+
+def event_text(entry: dict[str, str]) -> str:
+    own = {name: value for name, value in entry.items() if name not in {"event", "epoch", "size", "node"}}
+    return words(entry["event"], entry["node"], own)
+
+
+def words(event: str, node: str, fields: dict[str, str]) -> str:
+    return " ".join(part for part in (event, node, *(f"{name}={value}" for name, value in fields.items())) if part)
 
 
 def main() -> int:

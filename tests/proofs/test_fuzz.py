@@ -196,7 +196,7 @@ def fuzz_replies(dice: Dice) -> None:
     node.heartbeat.beat()
     assert all(math.isfinite(each.timeout) for each in node.view.drains)
     with contextlib.suppress(RendezvousError):
-        node._refuse_closed(dice.raw(), dice.randrange(2), dice.randrange(2))
+        node._refuse_closed(dice.raw(), dice.randrange(2), spare=dice.randrange(2))
     with contextlib.suppress(CorruptStateError):
         assert (
             0

@@ -22,6 +22,7 @@ from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.membership import Membership
 from redelastic.rendezvous.settings import Settings
 from redelastic.run.control import RunControl, UnknownNodeError, UnknownRunError
+from redelastic.run.events import Failed, Hung, Left, Unwatched
 from redelastic.run.history import replay
 from tests.support.fuzzing import INPUTS, SEED, no_logs
 from tests.support.hostile import NODES, RECORD, Dice
@@ -93,7 +94,8 @@ def operations(connection: Connection, keys: RunKeys, dice: Dice) -> Iterator[Ca
             node.view.take_in_wake_ups(entries)
 
     yield from (join, node.heartbeat.beat, hear)
-    yield from (lambda: node.charge(time.monotonic(), 3, "why", (3, 3, 3), final=False), node.ask_whether_closed)
+    failure = Failed(message="why")
+    yield from (lambda: node.charge(time.monotonic(), 3, failure, (3, 3, 3), final=False), node.ask_whether_closed)
     yield from (
         control.state,
         lambda: replay(control.events()),
@@ -101,7 +103,7 @@ def operations(connection: Connection, keys: RunKeys, dice: Dice) -> Iterator[Ca
         lambda: control.failures("a"),
     )
     yield from (
-        lambda: control.note(dice.choice(("x", "hung")), "y", "z", 2000 * "detail"),
+        lambda: control.note(dice.choice((Unwatched, Hung))(node="y", stacks=2000 * "stack")),
         lambda: control.drain(NODES[0], "why", 1),
         lambda: control.readmit("a", "b"),
     )
@@ -118,7 +120,7 @@ def operations(connection: Connection, keys: RunKeys, dice: Dice) -> Iterator[Ca
         lambda: store.wait(["none"], timedelta(0)),
         lambda: store.check(["n"]),
     )
-    yield from (lambda: node.leave("done", timeout=0), lambda: control.close("why", stop=True, ttl=60))
+    yield from (lambda: node.leave(Left(cause="exited"), timeout=0), lambda: control.close("why", stop=True, ttl=60))
     store.close()
 
 

@@ -33,6 +33,7 @@ from tests.proofs.oracle_state import (
     RollCall,
     Settings,
     State,
+    cause,
 )
 from tests.proofs.twin import HOSTS, NODES, START, Server, stored
 from tests.support.long_tests import LONG
@@ -81,10 +82,12 @@ class Equivalence(RuleBasedStateMachine):
         self.sent.append(request)
         reply = self.send(request)
         if reply[:1] == ("complete",) and not lost:
-            self.held[request[0]] = Known(*reply[1:6])  # type: ignore[arg-type]
+            held = Known(*reply[1:6])  # type: ignore[arg-type]
+            self.held[request[0]] = held._replace(incarnation=str(reply[7]))
             self.last[request[0]] = self.held[request[0]].epoch
         if reply == ("left",):
-            self.held[request[0]] = NOTHING  # it comes back as another one
+            incarnation = self.held[request[0]].incarnation
+            self.held[request[0]] = NOTHING._replace(incarnation=incarnation)  # it comes back as another one
 
     @initialize(
         size=sizes,
@@ -138,12 +141,12 @@ class Equivalence(RuleBasedStateMachine):
     @rule(pick=st.integers(0, 7), run_then=run_thens, aside=asides)
     def leave(self, pick: int, run_then: RunThen, aside: str) -> None:
         node = self.present(pick)
-        self.send_new(Leave(node, "went", run_then, self.settings, self.known(node, aside)))
+        self.send_new(Leave(node, ("reason", "went"), run_then, self.settings, self.known(node, aside)))
 
     @rule(node=nodes, run_then=run_thens)
     def leave_without_having_come(self, node: str, run_then: RunThen) -> None:
         if node not in self.state.leases:
-            self.send_new(Leave(node, "went", run_then, self.settings, self.held[node]))
+            self.send_new(Leave(node, ("reason", "went"), run_then, self.settings, self.held[node]))
 
     @rule(pick=st.integers(0, 7), reason=st.sampled_from(("preempted", "by hand: 12:00")), timeout=st.integers(0, 9))
     def drain(self, pick: int, reason: str, timeout: int) -> None:
@@ -167,7 +170,7 @@ class Equivalence(RuleBasedStateMachine):
             self.charge(self.present(pick), self.state.epoch or 0, (ago, step), limits, final)
         innocent = sorted(node for node in self.state.members if self.state.failed.get(node) != self.state.epoch)
         if then == "one goes" and innocent:
-            self.send_new(Leave(innocent[0], "went", "goes on"))
+            self.send_new(Leave(innocent[0], ("reason", "went"), "goes on"))
         if then:
             self.all_candidates_ask_again(lost=False)
 
@@ -274,7 +277,13 @@ class Equivalence(RuleBasedStateMachine):
     def beat_of_another_round(self, node: str, other: str, wrong: str) -> None:
         """Of the same epoch: as after a split brain."""
         known = self.held[other]
-        others = {"rank": known.rank + 1, "size": known.size + 1, "master": "x 1", "completed_at": 1, "closed": "over"}
+        others = {
+            "rank": known.rank + 1,
+            "size": known.size + 1,
+            "master": "x 1",
+            "completed_at": 1,
+            "closed": cause("closed", "x", ("reason", "over")),
+        }
         value: Any = others[wrong]
         if wrong != "closed" or len(self.sent) % 9 == 0:
             self.send_new(Beat(node, self.settings, known._replace(**{wrong: value})))

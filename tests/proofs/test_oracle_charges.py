@@ -9,7 +9,7 @@ import pytest
 import redis
 
 from tests.proofs.oracle import apply
-from tests.proofs.oracle_state import Charge, Join, Leave, Request, Settings, State
+from tests.proofs.oracle_state import NOTHING, Charge, Join, Leave, Request, Settings, State
 from tests.proofs.stories import read_stories, tell
 from tests.proofs.twin import START, Server
 
@@ -63,7 +63,8 @@ class Job:
         if after == 0:
             self.serial += 1
             node = f"{node}{self.serial}"
-        self.send(Join(node, after, f"{node}:1", "", Settings(1, 3)))
+        known = NOTHING._replace(incarnation=self.state.incarnation or "")
+        self.send(Join(node, after, f"{node}:1", "", Settings(1, 3), known))
 
     def play_round(self) -> None:
         """Some workers fail; a node that did not may go; who failed waits and says so again; then the next round."""
@@ -76,7 +77,7 @@ class Job:
         for node in order:
             if node in gone:
                 self.given_back += self.state.charged == epoch
-                self.send(Leave(node, "left", "goes on"))
+                self.send(Leave(node, ("reason", "left"), "goes on"))
             else:
                 self.charge(node, epoch, failed_at[node], final=0)
         for node, at in failed_at.items():
@@ -96,7 +97,7 @@ class Job:
         """The `gone`, some of whom go only now, are replaced by new nodes on their hosts."""
         for node in gone:
             if node in self.state.members:
-                self.send(Leave(node, "left", "goes on"))
+                self.send(Leave(node, ("reason", "left"), "goes on"))
         for node in gone:
             self.join(node[0], 0)
         for node in sorted(self.state.members):

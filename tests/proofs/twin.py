@@ -43,6 +43,9 @@ STATUS: Final = '{"state": "test"}'
 
 FIELDS: Final = (  # of the run's hash, and of the oracle's state alike
     *(
+        "protocol",
+        "incarnation",
+        "created_at",
         "epoch",
         "size",
         "master",
@@ -72,7 +75,7 @@ FIELDS: Final = (  # of the run's hash, and of the oracle's state alike
 TELLING: Final = (
     "many ",
     "mark",
-    "untold",
+    "flush_at",
     "written",
     "blamed_node",
 )  # fields by which the run tells its events, and no more
@@ -114,7 +117,11 @@ class Server:
             keys += [store.data, store.waits, store.once]
             args = [request.node, STATUS, *request.settings, *request.known]
         if isinstance(request, Leave):
-            args = [request.node, STATUS, *request.settings, *request.known, request.reason, request.run_then]
+            args = [request.node, STATUS, *request.settings, *request.known, request.run_then, *request.fields]
+        if isinstance(request, Close):
+            args = [request.ttl, request.stop, "", "reason", request.why]
+        if isinstance(request, Charge):
+            args = [*request[:5], *request[6:], "message", request.reason]
         if isinstance(request, Join):
             args += [request.after, request.endpoint, request.label]
         with self._client.pipeline(transaction=False) as pipeline:
@@ -211,4 +218,10 @@ def stored(state: State) -> dict[str, Any]:
 
 @cache
 def as_text(entry: Wake | DrainWake | RollCallWake | Event) -> dict[str, str]:
-    return {name: str(value) for name, value in entry._asdict().items()}
+    told: dict[str, Any] = entry._asdict()
+    if isinstance(entry, Event):
+        fields = told.pop("fields")
+        told |= zip(fields[::2], fields[1::2], strict=True)
+    if isinstance(entry, Wake) and not entry.cause:
+        del told["cause"]
+    return {name: str(value) for name, value in told.items()}

@@ -224,13 +224,13 @@ def test_scripts_that_were_flushed_are_sent_again(own_server: RedisServer) -> No
     connection = opened(own_server.url)
     keys = [*RunKeys("r").types, RunKeys("r").status("n")]
     with own_server.get_client() as admin:
-        assert scripts.CLOSE(connection, keys, ["me", 1000]) == b"me"
+        why = scripts.CLOSE(connection, keys, [1000, 0, "me"])
         admin.script_flush()
-        assert scripts.CLOSE(connection, keys, ["you", 1000]) == b"me"
+        assert scripts.CLOSE(connection, keys, [1000, 0, "you"]) == why == b'["closed","me"]'
         stats = admin.info("commandstats")
         # the first call and the one after the flush had to send the text
         assert stats["cmdstat_eval"]["calls"] == 2
-        assert scripts.CLOSE(connection, keys, ["you", 1000]) == b"me"
+        assert scripts.CLOSE(connection, keys, [1000, 0, "you"]) == why
         assert admin.info("commandstats")["cmdstat_eval"]["calls"] == 2
     connection.close()
 

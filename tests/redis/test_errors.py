@@ -59,7 +59,7 @@ def test_a_server_that_is_no_cluster_and_no_sentinel(server: RedisServer) -> Non
 def test_a_replica_is_refused(server: RedisServer) -> None:
     with servers.replica_of(server) as replica:
         connection = opened(replica.url)
-        for write in (increment, lambda _: scripts.CLOSE(connection, [*RunKeys("r").types, "n"], ["me", 1])):
+        for write in (increment, lambda _: scripts.CLOSE(connection, [*RunKeys("r").types, "n"], [1000, 0, "me"])):
             with takes(0, 1), pytest.raises(UnavailableError, match=r"read-only replica. Name its master"):
                 connection.call(write)
         connection.close()

@@ -24,6 +24,7 @@ from redelastic.redis.connection import Connection
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.handler import RedisRendezvousHandler
+from redelastic.run.events import Closed, Left
 from tests.support import servers
 from tests.support.nodes import NodeFactory
 
@@ -217,8 +218,8 @@ GARBAGE_ENTRIES: list[dict[str, str]] = [
     {"event": "unheard of"},
     {"event": "broken"},
     {"event": "broken", "epoch": "1"},
-    {"event": "broken", "epoch": "1", "waiting": "many", "reason": "garbage"},
-    {"event": "broken", "epoch": "1", "waiting": "", "reason": "garbage"},
+    {"event": "broken", "epoch": "1", "waiting": "many", "cause": "garbage"},
+    {"event": "broken", "epoch": "1", "waiting": "", "cause": "[1, {}]"},
     {"event": "broken", "epoch": "one", "waiting": "1"},
     {"event": "\udcff"},
 ]
@@ -232,7 +233,8 @@ def test_garbage_in_the_wake_stream_stops_no_keep_alive(
     node.next_rendezvous()
     fields = {name: value.encode("utf-8", "surrogateescape") for name, value in entry.items()}
     client.xadd(keys.wake, fields)  # type: ignore[arg-type]
-    client.xadd(keys.wake, {"event": "closed", "reason": "the last entry"})
+    last = Closed(cause="asked", reason="the last entry")
+    client.xadd(keys.wake, {"event": "closed", "cause": last.as_cause()})
     servers.wait_until(lambda: node.membership.view.closed == "the last entry", "the keeper has read them all", 5)
     before = beat_count(client)
     servers.wait_until(lambda: beat_count(client) > before + 3, "it goes on beating", 5)
@@ -246,7 +248,8 @@ def test_what_a_terminal_would_obey_is_no_part_of_the_log(
 ) -> None:
     node = new_node(1, 1)
     node.next_rendezvous()
-    told: dict[Any, Any] = {"event": "broken", "epoch": 1, "reason": "\x1b[2J\nall is well\r", "waiting": 1, "lost": 1}
+    why = Left(node="a", reason="\x1b[2J\nall is well\r").as_cause()
+    told: dict[Any, Any] = {"event": "broken", "epoch": 1, "cause": why, "waiting": 1, "lost": 1}
     client.xadd(keys.wake, told)
     servers.wait_until(node.num_nodes_waiting, "it has read that", 5)
     [said] = [record.getMessage() for record in caplog.records if "all is well" in record.getMessage()]

@@ -8,6 +8,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
+from redelastic.run.events import Left
 from tests.support.nodes import NodeFactory
 from tests.support.rounds import join_all, ranks
 
@@ -29,7 +30,7 @@ class TestBootstrapStore:
         nodes = [new_node(1, 2) for _ in range(2)]
         infos = join_all(pool, *nodes)
         leader = nodes[ranks(infos).index(0)]
-        leader.end("drained", run_then="goes on", timeout=5)
+        leader.end(Left(cause="drained"), run_then="goes on", timeout=5)
         survivor = nodes[1 - nodes.index(leader)]
         where = pool.submit(survivor.next_rendezvous).result(10).bootstrap_store_info
         assert where is not None

@@ -28,6 +28,7 @@ from redelastic import plugin
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.handler import EPOCH_VARIABLE
+from redelastic.run.events import Left, Lost
 from redelastic.store import RoundBrokenError
 from tests.support.nodes import NodeFactory
 from tests.support.rounds import join_all, ranks, until, until_joined
@@ -145,7 +146,7 @@ class TestRegrouping:
         assert [n.num_nodes_waiting() for n in nodes] == [0, 0]  # nobody restarts for a spare
         with pytest.raises(FutureTimeoutError):
             joining.result(1)  # a spare has no join timeout
-        nodes[0].end("drained", run_then="goes on", timeout=5)
+        nodes[0].end(Left(cause="drained"), run_then="goes on", timeout=5)
         until(nodes[1].num_nodes_waiting, "the survivor knows")
         assert nodes[1].next_rendezvous().rank == before[1].rank
         assert joining.result(10).rank == before[0].rank  # it takes the place that is free
@@ -160,7 +161,7 @@ class TestRegrouping:
         until_joined(client, keys, 1)
         with pytest.raises(FutureTimeoutError):
             joining.result(1.8)  # most of the time that passes between two of its requests
-        nodes[0].end("drained", run_then="goes on", timeout=5)
+        nodes[0].end(Left(cause="drained"), run_then="goes on", timeout=5)
         with pytest.raises(FutureTimeoutError):
             joining.result(1)  # the survivor takes its time to stop its workers
         assert nodes[1].next_rendezvous().world_size == 2
@@ -222,7 +223,7 @@ class TestRegrouping:
     ) -> None:
         nodes = [new_node(1, 2, replacement_timeout=20) for _ in range(2)]
         join_all(pool, *nodes)
-        nodes[1].end("drained", run_then="goes on", timeout=5)
+        nodes[1].end(Left(cause="drained"), run_then="goes on", timeout=5)
         survivor = pool.submit(nodes[0].next_rendezvous)
         until_joined(client, keys, 1)
         with pytest.raises(FutureTimeoutError):
@@ -233,7 +234,7 @@ class TestRegrouping:
     def test_replacement_timeout_ends(self, new_node: NodeFactory, pool: ThreadPoolExecutor) -> None:
         nodes = [new_node(1, 2, replacement_timeout=0.3) for _ in range(2)]
         join_all(pool, *nodes)
-        nodes[1].end("drained", run_then="goes on", timeout=5)
+        nodes[1].end(Left(cause="drained"), run_then="goes on", timeout=5)
         assert pool.submit(nodes[0].next_rendezvous).result(10).world_size == 1
 
     def test_a_broken_round_ends_the_waits_on_its_store(self, new_node: NodeFactory, pool: ThreadPoolExecutor) -> None:
@@ -281,7 +282,7 @@ class TestRegrouping:
         node.next_rendezvous()
         with node.membership.view._lock:
             for member_lost in (False, True, True):
-                node.membership.view._break("n1 lost its lease", 0, member_lost)
+                node.membership.view._break(Lost(node="n1", cause="lease", silent_ms=6000), 0, member_lost)
         assert sum("n1 lost its lease" in text for text in caplog.messages) == 1
 
     def test_a_late_node_does_not_end_the_waits(self, new_node: NodeFactory, pool: ThreadPoolExecutor) -> None:

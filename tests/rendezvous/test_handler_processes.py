@@ -52,7 +52,7 @@ class TestProcesses:
             assert process.stdout is not None
             process.stdout.readline()
             if how in ("exit", "fork"):
-                process.communicate("", timeout=10)
+                process.communicate("", timeout=60)
             else:
                 process.send_signal(getattr(signal, how))
             until(node.num_nodes_waiting, f"the other knows of the {how}")

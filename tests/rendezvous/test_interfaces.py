@@ -33,6 +33,8 @@ from redelastic.rendezvous import addresses
 from redelastic.rendezvous.addresses import INTERFACE_VARIABLES, LocalAddress, find_address
 from redelastic.rendezvous.handler import REACH_THREAD, RedisRendezvousHandler, handler_from_parameters
 from redelastic.run.control import RunControl
+from redelastic.run.events import Left, Unreached
+from redelastic.run.sentences import sentence
 from tests.support.fault_matrix import Measured
 from tests.support.namespaces import LINK, Network, NetworkServer, _ip, _libc, both_ways
 from tests.support.servers import wait_until
@@ -300,7 +302,7 @@ def has_tried() -> bool:
 def unreached(redis: RedisServer, of: RedisRendezvousHandler) -> list[str]:
     connection = Connection.open(redis.url)
     try:
-        return [e.reason for e in RunControl(connection, of.backend.keys).events() if e.event == "unreached"]
+        return [sentence(e) for e in RunControl(connection, of.backend.keys).events() if isinstance(e, Unreached)]
     finally:
         connection.close()
 
@@ -335,7 +337,7 @@ def test_a_rank_0_that_is_not_reached(
             assert second.num_nodes_waiting() == 0
         wait_until(has_tried, "it has tried")
         [said] = unreached(redis, second)
-        assert f"Rank 0, node {first.membership.node}," in said
+        assert f"rank 0, node {first.membership.node}," in said
         assert f"at {place.host} port {place.port}, but from {network.addresses['b']}" in said
         assert "--local-addr" in said
         assert [said in record.getMessage() for record in caplog.records if record.levelno == logging.ERROR] == [True]
@@ -363,7 +365,7 @@ def test_a_round_that_is_over_is_not_told_of(
         with network.inside("b"):
             second.num_nodes_waiting()
         assert not has_tried(), "it tries for a minute"
-        first.end("a test", "goes on")
+        first.end(Left(cause="exited"), "goes on")
         wait_until(has_tried, "it tries no longer")
         assert unreached(redis, second) == []
     assert not [record for record in caplog.records if record.levelno == logging.ERROR]

@@ -9,6 +9,7 @@ from typing import Final
 import pytest
 
 from redelastic.rendezvous.view import Round, View
+from redelastic.run.events import Lost
 
 LIMIT: Final = 30.0
 
@@ -56,7 +57,7 @@ def test_a_loss_that_completes_the_next_round_is_told_once_though_its_wake_up_co
     view = View("run")
     view.become("a")
     told = {"event": "broken", "epoch": "1", "lost": "1"}
-    lost = [("5-0", told | {"reason": f"{node} lost its lease"}) for node in "bc"]
+    lost = [("5-0", told | {"cause": Lost(node=node, cause="lease").as_cause()}) for node in "bc"]
     view.take_in_round(Round(1, 0, 3, "host", 1, 0, 0, again=False))
     view.take_in_wake_ups(lost[:1])
     view.take_in_round(Round(2, 0, 1, "host", 1, 0, 2, again=True))

@@ -15,6 +15,7 @@ from redelastic.redis.errors import ACL_RULES
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
 from redelastic.run.control import RunControl
+from redelastic.run.events import Barred
 from redelastic.run.records import Node
 from tests.support import servers
 from tests.support.agent_job import DRAINED, STOPPED, AgentJob
@@ -50,7 +51,7 @@ def test_every_feature_works_for_the_user_of_one_run(every_server: RedisServer, 
             epoch = job.wait_round("ab")
             shown = [line for node in job.nodes.values() for p in node.tree() for line in [command_line(p)]]
             job.tell("fail-b")
-            job.wait_event("barred")
+            job.wait_event(Barred)
             epoch = job.wait_round("a", epoch)
             said = [run_command("readmit", job.run_id, "b", url=user.url)]
             epoch = job.wait_round("ab", epoch)

@@ -21,7 +21,8 @@ from redelastic.redis.connection import Connection
 from redelastic.redis.endpoint import parse_endpoint
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
-from redelastic.run.control import MAX_REASON, RunControl
+from redelastic.run.control import RunControl
+from redelastic.run.events import MAX_REASON, Closed, Left, decode_cause
 from tests.support.commands import command
 from tests.support.job_user import CANARY, PACKAGE, as_user_of, command_line
 from tests.support.nodes import NodeFactory
@@ -44,11 +45,15 @@ def test_nothing_from_redis_is_obeyed(  # noqa: PLR0917  (fixtures)
     name = f"{HOSTILE}-1-0123456789ab"
     client.zadd(keys.candidates, {name: 5})
     client.zadd(keys.leases, {name: 2**52})
-    client.hset(keys.run, mapping={"broken": HOSTILE, f"draining {name}": f"1 {HOSTILE}"})
+    broken = Left(node=HOSTILE, reason=HOSTILE).as_cause()
+    client.hset(keys.run, mapping={"broken": broken, f"draining {name}": f"1 {HOSTILE}"})
     client.hset(keys.failures, HOSTILE, "3")
     client.set(keys.status(name), json.dumps(dict.fromkeys(("name", "host", "state", "agent"), HOSTILE)))
-    for kind in ("hung", HOSTILE):
-        client.xadd(keys.events, {"event": kind, "epoch": "1", "node": HOSTILE, "reason": HOSTILE, "detail": HOSTILE})
+    texts: dict[Any, Any] = dict.fromkeys(
+        ("node", "reason", "message", "signal", "stacks", "path", "lines", "address"), HOSTILE
+    )
+    for kind in ("hung", "left", "log", "unreached", HOSTILE):
+        client.xadd(keys.events, {**texts, "event": kind, "epoch": "1"})
     client.set(f"redelastic:{{{HOSTILE}}}:run", "x")
     page = tmp_path / "page.html"
     asked = [
@@ -88,8 +93,9 @@ def test_what_is_far_too_long_is_cut(
     node.next_rendezvous()
     huge = "x" * 10_000_000
     client.set(keys.status(node.membership.node), json.dumps({"name": huge, "workers": [huge]}))
-    client.hset(keys.run, "broken", huge)
-    client.xadd(keys.events, dict.fromkeys(("event", "node", "reason", "detail"), huge))
+    client.hset(keys.run, "broken", Left(reason=huge).as_cause())
+    client.xadd(keys.events, {"event": "hung", "node": huge, "message": huge, "stacks": huge})
+    client.xadd(keys.events, {"event": huge})
     for name in ("status", "events"):
         done = command(name, run_id, "--endpoint", server.url)
         assert done.code == 0
@@ -98,7 +104,11 @@ def test_what_is_far_too_long_is_cut(
     control.drain(node.membership.node, huge, 1)
     assert len(client.hget(keys.run, f"draining {node.membership.node}") or b"") < MAX_REASON + 20
     assert command("close", run_id, "--reason", "y" * 3000, "--endpoint", server.url).out.endswith("may finish.\n")
-    assert len(client.hget(keys.run, "closed") or b"") == MAX_REASON
+    record: Any = client.hget(keys.run, "closed")
+    assert len(record) < MAX_REASON + 100
+    closed = decode_cause(record.decode())
+    assert isinstance(closed, Closed)
+    assert len(closed.reason) == MAX_REASON
 
 
 # -- pickle

@@ -15,6 +15,7 @@ from redelastic.redis.keys import RunKeys
 from redelastic.redis.scripts import Script
 from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.handler import RedisRendezvousHandler
+from redelastic.run.events import Left
 from redelastic.store import RedisStore, RoundBrokenError
 from tests.support import stores
 from tests.support.faulty_proxy import Fault, FaultyProxy
@@ -214,8 +215,8 @@ def test_a_wait_ends_at_once_when_a_member_leaves(pair: Pair, wait: Callable[[An
     seen = {"store": store, "prefixed": store.prefixed("p"), "PrefixStore": dist.PrefixStore("p", store)}[view]
     waiting = in_thread(seen.get, "k") if view == "PrefixStore" else in_thread(wait, seen)
     until(lambda: bool(store._connection.client.exists(store._keys.waits)))
-    gone.membership.leave("test")
-    with pytest.raises(RoundBrokenError, match=r"Round 1 .* is broken .*test"):
+    gone.membership.leave(Left(cause="exited"))
+    with pytest.raises(RoundBrokenError, match=r"Round 1 .* is broken .*exited"):
         waiting.result(SOON)
 
 
@@ -234,7 +235,7 @@ def test_a_wait_does_not_begin_when_a_member_has_left(pair: Pair, wait: Callable
     if closed:
         stays.set_closed()
     has_waited(store, theirs)
-    gone.membership.leave("test")
+    gone.membership.leave(Left(cause="exited"))
     if closed:
         stays.membership.stop()  # nobody else ends its reads
         store._connection.max_block = 60
@@ -257,7 +258,7 @@ def test_what_is_there_is_read_though_the_round_is_broken(pair: Pair) -> None:
     (gone, theirs), (_, store) = pair
     theirs.set("there", "v")
     theirs.queue_push("q", "item")
-    gone.membership.leave("test")
+    gone.membership.leave(Left(cause="exited"))
     store.wait(["there", "q"])
     assert (store.get("there"), store.multi_get(["there"]), store.queue_pop("q")) == (b"v", [b"v"], b"item")
     for call in (lambda: store.get("k"), lambda: store.multi_get(["there", "k"]), lambda: store.queue_pop("q")):
@@ -270,7 +271,7 @@ def test_nothing_is_written_to_a_superseded_round(pair: Pair, client: redis.Redi
     (gone, old), (stays, also_old) = pair
     old.set("k", "0")
     old.queue_push("q", "item")
-    gone.membership.leave("test")
+    gone.membership.leave(Left(cause="exited"))
     new = stays.next_rendezvous().store
     assert isinstance(new, RedisStore)
     name = RunKeys(run_id).store(1)
@@ -294,7 +295,7 @@ def test_the_reply_of_a_write_before_the_fence_is_still_had(
     unlucky = RedisStore(server.url.replace(server.endpoint, f"127.0.0.1:{proxy.port}"), run_id, epoch=1)
 
     def regroup() -> None:
-        gone.membership.leave("test")
+        gone.membership.leave(Left(cause="exited"))
         stays.next_rendezvous()
 
     fault = proxy.add(Fault(_digest("add"), meanwhile=regroup))

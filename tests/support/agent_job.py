@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from redelastic.redis.connection import Connection
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
 from redelastic.run.control import RunControl
-from redelastic.run.records import Event
+from redelastic.run.events import Event
 from tests.support.torchrun_job import Job
 
+E = TypeVar("E", bound=Event)
 FAILED, DRAINED, STOPPED, REFUSED = 1, 75, 76, 77  # exit codes
 AWARE: Final = Path(__file__).parent / "workers" / "aware.py"
 
@@ -26,11 +27,12 @@ class AgentJob(Job):
     def begin(self, *names: str, options: tuple[str, ...] = (), **more: Any) -> None:
         self.start(*names, script=AWARE, options=options, **more)
 
-    def events(self, kind: str) -> list[Event]:
-        return [event for event in self.control.events() if event.event == kind]
+    def events(self, kind: type[E]) -> list[E]:
+        return [event for event in self.control.events() if isinstance(event, kind)]
 
-    def wait_event(self, kind: str) -> Event:
-        return self.wait(f"there is an event {kind}", lambda: self.events(kind))[-1]
+    def wait_event(self, kind: type[E]) -> E:
+        found: list[E] = self.wait(f"there is a {kind.__name__}", lambda: self.events(kind))
+        return found[-1]
 
     def id_of(self, name: str) -> str:
         return self.control.find(name).id

@@ -11,10 +11,20 @@ from typing import Any
 import redis
 
 from redelastic.redis.keys import RunKeys
+from redelastic.run.events import Completed, Event, Failed, Hung
+from tests.proofs.oracle_state import PROTOCOL
 from tests.support.scenes import Story
 
 LEASE = 6.0  # in seconds
-FIELDS = ("event", "epoch", "size", "node", "reason", "detail")
+
+
+def fields_of(event: Event) -> dict[Any, Any]:
+    """An event as an entry of a stream."""
+    fields: dict[Any, Any] = {"event": event.event, "epoch": event.epoch, "size": event.size, "node": event.node}
+    fields |= {"nodes": " ".join(event.nodes)} if event.nodes else {}
+    fields |= {"breaks": 1} if event.breaks else {}
+    pairs = event.pairs()
+    return fields | dict(zip(pairs[::2], pairs[1::2], strict=True))
 
 
 class Crowd:
@@ -48,23 +58,24 @@ class Crowd:
         story = Story(nodes)
         self.members = [story.node(f"node-{i:04d}") for i in range(nodes)]
         story.join(0, self.members, within=20)
-        story.complete(21, self.members, "max_nodes joined", start=25)
+        story.complete(21, self.members, "max_nodes", start=25)
         rounds = 1
         for at, kind in ((0.35, "lost"), (0.6, "hung"), (0.8, "failed")) if nodes > 1 else ((0.5, "failed"),):
             victim = self.members[len(self.members) // 3]
-            why = {
-                "lost": "lost its lease after 6.1 s",
-                "hung": "worker 3 (rank 11) made no progress for 120 s, last at step 30412",
-                "failed": "worker 5 (rank 85) ended with exit code 1",
-            }[kind]
-            story.tell(at * age, kind, victim, why, "Thread 0x1\n  File train.py, line 3" if kind == "hung" else "")
+            if kind == "lost":
+                story.lose(at * age, victim, 6100)
+            elif kind == "hung":
+                hung: dict[str, Any] = {"local_rank": 3, "rank": 11, "pid": 4003, "idle_ms": 120_000, "step": 30_412}
+                story.tell(at * age, Hung(node=victim, **hung, stacks="Thread 0x1\n  File train.py, line 3"))
+            else:
+                story.tell(at * age, Failed(node=victim, local_rank=5, rank=85, pid=4005, exit_code=1))
             stay = [node for node in self.members if kind != "lost" or node != victim]
-            story.join(at * age + 0.2, stay, "regroups", within=2)
+            story.regroup(at * age + 0.2, stay, within=2)
             if kind == "lost":
                 again = story.node(victim.rsplit("-", 2)[0])
                 self.members[self.members.index(victim)] = again
                 story.join(at * age + 4, [again])
-            story.complete(at * age + 5, self.members, "max_nodes joined", start=25)
+            story.complete(at * age + 5, self.members, "max_nodes", start=25)
             rounds += 1
         self._write(story, rounds)
 
@@ -74,16 +85,9 @@ class Crowd:
         shift = self._began - (events[0].time - 0.01)
         with client.pipeline(transaction=False) as pipe:
             for event in events:
-                fields: dict[Any, Any] = {
-                    "event": event.event,
-                    "epoch": event.epoch,
-                    "size": event.size,
-                    "node": event.node,
-                }
-                fields |= {"reason": event.reason} | ({"detail": event.detail} if event.detail else {})
-                fields |= {"nodes": " ".join(event.nodes)} if event.nodes else {}
-                pipe.xadd(keys.events, fields, id=f"{round(1000 * (event.time + shift))}-{event.id.partition('-')[2]}")
-            completed = max(event.time for event in events if event.event == "completed") + shift
+                at = round(1000 * (event.time + shift))
+                pipe.xadd(keys.events, fields_of(event), id=f"{at}-{event.id.partition('-')[2]}")
+            completed = max(event.time for event in events if isinstance(event, Completed)) + shift
             n = len(self.members)
             run: dict[Any, Any] = {
                 "epoch": rounds,
@@ -92,12 +96,16 @@ class Crowd:
                 "max": n,
                 "lease": round(1000 * self._lease),
             }
-            run |= {"ttl": 7_200_000, "completed_at": round(1000 * completed), "restarts": 2}
+            run |= {"ttl": 7_200_000, "protocol": PROTOCOL, "completed_at": round(1000 * completed), "restarts": 2}
             pipe.hset(keys.run, mapping=run)
             pipe.zadd(keys.ranks, {node: rank for rank, node in enumerate(self.members)})
             pipe.sadd(keys.members, *self.members)
             pipe.execute()
         self.beat()
+
+    def tell(self, event: Event) -> None:
+        """Have something happen now."""
+        self._client.xadd(self.keys.events, fields_of(event), id=f"{round(1000 * time.time())}-*")
 
     def beat(self, steps: int = 1, silent: Sequence[str] = ()) -> None:
         """Have each node but the ``silent`` ones report its state, ``steps`` steps further."""

@@ -15,6 +15,7 @@ from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.handler import RedisRendezvousHandler
 from redelastic.run.control import RunControl, UnknownRunError
+from redelastic.run.events import Lost
 from redelastic.run.records import Run
 from tests.support.agent_job import AgentJob
 from tests.support.nodes import NodeFactory
@@ -157,5 +158,5 @@ class ReplicatedJob(AgentJob):
         started = [line.node for line in self.lines("start") if line.epoch == epoch]
         assert sorted(started) == sorted(nodes), "no worker was restarted"
         run = self.control.state()
-        assert (run.epoch, len(run.members), run.broken) == (epoch, len(nodes), "")
-        assert not self.events("lost")
+        assert (run.epoch, len(run.members), run.broken) == (epoch, len(nodes), None)
+        assert not self.events(Lost)

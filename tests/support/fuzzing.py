@@ -12,8 +12,9 @@ from typing import Any, Final, cast
 from redelastic.redis.connection import Connection
 from redelastic.redis.keys import RunKeys
 from redelastic.run.control import RunControl
-from redelastic.run.records import Event, Run, decode_event
-from tests.support.hostile import EVENTS, NODES, REASONS, RECORD, Dice
+from redelastic.run.events import KINDS, Event, decode
+from redelastic.run.records import Run
+from tests.support.hostile import NODES, RECORD, VALUES, Dice
 from tests.support.long_tests import LONG
 
 INPUTS: Final = int(os.environ.get("REDELASTIC_FUZZ", "30000" if LONG else "5000"))
@@ -98,11 +99,13 @@ def status_text(dice: Dice) -> bytes | None:
 
 
 def hostile_event(dice: Dice) -> Event:
-    fields = {"event": dice.choice(EVENTS), "node": dice.choice(NODES), "epoch": str(dice.randrange(4)), "size": "2"}
-    fields["reason"] = dice.choice(REASONS)
+    kind = dice.choice((*KINDS, "x"))
+    fields = {"event": kind, "node": dice.choice(NODES), "epoch": str(dice.randrange(4)), "size": "2"}
+    own = KINDS[kind].__dataclass_fields__ if kind in KINDS else {}
+    fields |= {name: dice.choice(VALUES) for name in own if name not in {*fields, "id", "time", "nodes"}}
     if dice.random() < 0.1:
         fields["nodes"] = " ".join(dice.choice(NODES) for _ in range(3))
-    for name in (*fields, "detail", "nodes"):
+    for name in (*fields, "nodes"):
         if dice.random() < 0.12:
             fields[name] = dice.told()
     ms = (
@@ -110,7 +113,7 @@ def hostile_event(dice: Dice) -> Event:
         if dice.random() < 0.1
         else dice.randrange(99_999)
     )
-    return decode_event(f"{ms}-{dice.randrange(3)}", fields)
+    return decode(f"{ms}-{dice.randrange(3)}", fields)
 
 
 def hostile_history(dice: Dice) -> list[Event]:

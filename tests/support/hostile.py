@@ -82,21 +82,31 @@ RECORD: Final = {  # of a run
     **dict.fromkeys(("last_call", "interval", "lease", "ttl"), "60000"),
     **dict.fromkeys(("beat_at", "completed_at"), "1700000000000"),
     "master": "host 1234",
-    "broken": "why",
-    "closed": "why",
+    "broken": '["lost","a-1-0123456789ab","cause","lease","silent_ms","6000"]',
+    "closed": '["closed","","cause","asked","reason","why"]',
     "blamed": "a",
     "draining a-1-0123456789ab": "30000 by x",
     "written": "3145000",
-    "untold": "1",
+    "flush_at": "1",
     "mark": "1-1",
-    "many hung": "1700000000000 2 2 16 a b\nwhy",
+    "many hung": '1700000000000 2 2 16 a b\n["idle_ms","6000"]',
 }
-EVENTS: Final = (
-    *("joined", "completed", "started", "lost", "left", "drain", "failed", "hung", "closed", "stopped", "outage"),
-    *("readmitted", "saved", "barred", "refused", "broken", "deadline"),
-)
 NODES: Final = [f"{name}-{i}-{i:012x}" for i, name in enumerate(("a", "b", "c-d"))]
-REASONS: Final = ("regroups", "is new", "max_nodes joined", "rank 1 of 2", "rank 0 of 2", "lost its lease after 6.0 s")
+VALUES: Final = (
+    "",
+    "0",
+    "1",
+    "2",
+    "6000",
+    "-1",
+    "9" * 30,
+    "lease",
+    "finished",
+    "max_nodes",
+    *NODES,
+    " ".join(NODES),
+    "{}",
+)
 URLS: Final = (
     f"redis://user:{CANARY}@localhost:6379/0",
     f"redis+sentinel://u:{CANARY}@a:1,b:2/mymaster/3?sentinel_password=other&sentinel_username=u",

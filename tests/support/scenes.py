@@ -6,11 +6,29 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from redelastic.run.records import Event
+from redelastic.run.events import (
+    Barred,
+    Because,
+    Closed,
+    Completed,
+    Drain,
+    Event,
+    Failed,
+    Hung,
+    Joined,
+    Left,
+    Lost,
+    Outage,
+    Refused,
+    Regrouped,
+    Saved,
+    Started,
+    Stopped,
+)
 
 START = 1_790_000_000.0
 KINDS = (  # in the order of `lua/run.lua`
-    *("joined is new", "joined regroups", "started", "lost", "left", "drain", "saved", "failed", "hung", "log"),
+    *("joined", "regrouped", "started", "lost", "left", "drain", "saved", "failed", "hung", "log"),
     *("refused", "barred", "unreached"),
 )
 HOSTILE = "<script>alert(1)</script>\"'&$x^2$]]>-->\x1b[31m\x00\ud800\u202e"
@@ -21,25 +39,30 @@ class Story:
 
     def __init__(self, seed: int = 0) -> None:
         self.random = random.Random(seed)
-        self._told: list[tuple[float, str, str, str, str, int]] = []
+        self._told: list[tuple[float, Event]] = []
 
     def node(self, name: str) -> str:
         return f"{name}-{self.random.randrange(1000, 9999)}-{self.random.getrandbits(48):012x}"
 
-    def tell(self, at: float, event: str, node: str = "", reason: str = "", detail: str = "", *, size: int = 0) -> None:
-        self._told.append((at, event, node, reason, detail, size))
+    def tell(self, at: float, event: Event) -> None:
+        self._told.append((at, event))
 
-    def join(self, at: float, nodes: Sequence[str], reason: str = "is new", within: float = 0.0) -> None:
+    def join(self, at: float, nodes: Sequence[str], *, breaks: bool = False, within: float = 0.0) -> None:
+        for i, node in enumerate(nodes):
+            self.tell(at + self.random.uniform(0, within), Joined(node=node, breaks=breaks and i == 0))
+
+    def regroup(self, at: float, nodes: Sequence[str], within: float = 0.0) -> None:
         for node in nodes:
-            self.tell(at + self.random.uniform(0, within), "joined", node, reason)
+            self.tell(at + self.random.uniform(0, within), Regrouped(node=node))
 
-    def complete(
-        self, at: float, members: Sequence[str], reason: str = "every live node joined", start: float = 0
-    ) -> None:
+    def lose(self, at: float, node: str, silent_ms: int = 6000) -> None:
+        self.tell(at, Lost(node=node, cause="lease", silent_ms=silent_ms))
+
+    def complete(self, at: float, members: Sequence[str], because: Because = "all_joined", start: float = 0) -> None:
         """A round, its members by rank; with ``start`` they have agents, and take that long to start."""
-        self.tell(at, "completed", members[0], reason, size=len(members))
+        self.tell(at, Completed(node=members[0], because=because, members=tuple(members), size=len(members)))
         for rank, node in enumerate(members if start else ()):
-            self.tell(at + start * self.random.uniform(0.6, 1), "started", node, f"rank {rank} of {len(members)}")
+            self.tell(at + start * self.random.uniform(0.6, 1), Started(node=node, rank=rank))
 
     def events(self) -> list[Event]:
         return told_together(self.one_by_one())
@@ -48,10 +71,14 @@ class Story:
         """Each event of each node separately: what the scripts take in, not what they write."""
         events: list[Event] = []
         epoch = size = 0
-        for at, event, node, reason, detail, n in sorted(self._told, key=lambda told: told[0]):
-            if event == "completed":
-                epoch, size = epoch + 1, n
-            events.append(Event("", START + at, event, epoch, size, node, reason, detail))
+        members: tuple[str, ...] = ()  # of a round that is not broken
+        for at, event in sorted(self._told, key=lambda told: told[0]):
+            if isinstance(event, Completed):
+                epoch, size, members = epoch + 1, event.size, event.members
+            gone = isinstance(event, Lost | Regrouped) or (isinstance(event, Left) and event.cause != "finished")
+            breaks = event.breaks or (gone and event.node in members)
+            members = () if breaks else members
+            events.append(replace(event, time=START + at, epoch=epoch, size=size, breaks=breaks))
         return events
 
 
@@ -74,8 +101,9 @@ class _Telling:
         self._rows: dict[str, _Row] = {}
 
     def take_in(self, event: Event, now: int) -> None:
-        kind = f"joined {event.reason}" if event.event == "joined" else event.event
-        if kind in KINDS and self._collects(event, self._rows.setdefault(kind, _Row(event.epoch, now)), now):
+        kind = event.event
+        is_merged = kind in KINDS and not event.breaks
+        if is_merged and self._collects(event, self._rows.setdefault(kind, _Row(event.epoch, now)), now):
             return
         if self.due is not None:
             self.tell_rest(now)
@@ -83,7 +111,7 @@ class _Telling:
 
     def _collects(self, event: Event, row: _Row, now: int) -> bool:
         is_new = row.epoch != event.epoch or now - row.last > 1000
-        if row.untold and (is_new or (event.event == "left" and event.reason != row.untold[0].reason)):
+        if row.untold and (is_new or (event.event == "left" and event.pairs() != row.untold[0].pairs())):
             self.tell_rest(now)
         row.epoch, row.last, row.count = event.epoch, now, 1 if is_new else row.count + 1
         if row.count <= 16:
@@ -99,7 +127,7 @@ class _Telling:
         self.due = None
         for row in [self._rows[kind] for kind in KINDS if kind in self._rows]:
             if row.untold:
-                self._tell(replace(row.untold[0], detail="", nodes=tuple(event.node for event in row.untold)), now)
+                self._tell(replace(row.untold[0], nodes=tuple(event.node for event in row.untold)), now)
                 row.untold = []
 
     def _tell(self, event: Event, now: int) -> None:
@@ -124,24 +152,24 @@ def three_nodes() -> list[Event]:
     story = Story()
     a, b, c, d = (story.node(name) for name in ("gpu-a", "gpu-b", "gpu-c", "gpu-d"))
     story.join(0, [a, b, c], within=1.5)
-    story.complete(1.6, [a, b, c], "max_nodes joined", start=6)
-    story.tell(60, "lost", b, "lost its lease after 6.2 s")
-    story.join(60.1, [a, c], "regroups", within=0.4)
+    story.complete(1.6, [a, b, c], "max_nodes", start=6)
+    story.lose(60, b, 6200)
+    story.regroup(60.1, [a, c], within=0.4)
     story.complete(60.6, [a, c], start=6)
-    story.join(95, [d])
-    story.join(95.1, [a, c], "regroups", within=0.4)
-    story.complete(95.6, [a, d, c], "max_nodes joined", start=6)
-    story.tell(170, "hung", d, "worker 0 (rank 8) made no progress for 30 s, last at step 412", "stack\nof it")
-    story.join(172, [a, d, c], "regroups", within=0.4)
-    story.complete(172.6, [a, d, c], "max_nodes joined", start=6)
-    story.tell(220, "drain", c, "by ops@bastion: spot instance ends")
-    story.tell(226, "saved", c, "step 600")
-    story.tell(227, "left", c, "drained: by ops@bastion: spot instance ends")
-    story.join(227.1, [a, d], "regroups", within=0.3)
+    story.join(95, [d], breaks=True)
+    story.regroup(95.1, [a, c], within=0.4)
+    story.complete(95.6, [a, d, c], "max_nodes", start=6)
+    story.tell(170, Hung(node=d, rank=8, local_rank=0, pid=71, idle_ms=30_000, step=412, hung=1, stacks="stack\nof it"))
+    story.regroup(172, [a, d, c], within=0.4)
+    story.complete(172.6, [a, d, c], "max_nodes", start=6)
+    story.tell(220, Drain(node=c, reason="by ops@bastion: spot instance ends", timeout_ms=30_000))
+    story.tell(226, Saved(node=c, drains=(c,)))
+    story.tell(227, Left(node=c, cause="drained", reason="by ops@bastion: spot instance ends"))
+    story.regroup(227.1, [a, d], within=0.3)
     story.complete(227.6, [a, d], start=6)
-    story.tell(300, "left", a, "finished")
-    story.tell(300, "closed", a, f"{a} finished")
-    story.tell(301, "left", d, "finished")
+    story.tell(300, Left(node=a, cause="finished"))
+    story.tell(300, Closed(node=a, cause="finished"))
+    story.tell(301, Left(node=d, cause="finished"))
     return story.events()
 
 
@@ -151,7 +179,7 @@ def many_nodes(n: int, hours: float, faults: int, *, spares: int = 2, start: flo
     members = [story.node(f"node-{i:04d}") for i in range(n)]
     waiting = [story.node(f"spare-{i:02d}") for i in range(spares)]
     story.join(0, members, within=20)
-    story.complete(20.1, members, "max_nodes joined", start=start)
+    story.complete(20.1, members, "max_nodes", start=start)
     story.join(24, waiting, within=6)
     end = 3600 * hours
     for i in range(faults):
@@ -159,17 +187,17 @@ def many_nodes(n: int, hours: float, faults: int, *, spares: int = 2, start: flo
         victim = story.random.choice(members)
         kind = ("lost", "hung", "failed", "drain", "lost")[i % 5]
         if kind == "drain":
-            story.tell(at - 40, "drain", victim, "by slurm: maintenance")
-            story.tell(at, "left", victim, "drained: by slurm: maintenance")
+            story.tell(at - 40, Drain(node=victim, reason="by slurm: maintenance", timeout_ms=30_000))
+            story.tell(at, Left(node=victim, cause="drained", reason="by slurm: maintenance"))
         elif kind == "lost":
-            story.tell(at, "lost", victim, "lost its lease after 6.1 s")
+            story.lose(at, victim, 6100)
         elif kind == "hung":
-            story.tell(at, "hung", victim, "worker 3 (rank 11) made no progress for 300 s, last at step 412")
+            story.tell(at, Hung(node=victim, local_rank=3, rank=11, pid=5, idle_ms=300_000, step=412, hung=1))
         else:
-            story.tell(at, "failed", victim, "worker 5 (rank 85) ended with exit code 1")
+            story.tell(at, Failed(node=victim, local_rank=5, rank=85, pid=6, exit_code=1, age_ms=20))
         gone = kind in {"lost", "drain"}
         survivors = [node for node in members if node != victim or not gone]
-        story.join(at + 0.2, survivors, "regroups", within=2)
+        story.regroup(at + 0.2, survivors, within=2)
         if gone and waiting:
             members[members.index(victim)] = waiting.pop(0)
             replacement = story.node(victim.rsplit("-", 2)[0])
@@ -177,11 +205,11 @@ def many_nodes(n: int, hours: float, faults: int, *, spares: int = 2, start: flo
             waiting.append(replacement)
         else:
             members = survivors
-        story.complete(at + 2.5, members, "max_nodes joined" if len(members) == n else "every live node joined", start)
-    story.tell(end, "left", members[0], "finished")
-    story.tell(end, "closed", members[0], f"{members[0]} finished")
+        story.complete(at + 2.5, members, "max_nodes" if len(members) == n else "all_joined", start)
+    story.tell(end, Left(node=members[0], cause="finished"))
+    story.tell(end, Closed(node=members[0], cause="finished"))
     for node in [*members[1:], *waiting]:
-        story.tell(end + story.random.uniform(0, 3), "left", node, "finished")
+        story.tell(end + story.random.uniform(0, 3), Left(node=node, cause="finished"))
     return story.events()
 
 
@@ -191,18 +219,19 @@ def crowded() -> list[Event]:
     members = [story.node(f"gpu-{i:02d}.rack-{i // 8}.eu-central-1.compute.internal") for i in range(40)]
     story.join(0, members, within=5)
     for i in range(60):
-        story.complete(6 + 100 * i, members, "max_nodes joined", start=9)
+        story.complete(6 + 100 * i, members, "max_nodes", start=9)
         rack = members[:8]
         for node in rack:
-            story.tell(90 + 100 * i, "lost", node, "lost its lease after 6.0 s")
+            story.lose(90 + 100 * i, node)
         again = [story.node(node.rsplit("-", 2)[0]) for node in rack]
         story.join(95 + 100 * i, again)
-        story.join(92 + 100 * i, members[8:], "regroups", within=2)
+        story.regroup(92 + 100 * i, members[8:], within=2)
         members = members[8:] + again
-    story.tell(3000, "outage", "", "no heartbeat for 240.0 s: every lease starts anew")
-    story.tell(5000, "refused", story.node("bad"), "gpu 3: ECC errors")
-    story.tell(5100, "barred", story.node("bad"), "failed first in 3 rounds in a row")
-    story.tell(6000, "stopped", members[0], "the budget of 60 restarts is used up: " + "for a long reason " * 20)
+    story.tell(3000, Outage(away_ms=240_000))
+    story.tell(5000, Refused(node=story.node("bad"), reason="gpu 3: ECC errors"))
+    story.tell(5100, Barred(node=story.node("bad"), failures=3))
+    long = "for a long reason " * 20
+    story.tell(6000, Stopped(node=members[0], cause="restarts", restarts=60, message=long))
     return story.events()
 
 

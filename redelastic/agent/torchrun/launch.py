@@ -25,6 +25,7 @@ from redelastic.agent.options import AgentOptions
 from redelastic.logs import say
 from redelastic.rendezvous.handler import RedisRendezvousHandler, handler_from_parameters
 from redelastic.rendezvous.membership import DrainedError, RunStoppedError, RunThen
+from redelastic.run.events import Left
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +78,7 @@ def launch(
     )
     if not isinstance(handler, RedisRendezvousHandler):
         raise ValueError("The agent needs the native rendezvous: remove protocol=dynamic, or use torchrun.")  # noqa: TRY004
-    ending: tuple[str, RunThen] = ("exited", "goes on")
+    ending: tuple[Left, RunThen] = (Left(cause="exited"), "goes on")
     try:
         agent = _agent(config, options, handler, entrypoint, args, shutdown_timeout=shutdown_timeout)
         metrics.initialize_metrics(metrics.MetricsConfig(config.metrics_cfg))
@@ -90,19 +91,19 @@ def launch(
         if result.state != WorkerState.SUCCEEDED:
             failed = ChildFailedError(_name(entrypoint, args), result.failures)
             _hand_up(failed)
-            ending = f"failed: {agent.cause(result)}", "stops"
+            ending = Left(cause="failed", **agent.failure(result).of_worker()), "stops"
             say(f"{failed}")
             return FAILED
-        ending = "finished", "closes"
+        ending = Left(cause="finished"), "closes"
     except DrainedError as e:
-        ending = f"drained: {e.reason}", "goes on"
+        ending = Left(cause="drained", reason=e.reason), "goes on"
         log.warning("%s", e)
         return DRAINED
     except (RunStoppedError, RefusedError, RendezvousError, DistNetworkError, OSError) as e:
         say(f"redelastic run: {e}")
         return STOPPED if isinstance(e, RunStoppedError) else REFUSED if isinstance(e, RefusedError) else FAILED
     except SignalException as e:
-        ending = f"got {e.sigval.name}", "goes on"
+        ending = Left(cause="signal", signal=e.sigval.name), "goes on"
         say(f"redelastic run: ended by {e.sigval.name}")
         return FAILED
     finally:

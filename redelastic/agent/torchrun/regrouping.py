@@ -22,10 +22,12 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsSpecs, SubprocessContext
 from torch.distributed.elastic.multiprocessing.api import LogsDest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from redelastic.agent.workers.group import LiveFailure, fill_in_exit_codes
 from redelastic.agent.workers.stacks import state_of
 from redelastic.rendezvous.handler import RedisRendezvousHandler
+from redelastic.run.events import Failed
 from redelastic.store import RedisStore, RoundBrokenError
 from redelastic.torch_internals import replace_agent_of_launcher
 
@@ -168,7 +170,10 @@ def _failed(workers: Sequence[Worker]) -> RunResult:
     """
     stuck = [worker for worker in workers if state_of(worker.id) == "D"] or workers  # all, if they have just woken up
     why = f"hangs in the kernel (state D), for longer than {UNINTERRUPTIBLE_TIMEOUT} allows"
-    return RunResult(WorkerState.FAILED, failures={worker.global_rank: LiveFailure(worker, why) for worker in stuck})
+    failures: dict[int, ProcessFailure] = {
+        worker.global_rank: LiveFailure(worker, Failed(message=why)) for worker in stuck
+    }
+    return RunResult(WorkerState.FAILED, failures=failures)
 
 
 def teach_torchrun() -> None:

@@ -14,6 +14,7 @@ from typing import Final
 from redelastic.agent.background import Courier
 from redelastic.rendezvous.membership import DrainedError, Membership
 from redelastic.rendezvous.view import NOWHERE, Drain, place_of
+from redelastic.run.events import Event, Saved
 from redelastic.store import RedisStore, RoundBrokenError
 
 from .group import Workers
@@ -42,7 +43,7 @@ class Drains:
         rank: of this node.
         size: number of nodes in the round.
         courier: queries the store in the background.
-        note: records an event and its reason.
+        note: records an event of this node.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class Drains:
         rank: int,
         size: int,
         courier: Courier,
-        note: Callable[[str, str], None],
+        note: Callable[[Event], None],
     ) -> None:
         self._membership, self._workers, self._store, self._rank = membership, workers, store, rank
         self._courier, self._note = courier, note
@@ -119,12 +120,10 @@ class Drains:
         self._asked_for.append(drain.node)
 
     def _note_what_came_of_it(self, have_saved: bool) -> None:
-        first, *others = self._asked_for
         is_late = time.monotonic() >= min(self._until[node] for node in self._asked_for)
         if not self._has_noted and (have_saved or is_late):
             self._has_noted = True
-            whom = f"{first} and {len(others)} more, which drain" if others else f"{first}, which drains"
-            self._note("saved", f"{'not in time ' if is_late else ''}for {whom}")
+            self._note(Saved(drains=tuple(self._asked_for[:SHOWN]), late=is_late))
 
     def _leave_if_done(self, own: Drain, have_saved: bool) -> None:
         over = time.monotonic() >= self._until[own.node]

@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 from torch.distributed.elastic.agent.server.api import RunResult, Worker
@@ -15,6 +16,8 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from redelastic.agent.host.cgroups import oom_kills
 from redelastic.agent.options import AgentOptions
+from redelastic.run.events import Failed, Hung
+from redelastic.run.sentences import idleness, out_of_memory
 from redelastic.torch_internals import exit_codes
 
 from .board import FROZEN, Board, HangWatch
@@ -131,58 +134,48 @@ class Workers:
         told, speaker = self._board.read(local_rank), speaker_of(self._board, local_rank, pid)
         return self.ended(local_rank) or told.saved or not (told.asks or catches(speaker, SAVE_SIGNAL))
 
-    def cause(self, result: RunResult, usage: Mapping[str, Any]) -> str:
-        """What happened to the worker that failed first, in words.
+    def failure(self, result: RunResult, usage: Mapping[str, Any]) -> Failed:
+        """What happened to the worker that failed first.
 
         Args:
             result: of the group.
             usage: what each worker used at the last sample, by local rank.
         """
         if not result.failures:
-            return f"worker group is {result.state.name}"
+            return Failed(message=f"worker group is {result.state.name}")
         rank, failure = min(result.failures.items(), key=lambda item: item[1].timestamp)
-        local_rank = failure.local_rank
-        who = f"worker {local_rank} (rank {rank}, pid {failure.pid})"
+        who: dict[str, Any] = {"local_rank": failure.local_rank, "rank": rank, "pid": failure.pid}
         if isinstance(failure, LiveFailure):
-            return f"{who} {failure.message}"
-        if starved := self._starved(failure, usage):
-            return f"{who} {starved}"
+            return replace(failure.failed, **who)
         if failure.exitcode < 0:
-            return f"{who} was ended by {signal_name(-failure.exitcode)}"
-        return f"{who} exited with {failure.exitcode}{_message(failure)}"
+            return Failed(**who, signal=signal_name(-failure.exitcode), **self._starved(failure, usage))
+        return Failed(**who, exit_code=failure.exitcode, message=_message(failure))
 
     def explain(self, result: RunResult, usage: Mapping[str, Any]) -> None:
         """Add to the failure report what torch does not know: that the first was killed for lack of memory."""
         failure = min(result.failures.values(), key=lambda one: one.timestamp)
         if starved := self._starved(failure, usage):
-            failure.message = f"It {starved}"
+            failure.message = f"It {out_of_memory(Failed(**starved))}"
 
-    def _starved(self, failure: ProcessFailure, usage: Mapping[str, Any]) -> str:
-        """That a worker was killed for lack of memory; empty if nothing suggests it."""
+    def _starved(self, failure: ProcessFailure, usage: Mapping[str, Any]) -> dict[str, Any]:
+        """How the kernel killed a worker for lack of memory; empty if nothing suggests that it did."""
         ooms = oom_kills() - self._ooms if failure.exitcode == -signal.SIGKILL else 0
         if ooms <= 0:
-            return ""
+            return {}
         memory = usage.get(str(failure.local_rank), {}).get("memory")
-        seen = f"; it used {memory / 2**30:.1f} GiB when last seen" if memory else ""
-        kills = "1 kill" if ooms == 1 else f"{ooms} kills"
-        return f"was killed for lack of memory, by the kernel's OOM killer ({kills} since the start){seen}"
+        return {"oom_kills": ooms, "memory": memory}
 
-    def name(self, worker: Worker) -> str:
-        """What a worker is called in logs and events."""
-        return f"worker {worker.local_rank} (rank {worker.global_rank}, pid {self.pids[worker.local_rank]})"
-
-    def hang(self, worker: Worker) -> str:
-        """How a worker hangs, in words."""
-        return f"{self.name(worker)} {self._idleness(worker.local_rank)}"
-
-    def _idleness(self, local_rank: int) -> str:
-        step = self.step(local_rank)
-        since = "since its start" if step is None else f"since step {step}"
-        return f"made no progress for {self.hung[local_rank]:.1f} s, {since}"
+    def hang(self, worker: Worker) -> Hung:
+        """How a worker hangs."""
+        local_rank = worker.local_rank
+        idle_ms, step = round(1000 * self.hung[local_rank]), self.step(local_rank)
+        return Hung(
+            local_rank=local_rank, rank=worker.global_rank, pid=self.pids[local_rank], idle_ms=idle_ms, step=step
+        )
 
     def hang_failure(self, worker: Worker) -> ProcessFailure:
         """A hang, in the form in which torch reports a failure."""
-        return LiveFailure(worker, self._idleness(worker.local_rank))
+        return LiveFailure(worker, Failed(**self.hang(worker).of_worker()))
 
     def describe(self, worker: Worker) -> dict[str, Any]:
         """One worker, for the node's status."""
@@ -207,8 +200,8 @@ def _message(failure: ProcessFailure) -> str:
     """What the worker itself wrote to its error file, if anything."""
     told: Any = failure.message  # torch declares a str
     if isinstance(told, dict):
-        return f": {told.get('message', '')}"
-    return "" if "To enable traceback" in told else f": {told}"
+        return str(told.get("message", ""))
+    return "" if "To enable traceback" in told else str(told)
 
 
 class LiveFailure(ProcessFailure):
@@ -216,12 +209,13 @@ class LiveFailure(ProcessFailure):
 
     Args:
         worker: torch's.
-        why: what is wrong with it, worded to follow its name.
+        failed: how it hangs.
     """
 
-    def __init__(self, worker: Worker, why: str) -> None:
+    def __init__(self, worker: Worker, failed: Failed) -> None:
         super().__init__(local_rank=worker.local_rank, pid=worker.id, exitcode=UNKNOWN, error_file="")
-        self.message = why
+        self.failed = failed
+        self.message = failed.message or idleness(failed)
 
 
 def fill_in_exit_codes(result: RunResult, context: object) -> None:

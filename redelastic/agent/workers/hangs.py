@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerState
 
-from redelastic.run.records import MAX_DETAIL
+from redelastic.run.events import MAX_TEXT, Event, Unwatched
+from redelastic.run.sentences import sentence
 
 from .group import Workers
 from .stacks import together
@@ -23,13 +25,13 @@ class Hangs:
     does. One that never has may hang, or run a script that does not report: it gets one warning, and is left alone.
 
     Args:
-        note: records an event, its reason, and details.
+        note: records an event of this node.
 
     Attributes:
         reporters: local ranks of the workers that have ever called ``progress``.
     """
 
-    def __init__(self, note: Callable[[str, str, str], None]) -> None:
+    def __init__(self, note: Callable[[Event], None]) -> None:
         self._note = note
         self._has_warned = False
         self.reporters: set[int] = set()
@@ -53,21 +55,18 @@ class Hangs:
         for local_rank in hung:
             rank, where = group[local_rank].global_rank, stacks[local_rank]
             log.error("Stacks of worker %s (rank %s), which hangs:\n%s", local_rank, rank, where)
-        first, *others = hung
-        also = f", and {len(others)} of its other workers hang{'s' * (len(others) == 1)}" if others else ""
-        self._note("hung", workers.hang(group[first]) + also, together(stacks, MAX_DETAIL))
+        self._note(replace(workers.hang(group[hung[0]]), hung=len(hung), stacks=together(stacks, MAX_TEXT)))
         failures = {group[local_rank].global_rank: workers.hang_failure(group[local_rank]) for local_rank in hung}
         return RunResult(state=WorkerState.FAILED, failures=failures)
 
     def _warn(self, workers: Workers, silent: Sequence[Worker]) -> None:
         """Warn that workers have never reported; runs in a thread of its own."""
-        reason = (
-            f"never called redelastic.progress() in the {workers.start_timeout:g} s since the start: "
-            f"{', '.join(map(workers.name, silent))}. Not restarted: a script that does not report looks like one "
-            "that hangs. Call it on every rank"
-        )
         stacks = workers.stacks([worker.local_rank for worker in silent])
+        ranks = tuple(str(worker.global_rank) for worker in silent)
+        waited_ms = round(1000 * workers.start_timeout)
+        event = Unwatched(ranks=ranks, waited_ms=waited_ms, stacks=stacks[silent[0].local_rank])
         for worker in silent:
-            log.warning("Stacks of %s:\n%s", workers.name(worker), stacks[worker.local_rank])
-        log.warning("N%s.", reason.removeprefix("n"))
-        self._note("unwatched", reason, stacks[silent[0].local_rank])
+            local_rank, rank = worker.local_rank, worker.global_rank
+            log.warning("Stacks of worker %s (rank %s):\n%s", local_rank, rank, stacks[local_rank])
+        log.warning("This node's workers %s.", sentence(event))
+        self._note(event)

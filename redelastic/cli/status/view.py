@@ -15,7 +15,6 @@ from rich.table import Table
 from rich.text import Text
 
 from redelastic.cli.output import event_table, styled
-from redelastic.run.records import Event
 from redelastic.run.wording import clean, count, duration, short, size
 
 Document = Mapping[str, Any]
@@ -115,8 +114,7 @@ class Screen:
         if document["nodes"]:
             parts += [Text(), *self._nodes(document, rows)]
         if document["events"]:
-            events = [Event(**event) for event in document["events"]]
-            parts += [Text(), event_table(events)]
+            parts += [Text(), event_table(document["events"])]
         return Group(*parts)
 
     def _nodes(self, document: Document, rows: int | None) -> Iterator[RenderableType]:

@@ -24,6 +24,7 @@ from redelastic.redis.errors import RedelasticError
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
 from redelastic.run.control import RunControl
+from redelastic.run.sentences import sentence
 
 from .history import Event, Tail, Writer, read
 from .schedule import ATTEMPTS, Episode
@@ -300,5 +301,5 @@ class Chaos:
         """What Redis has on record: in the order in which it happened there."""
         with self._control(10.0) as control:
             for event in control.events():
-                told = {"event": event.event, "epoch": event.epoch, "node": event.node, "reason": event.reason}
+                told = {"event": event.event, "epoch": event.epoch, "node": event.node, "reason": sentence(event)}
                 self._note("record", **told)

@@ -39,6 +39,8 @@ from redelastic.redis.wire import Command, PoolWire
 from redelastic.rendezvous.backend import create_backend
 from redelastic.rendezvous.handler import EPOCH_VARIABLE, RedisRendezvousHandler, create_handler
 from redelastic.rendezvous.membership import DrainedError, Membership
+from redelastic.run.events import Left
+from redelastic.run.sentences import cause
 from redelastic.store import RedisStore, RoundBrokenError
 
 from .history import Writer
@@ -57,7 +59,7 @@ DEFECTS: Final[dict[str, tuple[tuple[str, str], ...]]] = {
     "I3: max_nodes is not kept": (("CANDIDATES, 0, run.max - 1,", "CANDIDATES, 0, -1,"),),
     "I4: stores are not fenced": (("elseif superseded() then", "elseif false then"),),
     "I5: closing is forgotten": (
-        ("  set('closed', reason)", "  set('closed', nil)"),
+        ("  set('closed', cause)", "  set('closed', nil)"),
         ("return run.closed\n", "return ARGV[1]\n"),
     ),
     "I6: the last call never ends": (("if now >= run.deadline then", "if false then"),),
@@ -98,10 +100,10 @@ class Node:
                 self._note("refused", why=str(e))
             except DrainedError:
                 self._note("leaving", why="drained")
-                handler.end("drained", "goes on")
+                handler.end(Left(cause="drained"), "goes on")
             except LeaveError:
                 self._note("leaving", why="SIGTERM")
-                handler.end("left", "goes on")
+                handler.end(Left(cause="exited"), "goes on")
             self._note("left")
         except LeaveError:  # it was not connected yet
             self._note("leaving", why="SIGTERM")
@@ -156,9 +158,10 @@ class Node:
             why = self._train(handler)
             if why:
                 self._note("leaving", why=why)
-                handler.end(why, "closes" if why == "finished" else "goes on")
+                finished = why == "finished"
+                handler.end(Left(cause="finished" if finished else "exited"), "closes" if finished else "goes on")
                 return
-            self._note("broken", epoch=epoch, why=handler.membership.view._broken)
+            self._note("broken", epoch=epoch, why=cause(handler.membership.view._broken))
             time.sleep(self._told["lag"])  # so long it takes to stop workers, who train until then
             worker.stop()
 

@@ -33,7 +33,7 @@ class Node:
         return script(self.handler.backend.connection, self._run, [self._id, *args], 5.0)
 
     def leave(self) -> Any:
-        return scripts.LEAVE(self.handler.backend.connection, self._run, [*self._known, "late", "stops"], 5.0)
+        return scripts.LEAVE(self.handler.backend.connection, self._run, [*self._known, "stops", "reason", "late"], 5.0)
 
     def join(self, after: int) -> Any:
         args = [*self._known, after, "127.0.0.1 1", ""]
@@ -57,7 +57,7 @@ REQUESTS: Final[dict[str, Callable[[Node], Any]]] = {
     "beat": Node.beat,
     "drain": lambda node: node.ask(scripts.DRAIN, "late", 1000),
     "leave": Node.leave,
-    "charge": lambda node: node.ask(scripts.CHARGE, "host", 1, 0, 7, "late", 0, 0, 0, 1),
+    "charge": lambda node: node.ask(scripts.CHARGE, "host", 1, 0, 7, 0, 0, 0, 1, "message", "late"),
 }
 JOINS: Final[dict[str, Callable[[Node], Any]]] = {
     "first join": lambda node: node.join(0),

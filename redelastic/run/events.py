@@ -1,0 +1,532 @@
+"""What can happen in a run: each kind of event with its typed fields, as Redis, JSON and the reference docs name them.
+
+An event in Redis is an entry of the run's stream: ``event``, ``epoch``, ``size``, ``node``, then its kind's own fields.
+The same fields after the kind and the node, as a JSON list, are what a run's record says of why it is broken or closed.
+Anyone with write access may have put anything there: what is not of a field's type is left out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, replace
+from typing import Any, Final, Literal, get_args
+
+VERSION: Final = 1  # of the JSON documents in which events stand
+MAX_TEXT: Final = 16_384  # characters of any text that is read from a run
+MAX_REASON: Final = 1_000  # characters that are written of a reason
+MAX_MEMBERS: Final = 2 << 20  # characters: some 10,000 node ids
+MAX_FIELDS: Final = 64  # of a cause
+
+Cause = Literal["lease", "roll_call", "conflict"]
+Because = Literal["max_nodes", "all_joined", "last_call", "replacement"]
+
+
+def number_in(told: str) -> int | None:
+    """A count or a time that redelastic wrote; None if it is neither."""
+    return int(told) if told.isascii() and told.isdecimal() and len(told) < 19 else None
+
+
+def _signed(told: str) -> int | None:
+    value = number_in(told.removeprefix("-"))
+    return -value if value is not None and told.startswith("-") else value
+
+
+def _logs(told: str) -> dict[int, str]:
+    try:
+        found = json.loads(told)
+    except (ValueError, RecursionError):
+        return {}
+    pairs = found.items() if isinstance(found, dict) else ()
+    return {rank: path for name, path in pairs if (rank := number_in(name)) is not None and isinstance(path, str)}
+
+
+def _field(default: Any, decode: Callable[[str], Any], *, shared: bool = False) -> Any:
+    """A field of a kind.
+
+    Args:
+        default: its value where it is not known.
+        decode: reads it from text.
+        shared: whether it is the same for all nodes of a merged event.
+    """
+    made = {"default": default} if default.__hash__ else {"default_factory": type(default)}
+    return field(**made, metadata={"decode": decode, "shared": shared})
+
+
+def _count() -> Any:
+    return _field(None, number_in)
+
+
+def _text(limit: int = MAX_TEXT, *, shared: bool = False) -> Any:
+    return _field("", lambda told: told[:limit], shared=shared)
+
+
+def _choice(choices: Any) -> Any:
+    return _field("", lambda told: told if told in get_args(choices) else "", shared=True)
+
+
+def _flag() -> Any:
+    return _field(False, lambda told: told == "1", shared=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Something happened in a run.
+
+    Attributes:
+        event: its kind.
+        id: its place in the stream; empty for a cause.
+        time: on the server's clock, in seconds since 1970; 0 for a cause.
+        epoch, size: of what was then the last round.
+        node: id of the node that it happened to; empty if it happened to none.
+        nodes: of a merged event, ids of all nodes that it happened to, ``node`` among them. Its other fields are those
+            of ``node``, and its time is up to a few seconds later. Empty for an event of one node.
+        breaks: whether it broke the last round: all members had to regroup.
+    """
+
+    event: str
+    id: str = ""
+    time: float = 0.0
+    epoch: int = 0
+    size: int = 0
+    node: str = ""
+    nodes: tuple[str, ...] = ()
+    breaks: bool = False
+
+    def each(self) -> Iterator[Event]:
+        """This event as each node would have reported it, as far as is known."""
+        if not self.nodes:
+            yield self
+            return
+        own = {
+            f.name: f.default if f.default is not MISSING else {} for f in _own(type(self)) if not f.metadata["shared"]
+        }
+        for node in self.nodes:
+            yield replace(self, node=node, nodes=(), **({} if node == self.node else own))
+
+    def pairs(self) -> list[str]:
+        """The known fields of its kind: names and values in turn, as text."""
+        told: list[str] = []
+        for of_kind in _own(type(self)):
+            value = getattr(self, of_kind.name)
+            if value is None or value is False or (not value and value != 0):  # what is not known; a count of 0 is
+                continue
+            text = (
+                json.dumps(value) if isinstance(value, dict) else " ".join(value) if isinstance(value, tuple) else value
+            )
+            told += [of_kind.name, str(int(text)) if isinstance(text, bool) else str(text)]
+        return told
+
+    def as_cause(self) -> str:
+        """It as a run's record keeps it."""
+        return json.dumps([self.event, self.node, *self.pairs()], ensure_ascii=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Joined(Event):
+    """A node waits for a round; it was in none before."""
+
+    event: str = "joined"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Regrouped(Event):
+    """A member gave up its round, and waits for the next one."""
+
+    event: str = "regrouped"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completed(Event):
+    """A round is complete; its epoch and size are those of the new round, its node has rank 0.
+
+    Attributes:
+        because: why at that moment.
+        members: ids of all its nodes, by rank.
+        lost: number of nodes of the round before that did not come back.
+    """
+
+    event: str = "completed"
+    because: Because | Literal[""] = _choice(Because)  # noqa: RUF009
+    members: tuple[str, ...] = _field((), lambda told: tuple(told[:MAX_MEMBERS].split()))
+    lost: int | None = _count()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lost(Event):
+    """A node is out of the run.
+
+    Attributes:
+        cause: its lease ran out; it did not answer a roll call; or it held another round of the same epoch.
+        silent_ms: time since its last heartbeat, or since the roll call.
+        asked_by: id of the node that called the roll.
+    """
+
+    event: str = "lost"
+    cause: Cause | Literal[""] = _choice(Cause)  # noqa: RUF009
+    silent_ms: int | None = _count()
+    asked_by: str = _text(shared=True)
+
+
+Departure = Literal[
+    "finished",
+    "failed",
+    "drained",
+    "refused",
+    "barred",
+    "signal",
+    "closed",
+    "timeout",
+    "replicas",
+    "anew",
+    "group",
+    "exited",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerFailure(Event):
+    """How a worker failed: fields that several kinds share.
+
+    Attributes:
+        local_rank, rank, pid: of the worker that failed first on this node.
+        exit_code: with which it exited.
+        signal: by which it was ended.
+        idle_ms: time without progress, if it hung.
+        step: the last step that a hung worker reported.
+        oom_kills: kills by the kernel's OOM killer since the workers' start, if one of them explains the failure.
+        memory: bytes that it used when last seen before such a kill.
+        message: its own words.
+    """
+
+    local_rank: int | None = _count()
+    rank: int | None = _count()
+    pid: int | None = _count()
+    exit_code: int | None = _field(None, _signed)
+    signal: str = _text(40)
+    idle_ms: int | None = _count()
+    step: int | None = _count()
+    oom_kills: int | None = _count()
+    memory: int | None = _count()
+    message: str = _text(MAX_REASON)
+
+    def of_worker(self) -> dict[str, Any]:
+        """These fields."""
+        return {f.name: getattr(self, f.name) for f in _own(WorkerFailure)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Left(WorkerFailure):
+    """A node has gone for good.
+
+    Attributes:
+        cause: why it left.
+        reason: more about it, in words.
+    """
+
+    event: str = "left"
+    cause: Departure | Literal[""] = _choice(Departure)  # noqa: RUF009
+    reason: str = _text(MAX_REASON, shared=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drain(Event):
+    """A node was asked to let its workers save, and to leave.
+
+    Attributes:
+        reason: by whom or what.
+        timeout_ms: how long the workers have to save.
+    """
+
+    event: str = "drain"
+    reason: str = _text(MAX_REASON, shared=True)
+    timeout_ms: int | None = _count()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failed(WorkerFailure):
+    """Workers of a node failed.
+
+    Attributes:
+        age_ms: time since the first of them did.
+    """
+
+    event: str = "failed"
+    age_ms: int | None = _count()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RollCall(Event):
+    """All nodes answered the roll call of this one, whose workers had failed: no node is lost.
+
+    Attributes:
+        answers: number of nodes.
+        took_ms: until the last of them had answered.
+    """
+
+    event: str = "roll_call"
+    answers: int | None = _count()
+    took_ms: int | None = _count()
+
+
+Ending = Literal["finished", "failed", "restarts", "progress", "asked"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Closed(WorkerFailure):
+    """No further round completes; running workers may finish.
+
+    Attributes:
+        cause: a node has finished or failed; the job's restarts are used up, or brought no progress; or someone asked.
+        reason: who asked, and why.
+        restarts: that the job may make; or that brought no progress.
+        last_step: the highest step that was reported.
+    """
+
+    event: str = "closed"
+    cause: Ending | Literal[""] = _choice(Ending)  # noqa: RUF009
+    reason: str = _text(MAX_REASON)
+    restarts: int | None = _count()
+    last_step: int | None = _count()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stopped(Closed):
+    """No further round completes, and running workers have to end."""
+
+    event: str = "stopped"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Readmitted(Event):
+    """The failures of a host, which is named as the node, were forgotten.
+
+    Attributes:
+        reason: by whom, and why.
+    """
+
+    event: str = "readmitted"
+    reason: str = _text(MAX_REASON)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outage(Event):
+    """Redis was away: every lease began anew.
+
+    Attributes:
+        away_ms: time without any heartbeat.
+        back_ms: by how much the server's clock went back.
+    """
+
+    event: str = "outage"
+    away_ms: int | None = _count()
+    back_ms: int | None = _count()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restored(Event):
+    """Redis had forgotten the round; this node restored its record."""
+
+    event: str = "restored"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Missing(Event):
+    """Nodes of a restored round did not come back.
+
+    Attributes:
+        missing: number of them.
+    """
+
+    event: str = "missing"
+    missing: int | None = _count()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Started(Event):
+    """A node's workers run.
+
+    Attributes:
+        rank: of the node.
+        logs: paths of the workers' logs on the node, by the workers' ranks.
+    """
+
+    event: str = "started"
+    rank: int | None = _count()
+    logs: Mapping[int, str] = _field({}, _logs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved(Event):
+    """A node's workers have saved for a drain, or their time to save is up.
+
+    Attributes:
+        drains: ids of the draining nodes; at most eight.
+        late: whether the time was up first.
+    """
+
+    event: str = "saved"
+    drains: tuple[str, ...] = _field((), lambda told: tuple(told[:MAX_TEXT].split()), shared=True)
+    late: bool = _flag()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hung(WorkerFailure):
+    """Workers of a node have stopped reporting progress.
+
+    Attributes:
+        hung: number of them.
+        stacks: of their threads.
+    """
+
+    event: str = "hung"
+    hung: int | None = _count()
+    stacks: str = _text()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unwatched(Event):
+    """Workers of a node have never reported progress, so their hangs are not detected.
+
+    Attributes:
+        ranks: of the workers.
+        waited_ms: time since their start.
+        stacks: of the first one's threads.
+    """
+
+    event: str = "unwatched"
+    ranks: tuple[str, ...] = _field((), lambda told: tuple(told[:MAX_TEXT].split()))
+    waited_ms: int | None = _count()
+    stacks: str = _text()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Log(Event):
+    """How the log of a worker that failed ends.
+
+    Attributes:
+        rank: of the worker.
+        age_ms: time since it failed.
+        path: of its log on the node.
+        lines: the last ones, without secrets.
+    """
+
+    event: str = "log"
+    rank: int | None = _count()
+    age_ms: int | None = _count()
+    path: str = _text()
+    lines: str = _text()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refused(Event):
+    """A health check refused the node.
+
+    Attributes:
+        reason: which check, and why.
+    """
+
+    event: str = "refused"
+    reason: str = _text(MAX_REASON)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Barred(Event):
+    """The node's host is excluded until it is readmitted.
+
+    Attributes:
+        failures: rounds in a row in which its workers failed first.
+    """
+
+    event: str = "barred"
+    failures: int | None = _count()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unreached(Event):
+    """The node could not reach rank 0 at the address that it had announced.
+
+    Attributes:
+        master: id of the node with rank 0.
+        address: that it announced: host and port.
+        seen_from: address of this node.
+        reason: what happened.
+    """
+
+    event: str = "unreached"
+    master: str = _text()
+    address: str = _text()
+    seen_from: str = _text()
+    reason: str = _text(MAX_REASON)
+
+
+BY_SCRIPTS: Final[tuple[type[Event], ...]] = (  # in the atomic step that makes the change, so exactly once
+    *(Joined, Regrouped, Completed, Lost, Left, Drain, Failed, RollCall, Closed, Stopped, Readmitted, Outage),
+    *(Restored, Missing),
+)
+BY_AGENTS: Final[tuple[type[Event], ...]] = (
+    Started,
+    Saved,
+    Hung,
+    Unwatched,
+    Log,
+    Refused,
+    Barred,
+    Unreached,
+)  # at least once
+KINDS: Final[Mapping[str, type[Event]]] = {
+    str(kind.__dataclass_fields__["event"].default): kind for kind in (*BY_SCRIPTS, *BY_AGENTS)
+}
+_COMMON: Final = frozenset(f.name for f in fields(Event))
+
+
+def _own(kind: type[Event]) -> list[Any]:
+    return [f for f in fields(kind) if f.name not in _COMMON]
+
+
+def decode(entry: str, told: Mapping[str, str]) -> Event:
+    """One entry of a run's stream of events.
+
+    Args:
+        entry: its id.
+        told: its fields.
+    """
+    ms = entry.partition("-")[0]
+    numbers = {name: number_in(told.get(name, "")) or 0 for name in ("epoch", "size")}
+    nodes = tuple(told.get("nodes", "")[:MAX_TEXT].split())
+    time = (number_in(ms) or 0) / 1000
+    return _event(
+        told.get("event", ""), told, id=entry, time=time, node=told.get("node", "")[:MAX_TEXT], nodes=nodes, **numbers
+    )
+
+
+def decode_cause(told: str) -> Event | None:
+    """Why a round is broken or a run closed, as a record or a wake-up says it; None for an empty text."""
+    if not told:
+        return None
+    try:
+        found = json.loads(told)
+    except (ValueError, RecursionError):
+        found = None
+    if (
+        not isinstance(found, list)
+        or len(found) < 2
+        or len(found) > MAX_FIELDS
+        or not all(isinstance(x, str) for x in found)
+    ):
+        return Event(event="unknown")  # someone else wrote it
+    event, node, *pairs = found
+    return _event(event, dict(zip(pairs[::2], pairs[1::2], strict=False)), node=node[:MAX_TEXT])
+
+
+def _event(event: str, told: Mapping[str, str], **common: Any) -> Event:
+    kind = KINDS.get(event)
+    if kind is None:
+        return Event(event=event[:MAX_TEXT], **common)
+    own = {f.name: f.metadata["decode"](told[f.name]) for f in _own(kind) if f.name in told}
+    return kind(**common, breaks=told.get("breaks") == "1", **own)
+
+
+def decode_all(entries: Sequence[tuple[str, Mapping[str, str]]]) -> list[Event]:
+    """Entries of a stream."""
+    return [decode(entry, told) for entry, told in entries]

@@ -1,0 +1,259 @@
+"""What events mean in words, and as JSON with these: the only place where they become sentences."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from functools import singledispatch
+from typing import Any, Final
+
+from . import events
+from .wording import count
+
+NAMES: Final = 4  # of nodes listed in a merged event
+
+_BECAUSE: Final = {
+    "max_nodes": "max_nodes joined",
+    "all_joined": "every live node joined",
+    "last_call": "last_call_timeout passed",
+    "replacement": "replacement_timeout passed",
+}
+_AS_CAUSES: Final = {"joined": "waits to join", "regrouped": "regroups"}
+_CONFLICT: Final = "holds another round of the same epoch"
+UNWATCHED: Final = "Not restarted: a script that does not report looks like one that hangs. Call it on every rank"
+_DEPARTURES: Final = {
+    "finished": "finished",
+    "failed": "failed",
+    "drained": "drained",
+    "refused": "failed a health check",
+    "barred": "is excluded",
+    "closed": "the run is closed",
+    "timeout": "gave up waiting",
+    "replicas": "gave up waiting for replicas",
+    "anew": "starts anew",
+    "group": "makes another process group",
+    "exited": "exited",
+}
+
+
+@singledispatch
+def sentence(event: events.Event) -> str:  # noqa: ARG001  # of a kind that is not known here
+    """What happened, worded to follow the name of the event's node."""
+    return ""
+
+
+@sentence.register
+def _(event: events.Joined) -> str:  # noqa: ARG001
+    return "is new"
+
+
+@sentence.register
+def _(event: events.Regrouped) -> str:  # noqa: ARG001
+    return "waits for the next round"
+
+
+@sentence.register
+def _(event: events.Completed) -> str:
+    return _BECAUSE.get(event.because, "")
+
+
+@sentence.register
+def _(event: events.Lost) -> str:
+    silence = "" if event.silent_ms is None else _seconds(event.silent_ms)  # of a merged event only one is known
+    if event.cause == "roll_call":
+        return f"did not answer the roll call of {event.asked_by}" + (f" within {silence}" if silence else "")
+    return _CONFLICT if event.cause == "conflict" else "lost its lease" + (f" after {silence}" if silence else "")
+
+
+@sentence.register
+def _(event: events.Left) -> str:
+    if event.cause == "signal":
+        return f"got {event.signal}"
+    more = event.reason or (worker_failure(event) if event.cause == "failed" else "")
+    return _DEPARTURES.get(event.cause, "left") + (f": {more}" if more else "")
+
+
+@sentence.register
+def _(event: events.Failed) -> str:
+    return worker_failure(event)
+
+
+@sentence.register
+def _(event: events.Hung) -> str:
+    others = (event.hung or 1) - 1
+    also = f", and {others} of its other workers hang{'s' * (others == 1)}" if others else ""
+    return worker_failure(event) + also
+
+
+@sentence.register
+def _(event: events.Closed) -> str:
+    """Worded to follow the name of the node that finished or failed."""
+    failure = f"{event.node}: {worker_failure(event)}"
+    match event.cause:
+        case "finished":
+            return "finished"
+        case "failed":
+            return f"failed: {worker_failure(event)}"
+        case "restarts":
+            return f"the job has used up its {count(event.restarts or 0, 'restart')}: {failure}"
+        case "progress":
+            place = "no step was reported" if event.last_step is None else f"still at step {event.last_step}"
+            return f"no progress in {count(event.restarts or 0, 'restart')}, {place}: {failure}"
+        case _:
+            return event.reason or (f"by {event.node}" if event.node else "")
+
+
+@sentence.register(events.Drain)
+@sentence.register(events.Readmitted)
+@sentence.register(events.Refused)
+def _(event: Any) -> str:
+    return str(event.reason)
+
+
+@sentence.register
+def _(event: events.RollCall) -> str:
+    took = (event.took_ms or 0) / 1000
+    return f"{count(event.answers or 0, 'node')} answered the roll call within {took:.3f} s: none is lost"
+
+
+@sentence.register
+def _(event: events.Outage) -> str:
+    if event.back_ms is not None:
+        return f"the server's clock went back by {_seconds(event.back_ms)}: every lease starts anew"
+    return f"no heartbeat for {_seconds(event.away_ms)}: every lease starts anew"
+
+
+@sentence.register
+def _(event: events.Restored) -> str:  # noqa: ARG001
+    return "the server had forgotten this round"
+
+
+@sentence.register
+def _(event: events.Missing) -> str:
+    return f"{count(event.missing or 0, 'node')} of this round did not come back after the server forgot it"
+
+
+@sentence.register
+def _(event: events.Started) -> str:
+    return "" if event.rank is None else f"rank {event.rank} of {event.size}"
+
+
+@sentence.register
+def _(event: events.Saved) -> str:
+    first, *others = event.drains or ("?",)
+    whom = f"{first} and {len(others)} more, which drain" if others else f"{first}, which drains"
+    return f"{'not in time ' if event.late else ''}for {whom}"
+
+
+@sentence.register
+def _(event: events.Unwatched) -> str:
+    ranks = f"rank{'s' * (len(event.ranks) > 1)} {', '.join(event.ranks)}"
+    return (
+        f"never called redelastic.progress() in the {_seconds(event.waited_ms)} since the start: {ranks}. {UNWATCHED}"
+    )
+
+
+@sentence.register
+def _(event: events.Log) -> str:
+    if event.rank is None:
+        return ""
+    return f"rank {event.rank} failed {(event.age_ms or 0) / 1000:.3f} s ago; its log: {event.path}"
+
+
+@sentence.register
+def _(event: events.Barred) -> str:
+    return f"its host is excluded: {consecutive_failures(event.failures or 0)}"
+
+
+@sentence.register
+def _(event: events.Unreached) -> str:
+    return (
+        f"rank 0, node {event.master}, announced itself at {event.address}, but from {event.seen_from} it cannot be "
+        f"reached: {event.reason}. If that is the wrong address, set its address or interface there with --local-addr; "
+        "otherwise check for a firewall between the hosts"
+    )
+
+
+def cause(event: events.Event | None, default: str = "no reason given") -> str:
+    """Why a round is broken or a run closed: what happened, and to which node."""
+    if event is None:
+        return ""
+    said = _AS_CAUSES.get(event.event) or sentence(event)
+    node = "" if isinstance(event, events.Closed) and event.cause not in {"finished", "failed"} else event.node
+    return " ".join(part for part in (node, said) if part) or default
+
+
+def worker_failure(event: events.WorkerFailure) -> str:
+    """What happened to the worker that failed first on a node."""
+    who = f"worker {_known(event.local_rank)} (rank {_known(event.rank)}, pid {_known(event.pid)})"
+    if event.idle_ms is not None:
+        return f"{who} {idleness(event)}"
+    if event.oom_kills:
+        return f"{who} {out_of_memory(event)}"
+    if event.signal:
+        return f"{who} was ended by {event.signal}"
+    if event.exit_code is not None:
+        return f"{who} exited with {event.exit_code}" + (f": {event.message}" if event.message else "")
+    return f"{who} {event.message}" if event.local_rank is not None else event.message or "its workers failed"
+
+
+def idleness(event: events.WorkerFailure) -> str:
+    """How a worker hangs; worded to follow its name."""
+    since = "since its start" if event.step is None else f"since step {event.step}"
+    return f"made no progress for {_seconds(event.idle_ms)}, {since}"
+
+
+def out_of_memory(event: events.WorkerFailure) -> str:
+    """How a worker ended that the kernel killed for its memory."""
+    seen = f"; it used {event.memory / 2**30:.1f} GiB when last seen" if event.memory else ""
+    kills = f"{count(event.oom_kills or 0, 'kill')} since the start"
+    return f"was killed for lack of memory, by the kernel's OOM killer ({kills}){seen}"
+
+
+def consecutive_failures(failures: int) -> str:
+    """Why a host is excluded."""
+    return f"its workers failed first in {count(failures, 'consecutive round')}"
+
+
+def reason_of(event: events.Event) -> str:
+    """Why an event happened; for many nodes also how many, and a few of their names."""
+    others = [node for node in event.nodes if node != event.node]
+    if not others:
+        return sentence(event)
+    names = ", ".join(others[:NAMES]) + (", …" if len(others) > NAMES else "")
+    return f"{sentence(event)} (and {count(len(others), 'more node')}: {names})"
+
+
+def detail_of(event: events.Event) -> str:
+    """What an event has beyond its sentence: stacks, the last lines of a log, where logs are; may have many lines."""
+    match event:
+        case events.Hung() | events.Unwatched():
+            return event.stacks
+        case events.Log():
+            return event.lines
+        case events.Started():
+            return "\n".join(f"rank {rank}: {path}" for rank, path in sorted(event.logs.items()))
+        case _:
+            return ""
+
+
+def event_document(event: events.Event) -> dict[str, Any]:
+    """An event as JSON: its fields; ``text``, what happened in words; ``detail``, lines such as stacks."""
+    return {**asdict(event), "text": reason_of(event), "detail": detail_of(event)}
+
+
+def cause_document(event: events.Event | None) -> dict[str, Any] | None:
+    """Why a round is broken or a run closed, as JSON; None if it is not."""
+    if event is None:
+        return None
+    fields = asdict(event)
+    for of_entries in ("id", "time", "epoch", "size", "nodes", "breaks"):
+        del fields[of_entries]
+    return {**fields, "text": cause(event)}
+
+
+def _seconds(ms: int | None) -> str:
+    return "an unknown time" if ms is None else f"{ms / 1000:.1f} s"
+
+
+def _known(number: int | None) -> str:
+    return "?" if number is None else str(number)
