@@ -7,13 +7,17 @@ import logging
 import os
 import re
 import shutil
+import signal
 import uuid
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
+
+from redelastic.logs import say
 
 from . import common
+from .signals import handling
 
 if TYPE_CHECKING:
     from redelastic.agent import AgentOptions
@@ -45,13 +49,30 @@ HELP = {
 }
 
 
+DRAINED: Final = 75  # as in agent/torchrun/launch.py, which is slow to import
+
+
 def main(argv: Sequence[str]) -> int:
     """Run the command; torchrun's parser has to come last.
 
     Returns:
         The exit code; see :data:`EPILOG`.
     """
-    from redelastic.logs import say, set_up_logging
+    # Importing torch takes seconds, and a wait for Redis minutes; and the kernel drops what PID 1 does not handle.
+    with handling((signal.SIGTERM, signal.SIGUSR1), _leave):
+        return _run(argv)
+
+
+def _leave(number: int, _frame: object) -> None:
+    """End this process, which runs no workers: its agent handles these signals while it runs."""
+    for drain_signal in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(drain_signal, signal.SIG_IGN)  # a second one must not interrupt the clean-up
+    say(f"redelastic {NAME}: drained by {signal.Signals(number).name}, while it ran no workers")
+    raise SystemExit(DRAINED)
+
+
+def _run(argv: Sequence[str]) -> int:
+    from redelastic.logs import set_up_logging
     from redelastic.run.wording import clean
     from redelastic.torch_internals import require_torch, shutdown_timeout
 

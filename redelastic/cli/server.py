@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final
 from redelastic.logs import say
 
 from .common import NO, OK
+from .signals import handling
 
 if TYPE_CHECKING:
     from redelastic.redis.server import RedisServer
@@ -68,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--url-file {file} is a directory, or its directory does not exist: name a file.")
     stop = threading.Event()
     server: RedisServer | None = None
-    with _on_signals(stop):
+    with handling(_ENDINGS, lambda *_: stop.set()):  # from before the server starts until it is gone
         try:
             server = RedisServer(port=arguments.port, unix_socket=arguments.unix_socket, data_dir=arguments.data_dir)
             server.start()
@@ -91,17 +92,6 @@ def _port(text: str) -> int:
     if not (text.isdecimal() and 0 < int(text) < 2**16):
         raise argparse.ArgumentTypeError(f"must be a port from 1 to 65535, not {text!r}")
     return int(text)
-
-
-@contextlib.contextmanager
-def _on_signals(stop: threading.Event) -> Iterator[None]:
-    """Have signals that ask for an end set ``stop``, from before the server starts until it is gone."""
-    before = {number: signal.signal(number, lambda *_: stop.set()) for number in _ENDINGS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ from redelastic.agent.workers.signals import SAME_REQUEST
 from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.membership import RunStoppedError
 from redelastic.run.events import Barred, Drain, Hung, Left, Lost, Refused, Saved, Stopped
-from tests.support.agent_job import DRAINED, REFUSED, STOPPED, AgentJob
+from tests.support.agent_job import AWARE, DRAINED, REFUSED, STOPPED, AgentJob
 from tests.support.long_tests import quick_first
 from tests.support.nodes import NodeFactory
 from tests.support.servers import reserved_port
@@ -213,6 +213,23 @@ def drain_b(job: AgentJob) -> None:
     assert job.control.state().closed is None
     job.tell("finish")
     assert job.wait_end("a") == 0
+
+
+@pytest.mark.fault("the terminal of an agent that was started with nohup is closed", "it trains on")
+def test_a_signal_that_was_ignored_at_the_start_stays_ignored(server: RedisServer, tmp_path: Path) -> None:
+    with AgentJob(server, tmp_path, "1:1") as job:
+        ours = [sys.executable, "-m", "redelastic", "run", f"--rdzv-id={job.run_id}", f"--rdzv-conf={job.settings()}"]
+        nohup = ["sh", "-c", 'trap "" HUP USR1; exec "$@"', "sh"]
+        job.launch("a", [*nohup, *ours, "--nnodes=1", str(AWARE), str(tmp_path)])
+        epoch = job.wait_round("a")
+        for number in (signal.SIGHUP, signal.SIGUSR1):
+            job.nodes["a"].process.send_signal(number)
+        step = max(line.step for line in job.lines("step"))
+        job.wait("it trains on", lambda: max(line.step for line in job.lines("step")) > step + 1)
+        job.tell("finish")
+        assert job.wait_end("a") == 0
+        assert job.epoch == epoch
+        assert "SIGUSR1 was ignored at the start, so it does not drain this node." in job.nodes["a"].stderr
 
 
 def test_a_signal_to_all_processes_of_a_node_drains_it(server: RedisServer, tmp_path: Path) -> None:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import signal
 import socket
+import subprocess
 from pathlib import Path
 
 import pytest
 
+from redelastic.agent.workers.stacks import catches
 from redelastic.cli import main
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
-from tests.support.agent_job import FAILED
+from tests.support.agent_job import DRAINED, FAILED
 from tests.support.long_tests import quick_first
-from tests.support.torchrun_job import Job
-from tests.support.unruly_job import UNRULY, Unruly, environment, run
+from tests.support.torchrun_job import LIMIT, Job
+from tests.support.unruly_job import OURS, UNRULY, Unruly, environment, run
+from tests.support.waiting import Within
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -125,3 +128,32 @@ def test_an_interrupt_while_it_waits_for_others(server: RedisServer, tmp_path: P
         assert job.wait_end("a") == 128 + signal.SIGINT  # Python's own, as torchrun's
         assert "Traceback" not in job.nodes["a"].stderr
         assert not job.redis("candidates")
+
+
+@pytest.mark.fault("a node is asked to drain while it waits for Redis", "it leaves at once")
+@pytest.mark.parametrize("how", ["SIGTERM", "drain file"])
+def test_a_drain_while_redis_is_awaited(tmp_path: Path, how: str) -> None:
+    with RedisServer() as server, Unruly(server, tmp_path, "1:1") as job:
+        server.kill()
+        job.begin("a", options=(f"--drain-file={tmp_path / 'notice'}",))
+        job.wait("it waits", lambda: "Waiting for it" in job.nodes["a"].stderr)
+        if how == "SIGTERM":
+            job.nodes["a"].terminate()
+        else:
+            job.tell("notice")
+        assert job.wait_end("a") == DRAINED
+        assert "Traceback" not in job.nodes["a"].stderr
+        assert job.nodes["a"].stderr.splitlines()[-1] == "redelastic run: drained by SIGTERM, while it ran no workers"
+        assert how == "SIGTERM" or f"Draining: the file {tmp_path / 'notice'} exists." in job.nodes["a"].stderr
+
+
+@pytest.mark.fault("a node gets SIGTERM while it imports torch, as PID 1 of a container", "it leaves at once")
+def test_a_sigterm_while_torch_is_imported(tmp_path: Path) -> None:
+    """The kernel drops a signal that PID 1 does not handle."""
+    command = [*OURS, "--standalone", str(UNRULY), str(tmp_path)]
+    with subprocess.Popen(command, env=environment("wait"), stderr=subprocess.PIPE, text=True) as process:
+        Within(LIMIT)(lambda: catches(process.pid, signal.SIGTERM), "that it handles SIGTERM")
+        process.terminate()
+        _, err = process.communicate(timeout=LIMIT)
+    assert (process.returncode, err) == (DRAINED, "redelastic run: drained by SIGTERM, while it ran no workers\n")
+    assert not (tmp_path / "a-started").exists()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
 import sys
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,8 +21,10 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError, Rendezvous
 from torch.distributed.launcher.api import LaunchConfig
 
 from redelastic.agent.agent import RedisElasticAgent
+from redelastic.agent.background import repeat
 from redelastic.agent.limits import RefusedError
 from redelastic.agent.options import AgentOptions
+from redelastic.agent.workers.drains import DrainFile
 from redelastic.logs import say
 from redelastic.rendezvous.handler import RedisRendezvousHandler, handler_from_parameters
 from redelastic.rendezvous.membership import DrainedError, RunStoppedError, RunThen
@@ -36,6 +39,7 @@ DRAINED: Final = (
 )
 STOPPED: Final = 76  # the job was stopped: by a person, or because its restart budget is used up
 REFUSED: Final = 77  # a health check found this node unfit
+DRAIN_FILE_INTERVAL: Final = 1.0  # between two looks for the drain file, in seconds
 
 
 def launch(
@@ -65,17 +69,17 @@ def launch(
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.signals_to_handle
     if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:  # then the exit status of a worker would be lost
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    handler = handler_from_parameters(
-        RendezvousParameters(
-            backend="redis",
-            endpoint=config.rdzv_endpoint,
-            run_id=config.run_id or uuid.uuid4().hex,
-            min_nodes=config.min_nodes,
-            max_nodes=config.max_nodes,
-            local_addr=config.local_addr,
-            **config.rdzv_configs,
-        )
+    parameters = RendezvousParameters(
+        backend="redis",
+        endpoint=config.rdzv_endpoint,
+        run_id=config.run_id or uuid.uuid4().hex,
+        min_nodes=config.min_nodes,
+        max_nodes=config.max_nodes,
+        local_addr=config.local_addr,
+        **config.rdzv_configs,
     )
+    with _heeding_drain_file(options):
+        handler = handler_from_parameters(parameters)
     if not isinstance(handler, RedisRendezvousHandler):
         raise ValueError("The agent needs the native rendezvous: remove protocol=dynamic, or use torchrun.")  # noqa: TRY004
     ending: tuple[Left, RunThen] = (Left(cause="exited"), "goes on")
@@ -109,6 +113,21 @@ def launch(
     finally:
         handler.end(*ending)
     return OK
+
+
+@contextlib.contextmanager
+def _heeding_drain_file(options: AgentOptions) -> Iterator[None]:
+    """Until there is an agent that does so, look for the drain file; when it appears, this process gets SIGTERM."""
+
+    def drain(reason: str, _timeout: float) -> None:
+        log.warning("Draining: %s.", reason)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    if options.drain_file is None:
+        yield
+        return
+    with repeat(DrainFile(options.drain_file, 0.0, drain).look, DRAIN_FILE_INTERVAL, "drain-file"):
+        yield
 
 
 def _name(entrypoint: Callable[..., Any] | str, args: Sequence[Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import threading
@@ -12,10 +13,13 @@ from typing import Any, Final
 
 from torch.distributed.elastic.multiprocessing import SignalException
 
+log = logging.getLogger(__name__)
+
 DRAIN_SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1)
 SAME_REQUEST: Final = 1.0  # SIGTERMs within this many seconds are one: GNU timeout signals a process, then its group
 TORCH_SIGNALS: Final = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 TORCH_DEFAULT: Final = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+UNUSED: Final = "SIGRTMAX"  # a signal that nobody sends
 
 _handlers_before: dict[signal.Signals, Any] = {}  # while ours are installed
 
@@ -25,7 +29,8 @@ def drain_on_signals(drain: Callable[[str], None], clock: Callable[[], float] = 
     """Have SIGTERM and SIGUSR1 call ``drain`` with their name; torch's agent would end at once.
 
     A second SIGTERM, later than ``SAME_REQUEST`` seconds after the first, raises torch's ``SignalException`` in the
-    main thread. Outside the main thread this does nothing.
+    main thread. Outside the main thread this does nothing. A signal that is ignored, as ``nohup`` has SIGHUP ignored,
+    stays ignored, by torch's agent too.
 
     Args:
         drain: begins the drain; called again for a repeated signal.
@@ -46,10 +51,15 @@ def drain_on_signals(drain: Callable[[str], None], clock: Callable[[], float] = 
         drain(name.name)
 
     torchs = torch_signals()
-    ours = {s.name for s in DRAIN_SIGNALS}
-    _handlers_before.update({s: signal.signal(s, on_signal) for s in DRAIN_SIGNALS})
+    ignored = {s.name for s in signal.Signals if signal.getsignal(s) is signal.SIG_IGN}
+    for drain_signal in DRAIN_SIGNALS:
+        if drain_signal.name in ignored:
+            log.warning("%s was ignored at the start, so it does not drain this node.", drain_signal.name)
+        else:
+            _handlers_before[drain_signal] = signal.signal(drain_signal, on_signal)
     # torch installs its handlers for these each time it starts workers, and complains if there are none.
-    os.environ[TORCH_SIGNALS] = ",".join(name for name in torchs.split(",") if name.strip() not in ours) or "SIGINT"
+    not_its = ignored | {s.name for s in DRAIN_SIGNALS}
+    os.environ[TORCH_SIGNALS] = ",".join(n for n in torchs.split(",") if n.strip() not in not_its) or UNUSED
     try:
         yield
     finally:

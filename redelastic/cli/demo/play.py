@@ -20,6 +20,7 @@ import psutil
 
 from redelastic.cli.events import Printer
 from redelastic.cli.output import open_console
+from redelastic.cli.signals import handling
 from redelastic.redis.connection import Connection
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
@@ -55,8 +56,8 @@ class Job:
 
     def __init__(self, stack: contextlib.ExitStack, run_id: str, nnodes: str, *training: str) -> None:
         self._signals: list[int] = []
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            stack.callback(signal.signal, number, signal.signal(number, lambda n, _: self._signals.append(n)))
+        endings = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        stack.enter_context(handling(endings, lambda number, _: self._signals.append(number)))
         self.run_id = run_id
         self.folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="redelastic-demo-")))
         self.server = stack.enter_context(RedisServer())
