@@ -216,7 +216,7 @@ class RedisElasticAgent(RegroupingAgent):
         self._workers = workers = Workers(
             spec.local_world_size, self._options, self._interval, self._hangs.reporters, self._membership.view.notify
         )
-        with self._warm.starting() if self._warm else contextlib.nullcontext():
+        with self._tree.starting(), self._warm.starting() if self._warm else contextlib.nullcontext():
             pids: dict[int, Any] = super()._start_workers(worker_group)
         workers.started(pids)
         self._tree.look(pids.values())  # so that its warden knows them

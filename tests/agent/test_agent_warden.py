@@ -36,9 +36,12 @@ from tests.support.worker_processes import (
 class Driven:
     """A program in a process of its own, which answers each line with one; the test owns its end."""
 
-    def __init__(self, source: str, *arguments: str) -> None:
+    def __init__(self, source: str, *arguments: str, within: tuple[str, ...] = ()) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-c", source, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [*within, sys.executable, "-c", source, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         self.handle = psutil.Process(self.process.pid)
 
@@ -58,7 +61,9 @@ AGENT = """
 import json, os, subprocess, sys
 from redelastic.agent.workers import processes
 
-tree, workers = processes.ProcessTree(), []
+passed, workers = [], []
+tree = processes.ProcessTree(clock=lambda: sum(passed))
+starting = tree.starting()
 popen = lambda *command, **options: subprocess.Popen(command, stdout=subprocess.DEVNULL, **options)
 
 def start(source):
@@ -141,11 +146,43 @@ os._exit(7)
         return sum(child.status() == psutil.STATUS_ZOMBIE for child in agent.handle.children())
 
     until(lambda: zombies() == 21, "their end")
-    assert agent.ask("[p.pid for p in tree.look([])]") == []  # the worker's pid is not yet known to the telemetry
-    assert zombies() == 11  # those that could be a worker may wait
+    agent.ask("starting.__enter__()")
+    for _ in range(2):
+        assert agent.ask("[p.pid for p in tree.look([])]") == []  # the worker's pid is not yet known
+        assert zombies() == 11  # those that could be a worker may wait
+        agent.ask("passed.append(2)")
+    agent.ask("starting.__exit__(None, None, None)")
+    for left in (11, 1):
+        assert agent.ask("look()") == []
+        assert zombies() == left  # whoever started a process, as a health check is, has a second to ask for its status
+        agent.ask("passed.append(2)")
     assert agent.ask("kill()") == []
     assert {child.pid for child in agent.handle.children()} == {warden_of(agent.handle).pid, worker}
     assert agent.ask("workers[0].wait()") == 7
+
+
+def test_pid_1_adopts_strangers_and_ends_only_its_own(tmp_path: Path) -> None:
+    """What somebody starts in its container, as by docker exec, and what workers leave become its children alike."""
+    unshare = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
+    if subprocess.run([*unshare, "true"], capture_output=True, check=False).returncode != 0:
+        pytest.skip("this process may not make a process namespace")
+    outer = Driven(AGENT, str(tmp_path), within=unshare)
+    try:
+        outer.ask("tree.adopt_orphans()")
+        (pid_1,) = until(outer.handle.children, "the agent")
+        command = ["nsenter", "--target", str(pid_1.pid), "--pid", "--mount", "setsid", "sh", "-c"]
+        subprocess.run([*command, f"sleep {LIFE} > /dev/null 2>&1 &"], check=True)
+        outer.ask(f"start({DAEMON!r})")
+        until((tmp_path / "left").exists, "the daemon")
+        until(lambda: len(pid_1.children()) == 4, "the adoption of both, beside the warden and the worker")
+        mine = sorted([int((tmp_path / name).read_text()) for name in ("worker", "left")])
+        outer.ask("workers[0].kill()")
+        assert outer.ask("workers[0].wait()") == -signal.SIGKILL
+        assert outer.ask("look()") == mine[1:]
+        assert outer.ask("kill()") == mine[1:]
+        assert [child.name() for child in pid_1.children() if child.name() == "sleep"] == ["sleep"]
+    finally:
+        outer.end()
 
 
 # -- the agent itself is killed, or ends

@@ -13,7 +13,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Final
 
 import psutil
@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 
 PR_SET_CHILD_SUBREAPER: Final = 36
 QUIET: Final = 0.5  # before logging what is being waited for, in seconds
+UNCLAIMED: Final = 1.0  # after which nobody waits for the status of a dead child, in seconds
 
 
 class ProcessTree:
@@ -33,13 +34,17 @@ class ProcessTree:
 
     Each worker must be started with ``environment``. A warden stands by until ``close()``.
 
+    Args:
+        clock: monotonic, in seconds.
+
     Attributes:
         token: random, and in the environment of the workers and what they start.
         environment: what to add to the environment of a worker.
         spared: pids that ``look``, ``stop`` and ``kill`` leave alone; the warden ends them with the tree.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self.token = os.urandom(16).hex()
         # An agent that is another agent's worker belongs to that agent's tree, and so do its own workers.
         self.environment = {TOKEN_VARIABLE: f"{os.environ.get(TOKEN_VARIABLE, '')} {self.token}".lstrip()}
@@ -48,6 +53,8 @@ class ProcessTree:
         self._members: dict[int, Process] = {}  # as of the last look
         self._handles: dict[tuple[int, int], psutil.Process] = {}
         self._own_children: set[tuple[int, int]] | None = None  # when adoption began; None: it has not
+        self._starting = False  # whether workers are being started
+        self._dead: dict[tuple[int, int], float] = {}  # dead children that may be claimed -> when a look first saw them
         self._guard = Guard(self.token)
         self._guard.brief(())
 
@@ -61,6 +68,15 @@ class ProcessTree:
             if set_subreaper(True):
                 table = warden.processes().values()
                 self._own_children = {process.identity for process in table if process.parent == os.getpid()}
+
+    @contextlib.contextmanager
+    def starting(self) -> Iterator[None]:
+        """Workers are being started while the block runs: a dead child may be one of them."""
+        self._starting = True
+        try:
+            yield
+        finally:
+            self._starting = False
 
     def look(self, workers: Collection[int]) -> list[psutil.Process]:
         """Find the tree; call it about once a second.
@@ -87,8 +103,9 @@ class ProcessTree:
                 if process.pid not in members and process.pid not in strangers:
                     members[process.pid] = process
                     reached += warden.children(process.pid)
-            # A session leader may be a worker that died before we heard of it: its starter wants its status.
-            self._reap(child for child in own if child.pid != child.session)
+            self._reap(child for child in own if self._is_unclaimed(child, workers))
+            identities = {child.identity for child in own}
+            self._dead = {dead: since for dead, since in self._dead.items() if dead in identities}
             self._members = members
             self._guard.brief(members.values())
             handles = {}
@@ -169,16 +186,34 @@ class ProcessTree:
         return {os.getpid(), *self.spared, *([self._guard.pid] if self._guard.pid else [])}
 
     def _mine(self, children: Iterable[Process], workers: Collection[int]) -> list[Process]:
-        """Those of this process' children that belong to the tree."""
-        return [child for child in children if child.pid in workers or self._is_adopted(child)]
+        """Those of this process' children that belong to the tree.
+
+        As PID 1 this process also adopts what others have started in its container: only its own has the token.
+        """
+
+        def has_proof(orphan: Process) -> bool:
+            return os.getpid() != 1 or warden.has_token(orphan.pid, self.token)
+
+        return [child for child in children if child.pid in workers or (self._is_adopted(child) and has_proof(child))]
 
     def _is_adopted(self, child: Process) -> bool:
-        """Whether a child is an orphan of the tree, or one of the workers."""
+        """Whether a child is an orphan, or one of the workers."""
         return (
             self._own_children is not None
             and child.session != os.getsid(0)
             and child.identity not in self._own_children
         )
+
+    def _is_unclaimed(self, child: Process, workers: Collection[int]) -> bool:
+        """Whether nobody waits for a child's status.
+
+        A session leader may have been started by this process. Whoever starts one waits for it at once, except torch.
+        """
+        if child.pid != child.session:
+            return True
+        if child.alive or child.pid in workers or self._starting:
+            return False
+        return self._clock() - self._dead.setdefault(child.identity, self._clock()) > UNCLAIMED
 
     def _reap(self, children: Iterable[Process]) -> None:
         for child in children:

@@ -6,7 +6,8 @@ A process belongs to the tree of an agent's workers if any of these holds:
 - its environment has the agent's token, which survives fork, exec, setsid and the death of every ancestor;
 - it shares a session with a process of the tree, unless that is the agent's session;
 - it belonged when the agent last looked (:meth:`redelastic.agent.workers.processes.ProcessTree.look`);
-- it is an orphan that the agent adopted, as it can if the whole process is its own.
+- it is an orphan that the agent adopted, as it can if the whole process is its own; but not if the agent is PID 1 of a
+  container, which adopts everybody's orphans.
 
 A fork bomb can escape: its processes may end, and leave new ones, faster than they are found.
 
@@ -90,6 +91,11 @@ def children(pid: int) -> list[Process]:
     return found
 
 
+def has_token(pid: int, token: str) -> bool:
+    """Whether a process' environment has the agent's token."""
+    return token.encode() in read(f"/proc/{pid}/environ")
+
+
 def find(
     table: Mapping[int, Process], token: str, known: Mapping[int, int], strangers: Collection[int], agent_session: int
 ) -> dict[int, Process]:
@@ -108,11 +114,10 @@ def find(
         sessions[process.session].append(process)
     for no_evidence in (agent_session, 0):  # 0: a session from outside this pid namespace
         sessions[no_evidence] = []
-    needle = token.encode()
     reached = [
         process
         for process in table.values()
-        if known.get(process.pid) == process.start or needle in read(f"/proc/{process.pid}/environ")
+        if known.get(process.pid) == process.start or has_token(process.pid, token)
     ]
     for dead in known.keys() - table.keys():
         reached += sessions[dead]  # it may have opened one, which outlives it
