@@ -114,6 +114,8 @@ def test_scripts_that_save_and_end_with_0_have_not_finished(server: RedisServer,
         job.wait("the others go on", lambda: all((tmp_path / f"{name}-2").exists() for name in others))
         job.tell("finish")
         assert [job.wait_end(name) for name in others] == [0, 0]
+        asked = "Local rank 0 got SIGUSR1, which it handles, as a request to save."
+        assert all(asked in node.stderr for node in job.nodes.values())
 
 
 def test_the_exit_barrier_does_not_press_a_redis_that_refuses_writes() -> None:

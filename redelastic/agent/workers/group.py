@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
 import signal
@@ -23,6 +24,8 @@ from redelastic.torch_internals import exit_codes
 from .board import FROZEN, Board, HangWatch
 from .deaths import Deaths, signal_name
 from .stacks import catches, dump_stacks, speaker_of
+
+log = logging.getLogger(__name__)
 
 SAVE_SIGNAL: Final = signal.SIGUSR1  # tells workers that have a handler for it to save
 SPARSELY: Final = 10  # times the monitor interval: between looks at workers whose ends the kernel reports
@@ -119,12 +122,22 @@ class Workers:
     def ask_to_save(self) -> None:
         """Ask for a checkpoint: through ``should_checkpoint()``, and by signal to those that handle it."""
         self._board.request_checkpoint()
+        unheard: list[int] = []
         for local_rank, pid in self.pids.items():
             speaker = speaker_of(self._board, local_rank, pid)
             if not self.ended(local_rank) and catches(speaker, SAVE_SIGNAL):  # the signal would end any other
-                self.signalled |= not self._board.read(local_rank).asks
+                if not self._board.read(local_rank).asks:
+                    unheard.append(local_rank)
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(speaker, SAVE_SIGNAL)
+        if unheard:
+            self.signalled = True
+            log.warning(
+                "Local rank %s got SIGUSR1, which it handles, as a request to save. It never called "
+                "should_checkpoint(), so the drain waits for its end, up to the drain timeout. A script that uses "
+                "SIGUSR1 for something else, such as faulthandler.register(), should use another signal.",
+                ", ".join(map(str, unheard)),
+            )
 
     def have_saved(self) -> bool:
         """Whether there is none left to wait for: each has saved, has ended, or cannot be asked."""
