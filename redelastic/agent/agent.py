@@ -35,7 +35,7 @@ from .torchrun.regrouping import RegroupingAgent, remove_torn_errors
 from .workers.drains import DrainFile, Drains
 from .workers.group import Workers
 from .workers.hangs import Hangs
-from .workers.logs import log_files, tail
+from .workers.logs import last_words, log_files
 from .workers.processes import ProcessTree
 from .workers.signals import TORCH_SIGNALS, drain_on_signals, torch_signals
 from .workers.warm import WarmStart, refuse
@@ -388,7 +388,7 @@ class RedisElasticAgent(RegroupingAgent):
         failed_at = self._first_failure() or time.monotonic()
         rank, failure = min(result.failures.items(), key=lambda item: item[1].timestamp)
         node, path = self._membership.node, self._workers.logs.get(failure.local_rank, "")
-        last = tail(path) if path else ""
+        last = last_words(path) if path else ""
 
         def errand() -> None:
             age_ms = round(1000 * max(0.0, time.monotonic() - failed_at))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from redelastic.agent.workers.logs import HIDDEN, TAIL, log_files, redacted, tail
+from redelastic.agent.workers.logs import HIDDEN, TAIL, last_words, log_files, redacted, tail
 from redelastic.redis.server import RedisServer
 from redelastic.run.events import Log, Lost, Started, decode
 from redelastic.run.logs import first_failure, places
@@ -149,6 +149,19 @@ def test_secrets_are_hidden(line: str, secret: str) -> None:
 def test_what_is_no_secret_stays() -> None:
     text = "step 3: loss 0.1, 4096 tokens/s, keys: 12, https://user@host/path, author: me\nKeyError: 'weights'"
     assert redacted(text, {"MY_KEY": "1", "KEYS": ""}) == text
+    environ = {
+        "REDELASTIC_KEY_PREFIX": "redelastic",
+        "SSH_KEY_NAME": "training",
+        "GOOGLE_AUTH_TYPE": "service",
+        "TOKEN_COUNT": "100000",
+        "API_KEY_ID": "primary",
+    }
+    text = (
+        'File "/redelastic/training/service.py", line 100000, in primary\n'
+        "    tokenizer.pad_token = tokenizer.eos_token\n"
+        "ValueError: pad_token='<|endoftext|>', eos_token: </s>, max_token=100000"
+    )
+    assert redacted(text, environ) == text
 
 
 def test_a_tail_is_bounded_and_of_whole_lines(tmp_path: Path) -> None:
@@ -158,6 +171,10 @@ def test_a_tail_is_bounded_and_of_whole_lines(tmp_path: Path) -> None:
     assert len(told) <= TAIL
     assert told.startswith("line ")
     assert told.endswith("line 9999")
+    log.write_text("before\n" + "".join(f"\r{i:4}/5000 [{'=' * 90}]" for i in range(1234)))
+    assert tail(str(log)) == f"before\n1233/5000 [{'=' * 90}]", "a bar as a terminal shows it"
+    log.write_text("begins\n" + "x" * 10 * TAIL + " at the end\n")
+    assert tail(str(log)) == "…" + ("x" * TAIL + " at the end")[1 - TAIL :]
     log.write_bytes(b"\xff\xfe broken\n")
     assert tail(str(log)).endswith("broken")
     assert tail(str(tmp_path / "gone")) == ""
@@ -167,3 +184,13 @@ def test_a_tail_is_bounded_and_of_whole_lines(tmp_path: Path) -> None:
 def test_what_has_a_log() -> None:
     assert log_files({0: "", 1: "/o"}, {0: "/dev/null", 1: "/e"}) == {1: "/e"}
     assert log_files({0: "/o"}, {0: "/dev/null"}) == {0: "/o"}
+
+
+def test_the_reason_may_be_in_stdout(tmp_path: Path) -> None:
+    out, err = tmp_path / "stdout.log", tmp_path / "stderr.log"
+    assert last_words(str(err)) == "", "there is neither"
+    err.write_text("Traceback\n")
+    assert last_words(str(err)) == "Traceback"
+    out.write_text("step 3\nERROR: out of tokens\n")
+    assert last_words(str(err)) == "stdout.log:\nstep 3\nERROR: out of tokens\nstderr.log:\nTraceback"
+    assert last_words(str(out)) == "step 3\nERROR: out of tokens"

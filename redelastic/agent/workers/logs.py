@@ -9,20 +9,32 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-TAIL: Final = 4096  # of a log, in bytes
+TAIL: Final = 4096  # of a log, in characters
+ASIDE: Final = 1024  # of a worker's stdout that is not the log itself, in characters
+LOOKED_AT: Final = 4 * TAIL  # for secrets, so that each is found that reaches into the tail
+READ: Final = 1 << 20  # of a log, in bytes: a progress bar is a long line of which a terminal shows the end
 HIDDEN: Final = "[hidden]"
 SHORTEST_SECRET: Final = 6  # characters of a variable's value; hiding shorter ones would hide half the text
 
 _NAMES: Final = re.compile(
     r"(?:^|_)(?:\w*key|token|secret|passw(?:or)?d|pass|credentials?|auth)(?:_|$)", re.IGNORECASE
 )  # not GIT_AUTHOR_NAME
+_NO_SECRETS: Final = re.compile(
+    r"_(?:prefix|suffix|names?|type|kind|ids?|files?|path|dir|folder|count|size|limit|length|timeout|ttl|mode|method|"
+    r"ur[li]|host|port|user|region|version|enabled|format|algorithm|provider)$",
+    re.IGNORECASE,
+)  # as SSH_KEY_NAME, which is about a secret
+_OF_A_TOKENIZER: Final = "".join(
+    f"(?<!{word}[_ ])"
+    for word in "pad eos bos unk sep cls mask special image stop next last first max min num per".split()  # noqa: SIM905
+)
 _KEY_BLOCKS: Final = (
     re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL),
     re.compile(r"\A.*-----END [A-Z ]*PRIVATE KEY-----", re.DOTALL),  # whose start is not in the tail
 )
 _IN_URL: Final = re.compile(r"(\w://[^/\s:@]*:)[^@\s]+(?=@)")
 _NAMED: Final = re.compile(
-    r"((?:passw(?:or)?d|secret|token|credentials?|(?:api|access|secret|private|account)[_-]?key)[\"']?\s*[=:]\s*)"
+    rf"((?:passw(?:or)?d|secret|{_OF_A_TOKENIZER}token|credentials?|(?:api|access|secret|private|account)[_-]?key)[\"']?\s*[=:]\s*)"
     r"(?:\"[^\"]*\"|'[^']*'|\S+)",
     re.IGNORECASE,
 )
@@ -55,18 +67,34 @@ def _file_of(descriptor: int) -> str:
         return ""
 
 
-def tail(path: str) -> str:
-    """The last lines of a file, without secrets; empty if it cannot be read."""
+def tail(path: str, length: int = TAIL) -> str:
+    """The last lines of a file as a terminal shows them, without secrets; empty if it cannot be read.
+
+    Of a line that is too long it is the end.
+    """
     try:
         with Path(path).open("rb") as file:
             size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - TAIL))
-            text = file.read(TAIL).decode(errors="replace")
+            file.seek(max(0, size - READ))
+            text = file.read(READ).decode(errors="replace")
     except OSError:
         return ""
-    if size > TAIL:
-        text = text.partition("\n")[2]
-    return redacted(text, os.environ).strip("\n")
+    text = "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n"))
+    if size > READ or len(text) > LOOKED_AT:
+        first, *lines = text[-LOOKED_AT:].split("\n")
+        text = "\n".join([first[length:], *lines])  # at its start a secret may be cut in two
+    text = redacted(text, os.environ).strip("\n")
+    if len(text) <= length:
+        return text
+    text = text[1 - length :]
+    return text.partition("\n")[2] or f"…{text}"
+
+
+def last_words(path: str) -> str:
+    """The last lines of a worker's log; of torch's ``stderr.log``, after a few of the ``stdout.log`` beside it."""
+    log = Path(path)
+    out = tail(str(log.with_name("stdout.log")), ASIDE) if log.name == "stderr.log" else ""
+    return "\n".join(filter(None, (out and f"stdout.log:\n{out}\n{log.name}:", tail(path))))
 
 
 def redacted(text: str, environ: Mapping[str, str]) -> str:
@@ -74,7 +102,8 @@ def redacted(text: str, environ: Mapping[str, str]) -> str:
 
     It hides what it recognises, and may hide too much; no rule finds every secret that a program can print.
     """
-    for value in sorted((v for name, v in environ.items() if _NAMES.search(name)), key=len, reverse=True):
+    secrets = [v for name, v in environ.items() if _NAMES.search(name) and not _NO_SECRETS.search(name)]
+    for value in sorted(secrets, key=len, reverse=True):
         if len(value) >= SHORTEST_SECRET and not value.startswith("/"):  # a path is not a secret
             text = text.replace(value, HIDDEN)
     for block in _KEY_BLOCKS:
