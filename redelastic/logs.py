@@ -36,6 +36,17 @@ def say(text: str) -> None:
         sys.stderr.write(f"{text}\n")
 
 
+def correct_level() -> None:
+    """Have ``LOGLEVEL`` name a level of Python's logging: torch takes no other, nor one in lower case."""
+    given = os.environ.pop("LOGLEVEL", "").strip()
+    name = logging.getLevelName(int(given)) if given.isdecimal() else given.upper()
+    if isinstance(logging.getLevelName(name), int):
+        os.environ["LOGLEVEL"] = name
+    elif given:
+        say(f"LOGLEVEL={given!r} is no level of Python's logging: WARNING is used.")
+        os.environ["LOGLEVEL"] = "WARNING"
+
+
 def set_up_logging(logger: logging.Logger) -> None:
     """Write a logger's lines to stderr, if their level is ``LOGLEVEL`` (default: WARNING) or higher.
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from redelastic import __version__
-from redelastic.logs import say, unhurried_stderr
+from redelastic.logs import correct_level, say, unhurried_stderr
 from redelastic.run.wording import clean
 
 from . import (
@@ -44,6 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code; 2 and 0 come as ``SystemExit`` from argparse for wrong arguments and for ``--help``.
     """
     _replace_closed_streams()
+    _tolerate_other_encodings()
+    correct_level()
     argv = sys.argv[1:] if argv is None else list(argv)
     if argv[:1] == [run.NAME]:  # its parser is torchrun's
         with unhurried_stderr():  # before torch is imported: its loggers keep the stream that they find
@@ -67,6 +70,12 @@ def _replace_closed_streams() -> None:
             null = os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, the stream's
             os.set_inheritable(null, True)
             setattr(sys, name, os.fdopen(null, mode))
+
+
+def _tolerate_other_encodings() -> None:
+    """Print what the locale's encoding lacks as a question mark, not as an error; stderr does alike from the start."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
 
 
 def make_parser() -> tuple[argparse.ArgumentParser, Any]:

@@ -114,7 +114,7 @@ def _port(text: str) -> int:
 
 def _token(file: Path) -> str:
     try:
-        token = file.read_text().partition("\n")[0].strip()
+        token = file.read_text(encoding="utf-8").partition("\n")[0].strip()
     except (OSError, UnicodeDecodeError) as e:
         raise ValueError(f"--token-file {file} cannot be read: {e}.") from e
     if len(token) < SHORTEST_TOKEN:

@@ -43,8 +43,8 @@ style-src {style_hash}; base-uri 'none'; form-action 'none'; require-trusted-typ
 
 def page(run_id: str, history: History) -> str:
     """The file's text. What Redis holds is in it only as JSON, in which no markup is left."""
-    style = (PAGE / "style.css").read_text()
-    script = "".join(_LINKS.sub("", (PAGE / name).read_text()) for name in MODULES)
+    style = (PAGE / "style.css").read_text(encoding="utf-8")
+    script = "".join(_LINKS.sub("", (PAGE / name).read_text(encoding="utf-8")) for name in MODULES)
     return _DOCUMENT.format(
         title=html.escape(f"{clean(run_id)} · redelastic"),
         style=style,

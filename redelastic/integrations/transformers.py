@@ -75,7 +75,7 @@ def _newest_complete(folder: Path) -> str | None:
     found = [path for path in folder.glob("checkpoint-*") if path.name.rpartition("-")[2].isdigit()]
     for path in sorted(found, key=lambda path: int(path.name.rpartition("-")[2]), reverse=True):
         try:
-            json.loads((path / "trainer_state.json").read_text())  # rank 0 writes it last
+            json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))  # rank 0 writes it last
         except (OSError, ValueError):
             continue
         return str(path)

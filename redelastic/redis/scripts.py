@@ -23,7 +23,9 @@ class Script:
     def __init__(self, *parts: str) -> None:
         self.name, self.parts = parts[-1], parts
         folder = files("redelastic") / "lua"
-        lines = "".join((folder / f"{part}.lua").read_text() for part in parts).splitlines(keepends=True)
+        lines = "".join((folder / f"{part}.lua").read_text(encoding="utf-8") for part in parts).splitlines(
+            keepends=True
+        )
         # Without comments it is a third as long when it has to be sent whole.
         self.text = "".join(line for line in lines if line.strip() and not line.lstrip().startswith("--"))
         self.digest = hashlib.sha1(self.text.encode(), usedforsecurity=False).hexdigest()

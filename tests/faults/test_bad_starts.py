@@ -130,6 +130,24 @@ def test_an_interrupt_while_it_waits_for_others(server: RedisServer, tmp_path: P
         assert not job.redis("candidates")
 
 
+@pytest.mark.fault("the locale is not UTF-8, or LOGLEVEL is another program's", "the job runs")
+def test_settings_of_the_host_that_are_unusual(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("print('ran')")
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    for level, said in (
+        ("verbose", "LOGLEVEL='verbose' is no level of Python's logging: WARNING is used.\n"),
+        ("info", None),
+    ):
+        command = [*OURS, "--standalone", str(script)]
+        env = environment() | ascii_only | {"LOGLEVEL": level}
+        done = subprocess.run(command, env=env, capture_output=True, timeout=LIMIT, check=False)
+        assert (done.returncode, done.stdout) == (0, b"ran\n"), done.stderr
+        assert done.stderr == said.encode() if said else b"] " in done.stderr
+    done = subprocess.run([*OURS, "--help"], env=env, capture_output=True, timeout=LIMIT, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 @pytest.mark.fault("a node is asked to drain while it waits for Redis", "it leaves at once")
 @pytest.mark.parametrize("how", ["SIGTERM", "drain file"])
 def test_a_drain_while_redis_is_awaited(tmp_path: Path, how: str) -> None:

@@ -70,6 +70,6 @@ def _room_of(folder: Path, limit: str, usage: str, reclaimable: str) -> int | No
 def _lines(path: Path) -> list[str]:
     """Lines of a kernel file; none if it is missing, or not readable."""
     try:
-        return path.read_text().splitlines()
+        return path.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:
         return []

@@ -129,7 +129,11 @@ class Job:
 
     def reports(self) -> list[dict[str, Any]]:
         """What rank 0 has reported, in the order of rounds; see ``report`` in ``train.py``."""
-        lines = [line for path in self.folder.glob("*.out") for line in path.read_text().splitlines(keepends=True)]
+        lines = [
+            line
+            for path in self.folder.glob("*.out")
+            for line in path.read_text(errors="replace").splitlines(keepends=True)
+        ]
         found = [json.loads(line) for line in lines if line.startswith('{"event"') and line.endswith("\n")]
         return sorted(found, key=lambda report: (report["epoch"], report["step"]))
 
