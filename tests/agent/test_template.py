@@ -189,6 +189,10 @@ def test_preloaded_modules_are_those_that_the_script_would_import(make: Make, tm
             "from threading import Timer\nfor _ in 1, 2: t = Timer(60, print); t.daemon = True; t.start()",
             "bad starts 2 threads, which a fork would lose, when it is imported",
         ),
+        (
+            "import atexit, shutil, tempfile; folder = tempfile.mkdtemp(); atexit.register(shutil.rmtree, folder)",
+            "bad makes a temporary folder, which workers would share, when it is imported",
+        ),
         ("import subprocess; sleeper = subprocess.Popen(['sleep', '5'])", "bad starts a process"),
         ("raise RuntimeError('no')", "bad could not be imported: RuntimeError: no"),
         ("import nowhere", "bad could not be imported: ModuleNotFoundError: No module named 'nowhere'"),
@@ -198,11 +202,11 @@ def test_preloaded_modules_are_those_that_the_script_would_import(make: Make, tm
         ("import os; os.kill(os.getpid(), 40)", "the template was ended by SIGRTMIN+6 during its imports"),
         ("import torch; torch.cuda.init()", "bad initialises the GPU, which cannot be used after a fork"),
     ],
-    ids=["threads", "process", "error", "missing", "exit", "_exit", "killed", "real-time", "gpu"],
+    ids=["threads", "folder", "process", "error", "missing", "exit", "_exit", "killed", "real-time", "gpu"],
 )
 def test_what_cannot_be_preloaded_is_refused_by_name(make: Make, tmp_path: Path, text: str, told: str) -> None:
     (tmp_path / "bad.py").write_text(text)
-    (tmp_path / "good.py").touch()
+    (tmp_path / "good.py").write_text("import tempfile\nwith tempfile.TemporaryDirectory(): pass\n")
     # What torch says of a GPU, without one.
     (tmp_path / "torch.py").write_text(
         "class cuda:\n  ready = False\n  is_initialized = lambda: cuda.ready\n  def init(): cuda.ready = True\n"

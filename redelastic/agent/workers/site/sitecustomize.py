@@ -15,9 +15,11 @@ from __future__ import annotations
 import gc
 import marshal
 import os
+import shutil
 import signal
 import socket
 import sys
+import tempfile
 import traceback
 import warnings
 from importlib import import_module
@@ -78,15 +80,26 @@ def preload(modules: list[str]) -> str:
     """Import modules; returns why workers cannot be forked afterwards, or an empty string."""
     folders = _first_on_path()
     sys.path[:0] = folders
+    made, make = list[str](), tempfile.mkdtemp
+
+    def noting(*arguments: Any, **more: Any) -> Any:
+        made.append(make(*arguments, **more))
+        return made[-1]
+
+    tempfile.mkdtemp = noting
     try:
         for name in modules:
             try:
                 import_module(name)
             except BaseException as e:  # noqa: BLE001  # SystemExit too
                 return f"{name} could not be imported: {type(e).__name__}: {e}"
-            if problem := unfit():
+            temporary = [folder for folder in made if os.path.isdir(folder)]  # noqa: PTH112  # faster
+            for folder in temporary:
+                shutil.rmtree(folder, ignore_errors=True)
+            if problem := "makes a temporary folder, which workers would share," if temporary else unfit():
                 return f"{name} {problem} when it is imported"
     finally:
+        tempfile.mkdtemp = make
         for folder in folders:
             sys.path.remove(folder)
     return ""
