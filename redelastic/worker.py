@@ -23,6 +23,7 @@ from typing import Final, SupportsIndex
 
 __all__ = ["progress", "should_checkpoint"]
 
+NAMESPACE: Final = "REDELASTIC_PID_NAMESPACE"  # the agent's: a file in its /proc means nothing in another one
 VARIABLE: Final = "REDELASTIC_WORKER"  # <file>:<token>; the token tells it from another file of the same name
 STACK_SIGNAL: Final = 39  # SIGRTMIN + 5 on Linux: a real-time signal that nothing else uses
 
@@ -135,6 +136,8 @@ def _open() -> memoryview[int] | None:
     _name, _mapped = name, None
     path, _, token = name.rpartition(":")
     try:
+        if os.environ.get(NAMESPACE, "") not in ("", pid_namespace()):
+            raise OSError("it runs in another process namespace")  # noqa: TRY301
         file = os.open(path, os.O_RDWR | os.O_APPEND)  # stays open: faulthandler needs it
         with contextlib.suppress(OSError):  # there may be no such number
             # If the script closes all its files, the next ones that it opens do not get this number.
@@ -153,6 +156,11 @@ def _open() -> memoryview[int] | None:
         with contextlib.suppress(Exception):  # stderr may be closed, or replaced by anything
             sys.stderr.write(f"redelastic: the agent cannot see the progress of process {os.getpid()}: {e}\n")
     return _mapped
+
+
+def pid_namespace() -> str:
+    """A name of this process' namespace of processes."""
+    return os.readlink("/proc/self/ns/pid")  # noqa: PTH115  # pathlib is slow to import
 
 
 def _fall_silent() -> None:

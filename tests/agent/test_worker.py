@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -259,7 +260,7 @@ board = Board(1)
 subprocess.Popen([sys.executable, "-c", {training!r}], env=os.environ | board.environment(0))
 while not board.read(0).asks: pass
 board.request_checkpoint()
-print(*board.environment(0).values(), flush=True)
+print(board.environment(0)[{worker.VARIABLE!r}], flush=True)
 signal.pause()
 """
     with Dialogue(code, {}) as agent:
@@ -309,6 +310,22 @@ def test_a_place_that_cannot_be_used_is_said_once_and_harms_nothing(tmp_path: Pa
         assert done.stderr.count("\n") == (0 if closed else 1)
         assert closed or "the agent cannot see the progress" in done.stderr
     assert (tmp_path / "file").read_bytes() == b"too short"
+
+
+@pytest.mark.fault("a worker runs in a container of its own", "it says that the agent cannot see its progress")
+def test_a_worker_in_another_process_namespace_says_that_it_is_unseen(board: Board) -> None:
+    unshare = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
+    if subprocess.run([*unshare, "true"], capture_output=True, check=False).returncode != 0:
+        pytest.skip("this process may not make a process namespace")
+    code = "from redelastic.worker import *; progress(1); progress(2); print(should_checkpoint())"
+    command = [*unshare, sys.executable, "-c", code]
+    env = os.environ | board.environment(0)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "False\n")
+    assert re.fullmatch(
+        r"redelastic: the agent cannot see the progress of process \d+: it runs in another process namespace\n",
+        done.stderr,
+    )
 
 
 def test_a_board_that_is_closed_can_still_be_read(board: Board) -> None:

@@ -20,7 +20,20 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from redelastic.worker import AT, CALL_BITS, CALLS, PID, REQUESTED, SEEN, SLOT_BYTES, STEP, TOKEN, VARIABLE
+from redelastic.worker import (
+    AT,
+    CALL_BITS,
+    CALLS,
+    NAMESPACE,
+    PID,
+    REQUESTED,
+    SEEN,
+    SLOT_BYTES,
+    STEP,
+    TOKEN,
+    VARIABLE,
+    pid_namespace,
+)
 
 __all__ = ["Board", "HangWatch", "Progress", "nameless_file"]
 
@@ -77,7 +90,7 @@ class Board:
     def environment(self, local_rank: int) -> dict[str, str]:
         """The environment variables by which a worker finds its slot."""
         name = f"/proc/{self._pid}/fd/{self._files[local_rank].fileno()}"
-        return {VARIABLE: f"{name}:{self.slots[local_rank][TOKEN]}"}
+        return {VARIABLE: f"{name}:{self.slots[local_rank][TOKEN]}", NAMESPACE: pid_namespace()}
 
     def read(self, local_rank: int) -> Progress:
         """What a worker has reported so far; works after :meth:`close`, and from any thread."""
