@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -197,6 +198,29 @@ while True:
     tree.stop([worker.pid], grace=1.5 * warden.RELOOK)
     assert worker.stdout is not None
     assert worker.stdout.read() == b"T"
+
+
+def test_torchs_helper_for_shared_memory_may_end_by_itself(start: Start, tree: ProcessTree, tmp_path: Path) -> None:
+    """It removes the files of the dead once it is alone; SIGTERM would end it before."""
+    (tmp_path / "torch_shm_manager").symlink_to(sys.executable)
+    source = "import os, sys; os.rename(*sys.argv[1:]) if sys.stdin.read() == '' else None"
+    (tmp_path / "files").touch()
+    worker = start(
+        PRELUDE
+        + f"""
+import subprocess
+read, write = os.pipe()
+helper = [os.path.join(folder, "torch_shm_manager"), "-I", "-S", "-c", {source!r}]
+subprocess.Popen([*helper, os.path.join(folder, "files"), os.path.join(folder, "removed")], stdin=read)
+os.close(read)
+say("worker")
+live()
+"""
+    )
+    said(tmp_path, "worker")
+    tree.look([worker.pid])
+    assert tree.stop([worker.pid], grace=DEADLINE) == [worker.pid]
+    assert (tmp_path / "removed").exists()
 
 
 def test_a_stop_does_not_wait_where_nothing_is_left(tree: ProcessTree, start: Start, tmp_path: Path) -> None:

@@ -96,6 +96,11 @@ def has_token(pid: int, token: str) -> bool:
     return token.encode() in read(f"/proc/{pid}/environ")
 
 
+def is_torchs_helper(pid: int) -> bool:
+    """Whether a process is torch's ``torch_shm_manager``, by the name that the kernel has cut to 15 bytes."""
+    return read(f"/proc/{pid}/comm").startswith(b"torch_shm_manag")
+
+
 def find(
     table: Mapping[int, Process], token: str, known: Mapping[int, int], strangers: Collection[int], agent_session: int
 ) -> dict[int, Process]:
@@ -134,7 +139,8 @@ def end(look: Callable[[], Iterable[Process]], grace: float = 0.0) -> Ended:
     """End the processes that ``look`` finds, and look again, until it finds none that lives.
 
     Within ``grace`` seconds each process gets one SIGTERM, and may exit by itself; after that, SIGKILL. This gives up
-    ``LIMIT`` seconds later.
+    ``LIMIT`` seconds later. torch's ``torch_shm_manager`` gets no SIGTERM: two seconds after the last process that
+    shared memory with it, it removes what they have left in ``/dev/shm``, and exits.
     """
     kill_at = time.monotonic() + grace
     asked: set[tuple[int, int]] = set()
@@ -146,7 +152,7 @@ def end(look: Callable[[], Iterable[Process]], grace: float = 0.0) -> Ended:
             return Ended({pid for pid, _ in asked}, {pid for pid, _ in killed}, {process.pid for process in left})
         number, signalled = (signal.SIGTERM, asked) if now < kill_at else (signal.SIGKILL, killed)
         for process in left:
-            if process.identity not in signalled:
+            if process.identity not in signalled and not (signalled is asked and is_torchs_helper(process.pid)):
                 signalled.add(process.identity)
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(process.pid, number)
