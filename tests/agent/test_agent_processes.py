@@ -200,6 +200,7 @@ while True:
     assert worker.stdout.read() == b"T"
 
 
+@pytest.mark.fault("a worker fails that shares tensors by file_system", "nothing of it stays in /dev/shm")
 def test_torchs_helper_for_shared_memory_may_end_by_itself(start: Start, tree: ProcessTree, tmp_path: Path) -> None:
     """It removes the files of the dead once it is alone; SIGTERM would end it before."""
     (tmp_path / "torch_shm_manager").symlink_to(sys.executable)

@@ -161,6 +161,7 @@ os._exit(7)
     assert agent.ask("workers[0].wait()") == 7
 
 
+@pytest.mark.fault("an agent that is PID 1 ends its workers, beside what docker exec has started", "that lives on")
 def test_pid_1_adopts_strangers_and_ends_only_its_own(tmp_path: Path) -> None:
     """What somebody starts in its container, as by docker exec, and what workers leave become its children alike."""
     unshare = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")

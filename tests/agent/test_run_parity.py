@@ -37,7 +37,7 @@ GRACE: Final = 10.0  # for what a launcher that was killed leaves to end, in sec
 LIMIT: Final = 90.0  # for anything to happen, in seconds: far above what it takes
 # What differs from one run to the next, and what only we give.
 OWN: Final = re.compile(
-    r"TEST_TOKEN|MASTER_PORT|TORCHELASTIC_(RUN_ID|ERROR_FILE|TIMER_FILE)|REDELASTIC_(AGENT|WORKER|EPOCH|KEY_PREFIX)"
+    r"TEST_TOKEN|MASTER_PORT|TORCHELASTIC_(RUN_ID|ERROR_FILE|TIMER_FILE)|REDELASTIC_(AGENT|WORKER|PID_NAMESPACE|EPOCH|KEY_PREFIX)"
 )
 until = Within(LIMIT)
 

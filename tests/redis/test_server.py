@@ -235,6 +235,7 @@ def test_terminal_signals_do_not_reach_it() -> None:
         assert os.getsid(server.pid) == os.getpgid(server.pid) == server.pid
 
 
+@pytest.mark.fault("all processes of a --standalone job get SIGTERM, as from systemd", "its Redis serves to the end")
 def test_sigterm_to_all_processes_of_a_job_does_not_end_it(binary: str) -> None:
     """As systemd and batch systems send it: the job needs its server to save and to end."""
     with RedisServer(binary) as server, server.get_client() as client:
