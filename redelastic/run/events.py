@@ -408,7 +408,7 @@ class Log(Event):
         rank: of the worker.
         age_ms: time since it failed.
         path: of its log on the node.
-        lines: the last ones, without secrets.
+        lines: the last ones, as a terminal shows them, of its stdout too if that is a log of its own; without secrets.
     """
 
     event: str = "log"
