@@ -218,6 +218,26 @@ def shutdown_timeout(config: Any, given: float | None) -> float:
     return seconds
 
 
+def exit_barrier_timeout(given: float | None) -> float | None:
+    """How long a node whose workers have finished waits for those of the others, in seconds; None: no limit.
+
+    It is ``given``, or else ``TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT``, or else None.
+
+    Raises:
+        ValueError: it is negative or not a number.
+    """
+    text = os.environ.get("TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT") if given is None else str(given)
+    if not text:
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not seconds >= 0:
+        raise ValueError(f"exit_barrier_timeout must be a number of seconds, 0 or more, not {text!r}.")
+    return seconds
+
+
 def replace_agent_of_launcher(theirs: type, ours: type) -> None:
     """Have torchrun use our agent; the only way in is the name by which its launcher finds torch's.
 

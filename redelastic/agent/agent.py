@@ -19,9 +19,8 @@ from redelastic.rendezvous.handler import RedisRendezvousHandler
 from redelastic.rendezvous.membership import DrainedError, RunStoppedError
 from redelastic.run.control import RunControl
 from redelastic.run.events import Failed, Log, Started
-from redelastic.store import RedisStore
 from redelastic.torch_errors import torch_errors
-from redelastic.torch_internals import close_within, shut_down, shutdown_option
+from redelastic.torch_internals import close_within, exit_barrier_timeout, shut_down, shutdown_option
 
 from .background import Courier, Notes, repeat
 from .host.checks import Node
@@ -30,7 +29,6 @@ from .host.health_endpoint import HealthEndpoint
 from .limits import Admission, Budget, log_folder
 from .monitor import NodeMonitor
 from .options import AgentOptions
-from .torchrun.exchange import wait_for_others
 from .torchrun.regrouping import RegroupingAgent, remove_torn_errors
 from .workers.drains import DrainFile, Drains
 from .workers.group import Workers
@@ -57,7 +55,8 @@ class RedisElasticAgent(RegroupingAgent):
         logs_specs: where the workers' output goes.
         options: those that torch's agent lacks.
         start_method: how to start workers that are functions.
-        exit_barrier_timeout: how long to wait for other nodes' workers to end, in seconds.
+        exit_barrier_timeout: how long to wait for other nodes' workers to end, in seconds; None: for as long as the
+            nodes live, or torch's ``TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT``.
         log_line_prefix_template: as torch's.
         shutdown_timeout: how long workers have between SIGTERM and SIGKILL, in seconds.
         owns_process: whether this process does nothing but run this agent, so that any process that becomes its child
@@ -77,7 +76,7 @@ class RedisElasticAgent(RegroupingAgent):
         options: AgentOptions | None = None,
         *,
         start_method: str = "spawn",
-        exit_barrier_timeout: float = 300.0,
+        exit_barrier_timeout: float | None = None,
         log_line_prefix_template: str | None = None,
         shutdown_timeout: float = 30.0,
         owns_process: bool = False,
@@ -99,11 +98,12 @@ class RedisElasticAgent(RegroupingAgent):
             spec,
             logs_specs,
             start_method,
-            exit_barrier_timeout,
+            300.0,  # torch's own barrier, which is not used
             log_line_prefix_template,
             **shutdown_option(LocalElasticAgent, shutdown_timeout),
         )
         self._shutdown_timeout: float = shutdown_timeout  # type: ignore[assignment]  # torch declares an int
+        self._exit_barrier_limit = exit_barrier_timeout
         self._torch_signals = torch_signals()
         self._tree: ProcessTree  # set by run()
         self._courier = Courier()
@@ -296,11 +296,15 @@ class RedisElasticAgent(RegroupingAgent):
             self._workers.explain(result, self._monitor.worker_usage)
         if result.state == WorkerState.HEALTHY and self._workers:
             return self._hangs.find(self._workers, worker_group.workers) or result
-        if result.state == WorkerState.SUCCEEDED and self._workers and self._workers.signalled:
-            # Under Slurm, scripts save and end. The node that drains leaves, and the others regroup: what was finished
-            # indeed ends there at once.
-            return result if self._membership.view.closed else RunResult(state=WorkerState.HEALTHY)
+        if result.state == WorkerState.SUCCEEDED and not self._membership.view.closed and self._ended_for_a_drain():
+            # Scripts save and end when they are asked to, by whatever way. The node that drains leaves, and the others
+            # regroup: what was finished indeed ends there at once.
+            return RunResult(state=WorkerState.HEALTHY)
         return result
+
+    def _ended_for_a_drain(self) -> bool:
+        signalled = self._workers is not None and self._workers.signalled
+        return signalled or self._may_still_drain(self._rendezvous_handler.settings.lease)
 
     def _act_on_requests(self) -> None:
         """Do what was asked of this node: end if the run was stopped, save and leave if a node drains."""
@@ -312,35 +316,15 @@ class RedisElasticAgent(RegroupingAgent):
             self._drains.advance()
 
     def _exit_barrier(self) -> None:
-        """All workers have ended with 0: wait for the other nodes' workers, unless a drain explains that end.
+        """All workers have ended: what they left behind, such as an upload, gets some time to finish."""
+        self._tree.wait(self._pids().values(), time.monotonic() + self._shutdown_timeout, self._is_to_leave)
 
-        Then what they left behind, such as an upload, gets some time to finish.
-        """
-        leftovers_end = time.monotonic() + self._shutdown_timeout
-        group = self._worker_group
-        rank, size = int(group.group_rank or 0), int(group.group_world_size or 0)
-        was_draining = self._membership.view.drain is not None  # then that may be why they have ended
-        try:
-            if size > 1:
-                wait_for_others(
-                    self._round_store,
-                    rank,
-                    size,
-                    self._exit_barrier_timeout,
-                    each_second=self._act_on_requests,
-                    is_patient=self._is_patient,
-                )
-        except DrainedError as e:
-            if was_draining or rank == 0:  # as the others' workers may need the store of rank 0's node, they regroup
-                raise
-            log.warning("This node drains (%s). Its workers have finished, so it just leaves.", e.reason)
-        self._tree.wait(self._pids().values(), leftovers_end, self._is_to_leave)
+    @property
+    def _exit_limit(self) -> float | None:
+        return exit_barrier_timeout(self._exit_barrier_limit)
 
     def _is_to_leave(self) -> bool:
         return bool(self._membership.view.drain or self._membership.view.stopped)
-
-    def _is_patient(self) -> bool:
-        return self._membership.view.away < self._rendezvous_handler.settings.read_timeout
 
     # -- failures
 
@@ -370,7 +354,7 @@ class RedisElasticAgent(RegroupingAgent):
         return lost
 
     def _may_still_drain(self, lease: float) -> bool:
-        """Whether another node is draining that may yet leave or lose its lease: some never do."""
+        """Whether a node is draining that may yet leave or lose its lease: some never do."""
         if not self._drains or not self._membership.view.drains:
             return False
         self._drains.advance()  # it may not have heard of them yet
@@ -399,8 +383,3 @@ class RedisElasticAgent(RegroupingAgent):
     def failure(self, result: RunResult) -> Failed:
         """What happened to the worker that failed first."""
         return self._budget.failure(result)
-
-    @property
-    def _round_store(self) -> RedisStore:
-        store: Any = self._worker_group.store  # torch declares None
-        return store  # type: ignore[no-any-return]

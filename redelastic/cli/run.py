@@ -74,7 +74,7 @@ def _leave(number: int, _frame: object) -> None:
 def _run(argv: Sequence[str]) -> int:
     from redelastic.logs import set_up_logging
     from redelastic.run.wording import clean
-    from redelastic.torch_internals import require_torch, shutdown_timeout
+    from redelastic.torch_internals import exit_barrier_timeout, require_torch, shutdown_timeout
 
     try:
         require_torch()
@@ -94,7 +94,10 @@ def _run(argv: Sequence[str]) -> int:
             config, entrypoint, args = torchrun.config_from_args(arguments)
             if arguments.node_name is not None:
                 config.rdzv_configs["node_name"] = arguments.node_name
-            shutdown = shutdown_timeout(config, arguments.shutdown_timeout)
+            timeouts: dict[str, Any] = {
+                "shutdown_timeout": shutdown_timeout(config, arguments.shutdown_timeout),
+                "exit_barrier_timeout": exit_barrier_timeout(arguments.exit_barrier_timeout),
+            }
         except (AssertionError, RuntimeError, ValueError, OSError) as e:  # what torchrun's own checks raise
             say(f"redelastic {NAME}: {e}")
             return common.USAGE
@@ -102,7 +105,7 @@ def _run(argv: Sequence[str]) -> int:
         from redelastic.agent.torchrun.launch import launch
 
         try:
-            return launch(config, options, entrypoint, args, shutdown_timeout=shutdown)
+            return launch(config, options, entrypoint, args, **timeouts)
         except RendezvousError as e:
             say(f"redelastic {NAME}: {clean(str(e))}")  # it may quote what the server said
             return common.UNREACHABLE
@@ -202,6 +205,16 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
             metavar="S",
             help="time between SIGTERM and SIGKILL for workers (default: 30)",
         )
+    if "--exit-barrier-timeout" not in parser._option_string_actions:  # noqa: SLF001  # torch is about to have it
+        add(
+            "--exit-barrier-timeout",
+            type=float,
+            metavar="S",
+            help="time for the other nodes' workers to end once this node's have; after that this node fails, and the "
+            "run stays open (default: no limit)",
+        )
+    else:
+        parser.set_defaults(exit_barrier_timeout=None)
 
 
 def _options(arguments: argparse.Namespace) -> AgentOptions:
@@ -267,7 +280,8 @@ def _place(arguments: argparse.Namespace, opened: ExitStack) -> None:
         server = opened.enter_context(RedisServer())
         arguments.rdzv_endpoint, arguments.rdzv_id = server.url, f"standalone-{uuid.uuid4().hex[:12]}"
         arguments.local_addr = arguments.local_addr or "127.0.0.1"
-    elif arguments.rdzv_id == "none":
-        raise ValueError("--rdzv-id is missing: give the job an id that is unique on this Redis, or use --standalone.")
+    elif arguments.rdzv_id in ("", "none"):  # torch would give each node a random id of its own
+        what = "missing" if arguments.rdzv_id else "empty (is a variable unset?)"
+        raise ValueError(f"--rdzv-id is {what}: give the job an id that is unique on this Redis, or use --standalone.")
     arguments.rdzv_backend = "redis"
     del arguments.master_addr  # for the static rendezvous: torchrun would warn that it is unused

@@ -57,6 +57,7 @@ class RedisRendezvousHandler(RendezvousHandler):
         settings: of the run.
 
     Attributes:
+        ending: why this node will leave when it is shut down, and what then becomes of the run.
         tells_workers: whether this process starts workers, so that its environment has to name the round.
     """
 
@@ -73,6 +74,7 @@ class RedisRendezvousHandler(RendezvousHandler):
         self._bootstrap: BootstrapPort | None = None
         self._entered: Round | None = None
         self._not_yet_reached = False  # whether rank 0 of that round is to be tried
+        self.ending: tuple[Left, RunThen] = Left(cause="finished"), "closes"
         self._shut_down = self._has_left = False
         self._pid = os.getpid()
         _handlers.add(self)
@@ -246,14 +248,14 @@ class RedisRendezvousHandler(RendezvousHandler):
             raise RendezvousTimeoutError(f"Run {self._settings.run_id!r} could not be closed in time: {e}") from e
 
     def shutdown(self) -> bool:
-        """End this node's part: it leaves, and if it is a member of the newest round it closes the run.
+        """End this node's part as :attr:`ending` says: by default, a member of the newest round closes the run.
 
         A node that is no longer a member closes nothing (I4).
 
         Returns:
             Whether Redis took note; if not, another call tries again.
         """
-        return self.end(Left(cause="finished"), "closes")
+        return self.end(*self.ending)
 
     def end(self, why: Left, run_then: RunThen, timeout: float | None = None) -> bool:
         """As :meth:`shutdown`, for another reason or with another outcome for the run.

@@ -77,6 +77,7 @@ class Membership:
         self._settings = settings
         self._heard = "0-0"  # id of the last wake-up that this node knew of when it last asked to join
         self._epoch_held = 0  # epoch of the last round this node was in
+        self._is_spare = False  # whether it has said so since then
         self._complain_of_wait_at = math.inf
 
     @property
@@ -158,6 +159,13 @@ class Membership:
         """Block until it is worth asking to join again; returns the time until which this node keeps asking."""
         now = time.monotonic()
         if spare:
+            if not self._is_spare:
+                self._is_spare = True
+                log.warning(
+                    "Node %s is a spare: all %d places of run %r are taken, so it trains only once a member is gone. "
+                    "If this was meant to be a run of its own, give it another run id.",
+                    *(self.node, self._settings.max_nodes, self.run_id),
+                )
             deadline = now + self._settings.join_timeout  # it can wait forever, until it is needed
         elif now >= deadline:
             self._try_to_leave(Left(cause="timeout"))
@@ -238,7 +246,7 @@ class Membership:
         return Round(epoch, rank, size, host, int(port), completed_at, lost, again=self._epoch_held > 0)
 
     def _enter(self, entered: Round) -> Round:
-        self._epoch_held = entered.epoch
+        self._epoch_held, self._is_spare = entered.epoch, False
         self.view.take_in_round(entered)
         self.heartbeat.start(self._heard)
         return entered
@@ -254,6 +262,10 @@ class Membership:
         if stop:
             raise RunStoppedError(f"Run {self.run_id!r} was stopped: {self.view.closed}.")
         message = f"Run {self.run_id!r} is closed ({self.view.closed}); use a new run id."
+        if spare and not self._epoch_held:
+            log.warning(
+                "Node %s has trained nothing: it was a spare until the run ended (%s).", self.node, self.view.closed
+            )
         raise RendezvousGracefulExitError(message) if spare else RendezvousClosedError(message)
 
     def leave(self, why: Left, *, run_then: RunThen = "goes on", timeout: float | None = None) -> None:

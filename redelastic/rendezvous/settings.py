@@ -205,7 +205,7 @@ class Settings:
             raise ValueError(f"Unknown rendezvous parameter {unknown[0]!r}; allowed: {', '.join(sorted(_CHECKS))}.")
         checked = {name: _CHECKS[name](name, value) for name, value in config.items() if value is not None}
         settings = cls(
-            run_id=check_key_part("run id", params.run_id),
+            run_id=_check_run_id(params.run_id),
             min_nodes=_count("min_nodes", params.min_nodes),
             max_nodes=_count("max_nodes", params.max_nodes),
             local_addr=None if params.local_addr is None else check_key_part("local_addr", params.local_addr),
@@ -231,6 +231,17 @@ _URL_ALIASES: Final = {
     "timeout": "join_timeout",
     "prefix": "key_prefix",
 }
+
+
+def _check_run_id(run_id: str) -> str:
+    """Return ``run_id`` if keys can be named by it, and folders: torch's agent names those of the logs.
+
+    Raises:
+        ValueError: it is invalid.
+    """
+    if "/" in check_key_part("run id", run_id):
+        raise ValueError(f"The run id {run_id!r} contains '/', and log folders are named by it; use another character.")
+    return run_id
 
 
 def parameters_from_url(url: str) -> RendezvousParameters:

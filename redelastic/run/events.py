@@ -362,11 +362,13 @@ class Saved(Event):
 
     Attributes:
         drains: ids of the draining nodes; at most eight.
+        asked: number of workers that could be asked to save.
         late: whether the time was up first.
     """
 
     event: str = "saved"
     drains: tuple[str, ...] = _field((), lambda told: tuple(told[:MAX_TEXT].split()), shared=True)
+    asked: int | None = _count()
     late: bool = _flag()
 
 

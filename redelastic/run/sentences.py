@@ -141,6 +141,8 @@ def _(event: events.Started) -> str:
 def _(event: events.Saved) -> str:
     first, *others = event.drains or ("?",)
     whom = f"{first} and {len(others)} more, which drain" if others else f"{first}, which drains"
+    if event.asked == 0:
+        return f"nothing: no worker could be asked to, for {whom}"
     return f"{'not in time ' if event.late else ''}for {whom}"
 
 

@@ -37,9 +37,10 @@ class Workers:
         self.asked = 0
         self.saved = False
 
-    def ask_to_save(self) -> None:
+    def ask_to_save(self) -> int:
         self.asked += 1
         self.saved = False
+        return 1
 
     def have_saved(self) -> bool:
         return self.saved

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from torch.distributed import DistNetworkError
 
 from redelastic.agent.limits import Admission
 from redelastic.agent.options import AgentOptions
-from redelastic.agent.torchrun.exchange import wait_for_others
+from redelastic.agent.torchrun.exchange import EndExchange
 from redelastic.redis.errors import UnreachableError
 from redelastic.redis.server import RedisServer
 from redelastic.run.events import Event
@@ -118,16 +119,19 @@ def test_scripts_that_save_and_end_with_0_have_not_finished(server: RedisServer,
         assert all(asked in node.stderr for node in job.nodes.values())
 
 
-def test_the_exit_barrier_does_not_press_a_redis_that_refuses_writes() -> None:
+def test_a_node_that_has_finished_does_not_press_a_redis_that_refuses_writes() -> None:
     asked: list[float] = []
 
     def refuse(*_: object) -> None:
         asked.append(time.monotonic())
         raise DistNetworkError("out of memory")
 
-    began = time.monotonic()
+    began, over = time.monotonic(), threading.Event()
     store: Any = SimpleNamespace(set=refuse, wait=refuse)
-    wait_for_others(store, 0, 2, 60.0, each_second=lambda: None, is_patient=lambda: time.monotonic() - began < 1.0)
+    ends = EndExchange(store, 0, 2, is_patient=lambda: time.monotonic() - began < 1.0, notify=over.set)
+    ends.start()
+    assert over.wait(LIMIT)
+    assert ends.done
     assert 2 <= len(asked) <= 10
 
 

@@ -31,6 +31,7 @@ USAGE, UNREACHABLE = 2, 3  # exit codes
         (("--standalone", "--run-path", "no-such-script.py"), "No script 'no-such-script.py'"),
         (("--standalone", "--no-python", "no-such-command"), "No executable 'no-such-command'"),
         (("--rdzv-endpoint=127.0.0.1:1", str(UNRULY)), "--rdzv-id is missing"),
+        (("--rdzv-endpoint=127.0.0.1:1", "--rdzv-id=", str(UNRULY)), "--rdzv-id is empty (is a variable unset?): give"),
         (("--standalone", "--nnodes=1-2", str(UNRULY)), "--nnodes=1-2 is invalid: use N (4) or MIN:MAX (2:4)"),
         (("--standalone", "--nnodes=2:1", str(UNRULY)), "--nnodes=2:1 is invalid: use N (4) or MIN:MAX (2:4)"),
         (("--standalone", "--health-check=luck", str(UNRULY)), "Unknown health check 'luck'"),

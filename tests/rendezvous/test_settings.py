@@ -220,10 +220,16 @@ NO_KEY_PARTS = [
 
 @pytest.mark.parametrize("value", KEY_PARTS, ids=range(len(KEY_PARTS)))
 def test_what_can_be_part_of_a_key(value: str) -> None:
-    assert settings(run_id=value).run_id == value
+    if "/" not in value:
+        assert settings(run_id=value).run_id == value
     assert settings(key_prefix=value).key_prefix == value
     assert settings(topology=value).topology == value
     assert RunKeys(value, value).run == f"{value}:{{{value}}}:run"
+
+
+def test_a_run_id_names_folders_too() -> None:
+    with pytest.raises(ValueError, match="The run id 'team/exp:1' contains '/', and log folders are named by it"):
+        settings(run_id="team/exp:1")
 
 
 @pytest.mark.parametrize(("value", "says"), NO_KEY_PARTS, ids=range(len(NO_KEY_PARTS)))

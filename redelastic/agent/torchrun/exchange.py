@@ -92,49 +92,57 @@ class RoleExchange:
         self._over.set()
 
 
-def wait_for_others(
-    store: RedisStore,
-    rank: int,
-    size: int,
-    timeout: float,
-    *,
-    each_second: Callable[[], None],
-    is_patient: Callable[[], bool],
-) -> None:
-    """Return when the workers of all nodes have ended, or waiting for them is no longer possible.
+class EndExchange:
+    """Learns, in a thread, that the workers of all nodes of a round have ended with 0.
 
-    Each node keeps repeating that its workers have ended, in case the server has lost it.
+    The thread keeps repeating that this node's have, in case the server has lost it, until it knows, the round is
+    broken, or :meth:`close` is called.
 
     Args:
         store: of the round.
         rank: of this node.
         size: number of nodes.
-        timeout: how long to wait, in seconds.
-        each_second: called about once a second; an exception from it ends the wait.
-        is_patient: whether to keep waiting while Redis is away, or refuses writes.
+        is_patient: whether to keep trying while Redis is away, or refuses writes.
+        notify: called when it knows.
+
+    Attributes:
+        done: whether all have ended, or Redis was away for so long that it cannot be known.
     """
-    ended = [f"redelastic/exit/{r}" for r in range(size)]
-    awaited = ended if rank == 0 else ["redelastic/exited"]
-    deadline = time.monotonic() + timeout
-    try:
-        while time.monotonic() < deadline:
-            each_second()
+
+    def __init__(
+        self, store: RedisStore, rank: int, size: int, *, is_patient: Callable[[], bool], notify: Callable[[], None]
+    ) -> None:
+        self._store, self._rank, self._size = store, rank, size
+        self._is_patient, self._notify = is_patient, notify
+        self._over = threading.Event()
+        self.done = False
+
+    def start(self) -> None:
+        """Start the thread."""
+        threading.Thread(target=self._learn, name="redelastic-ends", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop it."""
+        self._over.set()
+
+    def _learn(self) -> None:
+        ended = [f"redelastic/exit/{r}" for r in range(self._size)]
+        awaited = ended if self._rank == 0 else ["redelastic/exited"]
+        while not (self.done or self._over.is_set()):
             try:
-                store.set(ended[rank], b"")
-                if _wait(store, awaited):
-                    if rank == 0:
-                        store.set("redelastic/exited", b"")
-                    return
-            except DistNetworkError:
-                if not is_patient():
-                    raise
-                time.sleep(RETRY_PAUSE)  # Redis may refuse at once
-        log.warning("Other nodes have not finished within %g s; this one exits anyway.", timeout)
-    except RoundBrokenError as e:
-        each_second()  # which may know why
-        log.warning("This node's workers have finished; the others must go on without it: %s", e)
-    except DistNetworkError as e:
-        log.warning("This node's workers have finished; whether the others have is unknown: %s", e)
+                self._store.set(ended[self._rank], b"")
+                if _wait(self._store, awaited):
+                    if self._rank == 0:
+                        self._store.set("redelastic/exited", b"")
+                    self.done = True
+            except RoundBrokenError:  # noqa: PERF203  # this node regroups with the others
+                return
+            except DistNetworkError as e:
+                if not self._is_patient():
+                    log.warning("This node's workers have finished; whether the others have is unknown: %s", e)
+                    self.done = True
+                self._over.wait(RETRY_PAUSE)  # Redis may refuse at once
+        self._notify()
 
 
 def _wait(store: RedisStore, keys: list[str]) -> bool:

@@ -49,6 +49,7 @@ def launch(
     args: Sequence[Any],
     *,
     shutdown_timeout: float = 30.0,
+    exit_barrier_timeout: float | None = None,
 ) -> int:
     """Run one node of a job in this process.
 
@@ -58,6 +59,7 @@ def launch(
         entrypoint: of the workers.
         args: of the entry point.
         shutdown_timeout: how long workers have between SIGTERM and SIGKILL, in seconds.
+        exit_barrier_timeout: as :class:`RedisElasticAgent` takes it.
 
     Returns:
         The exit code.
@@ -84,7 +86,8 @@ def launch(
         raise ValueError("The agent needs the native rendezvous: remove protocol=dynamic, or use torchrun.")  # noqa: TRY004
     ending: tuple[Left, RunThen] = (Left(cause="exited"), "goes on")
     try:
-        agent = _agent(config, options, handler, entrypoint, args, shutdown_timeout=shutdown_timeout)
+        timeouts = {"shutdown_timeout": shutdown_timeout, "exit_barrier_timeout": exit_barrier_timeout}
+        agent = _agent(config, options, handler, entrypoint, args, **timeouts)
         metrics.initialize_metrics(metrics.MetricsConfig(config.metrics_cfg))
         try:
             result = agent.run()
@@ -150,8 +153,7 @@ def _agent(
     handler: RedisRendezvousHandler,
     entrypoint: Callable[..., Any] | str,
     args: Sequence[Any],
-    *,
-    shutdown_timeout: float,
+    **timeouts: Any,
 ) -> RedisElasticAgent:
     spec = WorkerSpec(
         role=config.role,
@@ -176,6 +178,6 @@ def _agent(
         options,
         start_method=config.start_method,
         log_line_prefix_template=config.log_line_prefix_template,
-        shutdown_timeout=shutdown_timeout,
+        **timeouts,
         owns_process=True,
     )

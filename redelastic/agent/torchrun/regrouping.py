@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -23,15 +24,16 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import LogsSpecs, SubprocessContext
 from torch.distributed.elastic.multiprocessing.api import LogsDest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError
 
 from redelastic.agent.workers.group import LiveFailure, fill_in_exit_codes
 from redelastic.agent.workers.stacks import state_of
 from redelastic.rendezvous.handler import RedisRendezvousHandler
-from redelastic.run.events import Failed
+from redelastic.run.events import Failed, Left
 from redelastic.store import RedisStore, RoundBrokenError
-from redelastic.torch_internals import replace_agent_of_launcher
+from redelastic.torch_internals import exit_barrier_timeout, replace_agent_of_launcher
 
-from .exchange import RoleExchange
+from .exchange import EndExchange, RoleExchange
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +49,9 @@ class RegroupingAgent(LocalElasticAgent):
 
     _charged = False  # whether a restart was spent on workers that failed in this round
     _exchange: RoleExchange | None = None  # of this round
+    _finished: RunResult | None = None  # of this round's workers, once all of this node have ended with 0
+    _finished_at = math.inf  # on the monotonic clock
+    _ends: EndExchange | None = None  # since then, where there are other nodes
     _interval = 0.0  # between checks of the workers, in seconds
 
     def __init__(self, *args: Any, **more: Any) -> None:
@@ -65,6 +70,7 @@ class RegroupingAgent(LocalElasticAgent):
         torch's agent does not handle an error there: it would exit, and the loss of one node would cost another. And
         when workers failed because a node was lost, the failure is not their own: the restart is refunded.
         """
+        self._forget_end()
         lost, done = False, False
         while not done:
             try:
@@ -109,7 +115,59 @@ class RegroupingAgent(LocalElasticAgent):
                 if self._wait_for_loss(self._handler):
                     return RunResult(state=WorkerState.HEALTHY)  # num_nodes_waiting() is above 0: the agent regroups
                 self._give_up(result)
+        if result.state == WorkerState.SUCCEEDED and self._handler is not None and not self._is_end_of_round(result):
+            return RunResult(state=WorkerState.HEALTHY)
         return result
+
+    def _is_end_of_round(self, result: RunResult) -> bool:
+        """Whether the round has ended as a whole, now that this node's workers have ended with 0.
+
+        A node whose workers have finished stays a member while other nodes' workers run, and runs its own again with
+        them if one of those fails or its node is lost. Their leases say that they live: there is no other limit, unless
+        one was given.
+
+        Raises:
+            RendezvousTimeoutError: the other nodes' workers have not ended within the exit barrier's timeout.
+        """
+        handler, group = self._handler, self._worker_group
+        rank, size = int(group.group_rank or 0), int(group.group_world_size or 0)
+        if handler is None or size <= 1 or handler.membership.view.closed:  # another node knows that all have ended
+            return True
+        if self._finished is None:
+            self._finished, self._finished_at = result, time.monotonic()
+            view, patience = handler.membership.view, handler.settings.read_timeout
+            self._ends = EndExchange(
+                self._round_store, rank, size, is_patient=lambda: view.away < patience, notify=view.notify
+            )
+            self._ends.start()
+            log.info("This node's workers have finished; it waits for those of the other nodes.")
+        limit = self._exit_limit
+        if limit is not None and time.monotonic() - self._finished_at > limit and not (self._ends and self._ends.done):
+            raise RendezvousTimeoutError(
+                f"The workers of the other nodes of run {handler.settings.run_id!r} have not ended within "
+                f"exit_barrier_timeout={limit:g} s after this node's; the run stays open for them."
+            )
+        return self._ends is not None and self._ends.done
+
+    def _forget_end(self) -> None:
+        if self._ends is not None:
+            self._ends.close()
+        self._finished, self._ends = None, None
+
+    @property
+    def _exit_limit(self) -> float | None:
+        """How long to wait for the other nodes' workers after this node's have ended, in seconds; None: no limit."""
+        return exit_barrier_timeout(None)
+
+    @property
+    def _round_store(self) -> RedisStore:
+        store: Any = self._worker_group.store  # torch declares None
+        return store  # type: ignore[no-any-return]
+
+    def _exit_barrier(self) -> None:
+        """All nodes' workers have ended: :meth:`_is_end_of_round` has waited for that."""
+        if self._handler is None:
+            super()._exit_barrier()
 
     def _first_failure(self) -> float | None:
         """When the first worker failed, on the monotonic clock in seconds; None if none did or it is unknown."""
@@ -125,6 +183,8 @@ class RegroupingAgent(LocalElasticAgent):
 
     def _check_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Check the workers."""
+        if self._finished is not None:
+            return self._finished
         try:
             result: RunResult = super()._monitor_workers(worker_group)
         except (ValueError, LookupError, TypeError, AttributeError):
@@ -154,12 +214,19 @@ class RegroupingAgent(LocalElasticAgent):
             spec.monitor_interval = 0.0  # torch's loop would sleep through all news
         try:
             result: RunResult | None = super().run(role)
+        except BaseException:
+            if self._handler is not None:  # torch's launcher shuts the handler down as if the job had finished
+                self._handler.ending = Left(cause="exited"), "goes on"
+            raise
         finally:
+            self._forget_end()
             spec.monitor_interval = self._interval
         if result is None and self._handler is not None:
             return RunResult(state=WorkerState.SUCCEEDED)
         if result is not None:
             fill_in_exit_codes(result, self._pcontext)
+            if result.is_failed() and self._handler is not None:
+                self._handler.ending = Left(cause="failed"), "closes"
         return result  # type: ignore[return-value]
 
 

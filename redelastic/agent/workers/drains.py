@@ -63,6 +63,7 @@ class Drains:
         self._heard_at = -math.inf  # when we last heard of a drain, on the same clock
         self._asked_at = -math.inf  # when the workers were last asked to save,
         self._asked_for: list[str] = []  # for which nodes,
+        self._asked = 0  # how many heard of it,
         self._has_noted = True  # and whether the outcome has been noted
         self._told = NOWHERE  # the last drain that the others know our workers have saved for
         self._awaited = [other for other in range(size) if other != rank]  # who may not have saved for our drain yet
@@ -116,14 +117,14 @@ class Drains:
         self._until[drain.node] = now + drain.timeout
         if now - self._asked_at > ANEW:
             self._asked_at, self._asked_for, self._has_noted = now, [], False
-            self._workers.ask_to_save()
+            self._asked = self._workers.ask_to_save()
         self._asked_for.append(drain.node)
 
     def _note_what_came_of_it(self, have_saved: bool) -> None:
         is_late = time.monotonic() >= min(self._until[node] for node in self._asked_for)
         if not self._has_noted and (have_saved or is_late):
             self._has_noted = True
-            self._note(Saved(drains=tuple(self._asked_for[:SHOWN]), late=is_late))
+            self._note(Saved(drains=tuple(self._asked_for[:SHOWN]), asked=self._asked, late=is_late))
 
     def _leave_if_done(self, own: Drain, have_saved: bool) -> None:
         over = time.monotonic() >= self._until[own.node]

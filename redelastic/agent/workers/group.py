@@ -119,10 +119,15 @@ class Workers:
         """Stacks of some of them, by local rank."""
         return dump_stacks(self._board, {r: self.pids[r] for r in local_ranks}, STACKS_TIMEOUT)
 
-    def ask_to_save(self) -> None:
-        """Ask for a checkpoint: through ``should_checkpoint()``, and by signal to those that handle it."""
+    def ask_to_save(self) -> int:
+        """Ask for a checkpoint: through ``should_checkpoint()``, and by signal to those that handle it.
+
+        Returns:
+            How many workers hear of it.
+        """
         self._board.request_checkpoint()
         unheard: list[int] = []
+        heard = sum(self._hears(local_rank, pid) for local_rank, pid in self.pids.items())
         for local_rank, pid in self.pids.items():
             speaker = speaker_of(self._board, local_rank, pid)
             if not self.ended(local_rank) and catches(speaker, SAVE_SIGNAL):  # the signal would end any other
@@ -138,14 +143,19 @@ class Workers:
                 "SIGUSR1 for something else, such as faulthandler.register(), should use another signal.",
                 ", ".join(map(str, unheard)),
             )
+        return heard
 
     def have_saved(self) -> bool:
         """Whether there is none left to wait for: each has saved, has ended, or cannot be asked."""
         return all(self._has_saved(local_rank, pid) for local_rank, pid in self.pids.items())
 
     def _has_saved(self, local_rank: int, pid: int) -> bool:
-        told, speaker = self._board.read(local_rank), speaker_of(self._board, local_rank, pid)
-        return self.ended(local_rank) or told.saved or not (told.asks or catches(speaker, SAVE_SIGNAL))
+        return self._board.read(local_rank).saved or not self._hears(local_rank, pid)
+
+    def _hears(self, local_rank: int, pid: int) -> bool:
+        """Whether a worker runs and can be asked to save."""
+        asks, speaker = self._board.read(local_rank).asks, speaker_of(self._board, local_rank, pid)
+        return not self.ended(local_rank) and (asks or catches(speaker, SAVE_SIGNAL))
 
     def failure(self, result: RunResult, usage: Mapping[str, Any]) -> Failed:
         """What happened to the worker that failed first.
