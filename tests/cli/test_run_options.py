@@ -112,7 +112,7 @@ def test_what_cannot_run_is_refused(given: tuple[str, ...], told: str, capfd: py
 
 def test_the_shutdown_timeout_is_known_on_every_torch(launched: list[Any]) -> None:
     assert main(["run", *PLACE, "--shutdown-timeout=2", SCRIPT]) == 0
-    assert launched[2] == {"shutdown_timeout": 2}
+    assert launched[2] == {"shutdown_timeout": 2, "exit_barrier_timeout": None}
     with pytest.raises(SystemExit, match="2"):
         main(["run", *PLACE, "--shutdown-timeout=x", SCRIPT])
 
