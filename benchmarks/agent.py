@@ -28,7 +28,7 @@ from benchmarks import report
 from benchmarks.harness import run_alone
 from benchmarks.report import Progress, Table
 from redelastic import RedisServer
-from redelastic.agent.workers.board import Board
+from redelastic.agent.workers.board import ProgressBoard
 from redelastic.agent.workers.site.sitecustomize import VARIABLE
 
 STEP: Final = 0.005  # seconds per training step: pure Python that holds the GIL, the worst case
@@ -46,7 +46,7 @@ TURNS: Final = 5  # an agent's CPU, with and without a template
 
 def time_calls(repeat: int, calls: int) -> dict[str, Any]:
     """Seconds per call, by function, several times over, in a process that has an agent's shared memory."""
-    board = Board(1)
+    board = ProgressBoard(1)
     os.environ |= board.environment(0)
     functions: dict[str, Callable[[int], object]] = {
         "progress()": redelastic.progress,
@@ -123,7 +123,7 @@ def confidence(values: list[float]) -> tuple[float, float]:
 
 @contextlib.contextmanager
 def running_agent(url: str, *, often: bool, preload: str = "") -> Iterator[tuple[psutil.Process, psutil.Process, Path]]:
-    """`redelastic run` with one worker; yields the agent, its warden, and the file with the worker's steps."""
+    """`redelastic run` with one worker; yields the agent, its reaper, and the file with the worker's steps."""
     with tempfile.TemporaryDirectory() as made:
         steps = Path(made) / "steps"
         command = [sys.executable, "-m", "redelastic", "run", "--nnodes=1", "--nproc-per-node=1"]
@@ -141,13 +141,13 @@ def running_agent(url: str, *, often: bool, preload: str = "") -> Iterator[tuple
                     if launched.poll() is not None or time.monotonic() > deadline:
                         raise RuntimeError(f"the worker did not start: {Path(log.name).read_text()[-1000:]}")
                     time.sleep(0.05)
-                [warden] = [child for child in agent.children() if "warden.py" in " ".join(child.cmdline())]
-                yield agent, warden, steps
+                [reaper] = [child for child in agent.children() if "reaper.py" in " ".join(child.cmdline())]
+                yield agent, reaper, steps
             finally:
-                launched.kill()  # its warden ends the worker
+                launched.kill()  # its reaper ends the worker
                 launched.wait()
                 with contextlib.suppress(psutil.NoSuchProcess, UnboundLocalError):
-                    while warden.status() != psutil.STATUS_ZOMBIE:  # its adopter may not reap it
+                    while reaper.status() != psutil.STATUS_ZOMBIE:  # its adopter may not reap it
                         time.sleep(0.01)
 
 
@@ -179,8 +179,8 @@ def with_an_agent(url: str, pairs: int, seconds: float) -> tuple[list[float], li
     """
     times: list[tuple[bool, float, float]] = []
     waits: list[tuple[bool, float]] = []
-    with running_agent(url, often=True) as (agent, warden, file):
-        [worker] = [child for child in agent.children() if child.pid != warden.pid]
+    with running_agent(url, often=True) as (agent, reaper, file):
+        [worker] = [child for child in agent.children() if child.pid != reaper.pid]
         time.sleep(seconds)  # warms up
         for runs in alternate(pairs):
             (agent.resume if runs else agent.suspend)()
@@ -199,10 +199,10 @@ def with_an_agent(url: str, pairs: int, seconds: float) -> tuple[list[float], li
 
 
 def idle_agent(url: str, seconds: float, preload: str = "") -> dict[str, tuple[float, float]]:
-    """CPU in percent of a core and private memory in bytes, of an agent, its warden, and a template if any."""
-    with running_agent(url, often=False, preload=preload) as (agent, warden, _):
+    """CPU in percent of a core and private memory in bytes, of an agent, its reaper, and a template if any."""
+    with running_agent(url, often=False, preload=preload) as (agent, reaper, _):
         time.sleep(INTERVAL)
-        watched = {"agent": agent, "warden": warden}
+        watched = {"agent": agent, "reaper": reaper}
         if preload:
             forks = [child for child in agent.children() if VARIABLE in child.environ()]
             watched["template"] = min(forks, key=psutil.Process.create_time)

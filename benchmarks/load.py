@@ -191,7 +191,7 @@ def measure_keys(server: RedisServer, options: argparse.Namespace) -> Figures:
 def move_value(url: str, size: int) -> Figures:
     """Write and read a large value in every way that a store offers."""
     value, run_id = b"x" * size, f"load-{uuid.uuid4().hex[:12]}"
-    store, once = RedisStore(url, run_id, ttl=TTL), RunKeys(run_id).store("default").once
+    store, once = RedisStore(url, run_id, ttl=TTL), RunKeys(run_id).store("default").dedup
     calls: dict[str, Callable[[], object]] = {
         "set": lambda: store.set("a", value),
         "get": lambda: store.get("a"),

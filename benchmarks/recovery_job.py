@@ -228,7 +228,7 @@ class Job:
         }[fault]
         watch = Watch(self, None if fault == CRASHED else node)
         _signal(hurt, number)
-        if fault == "freeze":  # a frozen warden never learns that its agent is gone
+        if fault == "freeze":  # a frozen reaper never learns that its agent is gone
             self._opened.callback(_signal, tree, signal.SIGKILL)
         return watch
 

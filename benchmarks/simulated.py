@@ -185,7 +185,7 @@ class Node(asyncio.Protocol):
         try:
             self.membership.call_roll(time.monotonic())
         except Sent as sent:
-            self.membership.view.take_in_roll_call(*client.execute_command(*sent.args[0]))
+            self.membership.view.apply_roll_call(*client.execute_command(*sent.args[0]))
 
     @property
     def has_verdict(self) -> bool:
@@ -212,7 +212,7 @@ class Node(asyncio.Protocol):
         since, block = {self.wake: self._heard}, min(longest, until_beat)
         if entries := (await self.through(lambda: self.connection.read(since, block))).get(self.wake):
             self._heard = entries[-1][0]
-            for roll_call in node.view.take_in_wake_ups(entries):  # a node has one task, so it hears of each once
+            for roll_call in node.view.apply_wake_ups(entries):  # a node has one task, so it hears of each once
                 node.heartbeat.answer(roll_call)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Final, TextIO, cast
 
 PREFIX: Final = "%(level)s%(asctime)s.%(msecs)03d000 %(process)d %(name)s] "
-PATIENCE: Final = 1.0  # with whoever reads stderr, before a process exits, in seconds
+READER_TIMEOUT: Final = 1.0  # with whoever reads stderr, before a process exits, in seconds
 
 
 class LogFormatter(logging.Formatter):
@@ -145,4 +145,4 @@ def unhurried_stderr() -> Iterator[None]:
         yield
     finally:
         sys.stderr = stderr
-        aside.end(PATIENCE)
+        aside.end(READER_TIMEOUT)

@@ -25,7 +25,7 @@ def create(params: RendezvousParameters) -> RendezvousHandler:
     Raises:
         ValueError: as there; or torchrun got no ``--rdzv-id``: all jobs without one would be the same run.
     """
-    from .agent.torchrun.regrouping import teach_torchrun
+    from .agent.torchrun.regrouping import install_agent_in_torchrun
     from .logs import set_up_logging
     from .rendezvous.handler import handler_from_parameters
 
@@ -35,5 +35,5 @@ def create(params: RendezvousParameters) -> RendezvousHandler:
             "If another launcher calls torchrun, such as `accelerate launch`, set PET_RDZV_ID."
         )
     set_up_logging(logging.getLogger("redelastic"))
-    teach_torchrun()
+    install_agent_in_torchrun()
     return handler_from_parameters(params)

@@ -22,7 +22,7 @@ from redelastic.run.events import Failed, Log, Started
 from redelastic.torch_errors import torch_errors
 from redelastic.torch_internals import close_within, exit_barrier_timeout, shut_down, shutdown_option
 
-from .background import Courier, Notes, repeat
+from .background import BackgroundReporter, Notes, repeat
 from .host.checks import Node
 from .host.gpus import assign
 from .host.health_endpoint import HealthEndpoint
@@ -36,7 +36,7 @@ from .workers.hangs import Hangs
 from .workers.logs import last_words, log_files
 from .workers.processes import ProcessTree
 from .workers.signals import TORCH_SIGNALS, drain_on_signals, torch_signals
-from .workers.warm import WarmStart, refuse
+from .workers.warm import WarmStart, require_preloadable
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class RedisElasticAgent(RegroupingAgent):
             raise TypeError(f"RedisElasticAgent needs a RedisRendezvousHandler, not a {type(handler).__name__}.")
         self._options = options or AgentOptions()
         if self._options.preload:
-            refuse(spec, owns_process=owns_process)
+            require_preloadable(spec, owns_process=owns_process)
         share, isolate = self._options.share_gpus, bool(spec.virtual_local_rank)
         self._assignment = assign(spec.local_world_size, share=share, isolate=isolate, environ=os.environ)
         if self._assignment.isolate and not spec.virtual_local_rank:
@@ -106,7 +106,7 @@ class RedisElasticAgent(RegroupingAgent):
         self._exit_barrier_limit = exit_barrier_timeout
         self._torch_signals = torch_signals()
         self._tree: ProcessTree  # set by run()
-        self._courier = Courier()
+        self._reporter = BackgroundReporter()
         self._warm: WarmStart | None = None
         self._owns_process = owns_process
         self._rendezvous_handler = handler
@@ -114,7 +114,7 @@ class RedisElasticAgent(RegroupingAgent):
         self._control = RunControl(handler.backend.connection, handler.backend.keys)
         self._workers: Workers | None = None
         self._drains: Drains | None = None
-        self._note = Notes(self._membership, self._control, spec, self._courier.send)
+        self._note = Notes(self._membership, self._control, spec, self._reporter.send)
         self._admission = Admission(
             membership=self._membership,
             control=self._control,
@@ -153,14 +153,14 @@ class RedisElasticAgent(RegroupingAgent):
                 if callable(self._worker_group.spec.entrypoint):
                     resource_tracker.ensure_running()  # a child of ours, not of the workers
                 self._tree.adopt_orphans()
-            self._courier.start()
+            self._reporter.start()
             if self._options.preload:
                 given = self._options.preload, self._fixed_environment, self._tree.spared
                 self._warm = WarmStart(self._worker_group.spec, *given, self._is_to_leave)
                 opened.callback(self._warm.close)
                 self._warm.prepare()
                 opened.enter_context(repeat(self._warm.tend, TEND, "template"))
-            opened.callback(self._courier.close, FAREWELL)
+            opened.callback(self._reporter.close, FAREWELL)
             if (port := self._options.port) is not None:
                 endpoint = HealthEndpoint(self._monitor, host=self._options.health_host, port=port)
                 endpoint.start()
@@ -183,7 +183,7 @@ class RedisElasticAgent(RegroupingAgent):
             self._asked_to_drain = True
             timeout = self._options.drain_timeout if timeout is None else timeout
             self._membership.view.begin_drain(reason, timeout)
-            self._courier.send(lambda: self._membership.drain(reason, timeout))
+            self._reporter.send(lambda: self._membership.drain(reason, timeout))
 
     # -- rounds
 
@@ -195,14 +195,14 @@ class RedisElasticAgent(RegroupingAgent):
             self._warm.await_template()
         super()._rendezvous(worker_group)
         self._unfit = False
-        self._courier.send(self._learn_restarts)
+        self._reporter.send(self._learn_restarts)
 
     def _learn_restarts(self) -> None:
         """A charged restart may have been refunded since, and only Redis knows of other nodes' restarts."""
         self._monitor.job_restarts = self._control.restarts()
 
     def _end_tree(self) -> None:
-        """A signal may have cut a shutdown short; if one cuts this short too, the warden does the rest."""
+        """A signal may have cut a shutdown short; if one cuts this short too, the reaper does the rest."""
         self._tree.kill(self._pids().values())
         self._tree.close()
 
@@ -219,7 +219,7 @@ class RedisElasticAgent(RegroupingAgent):
         with self._tree.starting(), self._warm.starting() if self._warm else contextlib.nullcontext():
             pids: dict[int, Any] = super()._start_workers(worker_group)
         workers.started(pids)
-        self._tree.look(pids.values())  # so that its warden knows them
+        self._tree.look(pids.values())  # so that its reaper knows them
         rank, size = int(worker_group.group_rank or 0), int(worker_group.group_world_size or 0)
         self._drains = Drains(
             self._membership,
@@ -227,7 +227,7 @@ class RedisElasticAgent(RegroupingAgent):
             store=self._round_store,
             rank=rank,
             size=size,
-            courier=self._courier,
+            reporter=self._reporter,
             note=self._note,
         )
         self._monitor.workers, self._monitor.drains = workers, self._drains
@@ -374,11 +374,11 @@ class RedisElasticAgent(RegroupingAgent):
         node, path = self._membership.node, self._workers.logs.get(failure.local_rank, "")
         last = last_words(path) if path else ""
 
-        def errand() -> None:
+        def task() -> None:
             age_ms = round(1000 * max(0.0, time.monotonic() - failed_at))
             self._control.note(Log(node=node, rank=rank, age_ms=age_ms, path=path, lines=last))
 
-        self._courier.send(errand)
+        self._reporter.send(task)
 
     def failure(self, result: RunResult) -> Failed:
         """What happened to the worker that failed first."""

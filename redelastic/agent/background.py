@@ -56,37 +56,37 @@ def _loop(task: Callable[[], object], interval: float, name: str, ended: threadi
 
 
 # A SimpleQueue: a signal handler that interrupts put() may itself call it.
-_Errands = queue.SimpleQueue[Callable[[], object] | None]
+_Tasks = queue.SimpleQueue[Callable[[], object] | None]
 
 
-class Courier:
-    """Runs errands one by one in its own thread; one that fails is logged, and not retried."""
+class BackgroundReporter:
+    """Runs tasks one by one in its own thread; one that fails is logged, and not retried."""
 
     def __init__(self) -> None:
-        self._errands: _Errands = queue.SimpleQueue()
+        self._tasks: _Tasks = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Start running errands, even after :meth:`close`, which may have left some to the previous thread."""
-        self._errands = queue.SimpleQueue()
-        self._thread = threading.Thread(target=_run, args=(self._errands,), name="redelastic-courier", daemon=True)
+        """Start running tasks, even after :meth:`close`, which may have left some to the previous thread."""
+        self._tasks = queue.SimpleQueue()
+        self._thread = threading.Thread(target=_run, args=(self._tasks,), name="redelastic-reporter", daemon=True)
         self._thread.start()
 
-    def send(self, errand: Callable[[], object]) -> None:
-        """Queue an errand; returns at once."""
-        self._errands.put(errand)
+    def send(self, task: Callable[[], object]) -> None:
+        """Queue an task; returns at once."""
+        self._tasks.put(task)
 
     def close(self, timeout: float) -> None:
         """Run what is left, for at most ``timeout`` seconds."""
-        self._errands.put(None)
+        self._tasks.put(None)
         if self._thread is not None:
             self._thread.join(timeout)
 
 
-def _run(errands: _Errands) -> None:
-    while (errand := errands.get()) is not None:
+def _run(tasks: _Tasks) -> None:
+    while (task := tasks.get()) is not None:
         try:
-            errand()
+            task()
         except (RedelasticError, DistNetworkError) as e:  # noqa: PERF203  # the next may succeed
             log.warning("%s", e)
         except Exception:

@@ -24,7 +24,7 @@ from .workers.processes import ProcessTree
 
 log = logging.getLogger(__name__)
 
-NVML_PATIENCE: Final = 10.0  # how long its last answer is reported if no other follows, in seconds
+NVML_TIMEOUT: Final = 10.0  # how long its last answer is reported if no other follows, in seconds
 STALL: Final = 30.0  # how late the agent's loop may be before it counts as dead, in seconds
 
 
@@ -67,7 +67,7 @@ class NodeMonitor:
 
     def __init__(self, membership: Membership, group: WorkerGroup, gpus: Sequence[Gpu], admission: Admission) -> None:
         self._membership, self._group, self._admission = membership, group, admission
-        # Each has a thread of its own: NVML may not answer for minutes, and the warden must hear of new processes.
+        # Each has a thread of its own: NVML may not answer for minutes, and the reaper must hear of new processes.
         self._processes, self._gpus = Telemetry(), Telemetry(gpus)
         self._watches_gpus = bool(gpus)
         self._usage: dict[str, Any] = {}  # of the processes: the newest sample
@@ -120,7 +120,7 @@ class NodeMonitor:
 
     def _forget_silent_gpus(self) -> None:
         silent = time.monotonic() - self._nvml_answered_at
-        if silent > NVML_PATIENCE:
+        if silent > NVML_TIMEOUT:
             log.warning("NVML has not answered for %.0f s: this node does not report its GPUs until it does.", silent)
             self._gpu_usage, self._nvml_answered_at = {}, math.inf  # warn once
 

@@ -72,12 +72,12 @@ def run(arguments: argparse.Namespace) -> int:
     if out is not None:
         _check(out)
     control = common.open_run(arguments)
-    from redelastic.run.chronicle import Chronicle
+    from redelastic.run.event_log import EventLog
 
     state = control.state()
-    chronicle = Chronicle(control)
-    chronicle.read()
-    history = chronicle.history(state)
+    event_log = EventLog(control)
+    event_log.read()
+    history = event_log.history(state)
     if history is None:
         say(f"redelastic timeline: run {arguments.run!r} has no events.")
         return common.NO

@@ -120,7 +120,7 @@ async def _run(request: Request) -> Response:
         event = event_of(watch, asked["event"])
         found = event_document(event) if event else None
     elif "logs" in asked:
-        events = watch.chronicle.events
+        events = watch.event_log.events
         found = logs.document(watch.keys.run_id, logs.places(events, watch.nodes), logs.first_failure(events))
     else:
         found = watch.report

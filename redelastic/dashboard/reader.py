@@ -13,8 +13,8 @@ from typing import Any, Final
 from redelastic.redis.connection import Connection
 from redelastic.redis.errors import CorruptStateError, RedelasticError, UnreachableError
 from redelastic.redis.keys import RunKeys
-from redelastic.run.chronicle import Chronicle
 from redelastic.run.control import RunControl, UnknownRunError, list_runs
+from redelastic.run.event_log import EventLog
 from redelastic.run.events import Event
 from redelastic.run.records import Node
 from redelastic.run.report import describe, summary, unread
@@ -43,7 +43,7 @@ class Watch:
     def __init__(self, connection: Connection, keys: RunKeys) -> None:
         self.keys = keys
         self._control = RunControl(connection, keys)
-        self.chronicle = Chronicle(self._control)
+        self.event_log = EventLog(self._control)
         self.nodes: Sequence[Node] = ()
         self.now = 0.0  # on the server's clock, as it was read
         self._speed = view.Speed()
@@ -90,9 +90,9 @@ class Watch:
 
     def _read(self) -> None:
         run = self._control.state()
-        self.chronicle.read()
-        history = self.chronicle.history(run)
-        report = describe(run, self.chronicle.events, time.time(), history)
+        self.event_log.read()
+        history = self.event_log.history(run)
+        report = describe(run, self.event_log.events, time.time(), history)
         speed = self._speed.take_in(run, report["step"])
         if self._origin is None and history:
             self._origin = history.start
@@ -320,7 +320,7 @@ class Reader:
         if any(watch.stirred for watch in watches) or not watches:
             await asyncio.sleep(seconds)
             return
-        streams = {watch.keys.events.encode(): watch.chronicle.last_id.encode() for watch in watches}
+        streams = {watch.keys.events.encode(): watch.event_log.last_id.encode() for watch in watches}
         try:
             stirred = await asyncio.to_thread(self._block, streams, seconds)
         except UnreachableError:
@@ -340,7 +340,7 @@ class Reader:
 
 def event_of(watch: Watch, event_id: str) -> Event | None:
     """An event of the run by its id."""
-    return next((event for event in watch.chronicle.events if event.id == event_id), None)
+    return next((event for event in watch.event_log.events if event.id == event_id), None)
 
 
 def node_of(watch: Watch, node_id: str) -> dict[str, Any] | None:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any, Final
 
-from redelastic.run.chronicle import last_fault, telling
+from redelastic.run.event_log import last_fault, telling
 from redelastic.run.events import Completed, Event
 from redelastic.run.history import STATES, History, NodeHistory
 from redelastic.run.records import Node, Run

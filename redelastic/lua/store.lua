@@ -6,7 +6,7 @@
 --                        reply only "request@", and the reply in a field of its own, which not every request reads
 --      4 run (hash), 5 members (set) of the run whose round the store belongs to; unused if it belongs to none
 -- ARGV 1 epoch of that round, '' if there is none, 2 ttl (ms)
-local DATA, WAITS, ONCE, RUN, MEMBERS = unpack(KEYS, 1, 5)
+local DATA, WAITS, DEDUP, RUN, MEMBERS = unpack(KEYS, 1, 5)
 local EPOCH, TTL = ARGV[1], ARGV[2]
 
 -- A round is over for its store once a later one is complete, or one of its members can no longer answer. In a round

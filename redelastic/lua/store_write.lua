@@ -4,18 +4,18 @@
 -- ARGV 3 sender, 4 request: senders number theirs from 1, each greater than the one before
 local SENDER, REQUEST = ARGV[3], ARGV[4]
 
-local last = redis.call('HGET', ONCE, SENDER) or ''
+local last = redis.call('HGET', DEDUP, SENDER) or ''
 local number, long = string.match(last, '^(%d+)(@?)')
 local ahead = REQUEST - (number or 0) -- if it is not a number, we did not write it
 local seen, reply = ahead == 0, nil
 if ahead < 0 then -- its sender had an answer long ago
   error('a late copy of request ' .. REQUEST .. ', after request ' .. number)
 elseif seen then
-  reply = long == '@' and redis.call('HGET', ONCE, SENDER .. '@') or string.match(last, ' (.*)$')
+  reply = long == '@' and redis.call('HGET', DEDUP, SENDER .. '@') or string.match(last, ' (.*)$')
 elseif superseded() then -- I4: a node that was cut off while its run went on writes nothing
   error('FENCED round ' .. EPOCH .. ' is over: the run is at epoch ' .. redis.call('HGET', RUN, 'epoch'))
 elseif long == '@' then
-  redis.call('HDEL', ONCE, SENDER .. '@')
+  redis.call('HDEL', DEDUP, SENDER .. '@')
 end
 
 -- Notes that the request has had its effect, and its reply, which may be nil. The keys' time to live is renewed once a
@@ -23,13 +23,13 @@ end
 -- new, so is the other, or `data` has just been recreated.
 local function finish(reply)
   local long = reply and #reply > 256
-  redis.call('HSET', ONCE, SENDER, REQUEST .. (long and '@' or reply and ' ' .. reply or ''))
+  redis.call('HSET', DEDUP, SENDER, REQUEST .. (long and '@' or reply and ' ' .. reply or ''))
   if long then
-    redis.call('HSET', ONCE, SENDER .. '@', reply)
+    redis.call('HSET', DEDUP, SENDER .. '@', reply)
   end
   if redis.call('PTTL', DATA) < 0.99 * TTL then
     redis.call('PEXPIRE', DATA, TTL)
-    redis.call('PEXPIRE', ONCE, TTL)
+    redis.call('PEXPIRE', DEDUP, TTL)
   end
 end
 

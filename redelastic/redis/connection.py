@@ -266,7 +266,7 @@ def text(value: bytes | str) -> str:
     return value.decode(errors="replace") if isinstance(value, bytes) else value
 
 
-def words(value: bytes | str) -> str:
+def sanitize(value: bytes | str) -> str:
     """Text that someone wrote into Redis for people, made safe for a log: one line without control characters."""
     return "".join(sign if sign.isprintable() else " " for sign in text(value)[:1000])
 

@@ -66,9 +66,9 @@ class StoreKeys:
         return f"{self.base}:waits"
 
     @cached_property
-    def once(self) -> str:
+    def dedup(self) -> str:
         """Hash of each client's last effect."""
-        return f"{self.base}:once"
+        return f"{self.base}:dedup"
 
     @cached_property
     def streams(self) -> bytes:
@@ -170,7 +170,7 @@ class RunKeys:
 
     def of_store(self, store: StoreKeys) -> list[str]:
         """What every script of a store takes: keys 1 to 5 of ``lua/store.lua``."""
-        return [store.data, store.waits, store.once, self.run, self.members]
+        return [store.data, store.waits, store.dedup, self.run, self.members]
 
     def store(self, name: str | int) -> StoreKeys:
         """Keys of a store: by epoch that of a round, or by name."""

@@ -58,10 +58,10 @@ class RedisRendezvousHandler(RendezvousHandler):
 
     Attributes:
         ending: why this node will leave when it is shut down, and what then becomes of the run.
-        tells_workers: whether this process starts workers, so that its environment has to name the round.
+        exports_environment: whether this process starts workers, so that its environment has to name the round.
     """
 
-    tells_workers = True
+    exports_environment = True
 
     @torch_errors()
     def __init__(self, backend: RedisRendezvousBackend, settings: Settings) -> None:
@@ -147,7 +147,7 @@ class RedisRendezvousHandler(RendezvousHandler):
         self._stores.append(store)
         while len(self._stores) > 2:  # a caller that finds the last round broken may still hold its store
             self._stores.pop(0).close()
-        if self.tells_workers:
+        if self.exports_environment:
             os.environ[EPOCH_VARIABLE], os.environ[PREFIX_VARIABLE] = str(entered.epoch), s.key_prefix
         self._address.tell_workers()
         self._entered, self._not_yet_reached = entered, entered.rank > 0 and self.use_agent_store

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 RETRY_PAUSE: Final = 0.2  # between attempts of the loop while Redis is away, in seconds
 COARSE: Final = 0.11  # Redis ends a blocking read up to 100 ms late: it checks its clients ten times a second
 SPREAD: Final = 0.05  # nodes that wait for the same lease to run out look at it within this time, in seconds
-LOOKERS: Final = 16  # about this many of a group do; they wake the others
+MAX_LEASE_CHECKERS: Final = 16  # about this many of a group do; they wake the others
 PER_ANSWER: Final = 5e-5  # what Redis needs for each answer to a roll call: large groups spread theirs, in seconds
 HEARD: Final = 17  # the place in what a node tells of the last roll call that it knows of
 NO_ROUND: Final = (0, 0, 0, "", 0)  # what a node reports of its round while it holds none
@@ -90,7 +90,7 @@ class Heartbeat:
     def keys_with_store(self, epoch: int) -> list[str]:
         """The keys of a script that may complete a round, which ends the store of the round ``epoch``."""
         store = self._run_keys.store(epoch)
-        return [*self.keys, store.data, store.waits, store.once]
+        return [*self.keys, store.data, store.waits, store.dedup]
 
     def call(
         self, script: scripts.Script, keys: list[str], args: list[Any] | Callable[[], list[Any]], timeout: float | None
@@ -134,7 +134,7 @@ class Heartbeat:
             due, urgent = self.due()
             if time.monotonic() >= due - (0 if urgent else early):
                 self.beat()
-                self.view.take_in_return()  # not after a read alone: Redis may refuse writes
+                self.view.apply_return()  # not after a read alone: Redis may refuse writes
             until_beat = self.due()[0] - early - time.monotonic()
             if until_beat <= 0:  # urgent, and too soon for a blocking read
                 self.stopped.wait(max(0.0, until_beat + early))
@@ -144,13 +144,13 @@ class Heartbeat:
             if self.view.round is None and not self.may_pass(e):
                 raise  # a node that is in no round can report that it is refused, and why
             if not self.stopped.is_set():
-                self.view.take_in_outage(e)
+                self.view.apply_outage(e)
             # Soon, and not after an interval: after an outage too short to be one, the lease may be about to run out.
             self._next_beat = min(self._next_beat, time.monotonic() + 2 * RETRY_PAUSE)
             self.stopped.wait(min(longest, random.uniform(0.5, 1) * RETRY_PAUSE))
             return "0-0"  # a server that comes back empty may give lower ids, if its clock is behind
         entries = woken.get(self._wake_key, [])
-        for call in self.view.take_in_wake_ups(entries):
+        for call in self.view.apply_wake_ups(entries):
             if call != self._roll_call:  # several threads may hear of the same one
                 self.answer(call)
         return entries[-1][0] if entries else since
@@ -179,14 +179,14 @@ class Heartbeat:
         told = self.call(scripts.BEAT, keys, known, 0)
         if asked_as == self.view.node:
             self._answered = known[HEARD]
-        self.view.take_in_beat(asked_as, asked_in, told)
+        self.view.apply_beat(asked_as, asked_in, told)
         if told[5] >= 0:
-            self._look_after_lease_that_ends_in(told[5] / 1000, asked_in.size if asked_in else 1)
+            self._schedule_lease_check(told[5] / 1000, asked_in.size if asked_in else 1)
         self.answer(told[8])
 
-    def _look_after_lease_that_ends_in(self, seconds: float, nodes: int) -> None:
+    def _schedule_lease_check(self, seconds: float, nodes: int) -> None:
         """Beat when the lease of a silent node has run out; a node that renews its lease has it for longer."""
-        looks = random.random() < LOOKERS / nodes
+        looks = random.random() < MAX_LEASE_CHECKERS / nodes
         # A node that does not look listens meanwhile, and beats if it hears nothing.
         due_in = seconds + random.uniform(0.002, SPREAD) + (0 if looks else SPREAD + COARSE)
         if due_in < self._settings.keep_alive_interval:

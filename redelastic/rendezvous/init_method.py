@@ -105,7 +105,7 @@ def _join(connection: Connection, settings: Settings, rank: int | None, timeout:
         former.end(Left(cause="group"), "goes on")
     backend = RedisRendezvousBackend(connection, settings.run_id, settings.key_prefix, settings.ttl)
     handler = RedisRendezvousHandler(backend, settings)
-    handler.tells_workers = False  # the environment names the round of this worker's agent
+    handler.exports_environment = False  # the environment names the round of this worker's agent
     try:
         info = handler.next_rendezvous()
         info.store.set_timeout(timeout)

@@ -19,7 +19,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from redelastic.redis import scripts
-from redelastic.redis.connection import Connection, require_keys_of_types, text, words
+from redelastic.redis.connection import Connection, require_keys_of_types, sanitize, text
 from redelastic.redis.errors import CorruptStateError, RedelasticError, UnavailableError, UnreachableError
 from redelastic.redis.keys import RunKeys
 from redelastic.run.events import Failed, Left, decode_cause
@@ -119,7 +119,7 @@ class Membership:
                         self.heartbeat.incarnation = text(incarnation)
                         return self._enter(entered)
                 case "closed":
-                    self._refuse_closed(told[0], told[2], spare=told[1])
+                    self._raise_closed(told[0], told[2], spare=told[1])
                 case "away":
                     self.heartbeat.stopped.wait(random.uniform(0.5, 1) * RETRY_PAUSE)
                 case "left":
@@ -198,9 +198,9 @@ class Membership:
         except UnavailableError as e:
             if time.monotonic() >= give_up_at or not self.heartbeat.may_pass(e):
                 raise
-            self.view.take_in_outage(e)
+            self.view.apply_outage(e)
             return ["away"]
-        self.view.take_in_return()
+        self.view.apply_return()
         self.heartbeat.has_been_renewed(answered=known[HEARD])
         return reply
 
@@ -223,7 +223,7 @@ class Membership:
                 ttl=s.ttl,
             )
         except UnreachableError as e:
-            self.view.take_in_outage(e)
+            self.view.apply_outage(e)
             return False
         if replicas < s.min_replicas and time.monotonic() >= deadline:
             self._try_to_leave(Left(cause="replicas"))
@@ -247,7 +247,7 @@ class Membership:
 
     def _enter(self, entered: Round) -> Round:
         self._epoch_held, self._is_spare = entered.epoch, False
-        self.view.take_in_round(entered)
+        self.view.apply_round(entered)
         self.heartbeat.start(self._heard)
         return entered
 
@@ -256,8 +256,8 @@ class Membership:
         with contextlib.suppress(RedelasticError):
             self.leave(why, timeout=self._settings.lease)
 
-    def _refuse_closed(self, why: bytes | str, stop: int, *, spare: int) -> NoReturn:
-        self.view.take_in_closing(why, stop=bool(stop))
+    def _raise_closed(self, why: bytes | str, stop: int, *, spare: int) -> NoReturn:
+        self.view.apply_closing(why, stop=bool(stop))
         self._try_to_leave(Left(cause="closed"))
         if stop:
             raise RunStoppedError(f"Run {self.run_id!r} was stopped: {self.view.closed}.")
@@ -290,7 +290,7 @@ class Membership:
     def close(self, timeout: float) -> None:
         """Close the run: no further round completes (I5)."""
         args = [round(1000 * self._settings.ttl), 0, self.node, "cause", "asked"]
-        self.view.take_in_closing(self.heartbeat.call(scripts.CLOSE, self.heartbeat.keys, args, timeout))
+        self.view.apply_closing(self.heartbeat.call(scripts.CLOSE, self.heartbeat.keys, args, timeout))
 
     def drain(self, reason: str, timeout: float) -> None:
         """Drain this node, as if someone had asked it to; it drains even if Redis cannot be reached.
@@ -315,7 +315,7 @@ class Membership:
             if drain := self.view.drain:
                 raise DrainedError(self.node, self.run_id, drain.reason)
             if self.ask_whether_closed():
-                self._refuse_closed(*self.view.record_of_closing, spare=0)
+                self._raise_closed(*self.view.record_of_closing, spare=0)
             s = self._settings
             self.heartbeat.connection.read({self._keys.wake.encode(): "$"}, s.keep_alive_interval, s.read_timeout)
 
@@ -342,7 +342,7 @@ class Membership:
             return [*who, age_ms, step, *limits, int(final), *failure.pairs()]
 
         restarts, failures, verdict = self.heartbeat.call(scripts.CHARGE, self.heartbeat.keys, args, None)
-        return restarts, failures, words(cause(decode_cause(text(verdict))))
+        return restarts, failures, sanitize(cause(decode_cause(text(verdict))))
 
     def call_roll(self, failed_at: float) -> None:
         """Ask who is there, since workers of this node failed and a lost peer may be why; never fails.
@@ -368,7 +368,7 @@ class Membership:
             log.warning("No roll call of run %r: %s", self.run_id, e)
             return
         if told:
-            self.view.take_in_roll_call(*told)
+            self.view.apply_roll_call(*told)
 
     def ask_whether_closed(self) -> bool:
         """Ask Redis whether the run is closed."""
@@ -377,7 +377,7 @@ class Membership:
         except CorruptStateError as e:
             require_keys_of_types(self.heartbeat.connection, self._keys.types, e)
         if by:
-            self.view.take_in_closing(by, stop=bool(stop))
+            self.view.apply_closing(by, stop=bool(stop))
         return bool(self.view.closed)
 
     def stop(self) -> None:

@@ -10,13 +10,13 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from redelastic.redis.connection import Entries, text, words
+from redelastic.redis.connection import Entries, sanitize, text
 from redelastic.run.events import Event, Lost, decode_cause
 from redelastic.run.sentences import cause
 
 log = logging.getLogger(__name__)
 
-NOWHERE: Final = (0, 0)  # a place before all others in a stream
+STREAM_START: Final = (0, 0)  # a place before all others in a stream
 UNKNOWN: Final = Event(event="unknown")  # a cause that the run's record does not name
 COMPLAINT_INTERVAL: Final = 60.0  # between two warnings about the same outage, in seconds
 
@@ -29,13 +29,13 @@ class Drain:
         node: its id.
         reason: by whom or what.
         timeout: how long the workers have to save, in seconds.
-        place: of its wake-up in the run's stream, the same for every node; NOWHERE if there was none.
+        place: of its wake-up in the run's stream, the same for every node; STREAM_START if there was none.
     """
 
     node: str
     reason: str
     timeout: float
-    place: tuple[int, int] = NOWHERE
+    place: tuple[int, int] = STREAM_START
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ class View:
     @property
     def closed(self) -> str:
         """Why the run was closed, as far as known; empty while it is open."""
-        return _words(self._closed)
+        return _sanitized(self._closed)
 
     @property
     def stopped(self) -> str:
@@ -183,7 +183,7 @@ class View:
             told = {node: drain for node, (asked_in, drain) in self._drains.items() if asked_in == epoch}
         own = told.pop(self.node, None)
         if self.drain:
-            told[self.node] = replace(self.drain, node=self.node, place=own.place if own else NOWHERE)
+            told[self.node] = replace(self.drain, node=self.node, place=own.place if own else STREAM_START)
         return list(told.values())
 
     @property
@@ -208,7 +208,7 @@ class View:
         with self._lock:
             self.round, self.joining = None, False
 
-    def take_in_closing(self, why: bytes | str, *, stop: bool = False) -> None:
+    def apply_closing(self, why: bytes | str, *, stop: bool = False) -> None:
         """A reply says that the run is closed, and why, as JSON; ``stop``: workers have to end too, irrevocably."""
         with self._lock:
             closed = self._closed = decode_cause(text(why)) or UNKNOWN
@@ -219,7 +219,7 @@ class View:
         """This node is to drain; ``timeout`` is in seconds. Needs no lock: a signal handler may call it."""
         self.drain = self.drain or Drain(self.node, reason, timeout)
 
-    def take_in_round(self, entered: Round) -> None:
+    def apply_round(self, entered: Round) -> None:
         """This node has entered a round."""
         with self._lock:
             self._left, self.round = self.round, entered
@@ -230,13 +230,13 @@ class View:
             if self._last_break[0] == entered.epoch:
                 self._break(*self._last_break[1:])
 
-    def take_in_roll_call(self, failed_at: int, answered: int) -> None:
+    def apply_roll_call(self, failed_at: int, answered: int) -> None:
         """The reply of ``lua/roll_call.lua``: when workers failed, and whether every node has answered since."""
         with self._lock:
             self._failed_at = failed_at
             self._answered = max(self._answered, failed_at if answered else 0)
 
-    def take_in_wake_ups(self, entries: Entries) -> list[int]:
+    def apply_wake_ups(self, entries: Entries) -> list[int]:
         """Take in the run's wake-ups; returns the roll calls that this node has to answer."""
         roll_calls: list[int] = []
         with self._lock:
@@ -246,7 +246,7 @@ class View:
                     self._closed, self._stop = why, self._stop or event == "stopped"
                     self._tell()
                 elif event == "drain":
-                    node, reason = change.get("node", ""), words(change.get("reason", ""))
+                    node, reason = change.get("node", ""), sanitize(change.get("reason", ""))
                     timeout = _number(change.get("timeout")) / 1000
                     if node == self.node:
                         self.begin_drain(reason, timeout)
@@ -273,18 +273,18 @@ class View:
             # The loss completed the round that this node is in, and that reply came before the wake-up.
             self._log_break(epoch, why)
 
-    def take_in_beat(self, asked_as: str, asked_in: Round | None, told: list[Any]) -> None:
+    def apply_beat(self, asked_as: str, asked_in: Round | None, told: list[Any]) -> None:
         """The reply of ``lua/beat.lua`` to the node ``asked_as``, which held the round ``asked_in``."""
         standing, epoch, broken, candidates, closed, _, stop, drain, _ = told
         with self._lock:
             if closed:
-                self.take_in_closing(closed, stop=bool(stop))
+                self.apply_closing(closed, stop=bool(stop))
             if asked_as != self.node:
                 return
             self.standing = text(standing)
             timeout, _, why = text(drain).partition(" ")
             if timeout and self.drain is None:
-                self.begin_drain(words(why), _number(timeout) / 1000)
+                self.begin_drain(sanitize(why), _number(timeout) / 1000)
                 self._tell()
             if asked_in and self.round is asked_in and not self.joining:
                 self._judge(asked_in, epoch, decode_cause(text(broken)), candidates)
@@ -308,13 +308,13 @@ class View:
         by_itself = why.node == self.node  # not news to it
         if not by_itself and (epoch, why.as_cause()) not in self._logged:
             self._logged.add((epoch, why.as_cause()))
-            log.warning("Round %s of run %r is broken: %s.", epoch, self.run_id, _words(why))
+            log.warning("Round %s of run %r is broken: %s.", epoch, self.run_id, _sanitized(why))
 
     def _tell(self) -> None:
         self._news = True
         self._changed.notify_all()
 
-    def take_in_outage(self, error: Exception) -> None:
+    def apply_outage(self, error: Exception) -> None:
         """Redis does not answer this node."""
         now, kind = time.monotonic(), re.sub(r"[0-9]+", "", str(error))
         if self._away_since is None:
@@ -326,7 +326,7 @@ class View:
                 *(self.node, self.run_id, self.away, error),
             )
 
-    def take_in_return(self) -> None:
+    def apply_return(self) -> None:
         """Redis has answered this node, after an outage or not."""
         if self._away_since is not None:
             log.warning("Redis is back for node %s of run %r, after %.1f s.", self.node, self.run_id, self.away)
@@ -336,8 +336,8 @@ class View:
             self._complain_at.clear()
 
 
-def _words(why: Event | None) -> str:
-    return words(cause(why))
+def _sanitized(why: Event | None) -> str:
+    return sanitize(cause(why))
 
 
 def place_of(entry: str | bytes) -> tuple[int, int]:

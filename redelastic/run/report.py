@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from .chronicle import telling
+from .event_log import telling
 from .records import APPLICATION_XIDS
 from .sentences import cause, cause_document, consecutive_failures, event_document
 from .wording import count, duration, number, whole

@@ -12,7 +12,7 @@ from typing import Any, Final, Literal
 import torch.distributed as dist
 
 from redelastic.redis import scripts
-from redelastic.redis.connection import Connection, text, words
+from redelastic.redis.connection import Connection, sanitize, text
 from redelastic.redis.keys import DEFAULT_PREFIX, DEFAULT_TTL, RunKeys
 from redelastic.redis.wire import Client
 from redelastic.run.events import decode_cause
@@ -339,7 +339,7 @@ class RedisStore(Requests):
             if reply[0] == 0:
                 break
             if reply[0] < 0:
-                why = words(cause(decode_cause(text(reply[1])))) or "the run went on"
+                why = sanitize(cause(decode_cause(text(reply[1])))) or "the run went on"
                 raise RoundBrokenError(
                     f"Round {self._epoch} of run {self._run.run_id!r} is broken ({why}); "
                     f"the keys {_listed(keys)} will not be set any more. Join the next round."

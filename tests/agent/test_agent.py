@@ -457,7 +457,7 @@ def test_livez_fails_when_the_loop_has_stalled(new_node: NodeFactory, tmp_path: 
             assert re.fullmatch(r"the agent's loop is \d+ s late", refused.value.read().decode().strip())
         finally:
             why = Stopped(cause="asked", reason="the test is over")
-            node.membership.view.take_in_closing(why.as_cause(), stop=True)
+            node.membership.view.apply_closing(why.as_cause(), stop=True)
             release.set()
         with pytest.raises(RunStoppedError, match="the test is over"):
             ended.result(LIMIT)

@@ -1,4 +1,4 @@
-"""The agent keeps a warden: it says once why one died, and starts another at most every 10 s."""
+"""The agent keeps a reaper: it says once why one died, and starts another at most every 10 s."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from redelastic.agent.workers.guard import RESTART_INTERVAL, Guard
+from redelastic.agent.workers.reaper_client import RESTART_INTERVAL, Guard
 from tests.support.worker_processes import lives, until
 
 
@@ -39,20 +39,20 @@ def brief_until_it_is_dead(guard: Guard) -> None:
     guard.brief(())
     if guard.pid is not None:
         process = psutil.Process(guard.pid)
-        until(lambda: not lives(process), "the warden's end")
+        until(lambda: not lives(process), "the reaper's end")
         guard.brief(())
 
 
-@pytest.mark.fault("a warden that dies at once", "one warning says why; another is tried every 10 s")
+@pytest.mark.fault("a reaper that dies at once", "one warning says why; another is tried every 10 s")
 @pytest.mark.parametrize(
     ("program", "told"),
     [
         ("#!/bin/sh\necho no module named spam >&2\nexit 1\n", "exited with 1"),
-        ("", "No warden could be started"),
+        ("", "No reaper could be started"),
     ],
     ids=["broken", "not executable"],
 )
-def test_wardens_that_fail_are_reported_once(
+def test_reapers_that_fail_are_reported_once(
     *,
     guard: Guard,
     clock: Clock,
@@ -81,7 +81,7 @@ def test_wardens_that_fail_are_reported_once(
     assert guard.pid is not None, "it goes on trying"
 
 
-def test_a_warden_that_was_killed_is_reported_and_replaced_at_once(
+def test_a_reaper_that_was_killed_is_reported_and_replaced_at_once(
     guard: Guard, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     for _ in range(2):
@@ -89,7 +89,7 @@ def test_a_warden_that_was_killed_is_reported_and_replaced_at_once(
         assert guard.pid is not None
         first = psutil.Process(guard.pid)
         first.kill()
-        until(lambda: not lives(first), "the warden's end")  # noqa: B023  # called at once
+        until(lambda: not lives(first), "the reaper's end")  # noqa: B023  # called at once
         clock.now += RESTART_INTERVAL
         caplog.clear()
         guard.brief(())

@@ -12,9 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from redelastic.agent.workers import warden
-from redelastic.agent.workers.guard import TOKEN_VARIABLE
+from redelastic.agent.workers import reaper
 from redelastic.agent.workers.processes import ProcessTree
+from redelastic.agent.workers.reaper_client import TOKEN_VARIABLE
 from tests.support import worker_processes
 from tests.support.worker_processes import (
     BARE_IN_SESSION,
@@ -27,10 +27,10 @@ from tests.support.worker_processes import (
     Start,
     ended,
     lives,
+    reaper_of,
     reuse,
     said,
     until,
-    warden_of,
 )
 
 tree, start, foreign = worker_processes.tree, worker_processes.start, worker_processes.foreign
@@ -51,7 +51,7 @@ def test_the_tree_is_killed_and_nothing_else(
     assert not lives(pids["left"])
     assert worker.wait() == -signal.SIGKILL, "its status was left to whoever started it"
     assert tree.kill() == []
-    assert all(map(lives, (foreign, helper, warden_of(psutil.Process(), tree.token))))
+    assert all(map(lives, (foreign, helper, reaper_of(psutil.Process(), tree.token))))
     helper.kill()
     helper.wait()
 
@@ -107,10 +107,10 @@ def test_a_worker_of_an_agent_that_is_itself_a_worker_belongs_to_both(monkeypatc
     monkeypatch.setenv(TOKEN_VARIABLE, "outer")
     inner = ProcessTree()
     assert inner.environment == {TOKEN_VARIABLE: f"outer {inner.token}"}
-    warden = warden_of(psutil.Process(), inner.token)
-    assert TOKEN_VARIABLE not in warden.environ()
+    reaper = reaper_of(psutil.Process(), inner.token)
+    assert TOKEN_VARIABLE not in reaper.environ()
     inner.close()
-    assert not lives(warden)
+    assert not lives(reaper)
 
 
 # -- pids that the system gave to another process
@@ -119,7 +119,7 @@ def test_a_worker_of_an_agent_that_is_itself_a_worker_belongs_to_both(monkeypatc
 def test_a_process_that_got_a_members_pid_is_not_taken_for_it(tree: ProcessTree, start: Start) -> None:
     worker = start(PRELUDE + "live()")
     assert [p.pid for p in tree.look([worker.pid])] == [worker.pid]
-    began = warden.processes()[worker.pid].start
+    began = reaper.processes()[worker.pid].start
     ended(worker)
     stranger = reuse(worker.pid, began, ["sleep", str(LIFE)])
     assert tree.kill() == []
@@ -195,7 +195,7 @@ while True:
 """
     )
     said(tmp_path, "worker")
-    tree.stop([worker.pid], grace=1.5 * warden.RELOOK)
+    tree.stop([worker.pid], grace=1.5 * reaper.RELOOK)
     assert worker.stdout is not None
     assert worker.stdout.read() == b"T"
 
@@ -237,7 +237,7 @@ def test_what_does_not_die_is_named(
 ) -> None:
     worker = start(DAEMON)
     with monkeypatch.context() as impatient:
-        impatient.setattr(warden, "LIMIT", 0.0)
+        impatient.setattr(reaper, "LIMIT", 0.0)
         tree.kill([worker.pid])
     assert f"{worker.pid} (python" in caplog.text
     assert "still there 0 s after SIGKILL" in caplog.text

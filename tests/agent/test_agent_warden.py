@@ -1,4 +1,4 @@
-"""What an agent in its own process leaves: it adopts orphans, and its warden ends everything when it is killed."""
+"""What an agent in its own process leaves: it adopts orphans, and its reaper ends everything when it is killed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from redelastic.agent.workers.warden import processes
+from redelastic.agent.workers.reaper import processes
 from redelastic.redis.endpoint import URL_VARIABLE
 from tests.support.job_user import CANARY
 from tests.support.worker_processes import (
@@ -26,10 +26,10 @@ from tests.support.worker_processes import (
     SECRETIVE,
     VANISHING,
     lives,
+    reaper_of,
     reuse,
     said,
     until,
-    warden_of,
 )
 
 
@@ -108,7 +108,7 @@ def test_an_orphan_that_hid_everything_at_once_is_adopted(agent: Driven, tmp_pat
     assert left.pid in agent.ask("look()")
     assert agent.ask("kill()") == sorted([worker, left.pid])
     assert not lives(left)
-    assert all(map(lives, (psutil.Process(own), psutil.Process(later), warden_of(agent.handle))))
+    assert all(map(lives, (psutil.Process(own), psutil.Process(later), reaper_of(agent.handle))))
     for pid in (own, later):
         psutil.Process(pid).kill()
 
@@ -139,7 +139,7 @@ say("worker")
 os._exit(7)
 """
     worker = agent.ask(f"start({PRELUDE + source!r})")
-    until(lambda: len(agent.handle.children()) == 22, "the adoption of 20, beside the warden and the worker")
+    until(lambda: len(agent.handle.children()) == 22, "the adoption of 20, beside the reaper and the worker")
     (tmp_path / "go").touch()
 
     def zombies() -> int:
@@ -157,7 +157,7 @@ os._exit(7)
         assert zombies() == left  # whoever started a process, as a health check is, has a second to ask for its status
         agent.ask("passed.append(2)")
     assert agent.ask("kill()") == []
-    assert {child.pid for child in agent.handle.children()} == {warden_of(agent.handle).pid, worker}
+    assert {child.pid for child in agent.handle.children()} == {reaper_of(agent.handle).pid, worker}
     assert agent.ask("workers[0].wait()") == 7
 
 
@@ -175,7 +175,7 @@ def test_pid_1_adopts_strangers_and_ends_only_its_own(tmp_path: Path) -> None:
         subprocess.run([*command, f"sleep {LIFE} > /dev/null 2>&1 &"], check=True)
         outer.ask(f"start({DAEMON!r})")
         until((tmp_path / "left").exists, "the daemon")
-        until(lambda: len(pid_1.children()) == 4, "the adoption of both, beside the warden and the worker")
+        until(lambda: len(pid_1.children()) == 4, "the adoption of both, beside the reaper and the worker")
         mine = sorted([int((tmp_path / name).read_text()) for name in ("worker", "left")])
         outer.ask("workers[0].kill()")
         assert outer.ask("workers[0].wait()") == -signal.SIGKILL
@@ -204,10 +204,10 @@ def test_nothing_outlives_an_agent_that_is_killed(agent: Driven, tmp_path: Path,
         (tmp_path / "go").touch()
         said_went = int(until(lambda: (tmp_path / "went").exists() and (tmp_path / "went").read_text(), "its parent"))
         until(lambda: pids["left"].ppid() != said_went, "that it is an orphan")
-    warden = warden_of(agent.handle)
-    assert all(lives(p) for p in (*pids.values(), warden))
+    reaper = reaper_of(agent.handle)
+    assert all(lives(p) for p in (*pids.values(), reaper))
     agent.end()
-    until(lambda: not any(lives(p) for p in (*pids.values(), warden)), "the end of the tree and of the warden")
+    until(lambda: not any(lives(p) for p in (*pids.values(), reaper)), "the end of the tree and of the reaper")
 
 
 def test_nothing_outlives_an_agent_that_is_killed_before_it_looked(agent: Driven, tmp_path: Path) -> None:
@@ -218,62 +218,62 @@ def test_nothing_outlives_an_agent_that_is_killed_before_it_looked(agent: Driven
 
 
 def test_a_forked_function_ends_with_its_agent(agent: Driven) -> None:
-    """Its environment names no agent, so the warden knows it from the agent's last look alone."""
+    """Its environment names no agent, so the reaper knows it from the agent's last look alone."""
     child = psutil.Process(agent.ask("fork()"))
     assert child.pid in agent.ask(f"look({child.pid})")
     agent.end()
     until(lambda: not lives(child), "its end")
 
 
-def test_the_warden_spares_a_process_that_got_a_members_pid(agent: Driven) -> None:
+def test_the_reaper_spares_a_process_that_got_a_members_pid(agent: Driven) -> None:
     worker = agent.ask(f"start({PRELUDE + 'live()'!r})")
     assert agent.ask("look()") == [worker]
     began = processes()[worker].start
     assert agent.ask("[w.kill() for w in workers] and [w.wait() for w in workers]") == [-9]
     stranger = reuse(worker, began, ["sleep", str(LIFE)])
-    warden = warden_of(agent.handle)
+    reaper = reaper_of(agent.handle)
     agent.end()
-    until(lambda: not lives(warden), "the warden's end")
+    until(lambda: not lives(reaper), "the reaper's end")
     assert lives(stranger)
     stranger.kill()
     stranger.wait()
 
 
-def test_an_agent_that_closes_its_tree_dismisses_the_warden_and_kills_nothing(agent: Driven, tmp_path: Path) -> None:
+def test_an_agent_that_closes_its_tree_dismisses_the_reaper_and_kills_nothing(agent: Driven, tmp_path: Path) -> None:
     agent.ask(f"start({DAEMON!r})")
     pids = said(tmp_path, "worker", "left")
-    warden = warden_of(agent.handle)
+    reaper = reaper_of(agent.handle)
     agent.ask("tree.close()")
-    assert not warden.is_running()
+    assert not reaper.is_running()
     assert pids["worker"].pid in agent.ask("look()")
-    assert [child.pid for child in agent.handle.children()] == [pids["worker"].pid], "no other warden"
+    assert [child.pid for child in agent.handle.children()] == [pids["worker"].pid], "no other reaper"
     agent.process.communicate(timeout=DEADLINE)
     assert all(lives(p) for p in pids.values())
     for process in pids.values():
         process.kill()
 
 
-def test_the_warden_holds_nothing_of_the_agents_and_ignores_signals(agent: Driven) -> None:
-    warden = warden_of(agent.handle)
+def test_the_reaper_holds_nothing_of_the_agents_and_ignores_signals(agent: Driven) -> None:
+    reaper = reaper_of(agent.handle)
     ignored = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 
     def ignores() -> bool:
-        (line,) = [s for s in Path(f"/proc/{warden.pid}/status").read_text().splitlines() if s.startswith("SigIgn")]
+        (line,) = [s for s in Path(f"/proc/{reaper.pid}/status").read_text().splitlines() if s.startswith("SigIgn")]
         return all(int(line.split()[1], 16) >> (number - 1) & 1 for number in ignored)
 
     until(ignores, "that it ignores signals")
-    assert os.getsid(warden.pid) != os.getsid(agent.process.pid)  # Ctrl-C does not reach it
-    assert CANARY not in " ".join([*warden.cmdline(), *warden.environ().values()])
-    held = {int(path.name): str(path.readlink()) for path in Path(f"/proc/{warden.pid}/fd").iterdir()}
+    assert os.getsid(reaper.pid) != os.getsid(agent.process.pid)  # Ctrl-C does not reach it
+    assert CANARY not in " ".join([*reaper.cmdline(), *reaper.environ().values()])
+    held = {int(path.name): str(path.readlink()) for path in Path(f"/proc/{reaper.pid}/fd").iterdir()}
     assert held.pop(0).startswith("/memfd:redelastic")
     assert held.pop(1) == os.devnull
     assert held.pop(2).startswith("pipe:")
     assert set(held.values()) <= {"anon_inode:[pidfd]"}
-    # `agent | cat`: cat ends when the agent closes its output, though agent and warden live on.
+    # `agent | cat`: cat ends when the agent closes its output, though agent and reaper live on.
     assert agent.process.stdin is not None
     assert agent.process.stdout is not None
     agent.process.stdin.write("os.dup2(os.open('/dev/null', os.O_WRONLY), 1)\n")
     agent.process.stdin.flush()
     assert agent.process.stdout.read() == ""
     assert lives(agent.handle)
-    assert lives(warden)
+    assert lives(reaper)

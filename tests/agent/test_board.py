@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from redelastic.agent.workers import stacks
-from redelastic.agent.workers.board import Board, HangWatch
+from redelastic.agent.workers.board import HangWatch, ProgressBoard
 from redelastic.agent.workers.stacks import catches, dump_stacks, together
 from redelastic.worker import AT, CALLS, STACK_SIGNAL, VARIABLE
 from tests.support.temporary import make_temporary_files_in
@@ -27,14 +27,14 @@ until = Within(30)
 
 
 @pytest.fixture
-def board() -> Iterator[Board]:
-    made = Board(3)
+def board() -> Iterator[ProgressBoard]:
+    made = ProgressBoard(3)
     yield made
     made.close()
 
 
 @pytest.fixture
-def start(board: Board) -> Iterator[Start]:
+def start(board: ProgressBoard) -> Iterator[Start]:
     """Starts a script as a worker, waits until it prints a line, and returns its process id."""
     started: list[subprocess.Popen[str]] = []
 
@@ -42,7 +42,7 @@ def start(board: Board) -> Iterator[Start]:
         code: str,
         local_rank: int | None = 0,
         *,
-        of: Board = board,
+        of: ProgressBoard = board,
         command: tuple[str, ...] = (sys.executable, "-c"),
     ) -> int:
         environment = {} if local_rank is None else of.environment(local_rank)
@@ -71,7 +71,11 @@ class Workers:
     """A board whose workers the test plays, a clock that it winds, and an agent that looks ten times a second."""
 
     def __init__(
-        self, board: Board, timeout: float, start_timeout: float | None = None, reporters: set[int] | None = None
+        self,
+        board: ProgressBoard,
+        timeout: float,
+        start_timeout: float | None = None,
+        reporters: set[int] | None = None,
     ) -> None:
         self.board, self.now = board, 1000.0
         self.reporters = {0, 1, 2} if reporters is None else reporters  # in earlier rounds
@@ -91,7 +95,7 @@ class Workers:
         return hung
 
 
-def test_a_worker_hangs_that_makes_no_progress_for_longer_than_the_timeout(board: Board) -> None:
+def test_a_worker_hangs_that_makes_no_progress_for_longer_than_the_timeout(board: ProgressBoard) -> None:
     workers = Workers(board, timeout=5)
     workers.call(0, 1, 2)
     assert workers.after(4) == {}
@@ -105,7 +109,7 @@ def test_a_worker_hangs_that_makes_no_progress_for_longer_than_the_timeout(board
     assert sorted(workers.after(5.5)) == [0, 1, 2]
 
 
-def test_the_first_call_may_take_longer(board: Board) -> None:
+def test_the_first_call_may_take_longer(board: ProgressBoard) -> None:
     workers = Workers(board, timeout=2, start_timeout=10)
     workers.call(2)
     assert workers.after(1.9) == {}
@@ -120,14 +124,14 @@ def test_the_first_call_may_take_longer(board: Board) -> None:
     assert sorted(workers.after(1.5)) == [0]
 
 
-def test_a_call_that_was_made_before_the_first_look_counts(board: Board) -> None:
+def test_a_call_that_was_made_before_the_first_look_counts(board: ProgressBoard) -> None:
     workers = Workers(board, timeout=2, start_timeout=10)
     workers.call(0)
     workers.after(0.1)
     assert sorted(workers.after(2.1)) == [0]
 
 
-def test_a_worker_that_has_never_called_does_not_hang(board: Board) -> None:
+def test_a_worker_that_has_never_called_does_not_hang(board: ProgressBoard) -> None:
     workers = Workers(board, timeout=2, start_timeout=4, reporters=set())
     workers.call(0)
     assert workers.after(3.9) == {0: pytest.approx(3.9)}
@@ -142,14 +146,14 @@ def test_a_worker_that_has_never_called_does_not_hang(board: Board) -> None:
     assert workers.reporters == {0, 1}
 
 
-def test_a_worker_that_has_called_in_an_earlier_round_may_hang_before_its_first_call(board: Board) -> None:
+def test_a_worker_that_has_called_in_an_earlier_round_may_hang_before_its_first_call(board: ProgressBoard) -> None:
     workers = Workers(board, timeout=2, start_timeout=4, reporters={1})
     assert workers.after(3.9) == {}
     assert sorted(workers.after(0.3)) == [1]
     assert workers.watch.silent == [0, 2]
 
 
-def test_idle_time_counts_from_the_call_and_not_from_the_look_that_saw_it(board: Board) -> None:
+def test_idle_time_counts_from_the_call_and_not_from_the_look_that_saw_it(board: ProgressBoard) -> None:
     workers = Workers(board, timeout=2)
     workers.watch = HangWatch(board, 2, 2, workers.reporters, interval=1, clock=lambda: workers.now)
     workers.running = {0}
@@ -164,7 +168,7 @@ def test_idle_time_counts_from_the_call_and_not_from_the_look_that_saw_it(board:
 
 
 @pytest.mark.parametrize("off", [-1e6, 1e6], ids=["behind", "ahead"])
-def test_a_worker_on_another_clock_has_called_between_two_looks_all_the_same(board: Board, off: float) -> None:
+def test_a_worker_on_another_clock_has_called_between_two_looks_all_the_same(board: ProgressBoard, off: float) -> None:
     """A time namespace of its own gives it one."""
     workers = Workers(board, timeout=2)
     workers.running = {0}
@@ -175,13 +179,13 @@ def test_a_worker_on_another_clock_has_called_between_two_looks_all_the_same(boa
     assert 0 <= workers.watch.idle[0] <= 0.11
 
 
-def test_a_worker_that_has_ended_does_not_hang(board: Board) -> None:
+def test_a_worker_that_has_ended_does_not_hang(board: ProgressBoard) -> None:
     workers = Workers(board, timeout=2)
     workers.running = {1, 2}
     assert sorted(workers.after(3)) == [1, 2]
 
 
-def test_time_in_which_the_agent_was_frozen_does_not_count(board: Board) -> None:
+def test_time_in_which_the_agent_was_frozen_does_not_count(board: ProgressBoard) -> None:
     workers = Workers(board, timeout=5)
     workers.after(3)
     workers.now += 3600
@@ -189,7 +193,7 @@ def test_time_in_which_the_agent_was_frozen_does_not_count(board: Board) -> None
     assert sorted(workers.after(0.3)) == [0, 1, 2]
 
 
-def test_looks_that_are_a_little_late_count(board: Board) -> None:
+def test_looks_that_are_a_little_late_count(board: ProgressBoard) -> None:
     workers = Workers(board, timeout=5)
     for _ in range(6):
         workers.now += 0.9
@@ -197,14 +201,14 @@ def test_looks_that_are_a_little_late_count(board: Board) -> None:
     assert sorted(hung) == [0, 1, 2]
 
 
-# -- Board
+# -- ProgressBoard
 
 
 def test_a_board_gives_back_all_it_took() -> None:
     open_files = Path("/proc/self/fd")
     gc.collect()  # what other tests have left is not to go meanwhile
     before = len(list(open_files.iterdir()))
-    board = Board(8)
+    board = ProgressBoard(8)
     assert len(list(open_files.iterdir())) > before
     board.close()
     board.close()
@@ -217,7 +221,7 @@ def test_without_memfd_a_file_that_is_removed_at_once_does(
 ) -> None:
     monkeypatch.delattr(os, "memfd_create")
     make_temporary_files_in(tmp_path, monkeypatch)
-    other = Board(1)
+    other = ProgressBoard(1)
     file = Path(other.environment(0)[VARIABLE].rpartition(":")[0]).readlink()
     assert tmp_path in file.parents
     pid = start(HANG, of=other)
@@ -255,7 +259,7 @@ def no_py_spy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("no_py_spy")
 @pytest.mark.parametrize("way", WAYS_TO_HANG)
-def test_a_hung_worker_writes_its_stacks_itself(start: Start, board: Board, way: str) -> None:
+def test_a_hung_worker_writes_its_stacks_itself(start: Start, board: ProgressBoard, way: str) -> None:
     code = HANG.replace("import time", "import ctypes, os, threading, time")
     pids = {r: start(code.replace("time.sleep(600)", WAYS_TO_HANG[way]), r) for r in (0, 2)}
     for _ in range(2):  # the second dump does not show the first once more
@@ -270,7 +274,7 @@ def test_a_hung_worker_writes_its_stacks_itself(start: Start, board: Board, way:
 def test_workers_that_are_replaced_while_their_stacks_are_asked_for_have_none(
     start: Start,
 ) -> None:
-    class Replaced(Board):
+    class Replaced(ProgressBoard):
         def stacks_size(self, local_rank: int) -> int:
             self.close()
             return super().stacks_size(local_rank)
@@ -281,7 +285,7 @@ def test_workers_that_are_replaced_while_their_stacks_are_asked_for_have_none(
 
 
 @pytest.mark.usefixtures("no_py_spy")
-def test_a_worker_that_hangs_before_its_first_call_writes_its_stacks(start: Start, board: Board) -> None:
+def test_a_worker_that_hangs_before_its_first_call_writes_its_stacks(start: Start, board: ProgressBoard) -> None:
     pid = start(HANG.replace("progress(7)", ""))
     assert board.read(0).pid == 0
     assert "in hang" in dump_stacks(board, {0: pid}, TIMEOUT)[0]
@@ -291,7 +295,7 @@ def test_a_worker_that_hangs_before_its_first_call_writes_its_stacks(start: Star
 @pytest.mark.fault(
     "a worker hangs before its first progress()", "its stacks are told, if its script imports redelastic"
 )
-def test_to_import_the_package_is_enough_for_stacks(start: Start, board: Board) -> None:
+def test_to_import_the_package_is_enough_for_stacks(start: Start, board: ProgressBoard) -> None:
     """The commonest hang is that of NCCL's start, before any step."""
     pid = start(HANG.replace("from redelastic.worker import progress", "import redelastic").replace("progress(7)", ""))
     assert "in hang" in dump_stacks(board, {0: pid}, TIMEOUT)[0]
@@ -305,7 +309,7 @@ def test_without_an_agent_the_package_stays_light() -> None:
 
 
 @pytest.mark.usefixtures("no_py_spy")
-def test_the_process_that_speaks_is_asked_not_the_shell_around_it(start: Start, board: Board) -> None:
+def test_the_process_that_speaks_is_asked_not_the_shell_around_it(start: Start, board: ProgressBoard) -> None:
     shell = start(f"{sys.executable} -c '{HANG}' & wait", command=("bash", "-c"))
     speaker = board.read(0).pid
     assert speaker not in (0, shell)
@@ -316,7 +320,7 @@ def test_the_process_that_speaks_is_asked_not_the_shell_around_it(start: Start, 
 
 
 @pytest.mark.usefixtures("no_py_spy")
-def test_of_long_stacks_the_main_thread_is_kept(start: Start, board: Board) -> None:
+def test_of_long_stacks_the_main_thread_is_kept(start: Start, board: ProgressBoard) -> None:
     code = """
 import threading
 def deep(n):
@@ -334,7 +338,7 @@ for _ in range(50):
     assert "in hang" in text
 
 
-def test_py_spy_is_asked_of_a_worker_that_has_no_handler(start: Start, board: Board) -> None:
+def test_py_spy_is_asked_of_a_worker_that_has_no_handler(start: Start, board: ProgressBoard) -> None:
     if stacks.find_py_spy() is None:
         pytest.skip("py-spy is not installed")
     code = HANG.replace("from redelastic.worker import progress", "").replace("progress(7)", "")
@@ -348,7 +352,7 @@ def test_py_spy_is_asked_of_a_worker_that_has_no_handler(start: Start, board: Bo
 
 
 @pytest.mark.usefixtures("no_py_spy")
-def test_a_worker_that_would_die_of_the_signal_is_not_sent_it(start: Start, board: Board) -> None:
+def test_a_worker_that_would_die_of_the_signal_is_not_sent_it(start: Start, board: ProgressBoard) -> None:
     pid = start("print('ready', flush=True)\nimport time\ntime.sleep(600)", None)
     text = dump_stacks(board, {0: pid}, TIMEOUT)[0]
     assert "\n" not in text
@@ -358,7 +362,7 @@ def test_a_worker_that_would_die_of_the_signal_is_not_sent_it(start: Start, boar
     until(lambda: is_in_state(pid, "T"))
 
 
-def test_stopped_dead_and_missing_processes_are_said_to_be_so(start: Start, board: Board) -> None:
+def test_stopped_dead_and_missing_processes_are_said_to_be_so(start: Start, board: ProgressBoard) -> None:
     pids = {r: start(HANG, r) for r in (0, 1)}
     os.kill(pids[0], signal.SIGSTOP)
     os.kill(pids[1], signal.SIGKILL)
@@ -372,7 +376,7 @@ def test_stopped_dead_and_missing_processes_are_said_to_be_so(start: Start, boar
 
 
 def test_a_worker_that_does_not_answer_and_a_py_spy_that_hangs_cost_the_timeout_at_most(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, start: Start, board: Board
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, start: Start, board: ProgressBoard
 ) -> None:
     py_spy = tmp_path / "py-spy"
     py_spy.write_text(f"#!/bin/sh\necho $$ >> {tmp_path}/started\nexec sleep 600\n")
@@ -391,7 +395,7 @@ def test_a_worker_that_does_not_answer_and_a_py_spy_that_hangs_cost_the_timeout_
 
 
 def test_a_py_spy_that_cannot_be_run_is_no_error(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, start: Start, board: Board
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, start: Start, board: ProgressBoard
 ) -> None:
     py_spy = tmp_path / "py-spy"
     py_spy.write_text("#!/\n")  # a folder is no interpreter
@@ -402,7 +406,7 @@ def test_a_py_spy_that_cannot_be_run_is_no_error(
 
 
 @pytest.mark.usefixtures("no_py_spy")
-def test_a_closed_board_is_no_error(start: Start, board: Board) -> None:
+def test_a_closed_board_is_no_error(start: Start, board: ProgressBoard) -> None:
     pid = start(HANG)
     board.close()
     assert dump_stacks(board, {0: pid}, TIMEOUT)[0].startswith("No stacks")

@@ -47,10 +47,10 @@ class Workers:
 
 
 class AtOnce:
-    """A courier that runs its errands at once."""
+    """A reporter that runs its tasks at once."""
 
-    def send(self, errand: Callable[[], object]) -> None:
-        errand()
+    def send(self, task: Callable[[], object]) -> None:
+        task()
 
 
 class Site:
@@ -66,12 +66,12 @@ class Site:
         self.drains = [self._drains(i) for i in range(n)]
 
     def _drains(self, i: int) -> Drains:
-        node, workers, courier = self.nodes[i].membership, self.workers[i], AtOnce()
+        node, workers, reporter = self.nodes[i].membership, self.workers[i], AtOnce()
         note = partial(self._note, node.node)
-        fakes: Any = (workers, courier)
+        fakes: Any = (workers, reporter)
         assert node.view.round
         of_round: dict[str, Any] = {"store": self.store, "rank": node.view.round.rank, "size": len(self.nodes)}
-        return Drains(node, fakes[0], **of_round, courier=fakes[1], note=note)
+        return Drains(node, fakes[0], **of_round, reporter=fakes[1], note=note)
 
     def _note(self, node: str, event: Event) -> None:
         self.control.note(replace(event, node=node))

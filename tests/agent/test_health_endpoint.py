@@ -234,7 +234,7 @@ def connect(endpoint: HealthEndpoint, said: bytes = b"") -> socket.socket:
 def test_clients_that_say_nothing_or_half_a_request_delay_nobody_and_are_hung_up_on(
     node: FakeNode, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(health_endpoint, "PATIENCE", 1.0)  # for the whole exchange, of which a read may take 10 s
+    monkeypatch.setattr(health_endpoint, "CLIENT_TIMEOUT", 1.0)  # for the whole exchange, of which a read may take 10 s
     endpoint = HealthEndpoint(node, port=0)
     endpoint.start()
     clients = [connect(endpoint, said) for said in (b"", b"GET /livez HTTP/1.1\r\nHost:", b"\r\n" * 3)]
@@ -281,7 +281,7 @@ def test_stop_waits_neither_for_clients_nor_for_the_agent(node: FakeNode) -> Non
     assert asked.wait(10)
     begun = time.monotonic()
     endpoint.stop()
-    assert time.monotonic() - begun < health_endpoint.PATIENCE / 2
+    assert time.monotonic() - begun < health_endpoint.CLIENT_TIMEOUT / 2
     assert [client.recv(1) for client in clients] == [b"", b""]
     with pytest.raises(ConnectionError):
         connect(endpoint)

@@ -42,9 +42,9 @@ def test_that_this_node_leaves_is_no_news_to_it(caplog: pytest.LogCaptureFixture
         cause = Left(node=node, cause="drained", reason="SIGTERM").as_cause()
         view = View("run")
         view.become("a-1-abc")
-        view.take_in_round(Round(1, 0, 2, "host", 1, 1, 0, again=False))
+        view.apply_round(Round(1, 0, 2, "host", 1, 1, 0, again=False))
         caplog.clear()
-        view.take_in_wake_ups([("1-0", {"event": "broken", "epoch": "1", "cause": cause, "waiting": "0"})])
+        view.apply_wake_ups([("1-0", {"event": "broken", "epoch": "1", "cause": cause, "waiting": "0"})])
         assert view.nodes_waiting == 1
         return [record.getMessage() for record in caplog.records]
 
@@ -56,8 +56,8 @@ def test_that_this_node_was_fenced_is_news_to_it(caplog: pytest.LogCaptureFixtur
     view = View("run")
     view.become("a-1-abc")
     mine = Round(1, 0, 2, "host", 1, 1, 0, again=False)
-    view.take_in_round(mine)
-    view.take_in_beat("a-1-abc", mine, [b"fenced", 2, b"", 0, b"", 0, 0, b"", 0])
+    view.apply_round(mine)
+    view.apply_beat("a-1-abc", mine, [b"fenced", 2, b"", 0, b"", 0, 0, b"", 0])
     assert [record.getMessage() for record in caplog.records] == [
         "This node lost its lease: round 1 of run 'run' goes on without it."
     ]

@@ -60,7 +60,7 @@ def running(new_node: NodeFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     nvml = SilentNvml()
     install_driver(monkeypatch, tmp_path, "nvml = FakeNvml(FakeGpu('GPU-1'))")
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    monkeypatch.setattr(monitor, "NVML_PATIENCE", 0.5)
+    monkeypatch.setattr(monitor, "NVML_TIMEOUT", 0.5)
     spec = WorkerSpec("test", 1, new_node(1, 1), entrypoint="sleep", args=("600",))
     options = AgentOptions(drain_file=tmp_path / "notice", drain_timeout=0)
     agent = RedisElasticAgent(spec, DefaultLogsSpecs(str(tmp_path)), options, shutdown_timeout=5)

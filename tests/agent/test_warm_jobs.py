@@ -118,14 +118,14 @@ def test_forks_train_and_regroup(server: RedisServer, tmp_path: Path) -> None:
 
 
 @pytest.mark.fault(
-    "SIGKILL to an agent with a template of its workers", "the template ends with the workers, at the warden's hand"
+    "SIGKILL to an agent with a template of its workers", "the template ends with the workers, at the reaper's hand"
 )
 def test_nothing_outlives_an_agent_with_a_template(server: RedisServer, tmp_path: Path) -> None:
     with AgentJob(server, tmp_path, "1:1") as job:
         job.start("a", options=("--preload=torch",))
         job.wait_round("a")
         left = job.nodes["a"].kill_agent_alone()
-        assert len(left) == 3, "the warden, the template and the worker"
+        assert len(left) == 3, "the reaper, the template and the worker"
         until(lambda: not any(lives(process) for process in left), "their end")
 
 

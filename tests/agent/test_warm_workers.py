@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing import api
 from redelastic.agent.workers import template, warm
 from redelastic.agent.workers.processes import set_subreaper
 from redelastic.agent.workers.template import Fork
-from redelastic.agent.workers.warm import WarmStart, refuse
+from redelastic.agent.workers.warm import WarmStart, require_preloadable
 from tests.support.torchrun_job import LIMIT
 from tests.support.worker_processes import lives, until
 
@@ -262,10 +262,10 @@ def test_what_no_template_can_be_made_for_is_refused(wrong: dict[str, Any], told
     owns_process = settings.pop("owns_process", True)
     spec: Any = SimpleNamespace(**settings)
     with pytest.raises(ValueError, match=f"Nothing can be preloaded here: .*{told}.* Remove preload"):
-        refuse(spec, owns_process=owns_process)
+        require_preloadable(spec, owns_process=owns_process)
 
 
 def test_a_spec_that_is_right_is_not_refused() -> None:
     for args in (("-u", "x.py", "-c"), ("-uOO", "-m", "x", "-I"), ("x.py",)):
         spec: Any = SimpleNamespace(entrypoint=sys.executable, args=args, numa_options=None)
-        refuse(spec, owns_process=True)
+        require_preloadable(spec, owns_process=True)

@@ -16,12 +16,12 @@ import torch
 from typing_extensions import Self
 
 from redelastic import worker
-from redelastic.agent.workers.board import Board
+from redelastic.agent.workers.board import ProgressBoard
 
 
 @pytest.fixture
-def board() -> Iterator[Board]:
-    made = Board(2)
+def board() -> Iterator[ProgressBoard]:
+    made = ProgressBoard(2)
     yield made
     made.close()
 
@@ -40,7 +40,7 @@ def run(code: str, environment: dict[str, str]) -> str:
     return done.stdout.strip()
 
 
-def test_the_board_shows_calls_and_the_last_step(board: Board) -> None:
+def test_the_board_shows_calls_and_the_last_step(board: ProgressBoard) -> None:
     run("for step in range(100, 150): progress(step)", board.environment(1))
     told = board.read(1)
     assert (told.calls, told.step, told.asks, told.saved) == (50, 149, False, False)
@@ -49,7 +49,7 @@ def test_the_board_shows_calls_and_the_last_step(board: Board) -> None:
 
 
 @pytest.mark.parametrize("step", [0, -7, 2**63 - 1, -(2**63)])
-def test_any_64_bits_are_a_step(board: Board, step: int) -> None:
+def test_any_64_bits_are_a_step(board: ProgressBoard, step: int) -> None:
     run(f"progress({step})", board.environment(0))
     assert board.read(0).step == step
 
@@ -78,7 +78,7 @@ def test_outside_an_agent_nothing_happens() -> None:
     )
 
 
-def test_what_the_agent_needs_is_out_of_the_way_of_a_script_that_closes_its_files(board: Board) -> None:
+def test_what_the_agent_needs_is_out_of_the_way_of_a_script_that_closes_its_files(board: ProgressBoard) -> None:
     """Python would write its stacks into whatever file gets that number next."""
     code = """
 os.closerange(3, 256)
@@ -92,7 +92,7 @@ def test_import_is_light() -> None:
     assert run("print([m for m in ('torch', 'redis', 'logging', 'asyncio') if m in sys.modules])", {}) == "[]"
 
 
-def test_calls_of_many_threads_are_all_counted(board: Board) -> None:
+def test_calls_of_many_threads_are_all_counted(board: ProgressBoard) -> None:
     code = """
 import threading
 sys.setswitchinterval(1e-5)
@@ -105,7 +105,7 @@ progress(1)
     assert board.read(0).calls == 160_001
 
 
-def test_calls_are_counted_while_the_first_one_finds_its_place(board: Board) -> None:
+def test_calls_are_counted_while_the_first_one_finds_its_place(board: ProgressBoard) -> None:
     code = """
 import threading
 from redelastic import worker
@@ -127,7 +127,7 @@ other.join()
 # -- a checkpoint is asked for
 
 
-def test_a_request_is_heard_once_and_saved_when_the_script_goes_on(board: Board) -> None:
+def test_a_request_is_heard_once_and_saved_when_the_script_goes_on(board: ProgressBoard) -> None:
     code = """
 def turn(action):
     print(action(), flush=True)
@@ -193,7 +193,7 @@ class Dialogue:
 # -- which process speaks for the worker
 
 
-def test_a_forked_child_is_not_the_worker(board: Board) -> None:
+def test_a_forked_child_is_not_the_worker(board: ProgressBoard) -> None:
     board.request_checkpoint()
     code = """
 def child():
@@ -209,7 +209,7 @@ print(heard, child(), should_checkpoint())
     assert (board.read(0).calls, board.read(0).step) == (1, 1)
 
 
-def test_a_spawned_child_is_not_the_worker_but_a_successor_is(board: Board) -> None:
+def test_a_spawned_child_is_not_the_worker_but_a_successor_is(board: ProgressBoard) -> None:
     code = """
 import subprocess
 progress(1)
@@ -225,7 +225,7 @@ print(done.stdout, os.getpid())
     assert (board.read(0).calls, board.read(0).step) == (2, 5)
 
 
-def test_a_worker_that_the_agent_forks_has_its_own_place(board: Board) -> None:
+def test_a_worker_that_the_agent_forks_has_its_own_place(board: ProgressBoard) -> None:
     # torch's agent starts functions so: the environment is set after the fork. This agent is itself another's worker.
     code = f"""
 progress(1)
@@ -254,9 +254,9 @@ for line in sys.stdin:
 """
     code = f"""
 import signal, subprocess, tempfile
-from redelastic.agent.workers.board import Board
+from redelastic.agent.workers.board import ProgressBoard
 tempfile.tempdir = {str(tmp_path)!r}
-board = Board(1)
+board = ProgressBoard(1)
 subprocess.Popen([sys.executable, "-c", {training!r}], env=os.environ | board.environment(0))
 while not board.read(0).asks: pass
 board.request_checkpoint()
@@ -276,7 +276,7 @@ signal.pause()
 
 
 def test_a_file_that_has_taken_the_place_of_the_board_is_left_alone(tmp_path: Path) -> None:
-    old = Board(1)
+    old = ProgressBoard(1)
     environment = old.environment(0)
     number = int(environment[worker.VARIABLE].rpartition(":")[0].rpartition("/")[2])
     old.close()
@@ -313,7 +313,7 @@ def test_a_place_that_cannot_be_used_is_said_once_and_harms_nothing(tmp_path: Pa
 
 
 @pytest.mark.fault("a worker runs in a container of its own", "it says that the agent cannot see its progress")
-def test_a_worker_in_another_process_namespace_says_that_it_is_unseen(board: Board) -> None:
+def test_a_worker_in_another_process_namespace_says_that_it_is_unseen(board: ProgressBoard) -> None:
     unshare = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
     if subprocess.run([*unshare, "true"], capture_output=True, check=False).returncode != 0:
         pytest.skip("this process may not make a process namespace")
@@ -328,7 +328,7 @@ def test_a_worker_in_another_process_namespace_says_that_it_is_unseen(board: Boa
     )
 
 
-def test_a_board_that_is_closed_can_still_be_read(board: Board) -> None:
+def test_a_board_that_is_closed_can_still_be_read(board: ProgressBoard) -> None:
     code = "progress(1); print(flush=True); sys.stdin.readline(); progress(2); print(flush=True); sys.stdin.readline()"
     with Dialogue(code, board.environment(0)) as script:
         script.answer()
@@ -338,7 +338,7 @@ def test_a_board_that_is_closed_can_still_be_read(board: Board) -> None:
         assert board.read(0).step == 2
 
 
-def test_reading_while_the_worker_writes_sees_whole_numbers(board: Board) -> None:
+def test_reading_while_the_worker_writes_sees_whole_numbers(board: ProgressBoard) -> None:
     # 0 and -1 differ in every byte: a step that is neither was read half written.
     code = "print(flush=True)\nwhile True: progress(0); progress(-1)"
     with Dialogue(code, board.environment(0)) as script:

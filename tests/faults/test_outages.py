@@ -276,7 +276,7 @@ def test_what_was_stopped_stays_stopped(own_server: RedisServer, new_node: NodeF
     nodes = [new_node(2, 2, url=own_server.url, keep_alive_interval=INTERVAL) for _ in range(2)]
     join(*nodes)
     nodes[0].set_closed()
-    nodes[1].membership.view.take_in_closing("by hand", stop=True)
+    nodes[1].membership.view.apply_closing("by hand", stop=True)
     own_server.get_client().flushall()
     wait_until(lambda: all(node.membership.view.stopped for node in nodes), "both know that it is stopped", 20)
     assert state(nodes[0]).stopped  # type: ignore[union-attr]

@@ -149,8 +149,8 @@ def test_it_can_be_turned_off(new_node: NodeFactory) -> None:
 def test_who_has_just_found_redis_again_does_not_ask(new_node: NodeFactory) -> None:
     """The others may still be looking for it."""
     nodes = group(new_node, 2)
-    nodes[0].membership.view.take_in_outage(OSError("gone"))
-    nodes[0].membership.view.take_in_return()
+    nodes[0].membership.view.apply_outage(OSError("gone"))
+    nodes[0].membership.view.apply_return()
     call(nodes[0])
     assert not roll_calls(nodes[0])
 

@@ -83,7 +83,7 @@ def test_of_a_frozen_node_nothing_is_left() -> None:
     frozen = psutil.Process(job.nodes[1].pid).children(recursive=True)
     job.hurt("freeze", 1)
     job.close()
-    assert len(frozen) == 2, "its warden and its worker"
+    assert len(frozen) == 2, "its reaper and its worker"
     until(lambda: not any(process.is_running() for process in frozen), "they have ended")
 
 

@@ -171,7 +171,7 @@ def fuzz_wake_ups(dice: Dice) -> None:
         entries.append(
             (f"{i}-0", {k: dice.told() if dice.random() < 0.3 else v for k, v in change.items() if dice.random() < 0.9})
         )
-    for roll_call in node.view.take_in_wake_ups(entries):
+    for roll_call in node.view.apply_wake_ups(entries):
         node.heartbeat.answer(roll_call)
     assert node.view.nodes_waiting >= 0
     assert all(drain.timeout >= 0 and math.isfinite(drain.timeout) for drain in node.view.drains)
@@ -196,7 +196,7 @@ def fuzz_replies(dice: Dice) -> None:
     node.heartbeat.beat()
     assert all(math.isfinite(each.timeout) for each in node.view.drains)
     with contextlib.suppress(RendezvousError):
-        node._refuse_closed(dice.raw(), dice.randrange(2), spare=dice.randrange(2))
+        node._raise_closed(dice.raw(), dice.randrange(2), spare=dice.randrange(2))
     with contextlib.suppress(CorruptStateError):
         assert (
             0

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from redelastic.agent.host.health_endpoint import _Handler, _Server, _StatusCollector
 from redelastic.agent.host.telemetry import STATUS_LIMIT, bounded
-from redelastic.agent.workers.board import Board, HangWatch
+from redelastic.agent.workers.board import HangWatch, ProgressBoard
 from redelastic.cli.output import moment
 from redelastic.cli.status.view import Screen
 from redelastic.dashboard.standalone import page
@@ -134,7 +134,7 @@ def fuzz_requests(dice: Dice) -> None:
 
 def fuzz_slots(dice: Dice) -> None:
     """Workers write these; they are the user's own code, and may have gone wild."""
-    board = Board(1)
+    board = ProgressBoard(1)
     for field in range(1, SLOT_BYTES // 8):
         board.slots[0][field] = dice.choice((0, -1, 1, 2**63 - 1, -(2**63), dice.randrange(2**63)))
     json.dumps(board.read(0).step)

@@ -34,7 +34,7 @@ def spoil_keys(dice: Dice, client: redis.Redis, keys: RunKeys) -> None:
     """Leave some of the run's record as it is, and put anything into the rest."""
     pipe = client.pipeline(transaction=False)
     store = keys.store(2)
-    for key in (*keys.types, keys.state, store.data, store.waits, store.once):
+    for key in (*keys.types, keys.state, store.data, store.waits, store.dedup):
         if dice.random() < 0.06:
             pipe.delete(key)
             getattr(pipe, dice.choice(("set", "rpush", "sadd")))(key, dice.raw())
@@ -65,7 +65,7 @@ def plant(client: redis.Redis, keys: RunKeys) -> None:
     """A run of three nodes, two of them in round 2."""
     now = int(client.time()[0]) * 1000
     pipe = client.pipeline(transaction=False)
-    pipe.delete(*keys.types, keys.state, keys.store(2).data, keys.store(2).once)
+    pipe.delete(*keys.types, keys.state, keys.store(2).data, keys.store(2).dedup)
     sound = {k: v for k, v in RECORD.items() if k not in ("closed", "stop", "broken", "restoring", "deadline")}
     pipe.hset(keys.run, mapping=sound | {"beat_at": now, "completed_at": now})  # type: ignore[arg-type]
     pipe.zadd(keys.ranks, {NODES[0]: 0, NODES[1]: 1})
@@ -91,7 +91,7 @@ def operations(connection: Connection, keys: RunKeys, dice: Dice) -> Iterator[Ca
 
     def hear() -> None:
         for entries in connection.read({keys.wake.encode(): "0"}, 0.001).values():
-            node.view.take_in_wake_ups(entries)
+            node.view.apply_wake_ups(entries)
 
     yield from (join, node.heartbeat.beat, hear)
     failure = Failed(message="why")

@@ -114,7 +114,7 @@ class Server:
         args: list[Any] = [*request]
         if isinstance(request, Join | Beat):
             store = self.keys.store(request.after if isinstance(request, Join) else 0)
-            keys += [store.data, store.waits, store.once]
+            keys += [store.data, store.waits, store.dedup]
             args = [request.node, STATUS, *request.settings, *request.known]
         if isinstance(request, Leave):
             args = [request.node, STATUS, *request.settings, *request.known, request.run_then, *request.fields]

@@ -324,7 +324,7 @@ def test_garbage_among_the_last_effects_of_a_store(
     """Ignored: it is no reply to any request."""
     store = RedisStore(connection, run_id)
     assert store.add("n", 1) == 1
-    once = RunKeys(run_id).store("default").once
+    once = RunKeys(run_id).store("default").dedup
     for field in client.hkeys(once):
         client.hset(once, field, record)
     assert store.add("n", 1) == 2

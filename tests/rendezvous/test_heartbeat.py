@@ -25,7 +25,7 @@ class TestRegrouping:
         for size in (1, 2, 16, 1000):
             beats.clear()
             for _ in range(1000):
-                member._look_after_lease_that_ends_in(0.0, size)
+                member._schedule_lease_check(0.0, size)
             looks = [due_in for due_in, urgent in beats if urgent]
             assert len(looks) == 1000 if size <= 16 else 2 <= len(looks) <= 50, size
             assert max(looks) <= SPREAD
@@ -35,7 +35,7 @@ class TestRegrouping:
     def test_who_does_not_look_finds_a_silent_member_if_nobody_else_does(
         self, new_node: NodeFactory, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("redelastic.rendezvous.heartbeat.LOOKERS", 0)
+        monkeypatch.setattr("redelastic.rendezvous.heartbeat.MAX_LEASE_CHECKERS", 0)
         nodes = [new_node(1, 3, keep_alive_interval=1) for _ in range(3)]
         join_all(pool, *nodes)
         nodes[0].membership.stop()

@@ -38,7 +38,7 @@ def test_an_answer_that_is_due_stays_due(new_node: NodeFactory) -> None:
     heartbeat = new_node(keep_alive_interval=30).membership.heartbeat
     heartbeat.answer(7)
     for put_off in (
-        lambda: heartbeat._look_after_lease_that_ends_in(10.0, 1),
+        lambda: heartbeat._schedule_lease_check(10.0, 1),
         lambda: heartbeat.is_due_in(30),
         lambda: heartbeat.has_been_renewed(answered=6),
     ):

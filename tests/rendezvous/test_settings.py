@@ -277,7 +277,7 @@ def test_the_keys_of_two_runs_never_meet() -> None:
 
 def vars_of(keys: RunKeys) -> list[str]:
     store = keys.store("s")
-    return [store.data, store.waits, store.once, store.stream(b"k").decode(), store.queue(b"k").decode()]
+    return [store.data, store.waits, store.dedup, store.stream(b"k").decode(), store.queue(b"k").decode()]
 
 
 # -- URLs

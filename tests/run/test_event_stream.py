@@ -15,7 +15,7 @@ import redelastic
 from redelastic.redis import scripts
 from redelastic.redis.connection import Connection
 from redelastic.redis.keys import RunKeys
-from redelastic.run import chronicle
+from redelastic.run import event_log
 from redelastic.run.control import RunControl
 from redelastic.run.events import (
     MAX_TEXT,
@@ -226,7 +226,7 @@ def test_a_chronicle_keeps_as_much_as_redis_does() -> None:
 
     class Long(RunControl):
         def __init__(self) -> None:
-            self.told, self.detail = 0, "s" * (chronicle.KEPT_TEXT // 120)
+            self.told, self.detail = 0, "s" * (event_log.KEPT_TEXT // 120)
 
         def events(self, *_: Any, **__: Any) -> list[Event]:
             self.told += 100
@@ -234,10 +234,10 @@ def test_a_chronicle_keeps_as_much_as_redis_does() -> None:
             return [Hung(id=f"{i}-0", time=i, epoch=1, size=1, node="a", stacks=self.detail) for i in these]
 
     run = Long()
-    kept = chronicle.Chronicle(run)
+    kept = event_log.EventLog(run)
     for _ in range(3):
         kept.read()
-        assert sum(len(event.stacks) for event in kept.events if isinstance(event, Hung)) <= chronicle.KEPT_TEXT
+        assert sum(len(event.stacks) for event in kept.events if isinstance(event, Hung)) <= event_log.KEPT_TEXT
     assert len(kept.events) > 100
     assert kept.last_id == "299-0"
     run.detail *= 121

@@ -74,7 +74,7 @@ def test_stores_of_other_names_and_runs_are_apart(server: RedisServer, run_id: s
         ("", "hash", lambda s: s.check(["k"])),
         (":waits", "hash", lambda s: s.get("k")),
         (":waits", "hash", lambda s: s.set("k", "v")),
-        (":once", "hash", lambda s: s.add("k", 1)),
+        (":dedup", "hash", lambda s: s.add("k", 1)),
         (":wake:k", "stream", lambda s: s.get("k")),
         (":queue:k", "list", lambda s: s.queue_push("k", "v")),
         (":queue:k", "list", lambda s: s.queue_pop("k")),

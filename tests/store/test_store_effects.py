@@ -105,7 +105,7 @@ def test_a_lost_request_is_sent_again(unlucky: RedisStore, proxy: FaultyProxy, v
 def test_a_lost_reply_is_told_whole_and_not_kept(
     unlucky: RedisStore, proxy: FaultyProxy, client: redis.Redis, run_id: str, item: bytes
 ) -> None:
-    once = RunKeys(run_id).store("default").once
+    once = RunKeys(run_id).store("default").dedup
     unlucky.queue_push("one", item)
     fault = proxy.add(Fault(_digest("queue_pop"), keep=0))
     assert unlucky.queue_pop("one") == item

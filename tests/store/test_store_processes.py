@@ -216,4 +216,4 @@ def test_threads_that_python_has_not_made(store: RedisStore, client: redis.Redis
     waiting()
     assert sorted(numbers) == list(range(1, 109))
     assert got == [b"v"]
-    assert client.hlen(RunKeys(run_id).store("default").once) <= 10, "one entry for each that wrote at the same time"
+    assert client.hlen(RunKeys(run_id).store("default").dedup) <= 10, "one entry for each that wrote at the same time"

@@ -106,24 +106,24 @@ class _Telling:
         if is_merged and self._collects(event, self._rows.setdefault(kind, _Row(event.epoch, now)), now):
             return
         if self.due is not None:
-            self.tell_rest(now)
+            self.flush_merged_events(now)
         self._tell(event, now)
 
     def _collects(self, event: Event, row: _Row, now: int) -> bool:
         is_new = row.epoch != event.epoch or now - row.last > 1000
         if row.untold and (is_new or (event.event == "left" and event.pairs() != row.untold[0].pairs())):
-            self.tell_rest(now)
+            self.flush_merged_events(now)
         row.epoch, row.last, row.count = event.epoch, now, 1 if is_new else row.count + 1
         if row.count <= 16:
             return False
         row.untold.append(event)
         if (row.count - 16) % 64 == 0:
-            self.tell_rest(now)
+            self.flush_merged_events(now)
         elif self.due is None:
             self.due = now + 1000
         return True
 
-    def tell_rest(self, now: int) -> None:
+    def flush_merged_events(self, now: int) -> None:
         self.due = None
         for row in [self._rows[kind] for kind in KINDS if kind in self._rows]:
             if row.untold:
@@ -140,10 +140,10 @@ def told_together(events: Iterable[Event]) -> list[Event]:
     for event in events:
         now = round(1000 * event.time)
         if telling.due is not None and telling.due <= now:
-            telling.tell_rest(telling.due)
+            telling.flush_merged_events(telling.due)
         telling.take_in(event, now)
     if telling.due is not None:
-        telling.tell_rest(telling.due)
+        telling.flush_merged_events(telling.due)
     return telling.told
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from redelastic.agent.workers import warden
+from redelastic.agent.workers import reaper
 from redelastic.agent.workers.processes import ProcessTree
 from tests.support.waiting import Within
 
@@ -132,19 +132,19 @@ def lives(process: psutil.Process) -> bool:
         return False
 
 
-def warden_of(agent: psutil.Process, token: str = "") -> psutil.Process:
-    """The warden that an agent keeps for its tree, or for the tree with ``token``."""
+def reaper_of(agent: psutil.Process, token: str = "") -> psutil.Process:
+    """The reaper that an agent keeps for its tree, or for the tree with ``token``."""
 
     def found() -> psutil.Process | None:
         for child in agent.children():
             with contextlib.suppress(psutil.Error):
                 command = child.cmdline()
-                if "warden.py" in " ".join(command) and (token in command or not token):
+                if "reaper.py" in " ".join(command) and (token in command or not token):
                     return child
         return None
 
-    warden: psutil.Process = until(found, "the warden")
-    return warden
+    reaper: psutil.Process = until(found, "the reaper")
+    return reaper
 
 
 def said(folder: Path, *names: str) -> Pids:
@@ -168,7 +168,7 @@ def reuse(pid: int, began: float, command: list[str]) -> psutil.Popen:
         except OSError as e:
             pytest.skip(f"the next pid cannot be chosen here: {e}")
         child = psutil.Popen(command, start_new_session=True)
-        if child.pid == pid and warden.processes()[pid].start != began:
+        if child.pid == pid and reaper.processes()[pid].start != began:
             return child
         child.kill()
         child.wait()

@@ -28,13 +28,13 @@ import psutil
 from .cgroups import memory_room
 from .devices import has_driver
 from .gpus import VISIBLE, visible_names
-from .limited import KILL_PATIENCE, run_within
+from .limited import KILL_TIMEOUT, run_within
 
 GROUP: Final = "redelastic.health_checks"
 MEMORY_PER_WORKER: Final = 256 << 20  # about what a worker needs to get as far as `import torch`, in bytes
 DISK_SPACE: Final = 100 << 20  # room for logs and a few temporary files, in bytes
 FREE_FILES: Final = 100  # inodes
-GRACE: Final = 2 * KILL_PATIENCE  # beyond its time, for a check that must end a process of its own, in seconds
+GRACE: Final = 2 * KILL_TIMEOUT  # beyond its time, for a check that must end a process of its own, in seconds
 LOOK: Final = 0.2  # how long to wait at a time for a check's answer, in seconds
 REASON_LENGTH: Final = 300  # limit for a reason, in characters
 PROBE: Final = (sys.executable, "-m", "redelastic.agent.host.gpu_probe")

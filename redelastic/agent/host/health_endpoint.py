@@ -24,7 +24,7 @@ from prometheus_client.registry import Collector
 
 log = logging.getLogger(__name__)
 
-PATIENCE: Final = 10.0  # for a client to ask and to read its answer, in seconds
+CLIENT_TIMEOUT: Final = 10.0  # for a client to ask and to read its answer, in seconds
 CLIENTS: Final = 64  # at once; others are hung up on
 POLL_INTERVAL: Final = 0.2  # how soon the server notices that it must stop, in seconds
 STATES: Final = ("waiting", "running", "draining", "barred", "refused")
@@ -132,7 +132,7 @@ class _Server(ThreadingHTTPServer):
         with self._lock:
             if len(self._hang_up_at) >= CLIENTS:
                 return False
-            self._hang_up_at[request] = time.monotonic() + PATIENCE
+            self._hang_up_at[request] = time.monotonic() + CLIENT_TIMEOUT
         return True
 
     def shutdown_request(self, request: Any) -> None:
@@ -163,7 +163,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: _Server
     server_version = "redelastic"
     sys_version = ""
-    timeout = PATIENCE
+    timeout = CLIENT_TIMEOUT
 
     def do_GET(self) -> None:
         """Answer, in one line or with the metrics."""

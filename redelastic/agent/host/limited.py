@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 
 from redelastic.agent.workers.deaths import signal_name
 
-KILL_PATIENCE: Final = 2.0  # how long a killed process may take to be gone, in seconds
+KILL_TIMEOUT: Final = 2.0  # how long a killed process may take to be gone, in seconds
 OUTPUT_KEPT: Final = 65536  # of a process, in bytes
 
 _running: set[subprocess.Popen[bytes]] = set()
@@ -63,11 +63,11 @@ def run_within(timeout: float, argv: tuple[str, ...], environment: Mapping[str, 
         how = f"did not end within {timeout:g} s"
     _kill_group(process)
     try:
-        process.wait(KILL_PATIENCE)
+        process.wait(KILL_TIMEOUT)
         _running.discard(process)
     except subprocess.TimeoutExpired:
         how += f", and not even SIGKILL ends process {process.pid}, which hangs in the kernel"
-    reader.join(KILL_PATIENCE / 2)  # a daemon in its own session may hold the pipe forever
+    reader.join(KILL_TIMEOUT / 2)  # a daemon in its own session may hold the pipe forever
     return Ended(status, how, [line for line in bytes(tail).decode(errors="replace").splitlines() if line.strip()])
 
 

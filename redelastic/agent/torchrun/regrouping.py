@@ -243,7 +243,7 @@ def _failed(workers: Sequence[Worker]) -> RunResult:
     return RunResult(WorkerState.FAILED, failures=failures)
 
 
-def teach_torchrun() -> None:
+def install_agent_in_torchrun() -> None:
     """Have torchrun use this agent."""
     replace_agent_of_launcher(LocalElasticAgent, RegroupingAgent)
 

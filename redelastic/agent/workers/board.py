@@ -35,7 +35,7 @@ from redelastic.worker import (
     pid_namespace,
 )
 
-__all__ = ["Board", "HangWatch", "Progress", "nameless_file"]
+__all__ = ["ProgressBoard", "HangWatch", "Progress", "nameless_file"]
 
 FROZEN: Final = 10  # missed looks after which the agent assumes that it was frozen itself
 
@@ -61,7 +61,7 @@ class Progress:
     saved: bool
 
 
-class Board:
+class ProgressBoard:
     """Where the workers of one group write their progress; a group that is restarted gets a new one.
 
     Args:
@@ -161,7 +161,7 @@ class HangWatch:
 
     def __init__(
         self,
-        board: Board,
+        board: ProgressBoard,
         timeout: float,
         start_timeout: float,
         reporters: set[int],

@@ -11,9 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from redelastic.agent.background import Courier
+from redelastic.agent.background import BackgroundReporter
 from redelastic.rendezvous.membership import DrainedError, Membership
-from redelastic.rendezvous.view import NOWHERE, Drain, place_of
+from redelastic.rendezvous.view import STREAM_START, Drain, place_of
 from redelastic.run.events import Event, Saved
 from redelastic.store import RedisStore, RoundBrokenError
 
@@ -42,7 +42,7 @@ class Drains:
         store: of the round.
         rank: of this node.
         size: number of nodes in the round.
-        courier: queries the store in the background.
+        reporter: queries the store in the background.
         note: records an event of this node.
     """
 
@@ -54,20 +54,20 @@ class Drains:
         store: RedisStore,
         rank: int,
         size: int,
-        courier: Courier,
+        reporter: BackgroundReporter,
         note: Callable[[Event], None],
     ) -> None:
         self._membership, self._workers, self._store, self._rank = membership, workers, store, rank
-        self._courier, self._note = courier, note
+        self._reporter, self._note = reporter, note
         self._until: dict[str, float] = {}  # node -> when its drain's time is up, on the monotonic clock
         self._heard_at = -math.inf  # when we last heard of a drain, on the same clock
         self._asked_at = -math.inf  # when the workers were last asked to save,
         self._asked_for: list[str] = []  # for which nodes,
         self._asked = 0  # how many heard of it,
         self._has_noted = True  # and whether the outcome has been noted
-        self._told = NOWHERE  # the last drain that the others know our workers have saved for
+        self._told = STREAM_START  # the last drain that the others know our workers have saved for
         self._awaited = [other for other in range(size) if other != rank]  # who may not have saved for our drain yet
-        self._counting = False  # whether the courier is about to check that
+        self._counting = False  # whether the reporter is about to check that
 
     @property
     def own(self) -> bool:
@@ -101,7 +101,7 @@ class Drains:
         last = max(drain.place for drain in drains)
         if have_saved and last > self._told:
             self._told = last
-            self._courier.send(partial(self._tell, last))
+            self._reporter.send(partial(self._tell, last))
         for drain in drains:
             if drain.node == self._membership.node:
                 self._leave_if_done(drain, have_saved)
@@ -130,9 +130,9 @@ class Drains:
         over = time.monotonic() >= self._until[own.node]
         if over or self._membership.view.nodes_waiting > 0 or (have_saved and not self._awaited):
             raise DrainedError(own.node, self._membership.run_id, own.reason)
-        if own.place > NOWHERE and not self._counting:  # this takes long while Redis is away
+        if own.place > STREAM_START and not self._counting:  # this takes long while Redis is away
             self._counting = True
-            self._courier.send(partial(self._count, own.place))
+            self._reporter.send(partial(self._count, own.place))
 
     def _tell(self, place: tuple[int, int]) -> None:
         try:
@@ -140,7 +140,7 @@ class Drains:
         except RoundBrokenError:
             pass  # the members regroup: nobody waits for this
         except Exception:
-            self._told = NOWHERE  # the next look sends it again
+            self._told = STREAM_START  # the next look sends it again
             raise
 
     def _count(self, place: tuple[int, int]) -> None:

@@ -21,7 +21,7 @@ from redelastic.run.events import Failed, Hung
 from redelastic.run.sentences import idleness, out_of_memory
 from redelastic.torch_internals import exit_codes
 
-from .board import FROZEN, Board, HangWatch
+from .board import FROZEN, HangWatch, ProgressBoard
 from .deaths import Deaths, signal_name
 from .stacks import catches, dump_stacks, speaker_of
 
@@ -60,7 +60,7 @@ class Workers:
         self.logs: dict[int, str] = {}
         self.signalled = False
         self.hung: dict[int, float] = {}
-        self._board = Board(count)
+        self._board = ProgressBoard(count)
         timeout = math.inf if options.hang_timeout is None else options.hang_timeout
         self._interval, self._notify = interval, notify
         self._pause = max(interval, min(SPARSELY * interval, LONGEST_PAUSE, timeout / (2 * FROZEN)))

@@ -1,7 +1,7 @@
 """The processes of a node's workers, including everything they forked, and their end.
 
 torch signals its workers' process groups, and nothing else: processes that left those live on, and if the agent itself
-is killed, all do. `warden.py` says which processes belong to the tree of an agent's workers.
+is killed, all do. `reaper.py` says which processes belong to the tree of an agent's workers.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Final
 
 import psutil
 
-from . import warden
-from .guard import TOKEN_VARIABLE, Guard
-from .warden import Process
+from . import reaper
+from .reaper import Process
+from .reaper_client import TOKEN_VARIABLE, Guard
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ UNCLAIMED: Final = 1.0  # after which nobody waits for the status of a dead chil
 class ProcessTree:
     """The processes of one agent's workers.
 
-    Each worker must be started with ``environment``. A warden stands by until ``close()``.
+    Each worker must be started with ``environment``. A reaper stands by until ``close()``.
 
     Args:
         clock: monotonic, in seconds.
@@ -40,7 +40,7 @@ class ProcessTree:
     Attributes:
         token: random, and in the environment of the workers and what they start.
         environment: what to add to the environment of a worker.
-        spared: pids that ``look``, ``stop`` and ``kill`` leave alone; the warden ends them with the tree.
+        spared: pids that ``look``, ``stop`` and ``kill`` leave alone; the reaper ends them with the tree.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -66,7 +66,7 @@ class ProcessTree:
         """
         with self._lock:
             if set_subreaper(True):
-                table = warden.processes().values()
+                table = reaper.processes().values()
                 self._own_children = {process.identity for process in table if process.parent == os.getpid()}
 
     @contextlib.contextmanager
@@ -84,7 +84,7 @@ class ProcessTree:
         A look reads nothing of other programs' processes: it follows known processes to their children, and this
         process to the orphans that it has adopted. It misses an orphan in this process' own session and, if nothing is
         adopted, any orphan not seen before. Such an orphan is found by its environment or session when the tree is
-        ended. Until then its usage is not counted, and the warden must find it by its environment.
+        ended. Until then its usage is not counted, and the reaper must find it by its environment.
 
         Args:
             workers: their pids; one that is not a child of this process is another's by now.
@@ -93,8 +93,8 @@ class ProcessTree:
             The living processes of the tree; the same process is the same object each time.
         """
         with self._lock:
-            own, strangers = warden.children(os.getpid()), self._strangers
-            seen = ((member, warden.look_up(member.pid)) for member in self._members.values())
+            own, strangers = reaper.children(os.getpid()), self._strangers
+            seen = ((member, reaper.look_up(member.pid)) for member in self._members.values())
             reached = [now for before, now in seen if now and now.identity == before.identity]
             reached += self._mine(own, workers)
             members: dict[int, Process] = {}
@@ -102,7 +102,7 @@ class ProcessTree:
                 process = reached.pop()
                 if process.pid not in members and process.pid not in strangers:
                     members[process.pid] = process
-                    reached += warden.children(process.pid)
+                    reached += reaper.children(process.pid)
             self._reap(child for child in own if self._is_unclaimed(child, workers))
             identities = {child.identity for child in own}
             self._dead = {dead: since for dead, since in self._dead.items() if dead in identities}
@@ -132,7 +132,7 @@ class ProcessTree:
                     "The workers left processes behind, which will get SIGTERM in %.0f s: %s.", until - now, names
                 )
                 say_at = math.inf
-            left = warden.wait(left, now + 0.1) or self._find(workers)
+            left = reaper.wait(left, now + 0.1) or self._find(workers)
 
     def stop(self, workers: Collection[int], grace: float) -> list[int]:
         """End what is left of the tree: SIGTERM first, then :meth:`kill` what is alive after ``grace`` seconds.
@@ -140,19 +140,19 @@ class ProcessTree:
         Returns:
             The pids of what was left, in order.
         """
-        ended = warden.end(lambda: self._find(workers), grace)
+        ended = reaper.end(lambda: self._find(workers), grace)
         if stubborn := sorted(ended.asked & ended.killed):
             pids = ", ".join(map(str, stubborn))
             log.warning("Processes of the workers did not exit within %g s of SIGTERM: %s.", grace, pids)
         if ended.left:
             names = ", ".join(map(_describe, sorted(ended.left)))
-            log.error("Processes of the workers are still there %g s after SIGKILL: %s.", warden.LIMIT, names)
+            log.error("Processes of the workers are still there %g s after SIGKILL: %s.", reaper.LIMIT, names)
         return sorted(ended.asked | ended.killed)
 
     def kill(self, workers: Collection[int] = ()) -> list[int]:
         """SIGKILL what is left of the tree, repeatedly, until nothing is.
 
-        What is left after ``warden.LIMIT`` is logged: SIGKILL ends it as soon as the kernel lets go of it.
+        What is left after ``reaper.LIMIT`` is logged: SIGKILL ends it as soon as the kernel lets go of it.
 
         Args:
             workers: their pids, as for ``look``; whoever started them gets their exit status.
@@ -163,7 +163,7 @@ class ProcessTree:
         return self.stop(workers, 0.0)
 
     def close(self) -> None:
-        """Dismiss the warden, and stop adopting; anything left of the tree then outlives this process."""
+        """Dismiss the reaper, and stop adopting; anything left of the tree then outlives this process."""
         with self._lock:
             if self._own_children is not None:
                 set_subreaper(False)
@@ -172,11 +172,11 @@ class ProcessTree:
     def _find(self, workers: Collection[int]) -> list[Process]:
         """The living processes of the tree, among all processes of the host; adopted zombies are reaped."""
         with self._lock:
-            table = warden.processes()
+            table = reaper.processes()
             own = [process for process in table.values() if process.parent == os.getpid()]
             known = {process.pid: process.start for process in (*self._members.values(), *self._mine(own, workers))}
             known |= dict.fromkeys(set(workers) - table.keys(), 0)  # a dead worker's session is in the tree
-            self._members = warden.find(table, self.token, known, self._strangers, os.getsid(0))
+            self._members = reaper.find(table, self.token, known, self._strangers, os.getsid(0))
             self._reap(child for child in own if child.pid not in workers)
             return [process for process in self._members.values() if process.alive]
 
@@ -192,7 +192,7 @@ class ProcessTree:
         """
 
         def has_proof(orphan: Process) -> bool:
-            return os.getpid() != 1 or warden.has_token(orphan.pid, self.token)
+            return os.getpid() != 1 or reaper.has_token(orphan.pid, self.token)
 
         return [child for child in children if child.pid in workers or (self._is_adopted(child) and has_proof(child))]
 

@@ -16,7 +16,7 @@ from typing import Final
 
 from redelastic.worker import STACK_SIGNAL
 
-from .board import Board
+from .board import ProgressBoard
 
 __all__ = ["catches", "dump_stacks", "state_of", "together"]
 
@@ -41,13 +41,13 @@ def catches(pid: int, signum: int) -> bool:
     return bool(int(caught, 16) >> (signum - 1) & 1)
 
 
-def speaker_of(board: Board, local_rank: int, pid: int) -> int:
+def speaker_of(board: ProgressBoard, local_rank: int, pid: int) -> int:
     """Pid of the process that reports to the agent for the worker ``pid``, which may be a shell that started it."""
     speaker = board.read(local_rank).pid
     return speaker if speaker and _status(speaker) else pid
 
 
-def dump_stacks(board: Board, pids: Mapping[int, int], timeout: float) -> dict[int, str]:
+def dump_stacks(board: ProgressBoard, pids: Mapping[int, int], timeout: float) -> dict[int, str]:
     """Find out where workers hang; never raises.
 
     A worker that has imported :mod:`redelastic` writes its stacks itself, even while it hangs in C. For any other,
@@ -117,7 +117,7 @@ def _explanation(pid: int, problem: str, *, asked: bool) -> str:
 # -- from the workers themselves
 
 
-def _ask(board: Board, local_rank: int, pid: int) -> bool:
+def _ask(board: ProgressBoard, local_rank: int, pid: int) -> bool:
     if not catches(pid, STACK_SIGNAL):  # it would end the process
         return False
     try:
@@ -128,7 +128,7 @@ def _ask(board: Board, local_rank: int, pid: int) -> bool:
     return True
 
 
-def _answers(board: Board, asked: Mapping[int, int], deadline: float) -> dict[int, str]:
+def _answers(board: ProgressBoard, asked: Mapping[int, int], deadline: float) -> dict[int, str]:
     """The stacks of workers that write any before the deadline, on the monotonic clock in seconds."""
     grown: dict[int, tuple[int, float]] = {}  # size, and since when
     waiting = set(asked)

@@ -21,7 +21,9 @@ from .template import Fork, Template, TemplateError
 log = logging.getLogger(__name__)
 
 REST: Final = 60.0  # the longest wait for a template's end, in seconds
-PATIENCE: Final = 30.0  # for a template in the making, in seconds: without it each worker imports the same modules
+TEMPLATE_TIMEOUT: Final = (
+    30.0  # for a template in the making, in seconds: without it each worker imports the same modules
+)
 # What differs between workers or rounds, and is read when a process group is made or a GPU is used. Any other variable
 # may have been read by an import: when one changes, a new template is made.
 VARYING: Final = re.compile(
@@ -31,7 +33,7 @@ VARYING: Final = re.compile(
 OPTIONS: Final = re.compile("-[bBOPqsuv]+")  # of Python, which a template can have too
 
 
-def refuse(spec: WorkerSpec, *, owns_process: bool) -> None:
+def require_preloadable(spec: WorkerSpec, *, owns_process: bool) -> None:
     """Refuse a template for workers that cannot be forked from one.
 
     Raises:
@@ -93,7 +95,7 @@ class WarmStart:
         """Wait for the template that is being made, for as long as workers would."""
         with self._lock, contextlib.suppress(TimeoutError):  # logged if workers start without it
             if self._template is not None:
-                self._settle(self._template, PATIENCE)
+                self._settle(self._template, TEMPLATE_TIMEOUT)
 
     def tend(self) -> None:
         """Replace a template that was killed, and wait until the next one is; call it again and again, from one thread.
@@ -162,7 +164,7 @@ class WarmStart:
             self._prepare(environment)
         template = self._template
         try:
-            return template if template and not self._cold and self._settle(template, PATIENCE) else None
+            return template if template and not self._cold and self._settle(template, TEMPLATE_TIMEOUT) else None
         except TimeoutError as e:
             self._go_without(str(e))
             return None

@@ -24,8 +24,8 @@ from redelastic.cli.signals import handling
 from redelastic.redis.connection import Connection
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
-from redelastic.run.chronicle import Chronicle
 from redelastic.run.control import RunControl
+from redelastic.run.event_log import EventLog
 from redelastic.run.history import replay
 
 STEPS: Final = 500
@@ -63,7 +63,7 @@ class Job:
         self.server = stack.enter_context(RedisServer())
         connection = Connection.open(self.server.url)
         stack.callback(connection.close)
-        self.chronicle = Chronicle(RunControl(connection, RunKeys(self.run_id)))
+        self.event_log = EventLog(RunControl(connection, RunKeys(self.run_id)))
         self.nodes: dict[str, subprocess.Popen[bytes]] = {}
         self._stack, self._nnodes, self._training = stack, nnodes, training
         self._killed: set[str] = set()
@@ -104,7 +104,7 @@ class Job:
         """
         while True:
             codes = {name: node.poll() for name, node in self.nodes.items() if name not in self._killed}
-            self._printer.print(self.chronicle.read())
+            self._printer.print(self.event_log.read())
             if reached():
                 return
             if self._signals:
@@ -187,7 +187,7 @@ def _perform(job: Job, nodes: int) -> None:
     job.until(lambda: job.trains(nodes))
     _say("The training runs. Every 10 steps, rank 0 saves a checkpoint.")
     job.until(lambda: job.trains(nodes, KILL_AT))
-    completed = next(event for event in reversed(job.chronicle.events) if event.event == "completed")  # by rank 0
+    completed = next(event for event in reversed(job.event_log.events) if event.event == "completed")  # by rank 0
     victim = completed.node.partition("-")[0]
     others, began, step = _listed(names.replace(victim, "")), time.monotonic(), job.reports()[-1]["step"]
     job.kill(victim)
@@ -204,7 +204,7 @@ def _perform(job: Job, nodes: int) -> None:
     step = job.reports()[-1]["step"]
     _say(f"All {nodes} train, from step {step - 1}: {(STEPS - step) * PACE:.0f} s more.")
     job.until(job.ended)
-    done, ettr = job.reports()[-1], replay(job.chronicle.events).ettr or 0.0
+    done, ettr = job.reports()[-1], replay(job.event_log.events).ettr or 0.0
     if done["event"] != "done" or done["accuracy"] < ACCURACY:
         raise DemoError(f"the training did not reach an accuracy of {ACCURACY:.0%}: {done}")
     _say(

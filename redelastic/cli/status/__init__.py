@@ -10,8 +10,8 @@ from redelastic.cli.common import NO, OK, add_run_argument, add_server_arguments
 from redelastic.cli.output import add_json_argument, follow, open_console, write_json
 
 if TYPE_CHECKING:
-    from redelastic.run.chronicle import Chronicle
     from redelastic.run.control import RunControl
+    from redelastic.run.event_log import EventLog
 
     from .view import Screen
 
@@ -64,13 +64,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; see :data:`DESCRIPTION`."""
     control = open_run(arguments)
-    from redelastic.run.chronicle import Chronicle
+    from redelastic.run.event_log import EventLog
 
-    chronicle = Chronicle(control)
-    report = _read(control, chronicle)
+    event_log = EventLog(control)
+    report = _read(control, event_log)
     if arguments.watch:
         try:
-            _watch(control, chronicle, arguments, report)
+            _watch(control, event_log, arguments, report)
         except KeyboardInterrupt:
             return OK
     if arguments.json:
@@ -80,12 +80,12 @@ def run(arguments: argparse.Namespace) -> int:
     return NO if report["phase"] in BAD_PHASES else OK
 
 
-def _read(control: RunControl, chronicle: Chronicle) -> dict[str, Any]:
+def _read(control: RunControl, event_log: EventLog) -> dict[str, Any]:
     from redelastic.run.report import describe
 
     state = control.state()
-    chronicle.read()
-    return describe(state, chronicle.events, time.time(), chronicle.history(state))
+    event_log.read()
+    return describe(state, event_log.events, time.time(), event_log.history(state))
 
 
 def _screen(arguments: argparse.Namespace) -> Screen:
@@ -94,7 +94,7 @@ def _screen(arguments: argparse.Namespace) -> Screen:
     return Screen(open_console(), rows=None if arguments.all else ROWS, workers=arguments.workers)
 
 
-def _watch(control: RunControl, chronicle: Chronicle, arguments: argparse.Namespace, report: dict[str, Any]) -> None:
+def _watch(control: RunControl, event_log: EventLog, arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     """Show the run until a signal ends the command."""
     from redelastic.redis.errors import RedelasticError
     from redelastic.run.control import UnknownRunError
@@ -109,11 +109,11 @@ def _watch(control: RunControl, chronicle: Chronicle, arguments: argparse.Namesp
 
     with screen.live(shown=not arguments.json):
         show("")
-        for seen in follow(control, chronicle.last_id):
+        for seen in follow(control, event_log.last_id):
             trouble = str(seen) if isinstance(seen, Exception) else ""
             if not trouble:
                 try:
-                    report = _read(control, chronicle)
+                    report = _read(control, event_log)
                 except (RedelasticError, UnknownRunError) as e:
                     trouble = str(e)
             show(trouble)

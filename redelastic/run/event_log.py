@@ -15,7 +15,7 @@ KEPT_TEXT: Final = 8 << 20  # characters of events: Redis keeps 8 MiB
 MOMENT: Final = 0.001  # in seconds: how long the last event's span must have lasted to go on in `History.extended`
 
 
-class Chronicle:
+class EventLog:
     """Follows one run's events; not thread-safe.
 
     Args:

@@ -1,4 +1,4 @@
-"""The warden: once its agent is gone, for whatever reason, it kills the agent's workers and all that they have started.
+"""The reaper: once its agent is gone, for whatever reason, it kills the agent's workers and all that they have started.
 
 A process belongs to the tree of an agent's workers if any of these holds:
 
@@ -59,7 +59,7 @@ class Ended(NamedTuple):
 def read(path: str) -> bytes:
     """Read a kernel file; empty if it is missing, or not readable."""
     try:
-        with open(path, "rb", buffering=0) as file:  # noqa: PTH123  # pathlib would double the warden's memory
+        with open(path, "rb", buffering=0) as file:  # noqa: PTH123  # pathlib would double the reaper's memory
             return file.read()
     except OSError:  # the process is gone, or belongs to another user
         return b""
@@ -174,7 +174,7 @@ def _lives(process: Process) -> bool:
 
 
 def watch(token: str, agent: int, agent_session: int) -> None:
-    """The warden's life: wait until the agent is gone, then end the tree.
+    """The reaper's life: wait until the agent is gone, then end the tree.
 
     Its standard input is the file in which the agent keeps the tree as of its last look: a ``RECORD`` for each process.
     """

@@ -1,4 +1,4 @@
-"""The agent's side of its warden: starts it, briefs it, and replaces it when it is gone."""
+"""The agent's side of its reaper: starts it, briefs it, and replaces it when it is gone."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from typing import Final
 from redelastic.agent.workers.deaths import signal_name
 from redelastic.redis.endpoint import URL_VARIABLE
 
-from . import warden
+from . import reaper
 from .board import nameless_file
-from .warden import Process
+from .reaper import Process
 
 log = logging.getLogger(__name__)
 
 TOKEN_VARIABLE: Final = "REDELASTIC_AGENT"  # noqa: S105
-RESTART_INTERVAL: Final = 10.0  # between the starts of two wardens, in seconds: one may fail at its start
+RESTART_INTERVAL: Final = 10.0  # between the starts of two reapers, in seconds: one may fail at its start
 
 
 class Guard:
-    """Keeps a warden for the tree with ``token``.
+    """Keeps a reaper for the tree with ``token``.
 
     Args:
         token: of the tree.
@@ -33,43 +33,43 @@ class Guard:
 
     def __init__(self, token: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._token, self._clock = token, clock
-        self._warden: subprocess.Popen[bytes] | None = None
+        self._reaper: subprocess.Popen[bytes] | None = None
         self._briefing = nameless_file()
         self._start_at: float | None = clock()  # None: never again
         self._complaint = ""  # about the last one
 
     @property
     def pid(self) -> int | None:
-        """Pid of the warden; None while there is none."""
-        return self._warden.pid if self._warden else None
+        """Pid of the reaper; None while there is none."""
+        return self._reaper.pid if self._reaper else None
 
     def brief(self, members: Iterable[Process]) -> None:
-        """Write down the tree for the warden; start one if there is none."""
+        """Write down the tree for the reaper; start one if there is none."""
         if self._start_at is None:
             return
-        content = b"".join(warden.RECORD.pack(*process.identity) for process in members)
+        content = b"".join(reaper.RECORD.pack(*process.identity) for process in members)
         os.pwrite(self._briefing.fileno(), content, 0)
         self._briefing.truncate(len(content))  # only now: if this process is killed in between, too much is written
-        if self._warden is not None and self._warden.poll() is not None:
-            self._bury(self._warden)
-        if self._warden is None and self._clock() >= self._start_at:
+        if self._reaper is not None and self._reaper.poll() is not None:
+            self._bury(self._reaper)
+        if self._reaper is None and self._clock() >= self._start_at:
             self._start()
 
     def close(self) -> None:
-        """Dismiss the warden: it no longer does anything."""
+        """Dismiss the reaper: it no longer does anything."""
         self._start_at = None
         self._briefing.close()
-        if self._warden is not None:
-            self._warden.kill()
-            self._warden.communicate()
-            self._warden = None
+        if self._reaper is not None:
+            self._reaper.kill()
+            self._reaper.communicate()
+            self._reaper = None
 
     def _start(self) -> None:
         self._start_at = self._clock() + RESTART_INTERVAL
         secret = (TOKEN_VARIABLE, URL_VARIABLE)
         try:
-            self._warden = subprocess.Popen(
-                [sys.executable, "-I", "-S", warden.__file__, self._token, str(os.getpid()), str(os.getsid(0))],
+            self._reaper = subprocess.Popen(
+                [sys.executable, "-I", "-S", reaper.__file__, self._token, str(os.getpid()), str(os.getsid(0))],
                 stdin=self._briefing,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
@@ -78,19 +78,19 @@ class Guard:
                 start_new_session=True,
             )
         except OSError as e:
-            self._complain(f"No warden could be started ({e}).")
+            self._complain(f"No reaper could be started ({e}).")
 
     def _bury(self, dead: subprocess.Popen[bytes]) -> None:
-        self._warden = None
+        self._reaper = None
         said = dead.communicate()[1].decode(errors="replace").strip()[-1000:]
         status = dead.returncode
         how = f"exited with {status}" if status >= 0 else f"was ended by {signal_name(-status)}"
         if self._start_at is not None and self._clock() >= self._start_at:
             self._complaint = ""  # it did not fail at its start
-        self._complain(f"The warden of the workers' processes {how}.", said)
+        self._complain(f"The reaper of the workers' processes {how}.", said)
 
     def _complain(self, complaint: str, said: str = "") -> None:
-        """Log it, unless the last warden failed alike."""
+        """Log it, unless the last reaper failed alike."""
         if complaint != self._complaint:
             without = "Until one stays up, workers would survive this process if it got SIGKILL."
             log.warning("%s", f"{complaint} {without}\n{said}".rstrip())
