@@ -20,9 +20,10 @@ import redis
 
 from benchmarks.harness import raise_limit_of_files
 from redelastic.redis import scripts
-from redelastic.redis.connection import ATTEMPT_TIMEOUT, Connection, Timeout, text
+from redelastic.redis.connection import ATTEMPT_TIMEOUT, Connection, Timeout
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.wire import Command, Wire
+from redelastic.rendezvous import replies
 from redelastic.rendezvous.heartbeat import COARSE
 from redelastic.rendezvous.membership import Membership
 from redelastic.rendezvous.settings import Settings
@@ -145,18 +146,16 @@ class Node(asyncio.Protocol):
         node.view.joining = True
         while True:
             self.renewed_at = time.monotonic()
-            outcome, *told = await self.through(lambda: node._ask_to_join(PORT, 0.0))  # noqa: SLF001
-            if outcome == b"complete":
+            reply = await self.through(lambda: node._ask_to_join(PORT, 0.0))  # noqa: SLF001
+            if isinstance(reply, replies.Complete):
                 self.parked = False
-                *of_round, _ = told
-                return node._enter(node._round_from(*of_round))  # noqa: SLF001
-            if outcome != b"waiting":
-                raise RuntimeError(f"a node that joins is told {text(outcome)!r}: {told}")
-            _, wake_id, completes_in, _, roll_call = told
-            until = time.monotonic() + completes_in / 1000 if completes_in >= 0 else float("inf")
+                return node._enter(node._round_from(reply))  # noqa: SLF001
+            if not isinstance(reply, replies.Waiting):
+                raise RuntimeError(f"a node that joins got {reply}")  # noqa: TRY004  # an unexpected reply of Redis
+            until = time.monotonic() + reply.wait_ms / 1000 if reply.wait_ms >= 0 else float("inf")
             self.parked, node.view.standing = True, "candidate"
-            self._heard = before = text(wake_id)
-            node.heartbeat.answer(roll_call)
+            self._heard = before = reply.last_wake_id
+            node.heartbeat.answer(reply.roll_call)
             while self._heard == before and node.view.standing == "candidate":
                 if (left := until - time.monotonic()) <= 0:
                     break
@@ -185,7 +184,7 @@ class Node(asyncio.Protocol):
         try:
             self.membership.call_roll(time.monotonic())
         except Sent as sent:
-            self.membership.view.apply_roll_call(*client.execute_command(*sent.args[0]))
+            self.membership.view.apply_roll_call(replies.RollCall(*client.execute_command(*sent.args[0])))
 
     @property
     def has_verdict(self) -> bool:

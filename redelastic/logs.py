@@ -1,4 +1,4 @@
-"""What we say on stderr: log lines in torch's format, with level, time and pid first; and last words."""
+"""redelastic's output on stderr: log lines in torch's format, with level, time and pid first, and plain lines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Final, TextIO, cast
 
 PREFIX: Final = "%(level)s%(asctime)s.%(msecs)03d000 %(process)d %(name)s] "
-READER_TIMEOUT: Final = 1.0  # with whoever reads stderr, before a process exits, in seconds
+READER_TIMEOUT: Final = 1.0  # for the reader of stderr, before a process exits, in seconds
 
 
 class LogFormatter(logging.Formatter):
@@ -53,7 +53,7 @@ def set_up_logging(logger: logging.Logger) -> None:
     If the program has already set up logging, nothing changes.
 
     Args:
-        logger: the root logger in our own processes, ``redelastic``'s in torchrun's.
+        logger: the root logger in redelastic's own processes, the logger ``redelastic`` in torchrun's.
 
     Raises:
         ValueError: there is no such level.
@@ -69,8 +69,8 @@ def set_up_logging(logger: logging.Logger) -> None:
     logger.setLevel(os.environ.get("LOGLEVEL", "WARNING").upper())
 
 
-class _Aside(io.TextIOBase):
-    """A stream that takes a text at once; a thread writes it to a file, in order, when whoever reads that lets it."""
+class _BackgroundStream(io.TextIOBase):
+    """A stream that never blocks: a thread writes its text to a file, in order, as fast as the file's reader allows."""
 
     def __init__(self, file: int) -> None:
         self._file = file
@@ -81,7 +81,7 @@ class _Aside(io.TextIOBase):
     def _start_anew(self) -> None:
         self._lock = threading.RLock()  # of what follows; reentrant for a signal handler
         self._changed = threading.Condition(self._lock)
-        self._taken: list[str] = []
+        self._pending: list[str] = []
         self._writing = self._started = False
 
     def fileno(self) -> int:
@@ -94,29 +94,29 @@ class _Aside(io.TextIOBase):
         return True
 
     def write(self, text: str) -> int:
-        if self._ended:  # for those that have kept this stream
+        if self._ended:  # code that has kept this stream may still write
             self._put(text)
             return len(text)
         with self._lock:
-            self._taken.append(text)
+            self._pending.append(text)
             self._changed.notify_all()
             if not self._started:
-                threading.Thread(target=self._hand_on, name="redelastic-stderr", daemon=True).start()
+                threading.Thread(target=self._write_pending, name="redelastic-stderr", daemon=True).start()
                 self._started = True
         return len(text)
 
     def end(self, timeout: float) -> None:
-        """Wait until all that was taken has been written, or the time is up, in seconds."""
+        """Wait until all text has been written, or for ``timeout`` seconds."""
         with self._lock:
-            self._ended = self._changed.wait_for(lambda: not self._taken and not self._writing, timeout)
+            self._ended = self._changed.wait_for(lambda: not self._pending and not self._writing, timeout)
 
-    def _hand_on(self) -> None:
+    def _write_pending(self) -> None:
         while True:
             with self._lock:
                 self._writing = False
                 self._changed.notify_all()
-                self._changed.wait_for(lambda: self._taken)
-                text, self._taken, self._writing = "".join(self._taken), [], True
+                self._changed.wait_for(lambda: self._pending)
+                text, self._pending, self._writing = "".join(self._pending), [], True
             self._put(text)
 
     def _put(self, text: str) -> None:
@@ -129,7 +129,7 @@ class _Aside(io.TextIOBase):
 
 @contextlib.contextmanager
 def unhurried_stderr() -> Iterator[None]:
-    """Within it, who writes to ``sys.stderr`` does not wait for whoever reads it, at the end for no more than a second.
+    """Have writes to ``sys.stderr`` not wait for its reader while the block runs; its end waits a second at most.
 
     For a process that others wait for: a terminal may be stopped, the reader of a pipe or a disk on the network hang.
     What writes to the file itself, such as C++, still waits. Nothing changes where stderr has been replaced already.
@@ -139,10 +139,10 @@ def unhurried_stderr() -> Iterator[None]:
         yield
         return
     stderr.flush()
-    aside = _Aside(stderr.fileno())
-    sys.stderr = cast("TextIO", aside)
+    stream = _BackgroundStream(stderr.fileno())
+    sys.stderr = cast("TextIO", stream)
     try:
         yield
     finally:
         sys.stderr = stderr
-        aside.end(READER_TIMEOUT)
+        stream.end(READER_TIMEOUT)

@@ -1,4 +1,4 @@
-"""Our own errors as torch's rendezvous raises them; a store's are mapped in ``store/requests.py``."""
+"""Maps redelastic's errors to torch's rendezvous errors; a store's are mapped in ``store/requests.py``."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ require_torch()  # here, since the rendezvous, the store and the agent all need 
 
 @contextmanager
 def torch_errors() -> Iterator[None]:
-    """Raise torch's error for each of ours; a block, or a decorator of what torch or a user calls.
+    """Raise torch's error for each of redelastic's; for a block, or as a decorator of what torch or a user calls.
 
     Raises:
         RendezvousConnectionError: for an :exc:`UnavailableError`.
         RendezvousStateError: for a :exc:`CorruptStateError`.
-        RendezvousError: for any other error of ours. The cause of each is our own.
+        RendezvousError: for any other :exc:`RedelasticError`. The cause of each is the original error.
     """
     try:
         yield

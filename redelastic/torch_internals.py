@@ -1,7 +1,7 @@
 """Everything redelastic uses from torch that is not public, or that differs between torch versions.
 
-``HOOKS`` lists each name with the parameters that we pass. One test asserts that :func:`missing` finds them all, so
-that a new torch is checked within a minute; ``redelastic doctor`` checks the installed torch the same way.
+``HOOKS`` lists each name with the parameters that redelastic passes. One test asserts that :func:`missing` finds them
+all, so that a new torch is checked within a minute; ``redelastic doctor`` checks the installed torch the same way.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def version_of(text: str) -> tuple[int, int]:
 
 
 def require_torch(version: str = "") -> str:
-    """Refuse a torch version on which we would hang or break our guarantees; returns the version.
+    """Raise an error if redelastic would hang or break its guarantees on this torch; returns the version.
 
     Args:
-        version: of torch; empty for that of the installed one.
+        version: of torch; empty for the installed one.
 
     Raises:
         ImportError: torch is not installed, or too old.
@@ -58,14 +58,14 @@ def require_torch(version: str = "") -> str:
 
 
 class Hook(NamedTuple):
-    """A torch function or class, and the parameters that we rely on."""
+    """A torch function or class, and the parameters that redelastic relies on."""
 
     module: str
     name: str
     parameters: tuple[str, ...] = ()
 
 
-# A line each: the module below torch.distributed, the name, and the parameters that we pass.
+# A line each: the module below torch.distributed, the name, and the parameters that redelastic passes.
 _TABLE: Final = """
 elastic.agent.server.local_elastic_agent  LocalElasticAgent.__init__              spec logs_specs start_method exit_barrier_timeout log_line_prefix_template
 elastic.agent.server.local_elastic_agent  LocalElasticAgent._rendezvous           worker_group
@@ -133,7 +133,7 @@ def shutdown_option(agent: type, timeout: float) -> dict[str, Any]:
 
 
 def shut_down(shutdown: Callable[..., None], death_sig: signal.Signals, timeout: float) -> None:
-    """Call torch's ``_shutdown``, which takes a timeout from 2.12 on; before, that of ``PContext.close`` applies."""
+    """Call torch's ``_shutdown``, which takes a timeout from 2.12 on; before, ``PContext.close`` has its own."""
     if "timeout" in inspect.signature(shutdown).parameters:
         shutdown(death_sig, timeout)
     else:
@@ -172,8 +172,8 @@ Starter = Callable[[Sequence[str], Mapping[str, str], IO[Any] | None, IO[Any] | 
 def starting_workers_with(start: Starter) -> Iterator[None]:
     """Within the block, have torch start commands with ``start``, which may return None to leave one to torch.
 
-    It takes the command line, the environment, and where stdout and stderr go (None: where ours go); it returns what
-    torch needs of a ``subprocess.Popen``: ``pid``, ``poll()``, ``wait(timeout)``.
+    It takes the command line, the environment, and where stdout and stderr go (None: where this process' go); it
+    returns what torch needs of a ``subprocess.Popen``: ``pid``, ``poll()``, ``wait(timeout)``.
     """
     from torch.distributed.elastic.multiprocessing import api  # noqa: PLC0415  # torchrun's plugin must stay light
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler  # noqa: PLC0415
@@ -182,11 +182,11 @@ def starting_workers_with(start: Starter) -> Iterator[None]:
         def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Any:
             return start(args, env, self._stdout, self._stderr) or super()._popen(args, env)
 
-    torchs, api.get_subprocess_handler = api.get_subprocess_handler, Handler  # type: ignore[assignment]
+    original, api.get_subprocess_handler = api.get_subprocess_handler, Handler  # type: ignore[assignment]
     try:
         yield
     finally:
-        api.get_subprocess_handler = torchs
+        api.get_subprocess_handler = original
 
 
 def substitute_local_rank(arguments: Iterable[str], local_rank: int) -> list[str]:
@@ -219,7 +219,7 @@ def shutdown_timeout(config: Any, given: float | None) -> float:
 
 
 def exit_barrier_timeout(given: float | None) -> float | None:
-    """How long a node whose workers have finished waits for those of the others, in seconds; None: no limit.
+    """How long a node whose workers have finished waits for the other nodes' workers, in seconds; None: no limit.
 
     It is ``given``, or else ``TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT``, or else None.
 
@@ -238,8 +238,8 @@ def exit_barrier_timeout(given: float | None) -> float | None:
     return seconds
 
 
-def replace_agent_of_launcher(theirs: type, ours: type) -> None:
-    """Have torchrun use our agent; the only way in is the name by which its launcher finds torch's.
+def replace_agent_of_launcher(torch_agent: type, agent: type) -> None:
+    """Have torchrun use ``agent``; the only way is to replace the name by which its launcher finds torch's.
 
     If no launcher is loaded, torchrun is not in use, and this does nothing. If the launcher uses another agent, that
     agent stays, and a warning says what that costs.
@@ -247,14 +247,14 @@ def replace_agent_of_launcher(theirs: type, ours: type) -> None:
     launcher: Any = sys.modules.get("torch.distributed.launcher.api")
     if launcher is None:
         return
-    found = getattr(launcher, theirs.__name__, None)
-    if found is theirs:
-        setattr(launcher, theirs.__name__, ours)
-    elif not (isinstance(found, type) and issubclass(found, ours)):
+    found = getattr(launcher, torch_agent.__name__, None)
+    if found is torch_agent:
+        setattr(launcher, torch_agent.__name__, agent)
+    elif not (isinstance(found, type) and issubclass(found, agent)):
         log.warning(
             "torchrun of torch %s uses %s and not torch's %s, which redelastic would replace. The rendezvous works, "
             "but workers that fail because a node was lost cost a restart of --max-restarts. `redelastic run` is "
             "unaffected.",
             *(require_torch(), f"{found.__module__}.{found.__qualname__}" if found else "no agent of that name"),
-            theirs.__name__,
+            torch_agent.__name__,
         )

@@ -1,4 +1,4 @@
-"""What a training script and its agent tell each other.
+"""The interface between a training script and its agent: progress, and requests for checkpoints and stacks.
 
 Both use 64 bytes of shared memory that the agent created for this worker (`agent/workers/board.py`), so that a call
 takes a fraction of a microsecond, and works while the agent is busy or gone. Each field is an aligned 8-byte integer
@@ -27,10 +27,10 @@ NAMESPACE: Final = "REDELASTIC_PID_NAMESPACE"  # the agent's: a file in its /pro
 VARIABLE: Final = "REDELASTIC_WORKER"  # <file>:<token>; the token tells it from another file of the same name
 STACK_SIGNAL: Final = 39  # SIGRTMIN + 5 on Linux: a real-time signal that nothing else uses
 
-# The slot at the start of the file, which the stacks follow: its fields, and who writes each.
+# The slot at the start of the file, which the stacks follow: its fields, and the writer of each.
 TOKEN: Final = 0  # agent, once
 REQUESTED: Final = 1  # agent: number of checkpoints requested so far
-PID: Final = 2  # worker: which process speaks for it; 0 until it has called one of the two functions
+PID: Final = 2  # worker: which process reports for it; 0 until it has called one of the two functions
 CALLS: Final = 3  # worker: calls of progress()
 STEP: Final = 4  # worker: step of the last call
 SEEN: Final = 5  # worker: last request seen << CALL_BITS | calls of progress() until then; -1 until it has asked
@@ -39,10 +39,10 @@ HIGH_FILE: Final = 500  # file descriptors are given out from the lowest up
 SLOT_BYTES: Final = 64
 CALL_BITS: Final = 44  # 17 * 10^12 calls, and 500,000 requests
 
-# Where a process writes that has no agent or is not the worker.
-_nowhere = memoryview(bytearray(SLOT_BYTES)).cast("q")
-_slot = _nowhere  # where this process writes
-_looked = False  # whether that has been decided
+# The slot of a process that has no agent or is not the worker; nothing reads it.
+_unread_slot = memoryview(bytearray(SLOT_BYTES)).cast("q")
+_slot = _unread_slot  # where this process writes
+_decided = False  # whether that has been decided
 _deciding = threading.RLock()  # a signal handler may interrupt the decision, and call too
 _calls = count(1)  # shared by all threads; next() is one step for them
 _name = ""  # value of the variable when the file was opened
@@ -63,7 +63,7 @@ def progress(step: SupportsIndex) -> None:
         TypeError: ``step`` is not an integer.
         ValueError: ``step`` does not fit a signed 64-bit integer.
     """
-    if not _looked:
+    if not _decided:
         _begin()
     try:
         _slot[STEP] = step  # type: ignore[call-overload]  # it takes anything with __index__
@@ -95,7 +95,7 @@ def should_checkpoint() -> bool:
     Every process must call it the same number of times. A process that sees the request a step after the others makes
     all of them save once more. Outside an agent, and in child processes, it is False.
     """
-    if not _looked:
+    if not _decided:
         _begin()
     requested = _slot[REQUESTED]
     if requested == _slot[SEEN] >> CALL_BITS:
@@ -106,15 +106,15 @@ def should_checkpoint() -> bool:
 
 
 def _begin() -> None:
-    """Speak for the worker from now on, unless another live process does (a child that was spawned, not forked)."""
-    global _slot, _looked, _calls  # noqa: PLW0603  # one process, one slot
+    """Report for the worker from now on, unless another live process does (a child that was spawned, not forked)."""
+    global _slot, _decided, _calls  # noqa: PLW0603  # one process, one slot
     with _deciding:
-        slot = None if _looked else _open()
+        slot = None if _decided else _open()
         if slot is not None and (slot[PID] in (0, os.getpid()) or not _is_alive(slot[PID])):
             slot[PID] = os.getpid()
             _calls = count(slot[CALLS] + 1)
             _slot = slot
-        _looked = True  # last: other threads write from then on
+        _decided = True  # last: other threads write from then on
 
 
 def _is_alive(pid: int) -> bool:
@@ -163,12 +163,12 @@ def pid_namespace() -> str:
     return os.readlink("/proc/self/ns/pid")  # noqa: PTH115  # pathlib is slow to import
 
 
-def _fall_silent() -> None:
-    """Detach a forked child, which is not the worker; if the environment names another slot, it uses that one."""
-    global _slot, _looked, _mapped, _deciding  # noqa: PLW0603
-    _slot, _looked, _mapped = _nowhere, False, None
+def _detach() -> None:
+    """Detach a forked child from the worker's slot; if its environment names another slot, it will use that one."""
+    global _slot, _decided, _mapped, _deciding  # noqa: PLW0603
+    _slot, _decided, _mapped = _unread_slot, False, None
     _deciding = threading.RLock()  # another thread of the parent may have held it
 
 
-os.register_at_fork(after_in_child=_fall_silent)
+os.register_at_fork(after_in_child=_detach)
 _open()  # so that a worker that hangs before its first call can write its stacks

@@ -33,34 +33,34 @@ from .torchrun.regrouping import RegroupingAgent, remove_torn_errors
 from .workers.drains import DrainFile, Drains
 from .workers.group import Workers
 from .workers.hangs import Hangs
-from .workers.logs import last_words, log_files
+from .workers.logs import last_lines, log_files
 from .workers.processes import ProcessTree
 from .workers.signals import TORCH_SIGNALS, drain_on_signals, torch_signals
 from .workers.warm import WarmStart, require_preloadable
 
 log = logging.getLogger(__name__)
 
-TEND: Final = 1.0  # between checks that the workers' template is alive, in seconds
-FAREWELL: Final = 2.0  # for the last reports to Redis, in seconds
+TEMPLATE_CHECK_INTERVAL: Final = 1.0  # between checks that the workers' template is alive, in seconds
+LAST_REPORTS_TIMEOUT: Final = 2.0  # for the last reports to Redis, in seconds
 
 
 class RedisElasticAgent(RegroupingAgent):
     """torch's agent, which also reports its node's state to Redis, drains, and detects hangs.
 
-    Contract: that of torch's ``LocalElasticAgent``, with the same arguments and ``RunResult``. It does not control
-    other nodes: each agent decides for itself, based on what Redis tells it.
+    Contract: as torch's ``LocalElasticAgent``, with the same arguments and ``RunResult``. It does not control other
+    nodes: each agent decides for itself, based on the run's state in Redis.
 
     Args:
         spec: with a :class:`RedisRendezvousHandler`.
         logs_specs: where the workers' output goes.
-        options: those that torch's agent lacks.
+        options: the options that torch's agent lacks.
         start_method: how to start workers that are functions.
         exit_barrier_timeout: how long to wait for other nodes' workers to end, in seconds; None: for as long as the
             nodes live, or torch's ``TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT``.
         log_line_prefix_template: as torch's.
         shutdown_timeout: how long workers have between SIGTERM and SIGKILL, in seconds.
-        owns_process: whether this process does nothing but run this agent, so that any process that becomes its child
-            is the workers' (:meth:`ProcessTree.adopt_orphans`).
+        owns_process: whether this process only runs this agent, so that any orphan that becomes its child belongs to
+            the workers (:meth:`ProcessTree.adopt_orphans`).
 
     Raises:
         TypeError: the handler is of another type.
@@ -151,7 +151,7 @@ class RedisElasticAgent(RegroupingAgent):
             opened.callback(self._close_workers)
             if self._owns_process:
                 if callable(self._worker_group.spec.entrypoint):
-                    resource_tracker.ensure_running()  # a child of ours, not of the workers
+                    resource_tracker.ensure_running()  # as the agent's child, not a worker's
                 self._tree.adopt_orphans()
             self._reporter.start()
             if self._options.preload:
@@ -159,8 +159,8 @@ class RedisElasticAgent(RegroupingAgent):
                 self._warm = WarmStart(self._worker_group.spec, *given, self._is_to_leave)
                 opened.callback(self._warm.close)
                 self._warm.prepare()
-                opened.enter_context(repeat(self._warm.tend, TEND, "template"))
-            opened.callback(self._reporter.close, FAREWELL)
+                opened.enter_context(repeat(self._warm.tend, TEMPLATE_CHECK_INTERVAL, "template"))
+            opened.callback(self._reporter.close, LAST_REPORTS_TIMEOUT)
             if (port := self._options.port) is not None:
                 endpoint = HealthEndpoint(self._monitor, host=self._options.health_host, port=port)
                 endpoint.start()
@@ -198,11 +198,11 @@ class RedisElasticAgent(RegroupingAgent):
         self._reporter.send(self._learn_restarts)
 
     def _learn_restarts(self) -> None:
-        """A charged restart may have been refunded since, and only Redis knows of other nodes' restarts."""
+        """Read the job's restarts from Redis, which counts the other nodes' too and may have refunded one."""
         self._monitor.job_restarts = self._control.restarts()
 
     def _end_tree(self) -> None:
-        """A signal may have cut a shutdown short; if one cuts this short too, the reaper does the rest."""
+        """Kill what a shutdown cut short by a signal has left; if this is cut short too, the reaper does it."""
         self._tree.kill(self._pids().values())
         self._tree.close()
 
@@ -219,7 +219,7 @@ class RedisElasticAgent(RegroupingAgent):
         with self._tree.starting(), self._warm.starting() if self._warm else contextlib.nullcontext():
             pids: dict[int, Any] = super()._start_workers(worker_group)
         workers.started(pids)
-        self._tree.look(pids.values())  # so that its reaper knows them
+        self._tree.look(pids.values())  # so that the reaper knows the workers
         rank, size = int(worker_group.group_rank or 0), int(worker_group.group_world_size or 0)
         self._drains = Drains(
             self._membership,
@@ -254,12 +254,12 @@ class RedisElasticAgent(RegroupingAgent):
 
     @property
     def _fixed_environment(self) -> dict[str, str]:
-        """What we add to the environment of every worker in every round."""
-        # A worker that crashes in C says where, in its log.
+        """The variables that the agent sets for every worker in every round."""
+        # With it, a worker that crashes in C writes its Python stack to its log.
         return {**self._tree.environment, "PYTHONFAULTHANDLER": os.environ.get("PYTHONFAULTHANDLER", "1")}
 
     def _setup_healthcheck(self) -> None:
-        """Not torch's, which serves nothing: the agent's own endpoint is up from the start."""
+        """Do nothing: torch's health check serves nothing, and the agent's own endpoint is up from the start."""
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:  # noqa: ARG002  # torch's signature
         self._shutdown(timeout=self._shutdown_timeout)
@@ -277,7 +277,7 @@ class RedisElasticAgent(RegroupingAgent):
         context = self._pcontext
         try:
             return dict(context.pids()) if context else {}
-        except AssertionError:  # torch's: they are not started yet
+        except AssertionError:  # torch raises it before the workers are started
             return {}
 
     # -- the loop
@@ -285,7 +285,7 @@ class RedisElasticAgent(RegroupingAgent):
     def _pause(self) -> float:
         if not self._workers or not self._drains:
             return self._interval
-        # torch keeps polling workers that are functions for their results: they do not end before that
+        # Workers that are functions end only after torch has polled their results, at its own interval.
         polls = callable(self._worker_group.spec.entrypoint)
         return min(self._interval if polls else self._workers.pause, self._drains.pause)
 
@@ -297,8 +297,8 @@ class RedisElasticAgent(RegroupingAgent):
         if result.state == WorkerState.HEALTHY and self._workers:
             return self._hangs.find(self._workers, worker_group.workers) or result
         if result.state == WorkerState.SUCCEEDED and not self._membership.view.closed and self._ended_for_a_drain():
-            # Scripts save and end when they are asked to, by whatever way. The node that drains leaves, and the others
-            # regroup: what was finished indeed ends there at once.
+            # A script may save and exit with 0 because of the drain, its work unfinished. The draining node leaves, and
+            # the others regroup; workers whose work is finished then exit at once.
             return RunResult(state=WorkerState.HEALTHY)
         return result
 
@@ -307,8 +307,8 @@ class RedisElasticAgent(RegroupingAgent):
         return signalled or self._may_still_drain(self._rendezvous_handler.settings.lease)
 
     def _act_on_requests(self) -> None:
-        """Do what was asked of this node: end if the run was stopped, save and leave if a node drains."""
-        # Next, torch may end the remaining workers if one has failed, and a lost lease may have to be waited for.
+        """Act on requests: end if the run was stopped; if a node drains, save, and leave if it is this one."""
+        # This turn of the loop may take long: torch ends the other workers, or the agent waits for a lease to expire.
         self._monitor.allow(self._shutdown_timeout + self._rendezvous_handler.settings.lease)
         if self._membership.view.stopped:
             raise RunStoppedError(f"Run {self._membership.run_id!r} was stopped: {self._membership.view.stopped}.")
@@ -316,7 +316,7 @@ class RedisElasticAgent(RegroupingAgent):
             self._drains.advance()
 
     def _exit_barrier(self) -> None:
-        """All workers have ended: what they left behind, such as an upload, gets some time to finish."""
+        """Give processes that the ended workers have left, such as an upload, some time to finish."""
         self._tree.wait(self._pids().values(), time.monotonic() + self._shutdown_timeout, self._is_to_leave)
 
     @property
@@ -335,7 +335,8 @@ class RedisElasticAgent(RegroupingAgent):
         self._leave_if_drained()  # a signal to all processes may have ended them
         self._unfit = True
         self._verdict = self._budget.charge(result, final=False)
-        self._tell_log(result)  # once it is known who failed first: of many logs only that one is sure to be sent
+        # Not before it is known which worker failed first: of many logs only that worker's is sure to be sent.
+        self._send_log(result)
         return super()._may_restart(result) and not self._verdict
 
     def _leave_if_drained(self) -> None:
@@ -344,7 +345,7 @@ class RedisElasticAgent(RegroupingAgent):
                 raise DrainedError(drain.node, self._membership.run_id, drain.reason)
 
     def _wait_for_loss(self, handler: RedisRendezvousHandler) -> bool:
-        """A draining node is lost only once its workers have ended; ours may have failed because of it long before."""
+        """Wait for a draining node too: this node's workers may fail because of it long before it leaves."""
         lost = super()._wait_for_loss(handler)
         self._leave_if_drained()
         while not lost and self._may_still_drain(handler.settings.lease):
@@ -354,25 +355,25 @@ class RedisElasticAgent(RegroupingAgent):
         return lost
 
     def _may_still_drain(self, lease: float) -> bool:
-        """Whether a node is draining that may yet leave or lose its lease: some never do."""
+        """Whether a draining node may yet leave or lose its lease; one that has had the time for both never will."""
         if not self._drains or not self._membership.view.drains:
             return False
-        self._drains.advance()  # it may not have heard of them yet
+        self._drains.advance()  # the drains may be new to it
         return time.monotonic() < self._drains.end + self._shutdown_timeout + lease
 
     def _give_up(self, result: RunResult) -> None:
-        # no verdict now means that another node has been lost meanwhile
+        # An empty verdict now means that another node has been lost meanwhile.
         if self._verdict and (verdict := self._budget.charge(result, final=True)):
             raise RunStoppedError(f"Run {self._membership.run_id!r} was stopped: {verdict}.")
 
-    def _tell_log(self, result: RunResult) -> None:
-        """Have Redis keep the last log lines of the worker that failed first on this node."""
+    def _send_log(self, result: RunResult) -> None:
+        """Send Redis the last log lines of the worker that failed first on this node."""
         if not result.failures or not self._workers:
             return
         failed_at = self._first_failure() or time.monotonic()
         rank, failure = min(result.failures.items(), key=lambda item: item[1].timestamp)
         node, path = self._membership.node, self._workers.logs.get(failure.local_rank, "")
-        last = last_words(path) if path else ""
+        last = last_lines(path) if path else ""
 
         def task() -> None:
             age_ms = round(1000 * max(0.0, time.monotonic() - failed_at))
@@ -381,5 +382,5 @@ class RedisElasticAgent(RegroupingAgent):
         self._reporter.send(task)
 
     def failure(self, result: RunResult) -> Failed:
-        """What happened to the worker that failed first."""
+        """Describe the failure of the worker that failed first."""
         return self._budget.failure(result)

@@ -60,7 +60,7 @@ _Tasks = queue.SimpleQueue[Callable[[], object] | None]
 
 
 class BackgroundReporter:
-    """Runs tasks one by one in its own thread; one that fails is logged, and not retried."""
+    """Runs tasks one by one in its own thread; a task that fails is logged, and not retried."""
 
     def __init__(self) -> None:
         self._tasks: _Tasks = queue.SimpleQueue()
@@ -73,7 +73,7 @@ class BackgroundReporter:
         self._thread.start()
 
     def send(self, task: Callable[[], object]) -> None:
-        """Queue an task; returns at once."""
+        """Queue a task; returns at once."""
         self._tasks.put(task)
 
     def close(self, timeout: float) -> None:
@@ -99,7 +99,7 @@ class Notes:
     Args:
         membership: of this node.
         control: of its run.
-        spec: torch's, which says where its events go.
+        spec: torch's, which names the handler of torch's events.
         send: runs a function in the background.
     """
 
@@ -116,10 +116,10 @@ class Notes:
         """Record an event of this node."""
         noted = replace(event, node=self._membership.node)
         self._send(lambda: self._control.note(noted))
-        of_torch = {"run_id": self._membership.run_id, "node": noted.node, "role": self._spec.role}
-        told = events.Event(
+        metadata = {"run_id": self._membership.run_id, "node": noted.node, "role": self._spec.role}
+        torch_event = events.Event(
             f"redelastic.{event.event}",
             source=events.EventSource.AGENT,
-            metadata={**of_torch, "reason": sentence(noted)},
+            metadata={**metadata, "reason": sentence(noted)},
         )
-        events.record(told, self._spec.event_log_handler)
+        events.record(torch_event, self._spec.event_log_handler)

@@ -25,13 +25,13 @@ from .host.checks import Node, run_checks
 from .options import AgentOptions
 
 if TYPE_CHECKING:
-    from .monitor import NodeMonitor  # which reports what the admission waits for
+    from .monitor import NodeMonitor  # it imports this module
 
 log = logging.getLogger(__name__)
 
 
 def log_folder(logs_specs: LogsSpecs) -> Path:
-    """Where the workers' logs go, as far as is known before the workers start."""
+    """The folder of the workers' logs, as far as it is known before the workers start."""
     known = str(logs_specs.root_log_dir)
     return Path(tempfile.gettempdir() if known in {os.devnull, "None"} else known)
 
@@ -70,11 +70,11 @@ class Admission:
         self.barred = False
 
     def require(self) -> None:
-        """Return once this node may join.
+        """Wait until this node may join.
 
         Raises:
             RefusedError: a health check failed.
-            DrainedError, RendezvousClosedError, UnavailableError: as :meth:`Membership.wait_while`, and Redis
+            DrainedError, RendezvousClosedError, UnavailableError: as :meth:`Membership.wait_while`; or Redis
                 refuses to say whether this host is excluded.
         """
         self._wait_to_be_readmitted()
@@ -85,7 +85,7 @@ class Admission:
             self._note(Refused(reason=unfit))
             try:
                 self._membership.leave(Left(cause="refused", reason=unfit))
-            except RedelasticError as e:  # it is out once its lease expires
+            except RedelasticError as e:  # the node is out once its lease expires
                 raise refused from e
             raise refused
 
@@ -141,14 +141,14 @@ class Budget:
             log.error("%s.", worker_failure(failure))
         self._monitor.allow(math.inf)  # for as long as Redis is away
         try:
-            told = self._membership.charge(failed_at, step, failure, self._options.limits, final=final)
+            charged = self._membership.charge(failed_at, step, failure, self._options.limits, final=final)
         except UnavailableError as e:
             log.warning("The failure could not be counted: %s", e)
             return ""
-        self._monitor.job_restarts, _, verdict = told
+        self._monitor.job_restarts, _, verdict = charged
         return verdict
 
     def failure(self, result: RunResult) -> Failed:
-        """What happened to the worker that failed first."""
+        """Describe the failure of the worker that failed first."""
         workers = self._monitor.workers
         return workers.failure(result, self._monitor.worker_usage) if workers else Failed(message=result.state.name)

@@ -1,4 +1,4 @@
-"""NodeMonitor: what this node uses and how it is doing, for its heartbeat and for anyone who asks over HTTP."""
+"""NodeMonitor: a node's usage and health, for its heartbeat and its HTTP endpoint."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from .workers.processes import ProcessTree
 
 log = logging.getLogger(__name__)
 
-NVML_TIMEOUT: Final = 10.0  # how long its last answer is reported if no other follows, in seconds
-STALL: Final = 30.0  # how late the agent's loop may be before it counts as dead, in seconds
+NVML_TIMEOUT: Final = 10.0  # how long NVML's last answer is reported if no other follows, in seconds
+STALL_TIMEOUT: Final = 30.0  # how late the agent's loop may be before it counts as dead, in seconds
 
 
 class TrainingTime:
-    """How long a node has trained since its agent began, for ``/metrics``; used by one thread, now and then."""
+    """How long a node has trained since its agent began, for ``/metrics``; one thread calls :meth:`look`."""
 
     def __init__(self) -> None:
         self._looked_at = time.monotonic()
@@ -42,18 +42,18 @@ class TrainingTime:
         self._whole += passed
         self._training += passed if trains else 0.0
 
-    def told(self) -> dict[str, Any]:
+    def fields(self) -> dict[str, Any]:
         """Both times in seconds, and their ratio if there is one, for the health endpoint."""
-        told = {"training_time": self._training, "node_time": self._whole}
-        return told | ({"ettr": self._training / self._whole} if self._whole else {})
+        times = {"training_time": self._training, "node_time": self._whole}
+        return times | ({"ettr": self._training / self._whole} if self._whole else {})
 
 
 class NodeMonitor:
     """Observes one node and describes it; contract: ``host.health_endpoint.NodeView``.
 
     Args:
-        membership: of this node; the status in its heartbeat is extended here.
-        group: torch's, whose workers are described.
+        membership: of this node; the monitor extends the status in its heartbeat.
+        group: torch's group of workers, to describe.
         gpus: to watch.
         admission: knows whether this node is kept out.
 
@@ -62,12 +62,12 @@ class NodeMonitor:
         starts: how often this node's workers were started.
         restarts: of this node's workers that count against its limit: one caused by a lost node is refunded.
         job_restarts: of the whole job.
-        due_by: when the agent's loop must next come round, on the monotonic clock in seconds.
+        due_by: when the agent's loop must have begun its next turn, on the monotonic clock in seconds.
     """
 
     def __init__(self, membership: Membership, group: WorkerGroup, gpus: Sequence[Gpu], admission: Admission) -> None:
         self._membership, self._group, self._admission = membership, group, admission
-        # Each has a thread of its own: NVML may not answer for minutes, and the reaper must hear of new processes.
+        # Each has a thread of its own: NVML may not answer for minutes, and the reaper must learn of new processes.
         self._processes, self._gpus = Telemetry(), Telemetry(gpus)
         self._watches_gpus = bool(gpus)
         self._usage: dict[str, Any] = {}  # of the processes: the newest sample
@@ -125,22 +125,22 @@ class NodeMonitor:
             self._gpu_usage, self._nvml_answered_at = {}, math.inf  # warn once
 
     def allow(self, seconds: float) -> None:
-        """Expect the agent's loop within ``seconds``; if it is more than ``STALL`` later, it counts as dead."""
-        self.due_by = time.monotonic() + STALL + seconds
+        """Expect the loop's next turn within ``seconds``; ``STALL_TIMEOUT`` later the loop counts as dead."""
+        self.due_by = time.monotonic() + STALL_TIMEOUT + seconds
 
     # -- describing
 
     @property
     def worker_usage(self) -> Mapping[str, Any]:
-        """What each worker used at the last sample, by local rank as a string."""
+        """The usage of each worker at the last sample, by local rank as a string."""
         usage: Mapping[str, Any] = self._usage.get("workers", {})
         return usage
 
     def status(self) -> dict[str, Any]:
-        """What this node's heartbeat says, and which run and node it is."""
+        """The status in this node's heartbeat, with the run's and the node's id and the times for ``/metrics``."""
         membership = self._membership
-        who = {"run_id": membership.run_id, "node": membership.node, "redis_away": membership.view.away}
-        return {**who, **self._time.told(), **self._extended(membership.heartbeat.status())}
+        identity = {"run_id": membership.run_id, "node": membership.node, "redis_away": membership.view.away}
+        return {**identity, **self._time.fields(), **self._extended(membership.heartbeat.status())}
 
     def stalled(self) -> str:
         """Why the agent's loop counts as dead; empty while it is alive."""
@@ -155,7 +155,7 @@ class NodeMonitor:
         return "" if self._group.state == WorkerState.HEALTHY else "the workers are not running"
 
     def _describe(self, base: dict[str, Any]) -> str:
-        """The status for a heartbeat, which must not fail."""
+        """The status for a heartbeat, as JSON; never raises."""
         try:
             return bounded(self._extended(base))
         except Exception:
@@ -169,8 +169,8 @@ class NodeMonitor:
         status["restarted"] = max(0, self.starts - 1)
         status |= {"gpus_hidden": self._gpus_hidden} if self._gpus_hidden else {}
         status |= {"restarts": self.restarts, "job_restarts": self.job_restarts, **usage, **self._gpu_usage}
-        told = [workers.describe(worker) for worker in self._group.workers] if workers and workers.pids else []
-        return {**status, "workers": [{**one, **each.get(str(one["local_rank"]), {})} for one in told]}
+        described = [workers.describe(worker) for worker in self._group.workers] if workers and workers.pids else []
+        return {**status, "workers": [{**one, **each.get(str(one["local_rank"]), {})} for one in described]}
 
     def _own_state(self) -> dict[str, str]:
         """The state that the node's status shows instead of running or waiting."""

@@ -30,7 +30,7 @@ class AgentOptions:
         health_checks: names of the checks that this node must pass before it joins.
         health_command: a further check, a command for ``/bin/sh -c``.
         health_timeout: how long one check may take.
-        health_port: port of the HTTP endpoint; 0: any free one, None: that of ``TORCHELASTIC_HEALTH_CHECK_PORT``.
+        health_port: port of the HTTP endpoint; 0: any free one, None: ``TORCHELASTIC_HEALTH_CHECK_PORT``.
         health_host: address that the HTTP endpoint listens on.
         share_gpus: whether several workers may share one GPU when there are more workers than GPUs.
         preload: modules for a template process to import, from which workers are forked; see ``workers/template.py``.
@@ -99,5 +99,5 @@ class AgentOptions:
     def limits(self) -> tuple[int, int, int]:
         """Restart limits, as :meth:`redelastic.rendezvous.membership.Membership.charge` takes them."""
         limits = (self.max_job_restarts, self.max_idle_restarts, self.max_failed_rounds)
-        budget, patience, rounds = (-1 if limit is None else limit for limit in limits)
-        return budget, patience, rounds
+        restarts, idle_restarts, rounds = (-1 if limit is None else limit for limit in limits)
+        return restarts, idle_restarts, rounds

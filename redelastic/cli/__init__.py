@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Args:
-        argv: the arguments; None for those of the process.
+        argv: the arguments; None for the process' own.
 
     Returns:
         The exit code; 2 and 0 come as ``SystemExit`` from argparse for wrong arguments and for ``--help``.
@@ -58,13 +58,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     named = next((word for word in argv if not word.startswith("-")), "")
     if named and named not in commands.choices:
         names = ", ".join(commands.choices)
-        parser.error(f"unknown command {named!r}{common.meant_by(named, commands.choices) or f'; commands: {names}'}")
+        parser.error(f"unknown command {named!r}{common.suggestion(named, commands.choices) or f'; commands: {names}'}")
     arguments = parser.parse_args(argv)
     return _ended(arguments.command.NAME, lambda: arguments.command.run(arguments))
 
 
 def _replace_closed_streams() -> None:
-    """Have /dev/null in place of each standard stream that our parent has closed: no other file must get its number."""
+    """Open /dev/null for each standard stream that the parent has closed, so that no other file gets its number."""
     for name, mode in ("stdin", "r"), ("stdout", "w"), ("stderr", "w"):
         if getattr(sys, name) is None:
             null = os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, the stream's
@@ -73,7 +73,7 @@ def _replace_closed_streams() -> None:
 
 
 def _tolerate_other_encodings() -> None:
-    """Print what the locale's encoding lacks as a question mark, not as an error; stderr does alike from the start."""
+    """Print what the locale's encoding lacks as a question mark, not as an error; stderr does so by default."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
 
@@ -103,7 +103,7 @@ def _ended(name: str, call: Callable[[], int]) -> int:
         sys.stdout.flush()
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader of our output has seen enough
+    except BrokenPipeError:  # the reader of the output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except Exception as e:
@@ -115,7 +115,7 @@ def _ended(name: str, call: Callable[[], int]) -> int:
 
 
 def exit_code(error: Exception) -> int:
-    """The exit code for an error; 0 if the error is a bug of ours."""
+    """The exit code for an error; 0 if the error is a bug in redelastic."""
     from redelastic.redis.errors import RedelasticError
     from redelastic.run.control import UnknownNodeError, UnknownRunError
 

@@ -8,7 +8,7 @@ from redelastic.run.events import Closed
 from redelastic.run.sentences import cause, cause_document
 
 from .common import OK, add_run_argument, add_server_arguments, open_run
-from .output import add_json_argument, answer, by_whom
+from .output import add_json_argument, answer, attributed
 
 NAME = "close"
 SUMMARY = "close a run: no new round"
@@ -38,10 +38,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command; see :data:`DESCRIPTION`."""
     control = open_run(arguments)
     earlier = control.state()  # also refuses to close a run that does not exist: more likely a typo
-    ours = by_whom(arguments.reason)
-    why = control.close(ours, stop=arguments.stop)
+    reason = attributed(arguments.reason)
+    why = control.close(reason, stop=arguments.stop)
     stopped = arguments.stop or earlier.stopped
-    before = earlier.closed is not None or why != Closed(cause="asked", reason=ours)
+    before = earlier.closed is not None or why != Closed(cause="asked", reason=reason)
     message = (
         f"Run {arguments.run!r} was already closed ({cause(why)})" if before else f"Run {arguments.run!r} is closed"
     )

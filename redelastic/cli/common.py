@@ -1,4 +1,4 @@
-"""What the commands share: how they find Redis, and how they report errors."""
+"""The commands' shared parts: how they find Redis, and how they report errors."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:  # importing them imports redis-py, which takes 0.1 s: not for
 OK: Final = 0
 NO: Final = 1  # the answer is no: something is wrong
 USAGE: Final = 2  # argparse's own
-UNREACHABLE: Final = 3  # Redis does not answer, or refuses us
+UNREACHABLE: Final = 3  # Redis does not answer, or refuses this client
 UNKNOWN: Final = 4  # no such run or node
 
-TIMEOUT: Final = 5.0  # for a command's calls, in seconds: someone sits there waiting
+TIMEOUT: Final = 5.0  # for a command's calls, in seconds: a person waits for it
 
 
 class Parser(argparse.ArgumentParser):
@@ -30,11 +30,11 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Say what is wrong with the arguments, and exit with 2."""
         unknown = re.match(r"unrecognized arguments: (--[^\s=]+)", message)
-        meant = meant_by(unknown[1], self._option_string_actions) if unknown else ""
+        meant = suggestion(unknown[1], self._option_string_actions) if unknown else ""
         self.exit(USAGE, f"{self.prog}: {message}{meant} (see {self.prog} --help)\n")
 
 
-def meant_by(word: str, known: Iterable[str]) -> str:
+def suggestion(word: str, known: Iterable[str]) -> str:
     """A question asking whether another word was meant; empty if none is similar."""
     alike = difflib.get_close_matches(word, known, n=1)
     return f"; did you mean {alike[0]}?" if alike else ""

@@ -1,4 +1,4 @@
-"""``redelastic completion``: what a shell needs to complete our commands and options."""
+"""``redelastic completion``: print the script with which a shell completes commands and options."""
 
 from __future__ import annotations
 

@@ -39,9 +39,9 @@ on the page."""
 
 PORT: Final = 8265
 CALL_TIMEOUT: Final = 2.0  # for a call to Redis, in seconds; then the page says that Redis is away
-CONNECT_TIMEOUT: Final = 5.0
+CONNECT_TIMEOUT: Final = 5.0  # in seconds
 SHORTEST_TOKEN: Final = 16  # characters
-NOT_HERE: Final = frozenset({errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT})  # such as ::1 on a host without IPv6
+ABSENT_ERRNOS: Final = frozenset({errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT})  # such as for ::1 without IPv6
 
 Address = tuple[socket.AddressFamily, tuple[Any, ...]]  # the host, and for IPv6 its flow and scope
 
@@ -91,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
             log_level="critical",
             access_log=False,
             server_header=False,
-            timeout_graceful_shutdown=1,  # its streams end with that
+            timeout_graceful_shutdown=1,  # its streams never end by themselves
         )
         host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
         sys.stdout.write(
@@ -144,7 +144,7 @@ def _listen(addresses: Sequence[Address], port: int, opened: contextlib.ExitStac
     """Listen on one port at each of the addresses that this machine has.
 
     Raises:
-        OSError: it has none of them, or the port is taken at one: its owner would get our requests.
+        OSError: it has none of them, or the port is taken at one: its owner would get the dashboard's requests.
     """
     listeners: list[socket.socket] = []
     for family, (host, *rest) in addresses:
@@ -155,7 +155,7 @@ def _listen(addresses: Sequence[Address], port: int, opened: contextlib.ExitStac
                 listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             listener.bind((host, port, *rest))
         except OSError as e:
-            if e.errno not in NOT_HERE or (not listeners and (family, (host, *rest)) == addresses[-1]):
+            if e.errno not in ABSENT_ERRNOS or (not listeners and (family, (host, *rest)) == addresses[-1]):
                 raise
             continue
         listener.listen()

@@ -1,4 +1,4 @@
-"""``redelastic doctor``: is this Redis, this host and this installation fit for our runs?"""
+"""``redelastic doctor``: check whether Redis, this host and the installation are fit for a run."""
 
 from __future__ import annotations
 
@@ -87,10 +87,10 @@ def _show_table(console: Console, findings: list[Finding]) -> None:
         if of_group:
             table.add_row(Text(title, style="bold"))
         for finding in sorted(of_group, key=lambda finding: LEVELS.index(finding.level)):
-            said = Text(clean(finding.found))
+            fact = Text(clean(finding.found))
             if finding.level == "note" and finding.advice:
-                said.append(f". {clean(finding.advice)}", style="dim")
-            table.add_row(Text(f"  {finding.name}"), Text(finding.level, style=_COLOURS[finding.level]), said)
+                fact.append(f". {clean(finding.advice)}", style="dim")
+            table.add_row(Text(f"  {finding.name}"), Text(finding.level, style=_COLOURS[finding.level]), fact)
     console.print(table)
 
 

@@ -12,7 +12,7 @@ from redelastic.run.sentences import sentence
 from redelastic.run.wording import duration
 
 from .common import NO, OK, add_run_argument, add_server_arguments, open_run
-from .output import add_json_argument, answer, by_whom, follow, last_event_id, write_line
+from .output import add_json_argument, answer, attributed, follow, last_event_id, write_line
 
 if TYPE_CHECKING:
     from redelastic.run.control import RunControl
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 NAME = "drain"
 SUMMARY = "have a node save and leave; the others go on"
 DESCRIPTION = """\
-Ask a node to leave: every worker of the run is told to save a checkpoint, then
-the node ends its workers and leaves, and the others regroup at once. The run
-stays open. A node under plain torchrun cannot drain.
+Ask a node to leave: every worker of the run is asked to save, then the node
+ends its workers and leaves, and the others regroup at once. The run stays
+open. A node under plain torchrun cannot drain.
 
 Exit code: 0 if the node was asked, with --wait if it has left; 1 if it cannot
 drain, or has not left in time; 3 if Redis cannot be reached; 4 if there is no
 such run or node."""
 
 GRACE: Final = 30.0  # to end workers that do not save in time and to leave, in seconds
-COLLECTED: Final = 1.0  # how long an event may wait for a heartbeat to report it with others of its kind, in seconds
+MERGE_DELAY: Final = 1.0  # how long an event may wait to be merged with others of its kind, in seconds
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,28 +66,28 @@ def run(arguments: argparse.Namespace) -> int:
     """
     control = open_run(arguments)
     node = control.find(arguments.node)
-    told = {"node": node.id, "name": node.name, "rank": node.rank, "before": node.draining, "left": None}
+    fields = {"node": node.id, "name": node.name, "rank": node.rank, "before": node.draining, "left": None}
     if node.status.get("agent") != "redelastic":
         message = (
             f"Node {node.id} does not run under `redelastic run`, so it cannot drain: send SIGTERM to its torchrun"
         )
         where = node.status.get("host")
         message += f", process {node.status.get('pid')} on {where}." if where else "."
-        return answer(arguments, NO, message, **told, asked=False)
+        return answer(arguments, NO, message, **fields, asked=False)
     after = last_event_id(control)
-    if not control.drain(node.id, by_whom(arguments.reason), arguments.timeout):
-        return answer(arguments, NO, f"Node {node.id} left before it could be asked.", **told, asked=False)
+    if not control.drain(node.id, attributed(arguments.reason), arguments.timeout):
+        return answer(arguments, NO, f"Node {node.id} left before it could be asked.", **fields, asked=False)
     message = f"Node {node.id} was asked to drain: workers have {arguments.timeout:g} s to save."
     if node.draining:
         message = f"Node {node.id} is already draining, {node.draining}: nothing changes."
     if not arguments.wait:
-        return answer(arguments, OK, message, **told, asked=True)
+        return answer(arguments, OK, message, **fields, asked=True)
     if not arguments.json:
         write_line(message)
     started = time.monotonic()
     why = _why_not_left(control, node, after, started + arguments.timeout + GRACE)
     message = f"Node {node.id} " + (why or f"has left, {duration(time.monotonic() - started)} later") + "."
-    return answer(arguments, NO if why else OK, message, **told | {"left": not why}, asked=True)
+    return answer(arguments, NO if why else OK, message, **fields | {"left": not why}, asked=True)
 
 
 def _why_not_left(control: RunControl, node: Node, after: str, deadline: float) -> str:
@@ -106,8 +106,8 @@ def _why_not_left(control: RunControl, node: Node, after: str, deadline: float) 
                 run = control.state()
                 here = any(other.id == node.id for other in run.nodes)
                 gone_since = None if here else gone_since or now
-                if gone_since is not None and now - gone_since > COLLECTED + run.lease:
-                    return ""  # a heartbeat came since: no event is left that could say how
+                if gone_since is not None and now - gone_since > MERGE_DELAY + run.lease:
+                    return ""  # a heartbeat has come since: an event would be there
         if now > deadline and (gone_since is None or isinstance(seen, Exception)):
             return why
     raise AssertionError("a run is followed for ever")

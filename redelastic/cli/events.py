@@ -104,7 +104,7 @@ class Printer:
         self._node_width = 0
 
     def print(self, events: Sequence[Event]) -> None:
-        """Print these, after all that it has printed before."""
+        """Print more events."""
         if self._json:
             for event in events:
                 write_json(event_document(event))

@@ -98,8 +98,8 @@ def _show_failure(failed: Failure) -> None:
     import time
 
     ago = duration(time.time() - failed.time)
-    who = f"rank {failed.rank} on {short(failed.node)} failed in round {failed.epoch}, {ago} ago"
-    write_line(f"{who} ({moment(failed.time, full=True)}): {failed.path or 'it has no log file'}")
+    failure = f"rank {failed.rank} on {short(failed.node)} failed in round {failed.epoch}, {ago} ago"
+    write_line(f"{failure} ({moment(failed.time, full=True)}): {failed.path or 'it has no log file'}")
     for line in failed.tail.splitlines():
         write_line("    " + line.expandtabs())
 

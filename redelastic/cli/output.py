@@ -1,4 +1,4 @@
-"""How commands write: Redis' contents are untrusted, a terminal is for people, a pipe and JSON for programs."""
+"""The commands' output: untrusted text made safe, tables for people, and JSON for programs."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def open_console() -> Console:
     return console
 
 
-def who() -> str:
-    """Who runs this command, as part of a reason."""
+def operator() -> str:
+    """The user and host that run this command, as part of a reason."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # a container whose user has no name
@@ -74,9 +74,9 @@ def who() -> str:
     return f"{user}@{socket.gethostname()}"
 
 
-def by_whom(reason: str) -> str:
-    """The reason to record in a run: who asked, and what they said."""
-    return clean(f"by {who()}" + (f": {reason}" if reason else ""))[:MAX_REASON]
+def attributed(reason: str) -> str:
+    """A reason as it is recorded in a run: with the user and host that gave it."""
+    return clean(f"by {operator()}" + (f": {reason}" if reason else ""))[:MAX_REASON]
 
 
 def moment(at: float, *, full: bool) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from .common import OK, add_run_argument, add_server_arguments, open_run
-from .output import add_json_argument, answer, by_whom
+from .output import add_json_argument, answer, attributed
 
 NAME = "readmit"
 SUMMARY = "readmit a host that was excluded for its failures"
@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     from redelastic.run.control import UnknownNodeError
 
     before, name = control.state(), arguments.name
-    if not control.readmit(name, by_whom(arguments.reason)):
+    if not control.readmit(name, attributed(arguments.reason)):
         others = ", ".join(f"{n} ({failures})" for n, failures in sorted(before.failures.items())[:8])
         raise UnknownNodeError(
             f"Run {arguments.run!r} has no failures of a host {name!r}; "

@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
     Returns:
         The exit code; see :data:`EPILOG`.
     """
-    # Importing torch takes seconds, and a wait for Redis minutes; and the kernel drops what PID 1 does not handle.
+    # Importing torch takes seconds, a wait for Redis minutes, and the kernel drops signals that PID 1 does not handle.
     with handling((signal.SIGTERM, signal.SIGUSR1), _leave):
         return _run(argv)
 
@@ -112,7 +112,7 @@ def _run(argv: Sequence[str]) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Torchrun's parser with our additions, and our help where torchrun's does not apply."""
+    """Torchrun's parser with redelastic's options, and its help where torchrun's does not apply."""
     import torch.distributed.run as torchrun
 
     parser = common.Parser(
@@ -138,7 +138,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("options that torchrun does not have (times in seconds)")
 
     def add(option: str, **settings: Any) -> None:
-        """Like torchrun's own: also with underscores, and with its default from a variable PET_…."""
+        """Add an option as torchrun does: also with underscores, and with its default from a variable PET_…."""
         action = {"action": check_env if settings.pop("flag", False) else env}
         names = dict.fromkeys((option, "--" + option[2:].replace("-", "_")))
         group.add_argument(*names, **{**action, **settings})
@@ -261,10 +261,10 @@ def _check_script(arguments: argparse.Namespace) -> None:
 
 def _place(arguments: argparse.Namespace, opened: ExitStack) -> None:
     """Decide which Redis and which run to use: with ``--standalone``, a server of this process' own."""
-    told = os.environ.get("PET_RDZV_BACKEND") or "redis"
-    if told != "redis" and arguments.rdzv_backend == told:
+    name = os.environ.get("PET_RDZV_BACKEND") or "redis"
+    if name != "redis" and arguments.rdzv_backend == name:
         raise ValueError(
-            f"PET_RDZV_BACKEND={told} selects another rendezvous: unset it, or set it to redis (a launcher may set it)."
+            f"PET_RDZV_BACKEND={name} selects another rendezvous: unset it, or set it to redis (a launcher may set it)."
         )
     if arguments.rdzv_backend not in ("redis", "static"):
         raise ValueError(

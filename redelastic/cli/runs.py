@@ -57,7 +57,7 @@ def _summary(connection: Any, prefix: str, run_id: str) -> dict[str, Any] | None
 
     try:
         state = RunControl(connection, RunKeys(run_id, prefix)).state()
-    except (UnknownRunError, ValueError):  # it has just gone; no run of ours has such a name
+    except (UnknownRunError, ValueError):  # it has just gone; no run can have that name
         return None
     except CorruptStateError:
         return unread(run_id, "corrupt")

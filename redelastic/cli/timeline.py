@@ -93,8 +93,8 @@ def run(arguments: argparse.Namespace) -> int:
     if out is not None:
         size = _write(out, history, arguments.run)
         faults = sum(this.broken_at is not None for this in history.rounds)
-        told = f"{count(len(history.nodes), 'node')}, {count(len(history.rounds), 'round')}, {faults} broken"
-        say(f"{out}: {told}; {size:,} bytes")
+        summary = f"{count(len(history.nodes), 'node')}, {count(len(history.rounds), 'round')}, {faults} broken"
+        say(f"{out}: {summary}; {size:,} bytes")
     return common.OK
 
 

@@ -1,4 +1,4 @@
-"""The dashboard's web application: its pages, its JSON, its streams, and who may see them."""
+"""The dashboard's web application: its pages, JSON and streams, and the access to them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from .standalone import PAGE
 
 COOKIE: Final = "redelastic-dashboard"  # plus the port: browsers send a host's cookies to all its ports
 HOST: Final = re.compile(r"(?:\[([^\]]*)\]|([^:]*))(?::([0-9]{1,5}))?")
-# Scripts and styles are ours or they do not run; nothing is loaded from outside, and no page may frame this one.
+# Only redelastic's own scripts and styles run; nothing is loaded from outside, and no page may frame this one.
 HEADERS: Final[Mapping[str, str]] = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
@@ -102,8 +102,8 @@ async def _page(_: Request) -> Response:
 
 
 async def _live(request: Request) -> Response:
-    told = _reader(request).follow(request.query_params.get("run"))
-    return StreamingResponse(told, media_type="text/event-stream")
+    events = _reader(request).follow(request.query_params.get("run"))
+    return StreamingResponse(events, media_type="text/event-stream")
 
 
 async def _runs(request: Request) -> Response:
@@ -151,11 +151,11 @@ def _failed(status: int) -> Any:
     return answer
 
 
-# -- who may see it
+# -- access
 
 
 class _Guard:
-    """Lets in clients with the token, or without one those that use a local name of this machine; adds the headers.
+    """Lets in clients with the token, or without one clients that use a local name of this machine; adds the headers.
 
     The token comes as ``Authorization: Bearer``, or once as ``?token=``, after which a cookie replaces it.
     """

@@ -1,4 +1,4 @@
-"""What a browser receives: a document, and then the changes to it, as JSON merge patches (RFC 7396)."""
+"""The stream that a browser receives: a document, then its changes, as JSON merge patches (RFC 7396)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Topic:
         self._changed = asyncio.Event()
 
     def publish(self, document: Document) -> None:
-        """Show this document to all followers from now on."""
+        """Replace the document, and send the change to all followers."""
         if self.document is None:
             self._patch = _event("document", document)
         elif patch := merge_patch(self.document, document):

@@ -1,4 +1,4 @@
-"""Reads Redis for the dashboard: one reader for all who watch, and none while nobody does."""
+"""Reads Redis for the dashboard: one reader for all browsers, idle while none watches."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SLOW_PACE: Final = 3.0  # the same for a run that is only watched in the list
 LIST_PACE: Final = 3.0  # between two searches for new runs, in seconds
 REST: Final = 4.0  # a long read is followed by a rest this many times as long: at most a fifth of a core
 RETRY: Final = 1.0  # while Redis is away, in seconds
-KEPT: Final = 60.0  # how long a run is kept after the last request for it, in seconds
+KEEP_TIMEOUT: Final = 60.0  # how long a run is kept after the last request for it, in seconds
 
 
 class Watch:
@@ -63,7 +63,7 @@ class Watch:
         Raises:
             UnknownRunError: Redis has nothing of it.
             UnreachableError: Redis is away.
-            RedelasticError: the run cannot be read: its keys are corrupt or denied to this user, or we have a bug.
+            RedelasticError: its keys are corrupt or denied to this user, or the dashboard has a bug.
         """
         began = time.monotonic()
         self.stirred = False
@@ -75,7 +75,9 @@ class Watch:
         except (UnknownRunError, RedelasticError) as e:
             trouble = e
         except Exception as e:
-            what = f"Run {self.keys.run_id!r} cannot be shown, by a fault of the dashboard's: {type(e).__name__}: {e}."
+            what = (
+                f"Run {self.keys.run_id!r} cannot be shown because of a bug in the dashboard: {type(e).__name__}: {e}."
+            )
             if str(self.trouble) != what:
                 log.exception("Run %r cannot be shown.", self.keys.run_id)
             trouble = RedelasticError(what)
@@ -93,7 +95,7 @@ class Watch:
         self.event_log.read()
         history = self.event_log.history(run)
         report = describe(run, self.event_log.events, time.time(), history)
-        speed = self._speed.take_in(run, report["step"])
+        speed = self._speed.update(run, report["step"])
         if self._origin is None and history:
             self._origin = history.start
         self.row = view.overview(run, report, history, speed)
@@ -108,7 +110,7 @@ class Watch:
 
 
 class Reader:
-    """Reads what is being watched, and publishes it; for one event loop.
+    """Reads the watched runs, and publishes them; for one event loop.
 
     Args:
         connection: to Redis, with short timeouts: while a call waits, the page cannot say that Redis is away.
@@ -122,11 +124,11 @@ class Reader:
         self._listed_at = float("-inf")
         self._away = ""
         self._turn = asyncio.Lock()  # for reading
-        self._looked_at = asyncio.Event()
+        self._has_followers = asyncio.Event()
         self.overview = Topic()
         self.runs: defaultdict[str, Topic] = defaultdict(Topic)
 
-    # -- for those who watch
+    # -- for browsers
 
     def follow(self, run_id: str | None) -> AsyncIterator[str]:
         """The server-sent events for a browser that follows a run, or with None the list of all.
@@ -141,10 +143,10 @@ class Reader:
     async def _follow(self, run_id: str | None) -> AsyncIterator[str]:
         topic = self.overview if run_id is None else self.runs[run_id]
         topic.followers += 1
-        self._looked_at.set()
+        self._has_followers.set()
         try:
-            async for told in topic.follow():
-                yield told
+            async for event in topic.follow():
+                yield event
         finally:
             topic.followers -= 1
 
@@ -179,13 +181,13 @@ class Reader:
     # -- reading
 
     async def run(self) -> None:
-        """Keep reading what is being watched."""
+        """Keep reading the watched runs."""
         while True:
-            await self._looked_at.wait()
+            await self._has_followers.wait()
             topics = self._followed()
             if not topics:
                 self._watches.clear()
-                self._looked_at.clear()
+                self._has_followers.clear()
                 continue
             try:
                 pause = await self._round()
@@ -194,9 +196,9 @@ class Reader:
             except UnreachableError as e:
                 self._away = self._away or f"Redis is away: {e}"
                 await self._rest(topics, self._away)
-            except Exception as e:  # a bug of ours must not end this unnoticed
+            except Exception as e:  # a bug must not end the loop unnoticed
                 log.exception("The dashboard cannot read its runs.")
-                await self._rest(topics, f"The dashboard cannot read its runs, by a fault of its own: {e!r}.")
+                await self._rest(topics, f"The dashboard cannot read its runs because of a bug: {e!r}.")
 
     async def _rest(self, topics: Sequence[Topic], trouble: str) -> None:
         for topic in topics:
@@ -205,7 +207,7 @@ class Reader:
 
     def _followed(self) -> list[Topic]:
         for run_id in [run_id for run_id, topic in self.runs.items() if not topic.followers]:
-            del self.runs[run_id]  # its document is of then
+            del self.runs[run_id]  # its document is out of date
         if not self.overview.followers:
             self.overview.document = None
         return [topic for topic in (self.overview, *self.runs.values()) if topic.followers]
@@ -222,8 +224,8 @@ class Reader:
 
     async def _read_page(self, run_id: str, topic: Topic) -> None:
         watch = self._watch(run_id)
-        is_told = topic.document is not None and (watch.trouble or not topic.document["trouble"])
-        if is_told and not watch.is_due(PACE):
+        is_current = topic.document is not None and (watch.trouble or not topic.document["trouble"])
+        if is_current and not watch.is_due(PACE):
             return
         try:
             await self._read(watch)
@@ -287,7 +289,7 @@ class Reader:
         for run_id in self._watches.keys() - set(found) - self.runs.keys():
             del self._watches[run_id]
         for run_id in found:
-            with contextlib.suppress(UnknownRunError):  # no run of ours has such a name
+            with contextlib.suppress(UnknownRunError):  # no run can have that name
                 self._watches[run_id] = self._watch(run_id)
 
     async def _read_rows(self, pace: float) -> None:
@@ -303,9 +305,9 @@ class Reader:
             pass  # it is gone, or its row says why it cannot be read
 
     def _forget(self) -> None:
-        """Let go of runs that nobody watches any more."""
+        """Drop the runs that no browser has asked for lately."""
         for run_id, watch in list(self._watches.items()):
-            if run_id not in self.runs and time.monotonic() - watch.read_at > KEPT:
+            if run_id not in self.runs and time.monotonic() - watch.read_at > KEEP_TIMEOUT:
                 del self._watches[run_id]
 
     # -- until something happens

@@ -42,7 +42,7 @@ style-src {style_hash}; base-uri 'none'; form-action 'none'; require-trusted-typ
 
 
 def page(run_id: str, history: History) -> str:
-    """The file's text. What Redis holds is in it only as JSON, in which no markup is left."""
+    """The file's text. Data from Redis is in it only as JSON, in which no markup is left."""
     style = (PAGE / "style.css").read_text(encoding="utf-8")
     script = "".join(_LINKS.sub("", (PAGE / name).read_text(encoding="utf-8")) for name in MODULES)
     return _DOCUMENT.format(

@@ -1,7 +1,7 @@
-"""What the page shows of a run, as JSON without nulls: what is not known is left out.
+"""A run as the page shows it: JSON without nulls, in which unknown fields are missing.
 
-Times are seconds on the server's clock, as moments rather than ages, so that a page that hears nothing new
-keeps counting by itself, and a patch holds what happened, not the time.
+Times are seconds on the server's clock, as moments rather than ages, so that a page counts on by itself
+without news, and a patch holds what happened, not the time.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any, Final
 
-from redelastic.run.event_log import last_fault, telling
+from redelastic.run.event_log import last_fault, without_regrouped
 from redelastic.run.events import Completed, Event
 from redelastic.run.history import STATES, History, NodeHistory
 from redelastic.run.records import Node, Run
@@ -24,7 +24,7 @@ Document = dict[str, Any]
 EVENTS: Final = 250  # lines
 MARKS: Final = 1_000  # faults and the like on the timeline, one per node
 SPANS: Final = 20_000  # on the timeline, or four per node if that is more: what a round may need for each
-ROUNDS: Final = 500
+ROUNDS: Final = 500  # on the timeline
 MARKED: Final = frozenset({"lost", "hung", "failed", "drain", "refused", "barred", "stopped", "closed"})
 FOLDED: Final = frozenset({"joined", "started", "left", "saved"})  # events that every node has: shared lines
 WINDOW: Final = 60.0  # over which steps per second are averaged, in seconds
@@ -38,8 +38,8 @@ class Speed:
         self._seen: deque[tuple[float, int]] = deque()
         self._epoch = 0
 
-    def take_in(self, run: Run, step: int | None) -> float | None:
-        """The speed now; None if not known yet."""
+    def update(self, run: Run, step: int | None) -> float | None:
+        """Add the highest step of the run as it is now; returns the speed, or None if it is not known yet."""
         seen = self._seen
         if step is None or run.epoch != self._epoch or (seen and step < seen[-1][1]):
             seen.clear()  # workers that resume redo steps
@@ -78,7 +78,7 @@ def overview(run: Run, report: Mapping[str, Any], history: History | None, speed
 
 
 def details(run: Run, report: Mapping[str, Any], history: History | None, origin: float) -> Document:
-    """What a run's own page shows besides its overview.
+    """The part of a run's own page that its overview lacks.
 
     Args:
         run: as it is now.
@@ -91,16 +91,16 @@ def details(run: Run, report: Mapping[str, Any], history: History | None, origin
         "problems": [clean(short(problem)) for problem in report["problems"]],
         "waits_for": clean(short(report["waits_for"])),
         "nodes": {
-            node.id: _node(node, told, run, place)
-            for place, (node, told) in enumerate(zip(run.nodes, report["nodes"], strict=True))
+            node.id: _node(node, fields, run, place)
+            for place, (node, fields) in enumerate(zip(run.nodes, report["nodes"], strict=True))
         },
         "timeline": _live_timeline(run, report, history, origin) if history else {},
-        "events": fold(telling(history.events)) if history else {},
+        "events": fold(without_regrouped(history.events)) if history else {},
     }
 
 
 def saved(run_id: str, history: History) -> Document:
-    """What the file of ``redelastic timeline`` shows: all that is known of a run, as it was at the history's end."""
+    """The document in ``redelastic timeline``'s file: all that is known of a run, as it was at the history's end."""
     broken = [this for this in history.rounds if this.down is not None]
     return _known(
         run=clean(run_id),
@@ -116,7 +116,7 @@ def saved(run_id: str, history: History) -> Document:
         restart=sum(restarts) if (restarts := [this.restart for this in broken if this.restart is not None]) else None,
         away=sum(end - start for start, end in history.outages),
         timeline=_timeline(history, history.start, None, live=False),
-        events=fold(telling(history.events), None),
+        events=fold(without_regrouped(history.events), None),
         texts={
             event.id: "\n".join(clean(line) for line in detail_of(event).splitlines() or event.nodes)
             for event in history.events
@@ -135,25 +135,25 @@ def _why(run: Run, report: Mapping[str, Any]) -> str:
     return clean(short(rest or (report["waits_for"] if run.nodes else "")))
 
 
-def _node(node: Node, told: Mapping[str, Any], run: Run, place: int) -> Document:
-    total = told["memory_total"]
+def _node(node: Node, fields: Mapping[str, Any], run: Run, place: int) -> Document:
+    total = fields["memory_total"]
     return _known(
         place=place,
         name=clean(node.name),
-        host=clean(told["host"]) if told["host"] not in {"", node.name} else None,
+        host=clean(fields["host"]) if fields["host"] not in {"", node.name} else None,
         rank=node.rank,
-        state=clean(told["state"]),
+        state=clean(fields["state"]),
         until=_moment(run.time + node.lease),
         draining=clean(short(node.draining)) or None,
-        step=told["step"],
-        idle=round(told["idle"], 1) if told["idle"] is not None else None,
-        cpu=round(told["cpu"]) if told["cpu"] is not None else None,
-        memory=round(told["memory"] / GIB, 1) if told["memory"] is not None else None,
+        step=fields["step"],
+        idle=round(fields["idle"], 1) if fields["idle"] is not None else None,
+        cpu=round(fields["cpu"]) if fields["cpu"] is not None else None,
+        memory=round(fields["memory"] / GIB, 1) if fields["memory"] is not None else None,
         memory_total=round(total / GIB, 1) if total is not None else None,
-        restarts=told["restarts"] or None,
-        problems=[clean(short(text)) for text in told["problems"]] or None,
-        gpus=[_gpu(gpu) for gpu in told["gpus"]] or None,
-        gpus_hidden=clean(told["gpus_hidden"]) if told["gpus_hidden"] else None,
+        restarts=fields["restarts"] or None,
+        problems=[clean(short(text)) for text in fields["problems"]] or None,
+        gpus=[_gpu(gpu) for gpu in fields["gpus"]] or None,
+        gpus_hidden=clean(fields["gpus_hidden"]) if fields["gpus_hidden"] else None,
     )
 
 
@@ -273,5 +273,5 @@ def _moment(time: float) -> float:
 
 
 def _figures(value: float | None) -> float | None:
-    """A number with as many digits as anyone reads."""
+    """A number, rounded to four digits."""
     return None if value is None else float(f"{value:.4g}")

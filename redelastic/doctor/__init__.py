@@ -1,7 +1,7 @@
-"""Is this Redis, this host and this installation fit for our runs? What ``redelastic doctor`` checks.
+"""What ``redelastic doctor`` checks: whether Redis, this host and the installation are fit for a run.
 
-``server.py`` asks the server about itself, ``rights.py`` what this user may do, ``trial.py`` tries our protocol,
-``host.py`` looks at this machine. Nothing is changed; what a trial writes is removed again. Only the trial needs torch.
+``server.py`` asks the server about itself, ``rights.py`` what this user may do, ``trial.py`` tries the protocol on it,
+``host.py`` checks this machine. Nothing is changed; what a trial writes is removed again. Only the trial needs torch.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from .server import examine_round_trips, examine_server
 __all__ = ["LEVELS", "Finding", "Group", "Level", "examine"]
 
 LIMIT: Final = 7.0  # checks not begun within this time are skipped, in seconds
-CONNECT_TIMEOUT: Final = 2.0
-ATTEMPT_TIMEOUT: Final = 1.5
-CALL_TIMEOUT: Final = 1.0  # including retries of what fails at once
+CONNECT_TIMEOUT: Final = 2.0  # in seconds
+ATTEMPT_TIMEOUT: Final = 1.5  # in seconds
+CALL_TIMEOUT: Final = 1.0  # in seconds, including retries of what fails at once
 _HINDRANCES: Final = ("role", "topology", "replicas")  # each of these makes writes impossible
 
 
@@ -40,7 +40,7 @@ def examine(endpoint: Endpoint, key_prefix: str, run_id: str = "") -> list[Findi
             corner of that run's keys, apart from the run's own, and leaves nothing there.
 
     Returns:
-        The findings. The one called ``reachable`` is a problem if Redis did not answer or refused us.
+        The findings. The one called ``reachable`` is a problem if Redis did not answer, or refused the login.
 
     Raises:
         ValueError: the key prefix or run id cannot be part of a key.
@@ -86,7 +86,7 @@ def _try(
     trial: ModuleType | None,
     deadline: float,
 ) -> Iterator[Finding]:
-    """Try our protocol, unless it is already known not to work."""
+    """Try the protocol, unless it is already known not to work."""
     hindrance = next((f.name for f in found if f.level == "problem" and f.name in _HINDRANCES), "")
     try:
         if not hindrance:

@@ -1,4 +1,4 @@
-"""What an examination finds: one fact each, how bad it is, and what to do about it."""
+"""The findings of an examination: one fact each, its level, and what to do about it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Finding:
     """The result of one check.
 
     Attributes:
-        group: what it is about: the Redis ``server``, the ``trial`` of our protocol on it, or this ``host``.
+        group: what it is about: the Redis ``server``, the ``trial`` of the protocol on it, or this ``host``.
         name: stable, for programs.
         level: ``ok``; ``note``: worth knowing; ``warning``: works, but may fail one day; ``problem``: does not work.
         found: in words.

@@ -31,13 +31,13 @@ from .finding import Finding
 SUPPORTED_REDIS_PY: Final = "8"
 GPU_LIMIT: Final = 5.0  # for the driver to answer, in seconds
 GLOO_VARIABLE: Final = INTERFACE_VARIABLES[0]
-FEW_FILES: Final = 1024  # an agent of 8 workers has about 200 open
-LITTLE_SHM: Final = 512 * 2**20  # NCCL and DataLoader's workers share memory there; a container has 64 MiB by default
+MIN_FILES: Final = 1024  # an agent of 8 workers has about 200 open
+MIN_SHM_BYTES: Final = 512 * 2**20  # NCCL and DataLoader's workers share memory there; a container has 64 MiB
 SHM: Final = "/dev/shm"  # noqa: S108  (only looked at, never written to)
 
 
 def examine_host(endpoint: Endpoint, connection: Connection | None) -> Iterator[Finding]:
-    """Examine this machine; ``connection`` is None if there is none."""
+    """Examine this machine; ``connection`` is None if Redis was not reached."""
     yield _installed_torch()
     yield _version("redis-py", importlib.metadata.version("redis"), SUPPORTED_REDIS_PY)
     yield Finding("host", "python", "ok", platform.python_version())
@@ -103,8 +103,8 @@ def _addresses(endpoint: Endpoint, connection: Connection | None) -> Iterator[Fi
 
 def _address(endpoint: Endpoint, address: LocalAddress, *, reached: bool) -> Finding:
     if not is_loopback(address.host):
-        return Finding("host", "address", "ok", f"peers are told {address}")
-    found = f"peers are told {address}, which only this host reaches"
+        return Finding("host", "address", "ok", f"peers get {address}")
+    found = f"peers get {address}, which only this host reaches"
     if is_local(endpoint):
         return Finding("host", "address", "note", found, "This is enough for nodes on this host.")
     if not reached:
@@ -113,20 +113,20 @@ def _address(endpoint: Endpoint, address: LocalAddress, *, reached: bool) -> Fin
     return Finding("host", "address", "problem", found, advice)
 
 
-def _gloo(address: LocalAddress, meant: str, said: str) -> Finding:
-    """Where gloo listens. It chooses by itself: what is right for NCCL need not be right for gloo."""
-    if said:
-        if missing := [name for name in said.split(",") if name not in interfaces()]:
+def _gloo(address: LocalAddress, meant: str, chosen: str) -> Finding:
+    """Where gloo listens: it chooses by itself, and need not choose as NCCL does."""
+    if chosen:
+        if missing := [name for name in chosen.split(",") if name not in interfaces()]:
             advice = f"gloo fails with that: it takes no patterns. Unset it, or use one of {', '.join(interfaces())}."
-            return Finding("host", "gloo", "problem", f"{GLOO_VARIABLE}={said}: there is no {missing[0]}", advice)
-        return Finding("host", "gloo", "ok", f"listens on {said}, as {GLOO_VARIABLE} says")
+            return Finding("host", "gloo", "problem", f"{GLOO_VARIABLE}={chosen}: there is no {missing[0]}", advice)
+        return Finding("host", "gloo", "ok", f"listens on {chosen}, as {GLOO_VARIABLE} says")
     if address.interface:
         found = f"this host's name resolves to {meant or 'no address of its own'}, so workers get {GLOO_VARIABLE}="
         return Finding("host", "gloo", "ok", found + address.interface)
     listens = interface_of(meant) if meant else "lo"
     if is_loopback(address.host) or interface_of(address.host) == listens:
         return Finding("host", "gloo", "ok", f"listens on {listens}, as this host's name resolves")
-    found = f"listens on {listens}, as this host's name resolves, but peers are told {address}"
+    found = f"listens on {listens}, as this host's name resolves, but peers get {address}"
     return Finding(
         "host", "gloo", "note", found, f"If peers cannot reach it there, set {GLOO_VARIABLE} or --local-addr."
     )
@@ -157,7 +157,7 @@ def _files() -> Finding:
     if soft == resource.RLIM_INFINITY:
         return Finding("host", "open-files", "ok", "no limit")
     numbers = {"limit": soft}
-    if soft >= FEW_FILES:
+    if soft >= MIN_FILES:
         return Finding("host", "open-files", "ok", f"up to {soft:,}", numbers=numbers)
     most = "unlimited" if hard == resource.RLIM_INFINITY else f"at most {hard:,}"
     return Finding("host", "open-files", "warning", f"up to {soft:,}", f"Raise it with ulimit -n ({most}).", numbers)
@@ -169,7 +169,7 @@ def _shared_memory() -> Iterator[Finding]:
     except OSError:  # not Linux
         return
     found, numbers = f"{free / 2**20:,.0f} MiB free in {SHM}", {"free_bytes": free}
-    if free >= LITTLE_SHM:
+    if free >= MIN_SHM_BYTES:
         yield Finding("host", "shared-memory", "ok", found, numbers=numbers)
     else:
         advice = (

@@ -1,4 +1,4 @@
-"""Whether this Redis user may do what a run needs, tried in a corner of the run's keys where nothing is its own."""
+"""Whether this Redis user may do what a run needs, tried on keys beside the run's own."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TTL: Final = 60.0  # how long leftovers that could not be removed stay, in secon
 WAKES: Final = 5  # keys of the trial's store that a reader waits for
 KINDS: Final = ("string", "hash", "set", "zset", "stream", "list")
 
-# One harmless call of each command that a run sends or that its scripts call: these have just its user's rights.
+# One harmless call of each command that a run sends or that its scripts call: a script has only its user's rights.
 # A word of KINDS stands for a key of that type.
 PROBES: Final = (
     "PING",
@@ -56,7 +56,7 @@ class _CornerKeys(RunKeys):
 
 
 class Corner:
-    """Where a trial writes: among a run's keys, apart from those the run uses.
+    """The keys that a trial writes: in a run's slot and pattern, beside the run's own.
 
     Args:
         key_prefix: prefix of the run's keys.
@@ -95,7 +95,7 @@ class Corner:
         self._written.append(key)
 
     def clear(self, connection: Connection) -> None:
-        """Remove everything written; what the server does not let us remove expires."""
+        """Remove everything written; what the server refuses to remove expires."""
         try:
             connection.call(lambda client: client.delete(*self._written), timeout=0)
         except RedelasticError:
@@ -105,7 +105,7 @@ class Corner:
 def examine_rights(connection: Connection, corner: Corner) -> Finding:
     """Try each command that a run needs once.
 
-    ACL DRYRUN would also tell, but only administrators.
+    ACL DRYRUN would answer this too, but only administrators may call it.
 
     Raises:
         UnavailableError: the server stopped answering.

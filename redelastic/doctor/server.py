@@ -1,4 +1,4 @@
-"""What a Redis server reports about itself, what of it matters to a run, and how far away it is."""
+"""Checks of a Redis server: what it reports about itself that matters to a run, and how far away it is."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ Version = tuple[int, int, int]
 Facts = Mapping[str, Any]  # about one server, from HELLO, INFO, CLUSTER INFO and CONFIG; what it refuses is missing
 
 OLDEST: Final[Version] = (6, 2, 0)
-NEWEST: Final = {"redis": 8, "valkey": 9}  # the newest major version that we know
+NEWEST: Final = {"redis": 8, "valkey": 9}  # the newest major version that was tested
 CONNECTIONS_PER_NODE: Final = 3  # the keeper's, the caller's and the store's
-FEW_NODES: Final = 32
-COARSE_HZ: Final = 10  # a blocking read ends up to 1/hz s late; a node allows for a tenth of a second
-SHORT_SCRIPT_MS: Final = 100
+MIN_FREE_NODES: Final = 32  # that should still be able to connect
+MIN_HZ: Final = 10  # a blocking read ends up to 1/hz s late; a node allows for a tenth of a second
+MIN_SCRIPT_LIMIT_MS: Final = 100
 PINGS: Final = 100
 PINGS_S: Final = 1.5  # no more pings after this time, in seconds
 SLOW_MS: Final = 10.0
@@ -50,10 +50,10 @@ def examine_server(connection: Connection, endpoint: Endpoint) -> Iterator[Findi
         name: connection.call(lambda _, client=client: _ask(client))  # type: ignore[misc]
         for name, client in masters(connection).items()
     }
-    any_of_them = next(iter(servers.values()))
+    facts_of_first = next(iter(servers.values()))
     yield _encryption(endpoint)
-    yield _login(endpoint, any_of_them)
-    yield _topology(endpoint, any_of_them)
+    yield _login(endpoint, facts_of_first)
+    yield _topology(endpoint, facts_of_first)
     for name, (check, should) in _CHECKS.items():
         yield _worst({server: _judge(name, check, should, facts, endpoint) for server, facts in servers.items()})
 
@@ -101,9 +101,9 @@ def _ask(client: redis.Redis) -> Facts:
     if isinstance(hello, list):
         hello = dict(zip(hello[::2], hello[1::2], strict=True))
     if isinstance(hello, dict):
-        said = {text(name): text(value) for name, value in hello.items() if isinstance(value, bytes | str)}
-        facts |= {"product": said.get("server"), "version": said.get("version"), "mode": said.get("mode")}
-        facts["role"] = {"replica": "slave"}.get(said.get("role", ""), said.get("role"))  # as INFO calls it
+        fields = {text(name): text(value) for name, value in hello.items() if isinstance(value, bytes | str)}
+        facts |= {"product": fields.get("server"), "version": fields.get("version"), "mode": fields.get("mode")}
+        facts["role"] = {"replica": "slave"}.get(fields.get("role", ""), fields.get("role"))  # as INFO calls it
     elif "redis_version" in facts:
         valkey = facts.get("server_name") == "valkey"
         version = facts.get("valkey_version" if valkey else "redis_version")
@@ -238,7 +238,7 @@ def _mib(size: int) -> str:
 
 
 def _persistence(facts: Facts, _: Endpoint) -> Finding:
-    # A server that refuses writes because it cannot persist them refuses PING too: it does not get as far as this.
+    # A server that refuses writes because it cannot persist them refuses PING too, so this is never reached.
     appends = bool(facts["aof_enabled"])
     if facts["save"] and facts["rdb_last_bgsave_status"] != "ok":
         return _found("warning", "the last snapshot failed", "Check the server's log and disk.")
@@ -272,7 +272,7 @@ def _clients(facts: Facts, _: Endpoint) -> Finding:
     connected, limit = int(facts["connected_clients"]), int(facts["maxclients"])
     nodes = max(0, limit - connected) // CONNECTIONS_PER_NODE
     found = f"{connected:,} of {limit:,} connected: room for about {nodes:,} nodes"
-    level: Level = "problem" if nodes < 2 else "warning" if nodes < FEW_NODES else "ok"
+    level: Level = "problem" if nodes < 2 else "warning" if nodes < MIN_FREE_NODES else "ok"
     return _found(level, found, "Raise maxclients." if level != "ok" else "", connected=connected, limit=limit)
 
 
@@ -286,14 +286,14 @@ def _idle_timeout(facts: Facts, _: Endpoint) -> Finding:
 
 def _hz(facts: Facts, _: Endpoint) -> Finding:
     hz = int(facts["configured_hz"])
-    if hz >= COARSE_HZ:
+    if hz >= MIN_HZ:
         return _found("ok", str(hz), hz=hz)
-    return _found("warning", f"{hz}: blocking reads end up to {1 / hz:.1f} s late", f"Set hz {COARSE_HZ}.", hz=hz)
+    return _found("warning", f"{hz}: blocking reads end up to {1 / hz:.1f} s late", f"Set hz {MIN_HZ}.", hz=hz)
 
 
 def _script_limit(facts: Facts, _: Endpoint) -> Finding:
     ms = int(facts["busy-reply-threshold"] if "busy-reply-threshold" in facts else facts["lua-time-limit"])
-    if ms == 0 or ms >= SHORT_SCRIPT_MS:
+    if ms == 0 or ms >= MIN_SCRIPT_LIMIT_MS:
         return _found("ok", f"{ms} ms" if ms else "none", ms=ms)
     return _found(
         "note", f"{ms} ms", "Longer scripts of other users make the server answer BUSY: 5000 is usual.", ms=ms
@@ -320,7 +320,7 @@ _CHECKS: Final[Mapping[str, tuple[Callable[[Facts, Endpoint], Finding], str]]] =
     "replicas": (_replicas, "With replicas, min-replicas-to-write should be 1."),
     "clients": (_clients, f"Each node needs about {CONNECTIONS_PER_NODE} connections."),
     "idle-timeout": (_idle_timeout, "timeout should be 0."),
-    "hz": (_hz, f"hz should be {COARSE_HZ} or more."),
+    "hz": (_hz, f"hz should be {MIN_HZ} or more."),
     "script-limit": (_script_limit, "lua-time-limit should not be below 100 ms."),
     "output-limit": (_output_limit, "client-output-buffer-limit should be 0 for normal clients."),
 }

@@ -1,4 +1,4 @@
-"""Our protocol, tried on a server: a rendezvous, a store, and how long each takes. The only check that needs torch."""
+"""The protocol, tried on a server: a rendezvous, a store, and how long each takes. The only check that needs torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from redelastic.store import RedisStore
 from .finding import Finding
 from .rights import TTL, WAKES, Corner
 
-ATTEMPT_TIMEOUT: Final = 1.5
+ATTEMPT_TIMEOUT: Final = 1.5  # in seconds
 TIMEOUT: Final = 2.0  # of the rendezvous, and of an operation on the store, in seconds
 SLOW_WAKE_MS: Final = 100.0  # what I7 promises
 BLOCKED_S: Final = 0.05  # after which a reader is assumed to be blocked
@@ -116,7 +116,7 @@ def try_store(connection: Connection, corner: Corner) -> Iterator[Finding]:
 
 
 def _use(store: RedisStore, which: str) -> dict[str, float]:
-    """How long each operation takes, in ms.
+    """Measure how long each operation takes, in ms.
 
     Raises:
         DistError: one of them returned something wrong.
@@ -140,7 +140,7 @@ def _use(store: RedisStore, which: str) -> dict[str, float]:
 
 
 def _wake_up(store: RedisStore, key: str) -> float:
-    """How long after a ``set`` a blocked ``get`` returns, in ms."""
+    """Measure how long after a ``set`` a blocked ``get`` returns, in ms."""
 
     def read() -> float:
         store.get(key)

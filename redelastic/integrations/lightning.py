@@ -58,7 +58,7 @@ class ElasticCallback(Callback):
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         """Save if any rank was asked to, and report the step."""
         wanted = redelastic.should_checkpoint()
-        if trainer.strategy.reduce_boolean_decision(wanted, all=False):  # one rank may see it before the others
+        if trainer.strategy.reduce_boolean_decision(wanted, all=False):  # one may see it before the others
             trainer.save_checkpoint(self._path(trainer))
         redelastic.progress(trainer.global_step)
 

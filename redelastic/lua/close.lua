@@ -2,7 +2,7 @@
 -- may still be stopped.
 --
 -- KEYS 1-11 of run.lua
--- ARGV 1 ttl (ms), 2 stop: 1 if the nodes have to end their workers too, 0 if those may finish, 3 node that asks, or '',
+-- ARGV 1 ttl (ms), 2 stop: 1 if the nodes have to end their workers too, 0 if the workers may finish, 3 node that asks, or '',
 --      4... fields of the event `closed`
 -- Reply why the run was first closed, as JSON
 local stop = ARGV[2] == '1'

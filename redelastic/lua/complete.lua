@@ -11,7 +11,7 @@ end
 
 -- Removes members and candidates whose lease has run out. If no node at all was heard for longer than a heartbeat
 -- interval allows, or the clock went back, it was the server that was away: no node is judged, every lease starts anew.
--- `steady` says that the calling node has not lost Redis lately. Returns whether the server was away.
+-- `steady`: the calling node has not lost Redis lately. Returns whether the server was away.
 local function reap(steady)
   local silence = run.beat_at and now - run.beat_at or 0
   set('beat_at', now) -- first: a server without memory refuses this, and so the whole script, before any node is judged
@@ -60,40 +60,41 @@ end
 
 -- Former members keep their rank if it is below n; holes are filled by label, then by place among the candidates.
 local function assign(chosen)
-  local n, node_at, homeless, labelled = #chosen / 2, {}, {}, redis.call('EXISTS', LABELS) == 1
+  local n, node_at, unplaced, labelled = #chosen / 2, {}, {}, redis.call('EXISTS', LABELS) == 1
   for i = 1, n do
     local node, rank = chosen[2 * i - 1], chosen[2 * i] - FORMER
     if rank < n then
       node_at[rank] = node
     else
-      homeless[#homeless + 1] = { node = node, place = i, label = labelled and redis.call('HGET', LABELS, node) or '' }
+      unplaced[#unplaced + 1] = { node = node, place = i, label = labelled and redis.call('HGET', LABELS, node) or '' }
     end
   end
-  table.sort(homeless, function(a, b)
+  table.sort(unplaced, function(a, b)
     if a.label ~= b.label then return a.label < b.label end
     return a.place < b.place
   end)
-  local next_homeless = 1
+  local next_unplaced = 1
   for rank = 0, n - 1 do
     if not node_at[rank] then
-      node_at[rank] = homeless[next_homeless].node
-      next_homeless = next_homeless + 1
+      node_at[rank] = unplaced[next_unplaced].node
+      next_unplaced = next_unplaced + 1
     end
   end
   return node_at, n
 end
 
--- A node asked to drain before it was a member has workers to save from now on. One save serves all drains: a few wake-ups do.
+-- Wakes the members for nodes that were asked to drain before the round: from now on there are workers to save. One save
+-- serves all drains, so a few wake-ups are enough.
 local function wake_drains(nodes)
-  local told = 0
+  local woken = 0
   for first = 1, #nodes, 1000 do
     local fields = {}
     for i = first, math.min(first + 999, #nodes) do
       fields[i - first + 1] = 'draining ' .. nodes[i]
     end
     for i, draining in ipairs(redis.call('HMGET', RUN, unpack(fields))) do
-      if draining and told < 16 then
-        told = told + 1
+      if draining and woken < 16 then
+        woken = woken + 1
         wake_drain(nodes[first + i - 1], string.match(draining, '^(%S*) (.*)$'))
       end
     end

@@ -10,11 +10,11 @@ if not redis.call('ZSCORE', LEASES, node) then
   return 0
 end
 if redis.call('HSETNX', RUN, 'draining ' .. node, timeout .. ' ' .. reason) == 1 then
-  local is_told_alone = record('drain', node, 'reason', reason, 'timeout_ms', timeout)
-  if redis.call('SISMEMBER', MEMBERS, node) == 1 then -- a candidate has no workers, and no others have to save for it
+  local is_recorded_alone = record('drain', node, 'reason', reason, 'timeout_ms', timeout)
+  if redis.call('SISMEMBER', MEMBERS, node) == 1 then -- a candidate has no workers, so the other nodes have nothing to save for
     -- Of many drains at once only a few wake the others, then one a second: one save serves all of them.
     local second = string.format('%.0f %.0f', run.epoch or 0, math.floor(now / 1000))
-    if is_told_alone or redis.call('HGET', RUN, 'drain_woke') ~= second then
+    if is_recorded_alone or redis.call('HGET', RUN, 'drain_woke') ~= second then
       redis.call('HSET', RUN, 'drain_woke', second)
       wake_drain(node, timeout, reason)
     end

@@ -1,4 +1,4 @@
--- inspect: all that is known of a run, as of one moment. It changes nothing.
+-- inspect: reads everything about a run at one moment. It changes nothing.
 --
 -- KEYS 1-10 of run.lua
 -- Reply {now (ms), run, ranks, members, candidates, leases, failures}: names and values in turn

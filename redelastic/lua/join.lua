@@ -1,7 +1,7 @@
 -- join: asks for a place in a round later than `after`; asked again, it answers the same (I8). A blocked node asks
 -- again whenever it is woken, and when `wait` has passed.
 --
--- KEYS 1-11 of run.lua, 12 data, 13 waits, 14 once: the store of round `after`, which ends now
+-- KEYS 1-11 of run.lua, 12 data, 13 waits, 14 dedup: the store of round `after`, which ends now
 -- ARGV 1-19 of restore.lua, 20 after: last epoch that the node held, 0 if none, 21 endpoint, 22 label
 -- Reply {'complete', epoch, rank, size, master, completed_at, lost: how many nodes of the previous round did not come back,
 --        incarnation}
@@ -25,7 +25,7 @@ if run.closed then
 end
 
 if tonumber(ARGV[10]) > 0 and not is_member and not is_candidate then
-  try_complete() -- some may just have been reaped
+  try_complete() -- nodes may just have been reaped
   return { 'left' } -- it held a round and has lost its lease: it comes back as a new node, or this is a late copy (I4)
 end
 
@@ -33,7 +33,7 @@ local empty = redis.call('ZCARD', LEASES) == 0
 if empty or not run.min then
   set_up()
 elseif min ~= run.min or max ~= run.max then
-  try_complete() -- some may just have been reaped
+  try_complete() -- nodes may just have been reaped
   return { 'mismatch', run.min or false, run.max or false, run.lease or 0, run.interval or 0 }
 end
 if not is_my_run() then

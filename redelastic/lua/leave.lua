@@ -1,13 +1,13 @@
--- leave: takes a node out of the run for good. A member that has finished thereby closes the run, so that the others,
--- which finish too, are not asked to regroup; one that has failed for good stops it. Not while the round is broken:
--- then the others have to go on without it. A node that is not a member of the newest round closes nothing (I4).
+-- leave: takes a node out of the run for good. A member that has finished thereby closes the run, so that the other
+-- members, which finish too, do not regroup; a member that has failed for good stops it. Not while the round is broken:
+-- then the other members have to go on without it. A node that is not a member of the newest round closes nothing (I4).
 --
 -- KEYS 1-11 of run.lua
 -- ARGV 1-19 of restore.lua, 20 what becomes of the run: 'goes on' | 'closes' | 'stops', 21... fields of the event `left`
 -- I1 I4 I5 I6 I8 I9
 local run_then = ARGV[20]
 restore()
-if not run.ttl then -- nothing of this run is on the server: yet, perhaps
+if not run.ttl then -- nothing of this run is on the server, perhaps not yet
   redis.call('SET', STATUS, 'left', 'PX', ARGV[9])
   return
 end
@@ -29,6 +29,6 @@ if closes then
 end
 try_complete()
 if run.flush_at and redis.call('ZCARD', LEASES) == 0 then
-  flush_merged_events() -- no node is left whose heartbeat would
+  flush_merged_events() -- no heartbeat will come that flushes them
 end
 touch()

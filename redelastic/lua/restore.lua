@@ -15,9 +15,9 @@ local function is_my_run()
   return (run.epoch or 0) == 0 or run.incarnation == ARGV[19]
 end
 
--- Whether what this node knows counts. Right after a server has come back empty, newcomers may form a run of their own
--- before all survivors have spoken, which takes them a heartbeat interval: it gives way to theirs. Later it stands: someone has
--- removed the run's record and used its id again, and this node was cut off meanwhile.
+-- Whether this node's knowledge of the run counts. Right after a server has come back empty, new nodes may form a run of
+-- their own before all survivors have reported, which takes a heartbeat interval: the new run gives way to the survivors' run.
+-- Later it stands: the run's record was removed and its id used again, while this node was cut off.
 local function is_heard()
   return is_my_run() or now < (run.created_at or 0) + 1.5 * run.interval
 end

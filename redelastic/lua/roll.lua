@@ -1,8 +1,8 @@
 -- roll: the part of every verb that judges a roll call (I7). While one is open, the lease of each node that has not answered
 -- ends at `roll_until`. Only a request that knows of the call is an answer: the sender of any other may be dead by now.
 -- No round completes meanwhile.
-local PER_ANSWER = 0.2 -- ms that Redis may need for each
-local LAST_CHANCE = 0.2 -- share of the timeout
+local ANSWER_MS = 0.2 -- time that Redis may need for each answer
+local LAST_CHANCE_SHARE = 0.2 -- of the timeout
 
 -- Lua passes at most a few thousand arguments at once.
 local function in_portions(command, key, args)
@@ -20,13 +20,13 @@ local function lease_until(at, nodes)
 end
 
 local function open_roll_call(node, timeout)
-  local window = math.min(timeout * (1 - LAST_CHANCE) + PER_ANSWER * redis.call('ZCARD', LEASES), run.lease / 2)
+  local window = math.min(timeout * (1 - LAST_CHANCE_SHARE) + ANSWER_MS * redis.call('ZCARD', LEASES), run.lease / 2)
   set('roll_called_at', now)
   set('roll_called_by', node)
   set('roll_timeout', timeout)
   set('roll_until', now + math.floor(window))
   lease_until(run.roll_until, redis.call('ZRANGEBYSCORE', LEASES, '(' .. run.roll_until, '+inf'))
-  tell_all('roll_call', 'called_at', now)
+  add_wake_up('roll_call', 'called_at', now)
 end
 
 -- The roll call that a node which last heard of `heard` still has to answer, or 0.
@@ -35,7 +35,7 @@ local function to_answer(node, heard)
   return expiry and tonumber(expiry) <= run.roll_until and run.roll_called_at or 0
 end
 
--- Of nodes whose settings differ the slowest counts for all: else each of its heartbeats would look like an outage's end.
+-- The longest lease and interval count for all nodes: else each heartbeat of the slowest node would look like an outage's end.
 local function renew(node, heard)
   local lease, interval = tonumber(ARGV[7]), tonumber(ARGV[8])
   if lease > (run.lease or 0) then
@@ -53,9 +53,9 @@ local function end_roll_call()
   end
 end
 
--- The first look after its end may have overtaken answers that a frozen server has not read yet: the silent nodes get one
--- last chance. A node that is not `steady` has just found Redis again, so others may still be looking for it: then no node
--- is judged, and the leases are put back to the latest time at which they would have ended, so that asking delays no loss.
+-- The first check after its end may run before answers that a frozen server has not read yet: the silent nodes get one
+-- last chance. A node that is not `steady` has just found Redis again, so other nodes may still be looking for it: then no
+-- node is judged, and each lease ends when it would have ended at the latest, so that a roll call delays no loss.
 local function judge_roll_call(steady)
   if not run.roll_until or now < run.roll_until then
     return
@@ -66,13 +66,13 @@ local function judge_roll_call(steady)
     end_roll_call()
   elseif not run.roll_last_chance then
     set('roll_last_chance', 1)
-    set('roll_until', now + math.ceil(math.min(run.roll_timeout * LAST_CHANCE + PER_ANSWER * #silent, run.lease / 4)))
+    set('roll_until', now + math.ceil(math.min(run.roll_timeout * LAST_CHANCE_SHARE + ANSWER_MS * #silent, run.lease / 4)))
     lease_until(run.roll_until, silent)
   end
 end
 
 -- Ends the roll call once no node is silent; returns whether none is open then. If no member was lost, the failure that it
--- was called for is the workers' own, and those that wait for that verdict are woken.
+-- was called for is the workers' own, and the nodes that wait for this verdict are woken.
 local function roll_call_is_over()
   if not run.roll_until then
     return true
@@ -87,7 +87,7 @@ local function roll_call_is_over()
   set('roll_answered', called_at)
   local nodes = redis.call('ZCARD', LEASES)
   record('roll_call', called_by, 'answers', nodes, 'took_ms', now - called_at)
-  tell_all('answered', 'called_at', called_at)
+  add_wake_up('answered', 'called_at', called_at)
   if again and nodes > 0 then
     open_roll_call(again, timeout)
   end

@@ -1,5 +1,5 @@
--- roll_call: asks who is there, since workers of a member failed and a lost peer may be the reason. Any node that stays
--- silent is out after `timeout` instead of a lease. If the open roll call began before the failure, another one follows it.
+-- roll_call: asks every node to answer, since workers of a member failed and a lost peer may be the cause. A node that
+-- stays silent is out after `timeout` instead of a lease. If the open roll call began before the failure, another one follows it.
 -- Sent again, it changes nothing (I8); for an older round it does nothing (I4).
 --
 -- KEYS 1-11 of run.lua

@@ -1,9 +1,9 @@
--- run: what every verb of a run begins with: its keys, the server's clock, and what they share.
+-- run: the start of every verb of a run: its keys, the server's clock, and the functions that the verbs share.
 --
 -- KEYS 1 run (hash)          protocol, incarnation (the node that created the run), created_at, epoch, size, master and settings of the
 --                            run; closed, broken, deadline, beat_at, restoring
 --      2 ranks (zset)        node -> rank when the last round was completed: unchanged until the next one is
---      3 members (set)       those of `ranks` that still hold the round: they have not rejoined, left or lost their lease
+--      3 members (set)       nodes of `ranks` that still hold the round: they have not rejoined, left or lost their lease
 --      4 candidates (zset)   nodes blocked in a join; former members by rank (below zero), then the others by arrival
 --      5 leases (zset)       node -> expiry, in ms on the server's clock, of every member and candidate
 --      6 endpoints (hash)    node -> "host port" on which it would serve the round's bootstrap store
@@ -73,7 +73,7 @@ local function as_json(list)
   return cjson.encode(list)
 end
 
--- The names and values in a JSON text from Redis, from the `first` on; none if someone else has written it.
+-- The names and values in a JSON text from Redis, from the `first` on; none if redelastic did not write it.
 local function from_json(text, first)
   local known, list = pcall(cjson.decode, text)
   local pairs = {}
@@ -84,7 +84,7 @@ local function from_json(text, first)
 end
 
 -- Keeps some 10,000 events, of 6 MiB at most, which take up to 8: whenever 3 MiB have been `written`, it drops all before
--- `mark`, where those begin.
+-- `mark`, where these 3 MiB begin.
 local function add(...)
   local size, limit, count = 0, 'MAXLEN', 10000
   for _, field in ipairs({ ... }) do
@@ -108,7 +108,7 @@ end
 -- nodes are collected, and recorded together once 64 have come, a second has passed, or another event is recorded that
 -- they may have led to. A field `many <event>` holds the row: when the last came, epoch, size, count, the nodes not yet
 -- recorded, and the first one's fields.
--- MERGED is no table, which would be made anew for every verb.
+-- MERGED is a string, since a table would be built anew for every verb.
 local MERGED = '|joined|regrouped|started|lost|left|drain|saved|failed|hung|log|refused|barred|unreached|'
 
 local function is_merged(event)
@@ -139,8 +139,8 @@ local function flush_merged_events()
 end
 
 -- Records an event of a node, with the fields of its kind (names and values in turn). Returns whether it is recorded by
--- itself, after anything collected before it. What broke a round always is, and the log of the worker that failed first:
--- its lines are what people look for.
+-- itself, after anything collected before it. An event that broke a round always is, and the log of the worker that failed
+-- first: people look for its lines.
 local function record(event, node, ...)
   local this, size, fields = run.epoch or 0, run.size or 0, { ... }
   local stands_out = fields[1] == 'breaks' or event == 'log' and node == run.blamed_node
@@ -172,18 +172,18 @@ local function record(event, node, ...)
   return true
 end
 
-local function tell_all(event, ...)
+local function add_wake_up(event, ...)
   redis.call('XADD', WAKE, 'MAXLEN', '~', 64, '*', 'event', event, 'epoch', run.epoch or 0, ...)
   redis.call('PEXPIRE', WAKE, run.ttl) -- it may be new: on a server that had forgotten the run
 end
 
 local function wake(event, ...)
-  tell_all(event, 'waiting', redis.call('ZCARD', CANDIDATES), 'lost', run.member_lost and 1 or 0, ...)
+  add_wake_up(event, 'waiting', redis.call('ZCARD', CANDIDATES), 'lost', run.member_lost and 1 or 0, ...)
 end
 
--- The other members of a round have to hear of a member's drain: their workers save for it.
+-- Wakes the other members of a draining member's round: their workers save too.
 local function wake_drain(node, timeout, reason)
-  tell_all('drain', 'node', node, 'reason', reason, 'timeout', timeout)
+  add_wake_up('drain', 'node', node, 'reason', reason, 'timeout', timeout)
 end
 
 local function unblame()
@@ -203,10 +203,9 @@ local function refund()
   end
 end
 
--- The members have to regroup, because of an event of a node: it has `joined`, has `regrouped`, or is gone. They are woken
--- once per round; again when the first of them is gone, since then it is useless to wait for its keys in the round's store;
--- and again when the first is lost, since then the failures of its peers' workers are not their own, unless it had `failed`
--- before.
+-- Breaks the round because of an event of a node: it has `joined`, has `regrouped`, or is gone. The members are woken once
+-- per round; again when the first member is gone, since its keys in the round's store will not be set; and again when the
+-- first is lost, since its peers' workers fail because of that, unless its own had `failed` before.
 local function break_round(failed, event, node, ...)
   local lost = event ~= 'joined' and event ~= 'regrouped'
   local first_gone = event ~= 'joined' and redis.call('SCARD', MEMBERS) == run.size - 1
@@ -234,8 +233,8 @@ local function record_break(failed, event, node, ...)
   break_round(failed, event, node, ...)
 end
 
--- Closes the run for good (I5), because of what became of a node. With `stop` the nodes end their workers too; else those
--- may finish. The first cause stays on record.
+-- Closes the run for good (I5), because of what became of a node. With `stop` the nodes end their workers too; else the
+-- workers may finish. The first cause stays on record.
 local function close(stop, node, ...)
   local event = stop and 'stopped' or 'closed'
   local cause = run.closed or as_json({ event, node, ... })

@@ -1,8 +1,8 @@
--- store: what every verb of a store begins with; each defines only what it may need, since definitions take time too.
+-- store: the start of every verb of a store. Parts that only some verbs need are in other files: definitions take time too.
 --
 -- KEYS 1 data (hash)     key -> value
 --      2 waits (hash)    key -> 1 while a caller may be blocked on it
---      3 once (hash)     sender -> "request reply": the last effect of each sender, for a request sent again (I8); of a long
+--      3 dedup (hash)    sender -> "request reply": the last effect of each sender, for a request sent again (I8); of a long
 --                        reply only "request@", and the reply in a field of its own, which not every request reads
 --      4 run (hash), 5 members (set) of the run whose round the store belongs to; unused if it belongs to none
 -- ARGV 1 epoch of that round, '' if there is none, 2 ttl (ms)

@@ -1,4 +1,4 @@
--- block: what a verb that may have to wait begins with, after store.lua.
+-- block: the start of every verb that may have to wait, after store.lua.
 
 local function broken()
   if superseded() then

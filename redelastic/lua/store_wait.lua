@@ -1,10 +1,10 @@
 -- wait, get, check: are all keys there? If not, registers the caller with the last one that is missing: keys are mostly
--- set in order, so that one is likely to be the last to come.
+-- set in order, so the last key is likely to be set last.
 --
 -- KEYS 1-5 of store.lua, 6 wake stream of the run, then a wake-up stream and a queue for each key
 -- ARGV 1-2 of store.lua, 3 what is asked for: 'get' a value, 'pop' a queue with items, 'wait' either, as in TCPStore,
 --      'check' either, without registering, then the keys
--- Reply {0} all there | {index of the missing key, from 1} | that of `register` in store_block.lua, with that index
+-- Reply {0} all there | {index of the missing key, from 1} | the reply of `register` in store_block.lua, with that index
 local ASKED = ARGV[3]
 
 for i = #ARGV - 3, 1, -1 do

@@ -1,14 +1,14 @@
--- write: what every verb that writes to a store begins with, after store.lua: has this very request had its effect, and if
--- not, may it?
+-- write: the start of every verb that writes to a store, after store.lua: it finds out whether this request has already had
+-- its effect and, if not, whether it may have it.
 --
--- ARGV 3 sender, 4 request: senders number theirs from 1, each greater than the one before
+-- ARGV 3 sender, 4 request: each sender numbers its requests from 1, in order
 local SENDER, REQUEST = ARGV[3], ARGV[4]
 
 local last = redis.call('HGET', DEDUP, SENDER) or ''
 local number, long = string.match(last, '^(%d+)(@?)')
-local ahead = REQUEST - (number or 0) -- if it is not a number, we did not write it
+local ahead = REQUEST - (number or 0) -- no number: redelastic did not write it
 local seen, reply = ahead == 0, nil
-if ahead < 0 then -- its sender had an answer long ago
+if ahead < 0 then -- its sender already has the answer
   error('a late copy of request ' .. REQUEST .. ', after request ' .. number)
 elseif seen then
   reply = long == '@' and redis.call('HGET', DEDUP, SENDER .. '@') or string.match(last, ' (.*)$')
@@ -18,7 +18,7 @@ elseif long == '@' then
   redis.call('HDEL', DEDUP, SENDER .. '@')
 end
 
--- Notes that the request has had its effect, and its reply, which may be nil. The keys' time to live is renewed once a
+-- Records that the request has had its effect, and its reply, which may be nil. The keys' time to live is renewed once a
 -- hundredth of it is gone: doing so at each write would cost as much as the write, in replicas too. If one of them is
 -- new, so is the other, or `data` has just been recreated.
 local function finish(reply)
@@ -34,7 +34,7 @@ local function finish(reply)
 end
 
 -- Wakes all callers blocked on `key`, and sends its present value along, if that is small; `stream` is the key's wake-up
--- stream. Without a value, those woken look for it.
+-- stream. Without a value, the woken callers read it.
 local function fire(key, stream, value)
   if redis.call('HDEL', WAITS, key) == 1 then
     if value and #value <= 4096 then

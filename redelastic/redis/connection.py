@@ -27,15 +27,14 @@ CONNECT_TIMEOUT: Final = 10.0
 
 
 class Connection:
-    """A Redis server as this package talks to it.
+    """A connection to Redis whose calls have a time limit and are retried.
 
-    Every call may be sent more than once: a reply can be lost, and then only the caller's second try is known to have
-    arrived. So only calls that have the same effect when repeated may go through here (I8).
+    A call may be sent more than once, since its reply can be lost: it must have the same effect when repeated (I8).
 
     Args:
         client: a redis-py client of bytes; each call takes a connection from its pool, so that several threads may
             block at once.
-        name: what to call the server in messages; no secrets.
+        name: of the server in messages, without secrets.
         owned: whether :meth:`close` closes the client.
         read_timeout: how long a call may take with all its retries, in seconds.
 
@@ -61,8 +60,8 @@ class Connection:
         self._owned = owned
         self.name = name or _describe(client, options)
         self.read_timeout = read_timeout
-        self.served = False  # whether a script has run there: then a server that refuses writes may accept them again
-        # A blocking read has to end before the socket's timeout, which is how a silent server is noticed.
+        self.served = False  # whether a script has run there: a server that refuses writes later may accept them again
+        # A blocking read has to end before the socket's timeout, which detects a silent server.
         self.max_block = (options.get("socket_timeout") or 2 * ATTEMPT_TIMEOUT) / 2
 
     @classmethod
@@ -77,17 +76,17 @@ class Connection:
 
         Args:
             endpoint: where Redis is.
-            attempt_timeout: how long one attempt at a call may take, in seconds. What is long to send or receive may
-                take longer, while some of it gets through.
+            attempt_timeout: how long one attempt at a call may take, in seconds. A long request or reply may take
+                longer, as long as some of it gets through.
             read_timeout: how long a call may take with all its retries, in seconds.
             connect_timeout: how long to try to connect, in seconds; the last attempt may end an ``attempt_timeout``
                 later. None is 10 s, or ``read_timeout`` if that is less.
 
         Raises:
-            UnavailableError: no Redis answers there within ``connect_timeout``, or it refuses us.
+            UnavailableError: no Redis answers there within ``connect_timeout``, or it refuses the connection.
         """
         endpoint = parse_endpoint(endpoint) if isinstance(endpoint, str) else endpoint
-        patience = min(CONNECT_TIMEOUT, read_timeout) if connect_timeout is None else connect_timeout
+        timeout = min(CONNECT_TIMEOUT, read_timeout) if connect_timeout is None else connect_timeout
         opened: list[Client] = []
 
         def connect() -> Client:
@@ -106,10 +105,10 @@ class Connection:
             connect()
         except ERRORS as error:
             name, waited = name or str(endpoint), time.monotonic() - started
-            if waited >= patience or not may_pass(error, fail_over=False):
+            if waited >= timeout or not may_pass(error, fail_over=False):
                 raise translated(error, name, waited, fail_over=False) from error
-        if not opened:  # not within the handler: an error raised there again loses its cause
-            retried(connect, name, patience, started)
+        if not opened:  # outside the handler: an error that is raised there again loses its cause
+            retried(connect, name, timeout, started)
         return cls(opened[-1], str(endpoint), owned=True, read_timeout=read_timeout)
 
     def __repr__(self) -> str:
@@ -124,14 +123,14 @@ class Connection:
 
         Args:
             operation: takes the wire to Redis.
-            timeout: for how long it may be tried again, in seconds; None for ``read_timeout``, 0 for one try. An
-                attempt on a server that does not answer takes ``attempt_timeout``, whatever this says. A function is
-                only called once the first try has failed, which is rare.
+            timeout: for how long to retry, in seconds; None for ``read_timeout``, 0 for one try. An attempt on a
+                server that does not answer takes ``attempt_timeout`` in any case. A function is only called once the
+                first try has failed, which is rare.
 
         Raises:
             UnreachableError: Redis did not answer in time.
-            UnavailableError: it refuses us; the message says what to do.
-            CorruptStateError: a key holds something that is not ours.
+            UnavailableError: Redis refuses the call; the message says what to do.
+            CorruptStateError: a key holds something that redelastic did not write.
         """
         return self._tried(partial(operation, self._wire), timeout)
 
@@ -163,7 +162,7 @@ class Connection:
         }
 
     def read_bytes(self, streams: Mapping[bytes, bytes], block: float, timeout: float = 0) -> dict[bytes, list[Any]]:
-        """Block until one of several streams has an entry after the given id.
+        """Block until one of several streams has an entry after a given id.
 
         Args:
             streams: id of the last entry seen, by name of the stream; all in one Cluster slot.
@@ -186,13 +185,13 @@ class Connection:
             key: of the hash; its time to live is set to ``ttl``, in seconds, since ``WAIT`` counts from the last
                 write of its own connection.
             field: of the hash.
-            value: the number they must have there.
+            value: the number that the replicas must have there.
             wanted: how many replicas to wait for.
-            block: for how long, in seconds; at most ``max_block``.
+            block: how long to wait, in seconds; at most ``max_block``.
             ttl: see ``key``.
 
         Returns:
-            How many replicas have it; 0 if the server itself does not: it may have just replaced another.
+            How many replicas have it; 0 if the server itself does not: it may just have replaced another server.
         """
         block_ms = max(1, round(1000 * min(block, self.max_block)))
 
@@ -208,14 +207,14 @@ class Connection:
                 except rx.MovedError:
                     if not cluster:
                         raise
-                    cluster.nodes_manager.initialize()  # redis-py does not follow it on a connection to one node
+                    cluster.nodes_manager.initialize()  # redis-py does not follow the move on a connection to one node
                     return 0
             return int(count) if found == b"%d" % value else 0
 
         return self.call(wait, 0)
 
     def local_address(self) -> str | None:
-        """The address of this host on its way to Redis; None if that is a loopback, a socket file or unknown.
+        """The address of this host on its route to Redis; None if that is a loopback, a socket file or unknown.
 
         Raises:
             UnavailableError: Redis could not be reached.
@@ -225,7 +224,7 @@ class Connection:
         return None if not address or is_loopback(address) else address
 
     def close(self) -> None:
-        """Close the client's connections, if it is ours; a later call opens new ones."""
+        """Close the client's connections if this object owns it; a later call opens new ones."""
         if self._owned:
             if isinstance(self._wire, PoolWire):
                 self._wire.close()
@@ -233,7 +232,7 @@ class Connection:
 
 
 def _peer(client: Client) -> Any:
-    """The server that the client is connected to: of all that its name may stand for, the one that took the call."""
+    """The address of the server that a client is connected to; its name may resolve to several."""
     if isinstance(client, RedisCluster):
         client = client.get_redis_connection(client.get_primaries()[0])
     pool = client.connection_pool
@@ -267,7 +266,7 @@ def text(value: bytes | str) -> str:
 
 
 def sanitize(value: bytes | str) -> str:
-    """Text that someone wrote into Redis for people, made safe for a log: one line without control characters."""
+    """Untrusted text, sanitized to one log line."""
     return "".join(sign if sign.isprintable() else " " for sign in text(value)[:1000])
 
 
@@ -288,7 +287,7 @@ def retried(operation: Callable[[], T], name: str, timeout: float, started: floa
 
 
 def require_keys_of_types(connection: Connection, types: Mapping[str, str], error: CorruptStateError) -> NoReturn:
-    """Re-raise an error about what a key holds so that it names the key, what it should hold and what it holds."""
+    """Re-raise an error about a key's value so that it names the key, and its actual and expected types."""
     for key, expected in types.items():
         actual = text(connection.call(lambda client, key=key: client.type(key)))  # type: ignore[misc]
         if actual not in (expected, "none"):

@@ -1,4 +1,4 @@
-"""Where Redis is: an endpoint or URL, checked once, that prints itself without secrets and can be opened."""
+"""Endpoints of Redis: parsed from a text or URL, checked once, printed without secrets."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Endpoint:
     ca_cert: str | None = None
     ssl_cert: str | None = None
     ssl_cert_key: str | None = None
-    is_default: bool = field(default=False, compare=False)  # nobody named one
+    is_default: bool = field(default=False, compare=False)  # neither an argument nor the environment named one
 
     @property
     def tls(self) -> bool:
@@ -82,7 +82,7 @@ class Endpoint:
             "socket_keepalive": True,
             "protocol": 2,
             "driver_info": None,  # saves two round trips on each connect
-            "retry": Retry(NoBackoff(), 0),  # retries are `connection.Connection`'s, which knows what may be repeated
+            "retry": Retry(NoBackoff(), 0),  # `connection.Connection` retries: it knows which calls may be repeated
         }
         if self.tls:
             options |= {
@@ -116,7 +116,7 @@ class Endpoint:
 def parse_endpoint(
     text: str, *, ca_cert: str | None = None, ssl_cert: str | None = None, ssl_cert_key: str | None = None
 ) -> Endpoint:
-    """Read an endpoint as torchrun gives it, or a URL.
+    """Parse an endpoint as torchrun gives it, or a URL.
 
     A plain ``host[:port]`` keeps the scheme, user, password and database of the environment's ``REDELASTIC_REDIS_URL``,
     so that command lines need no secret; an empty text means that URL, or else ``localhost:6379``.
@@ -155,7 +155,7 @@ def parse_endpoint(
 
 @dataclass(frozen=True)
 class UrlParts:
-    """The parts of a URL. Its text is what may be shown: neither login nor query."""
+    """The parts of a URL; printed without its login and query, which may hold secrets."""
 
     scheme: str
     login: str = field(repr=False)
@@ -170,8 +170,8 @@ class UrlParts:
 def split_url(url: str) -> UrlParts:
     """Split a URL, so that an error about one of its parts can leave out the others.
 
-    Not with ``urlsplit``: its own errors may quote the password, and it takes a ``/``, ``?`` or ``#`` in one for
-    the end of the host.
+    ``urlsplit`` is no use here: its errors may quote the password, and it takes a ``/``, ``?`` or ``#`` in a password
+    for the end of the host.
 
     Raises:
         ValueError: its scheme is unknown, its user or password is not percent-encoded, or options are in the wrong
@@ -256,7 +256,7 @@ def _decode(text: str, what: str, shown: str) -> str:
 
 
 def parse_query(text: str, shown: str) -> list[tuple[str, str]]:
-    """Names and values of a URL's query; ``shown`` is what may be shown of the URL.
+    """Names and values of a URL's query; ``shown`` is the URL without secrets, for errors.
 
     Raises:
         ValueError: they are not valid text.
@@ -284,7 +284,7 @@ def _parse_host(text: str, shown: str) -> tuple[str, int]:
         if match and match["v6"]:
             ipaddress.IPv6Address(host)
         else:
-            host.encode("idna")  # as a look-up does, which has an error of its own
+            host.encode("idna")  # as a look-up would, with a less helpful error
     except ValueError:
         port = 0
     if not 0 < port < 2**16:

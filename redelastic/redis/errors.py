@@ -1,4 +1,4 @@
-"""Our own errors, and which of them each error of redis-py is; ``redelastic/torch_errors.py`` makes torch's of them."""
+"""redelastic's errors, and the map to them from redis-py's; ``redelastic/torch_errors.py`` maps them to torch's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from redis.sentinel import MasterNotFoundError
 
 from .wire import is_of_replica
 
-# The rules that the user of one run needs; with ~<key_prefix>:*, that of one prefix.
+# The ACL rules that the user of one run needs; with ~<key_prefix>:*, the user of all runs under a prefix.
 ACL_RULES: Final = (
     "~<key_prefix>:{<run_id>}:* "
     "+ping +time +type +del +exists +get +mget +set +pexpire +pttl +eval +evalsha +hget +hmget +hgetall "
@@ -34,9 +34,9 @@ _PASSING: Final = (
 )
 ERRORS: Final = (rx.RedisError, rx.RedisClusterException)
 _FINAL: Final = (rx.AuthenticationError, rx.AuthorizationError, rx.MaxConnectionsError)
-# Raised when a connection breaks, not when it is refused.
+# Raised when a connection breaks, not when the server refuses it.
 _BROKEN_TLS: Final = (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError)
-_SCRIPT_SUFFIX: Final = re.compile(r" script: [0-9a-f]{40}, on .*$")  # that Redis 7 adds to a script's error
+_SCRIPT_SUFFIX: Final = re.compile(r" script: [0-9a-f]{40}, on .*$")  # Redis 7 adds it to a script's error
 _SENTINEL_REPR: Final = re.compile(r"<redis\.client\.Redis\(.*?host=(.*?),port=(\d+).*?\)>\)>\)>")
 _DENIED: Final = re.compile(r"NOPERM|ACL failure in script|The user executing the script can't")
 _NO_CLUSTER: Final = "Cluster mode is not enabled"
@@ -47,7 +47,7 @@ class RedelasticError(Exception):
 
 
 class UnavailableError(RedelasticError):
-    """Redis does not answer, or refuses us."""
+    """Redis does not answer, or refuses the connection or the call."""
 
 
 class UnreachableError(UnavailableError):
@@ -55,7 +55,7 @@ class UnreachableError(UnavailableError):
 
 
 class RefusesWritesError(UnavailableError):
-    """Redis refuses writes: it is a replica, or memory or disk is full. If it took some before, that may pass."""
+    """Redis refuses writes: it is a replica, or memory or disk is full. If it took writes before, it may recover."""
 
 
 class CorruptStateError(RedelasticError):
@@ -71,7 +71,7 @@ class FencedError(RedelasticError):
 
 
 def _cause(error: BaseException) -> BaseException:
-    """The error that redis-py's Cluster client met: it wraps it in an exception that says less."""
+    """The original error, where redis-py's Cluster client wrapped it in a less specific one."""
     if isinstance(error, rx.RedisClusterException) and isinstance(error.__cause__, Exception):
         return error.__cause__
     return error
@@ -105,12 +105,12 @@ def may_pass(error: BaseException, *, fail_over: bool) -> bool:
 
 
 def translated(error: Exception, name: str, waited: float, *, fail_over: bool) -> RedelasticError:
-    """Our error for it, which says what happened, at which server, and what to do.
+    """The error of redelastic for one of redis-py's: it says what happened, at which server, and what to do.
 
     Args:
         error: one of ``ERRORS``.
         name: of the server, without secrets.
-        waited: how long it was tried, in seconds.
+        waited: how long the call was tried, in seconds.
         fail_over: as in :func:`may_pass`.
     """
     failed, message = _translate(error, name, waited)
@@ -120,15 +120,15 @@ def translated(error: Exception, name: str, waited: float, *, fail_over: bool) -
 def _translate(  # noqa: C901, PLR0911, PLR0912  (a list, to be read from the top)
     error: Exception, name: str, waited: float
 ) -> tuple[type[RedelasticError], str]:
-    """The one map from redis-py's errors to ours."""
+    """The one map from redis-py's errors to redelastic's."""
     cause, within = _cause(error), f" within {waited:.1f} s" if waited >= 0.05 else ""
     reply = _SCRIPT_SUFFIX.sub("", _SENTINEL_REPR.sub(r"\1:\2", str(cause))).rstrip(". ")
     if "FENCED " in reply:
         return FencedError, reply.partition("FENCED ")[2]
     if "PROTOCOL " in reply:
-        theirs, ours = reply.partition("PROTOCOL ")[2].split()[:2]
+        recorded, own = reply.partition("PROTOCOL ")[2].split()[:2]
         return ProtocolError, (
-            f"The run's record in Redis at {name} has protocol {theirs}, and this version of redelastic has {ours}: "
+            f"The run's record in Redis at {name} has protocol {recorded}, and this version of redelastic has {own}: "
             "start all nodes of a run with the same version, or use a new run id."
         )
     if "CORRUPT " in reply:
@@ -188,7 +188,7 @@ def _translate(  # noqa: C901, PLR0911, PLR0912  (a list, to be read from the to
         )
     if isinstance(cause, rx.ResponseError) and not _is_passing(cause):
         if "user_script" in reply:
-            return CorruptStateError, f"Redis at {name} contains a value that our script cannot read: {reply}."
+            return CorruptStateError, f"Redis at {name} contains a value that redelastic's script cannot read: {reply}."
         if reply.startswith("unknown command 'SENTINEL'"):
             return (
                 UnavailableError,
@@ -196,8 +196,8 @@ def _translate(  # noqa: C901, PLR0911, PLR0912  (a list, to be read from the to
             )
         if reply.startswith("unknown command"):
             return UnavailableError, (
-                f"The server at {name} does not know our commands: {reply}. It must be Redis 6.2 or later, or "
-                "Valkey. If it is a sentinel, use redis+sentinel://host:port/master-name."
+                f"The server at {name} lacks a command that redelastic needs: {reply}. It must be Redis 6.2 or "
+                "later, or Valkey. If it is a sentinel, use redis+sentinel://host:port/master-name."
             )
         return RedelasticError, f"Redis at {name} answered with an error: {reply}."
     if isinstance(cause, MasterNotFoundError):

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Final
 
 DEFAULT_PREFIX: Final = "redelastic"
-DEFAULT_TTL: Final = 86400.0  # in seconds, after the run's last sign of life: a night's job is looked at in the morning
+DEFAULT_TTL: Final = 86400.0  # in seconds since the run's last activity: a night's job can be read in the morning
 MAX_KEY_PART: Final = 200
 
 # Braces would move the hash tag, glob characters would widen an ACL pattern, white space breaks tools that split on it.
@@ -51,7 +51,7 @@ def check_key_part(what: str, value: object) -> str:
 
 @dataclass(frozen=True)
 class StoreKeys:
-    """Keys of one store; ``lua/store.lua`` says what each holds."""
+    """Keys of one store; ``lua/store.lua`` describes them."""
 
     base: str
 
@@ -81,7 +81,7 @@ class StoreKeys:
         return f"{self.base}:queue:".encode()
 
     def stream(self, key: bytes) -> bytes:
-        """Name of the stream that wakes those who wait for ``key``."""
+        """Name of the stream that wakes the callers blocked on ``key``."""
         return self.streams + key
 
     def queue(self, key: bytes) -> bytes:
@@ -91,7 +91,7 @@ class StoreKeys:
 
 @dataclass(frozen=True)
 class RunKeys:
-    """Keys of one run; ``lua/run.lua`` says what each holds."""
+    """Keys of one run; ``lua/run.lua`` describes them."""
 
     run_id: str
     prefix: str = DEFAULT_PREFIX
@@ -169,11 +169,11 @@ class RunKeys:
         return self._key(f"node:{node}")
 
     def of_store(self, store: StoreKeys) -> list[str]:
-        """What every script of a store takes: keys 1 to 5 of ``lua/store.lua``."""
+        """The keys that every script of a store takes: 1 to 5 of ``lua/store.lua``."""
         return [store.data, store.waits, store.dedup, self.run, self.members]
 
     def store(self, name: str | int) -> StoreKeys:
-        """Keys of a store: by epoch that of a round, or by name."""
+        """Keys of a store: of a round's, by its epoch, or of another, by its name."""
         text = check_key_part("store name", str(name))
         if ":" in text:
             raise ValueError(

@@ -14,7 +14,7 @@ from .wire import Wire, Word, encoded
 
 
 class Script:
-    """One transition that Redis runs atomically.
+    """A Lua script, which Redis runs atomically.
 
     Args:
         parts: names of the files in ``lua/`` that make up the script.
@@ -26,7 +26,7 @@ class Script:
         lines = "".join((folder / f"{part}.lua").read_text(encoding="utf-8") for part in parts).splitlines(
             keepends=True
         )
-        # Without comments it is a third as long when it has to be sent whole.
+        # Without comments the text, which is sent to each new server, is a third as long.
         self.text = "".join(line for line in lines if line.strip() and not line.lstrip().startswith("--"))
         self.digest = hashlib.sha1(self.text.encode(), usedforsecurity=False).hexdigest()
 
@@ -39,7 +39,7 @@ class Script:
     ) -> Any:
         """Run the script; see :meth:`Connection.attempt` for ``timeout`` and errors.
 
-        If ``args`` is a function, it is called before each attempt: its result may be valid only at that moment.
+        A function as ``args`` is called before each attempt: its result may be valid only at that moment.
         """
         count = b"%d" % len(keys)
 

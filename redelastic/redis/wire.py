@@ -23,18 +23,18 @@ _PIECE: Final = 2**18  # bytes: each piece of a long command may take the socket
 
 
 class Wire(Protocol):
-    """What a connection needs of a client."""
+    """The interface through which a connection sends commands to Redis."""
 
     def exchange(self, *commands: Command) -> list[Any]:
         """Send commands, and return their replies as Redis sent them; raises the first error among them."""
 
 
 class PoolWire:
-    """Exchanges over connections that it takes from a redis-py pool and keeps, the last one first.
+    """Exchanges over connections that it takes from a redis-py pool and keeps; the last one used is used first.
 
     redis-py returns a connection to its pool after each command, and asks the kernel before the next one whether it is
-    still up: half of the CPU time of a command. Here the command that fails on a broken connection notices it, and
-    :class:`redelastic.redis.connection.Connection` repeats that command.
+    still up: half of the CPU time of a command. Here a broken connection fails the command, and
+    :class:`redelastic.redis.connection.Connection` repeats it.
     """
 
     def __init__(self, pool: redis.ConnectionPool) -> None:
@@ -98,7 +98,7 @@ class PoolWire:
 
 
 class ClientWire:
-    """Exchanges through redis-py's Cluster client, or through a client that a user has made."""
+    """Exchanges through redis-py's Cluster client, or through a user's own client."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -108,18 +108,18 @@ class ClientWire:
         return [self._execute(*command) for command in commands]
 
     def _execute(self, verb: bytes, *words: bytes) -> Any:
-        name = verb.decode()  # redis-py's Cluster client knows no name of bytes
+        name = verb.decode()  # redis-py's Cluster client does not take a name in bytes
         if name != "XREAD":
             return self._client.execute_command(name, *words)
         options: dict[str, Any] = {}
-        if isinstance(self._client, RedisCluster):  # it would ask the server for the keys of each XREAD
+        if isinstance(self._client, RedisCluster):  # the client would ask the server for the keys of each XREAD
             stream = words[words.index(b"STREAMS") + 1]
             options["target_nodes"] = self._client.get_node_from_key(stream.decode(errors="surrogateescape"))
         return _unparsed(self._client.execute_command(name, *words, **options))
 
 
 def encoded(words: Sequence[Word]) -> Command:
-    """Words of a command as bytes; raises :exc:`redis.DataError` for those that are neither text, bytes nor numbers.
+    """Words of a command as bytes; raises :exc:`redis.DataError` for one that is neither text, bytes nor a number.
 
     hiredis crashes if a signal handler raises while it turns a number into text, so it gets bytes alone.
     """
@@ -158,12 +158,12 @@ def log_in(connection: Any) -> None:
 
 
 def is_of_replica(error: BaseException) -> bool:
-    """Whether a server says that it is a read-only replica, even from within a script."""
+    """Whether the server is a read-only replica according to an error, even one from within a script."""
     return isinstance(error, redis.ReadOnlyError) or "READONLY" in str(error)
 
 
 def _leaves_master(error: redis.ResponseError) -> bool:
-    """Whether another look-up may lead to another master: this one became a replica, or has lost its replicas."""
+    """Whether a new connection may lead to another master: this server became a replica, or has lost its replicas."""
     return is_of_replica(error) or "NOREPLICAS" in str(error)
 
 
@@ -192,13 +192,13 @@ def _read(connection: Any, count: int) -> list[Any]:
 
 
 def _is_of_handler(error: BaseException) -> bool:
-    """Whether a signal handler raised an error, such as that of an alarm's time limit: it says nothing about Redis."""
+    """Whether a signal handler raised an error, such as an alarm's time limit: Redis is not its cause."""
     handlers = {getattr(signal.getsignal(number), "__code__", None) for number in signal.valid_signals()}
     return any(frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def _causes(error: BaseException, handled: BaseException | None) -> Iterator[BaseException]:
-    """What led to an error, apart from what was being handled before."""
+    """The causes of an error, except for one that was being handled before."""
     below = error.__cause__ or error.__context__
     while below is not None and below is not handled:
         yield below
@@ -209,6 +209,6 @@ def _unparsed(reply: Any) -> dict[bytes, list[Any]]:
     """The reply to an ``XREAD`` as Redis sent it, from what redis-py made of it."""
     found = {}
     for name, entries in dict(reply or ()).items():
-        flat = entries[0] if isinstance(entries[0], list) else entries  # those of RESP3 are in a list of their own
+        flat = entries[0] if isinstance(entries[0], list) else entries  # RESP3 nests them in one more list
         found[name] = [(i, [word for pair in fields.items() for word in pair]) for i, fields in flat]
     return found

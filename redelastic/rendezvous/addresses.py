@@ -1,4 +1,4 @@
-"""Addresses between nodes: the one a node announces to its peers, and whether rank 0 can be reached at its own."""
+"""Addresses between nodes: the one that a node announces to its peers, and whether rank 0 can be reached at its own."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import psutil
 
 from redelastic.redis.routes import is_loopback, source_address
 
-# These tell torch's gloo and RPC where to listen. Without them they use what the hostname resolves to: on Debian, and
-# on a host without a name service, that is a loopback, and no peer gets through.
+# Where torch's gloo and RPC listen. Without these variables they use what the hostname resolves to: on Debian, and on a
+# host without a name service, that is a loopback, which no peer can reach.
 INTERFACE_VARIABLES: Final = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 LOOPBACK: Final = "127.0.0.1"
 LOOKUP_TIMEOUT: Final = 2.0  # in seconds
@@ -30,12 +30,12 @@ _IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 @dataclass(frozen=True)
 class LocalAddress:
-    """Where the peers of this node find it.
+    """The address at which peers reach this node.
 
     Attributes:
         host: an address, or the name that was given.
         source: how it was found, for people.
-        interface: the one that has it, if gloo has to be told; empty if gloo finds it by itself.
+        interface: the one with this address, if gloo needs to be given it; empty if gloo finds it by itself.
     """
 
     host: str
@@ -45,30 +45,30 @@ class LocalAddress:
     def __str__(self) -> str:
         return f"{self.host} ({self.source})"
 
-    def tell_workers(self) -> None:
+    def export_interface(self) -> None:
         """Set gloo's interface in this process' environment, which workers inherit; what the user set stays."""
         for variable in INTERFACE_VARIABLES if self.interface else ():
             if not set_by_user(variable):
-                os.environ[variable] = _told[variable] = self.interface
+                os.environ[variable] = _exported[variable] = self.interface
 
 
-_told: dict[str, str] = {}  # variables that this process has set itself
+_exported: dict[str, str] = {}  # variables that this process has set itself
 
 
 def set_by_user(variable: str) -> str:
-    """The value of an environment variable; "" if it is unset, or :meth:`LocalAddress.tell_workers` set it."""
+    """The value of an environment variable; "" if it is unset, or redelastic set it."""
     value = os.environ.get(variable, "")
-    return "" if value == _told.get(variable) else value
+    return "" if value == _exported.get(variable) else value
 
 
 def find_address(local_addr: str | None, towards_redis: str | None) -> LocalAddress:
     """Find the address of this host to announce to its peers.
 
-    It is the one given; else that of the route to Redis, which peers use too. A Redis on a loopback (it may be a proxy)
-    says nothing about that: then it is what the hostname resolves to, or that of the default route, or a loopback. It
-    is never a name that was not given: peers may not know it.
+    It is the given one; else the address on the route to Redis, which peers use too. If Redis is on a loopback (it may
+    be a proxy), it is what the hostname resolves to, or the address on the default route, or a loopback. A name is only
+    announced if it was given: peers may not know others.
 
-    NCCL is left alone: it never chooses a loopback by itself, and an interface that it would not choose may be slow.
+    NCCL keeps its own choice: it never chooses a loopback, and an interface that it would not choose may be slow.
 
     Args:
         local_addr: an address, a name or an interface of this host. A name is announced as it is.
@@ -82,12 +82,12 @@ def find_address(local_addr: str | None, towards_redis: str | None) -> LocalAddr
 
 
 def _automatic(towards_redis: str | None) -> LocalAddress:
-    meant = meant_by_hostname()
-    gloo_is_right = bool(meant) and not is_loopback(meant)
+    resolved = meant_by_hostname()
+    gloo_is_right = bool(resolved) and not is_loopback(resolved)
     if towards_redis:
         host, source = towards_redis, "its way to Redis"
     elif gloo_is_right:
-        host, source = meant, "what its hostname means"
+        host, source = resolved, "what its hostname means"
     elif route := next(filter(None, map(source_address, _FAR_AWAY)), ""):
         host, source = route, "its default route"
     else:
@@ -112,21 +112,21 @@ def _given(local_addr: str, towards_redis: str | None) -> LocalAddress:
         found = socket.getaddrinfo(local_addr, 0, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as e:
         raise refuse(f"neither an address, an interface, nor a name that resolves ({e})") from e
-    meant = list(dict.fromkeys(str(place[4][0]) for place in found))
+    resolved = list(dict.fromkeys(str(place[4][0]) for place in found))
     held = [address for address in map(_bound, found) if address]
     if not held:
-        raise refuse("no interface has it" if meant == [local_addr] else f"it resolves to {', '.join(meant)}")
+        raise refuse("no interface has it" if resolved == [local_addr] else f"it resolves to {', '.join(resolved)}")
     if ipaddress.ip_address(held[0]).is_unspecified:
         raise refuse("it means every address, so it gives peers none")
-    if held[0] != local_addr and is_loopback(held[0]):  # a name that peers take for something else
+    if held[0] != local_addr and is_loopback(held[0]):  # peers resolve the name to another address
         return LocalAddress(local_addr, "given", _automatic(towards_redis).interface)
     return LocalAddress(local_addr, "given", interface_of(held[0]))
 
 
 def meant_by_hostname() -> str:
-    """The address that gloo would use: the first of the hostname's that is of this host; "" if there is none.
+    """The address that gloo would use: the hostname's first one that is of this host; "" if there is none.
 
-    A name server that does not answer counts as none: it costs ``LOOKUP_TIMEOUT`` here, once, and each worker more.
+    It is "" too if the name server does not answer within ``LOOKUP_TIMEOUT``.
     """
     found: list[Any] = []
 
@@ -155,8 +155,8 @@ def _bound(place: Any) -> str:
 def interfaces() -> dict[str, list[_IPAddress]]:
     """The addresses of this host, by interface."""
     return {
-        name: [ipaddress.ip_address(a.address) for a in told if a.family in (socket.AF_INET, socket.AF_INET6)]
-        for name, told in psutil.net_if_addrs().items()
+        name: [ipaddress.ip_address(a.address) for a in addresses if a.family in (socket.AF_INET, socket.AF_INET6)]
+        for name, addresses in psutil.net_if_addrs().items()
     }
 
 
@@ -178,10 +178,10 @@ def why_unreached(host: str, port: int, timeout: float, is_over: Callable[[], bo
         host: of the peer.
         port: of the peer.
         timeout: how long to try, in seconds.
-        is_over: whether the answer is no longer wanted.
+        is_over: whether the caller no longer needs the answer.
 
     Returns:
-        Why it failed; "" if it did not, or the answer is no longer wanted.
+        Why it failed; "" if it succeeded or was given up.
     """
     deadline = time.monotonic() + timeout
     while not is_over():

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Token = int
-SOON: Final = 2.0  # after which the log says that it waits for Redis, in seconds
-MAX_TOKEN = 19  # digits; ours are microseconds since 1970
+QUIET_TIME: Final = 2.0  # in seconds, after which the log says that the node waits for Redis
+MAX_TOKEN: Final = 19  # digits; a token is a time in microseconds since 1970, which has 16
 
 
 class RedisRendezvousBackend(RendezvousBackend):
@@ -66,7 +66,7 @@ class RedisRendezvousBackend(RendezvousBackend):
 
         Raises:
             RendezvousConnectionError: Redis cannot be reached.
-            RendezvousStateError: the key holds something that is not ours.
+            RendezvousStateError: the key holds something that redelastic did not write.
         """
         key = self.keys.state
         try:
@@ -82,20 +82,20 @@ class RedisRendezvousBackend(RendezvousBackend):
 
         Args:
             state: the new state.
-            token: that of the state it is based on; None if there must not be one yet.
+            token: of the state that the new one is based on; None if there must be no state yet.
 
         Returns:
-            The state afterwards, its token, and whether it is ours; None if there is no state although ``token`` says
-            that there was one.
+            The state afterwards, its token, and whether it is the new one; None if there is no state although
+            ``token`` is of one.
 
         Raises:
             RendezvousConnectionError: Redis cannot be reached.
-            RendezvousStateError: the key holds something that is not ours.
+            RendezvousStateError: the key holds something that redelastic did not write.
         """
         if not isinstance(state, bytes):
             raise TypeError(f"The state must be bytes, not {type(state).__name__}.")
-        ours = token is None or (isinstance(token, int) and not isinstance(token, bool))
-        if not ours:  # no token of this backend: it matches nothing
+        is_own = token is None or (isinstance(token, int) and not isinstance(token, bool))
+        if not is_own:  # no token of this backend: it matches nothing
             existing = self.get_state()
             return existing and (*existing, False)
         key = self.keys.state
@@ -120,36 +120,36 @@ class RedisRendezvousBackend(RendezvousBackend):
         return state, int(token)
 
 
-def open_backend(params: RendezvousParameters, patience: float | None = None) -> RedisRendezvousBackend:
+def open_backend(params: RendezvousParameters, connect_timeout: float | None = None) -> RedisRendezvousBackend:
     """Connect to the endpoint of ``params``.
 
     Args:
         params: as for :func:`create_backend`.
-        patience: how long to try, in seconds; None as in :meth:`Connection.open`.
+        connect_timeout: as for :meth:`Connection.open`.
 
     Raises:
-        UnavailableError: no Redis answers at the endpoint, or it refuses us.
+        UnavailableError: no Redis answers at the endpoint, or it refuses the connection.
         ValueError: a parameter is unknown or wrong.
     """
     settings = Settings.from_parameters(params)
     endpoint = settings.endpoint(params.endpoint)
-    connection = Connection.open(endpoint, settings.attempt_timeout, settings.read_timeout, patience)
+    connection = Connection.open(endpoint, settings.attempt_timeout, settings.read_timeout, connect_timeout)
     return RedisRendezvousBackend(connection, settings.run_id, settings.key_prefix, settings.ttl)
 
 
 def wait_for_backend(params: RendezvousParameters) -> RedisRendezvousBackend:
     """As :func:`open_backend`, but wait for a Redis that does not answer yet, up to the join timeout.
 
-    It may be about to start, as the job's other parts are. Does not wait for one that refuses us.
+    It may be about to start, as the job's other parts are. Does not wait for a Redis that refuses the connection.
     """
-    patience, started = Settings.from_parameters(params).join_timeout, time.monotonic()
+    timeout, started = Settings.from_parameters(params).join_timeout, time.monotonic()
     try:
-        return open_backend(params, min(SOON, patience))
+        return open_backend(params, min(QUIET_TIME, timeout))
     except UnreachableError as e:
-        left = patience - (time.monotonic() - started)
+        left = timeout - (time.monotonic() - started)
         if left <= 0:
             raise
-        log.warning("%s Waiting for it, up to the join_timeout of %g s.", e, patience)
+        log.warning("%s Waiting for it, up to the join_timeout of %g s.", e, timeout)
         return open_backend(params, left)
 
 
@@ -164,7 +164,7 @@ def create_backend(params: RendezvousParameters) -> tuple[RedisRendezvousBackend
         The backend, and a store of the whole run.
 
     Raises:
-        RendezvousConnectionError: no Redis answers at the endpoint, or it refuses us.
+        RendezvousConnectionError: no Redis answers at the endpoint, or it refuses the connection.
         ValueError: a parameter is unknown or wrong.
     """
     backend, settings = open_backend(params), Settings.from_parameters(params)

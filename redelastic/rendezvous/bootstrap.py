@@ -15,13 +15,13 @@ import torch.distributed as dist
 log = logging.getLogger(__name__)
 
 RETRY_PAUSE: Final = 0.5  # in seconds
-_dual_stack = functools.cache(socket.has_dualstack_ipv6)  # it opens a socket to find out
+_dual_stack = functools.cache(socket.has_dualstack_ipv6)  # cached, since each call opens a socket
 
 
 class BootstrapPort:
     """A free port of this host.
 
-    It is taken before the rendezvous, so that every member knows rank 0's as soon as the round completes.
+    It is bound before the rendezvous, so that every member knows rank 0's port as soon as the round completes.
     Workers may connect once :meth:`serve` was called: the kernel queues them until the store answers.
     """
 
@@ -50,7 +50,7 @@ class BootstrapPort:
         threading.Thread(target=self._serve, args=args, name="redelastic-bootstrap", daemon=False).start()
 
     def _serve(self, listener: socket.socket, timeout: float) -> None:
-        with listener:  # this thread's own: close() frees the other's descriptor, which the next port may get
+        with listener:  # a descriptor of this thread's own: close() frees the port's, whose number may be used again
             while not self._closed.is_set() and threading.main_thread().is_alive():
                 try:
                     store = dist.TCPStore(

@@ -43,8 +43,8 @@ EPOCH_VARIABLE: Final = "REDELASTIC_EPOCH"
 PREFIX_VARIABLE: Final = "REDELASTIC_KEY_PREFIX"
 DETECTION: Final = 0.2  # a lost lease is known everywhere within this time, with slack for a busy machine, in seconds
 REACH_THREAD: Final = "redelastic-reach"
-REACH_TIMEOUT: Final = 10.0  # within which a node has to get through to rank 0, in seconds
-EXIT_TIMEOUT: Final = 2.0  # how long a process that exits tries to say so, in seconds
+REACH_TIMEOUT: Final = 10.0  # in seconds, within which a node has to connect to rank 0
+EXIT_TIMEOUT: Final = 2.0  # in seconds, for which a process that exits tries to leave the run
 
 
 class RedisRendezvousHandler(RendezvousHandler):
@@ -73,7 +73,7 @@ class RedisRendezvousHandler(RendezvousHandler):
         self._stores: list[RedisStore] = []
         self._bootstrap: BootstrapPort | None = None
         self._entered: Round | None = None
-        self._not_yet_reached = False  # whether rank 0 of that round is to be tried
+        self._not_yet_reached = False  # whether a connection to rank 0 of that round is still to be tried
         self.ending: tuple[Left, RunThen] = Left(cause="finished"), "closes"
         self._shut_down = self._has_left = False
         self._pid = os.getpid()
@@ -103,18 +103,18 @@ class RedisRendezvousHandler(RendezvousHandler):
             RendezvousClosedError: the run is closed.
             RendezvousGracefulExitError: the run was closed while this node waited as a spare.
             RendezvousTimeoutError: the round was not complete within ``join_timeout``.
-            RendezvousConnectionError: Redis could not be reached, or it refuses us.
+            RendezvousConnectionError: Redis could not be reached, or it refuses the call.
             RendezvousStateError: the run's keys in Redis are corrupt.
             RendezvousError: other nodes of the run have another ``min_nodes`` or ``max_nodes``.
         """
         started = time.monotonic()
-        self._require_that_it_is_open()
+        self._raise_if_shut_down()
         self._close_bootstrap()  # a round never sees the keys of the one before
         self._bootstrap = BootstrapPort()
         try:
             with torch_errors():
                 entered = self.membership.join(self._bootstrap.port, started + self._settings.join_timeout)
-            self._require_that_it_is_open()  # a signal handler may have shut it down
+            self._raise_if_shut_down()  # a signal handler may have shut it down
             info = self._open_round(entered)
         except Exception as e:
             self._record(f"{type(e).__name__}: {e}", NodeState.FAILED)
@@ -128,7 +128,7 @@ class RedisRendezvousHandler(RendezvousHandler):
         log.log(logging.WARNING if entered.again else logging.INFO, message)
         return info
 
-    def _require_that_it_is_open(self) -> None:
+    def _raise_if_shut_down(self) -> None:
         if self._shut_down:
             raise RendezvousClosedError(
                 f"This handler of run {self._settings.run_id!r} was shut down; create a new one."
@@ -149,7 +149,7 @@ class RedisRendezvousHandler(RendezvousHandler):
             self._stores.pop(0).close()
         if self.exports_environment:
             os.environ[EPOCH_VARIABLE], os.environ[PREFIX_VARIABLE] = str(entered.epoch), s.key_prefix
-        self._address.tell_workers()
+        self._address.export_interface()
         self._entered, self._not_yet_reached = entered, entered.rank > 0 and self.use_agent_store
         if entered.rank == 0 and self.use_agent_store and self._bootstrap is not None:
             self._bootstrap.serve(s.read_timeout)
@@ -168,15 +168,15 @@ class RedisRendezvousHandler(RendezvousHandler):
         It is also above 0 when a member of this node's round died, left or regroups: torch's agent then restarts
         its workers in a new round.
 
-        The first call in a round, when the agent has started its workers, starts a thread that checks whether they get
-        through to rank 0: torch's own error comes after half an hour, and does not say what to do.
+        The first call in a round, when the agent has started its workers, starts a thread that checks whether this host
+        can connect to rank 0: torch's own error comes after half an hour, and does not say what to do.
         """
         if self._shut_down:
             return 0
         if self._not_yet_reached and self._entered:
             self._not_yet_reached = False
             thread = threading.Thread(target=self._try_to_reach, args=(self._entered,), name=REACH_THREAD, daemon=True)
-            with contextlib.suppress(RuntimeError):  # there can be no more threads: it is only a diagnosis
+            with contextlib.suppress(RuntimeError):  # no more threads can start: the round works without this diagnosis
                 thread.start()
         return self.membership.view.nodes_waiting
 
@@ -190,7 +190,7 @@ class RedisRendezvousHandler(RendezvousHandler):
         control = RunControl(self._backend.connection, self._backend.keys)
         try:
             rank_0 = control.state().members[0].id
-        except (RedelasticError, LookupError):  # the run's events have it
+        except (RedelasticError, LookupError):  # the run's events name it
             rank_0 = "?"
         if is_over():
             return
@@ -212,16 +212,16 @@ class RedisRendezvousHandler(RendezvousHandler):
 
     @property
     def settings(self) -> Settings:
-        """Those of the run."""
+        """The run's settings."""
         return self._settings
 
     @property
     def backend(self) -> RedisRendezvousBackend:
-        """What names the server and the run."""
+        """The backend, which names the server and the run."""
         return self._backend
 
     def wait_for_loss(self) -> bool:
-        """Wait as long as the loss of a member may take to be known; returns whether one is lost."""
+        """Wait for as long as Redis may take to notice the loss of a member; returns whether one is lost."""
         s = self._settings
         return self.membership.view.wait_for_loss(s.lease + DETECTION, patience=s.read_timeout)
 
@@ -240,7 +240,7 @@ class RedisRendezvousHandler(RendezvousHandler):
 
         Raises:
             RendezvousTimeoutError: Redis could not be reached within ``close_timeout``.
-            RendezvousConnectionError: Redis refuses us.
+            RendezvousConnectionError: Redis refuses the call.
         """
         try:
             self.membership.close(self._settings.close_timeout)
@@ -261,7 +261,7 @@ class RedisRendezvousHandler(RendezvousHandler):
         """As :meth:`shutdown`, for another reason or with another outcome for the run.
 
         Args:
-            why: for people and the other nodes.
+            why: the reason, for people and the other nodes.
             run_then: ``goes on`` without this node, ``closes``, or ``stops``: the other nodes end their workers.
             timeout: in seconds; None for ``close_timeout``.
         """
@@ -273,8 +273,9 @@ class RedisRendezvousHandler(RendezvousHandler):
         try:
             self.membership.leave(why, run_then=run_then, timeout=timeout)
         except RedelasticError as e:
-            level = logging.WARNING if self._entered else logging.INFO  # nobody misses a node that was in no round
-            log.log(level, "Could not tell run %r that this node is leaving: %s", self._settings.run_id, e)
+            # No other node waits for one that was in no round.
+            level = logging.WARNING if self._entered else logging.INFO
+            log.log(level, "Could not report to run %r that this node is leaving: %s", self._settings.run_id, e)
             return False
         finally:
             self._close_bootstrap()
@@ -348,7 +349,8 @@ def handler_from_parameters(params: RendezvousParameters) -> RendezvousHandler:
     """Connect to the endpoint of ``params`` and make its handler: what torchrun's registry calls.
 
     Raises:
-        RendezvousConnectionError: no Redis answers at the endpoint within the ``join_timeout``, or it refuses us.
+        RendezvousConnectionError: no Redis answers at the endpoint within the ``join_timeout``, or it refuses the
+            connection.
         ValueError: a parameter is unknown or wrong.
     """
     return create_handler(wait_for_backend(params), params)
@@ -362,19 +364,19 @@ def handler_from_url(url: str) -> RendezvousHandler:
             :func:`redelastic.rendezvous.settings.parameters_from_url`.
 
     Raises:
-        RendezvousConnectionError: no Redis answers there, or it refuses us.
+        RendezvousConnectionError: no Redis answers there, or it refuses the connection.
         ValueError: a part of the URL is missing, unknown or wrong.
     """
     return handler_from_parameters(parameters_from_url(url))
 
 
-# torchrun does not shut a handler down when a signal ends it: that would close the run. But it is gone, and says so.
+# When a signal ends torchrun, it does not shut its handler down, since that would close the run: the node only leaves.
 _handlers: weakref.WeakSet[RedisRendezvousHandler] = weakref.WeakSet()
 
 
 def _leave_at_exit() -> None:
     for handler in list(_handlers):
-        if handler._pid == os.getpid():  # noqa: SLF001  # not those of the process that this one was forked from
+        if handler._pid == os.getpid():  # noqa: SLF001  # a forked process has its parent's handlers too
             handler.end(Left(cause="exited"), "goes on", EXIT_TIMEOUT)
 
 

@@ -26,12 +26,12 @@ from .settings import Settings, parameters_from_url
 
 RUN_VARIABLE: Final = "TORCHELASTIC_RUN_ID"
 
-# A process stays a member of its run until it exits, or makes its next group there: by process, server, prefix and run.
+# By process, server, prefix and run: a process stays a member of its run until it exits, or makes its next group there.
 _handlers: Final[dict[tuple[int, str, str, str], RedisRendezvousHandler]] = {}
-# The store of its agents' round, which all groups of a process share.
+# By process, endpoint, prefix, run and epoch: the store of the agents' round, which all groups of a process share.
 _stores: Final[dict[tuple[int, str, str, str, int], RedisStore]] = {}
-# How many groups a process has made in its agents' round. All workers make the same ones, and torch uses the same key
-# names for each: a group must not find those of the previous one.
+# How many groups a process has made in its agents' round. All workers make the same groups, and torch uses the same key
+# names for each: a group must not find the keys of the previous one.
 _groups: Final[Counter[tuple[int, str, int]]] = Counter()
 
 
@@ -39,7 +39,7 @@ def register_init_method() -> None:
     """Register ``redis://`` and the other schemes with ``torch.distributed``; a second call changes nothing.
 
     Afterwards ``init_process_group(init_method=URL)`` takes the URL of :func:`redelastic.handler_from_url`. In a worker
-    of torchrun with our rendezvous, ``redis://host:port/db`` is enough, or ``redis://`` alone if
+    of torchrun with this rendezvous, ``redis://host:port/db`` is enough, or ``redis://`` alone if
     ``REDELASTIC_REDIS_URL`` is set: the process joins the store of its agents' round. Elsewhere the processes find each
     other by a rendezvous of their own in the run ``run_id`` of the URL, of ``WORLD_SIZE`` processes, or of
     ``min_nodes`` to ``max_nodes``; rank and world size may come from the environment, from the URL, or from that
@@ -52,7 +52,7 @@ def register_init_method() -> None:
 
 def _rendezvous(url: str, timeout: timedelta = default_pg_timeout, **_unused: Any) -> Iterator[tuple[Store, int, int]]:
     base, _, query = url.partition("?")
-    if "://" not in base:  # where there is no host, torch drops the slashes once it has added a rank and a world size
+    if "://" not in base:  # without a host, torch drops the slashes once it has added a rank and a world size
         base = base.replace(":", "://", 1)
     options = dict(parse_qsl(query, keep_blank_values=True))
     rank = _number("rank", options.pop("rank", os.environ.get("RANK")))
@@ -70,8 +70,8 @@ def _rendezvous(url: str, timeout: timedelta = default_pg_timeout, **_unused: An
         params.endpoint = ""
 
     settings = Settings.from_parameters(params)
-    of_agents_round = settings.run_id == os.environ.get(RUN_VARIABLE)
-    if of_agents_round and epoch is not None and rank is not None and size is not None:
+    is_worker = settings.run_id == os.environ.get(RUN_VARIABLE)
+    if is_worker and epoch is not None and rank is not None and size is not None:
         store = _store_of_round(params.endpoint, settings, epoch)
         place = (os.getpid(), settings.run_id, epoch)
         _groups[place] += 1
@@ -99,7 +99,7 @@ def _store_of_round(endpoint: str, settings: Settings, epoch: int) -> RedisStore
 
 
 def _join(connection: Connection, settings: Settings, rank: int | None, timeout: timedelta) -> tuple[Store, int, int]:
-    """Find the other processes by a rendezvous of their own; a process that fails in it leaves, so that all fail."""
+    """Find the other processes by a rendezvous; a process that fails in it leaves, so that all fail."""
     place = (os.getpid(), connection.name, settings.key_prefix, settings.run_id)
     if former := _handlers.pop(place, None):
         former.end(Left(cause="group"), "goes on")
@@ -110,7 +110,7 @@ def _join(connection: Connection, settings: Settings, rank: int | None, timeout:
         info = handler.next_rendezvous()
         info.store.set_timeout(timeout)
         rank = info.rank if rank is None else rank
-        _take(rank, info, settings.run_id)
+        _claim_rank(rank, info, settings.run_id)
     except BaseException as e:
         handler.end(Left(cause="timeout", reason=str(e)), "goes on", EXIT_TIMEOUT)
         raise
@@ -118,7 +118,7 @@ def _join(connection: Connection, settings: Settings, rank: int | None, timeout:
     return info.store, rank, info.world_size
 
 
-def _take(rank: int, info: RendezvousInfo, run_id: str) -> None:
+def _claim_rank(rank: int, info: RendezvousInfo, run_id: str) -> None:
     if rank >= info.world_size:
         raise ValueError(f"rank={rank} is not below the world size of {info.world_size} of run {run_id!r}.")
     if info.store.add(f"redelastic/rank/{rank}", 1) != 1:

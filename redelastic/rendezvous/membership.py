@@ -19,19 +19,20 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from redelastic.redis import scripts
-from redelastic.redis.connection import Connection, require_keys_of_types, sanitize, text
+from redelastic.redis.connection import Connection, require_keys_of_types, sanitize
 from redelastic.redis.errors import CorruptStateError, RedelasticError, UnavailableError, UnreachableError
 from redelastic.redis.keys import RunKeys
 from redelastic.run.events import Failed, Left, decode_cause
 from redelastic.run.sentences import cause
 
+from . import replies
 from .heartbeat import HEARD, RETRY_PAUSE, Heartbeat
 from .settings import Settings
 from .view import Round
 
 log = logging.getLogger(__name__)
 
-LONG_WAIT: Final = 10.0  # for a round, after which the log says what the node waits for, in seconds
+LONG_WAIT: Final = 10.0  # in seconds: after it the log says what the node waits for
 
 RunThen = Literal["goes on", "closes", "stops"]
 
@@ -44,7 +45,7 @@ class DrainedError(RendezvousError):
     """This node was asked to drain, and no longer takes part.
 
     Attributes:
-        reason: by whom or what.
+        reason: who or what asked.
     """
 
     def __init__(self, node: str, run_id: str, reason: str) -> None:
@@ -56,7 +57,7 @@ class Membership:
     """One node of one run: how it joins, renews its lease, and leaves.
 
     The node's identity ends when it leaves or is fenced: it comes back as a new node, so that no request of the old one
-    still under way can count for it (I4).
+    that is still in flight can count for it (I4).
 
     Args:
         connection: to Redis.
@@ -65,8 +66,8 @@ class Membership:
         host: address of this node for its peers.
 
     Attributes:
-        view: what this node knows of the run, from memory.
-        heartbeat: what keeps it in the run.
+        view: this node's view of the run.
+        heartbeat: keeps the node in the run.
     """
 
     def __init__(self, connection: Connection, keys: RunKeys, settings: Settings, host: str) -> None:
@@ -77,7 +78,7 @@ class Membership:
         self._settings = settings
         self._heard = "0-0"  # id of the last wake-up that this node knew of when it last asked to join
         self._epoch_held = 0  # epoch of the last round this node was in
-        self._is_spare = False  # whether it has said so since then
+        self._is_spare = False  # whether it has logged that since then
         self._complain_of_wait_at = math.inf
 
     @property
@@ -96,40 +97,37 @@ class Membership:
             RendezvousClosedError, RendezvousGracefulExitError: the run is closed; the latter for a spare.
             DrainedError: this node was asked to drain.
             RendezvousTimeoutError: the round was not complete in time.
-            UnavailableError: Redis could not be reached until the deadline, or it refuses us.
+            UnavailableError: Redis could not be reached until the deadline, or it refuses the call.
             CorruptStateError: the run's keys in Redis are corrupt.
             RendezvousError: other nodes of the run have another ``min_nodes`` or ``max_nodes``.
         """
-        if self.view.joining:  # an error ended the last attempt: none of it may count for this one
+        if self.view.joining:  # an error ended the last attempt, whose requests must not count for this one
             self._try_to_leave(Left(cause="anew"))
         elif self.view.fenced:
             self.heartbeat.renew_identity()
         self.view.joining = True
         self._complain_of_wait_at = time.monotonic() + LONG_WAIT
         started = time.monotonic()
-        give_up_at = time.monotonic() + self._settings.read_timeout  # at the earliest, if Redis is away
+        give_up_at = time.monotonic() + self._settings.read_timeout  # at the earliest, while Redis is away
         while True:
-            self._require_that_it_may_join()
-            outcome, *told = self._ask_to_join(port, max(deadline, give_up_at))
-            match text(outcome):
-                case "complete":
-                    *of_round, incarnation = told
-                    entered = self._round_from(*of_round)
+            self._raise_if_stopped_or_draining()
+            match reply := self._ask_to_join(port, max(deadline, give_up_at)):
+                case replies.Complete():
+                    entered = self._round_from(reply)
                     if self._is_replicated(entered, deadline):
-                        self.heartbeat.incarnation = text(incarnation)
                         return self._enter(entered)
-                case "closed":
-                    self._raise_closed(told[0], told[2], spare=told[1])
-                case "away":
-                    self.heartbeat.stopped.wait(random.uniform(0.5, 1) * RETRY_PAUSE)
-                case "left":
+                case replies.Waiting():
+                    deadline = self._wait_as_candidate(reply, deadline)
+                case replies.Closed():
+                    self._raise_closed(reply.why, reply.stop, spare=reply.spare)
+                case replies.Mismatch():
+                    self._wait_while_refused(reply, started, deadline)
+                case replies.Left():
                     self.heartbeat.renew_identity()
-                case "mismatch":
-                    self._wait_while_refused(*told, started=started, deadline=deadline)
-                case _:
-                    deadline = self._wait_as_candidate(*told, deadline=deadline)
+                case _:  # Redis is away
+                    self.heartbeat.stopped.wait(random.uniform(0.5, 1) * RETRY_PAUSE)
 
-    def _require_that_it_may_join(self) -> None:
+    def _raise_if_stopped_or_draining(self) -> None:
         if self.heartbeat.stopped.is_set():
             raise RendezvousClosedError(f"Node {self.node} of run {self.run_id!r} was shut down; create a new one.")
         if drain := self.view.drain:
@@ -137,28 +135,24 @@ class Membership:
             self._try_to_leave(Left(cause="drained", reason=reason))
             raise DrainedError(node, self.run_id, reason)
 
-    def _wait_while_refused(
-        self, min_nodes: int, max_nodes: int, lease: int, interval: int, *, started: float, deadline: float
-    ) -> None:
-        """Wait for as long as nodes that died with their whole job may have leases, and another size is refused.
+    def _wait_while_refused(self, run: replies.Mismatch, started: float, deadline: float) -> None:
+        """Wait a while if the run has other sizes: its nodes may be dead, and their leases about to run out.
 
-        Asking more rarely than they beat would look like the end of an outage, and renew those.
+        This node asks as often as they would beat: a longer silence would look like an outage, and renew the leases.
         """
         s = self._settings
-        left = min(started + max(s.lease, lease / 1000) + 1, deadline) - time.monotonic()
+        left = min(started + max(s.lease, run.lease_ms / 1000) + 1, deadline) - time.monotonic()
         if left <= 0:
             raise RendezvousError(
                 f"Node {self.node} wants {self._settings.min_nodes} to {self._settings.max_nodes} nodes, but run "
-                f"{self.run_id!r} has {min_nodes} to {max_nodes}; start all nodes with the same --nnodes."
+                f"{self.run_id!r} has {run.min_nodes} to {run.max_nodes}; start all nodes with the same --nnodes."
             )
-        self.heartbeat.stopped.wait(min(s.keep_alive_interval, interval / 1000 or math.inf, left))
+        self.heartbeat.stopped.wait(min(s.keep_alive_interval, run.interval_ms / 1000 or math.inf, left))
 
-    def _wait_as_candidate(
-        self, epoch: int, wake_id: bytes, completes_in: int, spare: int, roll_call: int, *, deadline: float
-    ) -> float:
-        """Block until it is worth asking to join again; returns the time until which this node keeps asking."""
+    def _wait_as_candidate(self, reply: replies.Waiting, deadline: float) -> float:
+        """Block until another request to join may succeed; returns the time until which this node keeps asking."""
         now = time.monotonic()
-        if spare:
+        if reply.spare:
             if not self._is_spare:
                 self._is_spare = True
                 log.warning(
@@ -170,16 +164,16 @@ class Membership:
         elif now >= deadline:
             self._try_to_leave(Left(cause="timeout"))
             raise RendezvousTimeoutError(
-                f"Run {self.run_id!r} had no new round after epoch {epoch} within the join_timeout of "
+                f"Run {self.run_id!r} had no new round after epoch {reply.epoch} within the join_timeout of "
                 f"{self._settings.join_timeout:g} s: fewer than {self._settings.min_nodes} nodes joined, or a member "
                 "of the last round neither rejoined nor left. All nodes need the same --rdzv-id and the same Redis."
             )
-        self._heard, self.view.standing = text(wake_id), "candidate"
-        self.heartbeat.answer(roll_call)
-        until = min(deadline, now + completes_in / 1000) if completes_in >= 0 else deadline
+        self._heard, self.view.standing = reply.last_wake_id, "candidate"
+        self.heartbeat.answer(reply.roll_call)
+        until = min(deadline, now + reply.wait_ms / 1000) if reply.wait_ms >= 0 else deadline
         while (left := until - time.monotonic()) > 0:
             before, self._heard = self._heard, self.heartbeat.pump(self._heard, left)
-            if not spare and time.monotonic() >= self._complain_of_wait_at:
+            if not reply.spare and time.monotonic() >= self._complain_of_wait_at:
                 self._complain_of_wait_at = math.inf
                 log.warning(
                     "Node %s waits for a round of run %r, of %d to %d nodes; `redelastic status %s` lists the nodes.",
@@ -188,9 +182,10 @@ class Membership:
             to_leave = self.view.drain or self.heartbeat.stopped.is_set()
             if to_leave or self._heard != before or self.view.standing != "candidate":
                 break
-        return time.monotonic() + self._settings.join_timeout if spare else deadline
+        return time.monotonic() + self._settings.join_timeout if reply.spare else deadline
 
-    def _ask_to_join(self, port: int, give_up_at: float) -> Any:
+    def _ask_to_join(self, port: int, give_up_at: float) -> replies.Join | None:
+        """Send one request to join; None while Redis is away, until ``give_up_at``."""
         keys, known = self.heartbeat.keys_with_store(self._epoch_held), self.heartbeat.known()
         args = [*known, self._epoch_held, f"{self.heartbeat.host} {port}", self._settings.topology]
         try:
@@ -199,13 +194,13 @@ class Membership:
             if time.monotonic() >= give_up_at or not self.heartbeat.may_pass(e):
                 raise
             self.view.apply_outage(e)
-            return ["away"]
+            return None
         self.view.apply_return()
         self.heartbeat.has_been_renewed(answered=known[HEARD])
-        return reply
+        return replies.decode_join(reply)
 
     def _is_replicated(self, completed: Round, deadline: float) -> bool:
-        """Whether as many replicas as wanted hold a round; waits a while for them.
+        """Whether ``min_replicas`` replicas hold a round; waits a heartbeat interval for them.
 
         Raises:
             RendezvousTimeoutError: too few do, and the deadline has passed.
@@ -235,24 +230,26 @@ class Membership:
             )
         return replicas >= s.min_replicas
 
-    def _round_from(self, *told: Any) -> Round:
-        epoch, rank, size, master, completed_at, lost = told
-        host, _, port = text(master).rpartition(" ")
+    def _round_from(self, reply: replies.Complete) -> Round:
+        epoch, rank, size, master, completed_at, lost, incarnation = reply
+        host, _, port = master.rpartition(" ")
         if not host or not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) < 2**16:
             raise CorruptStateError(
                 f"The key {self._keys.run!r} in Redis at {self.heartbeat.connection.name} is corrupt: its field master "
-                f"is {text(master)!r}, not a host and a port. Remove that key."
+                f"is {master!r}, not a host and a port. Remove that key."
             )
-        return Round(epoch, rank, size, host, int(port), completed_at, lost, again=self._epoch_held > 0)
+        again = self._epoch_held > 0
+        return Round(epoch, rank, size, host, int(port), completed_at, lost, again, incarnation)
 
     def _enter(self, entered: Round) -> Round:
         self._epoch_held, self._is_spare = entered.epoch, False
+        self.heartbeat.incarnation = entered.incarnation
         self.view.apply_round(entered)
         self.heartbeat.start(self._heard)
         return entered
 
     def _try_to_leave(self, why: Left) -> None:
-        """Leave before an error is raised; by the time that gives up, the lease has run out."""
+        """Leave before an error is raised; if Redis is away, try until the lease has run out."""
         with contextlib.suppress(RedelasticError):
             self.leave(why, timeout=self._settings.lease)
 
@@ -272,11 +269,11 @@ class Membership:
         """Leave the run for good; the identity ends with it.
 
         Args:
-            why: for people and the other nodes.
+            why: the reason, for people and the other nodes.
             run_then: what becomes of the run, if this node is a member of an unbroken round (I5).
             timeout: as in :meth:`Connection.call`.
         """
-        if self.view.nodes_waiting:  # a server that has forgotten the run takes this node's round for an unbroken one
+        if self.view.nodes_waiting:  # a server that has forgotten the run would take the round for an unbroken one
             run_then = "goes on"
         try:
             self.heartbeat.call(
@@ -293,10 +290,10 @@ class Membership:
         self.view.apply_closing(self.heartbeat.call(scripts.CLOSE, self.heartbeat.keys, args, timeout))
 
     def drain(self, reason: str, timeout: float) -> None:
-        """Drain this node, as if someone had asked it to; it drains even if Redis cannot be reached.
+        """Drain this node, as on a request to it; it drains even if Redis cannot be reached.
 
         Args:
-            reason: for the others.
+            reason: for people and the other nodes.
             timeout: how long workers have to save, in seconds.
         """
         self.view.begin_drain(reason, timeout)
@@ -304,7 +301,7 @@ class Membership:
         self.heartbeat.call(scripts.DRAIN, self.heartbeat.keys, [self.node, reason, round(1000 * timeout)], None)
 
     def wait_while(self, condition: Callable[[], bool]) -> None:
-        """Wait outside the run while a condition holds; it is checked again when the run's nodes are woken.
+        """Wait outside the run while a condition holds; it is checked at each wake-up of the run.
 
         Raises:
             DrainedError: this node was asked to drain meanwhile.
@@ -321,12 +318,12 @@ class Membership:
 
     def charge(
         self, failed_at: float, step: int, failure: Failed, limits: tuple[int, int, int], *, final: bool
-    ) -> tuple[int, int, str]:
+    ) -> replies.Charge:
         """Count a failure of this node's workers in its round.
 
         Args:
             failed_at: when the first of them failed, on the monotonic clock in seconds.
-            step: the last one that they reported, or -1.
+            step: the last step that they reported, or -1.
             failure: which worker failed first, and how.
             limits: restarts of the job; restarts in a row without progress; rounds in a row in which a worker of this
                 host may fail first. -1 is no limit.
@@ -335,20 +332,20 @@ class Membership:
         Returns:
             Restarts of the job; rounds in a row in which this host failed first; why the run has to be stopped, or "".
         """
-        who = (self.node, self._settings.node_name, self._epoch_held)
+        caller = (self.node, self._settings.node_name, self._epoch_held)
 
         def args() -> list[Any]:  # another host may have failed while this one could not reach Redis
             age_ms = round(1000 * max(0.0, time.monotonic() - failed_at))
-            return [*who, age_ms, step, *limits, int(final), *failure.pairs()]
+            return [*caller, age_ms, step, *limits, int(final), *failure.pairs()]
 
-        restarts, failures, verdict = self.heartbeat.call(scripts.CHARGE, self.heartbeat.keys, args, None)
-        return restarts, failures, sanitize(cause(decode_cause(text(verdict))))
+        reply = replies.Charge(*replies.decoded(self.heartbeat.call(scripts.CHARGE, self.heartbeat.keys, args, None)))
+        return reply._replace(verdict=sanitize(cause(decode_cause(reply.verdict))))
 
     def call_roll(self, failed_at: float) -> None:
-        """Ask who is there, since workers of this node failed and a lost peer may be why; never fails.
+        """Call the roll, since workers of this node failed and a lost peer may be the cause; never fails.
 
         Nodes that do not answer within ``roll_call_timeout`` are out; the outcome ends :meth:`View.wait_for_loss`.
-        A node that has only just found Redis again does not ask: others may still be looking for it.
+        A node that has just found Redis again calls no roll: other nodes may still be looking for Redis.
 
         Args:
             failed_at: when the first of its workers failed, on the monotonic clock in seconds.
@@ -357,29 +354,29 @@ class Membership:
         lost = self.view.member_lost or not held or held.size == 1
         if lost or not s.roll_call_timeout or not self.view.has_reached_redis_for(s.lease):
             return
-        who = (self.node, self._epoch_held)
+        caller = (self.node, self._epoch_held)
 
         def args() -> list[Any]:
-            return [*who, round(1000 * max(0.0, time.monotonic() - failed_at)), round(1000 * s.roll_call_timeout)]
+            return [*caller, round(1000 * max(0.0, time.monotonic() - failed_at)), round(1000 * s.roll_call_timeout)]
 
         try:  # an idle connection may be dead: that is no outage; after an outage the leases decide
-            told = self.heartbeat.call(scripts.ROLL_CALL, self.heartbeat.keys, args, min(1.0, s.roll_call_timeout))
+            reply = self.heartbeat.call(scripts.ROLL_CALL, self.heartbeat.keys, args, min(1.0, s.roll_call_timeout))
         except RedelasticError as e:
             log.warning("No roll call of run %r: %s", self.run_id, e)
             return
-        if told:
-            self.view.apply_roll_call(*told)
+        if reply:
+            self.view.apply_roll_call(replies.RollCall(*reply))
 
     def ask_whether_closed(self) -> bool:
         """Ask Redis whether the run is closed."""
         try:
-            by, stop = self.heartbeat.connection.call(lambda client: client.hmget(self._keys.run, "closed", "stop"))
+            why, stop = self.heartbeat.connection.call(lambda client: client.hmget(self._keys.run, "closed", "stop"))
         except CorruptStateError as e:
             require_keys_of_types(self.heartbeat.connection, self._keys.types, e)
-        if by:
-            self.view.apply_closing(by, stop=bool(stop))
+        if why:
+            self.view.apply_closing(why, stop=bool(stop))
         return bool(self.view.closed)
 
     def stop(self) -> None:
-        """End the loop without telling anyone."""
+        """End the keeper's loop; the node stays in the run until its lease runs out."""
         self.heartbeat.stopped.set()

@@ -1,4 +1,4 @@
-"""The settings of a run: from torch's ``RendezvousParameters`` or a URL, checked once, under torch's names."""
+"""The settings of a run, checked once, under torch's names: from ``RendezvousParameters`` or a URL."""
 
 from __future__ import annotations
 
@@ -117,16 +117,16 @@ _CHECKS: Final[Mapping[str, Callable[[str, object], Any]]] = {
     "ssl_cert": _path,
     "ssl_cert_key": _path,
 }
-# torchrun adds `timeout` to every rendezvous, and c10d's users pass `is_host`; neither means anything to us.
+# torchrun adds `timeout` to every rendezvous, and c10d's users pass `is_host`; redelastic has no use for either.
 _IGNORED: Final = frozenset({"timeout", "is_host"})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What one node has to know about its run. All times are in seconds.
+    """The settings of a node's run. All times are in seconds.
 
-    Names and defaults are those of torch's ``create_handler`` and ``etcd_rendezvous_backend.create_backend``, except
-    for the heartbeat, which is faster (torch: every 5 s).
+    Names and defaults are the same as in torch's ``create_handler`` and ``etcd_rendezvous_backend.create_backend``,
+    except that the heartbeat is faster (torch: every 5 s).
 
     Attributes:
         run_id: id of the run.
@@ -224,7 +224,7 @@ class Settings:
         return settings
 
 
-# What torch's legacy etcd URL calls today's parameters.
+# Parameters by their names in torch's legacy etcd URL.
 _URL_ALIASES: Final = {
     "min_workers": "min_nodes",
     "max_workers": "max_nodes",
@@ -234,7 +234,7 @@ _URL_ALIASES: Final = {
 
 
 def _check_run_id(run_id: str) -> str:
-    """Return ``run_id`` if keys can be named by it, and folders: torch's agent names those of the logs.
+    """Return ``run_id`` if it can be part of a key's name and of a folder's: torch's agent names log folders by it.
 
     Raises:
         ValueError: it is invalid.

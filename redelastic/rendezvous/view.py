@@ -1,4 +1,4 @@
-"""What a node knows of its run, from wake-ups and heartbeats: it answers several threads from memory."""
+"""A node's view of its run, from wake-ups and heartbeats, which several threads read."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ import re
 import threading
 import time
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Final
 
 from redelastic.redis.connection import Entries, sanitize, text
 from redelastic.run.events import Event, Lost, decode_cause
 from redelastic.run.sentences import cause
 
+from .replies import Beat, RollCall
+
 log = logging.getLogger(__name__)
 
-STREAM_START: Final = (0, 0)  # a place before all others in a stream
+STREAM_START: Final = (0, 0)  # a place before every entry of a stream
 UNKNOWN: Final = Event(event="unknown")  # a cause that the run's record does not name
 COMPLAINT_INTERVAL: Final = 60.0  # between two warnings about the same outage, in seconds
 
@@ -27,7 +29,7 @@ class Drain:
 
     Attributes:
         node: its id.
-        reason: by whom or what.
+        reason: who or what asked.
         timeout: how long the workers have to save, in seconds.
         place: of its wake-up in the run's stream, the same for every node; STREAM_START if there was none.
     """
@@ -51,6 +53,7 @@ class Round:
             epoch that was completed after a failover.
         lost: how many nodes of the previous round did not come back.
         again: whether this node was in a round before.
+        incarnation: of the run: the id of the node that created it.
     """
 
     epoch: int
@@ -61,6 +64,7 @@ class Round:
     completed_at: int
     lost: int
     again: bool
+    incarnation: str = ""
 
 
 class View:
@@ -72,43 +76,39 @@ class View:
         round: the one that this node is in; None while it is in none.
         joining: whether this node has asked to join the next one.
         fenced: whether it lost its lease.
-        standing: what Redis last said about it: "candidate", "member", "fenced" or "unknown".
+        standing: of this node in Redis's last reply: "candidate", "member", "fenced" or "unknown".
         drain: the request to this node to drain; None if there was none.
-        record_of_closing: why the run is closed according to its record, as JSON, and whether that means a stop.
+        record_of_closing: why the run is closed according to its record, as JSON, and 1 if workers have to end too.
     """
 
     def __init__(self, run_id: str) -> None:
         self.run_id = run_id
         self.node = ""
-        # Guards what several threads change; never held while Redis is asked. Locked in C, so that no exception of a
-        # signal handler comes between that and the block under it.
+        # Guards what several threads change; never held during a call to Redis. Locked in C, so that no exception of a
+        # signal handler comes between the locking and the block under it.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self.round: Round | None = None
         self.joining = False
         self._broken: Event | None = None  # why the round is broken; None while it is not
-        self._last_break = (
-            0,
-            UNKNOWN,
-            0,
-            False,
-        )  # epoch, and `_break`'s arguments: it may be heard of before that round
+        # Epoch, and `_break`'s arguments: the wake-up may come before this node has entered that round.
+        self._last_break = (0, UNKNOWN, 0, False)
         self._left: Round | None = None  # the round before this one
-        self._logged: set[tuple[int, str]] = set()  # the breaks that were, by epoch and cause
-        self._news = False  # whether there is something that an agent has not seen yet, and may have to act on
-        self._member_lost = False  # whether it is broken because a member died or left
+        self._logged: set[tuple[int, str]] = set()  # the breaks already logged, by epoch and cause
+        self._news = False  # whether something has changed that the agent has not seen yet, and may have to act on
+        self._member_lost = False  # whether the round is broken because a member died or left
         self.fenced = False
         self.standing = ""
         self._waiting = 0  # nodes that wait for the next round, as far as known
         self._closed: Event | None = None  # why; None while it is not
-        self._stop = False  # whether that means that workers have to end too
+        self._stop = False  # whether workers have to end too
         self.record_of_closing = ("", 0)  # a wake-up alone proves nothing
         self._drains: dict[str, tuple[int, Drain]] = {}  # from wake-ups, by node, with its epoch
         self.drain: Drain | None = None  # independent of this node's id; a signal handler sets it too, so not guarded
         self._failed_at: int | None = None  # when the workers failed that led to the roll call, in the server's ms
         self._answered = 0  # when the last roll call that every node answered was opened, in the server's ms
         self._away_since: float | None = None  # since when Redis has not answered; None while it does
-        self._back_at = -math.inf  # when it last came back, on the monotonic clock
+        self._back_at = -math.inf  # when Redis last came back, on the monotonic clock
         self._complain_at: dict[str, float] = {}  # when to log the outage again, by kind of error
 
     # -- what the agent asks, several times a second
@@ -154,16 +154,16 @@ class View:
     def wait_for_news(self, timeout: float) -> None:
         """Wait until this node's round breaks, a node is to drain or the run is stopped; at most ``timeout`` seconds.
 
-        News that comes while nobody waits ends the next wait at once.
+        News that comes while no thread waits ends the next wait at once.
         """
         with self._lock:
             self._changed.wait_for(lambda: self._news, timeout)
             self._news = False
 
     def notify(self) -> None:
-        """End the wait for news: something else has happened that an agent may have to act on."""
+        """End the wait for news, for another reason that the agent may have to act on."""
         with self._lock:
-            self._tell()
+            self._announce_news()
 
     @property
     def closed(self) -> str:
@@ -180,11 +180,11 @@ class View:
         """Which nodes were asked to drain since this node entered its round, as far as known."""
         with self._lock:
             epoch = self.round.epoch if self.round else 0
-            told = {node: drain for node, (asked_in, drain) in self._drains.items() if asked_in == epoch}
-        own = told.pop(self.node, None)
+            drains = {node: drain for node, (asked_in, drain) in self._drains.items() if asked_in == epoch}
+        own = drains.pop(self.node, None)
         if self.drain:
-            told[self.node] = replace(self.drain, node=self.node, place=own.place if own else STREAM_START)
-        return list(told.values())
+            drains[self.node] = replace(self.drain, node=self.node, place=own.place if own else STREAM_START)
+        return list(drains.values())
 
     @property
     def away(self) -> float:
@@ -196,7 +196,7 @@ class View:
         """Whether Redis has answered this node for all of the last ``seconds``, as far as known."""
         return self._away_since is None and time.monotonic() - self._back_at >= seconds
 
-    # -- what it learns
+    # -- what changes it
 
     def become(self, node: str) -> None:
         """Come back as another node, which is in no round."""
@@ -204,23 +204,23 @@ class View:
             self.node, self.round = node, None
 
     def forget_round(self) -> None:
-        """This node has left."""
+        """Record that this node has left."""
         with self._lock:
             self.round, self.joining = None, False
 
     def apply_closing(self, why: bytes | str, *, stop: bool = False) -> None:
-        """A reply says that the run is closed, and why, as JSON; ``stop``: workers have to end too, irrevocably."""
+        """Record that the run is closed, and why, as JSON; ``stop``: workers have to end too, irrevocably."""
         with self._lock:
             closed = self._closed = decode_cause(text(why)) or UNKNOWN
             self._stop = stop or self._stop
             self.record_of_closing = (closed.as_cause(), int(self._stop))
 
     def begin_drain(self, reason: str, timeout: float) -> None:
-        """This node is to drain; ``timeout`` is in seconds. Needs no lock: a signal handler may call it."""
+        """Record that this node is to drain; ``timeout`` is in seconds. Takes no lock: a signal handler may call it."""
         self.drain = self.drain or Drain(self.node, reason, timeout)
 
     def apply_round(self, entered: Round) -> None:
-        """This node has entered a round."""
+        """Record that this node has entered a round."""
         with self._lock:
             self._left, self.round = self.round, entered
             self._logged = {logged for logged in self._logged if self._left and logged[0] == self._left.epoch}
@@ -230,31 +230,31 @@ class View:
             if self._last_break[0] == entered.epoch:
                 self._break(*self._last_break[1:])
 
-    def apply_roll_call(self, failed_at: int, answered: int) -> None:
-        """The reply of ``lua/roll_call.lua``: when workers failed, and whether every node has answered since."""
+    def apply_roll_call(self, reply: RollCall) -> None:
+        """Apply the reply of ``lua/roll_call.lua``."""
         with self._lock:
-            self._failed_at = failed_at
-            self._answered = max(self._answered, failed_at if answered else 0)
+            self._failed_at = reply.failed_at
+            self._answered = max(self._answered, reply.failed_at if reply.answered else 0)
 
     def apply_wake_ups(self, entries: Entries) -> list[int]:
-        """Take in the run's wake-ups; returns the roll calls that this node has to answer."""
+        """Apply the run's wake-ups; returns the roll calls that this node has to answer."""
         roll_calls: list[int] = []
         with self._lock:
             for place, change in entries:
                 event, why = change.get("event"), decode_cause(change.get("cause", "")) or UNKNOWN
                 if event in {"closed", "stopped"}:
                     self._closed, self._stop = why, self._stop or event == "stopped"
-                    self._tell()
+                    self._announce_news()
                 elif event == "drain":
                     node, reason = change.get("node", ""), sanitize(change.get("reason", ""))
                     timeout = _number(change.get("timeout")) / 1000
                     if node == self.node:
                         self.begin_drain(reason, timeout)
-                    told = Drain(node, reason, timeout, place_of(place))
+                    drain = Drain(node, reason, timeout, place_of(place))
                     asked_in = _number(change.get("epoch"))  # perhaps a round that this node is about to enter
                     if node not in self._drains or asked_in > self._drains[node][0]:
-                        self._drains[node] = asked_in, told
-                    self._tell()
+                        self._drains[node] = asked_in, drain
+                    self._announce_news()
                 elif event == "roll_call":
                     roll_calls.append(_number(change.get("called_at")))
                 elif event == "answered" and self.round and _number(change.get("epoch")) == self.round.epoch:
@@ -262,60 +262,59 @@ class View:
                     self._changed.notify_all()
                 elif event == "broken":
                     epoch, waiting = _number(change.get("epoch")), _number(change.get("waiting"))
-                    self._hear_of_break(epoch, why, waiting, change.get("lost") == "1")
+                    self._apply_break(epoch, why, waiting, change.get("lost") == "1")
         return roll_calls
 
-    def _hear_of_break(self, epoch: int, why: Event, waiting: int, member_lost: bool) -> None:
+    def _apply_break(self, epoch: int, why: Event, waiting: int, member_lost: bool) -> None:
         self._last_break = (epoch, why, waiting, member_lost)
         if self.round and self.round.epoch == epoch:
             self._break(why, waiting, member_lost)
         elif self._left and self._left.epoch == epoch and member_lost:
-            # The loss completed the round that this node is in, and that reply came before the wake-up.
+            # The loss completed the round that this node is in, and the reply to its join came before the wake-up.
             self._log_break(epoch, why)
 
-    def apply_beat(self, asked_as: str, asked_in: Round | None, told: list[Any]) -> None:
-        """The reply of ``lua/beat.lua`` to the node ``asked_as``, which held the round ``asked_in``."""
-        standing, epoch, broken, candidates, closed, _, stop, drain, _ = told
+    def apply_beat(self, asked_as: str, asked_in: Round | None, reply: Beat) -> None:
+        """Apply the reply of ``lua/beat.lua`` to the node ``asked_as``, which held the round ``asked_in``."""
         with self._lock:
-            if closed:
-                self.apply_closing(closed, stop=bool(stop))
+            if reply.closed:
+                self.apply_closing(reply.closed, stop=bool(reply.stop))
             if asked_as != self.node:
                 return
-            self.standing = text(standing)
-            timeout, _, why = text(drain).partition(" ")
+            self.standing = reply.standing
+            timeout, _, why = reply.drain.partition(" ")
             if timeout and self.drain is None:
                 self.begin_drain(sanitize(why), _number(timeout) / 1000)
-                self._tell()
+                self._announce_news()
             if asked_in and self.round is asked_in and not self.joining:
-                self._judge(asked_in, epoch, decode_cause(text(broken)), candidates)
+                self._judge(asked_in, reply.epoch, decode_cause(reply.broken), reply.candidates)
 
-    def _judge(self, mine: Round, epoch: int, broken: Event | None, candidates: int) -> None:
-        if self.standing == "member" and epoch == mine.epoch:
+    def _judge(self, held: Round, epoch: int, broken: Event | None, candidates: int) -> None:
+        if self.standing == "member" and epoch == held.epoch:
             if broken:
                 self._break(broken, candidates, member_lost=False)
         elif self.standing != "unknown" and not self.fenced:  # "unknown": the server lost its data, and judges no node
             self.fenced = True
-            log.warning("This node lost its lease: round %s of run %r goes on without it.", mine.epoch, self.run_id)
+            log.warning("This node lost its lease: round %s of run %r goes on without it.", held.epoch, self.run_id)
             self._break(Lost(node=self.node, cause="lease"), candidates, member_lost=True)
 
     def _break(self, why: Event, waiting: int, member_lost: bool) -> None:
         if self.round and (member_lost or not self._broken):
             self._log_break(self.round.epoch, why)
         self._broken, self._waiting, self._member_lost = why, waiting, self._member_lost or member_lost
-        self._tell()
+        self._announce_news()
 
     def _log_break(self, epoch: int, why: Event) -> None:
-        by_itself = why.node == self.node  # not news to it
+        by_itself = why.node == self.node  # it knows what it did
         if not by_itself and (epoch, why.as_cause()) not in self._logged:
             self._logged.add((epoch, why.as_cause()))
             log.warning("Round %s of run %r is broken: %s.", epoch, self.run_id, _sanitized(why))
 
-    def _tell(self) -> None:
+    def _announce_news(self) -> None:
         self._news = True
         self._changed.notify_all()
 
     def apply_outage(self, error: Exception) -> None:
-        """Redis does not answer this node."""
+        """Record that Redis does not answer this node."""
         now, kind = time.monotonic(), re.sub(r"[0-9]+", "", str(error))
         if self._away_since is None:
             self._away_since = now
@@ -327,7 +326,7 @@ class View:
             )
 
     def apply_return(self) -> None:
-        """Redis has answered this node, after an outage or not."""
+        """Record that Redis has answered this node, after an outage or not."""
         if self._away_since is not None:
             log.warning("Redis is back for node %s of run %r, after %.1f s.", self.node, self.run_id, self.away)
             with self._lock:

@@ -1,4 +1,4 @@
-"""A run seen from outside: what people, tools and agents read of it and ask of it without being part of it."""
+"""A run from outside: how tools and agents read it and change it without being a node of it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class UnknownNodeError(LookupError):
 
 
 class RunControl:
-    """One run, for anyone who is not part of it.
+    """Reads and changes one run, for a caller that need not be a node of it.
 
     Args:
         connection: to Redis.
@@ -44,8 +44,8 @@ class RunControl:
 
         Raises:
             UnknownRunError: Redis has nothing of it.
-            UnavailableError: Redis could not be reached, or refused us.
-            CorruptStateError: a key of the run holds something that is not ours.
+            UnavailableError: Redis could not be reached, or refused the call.
+            CorruptStateError: a key of the run holds something that redelastic did not write.
         """
         reply = self._script(scripts.INSPECT, [])
         ids = ids_in(reply)
@@ -55,13 +55,13 @@ class RunControl:
         if run is None:
             raise UnknownRunError(
                 f"Redis at {self._connection.name} has no run {self._keys.run_id!r} with the key prefix "
-                f"{self._keys.prefix!r}; `redelastic list` lists the runs. A run's keys expire after its ttl, once "
-                "nobody uses it."
+                f"{self._keys.prefix!r}; `redelastic list` lists the runs. A run's keys expire once "
+                "the run has been unused for its ttl."
             )
         return run
 
     def events(self, after: str = "-", count: int | None = None) -> list[Event]:
-        """What happened, oldest first.
+        """The run's events, oldest first.
 
         Args:
             after: id of the last event that the caller has seen; "-" for all.
@@ -80,7 +80,7 @@ class RunControl:
         return [decode(text(entry), pairs_of(fields)) for entry, fields in self._call(read)][::-1]
 
     def follow(self, after: str, block: float = 1.0) -> Iterator[list[Event]]:
-        """Yield what happens from now on, as it happens; an empty list when nothing happened for ``block`` seconds.
+        """Yield events as they happen; an empty list when none happened for ``block`` seconds.
 
         Args:
             after: id of the last event that the caller has seen; "0" for none.
@@ -107,7 +107,7 @@ class RunControl:
             UnknownRunError: there is no such run.
         """
         nodes = self.state().nodes
-        found = [node for node in nodes if named in _called(node)]
+        found = [node for node in nodes if named in _names_of(node)]
         exact = [node for node in found if node.id == named]
         if len(exact or found) == 1:
             return (exact or found)[0]
@@ -141,21 +141,21 @@ class RunControl:
         Args:
             reason: who or what closed it.
             stop: whether nodes must end their workers; otherwise the workers may finish.
-            ttl: how long to remember this if nobody has joined yet, in seconds.
+            ttl: how long to remember this if no node has joined yet, in seconds.
 
         Returns:
             Why it was first closed.
         """
         asked = ["cause", "asked", "reason", reason[:MAX_REASON]]
-        told = decode_cause(text(self._script(scripts.CLOSE, [round(1000 * ttl), int(stop), "", *asked])))
-        return told or Event(event="unknown")
+        cause = decode_cause(text(self._script(scripts.CLOSE, [round(1000 * ttl), int(stop), "", *asked])))
+        return cause or Event(event="unknown")
 
     def failures(self, name: str) -> int:
         """How many rounds in a row a worker of this host was the first to fail."""
         return _count_of(self._call(lambda client: client.hget(self._keys.failures, name)))
 
     def restarts(self) -> int:
-        """The job's restarts after worker failures, not counting those for a node lost meanwhile."""
+        """The job's restarts after worker failures, except where a node was lost meanwhile."""
         return _count_of(self._call(lambda client: client.hget(self._keys.run, "restarts")))
 
     def readmit(self, name: str, by: str) -> bool:
@@ -207,8 +207,8 @@ def list_runs(connection: Connection, prefix: str) -> list[str]:
     return sorted({text(key)[len(prefix) + 2 : -len("}:run")] for key in found})
 
 
-def _called(node: Node) -> tuple[str, ...]:
-    """What people may call a node."""
+def _names_of(node: Node) -> tuple[str, ...]:
+    """The names by which people may refer to a node."""
     return (node.id, node.id.rpartition("-")[0], node.name, *([] if node.rank is None else [str(node.rank)]))
 
 

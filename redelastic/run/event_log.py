@@ -12,7 +12,7 @@ from .records import Run
 
 KEPT: Final = 12_000  # events: Redis keeps about 10,000
 KEPT_TEXT: Final = 8 << 20  # characters of events: Redis keeps 8 MiB
-MOMENT: Final = 0.001  # in seconds: how long the last event's span must have lasted to go on in `History.extended`
+MOMENT: Final = 0.001  # in seconds: a last span of at least this length goes on in `History.extended`
 
 
 class EventLog:
@@ -59,7 +59,7 @@ class EventLog:
 
 
 def _last(events: Sequence[Event]) -> list[Event]:
-    """The last events, as many as are kept; always at least the newest."""
+    """The last events, up to the two limits; at least the newest."""
     room, first = KEPT_TEXT, len(events)
     for event in reversed(events[-KEPT:]):
         room -= sum(map(len, event.nodes)) + sum(map(len, event.pairs()))
@@ -70,12 +70,12 @@ def _last(events: Sequence[Event]) -> list[Event]:
 
 
 def last_heard(run: Run) -> float:
-    """When a node of the run was last heard of, on the server's clock in seconds; 0 if it has none."""
+    """When the last heartbeat of any node came, on the server's clock in seconds; 0 if there is no node."""
     return run.time - max(0.0, min(node.silence for node in run.nodes)) if run.nodes else 0.0
 
 
-def telling(events: Iterable[Event]) -> list[Event]:
-    """The events except those of regrouping nodes, of which each round has one per member."""
+def without_regrouped(events: Iterable[Event]) -> list[Event]:
+    """The events except ``regrouped``, of which each round has one per member."""
     return [event for event in events if not isinstance(event, Regrouped)]
 
 

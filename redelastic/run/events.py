@@ -1,40 +1,40 @@
 """What can happen in a run: each kind of event with its typed fields, as Redis, JSON and the reference docs name them.
 
 An event in Redis is an entry of the run's stream: ``event``, ``epoch``, ``size``, ``node``, then its kind's own fields.
-The same fields after the kind and the node, as a JSON list, are what a run's record says of why it is broken or closed.
-Anyone with write access may have put anything there: what is not of a field's type is left out.
+A run's record has the cause of a broken round or of closing as a JSON list: the kind, the node, then the same fields.
+Anyone with write access may have put anything there: a value that is not of its field's type is left out.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, Final, Literal, get_args
 
-VERSION: Final = 1  # of the JSON documents in which events stand
+VERSION: Final = 1  # of the JSON documents that hold events
 MAX_TEXT: Final = 16_384  # characters of any text that is read from a run
-MAX_REASON: Final = 1_000  # characters that are written of a reason
+MAX_REASON: Final = 1_000  # characters of a reason that is written
 MAX_MEMBERS: Final = 2 << 20  # characters: some 10,000 node ids
-MAX_FIELDS: Final = 64  # of a cause
+MAX_FIELDS: Final = 64  # items of a cause's list
 
 Cause = Literal["lease", "roll_call", "conflict"]
 Because = Literal["max_nodes", "all_joined", "last_call", "replacement"]
 
 
-def number_in(told: str) -> int | None:
+def number_in(text: str) -> int | None:
     """A count or a time that redelastic wrote; None if it is neither."""
-    return int(told) if told.isascii() and told.isdecimal() and len(told) < 19 else None
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 19 else None
 
 
-def _signed(told: str) -> int | None:
-    value = number_in(told.removeprefix("-"))
-    return -value if value is not None and told.startswith("-") else value
+def _signed(text: str) -> int | None:
+    value = number_in(text.removeprefix("-"))
+    return -value if value is not None and text.startswith("-") else value
 
 
-def _logs(told: str) -> dict[int, str]:
+def _logs(text: str) -> dict[int, str]:
     try:
-        found = json.loads(told)
+        found = json.loads(text)
     except (ValueError, RecursionError):
         return {}
     pairs = found.items() if isinstance(found, dict) else ()
@@ -47,7 +47,7 @@ def _field(default: Any, decode: Callable[[str], Any], *, shared: bool = False) 
     Args:
         default: its value where it is not known.
         decode: reads it from text.
-        shared: whether it is the same for all nodes of a merged event.
+        shared: whether the value is the same for all nodes of a merged event.
     """
     made = {"default": default} if default.__hash__ else {"default_factory": type(default)}
     return field(**made, metadata={"decode": decode, "shared": shared})
@@ -58,15 +58,15 @@ def _count() -> Any:
 
 
 def _text(limit: int = MAX_TEXT, *, shared: bool = False) -> Any:
-    return _field("", lambda told: told[:limit], shared=shared)
+    return _field("", lambda text: text[:limit], shared=shared)
 
 
 def _choice(choices: Any) -> Any:
-    return _field("", lambda told: told if told in get_args(choices) else "", shared=True)
+    return _field("", lambda text: text if text in get_args(choices) else "", shared=True)
 
 
 def _flag() -> Any:
-    return _field(False, lambda told: told == "1", shared=True)
+    return _field(False, lambda text: text == "1", shared=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,8 +79,8 @@ class Event:
         time: on the server's clock, in seconds since 1970; 0 for a cause.
         epoch, size: of what was then the last round.
         node: id of the node that it happened to; empty if it happened to none.
-        nodes: of a merged event, ids of all nodes that it happened to, ``node`` among them. Its other fields are those
-            of ``node``, and its time is up to a few seconds later. Empty for an event of one node.
+        nodes: of a merged event, ids of all nodes that it happened to, ``node`` among them. Its other fields are
+            ``node``'s, and its time is up to a few seconds later. Empty for an event of one node.
         breaks: whether it broke the last round: all members had to regroup.
     """
 
@@ -106,19 +106,19 @@ class Event:
 
     def pairs(self) -> list[str]:
         """The known fields of its kind: names and values in turn, as text."""
-        told: list[str] = []
+        pairs: list[str] = []
         for of_kind in _own(type(self)):
             value = getattr(self, of_kind.name)
-            if value is None or value is False or (not value and value != 0):  # what is not known; a count of 0 is
+            if value is None or value is False or (not value and value != 0):  # not known; a count of 0 is known
                 continue
             text = (
                 json.dumps(value) if isinstance(value, dict) else " ".join(value) if isinstance(value, tuple) else value
             )
-            told += [of_kind.name, str(int(text)) if isinstance(text, bool) else str(text)]
-        return told
+            pairs += [of_kind.name, str(int(text)) if isinstance(text, bool) else str(text)]
+        return pairs
 
     def as_cause(self) -> str:
-        """It as a run's record keeps it."""
+        """The event as a cause in a run's record."""
         return json.dumps([self.event, self.node, *self.pairs()], ensure_ascii=False)
 
 
@@ -138,7 +138,7 @@ class Regrouped(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Completed(Event):
-    """A round is complete; its epoch and size are those of the new round, its node has rank 0.
+    """A round is complete; epoch and size are the new round's, the node has rank 0.
 
     Attributes:
         because: why at that moment.
@@ -148,7 +148,7 @@ class Completed(Event):
 
     event: str = "completed"
     because: Because | Literal[""] = _choice(Because)  # noqa: RUF009
-    members: tuple[str, ...] = _field((), lambda told: tuple(told[:MAX_MEMBERS].split()))
+    members: tuple[str, ...] = _field((), lambda text: tuple(text[:MAX_MEMBERS].split()))
     lost: int | None = _count()
 
 
@@ -234,7 +234,7 @@ class Drain(Event):
     """A node was asked to let its workers save, and to leave.
 
     Attributes:
-        reason: by whom or what.
+        reason: who or what asked.
         timeout_ms: how long the workers have to save.
     """
 
@@ -277,7 +277,7 @@ class Closed(WorkerFailure):
     """No further round completes; running workers may finish.
 
     Attributes:
-        cause: a node has finished or failed; the job's restarts are used up, or brought no progress; or someone asked.
+        cause: a node has finished or failed; the job's restarts are used up, or brought no progress; or a user asked.
         reason: who asked, and why.
         restarts: that the job may make; or that brought no progress.
         last_step: the highest step that was reported.
@@ -302,7 +302,7 @@ class Readmitted(Event):
     """The failures of a host, which is named as the node, were forgotten.
 
     Attributes:
-        reason: by whom, and why.
+        reason: who asked, and why.
     """
 
     event: str = "readmitted"
@@ -367,7 +367,7 @@ class Saved(Event):
     """
 
     event: str = "saved"
-    drains: tuple[str, ...] = _field((), lambda told: tuple(told[:MAX_TEXT].split()), shared=True)
+    drains: tuple[str, ...] = _field((), lambda text: tuple(text[:MAX_TEXT].split()), shared=True)
     asked: int | None = _count()
     late: bool = _flag()
 
@@ -397,7 +397,7 @@ class Unwatched(Event):
     """
 
     event: str = "unwatched"
-    ranks: tuple[str, ...] = _field((), lambda told: tuple(told[:MAX_TEXT].split()))
+    ranks: tuple[str, ...] = _field((), lambda text: tuple(text[:MAX_TEXT].split()))
     waited_ms: int | None = _count()
     stacks: str = _text()
 
@@ -486,28 +486,26 @@ def _own(kind: type[Event]) -> list[Any]:
     return [f for f in fields(kind) if f.name not in _COMMON]
 
 
-def decode(entry: str, told: Mapping[str, str]) -> Event:
+def decode(entry: str, values: Mapping[str, str]) -> Event:
     """One entry of a run's stream of events.
 
     Args:
         entry: its id.
-        told: its fields.
+        values: of its fields, by name.
     """
     ms = entry.partition("-")[0]
-    numbers = {name: number_in(told.get(name, "")) or 0 for name in ("epoch", "size")}
-    nodes = tuple(told.get("nodes", "")[:MAX_TEXT].split())
+    numbers = {name: number_in(values.get(name, "")) or 0 for name in ("epoch", "size")}
+    node, nodes = values.get("node", "")[:MAX_TEXT], tuple(values.get("nodes", "")[:MAX_TEXT].split())
     time = (number_in(ms) or 0) / 1000
-    return _event(
-        told.get("event", ""), told, id=entry, time=time, node=told.get("node", "")[:MAX_TEXT], nodes=nodes, **numbers
-    )
+    return _event(values.get("event", ""), values, id=entry, time=time, node=node, nodes=nodes, **numbers)
 
 
-def decode_cause(told: str) -> Event | None:
-    """Why a round is broken or a run closed, as a record or a wake-up says it; None for an empty text."""
-    if not told:
+def decode_cause(text: str) -> Event | None:
+    """Why a round is broken or a run closed, from a record or a wake-up; None for an empty text."""
+    if not text:
         return None
     try:
-        found = json.loads(told)
+        found = json.loads(text)
     except (ValueError, RecursionError):
         found = None
     if (
@@ -516,19 +514,14 @@ def decode_cause(told: str) -> Event | None:
         or len(found) > MAX_FIELDS
         or not all(isinstance(x, str) for x in found)
     ):
-        return Event(event="unknown")  # someone else wrote it
+        return Event(event="unknown")  # redelastic did not write it
     event, node, *pairs = found
     return _event(event, dict(zip(pairs[::2], pairs[1::2], strict=False)), node=node[:MAX_TEXT])
 
 
-def _event(event: str, told: Mapping[str, str], **common: Any) -> Event:
+def _event(event: str, values: Mapping[str, str], **common: Any) -> Event:
     kind = KINDS.get(event)
     if kind is None:
         return Event(event=event[:MAX_TEXT], **common)
-    own = {f.name: f.metadata["decode"](told[f.name]) for f in _own(kind) if f.name in told}
-    return kind(**common, breaks=told.get("breaks") == "1", **own)
-
-
-def decode_all(entries: Sequence[tuple[str, Mapping[str, str]]]) -> list[Event]:
-    """Entries of a stream."""
-    return [decode(entry, told) for entry, told in entries]
+    own = {f.name: f.metadata["decode"](values[f.name]) for f in _own(kind) if f.name in values}
+    return kind(**common, breaks=values.get("breaks") == "1", **own)

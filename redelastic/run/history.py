@@ -1,4 +1,4 @@
-"""What became of a run's nodes and rounds, and where the time went: a fold over the run's events."""
+"""The history of a run's nodes and rounds, and of their time: a fold over the run's events."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .events import Event
 State = Literal["training", "starting", "regrouping", "waiting", "unknown"]
 STATES: Final[tuple[State, ...]] = get_args(State)
 
-_RESENT_WITHIN: Final = 60.0  # in seconds: how long a call and its retries take; the same report within it is a repeat
+_RESENT_WITHIN: Final = 60.0  # in seconds, which a call and its retries take: the same report within it is a repeat
 
 
 @dataclass
@@ -99,7 +99,7 @@ class History:
         nodes: in order of first appearance.
         rounds: oldest first.
         events: all of them, without those that an agent sent again.
-        outages: from when until when the server was away.
+        outages: when the server was away: from, until.
         closed: when and why the run was closed; None while it is open.
     """
 
@@ -115,10 +115,10 @@ class History:
     @property
     def seconds(self) -> dict[State, float]:
         """Total time of all nodes in each state."""
-        told = dict.fromkeys(STATES, 0.0)
+        seconds = dict.fromkeys(STATES, 0.0)
         for span in self._spans():
-            told[span.state] += span.end - span.start
-        return told
+            seconds[span.state] += span.end - span.start
+        return seconds
 
     @property
     def ettr(self) -> float | None:
@@ -207,7 +207,7 @@ def replay(events: Sequence[Event], now: float | None = None) -> History:
 
 
 class _Replay:
-    """The run as it stands after the events applied so far."""
+    """The state of a run after the events applied so far."""
 
     def __init__(self, events: Sequence[Event]) -> None:
         first = events[0]
@@ -216,7 +216,7 @@ class _Replay:
         self._agents = {one.node for event in events if isinstance(event, kinds.Started) for one in event.each()}
         self._nodes: dict[str, NodeHistory] = {}
         self._open: dict[str, Span] = {}
-        self._members: set[str] = set()  # that hold the last round
+        self._members: set[str] = set()  # nodes that hold the last round
         self._rounds: list[RoundHistory] = []
         if first.epoch > 0 and not isinstance(first, kinds.Completed):
             self._rounds.append(RoundHistory(first.epoch, first.size))
@@ -237,11 +237,11 @@ class _Replay:
             self._apply_to_node(one)
 
     def _apply_to_node(self, event: Event) -> None:
-        """Something has happened to one node, or to none."""
+        """Apply an event of one node, or of none."""
         if event.node and not isinstance(event, kinds.Readmitted):  # its node is a host
             self._nodes.setdefault(event.node, NodeHistory(event.node))
         elif isinstance(event, kinds.Joined | kinds.Regrouped | kinds.Started | kinds.Lost | kinds.Left):
-            return  # no node's: redelastic did not write it
+            return  # such an event without a node: redelastic did not write it
         match event:
             case kinds.Joined():
                 self._nodes[event.node].gone = None
@@ -258,7 +258,7 @@ class _Replay:
         self._apply_to_round(event)
 
     def _apply_to_round(self, event: Event) -> None:
-        """What it means for the last round."""
+        """Apply an event to the last round."""
         if event.breaks or (isinstance(event, kinds.Failed | kinds.Hung) and event.node in self._members):
             self._break(event)
         if isinstance(event, kinds.Regrouped):
@@ -317,7 +317,7 @@ class _Replay:
         self._enter(node, "unknown", this.completed_at or self._start, this)
 
     def _break(self, event: Event) -> None:
-        """The last round's members must regroup; the first event to say so is kept."""
+        """Break the last round, unless it is broken already: its members must regroup."""
         this = self._rounds[-1] if self._rounds else None
         if this is None or this.broken_at is not None or self._closed:
             return
@@ -343,7 +343,7 @@ class _Replay:
             spans[-1].end = min(spans[-1].end, at)
 
     def history(self, end: float) -> History:
-        """What happened in the run until ``end``."""
+        """The run's history until ``end``."""
         for node in list(self._open):
             self._end(node, end)
         over = self._closed.time if self._closed else end

@@ -1,4 +1,4 @@
-"""Where the logs of a run's workers are, and how those of failed workers end: from the run's events and statuses."""
+"""Where the logs of a run's workers are, and how the logs of failed workers end: from events and statuses."""
 
 from __future__ import annotations
 
@@ -50,22 +50,22 @@ def places(events: Iterable[Event], nodes: Iterable[Node] = ()) -> list[Place]:
 
     Args:
         events: of the run; if many nodes started at once, only the first are in them.
-        nodes: those of the run now: each reports in its status where its workers write.
+        nodes: of the run now; the status of each names its workers' logs.
     """
-    told = [*_told_by_events(events), *_told_by_statuses(nodes)]
-    last = max((place.epoch for place in told), default=0)
-    found = {place.rank: place for place in told if place.epoch == last}
+    reported = [*_places_in_events(events), *_places_in_statuses(nodes)]
+    last = max((place.epoch for place in reported), default=0)
+    found = {place.rank: place for place in reported if place.epoch == last}
     return [found[rank] for rank in sorted(found)]
 
 
-def _told_by_events(events: Iterable[Event]) -> Iterator[Place]:
+def _places_in_events(events: Iterable[Event]) -> Iterator[Place]:
     for event in events:
         if isinstance(event, Started):
             for rank, path in event.logs.items():
                 yield Place(rank, event.node, event.epoch, path)
 
 
-def _told_by_statuses(nodes: Iterable[Node]) -> Iterator[Place]:
+def _places_in_statuses(nodes: Iterable[Node]) -> Iterator[Place]:
     for node in nodes:
         epoch = node.status.get("epoch")
         for worker in node.workers:
@@ -87,12 +87,12 @@ def failures(events: Iterable[Event]) -> list[Failure]:
 def first_failure(events: Iterable[Event]) -> Failure | None:
     """The first worker to fail in the last round in which one did.
 
-    Prefers rounds that lost no node: in the others, workers fail because their peer is gone.
+    Prefers rounds that lost no node: in other rounds, workers fail because a peer is gone.
     """
     kept = list(events)
-    of_losses = {event.epoch for event in kept if isinstance(event, Lost)}
+    with_losses = {event.epoch for event in kept if isinstance(event, Lost)}
     found = failures(kept)
-    found = [one for one in found if one.epoch not in of_losses] or found
+    found = [one for one in found if one.epoch not in with_losses] or found
     return next((one for one in found if one.epoch == found[-1].epoch), None)
 
 

@@ -1,4 +1,4 @@
-"""What a run's record says, as data: the run and its nodes, decoded from untrusted replies."""
+"""A run and its nodes as data, decoded from untrusted replies."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from redelastic.redis.keys import MAX_KEY_PART, RunKeys
 
 from .events import MAX_TEXT, Event, decode_cause, number_in
 
-MAX_STATUS: Final = 65_536  # bytes of a node's status that are read; ours have at most 8,192
+MAX_STATUS: Final = 65_536  # in bytes: longer statuses are not read; redelastic writes at most 8,192
 # Xid errors that NVIDIA attributes to the application, not the GPU; its Kubernetes device plugin ignores these too:
 # 13 graphics engine exception, 31 page fault, 43 GPU stopped processing, 45 preemptive cleanup, 68 video processor.
 APPLICATION_XIDS: Final = frozenset({13, 31, 43, 45, 68})
-LARGEST: Final = 10**15  # for scores: beyond any time in ms, and exact as a double
+LARGEST: Final = 10**15  # limit of scores: beyond any time in ms, and exact as a double
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Node:
         lease: how long it stays without another heartbeat, in seconds; negative once expired.
         silence: time since its last heartbeat, in seconds.
         draining: why it was asked to drain; empty if it is not.
-        status: what it last reported: ``name``, ``host``, ``pid``, ``state``, and with an agent of ours
+        status: its last report: ``name``, ``host``, ``pid``, ``state``, and with redelastic's agent
             ``agent``, ``restarts``, ``cpu``, ``memory``, ``workers``, ``gpus``. ``name``, ``host`` and ``state`` are
             strings; anyone with write access may have put anything into the rest.
     """
@@ -54,14 +54,14 @@ class Node:
     @property
     def workers(self) -> list[Mapping[str, Any]]:
         """Its workers, as far as it reported them."""
-        told = self.status.get("workers")
-        return [worker for worker in told if isinstance(worker, dict)] if isinstance(told, list) else []
+        workers = self.status.get("workers")
+        return [worker for worker in workers if isinstance(worker, dict)] if isinstance(workers, list) else []
 
     @property
     def gpus(self) -> list[Mapping[str, Any]]:
         """Its GPUs, as far as it reported them."""
-        told = self.status.get("gpus")
-        return [gpu for gpu in told if isinstance(gpu, dict)] if isinstance(told, list) else []
+        gpus = self.status.get("gpus")
+        return [gpu for gpu in gpus if isinstance(gpu, dict)] if isinstance(gpus, list) else []
 
     @property
     def step(self) -> int | None:
@@ -78,17 +78,17 @@ class Run:
         run_id: its id.
         epoch: of its last completed round; 0 before the first.
         size: number of nodes of that round.
-        min_nodes, max_nodes: how many nodes a round may have; None if nobody has joined yet.
+        min_nodes, max_nodes: how many nodes a round may have; None if no node has joined yet.
         age: since that round was completed; None before the first.
         broken: why its members must regroup; None while the round stands.
         closed: why the run was closed; None while it is open.
-        stopped: whether workers were told to end too.
+        stopped: whether workers have to end too.
         deadline: time until the rendezvous completes with the nodes that have joined; None if none is set.
         lease: how long a silent node stays.
         restarts: of the job, after worker failures.
         idle: how many of the latest restarts brought no progress.
         failures: how many rounds in a row a host's workers were the first to fail, by the host's name.
-        barred: names of hosts that are barred for it.
+        barred: names of hosts that are excluded for their failures.
         nodes: members by rank, then candidates in order.
         time: on the server's clock, in seconds since 1970.
     """
@@ -118,12 +118,12 @@ class Run:
 
     @cached_property
     def candidates(self) -> list[Node]:
-        """Nodes that wait for the next one and may be in it."""
+        """Nodes that wait for the next round and may be in it."""
         return [node for node in self.nodes if node.standing == "candidate"]
 
     @cached_property
     def spares(self) -> list[Node]:
-        """Nodes that wait for one of the last round to go."""
+        """Nodes that wait for a member of the last round to leave."""
         return [node for node in self.nodes if node.standing == "spare"]
 
     @property
@@ -171,7 +171,7 @@ def decode_run(keys: RunKeys, reply: Sequence[Any], statuses: Mapping[str, bytes
     Args:
         keys: of the run.
         reply: of the script.
-        statuses: what each node that :func:`ids_in` finds in the reply says of itself.
+        statuses: as the nodes wrote them, by the ids that :func:`ids_in` finds in the reply.
 
     Raises:
         CorruptStateError: a field that should be a number is not.
@@ -207,7 +207,7 @@ def decode_run(keys: RunKeys, reply: Sequence[Any], statuses: Mapping[str, bytes
             status=decode_status(node, statuses.get(node)),
         )
 
-    failed = {name: count for name, told in failures.items() if (count := number_in(told)) is not None}
+    failed = {name: count for name, value in failures.items() if (count := number_in(value)) is not None}
     return Run(
         run_id=keys.run_id,
         epoch=number("epoch"),
@@ -230,20 +230,20 @@ def decode_run(keys: RunKeys, reply: Sequence[Any], statuses: Mapping[str, bytes
 
 
 def decode_status(node: str, reply: bytes | str | None) -> dict[str, Any]:
-    """What a node says of itself; name, host and state are always there and are short strings."""
+    """A node's status; name, host and state are always there and are short strings."""
     try:
-        told = json.loads(reply or b"{}") if len(reply or b"") <= MAX_STATUS else {}
+        document = json.loads(reply or b"{}") if len(reply or b"") <= MAX_STATUS else {}
     except (ValueError, RecursionError):
-        told = {}
-    status = told if isinstance(told, dict) else {}
+        document = {}
+    status = document if isinstance(document, dict) else {}
     strings = {"name": node.rsplit("-", 2)[0], "host": "", "state": ""}
     known = {k: v[:MAX_KEY_PART] if isinstance(v := status.get(k), str) else default for k, default in strings.items()}
     return status | known
 
 
-def _score(told: str) -> int:
-    """A score of a sorted set as a whole number; someone may have written an infinite one."""
-    return int(min(max(float(told), -LARGEST), LARGEST))
+def _score(value: str) -> int:
+    """A score of a sorted set as a whole number; other programs may have written an infinite one."""
+    return int(min(max(float(value), -LARGEST), LARGEST))
 
 
 def pairs_of(reply: Any) -> dict[str, str]:

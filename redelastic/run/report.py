@@ -1,4 +1,4 @@
-"""How runs stand: the documents that `redelastic status --json` and `list --json` print, and the dashboard serves."""
+"""The state of runs as documents, which `redelastic status --json` and `list --json` print and the dashboard serves."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from .event_log import telling
+from .event_log import without_regrouped
 from .records import APPLICATION_XIDS
 from .sentences import cause, cause_document, consecutive_failures, event_document
 from .wording import count, duration, number, whole
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from .history import History
     from .records import Node, Run
 
-EVENTS: Final = 5  # how many of the last ones are listed
-MISSED: Final = 2 / 3  # of its lease: with the defaults, a node silent for longer has missed a heartbeat
-TOLD: Final = ("cpu", "memory", "memory_available", "memory_total")
+EVENTS: Final = 5  # how many of the last events are listed
+MISSED: Final = 2 / 3  # of a lease: with the defaults, a node silent for longer has missed a heartbeat
+USAGE: Final = ("cpu", "memory", "memory_available", "memory_total")
 
 
 def phase_of(run: Run) -> str:
@@ -70,7 +70,7 @@ def describe(run: Run, events: Sequence[Event], now: float, history: History | N
         "barred": list(run.barred),
         "problems": [],
         "nodes": nodes,
-        "events": [event_document(event) for event in telling(events)[-EVENTS:]],
+        "events": [event_document(event) for event in without_regrouped(events)[-EVENTS:]],
     }
     document["verdict"] = _verdict(run, document)
     document["problems"] = _problems(run)
@@ -117,8 +117,8 @@ def _problems(run: Run) -> list[str]:
 
 def _node(node: Node, run: Run) -> dict[str, Any]:
     status = node.status
-    workers = [_worker(told) for told in node.workers]
-    gpus = [_gpu(told) for told in node.gpus]
+    workers = [_worker(worker) for worker in node.workers]
+    gpus = [_gpu(gpu) for gpu in node.gpus]
     steps = [worker["step"] for worker in workers if worker["step"] is not None]
     idle = [worker["idle"] for worker in workers if worker["idle"] is not None and worker["state"] != "exited"]
     agent = status.get("agent")
@@ -135,7 +135,7 @@ def _node(node: Node, run: Run) -> dict[str, Any]:
         "lease": node.lease,
         "agent": agent if isinstance(agent, str) else None,
         "restarts": whole(status.get("restarts")),
-        **{name: number(status.get(name)) for name in TOLD},
+        **{name: number(status.get(name)) for name in USAGE},
         "step": min(steps, default=None),
         "lag": None,
         "idle": max(idle, default=None),
@@ -147,40 +147,40 @@ def _node(node: Node, run: Run) -> dict[str, Any]:
 
 
 def _state(node: Node) -> str:
-    """What the node does, in one word."""
+    """The node's state, in one word."""
     if node.lease <= 0:
         return "silent"
     if node.draining:
         return "draining"
-    told = str(node.status["state"])
-    if told not in {"", "running", "waiting"}:
-        return told
-    return {"member": "running", "spare": "spare"}.get(node.standing, "waiting")  # what it reported may be outdated
+    reported = str(node.status["state"])
+    if reported not in {"", "running", "waiting"}:
+        return reported
+    return {"member": "running", "spare": "spare"}.get(node.standing, "waiting")  # the reported state may be outdated
 
 
-def _worker(told: Mapping[str, Any]) -> dict[str, Any]:
-    state = told.get("state")
-    counts = {name: whole(told.get(name)) for name in ("local_rank", "rank", "pid")}
-    measures = {name: number(told.get(name)) for name in ("idle", "cpu", "memory")}
-    return counts | {"state": state if isinstance(state, str) else None, "step": whole(told.get("step"))} | measures
+def _worker(status: Mapping[str, Any]) -> dict[str, Any]:
+    state = status.get("state")
+    counts = {name: whole(status.get(name)) for name in ("local_rank", "rank", "pid")}
+    measures = {name: number(status.get(name)) for name in ("idle", "cpu", "memory")}
+    return counts | {"state": state if isinstance(state, str) else None, "step": whole(status.get("step"))} | measures
 
 
-def _gpu(told: Mapping[str, Any]) -> dict[str, Any]:
-    words = {name: word if isinstance(word := told.get(name), str) else None for name in ("uuid", "name")}
+def _gpu(status: Mapping[str, Any]) -> dict[str, Any]:
+    words = {name: word if isinstance(word := status.get(name), str) else None for name in ("uuid", "name")}
     measures = ("memory_used", "memory_total", "utilization", "temperature")
     return (
-        {"index": whole(told.get("index"))}
+        {"index": whole(status.get("index"))}
         | words
-        | {name: number(told.get(name)) for name in measures}
-        | {name: whole(told.get(name)) for name in ("ecc", "xid")}
-        | {"xids": _xids(told.get("xids"))}
-        | {"lost": told.get("lost") is True}
+        | {name: number(status.get(name)) for name in measures}
+        | {name: whole(status.get(name)) for name in ("ecc", "xid")}
+        | {"xids": _xids(status.get("xids"))}
+        | {"lost": status.get("lost") is True}
     )
 
 
-def _xids(told: object) -> dict[str, int]:
+def _xids(counts: object) -> dict[str, int]:
     """How often each Xid error occurred, by number."""
-    pairs = told.items() if isinstance(told, dict) else ()
+    pairs = counts.items() if isinstance(counts, dict) else ()
     return {xid: n for xid, n in pairs if re.fullmatch("[0-9]{1,4}", str(xid)) and whole(n)}
 
 
@@ -212,7 +212,7 @@ def _node_problems(
 
 
 def _hung(worker: Mapping[str, Any]) -> str:
-    who = "a worker" if worker["local_rank"] is None else f"worker {worker['local_rank']}"
-    who += "" if worker["rank"] is None else f" (rank {worker['rank']})"
+    name = "a worker" if worker["local_rank"] is None else f"worker {worker['local_rank']}"
+    name += "" if worker["rank"] is None else f" (rank {worker['rank']})"
     since = "" if worker["idle"] is None else f" for {duration(worker['idle'])}"
-    return f"{who} hangs" + ("" if worker["step"] is None else f" at step {worker['step']}") + since
+    return f"{name} hangs" + ("" if worker["step"] is None else f" at step {worker['step']}") + since

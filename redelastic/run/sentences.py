@@ -1,4 +1,4 @@
-"""What events mean in words, and as JSON with these: the only place where they become sentences."""
+"""Events as sentences, and as JSON with these: the only place where data becomes sentences."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Final
 from . import events
 from .wording import count
 
-NAMES: Final = 4  # of nodes listed in a merged event
+NAMES: Final = 4  # how many nodes of a merged event are named
 
 _BECAUSE: Final = {
     "max_nodes": "max_nodes joined",
@@ -140,10 +140,10 @@ def _(event: events.Started) -> str:
 @sentence.register
 def _(event: events.Saved) -> str:
     first, *others = event.drains or ("?",)
-    whom = f"{first} and {len(others)} more, which drain" if others else f"{first}, which drains"
+    draining = f"{first} and {len(others)} more, which drain" if others else f"{first}, which drains"
     if event.asked == 0:
-        return f"nothing: no worker could be asked to, for {whom}"
-    return f"{'not in time ' if event.late else ''}for {whom}"
+        return f"nothing: no worker could be asked to, for {draining}"
+    return f"{'not in time ' if event.late else ''}for {draining}"
 
 
 @sentence.register
@@ -179,23 +179,23 @@ def cause(event: events.Event | None, default: str = "no reason given") -> str:
     """Why a round is broken or a run closed: what happened, and to which node."""
     if event is None:
         return ""
-    said = _AS_CAUSES.get(event.event) or sentence(event)
+    words = _AS_CAUSES.get(event.event) or sentence(event)
     node = "" if isinstance(event, events.Closed) and event.cause not in {"finished", "failed"} else event.node
-    return " ".join(part for part in (node, said) if part) or default
+    return " ".join(part for part in (node, words) if part) or default
 
 
 def worker_failure(event: events.WorkerFailure) -> str:
     """What happened to the worker that failed first on a node."""
-    who = f"worker {_known(event.local_rank)} (rank {_known(event.rank)}, pid {_known(event.pid)})"
+    worker = f"worker {_known(event.local_rank)} (rank {_known(event.rank)}, pid {_known(event.pid)})"
     if event.idle_ms is not None:
-        return f"{who} {idleness(event)}"
+        return f"{worker} {idleness(event)}"
     if event.oom_kills:
-        return f"{who} {out_of_memory(event)}"
+        return f"{worker} {out_of_memory(event)}"
     if event.signal:
-        return f"{who} was ended by {event.signal}"
+        return f"{worker} was ended by {event.signal}"
     if event.exit_code is not None:
-        return f"{who} exited with {event.exit_code}" + (f": {event.message}" if event.message else "")
-    return f"{who} {event.message}" if event.local_rank is not None else event.message or "its workers failed"
+        return f"{worker} exited with {event.exit_code}" + (f": {event.message}" if event.message else "")
+    return f"{worker} {event.message}" if event.local_rank is not None else event.message or "its workers failed"
 
 
 def idleness(event: events.WorkerFailure) -> str:
@@ -205,7 +205,7 @@ def idleness(event: events.WorkerFailure) -> str:
 
 
 def out_of_memory(event: events.WorkerFailure) -> str:
-    """How a worker ended that the kernel killed for its memory."""
+    """How the kernel's OOM killer ended a worker; worded to follow its name."""
     seen = f"; it used {event.memory / 2**30:.1f} GiB when last seen" if event.memory else ""
     kills = f"{count(event.oom_kills or 0, 'kill')} since the start"
     return f"was killed for lack of memory, by the kernel's OOM killer ({kills}){seen}"
@@ -248,8 +248,8 @@ def cause_document(event: events.Event | None) -> dict[str, Any] | None:
     if event is None:
         return None
     fields = asdict(event)
-    for of_entries in ("id", "time", "epoch", "size", "nodes", "breaks"):
-        del fields[of_entries]
+    for name in ("id", "time", "epoch", "size", "nodes", "breaks"):
+        del fields[name]
     return {**fields, "text": cause(event)}
 
 

@@ -1,4 +1,4 @@
-"""Words and figures for people, about what Redis holds, which anyone may have written."""
+"""Words and figures for people, from untrusted values in Redis."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import re
 import unicodedata
 from typing import Any, Final
 
-LARGEST: Final = 10**18  # a number beyond this is none of ours
+LARGEST: Final = 10**18  # redelastic writes no number beyond this
 NODE_ID: Final = re.compile(r"(\S+-\d+)-[0-9a-f]{12}\b")  # host's name and process; identity
 
 
 def clean(text: str) -> str:
-    """``text`` on one line, with anything that a terminal would obey rather than show turned into an escape."""
+    """``text`` on one line, with control characters as escapes, so that a terminal does not act on them."""
     return "".join(sign if _is_shown(sign) else sign.encode("unicode_escape").decode() for sign in text)
 
 
@@ -20,17 +20,17 @@ def _is_shown(sign: str) -> bool:
     return sign.isprintable() or unicodedata.category(sign) == "Zs"
 
 
-def number(told: Any) -> float | None:
-    """A number from Redis; None if it is not one, or not one that we would have written."""
-    if isinstance(told, bool) or not isinstance(told, int | float):
+def number(value: Any) -> float | None:
+    """A number from Redis; None if it is not one, or not one that redelastic would write."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return told if abs(told) < LARGEST and math.isfinite(told) else None
+    return value if abs(value) < LARGEST and math.isfinite(value) else None
 
 
-def whole(told: Any) -> int | None:
+def whole(value: Any) -> int | None:
     """As :func:`number`, for counts."""
-    value = number(told)
-    return None if value is None else int(value)
+    known = number(value)
+    return None if known is None else int(known)
 
 
 def duration(seconds: float) -> str:
@@ -60,5 +60,5 @@ def count(n: int, thing: str) -> str:
 
 
 def short(text: str) -> str:
-    """``text`` for people: each node id without the part that only sets it apart from its earlier incarnations."""
+    """``text`` with each node id cut to host and process, without its random part."""
     return NODE_ID.sub(r"\1", text)

@@ -25,7 +25,7 @@ Text = str | bytes
 Request = tuple[scripts.Script, list[bytes], list[bytes]]  # to run a script with these keys and arguments
 
 LONGEST_TTL: Final = 1e9  # in seconds
-_LONGEST: Final = 2**29  # bytes; the most that Redis accepts, unless its proto-max-bulk-len was changed
+_LONGEST: Final = 2**29  # in bytes: Redis accepts no more, unless its proto-max-bulk-len was changed
 
 # torch's C++ keeps only its own half of a store: once Python's half is gone, every call dies in an assertion. So a
 # store lives until it is closed; see `RedisStore.close`.
@@ -311,7 +311,7 @@ class RedisStore(Requests):
         return [prefix + _bytes("key", key) for key in keys]
 
     def _look(self, keys: list[bytes], asked: Literal["get", "pop", "wait", "check"]) -> Request:
-        """Whether all keys are there."""
+        """The request that finds out whether all keys are there."""
         both = [name for key in keys for name in (self._streams + key, self._keys.queue(key))]
         return scripts.STORE_WAIT, [self._wake, *both], [asked.encode(), *keys]
 
@@ -323,14 +323,14 @@ class RedisStore(Requests):
         Returns:
             The value that a single key was set to, if the wake-up carried it.
         """
-        told = self._await(keys, self._look(keys, asked), started, timeout)
-        return told[1] if told and told[0] == b"value" else None
+        wake_up = self._await(keys, self._look(keys, asked), started, timeout)
+        return wake_up[1] if wake_up and wake_up[0] == b"value" else None
 
     def _await(self, keys: list[bytes], request: Request, started: float, timeout: float) -> Sequence[bytes] | None:
-        """As :meth:`_block`, by a request whose reply is that of ``lua/store_wait.lua``.
+        """As :meth:`_block`, by a request with the reply of ``lua/store_wait.lua``.
 
         Returns:
-            What the wake-up of a single key said: 'value' and the key's value, or 'set' (``lua/store_write.lua``).
+            The wake-up of a single key: 'value' and the key's value, or 'set' and 1 (``lua/store_write.lua``).
         """
         script, names, args = request
         deadline = started + timeout
@@ -347,16 +347,16 @@ class RedisStore(Requests):
             index, after, wake_after = reply
             stream, left = self._streams + keys[index - 1], deadline - time.monotonic()
             if left <= 0:
-                limit = round(1000 * timeout)  # as TCPStore says it; how much later it is by now depends on Redis
+                limit = round(1000 * timeout)  # as in TCPStore's error; the time that has passed depends on Redis
                 raise dist.DistStoreError(f"wait timeout after {limit}ms, keys: {_listed(keys)} of {self!r}")
             entries = self._read_stream(stream, after, wake_after, left)
             if entries and len(keys) == 1:
-                said: Sequence[bytes] = entries[-1][1]
-                return said
+                wake_up: Sequence[bytes] = entries[-1][1]
+                return wake_up
         return None
 
     def _read_stream(self, stream: bytes, after: bytes, wake_after: bytes, seconds: float) -> Sequence[Any]:
-        """Block until a key's wake-up stream, or that of the round's run, has an entry after an id."""
+        """Block until the wake-up stream of a key, or of the round's run, has an entry after an id."""
         block = b"%d" % max(1, round(1000 * min(seconds, self._connection.max_block)))
         streams = (stream, after) if self._epoch is None else (stream, self._wake, after, wake_after)
         read = self._ask((b"XREAD", b"BLOCK", block, b"STREAMS", *streams), keys=[stream], timeout=seconds)[0]
@@ -380,7 +380,7 @@ def _bytes(what: str, value: Text) -> bytes:
         if not isinstance(value, bytes | bytearray):
             raise TypeError(f"A {what} of a store must be str or bytes, not {type(value).__name__}.")
         value = bytes(value)
-    if len(value) > _LONGEST:  # Redis drops a client that sends more, without a reason
+    if len(value) > _LONGEST:  # Redis would close the connection without a reason
         raise ValueError(f"A {what} of a store must have at most {_LONGEST:,} bytes, not {len(value):,}: split it.")
     return value
 

@@ -1,4 +1,4 @@
-"""How a store's requests get to Redis, numbered where they must have one effect; and their errors."""
+"""A store's requests to Redis, numbered where they must take effect once, and their errors."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ class RoundBrokenError(dist.DistStoreError):
 
 
 class Requests(dist.Store):
-    """What a store's verbs are made of.
+    """Sends a store's requests; the base of :class:`RedisStore`.
 
     Args:
         connection: to Redis.
         run, keys: names of the keys of the run, and of the store.
         epoch: of the round that the store belongs to, if any.
-        ttl: how long it outlives its last change, in seconds.
+        ttl: how long the store outlives its last change, in seconds.
     """
 
-    timeout: timedelta  # torch's own, which its type stubs lack
+    timeout: timedelta  # an attribute of torch's, which its type stubs lack
 
     def __init__(self, connection: Connection, run: RunKeys, keys: StoreKeys, epoch: int | None, ttl: float) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Requests(dist.Store):
         return self.timeout.total_seconds()
 
     def _once(self, script: Script, keys: Sequence[bytes], args: Sequence[bytes]) -> Any:
-        """Run a script that has its effect once, however often it is sent."""
+        """Run a script that takes effect once, however often it is sent."""
         sender = self._borrowed_sender()
         try:
             return self._script(script, keys, [sender.name, b"%d" % sender.request, *args])
@@ -55,12 +55,12 @@ class Requests(dist.Store):
             self._senders.append(sender)
 
     def _borrowed_sender(self) -> _Sender:
-        """One that nobody else uses now, with the number of its next request."""
+        """A sender that no other thread uses now, with the number of its next request."""
         try:
             sender = self._senders.pop()
         except IndexError:
             sender = _Sender()
-        if sender.pid != os.getpid():  # a forked child's requests are not its parent's
+        if sender.pid != os.getpid():  # a forked child must not continue its parent's numbers
             sender = _Sender()
         sender.request += 1
         return sender
@@ -78,8 +78,8 @@ class Requests(dist.Store):
 
         Args:
             commands: what to send.
-            keys: those of this request, for an error's text.
-            timeout: for how long it may be tried again, in seconds; None for the store's.
+            keys: of this request, for an error's text.
+            timeout: for how long to retry, in seconds; None for the store's.
 
         Returns:
             Their replies.
@@ -91,7 +91,7 @@ class Requests(dist.Store):
             raise self._to_torch_error(e, keys) from e
 
     def _to_torch_error(self, error: RedelasticError, keys: Sequence[bytes]) -> Exception:
-        """The error that torch's own stores raise in such a case."""
+        """The error that torch's own stores would raise."""
         if isinstance(error, UnavailableError):
             return dist.DistNetworkError(str(error))
         if isinstance(error, CorruptStateError):
@@ -109,9 +109,9 @@ class Requests(dist.Store):
 
 
 class _Sender:
-    """Sends requests one after the other, and numbers them, so that Redis recognizes one that comes again.
+    """Sends requests one after the other, and numbers them, so that Redis recognizes a repeated one.
 
-    A thread of torch's own is new to Python at each call: senders are lent for one call, not bound to threads.
+    Each call borrows one: a sender cannot belong to a thread, since torch's threads are new to Python at each call.
     """
 
     def __init__(self) -> None:

@@ -22,7 +22,7 @@ from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
 from redelastic.agent import AgentOptions, RedisElasticAgent
-from redelastic.agent.workers.signals import SAME_REQUEST
+from redelastic.agent.workers.signals import SAME_REQUEST_SECONDS
 from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.membership import RunStoppedError
 from redelastic.run.events import Barred, Drain, Hung, Left, Lost, Refused, Saved, Stopped
@@ -179,7 +179,7 @@ def test_a_second_sigterm_leaves_no_worker_behind(server: RedisServer, tmp_path:
 def terminate_again(job: AgentJob, name: str) -> None:
     """Send another SIGTERM once it is a request of its own; the agent has acted on the first one by now."""
     seen = time.monotonic()
-    job.wait("the time of one request is over", lambda: time.monotonic() - seen > SAME_REQUEST)
+    job.wait("the time of one request is over", lambda: time.monotonic() - seen > SAME_REQUEST_SECONDS)
     job.nodes[name].terminate()
 
 
@@ -440,7 +440,7 @@ def test_livez_fails_when_the_loop_has_stalled(new_node: NodeFactory, tmp_path: 
     class Stalling(RedisElasticAgent):
         def _act_on_requests(self) -> None:
             super()._act_on_requests()
-            self._monitor.due_by = time.monotonic()  # as if STALL and more had passed
+            self._monitor.due_by = time.monotonic()  # as if STALL_TIMEOUT and more had passed
             entered.set()
             assert release.wait(LIMIT)
 

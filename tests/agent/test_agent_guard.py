@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from redelastic.agent.workers.reaper_client import RESTART_INTERVAL, Guard
+from redelastic.agent.workers.reaper_client import RESTART_INTERVAL, ReaperClient
 from tests.support.worker_processes import lives, until
 
 
@@ -29,13 +29,13 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def guard(clock: Clock) -> Iterator[Guard]:
-    made = Guard("token", clock)
+def guard(clock: Clock) -> Iterator[ReaperClient]:
+    made = ReaperClient("token", clock)
     yield made
     made.close()
 
 
-def brief_until_it_is_dead(guard: Guard) -> None:
+def brief_until_it_is_dead(guard: ReaperClient) -> None:
     guard.brief(())
     if guard.pid is not None:
         process = psutil.Process(guard.pid)
@@ -54,7 +54,7 @@ def brief_until_it_is_dead(guard: Guard) -> None:
 )
 def test_reapers_that_fail_are_reported_once(
     *,
-    guard: Guard,
+    guard: ReaperClient,
     clock: Clock,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -82,7 +82,7 @@ def test_reapers_that_fail_are_reported_once(
 
 
 def test_a_reaper_that_was_killed_is_reported_and_replaced_at_once(
-    guard: Guard, clock: Clock, caplog: pytest.LogCaptureFixture
+    guard: ReaperClient, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     for _ in range(2):
         guard.brief(())

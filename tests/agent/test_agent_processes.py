@@ -195,7 +195,7 @@ while True:
 """
     )
     said(tmp_path, "worker")
-    tree.stop([worker.pid], grace=1.5 * reaper.RELOOK)
+    tree.stop([worker.pid], grace=1.5 * reaper.LOOK_INTERVAL)
     assert worker.stdout is not None
     assert worker.stdout.read() == b"T"
 
@@ -237,7 +237,7 @@ def test_what_does_not_die_is_named(
 ) -> None:
     worker = start(DAEMON)
     with monkeypatch.context() as impatient:
-        impatient.setattr(reaper, "LIMIT", 0.0)
+        impatient.setattr(reaper, "KILL_TIMEOUT", 0.0)
         tree.kill([worker.pid])
     assert f"{worker.pid} (python" in caplog.text
     assert "still there 0 s after SIGKILL" in caplog.text

@@ -16,7 +16,7 @@ import pytest
 
 from redelastic.agent.workers import stacks
 from redelastic.agent.workers.board import HangWatch, ProgressBoard
-from redelastic.agent.workers.stacks import catches, dump_stacks, together
+from redelastic.agent.workers.stacks import catches, dump_stacks, merged
 from redelastic.worker import AT, CALLS, STACK_SIGNAL, VARIABLE
 from tests.support.temporary import make_temporary_files_in
 from tests.support.waiting import Within
@@ -332,9 +332,9 @@ for _ in range(50):
     ready.acquire()
 """
     text = dump_stacks(board, {0: start(code + HANG)}, TIMEOUT)[0]
-    assert board.stacks_size(0) > 5 * stacks.LIMIT
+    assert board.stacks_size(0) > 5 * stacks.MAX_BYTES
     assert text.startswith(stacks.CUT)
-    assert stacks.LIMIT - 200 < len(text) <= stacks.LIMIT + 100
+    assert stacks.MAX_BYTES - 200 < len(text) <= stacks.MAX_BYTES + 100
     assert "in hang" in text
 
 
@@ -429,13 +429,13 @@ def test_catches_tells_whether_a_signal_has_a_handler(start: Start) -> None:
 
 def test_stacks_that_are_alike_are_told_once() -> None:
     at = "Thread 0x{:016x} (most recent call first):\n  File 'train.py', line 7 in all_reduce"
-    told = together({0: at.format(0x7F01), 1: "in load", 2: at.format(0x7F02)}, 1000)
+    told = merged({0: at.format(0x7F01), 1: "in load", 2: at.format(0x7F02)}, 1000)
     assert told == f"workers 0, 2:\n{at.format(0x7F01)}\n\nworker 1:\nin load"
-    assert together({3: "in load"}, 1000) == "in load"
+    assert merged({3: "in load"}, 1000) == "in load"
 
 
 def test_of_many_long_stacks_each_has_its_share_and_keeps_its_end() -> None:
-    told = together({rank: f"{rank}" * 5000 + f" the end of {rank}" for rank in range(8)}, 16_000)
+    told = merged({rank: f"{rank}" * 5000 + f" the end of {rank}" for rank in range(8)}, 16_000)
     assert len(told) <= 16_000
     assert all(f"the end of {rank}" in told for rank in range(8))
-    assert together({0: "x" * 20_000 + "the end"}, 16_000)[-7:] == "the end"
+    assert merged({0: "x" * 20_000 + "the end"}, 16_000)[-7:] == "the end"

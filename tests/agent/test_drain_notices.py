@@ -11,7 +11,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from redelastic.agent.workers.drains import DrainFile
-from redelastic.agent.workers.signals import SAME_REQUEST, drain_on_signals
+from redelastic.agent.workers.signals import SAME_REQUEST_SECONDS, drain_on_signals
 
 
 class Clock:
@@ -32,7 +32,7 @@ def test_a_sigterm_that_comes_twice_at_once_is_one_request(clock: Clock) -> None
         signal.raise_signal(signal.SIGTERM)
         clock.now += 0.02
         signal.raise_signal(signal.SIGTERM)
-        clock.now += SAME_REQUEST - 0.03
+        clock.now += SAME_REQUEST_SECONDS - 0.03
         signal.raise_signal(signal.SIGTERM)
         assert drained == ["SIGTERM"] * 3
 
@@ -42,8 +42,8 @@ def test_a_second_sigterm_is_a_request_of_its_own_later(clock: Clock) -> None:
     with drain_on_signals(drained.append, clock):
         signal.raise_signal(signal.SIGTERM)
         for _ in range(3):  # whoever keeps sending it has to be heard at last
-            clock.now += SAME_REQUEST / 2
-            if clock.now - 1000 <= SAME_REQUEST:
+            clock.now += SAME_REQUEST_SECONDS / 2
+            if clock.now - 1000 <= SAME_REQUEST_SECONDS:
                 signal.raise_signal(signal.SIGTERM)
         with pytest.raises(SignalException, match="got SIGTERM a second time"):
             signal.raise_signal(signal.SIGTERM)

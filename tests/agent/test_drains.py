@@ -17,7 +17,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from redelastic.agent import RedisElasticAgent
 from redelastic.agent.torchrun.regrouping import RegroupingAgent
 from redelastic.agent.workers import drains
-from redelastic.agent.workers.drains import SHOWN, Drains
+from redelastic.agent.workers.drains import MAX_LOGGED_DRAINS, Drains
 from redelastic.redis.connection import Connection
 from redelastic.redis.keys import RunKeys
 from redelastic.rendezvous.membership import DrainedError
@@ -112,12 +112,12 @@ def test_when_all_nodes_drain_each_saves_and_counts_once(
 
     assert [workers.asked for workers in here.workers] == [1] * N
     assert sorted(event.node for event in here.saved) == sorted(node.membership.node for node in here.nodes)
-    assert {len(event.drains) for event in here.saved} == {min(N, SHOWN)}
+    assert {len(event.drains) for event in here.saved} == {min(N, MAX_LOGGED_DRAINS)}
     wake: Any = client.xrange(keys.wake)
     last, told = wake[-1][0], client.hgetall(keys.store(1).data)
     assert told == {b"redelastic/saved/%d" % rank: last for rank in range(N)}, "one key for each, whoever drains"
     of_one = [r for r in caplog.records if r.name.endswith("drains") and r.threadName == "MainThread"]
-    assert len(of_one) <= N * (SHOWN + 2)
+    assert len(of_one) <= N * (MAX_LOGGED_DRAINS + 2)
 
 
 def test_a_node_leaves_when_its_own_time_is_up_and_no_sooner(site: Callable[[int], Site]) -> None:
@@ -156,7 +156,7 @@ def test_a_save_for_a_drain_that_came_to_nothing_does_not_count_for_a_later_one(
         here.workers[i].saved = True
     until(lambda: sum(here.has_drained(i) for i in range(3)), "all have saved; yet the node does not leave")
 
-    monkeypatch.setattr(drains, "ANEW", 0.0)
+    monkeypatch.setattr(drains, "RESAVE_INTERVAL", 0.0)
     leaving.drain("SIGTERM", 600)
     for node in here.nodes:
         until(lambda node=node: len(node.membership.view.drains) == 2, "it has heard of both")  # type: ignore[misc]

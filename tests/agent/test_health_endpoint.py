@@ -251,7 +251,7 @@ def test_clients_that_say_nothing_or_half_a_request_delay_nobody_and_are_hung_up
 def test_more_clients_than_there_is_room_for_are_hung_up_on(
     endpoint: HealthEndpoint,
 ) -> None:
-    first, *others = [connect(endpoint) for _ in range(health_endpoint.CLIENTS)]
+    first, *others = [connect(endpoint) for _ in range(health_endpoint.MAX_CLIENTS)]
     with connect(endpoint) as third:
         assert third.recv(1) == b""
     first.close()

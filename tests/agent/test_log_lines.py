@@ -15,6 +15,7 @@ import pytest
 
 from redelastic.logs import LogFormatter, set_up_logging
 from redelastic.redis.server import RedisServer
+from redelastic.rendezvous.replies import Beat
 from redelastic.rendezvous.view import Round, View
 from redelastic.run.events import Left
 from tests.support.agent_job import DRAINED, AgentJob
@@ -57,7 +58,7 @@ def test_that_this_node_was_fenced_is_news_to_it(caplog: pytest.LogCaptureFixtur
     view.become("a-1-abc")
     mine = Round(1, 0, 2, "host", 1, 1, 0, again=False)
     view.apply_round(mine)
-    view.apply_beat("a-1-abc", mine, [b"fenced", 2, b"", 0, b"", 0, 0, b"", 0])
+    view.apply_beat("a-1-abc", mine, Beat("fenced", 2, "", 0, "", 0, 0, "", 0))
     assert [record.getMessage() for record in caplog.records] == [
         "This node lost its lease: round 1 of run 'run' goes on without it."
     ]

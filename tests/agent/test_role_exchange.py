@@ -16,7 +16,7 @@ from redelastic.store import RedisStore
 
 @pytest.fixture
 def store(connection: Connection, run_id: str, monkeypatch: pytest.MonkeyPatch) -> RedisStore:
-    monkeypatch.setattr(exchange, "LOOK", 0.2)
+    monkeypatch.setattr(exchange, "RESEND_INTERVAL", 0.2)
     return RedisStore(connection, run_id, timeout=timedelta(seconds=5))
 
 

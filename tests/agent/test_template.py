@@ -251,7 +251,7 @@ def test_to_look_for_changes_takes_no_longer_than_it_may(
         (tmp_path / name).touch()
     one = make("-u", str(tmp_path / "script.py"), modules=("json", "model", "late"))
     one.await_ready(DEADLINE)
-    monkeypatch.setattr(template, "LOOK", 0.0)
+    monkeypatch.setattr(template, "CHANGES_TIMEOUT", 0.0)
     (tmp_path / "late.py").write_text("a = 1")
     assert one.changed() == "", "there is time for one file only"
     (tmp_path / "model.py").write_text("a = 1")
@@ -281,7 +281,7 @@ def test_a_template_that_was_killed_starts_no_worker(make: Make, tmp_path: Path)
 def test_a_template_that_is_frozen_starts_no_worker_later(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(template, "HAND_OVER", 0.2)
+    monkeypatch.setattr(template, "FORK_TIMEOUT", 0.2)
     command = script_that_tells(tmp_path)
     one = make(*command[1:])
     one.await_ready(DEADLINE)
@@ -409,5 +409,5 @@ def test_a_fork_is_waited_for_as_a_process_is(make: Make, tmp_path: Path) -> Non
     assert worker.wait(DEADLINE) == 0
     other = one.fork(command, ENVIRONMENT, None, None)
     os.waitpid(other.pid, 0)
-    assert other.wait() == template.LOST
+    assert other.wait() == template.LOST_STATUS
     os.close(read)

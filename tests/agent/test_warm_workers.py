@@ -124,7 +124,7 @@ def test_workers_see_the_variables_that_imports_have_set(make: Callable[..., War
 def test_workers_do_not_wait_for_ever_for_a_template(
     make: Callable[..., WarmStart], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(warm, "PATIENCE", 0.01)
+    monkeypatch.setattr(warm, "TEMPLATE_TIMEOUT", 0.01)
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "slow.py").write_text(f"open({str(tmp_path / 'fifo')!r}).read()")
     one = make("slow")
@@ -144,7 +144,7 @@ def test_workers_do_not_wait_for_ever_for_a_template(
 def test_a_node_that_is_to_leave_does_not_wait_for_its_template(
     make: Callable[..., WarmStart], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(warm, "PATIENCE", 100 * LIMIT)
+    monkeypatch.setattr(warm, "TEMPLATE_TIMEOUT", 100 * LIMIT)
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "slow.py").write_text(f"open({str(tmp_path / 'fifo')!r}).read()")
     one = make("slow", is_hurried=lambda: True)
@@ -222,7 +222,7 @@ def test_a_template_that_is_ready_is_watched_without_looking_at_it_again(
         with pytest.raises(TimeoutError):  # while it lives, only the limit ends the wait
             waiting.result(0.3)
         os.kill(only(spared), signal.SIGKILL)
-        waiting.result(warm.REST / 2)
+        waiting.result(warm.END_TIMEOUT / 2)
 
 
 def test_a_template_that_hangs_is_given_up_for_this_group(
@@ -233,7 +233,7 @@ def test_a_template_that_hangs_is_given_up_for_this_group(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(template, "HAND_OVER", 0.2)
+    monkeypatch.setattr(template, "FORK_TIMEOUT", 0.2)
     one = make("model")
     assert start_group(one, tmp_path)[0][0]
     frozen = psutil.Process(only(spared))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from redelastic.agent.workers.logs import HIDDEN, TAIL, last_words, log_files, redacted, tail
+from redelastic.agent.workers.logs import HIDDEN, TAIL, last_lines, log_files, redacted, tail
 from redelastic.redis.server import RedisServer
 from redelastic.run.events import Log, Lost, Started, decode
 from redelastic.run.logs import first_failure, places
@@ -188,9 +188,9 @@ def test_what_has_a_log() -> None:
 
 def test_the_reason_may_be_in_stdout(tmp_path: Path) -> None:
     out, err = tmp_path / "stdout.log", tmp_path / "stderr.log"
-    assert last_words(str(err)) == "", "there is neither"
+    assert last_lines(str(err)) == "", "there is neither"
     err.write_text("Traceback\n")
-    assert last_words(str(err)) == "Traceback"
+    assert last_lines(str(err)) == "Traceback"
     out.write_text("step 3\nERROR: out of tokens\n")
-    assert last_words(str(err)) == "stdout.log:\nstep 3\nERROR: out of tokens\nstderr.log:\nTraceback"
-    assert last_words(str(out)) == "step 3\nERROR: out of tokens"
+    assert last_lines(str(err)) == "stdout.log:\nstep 3\nERROR: out of tokens\nstderr.log:\nTraceback"
+    assert last_lines(str(out)) == "step 3\nERROR: out of tokens"

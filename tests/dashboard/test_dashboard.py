@@ -348,11 +348,11 @@ class TestView:
             return Run("r", epoch, 1, 1, 1, 1.0, None, None, False, None, 6.0, 0, 0, {}, [], (), time)
 
         speed = Speed()
-        assert speed.take_in(run(START), 100) is None
-        assert speed.take_in(run(START + 10), 120) == 2.0
-        assert speed.take_in(run(START + 20), 120) == 1.0, "it falls while nothing happens"
-        assert speed.take_in(run(START + 21, 2), 110) is None, "steps are redone"
-        assert speed.take_in(run(START + 22, 2), 111) == 1.0
+        assert speed.update(run(START), 100) is None
+        assert speed.update(run(START + 10), 120) == 2.0
+        assert speed.update(run(START + 20), 120) == 1.0, "it falls while nothing happens"
+        assert speed.update(run(START + 21, 2), 110) is None, "steps are redone"
+        assert speed.update(run(START + 22, 2), 111) == 1.0
 
 
 def test_it_needs_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:

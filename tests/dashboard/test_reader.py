@@ -74,7 +74,7 @@ def _patched(target: Any, patch: Any) -> Any:
 
 async def parked(reader: Reader) -> None:
     """Until it reads nothing any more, and waits for somebody to look."""
-    while reader._looked_at.is_set():  # noqa: ASYNC110  (it is not there to be waited for)
+    while reader._has_followers.is_set():  # noqa: ASYNC110  (it is not there to be waited for)
         await asyncio.sleep(0.01)
 
 
@@ -190,7 +190,7 @@ class TestWhatIsKept:
             await reader.watch(first)
             await reader.watch(second)
             assert reader._watches.keys() == {first, second}
-            monkeypatch.setattr(reader_module, "KEPT", 0.0)
+            monkeypatch.setattr(reader_module, "KEEP_TIMEOUT", 0.0)
             await reader.watch(second)
             assert reader._watches.keys() == {second}
 

@@ -55,7 +55,7 @@ def test_workers_succeed_while_redis_is_gone_for_good(own_server: RedisServer, t
             assert job.wait_end(name) == 0
             err = job.nodes[name].stderr
             assert "that this node is leaving" in err
-            assert ("whether the others have is unknown" in err) == (names == "ab")
+            assert ("whether the other nodes' workers have is unknown" in err) == (names == "ab")
             assert "Traceback" not in err
 
 

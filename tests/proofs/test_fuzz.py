@@ -22,12 +22,13 @@ from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, 
 
 from redelastic import RedisRendezvousBackend
 from redelastic.cli.output import moment
-from redelastic.redis.connection import Connection
+from redelastic.redis.connection import Connection, text
 from redelastic.redis.endpoint import parse_endpoint
 from redelastic.redis.errors import CorruptStateError, UnreachableError
 from redelastic.redis.keys import RunKeys, check_key_part
 from redelastic.rendezvous import init_method
 from redelastic.rendezvous.membership import Membership
+from redelastic.rendezvous.replies import Complete
 from redelastic.rendezvous.settings import Settings, parameters_from_url
 from redelastic.run.control import UnknownRunError
 from redelastic.run.history import STATES, replay
@@ -159,7 +160,7 @@ def member(*replies: Any) -> Membership:
 def fuzz_wake_ups(dice: Dice) -> None:
     """A node takes in whatever the stream holds: an error here would take its ears, or its rendezvous."""
     node = member()
-    node._enter(node._round_from(2, 0, 2, b"host 1", 1, 0))
+    node._enter(node._round_from(Complete(2, 0, 2, "host 1", 1, 0, "")))
     entries = []
     for i in range(3):
         change = {
@@ -192,17 +193,14 @@ def fuzz_replies(dice: Dice) -> None:
         dice.choice((0, 1)),
     ]
     node = member(beat, [dice.raw(), 0, 0], [dice.choice((None, dice.raw())), None])
-    node._enter(node._round_from(2, 0, 2, b"host 1", 1, 0))
+    node._enter(node._round_from(Complete(2, 0, 2, "host 1", 1, 0, "")))
     node.heartbeat.beat()
     assert all(math.isfinite(each.timeout) for each in node.view.drains)
     with contextlib.suppress(RendezvousError):
         node._raise_closed(dice.raw(), dice.randrange(2), spare=dice.randrange(2))
     with contextlib.suppress(CorruptStateError):
-        assert (
-            0
-            < member()._round_from(3, 0, 2, dice.choice((b"", b"host ", b"[::1] ", dice.raw())) + dice.raw(), 1, 0).port
-            < 2**16
-        )
+        master = text(dice.choice((b"", b"host ", b"[::1] ", dice.raw())) + dice.raw())
+        assert 0 < member()._round_from(Complete(3, 0, 2, master, 1, 0, "")).port < 2**16
 
 
 def fuzz_backend(dice: Dice) -> None:

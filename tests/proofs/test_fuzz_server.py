@@ -20,6 +20,7 @@ from redelastic.redis.errors import RedelasticError
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.membership import Membership
+from redelastic.rendezvous.replies import Complete
 from redelastic.rendezvous.settings import Settings
 from redelastic.run.control import RunControl, UnknownNodeError, UnknownRunError
 from redelastic.run.events import Failed, Hung, Left, Unwatched
@@ -85,9 +86,9 @@ def operations(connection: Connection, keys: RunKeys, dice: Dice) -> Iterator[Ca
     store = RedisStore(connection, keys.run_id, epoch=2, timeout=0.05)
 
     def join() -> None:
-        outcome, *told = node._ask_to_join(1234, 0)
-        if outcome == b"complete":
-            node._enter(node._round_from(*told))
+        reply = node._ask_to_join(1234, 0)
+        if isinstance(reply, Complete):
+            node._enter(node._round_from(reply))
 
     def hear() -> None:
         for entries in connection.read({keys.wake.encode(): "0"}, 0.001).values():

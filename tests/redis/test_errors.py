@@ -90,7 +90,7 @@ def test_a_server_out_of_memory(own_server: RedisServer) -> None:
         ("return redis.error_reply('MOVED 1 127.0.0.1:7')", UnavailableError, r"Use redis\+cluster://"),
         ("return redis.error_reply('ERR whatever')", RedelasticError, "answered with an error: whatever"),
         ("return redis.call('LPUSH', KEYS[1], 1), redis.call('GET', KEYS[1])", CorruptStateError, "wrong type"),
-        ("return nil + 1", CorruptStateError, "our script cannot read"),
+        ("return nil + 1", CorruptStateError, "redelastic's script cannot read"),
     ],
 )
 def test_replies_become_torchs_errors(server: RedisServer, run_id: str, code: str, kind: type, says: str) -> None:

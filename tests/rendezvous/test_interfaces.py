@@ -86,7 +86,7 @@ def redis(network: Network) -> Iterator[RedisServer]:
 
 @pytest.fixture(autouse=True)
 def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(addresses, "_told", {})
+    monkeypatch.setattr(addresses, "_exported", {})
     for variable in INTERFACE_VARIABLES:  # what handlers of this process set goes with the test
         monkeypatch.setenv(variable, "")
         monkeypatch.delenv(variable)
@@ -232,11 +232,11 @@ def test_a_local_address_of_nobody(network: Network, local_addr: str, why: str) 
 
 def test_what_the_user_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(GLOO, "mine")
-    LocalAddress("192.0.2.1", "a test", "eth0").tell_workers()
+    LocalAddress("192.0.2.1", "a test", "eth0").export_interface()
     assert [os.environ.get(variable) for variable in INTERFACE_VARIABLES] == ["mine", "eth0"]
-    LocalAddress("192.0.2.9", "a test", "eth1").tell_workers()
+    LocalAddress("192.0.2.9", "a test", "eth1").export_interface()
     assert [os.environ.get(variable) for variable in INTERFACE_VARIABLES] == ["mine", "eth1"]
-    LocalAddress("192.0.2.9", "a test").tell_workers()
+    LocalAddress("192.0.2.9", "a test").export_interface()
     assert [os.environ.get(variable) for variable in INTERFACE_VARIABLES] == ["mine", "eth1"]
 
 
@@ -254,7 +254,7 @@ def test_what_the_doctor_says(network: Network, redis: RedisServer, monkeypatch:
     )
     address = network.addresses["a"]
     found = on(network, "a", debian, look)
-    assert found["address"] == ("ok", f"peers are told {address} (its way to Redis)")
+    assert found["address"] == ("ok", f"peers get {address} (its way to Redis)")
     assert found["gloo"] == ("ok", f"this host's name resolves to 127.0.1.1, so workers get {GLOO}={LINK}")
     level, said = on(network, "a", second, look)["gloo"]
     assert (level, LAN in said, address in said) == ("note", True, True)

@@ -10,7 +10,7 @@ ROOT: Final = Path("/")  # of the file system
 
 
 def memory_room(root: Path = ROOT) -> Iterator[tuple[int, str]]:
-    """Bytes left in each limited cgroup of this process, from its own up to the mount, and which one it is."""
+    """Bytes left in each limited cgroup of this process, from its own up to the mount, and the cgroup's name."""
     for folder, version in _memory_cgroups(root):
         files = (
             ("memory.max", "memory.current", "inactive_file")

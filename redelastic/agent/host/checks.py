@@ -1,8 +1,8 @@
 """Whether this node is fit to join: checks, each of which can refuse with a reason.
 
 A check is a callable ``(node: Node) -> str | None``: None or an empty string says that the node is fit, any other
-string why it is not. Checks are found by name, as entry points of the group ``redelastic.health_checks``; ours
-(``gpu``, ``disk``, ``memory``) are registered there like any other. A user's shell command can be the last one.
+string why it is not. Checks are found by name, as entry points of the group ``redelastic.health_checks``; redelastic's
+own (``gpu``, ``disk``, ``memory``) are registered there like any other. A user's shell command can be the last one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MEMORY_PER_WORKER: Final = 256 << 20  # about what a worker needs to get as far 
 DISK_SPACE: Final = 100 << 20  # room for logs and a few temporary files, in bytes
 FREE_FILES: Final = 100  # inodes
 GRACE: Final = 2 * KILL_TIMEOUT  # beyond its time, for a check that must end a process of its own, in seconds
-LOOK: Final = 0.2  # how long to wait at a time for a check's answer, in seconds
+POLL_INTERVAL: Final = 0.2  # of one wait for a check's answer, in seconds
 REASON_LENGTH: Final = 300  # limit for a reason, in characters
 PROBE: Final = (sys.executable, "-m", "redelastic.agent.host.gpu_probe")
 
@@ -78,10 +78,10 @@ def run_checks(
         names: of installed checks.
         command: for ``/bin/sh -c``; an exit status other than 0 refuses, with the last line of its output.
         node: what the checks get.
-        is_hurried: whether to give up now; asked several times a second.
+        is_hurried: whether to give up now; called several times a second.
 
     Returns:
-        Why this node is not fit to join, beginning with the check's name; None if it is fit, or there was a hurry.
+        Why this node is not fit to join, beginning with the check's name; None if it is fit, or if this gave up.
 
     Raises:
         ValueError: there is no check of that name.
@@ -118,13 +118,13 @@ def _answer(load: Callable[[], Check], node: Node, is_hurried: Callable[[], bool
     deadline = time.monotonic() + node.timeout + GRACE
     while not is_hurried():
         with contextlib.suppress(queue.Empty):
-            return _one_line(answers.get(timeout=min(LOOK, max(0.0, deadline - time.monotonic()))))
+            return _one_line(answers.get(timeout=min(POLL_INTERVAL, max(0.0, deadline - time.monotonic()))))
         if time.monotonic() >= deadline:
             return f"did not finish within {node.timeout:g} s"
     return ""
 
 
-# -- our checks
+# -- redelastic's own checks
 
 
 def gpu(node: Node) -> str | None:
@@ -152,7 +152,7 @@ def disk(node: Node) -> str | None:
     missing.
     """
     needed = _bytes_from_environment("REDELASTIC_MIN_DISK", DISK_SPACE)
-    with contextlib.suppress(OSError):  # that it cannot be written to is found below
+    with contextlib.suppress(OSError):  # the write below finds out
         node.log_dir.mkdir(parents=True, exist_ok=True)
     # Python silently ignores a bad TMPDIR, but the workers' libraries may not.
     for role, folder in (("log", node.log_dir), ("temporary", Path(os.environ.get("TMPDIR") or tempfile.gettempdir()))):
@@ -183,10 +183,10 @@ def memory(node: Node) -> str | None:
     with less, one hardly reaches its first step. What the kernel can reclaim (the page cache) counts as available.
     """
     needed = _bytes_from_environment("REDELASTIC_MIN_MEMORY", MEMORY_PER_WORKER * max(1, node.local_world_size))
-    available, whose = min([(psutil.virtual_memory().available, "the machine"), *memory_room()])
+    available, place = min([(psutil.virtual_memory().available, "the machine"), *memory_room()])
     if available < needed:
         return (
-            f"{_mib(available)} of memory is available to {whose}, less than {_mib(needed)}: free some, or set "
+            f"{_mib(available)} of memory is available to {place}, less than {_mib(needed)}: free some, or set "
             "REDELASTIC_MIN_MEMORY"
         )
     return None

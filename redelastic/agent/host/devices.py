@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 DEVICE_NODES: Final = ("nvidia[0-9]*", "kfd", "dxg")  # in /dev: where a GPU driver can be reached
 PROGRAM: Final = (sys.executable, "-m", "redelastic.agent.host.devices")
-LIMIT: Final = 60.0  # for the driver to list its GPUs, in seconds: without persistence mode it starts them one by one
+DRIVER_TIMEOUT: Final = 60.0  # to list its GPUs, in seconds: without persistence mode the driver starts each first
 
 
 class DriverError(OSError):
@@ -59,10 +59,10 @@ class Inventory:
     """The GPUs that this process may use.
 
     Attributes:
-        devices: None if NVML cannot tell.
-        counted: how many torch sees, if NVML cannot tell.
-        fault: why NVML cannot tell, if there is a driver and it fails.
-        driver: version of NVIDIA's driver; empty if NVML cannot tell.
+        devices: None if NVML cannot list them.
+        counted: how many torch sees, if NVML cannot list them.
+        fault: why NVML cannot list them, if there is a driver and it fails.
+        driver: version of NVIDIA's driver; empty if NVML cannot say.
     """
 
     devices: tuple[Device, ...] | None = None
@@ -72,11 +72,11 @@ class Inventory:
 
 
 def has_driver() -> bool:
-    """Whether there is a GPU driver to ask."""
+    """Whether this host has a GPU driver."""
     return any(next(Path("/dev").glob(pattern), None) for pattern in DEVICE_NODES)
 
 
-def take_inventory(limit: float = LIMIT) -> Inventory:
+def take_inventory(limit: float = DRIVER_TIMEOUT) -> Inventory:
     """Have a process ask the driver for its GPUs, for at most ``limit`` seconds.
 
     Raises:
@@ -86,8 +86,8 @@ def take_inventory(limit: float = LIMIT) -> Inventory:
         return Inventory()
     ended = run_within(limit, PROGRAM)
     if ended.status == 0 and ended.lines:
-        told: dict[str, Any] = json.loads(ended.lines[-1])
-        return Inventory(**{**told, "devices": _decoded(told["devices"])})
+        fields: dict[str, Any] = json.loads(ended.lines[-1])
+        return Inventory(**{**fields, "devices": _decoded(fields["devices"])})
     why = f": {ended.lines[-1]}" if ended.lines else ""
     raise DriverError(
         f"This host's GPU driver cannot be queried: the process that queries it {ended.how}{why}. Check "
@@ -96,14 +96,16 @@ def take_inventory(limit: float = LIMIT) -> Inventory:
     )
 
 
-def _decoded(told: list[dict[str, Any]] | None) -> tuple[Device, ...] | None:
-    if told is None:
+def _decoded(devices: list[dict[str, Any]] | None) -> tuple[Device, ...] | None:
+    if devices is None:
         return None
-    return tuple(Device(**{**one, "instances": tuple(Instance(**each) for each in one["instances"])}) for one in told)
+    return tuple(
+        Device(**{**one, "instances": tuple(Instance(**each) for each in one["instances"])}) for one in devices
+    )
 
 
 def list_devices() -> Inventory:
-    """The GPUs, queried in this process: it may take as long as the driver likes."""
+    """List the GPUs, querying the driver from this process: there is no time limit."""
     nvml, fault = open_nvml(), ""
     if nvml is not None:
         try:
@@ -113,7 +115,7 @@ def list_devices() -> Inventory:
             return Inventory(tuple(device for device in found if device is not None), driver=driver)
         except nvml.NVMLError as e:
             fault = f"NVML cannot list the GPUs of this host: {e}"
-    import torch  # noqa: PLC0415 - it takes a second or two, and is only needed where NVML cannot tell
+    import torch  # noqa: PLC0415 - it takes a second or two, and is only needed where NVML cannot list the GPUs
 
     return Inventory(None, torch.cuda.device_count(), fault)  # this makes no CUDA context
 
@@ -135,7 +137,7 @@ def open_nvml() -> Any | None:
 def handle_of(nvml: Any, index: int | None, uuid: str | None) -> Any:
     """NVML's handle for a GPU, or for one of its MIG devices.
 
-    Not by UUID alone: NVML would ask all GPUs, and fail at one that has fallen off the bus.
+    The lookup needs the index: by UUID alone NVML asks all GPUs, and fails at one that has fallen off the bus.
 
     Raises:
         NVMLError: it is gone, or does not answer.

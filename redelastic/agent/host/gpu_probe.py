@@ -1,9 +1,9 @@
 """A program of its own: asks every visible device for a small matmul. Exit status 0: all are well.
 
 ``python -m redelastic.agent.host.gpu_probe KIND EXPECTED``: KIND is ``cuda`` (or a stand-in for it, such as ``cpu``),
-EXPECTED how many devices must be there (0: at least one GPU, if torch is built for GPUs). What it says about a device
-starts with ``device INDEX:``; the last such line is about the device that failed, or that it was waiting for when
-killed.
+EXPECTED how many devices must be there (0: at least one GPU, if torch is built for GPUs). Each line about a device
+starts with ``device INDEX:``; the last such line is about the device that failed, or that it was waiting for when it
+was killed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 
 
 def ask_devices(kind: str, expected: int) -> None:
-    """Ask the devices, one by one.
+    """Have each device compute a matmul, one by one.
 
     Raises:
         SystemExit: a device is missing, raises an error or computes wrongly.

@@ -1,4 +1,4 @@
-"""Which GPU each worker of this node gets.
+"""The assignment of GPUs to this node's workers.
 
 Two conventions, both torch's:
 
@@ -19,8 +19,8 @@ Without isolation there may be more workers than GPUs, as under torchrun: the jo
 
 The order of indices: NVML follows the PCI bus; CUDA's default (``CUDA_DEVICE_ORDER=FASTEST_FIRST``) starts with the
 fastest. They are assumed to agree on a host with GPUs of one model, and with ``CUDA_DEVICE_ORDER=PCI_BUS_ID``.
-Elsewhere we do not guess which GPU an index means: the worker gets the name unchanged, which is right under either
-order, and NVML's name for it stays unknown.
+Elsewhere redelastic does not guess which GPU an index means: the worker gets the name unchanged, which is right under
+either order, and NVML's name for it stays unknown.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class Assignment:
     Attributes:
         gpus: the GPU of each worker, by local rank; empty if the job has none, or has fewer than workers and does not
             share them.
-        visible: the GPUs to watch, each known to NVML: those that the job may use. All of the host's if it is unknown
-            which those are; empty if NVML cannot tell.
+        visible: the GPUs to watch, each known to NVML: the job's, or all of the host's if the job's are
+            unknown; empty if NVML cannot list them.
         isolate: whether each worker must see its own GPU only (``WorkerSpec.virtual_local_rank``).
     """
 
@@ -134,7 +134,7 @@ def assign(
             faults = "".join(f" GPU {d.index} cannot be used: {d.fault}." for d in devices if d.fault)
         else:
             pool = _named(named, devices, same_order=same_order)
-            _refuse_twice(pool, environ[VISIBLE])
+            _require_distinct(pool, environ[VISIBLE])
         certain = named is not None and all(gpu.index is not None for gpu in pool)
         visible = tuple(pool if certain else (gpu for d in devices for gpu in _known(d)))
     if not pool and faults:
@@ -203,7 +203,7 @@ def visible_names(value: str) -> list[str]:
 
 
 def _names_for_host(value: str, ask: Callable[[], Inventory]) -> list[str]:
-    """As :func:`visible_names`, but without GPUs on this host there is no name and no error."""
+    """Read names as :func:`visible_names` does; on a host without GPUs there are none, and no error."""
     try:
         return visible_names(value)
     except ValueError:
@@ -279,7 +279,7 @@ def _find(name: str, devices: Sequence[Device], *, same_order: bool) -> list[Gpu
     return _known(device) if device.instances else [Gpu(name, device.index, device.uuid, device.model)]
 
 
-def _refuse_twice(pool: Sequence[Gpu], value: str) -> None:
+def _require_distinct(pool: Sequence[Gpu], value: str) -> None:
     uuids = [gpu.uuid for gpu in pool if gpu.uuid is not None]
     for uuid in uuids:
         if uuids.count(uuid) > 1:
@@ -287,7 +287,7 @@ def _refuse_twice(pool: Sequence[Gpu], value: str) -> None:
 
 
 def _counted(count: int, named: Sequence[str] | None) -> list[Gpu]:
-    """The GPUs, if NVML cannot tell."""
+    """The GPUs if NVML cannot list them, going by how many torch sees."""
     if named is None:
         return [Gpu(str(i)) for i in range(count)]
     mig = named[0].startswith("MIG-")  # of MIG devices, CUDA counts the first one only

@@ -1,4 +1,4 @@
-"""What a supervisor can ask this node over HTTP: ``/livez``, ``/readyz`` and ``/metrics``.
+"""A node's HTTP endpoint for a supervisor: ``/livez``, ``/readyz`` and ``/metrics``.
 
 No client, however slow, may disturb the agent: each gets a daemon thread and little time, and not many are served at
 once. Nothing is registered with Prometheus's global registry, which belongs to the user.
@@ -24,15 +24,15 @@ from prometheus_client.registry import Collector
 
 log = logging.getLogger(__name__)
 
-CLIENT_TIMEOUT: Final = 10.0  # for a client to ask and to read its answer, in seconds
-CLIENTS: Final = 64  # at once; others are hung up on
+CLIENT_TIMEOUT: Final = 10.0  # for a client to send a request and to read the answer, in seconds
+MAX_CLIENTS: Final = 64  # at once; the endpoint hangs up on others
 POLL_INTERVAL: Final = 0.2  # how soon the server notices that it must stop, in seconds
 STATES: Final = ("waiting", "running", "draining", "barred", "refused")
 PLAIN_TEXT: Final = "text/plain; charset=utf-8"
 
 
 class NodeView(Protocol):
-    """What the endpoint asks of the agent, from threads of its own."""
+    """The agent as the endpoint sees it; called from the endpoint's threads."""
 
     def stalled(self) -> str:
         """Why the agent's loop counts as dead; empty while it is alive."""
@@ -48,7 +48,7 @@ class HealthEndpoint:
     """Serves a node's health and metrics until it is stopped.
 
     Args:
-        node: answers the questions.
+        node: whose health and metrics to serve.
         host: address or name to listen on, IPv6 included; default: loopback.
         port: port to listen on; 0: any free one.
 
@@ -64,7 +64,7 @@ class HealthEndpoint:
 
     @property
     def port(self) -> int:
-        """The port that it listens on; before it has started, the one it was given."""
+        """The port that it listens on; before it has started, the port it was given."""
         return self._port
 
     def start(self) -> None:
@@ -89,7 +89,7 @@ class HealthEndpoint:
         ).start()
 
     def stop(self) -> None:
-        """Stop listening and hang up on all clients; it may be stopped twice, or before it has started."""
+        """Stop listening and hang up on all clients; it may be called twice, or before :meth:`start`."""
         server, self._server = self._server, None
         if server is not None:
             server.shutdown()
@@ -110,27 +110,27 @@ def _advice(error: OSError) -> str:
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
-    request_queue_size = CLIENTS
+    request_queue_size = MAX_CLIENTS
 
     def __init__(self, family: int, address: tuple[Any, ...], node: NodeView) -> None:
         self.address_family = family
         self.node = node
         self.registry = CollectorRegistry()
         self.registry.register(_StatusCollector(node))
-        # Guards what follows; connections are closed under it, so that none is mistaken for another.
+        # Guards the deadlines below; connections are closed under it, so that none is mistaken for another.
         self._lock = threading.Lock()
         self._hang_up_at: dict[Any, float] = {}  # by connection, on the monotonic clock
         super().__init__(address, _Handler)
 
     def server_bind(self) -> None:
-        """Bind, without resolving our own name as ``HTTPServer`` does: that can take minutes."""
+        """Bind, without resolving this host's name as ``HTTPServer`` does: that can take minutes."""
         socketserver.TCPServer.server_bind(self)
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
         """Whether there is room for one more client."""
         del client_address
         with self._lock:
-            if len(self._hang_up_at) >= CLIENTS:
+            if len(self._hang_up_at) >= MAX_CLIENTS:
                 return False
             self._hang_up_at[request] = time.monotonic() + CLIENT_TIMEOUT
         return True
@@ -253,48 +253,48 @@ class _StatusCollector(Collector):
     def collect(self) -> Iterator[_Family]:
         status = self._node.status()
         workers, gpus = status.get("workers") or (), status.get("gpus") or ()
-        whose = {"run_id": status.get("run_id", ""), "node": status.get("node", "")}
+        common = {"run_id": status.get("run_id", ""), "node": status.get("node", "")}
         state = status.get("state")
 
-        yield _info("node_info", "Name of the node.", whose, ("name",), [status])
-        one_of = _info("node_state", "1 for the state that the node is in.", whose, ("state",), ())
+        yield _info("node_info", "Name of the node.", common, ("name",), [status])
+        one_of = _info("node_state", "1 for the state that the node is in.", common, ("state",), ())
         for each in dict.fromkeys([*STATES, state] if state else ()):
-            one_of.add_metric(_values(whose, ("state",), {"state": each}), float(each == state))
+            one_of.add_metric(_values(common, ("state",), {"state": each}), float(each == state))
         yield one_of
-        yield from _measured(NODE_METRICS, whose, (), [status])
-        yield _info("worker_state", "1 for the state that the worker is in.", whose, ("local_rank", "state"), workers)
-        yield from _measured(WORKER_METRICS, whose, ("local_rank",), workers)
-        yield _info("gpu_info", "Name of the GPU.", whose, ("index", "uuid", "name"), gpus)
-        yield from _measured(GPU_METRICS, whose, ("index", "uuid"), gpus)
+        yield from _measured(NODE_METRICS, common, (), [status])
+        yield _info("worker_state", "1 for the state that the worker is in.", common, ("local_rank", "state"), workers)
+        yield from _measured(WORKER_METRICS, common, ("local_rank",), workers)
+        yield _info("gpu_info", "Name of the GPU.", common, ("index", "uuid", "name"), gpus)
+        yield from _measured(GPU_METRICS, common, ("index", "uuid"), gpus)
         by_number = [gpu | {"xid": xid, "n": n} for gpu in gpus for xid, n in _pairs(gpu.get("xids"))]
-        yield from _measured([XIDS], whose, ("index", "uuid", "xid"), by_number)
+        yield from _measured([XIDS], common, ("index", "uuid", "xid"), by_number)
 
 
-def _pairs(told: object) -> Iterable[tuple[Any, Any]]:
-    return told.items() if isinstance(told, dict) else ()
+def _pairs(counts: object) -> Iterable[tuple[Any, Any]]:
+    return counts.items() if isinstance(counts, dict) else ()
 
 
-def _values(whose: Mapping[str, Any], labels: Iterable[str], item: Mapping[str, Any]) -> list[str]:
-    return [*map(str, whose.values()), *(str(item.get(label, "")) for label in labels)]
+def _values(common: Mapping[str, Any], labels: Iterable[str], item: Mapping[str, Any]) -> list[str]:
+    return [*map(str, common.values()), *(str(item.get(label, "")) for label in labels)]
 
 
 def _info(
-    name: str, text: str, whose: Mapping[str, Any], labels: tuple[str, ...], items: Iterable[Mapping[str, Any]]
+    name: str, text: str, common: Mapping[str, Any], labels: tuple[str, ...], items: Iterable[Mapping[str, Any]]
 ) -> GaugeMetricFamily:
     """A metric that is 1 for each item: the information is in its labels."""
-    family = GaugeMetricFamily(f"redelastic_{name}", text, labels=[*whose, *labels])
+    family = GaugeMetricFamily(f"redelastic_{name}", text, labels=[*common, *labels])
     for item in items:
-        family.add_metric(_values(whose, labels, item), 1.0)
+        family.add_metric(_values(common, labels, item), 1.0)
     return family
 
 
 def _measured(
-    metrics: Iterable[_Metric], whose: Mapping[str, Any], labels: tuple[str, ...], items: Iterable[Mapping[str, Any]]
+    metrics: Iterable[_Metric], common: Mapping[str, Any], labels: tuple[str, ...], items: Iterable[Mapping[str, Any]]
 ) -> Iterator[_Family]:
     for metric in metrics:
-        family = metric.kind(f"redelastic_{metric.name}", metric.help, labels=[*whose, *labels])
+        family = metric.kind(f"redelastic_{metric.name}", metric.help, labels=[*common, *labels])
         for item in items:
             value = item.get(metric.field)
             if isinstance(value, (int, float)):
-                family.add_metric(_values(whose, labels, item), value * metric.scale)
+                family.add_metric(_values(common, labels, item), value * metric.scale)
         yield family

@@ -21,7 +21,7 @@ _starting = threading.Lock()  # while this is not held, everything that was star
 
 
 class Ended(NamedTuple):
-    """What became of a process.
+    """How a process ended.
 
     Attributes:
         status: its exit status; below 0 if a signal ended it, None if it ran out of time.
@@ -40,7 +40,7 @@ def run_within(timeout: float, argv: tuple[str, ...], environment: Mapping[str, 
     Args:
         timeout: in seconds.
         argv: the command.
-        environment: to add to our own.
+        environment: to add to this process' own.
     """
     with _starting:
         process = subprocess.Popen(
@@ -72,7 +72,7 @@ def run_within(timeout: float, argv: tuple[str, ...], environment: Mapping[str, 
 
 
 def _keep_tail(process: subprocess.Popen[bytes], tail: bytearray) -> None:
-    assert process.stdout is not None  # noqa: S101 - we gave it a pipe
+    assert process.stdout is not None  # noqa: S101 - stdout=PIPE
     with process.stdout as pipe:
         while chunk := os.read(pipe.fileno(), 65536):
             tail += chunk
@@ -85,8 +85,8 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
 
 
 @atexit.register
-def _kill_what_runs() -> None:
-    """An agent that must end while one runs leaves nothing of it behind."""
+def _kill_running() -> None:
+    """Kill the processes that still run when this process exits."""
     _starting.acquire()  # for good: remaining threads start nothing more
     for process in list(_running):
         _kill_group(process)

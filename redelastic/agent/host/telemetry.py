@@ -1,4 +1,4 @@
-"""What the processes and GPUs of a node use, for its heartbeat: cheap, small, and never in the way of training."""
+"""The usage of a node's processes and GPUs, for its heartbeat: cheap, small, and never in the way of training."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from .devices import handle_of, open_nvml
 from .gpus import Gpu
 
 STATUS_LIMIT: Final = 8192  # of a node's status, in bytes
-LONG_TEXT: Final = 64  # to which a text that exceeds the limit is cut, in characters
+CUT_TEXT_LENGTH: Final = 64  # of a text that is cut to fit the limit, in characters
 XIDS_AT_ONCE: Final = 100  # the most that one sample reads from a GPU: one that keeps failing must not delay it
 
-Times = dict[tuple[int, float], tuple[float, float]]  # process -> its own CPU seconds, those of its reaped children
+Times = dict[tuple[int, float], tuple[float, float]]  # process -> its own CPU seconds, and its reaped children's
 
 
 class Telemetry:
     """Samples what a node uses.
 
-    Use it from one thread, for which nothing waits: NVML has been seen to hang for seconds, and ``sample`` hangs with
-    it. It holds no lock meanwhile.
+    Use it from one thread, which nothing waits for: NVML has been seen to hang for seconds, and ``sample`` hangs with
+    it, without holding a lock.
 
     Args:
         gpus: to watch: ``Assignment.visible``.
@@ -43,7 +43,7 @@ class Telemetry:
         self._watched: list[_WatchedGpu] | None = None  # None until the first sample, as NVML may be slow
 
     def sample(self, trees: Mapping[int, Sequence[psutil.Process]]) -> dict[str, Any]:
-        """What is used now.
+        """Sample what is used now.
 
         Args:
             trees: local rank -> the worker's process and all its descendants.
@@ -81,7 +81,7 @@ class Telemetry:
         sample: dict[str, Any] = {"memory": sum(worker["memory"] for worker in workers.values()), "workers": workers}
         if elapsed > 0:
             sample["cpu"] = round(min(limit, sum(worker["cpu"] for worker in workers.values())), 1)
-        with contextlib.suppress(psutil.Error, OSError, ValueError):  # /proc may be hidden from us
+        with contextlib.suppress(psutil.Error, OSError, ValueError):  # /proc may be hidden from this user
             host = psutil.virtual_memory()
             sample.update(memory_available=host.available, memory_total=host.total)
         if self._watched is None:
@@ -118,7 +118,7 @@ def trees(processes: Sequence[psutil.Process], pids: Mapping[int, int]) -> dict[
 
 
 def _read(tree: Sequence[psutil.Process]) -> tuple[Times, int]:
-    """The CPU times of a tree's processes, and its memory in bytes; those that are gone or hidden are left out."""
+    """The CPU times of a tree's processes, and its memory in bytes, without processes that are gone or hidden."""
     times: Times = {}
     own, shared = 0, 0
     for process in tree:
@@ -183,7 +183,7 @@ class _WatchedGpu:
             pass  # this release of pynvml has no such function
 
     def _register(self) -> Any:
-        """An event set of its own for Xids: once a GPU is lost, NVML cannot say which GPU an event concerns."""
+        """Register an event set for this GPU's Xids only: once a GPU is lost, NVML cannot say whose an event is."""
         nvml = self._nvml
         whole = nvml.nvmlDeviceGetHandleByIndex(self._gpu.index)  # a MIG device has no events
         events = nvml.nvmlEventSetCreate()
@@ -196,7 +196,7 @@ class _WatchedGpu:
 
     def sample(self) -> dict[str, Any]:
         nvml, gpu = self._nvml, self._gpu
-        if self._lost:  # one that comes back is a new one to NVML
+        if self._lost:  # to NVML, a GPU that comes back is another one
             self._handle = None
         self._lost = False
         found: dict[str, Any] = {"index": gpu.index}
@@ -254,8 +254,8 @@ def bounded(status: Mapping[str, Any], limit: int = STATUS_LIMIT) -> str:
     while len(text) > limit and kept:
         key = max(kept, key=lambda name: len(_dump({name: kept[name]})))
         value = kept.pop(key)
-        if isinstance(value, str) and len(value) > LONG_TEXT:
-            kept[key] = value[: LONG_TEXT - 1] + "…"
+        if isinstance(value, str) and len(value) > CUT_TEXT_LENGTH:
+            kept[key] = value[: CUT_TEXT_LENGTH - 1] + "…"
         text = _dump(kept)
     return text
 
@@ -274,5 +274,5 @@ def _strip(status: dict[str, Any], name: str, keys: tuple[str, ...]) -> None:
 
 
 def _dump(value: Any) -> str:
-    """ASCII only, so that its length is its size in bytes."""
+    """Compact JSON in ASCII only, so that its length is its size in bytes."""
     return json.dumps(value, separators=(",", ":"), skipkeys=True, default=str)

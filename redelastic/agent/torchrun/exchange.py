@@ -1,4 +1,4 @@
-"""What agents tell each other through the round's store: the roles of their workers, and that these have ended."""
+"""Exchanges between agents through the round's store: their workers' roles, and that their workers have ended."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from redelastic.store import RedisStore, RoundBrokenError
 
 log = logging.getLogger(__name__)
 
-LOOK: Final = 2.0  # between checks that what we sent is still there, in seconds
-EXIT_LOOK: Final = timedelta(seconds=1)  # how long one wait for the other nodes' ends lasts
+RESEND_INTERVAL: Final = 2.0  # between checks that sent values are still there, in seconds
+ENDS_TIMEOUT: Final = timedelta(seconds=1)  # of one wait for the other nodes' ends
 
 
 class RoleExchange:
-    """The store of a round as torch's agent uses it in the exchange.
+    """A round's store for torch's exchange of roles, which resends values that a failover has lost.
 
-    A failover may lose what a node has sent, and torch's agent sends it only once: all would wait out the store's
-    timeout, and then exit. So a node that waits resends its own part if it was lost; and rank 0, which moves on while
-    the others still wait for it, does so in a thread for as long as they may wait.
+    torch's agent sends each value only once: if it is lost, all nodes wait out the store's timeout, and exit. So a
+    waiting node resends its own values if they were lost. Rank 0 moves on while the others still wait for its values,
+    so it resends them in a thread, for as long as the others may wait.
     """
 
     def __init__(self, store: RedisStore) -> None:
         self._store = store
-        self._soon = store.clone()  # its reads end soon: what was there may be lost before it is read
-        self._soon.set_timeout(min(store.timeout, timedelta(seconds=LOOK)))
-        self._told: dict[str, bytes | str] = {}
+        self._reader = store.clone()  # its reads end early: a value may be lost before it is read
+        self._reader.set_timeout(min(store.timeout, timedelta(seconds=RESEND_INTERVAL)))
+        self._sent: dict[str, bytes | str] = {}
         self._over = threading.Event()
 
     def set(self, key: str, value: bytes | str) -> None:
@@ -42,7 +42,7 @@ class RoleExchange:
 
     def multi_set(self, keys: Sequence[str], values: Sequence[bytes | str]) -> None:
         """Send several values."""
-        self._told.update(zip(keys, values, strict=True))
+        self._sent.update(zip(keys, values, strict=True))
         self._store.multi_set(keys, values)
 
     def get(self, key: str) -> bytes:
@@ -61,7 +61,7 @@ class RoleExchange:
         started = time.monotonic()
         while True:
             try:
-                return self._soon.multi_get(keys)
+                return self._reader.multi_get(keys)
             except RoundBrokenError:
                 raise
             except DistStoreError as e:  # not yet
@@ -70,40 +70,40 @@ class RoleExchange:
             except DistNetworkError:
                 if time.monotonic() - started >= limit:
                     raise
-            self._tell_again()
+            self._resend_lost()
 
-    def _tell_again(self) -> None:
-        # A promoted replica has a prefix of what its master wrote: all of it, if it has what we sent last.
-        if not self._store.check(list(self._told)[-1:]):
-            self._store.multi_set(list(self._told), list(self._told.values()))
+    def _resend_lost(self) -> None:
+        # A promoted replica has a prefix of its master's writes: if it has the last value sent, it has them all.
+        if not self._store.check(list(self._sent)[-1:]):
+            self._store.multi_set(list(self._sent), list(self._sent.values()))
 
-    def keep_telling(self) -> None:
-        """Keep resending for as long as the others may wait, or until :meth:`close`."""
-        threading.Thread(target=self._keep_telling, name="redelastic-roles", daemon=True).start()
+    def keep_resending(self) -> None:
+        """Resend lost values for as long as the other nodes may wait, or until :meth:`close`."""
+        threading.Thread(target=self._keep_resending, name="redelastic-roles", daemon=True).start()
 
-    def _keep_telling(self) -> None:
+    def _keep_resending(self) -> None:
         until = time.monotonic() + self._store.timeout.total_seconds()
-        with contextlib.suppress(DistError):  # the round is broken, or Redis is away for longer than anyone waits
-            while not self._over.wait(LOOK) and time.monotonic() < until:
-                self._tell_again()
+        with contextlib.suppress(DistError):  # the round is broken, or Redis is away for longer than the nodes wait
+            while not self._over.wait(RESEND_INTERVAL) and time.monotonic() < until:
+                self._resend_lost()
 
     def close(self) -> None:
-        """Stop :meth:`keep_telling`: there is a new round."""
+        """Stop :meth:`keep_resending`: there is a new round."""
         self._over.set()
 
 
 class EndExchange:
-    """Learns, in a thread, that the workers of all nodes of a round have ended with 0.
+    """Waits, in a thread, until the workers of all nodes of a round have ended with 0.
 
-    The thread keeps repeating that this node's have, in case the server has lost it, until it knows, the round is
-    broken, or :meth:`close` is called.
+    The thread keeps writing that this node's workers have ended, in case the server has lost it, until :attr:`done`,
+    the round is broken, or :meth:`close` is called.
 
     Args:
         store: of the round.
         rank: of this node.
         size: number of nodes.
         is_patient: whether to keep trying while Redis is away, or refuses writes.
-        notify: called when it knows.
+        notify: called when it is done.
 
     Attributes:
         done: whether all have ended, or Redis was away for so long that it cannot be known.
@@ -139,7 +139,9 @@ class EndExchange:
                 return
             except DistNetworkError as e:
                 if not self._is_patient():
-                    log.warning("This node's workers have finished; whether the others have is unknown: %s", e)
+                    log.warning(
+                        "This node's workers have finished; whether the other nodes' workers have is unknown: %s", e
+                    )
                     self.done = True
                 self._over.wait(RETRY_PAUSE)  # Redis may refuse at once
         self._notify()
@@ -147,7 +149,7 @@ class EndExchange:
 
 def _wait(store: RedisStore, keys: list[str]) -> bool:
     try:
-        store.wait(keys, EXIT_LOOK)
+        store.wait(keys, ENDS_TIMEOUT)
     except RoundBrokenError:
         raise
     except DistStoreError:  # not yet

@@ -1,4 +1,4 @@
-"""Our agent's counterpart of torchrun's launcher: from a launch configuration to an exit code."""
+"""redelastic's counterpart of torchrun's launcher: from a launch configuration to an exit code."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def launch(
 
     Args:
         config: torchrun's; its rendezvous is on Redis.
-        options: those that torchrun lacks.
+        options: the options that torchrun lacks.
         entrypoint: of the workers.
         args: of the entry point.
         shutdown_timeout: how long workers have between SIGTERM and SIGKILL, in seconds.
@@ -66,7 +66,7 @@ def launch(
 
     Raises:
         ValueError: an option is wrong.
-        RendezvousConnectionError: Redis does not answer, or refuses us.
+        RendezvousConnectionError: Redis does not answer, or refuses this node.
     """
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.signals_to_handle
     if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:  # then the exit status of a worker would be lost
@@ -80,7 +80,7 @@ def launch(
         local_addr=config.local_addr,
         **config.rdzv_configs,
     )
-    with _heeding_drain_file(options):
+    with _watching_drain_file(options):
         handler = handler_from_parameters(parameters)
     if not isinstance(handler, RedisRendezvousHandler):
         raise ValueError("The agent needs the native rendezvous: remove protocol=dynamic, or use torchrun.")  # noqa: TRY004
@@ -97,7 +97,7 @@ def launch(
         events.record(agent.get_event_succeeded(), config.event_log_handler)
         if result.state != WorkerState.SUCCEEDED:
             failed = ChildFailedError(_name(entrypoint, args), result.failures)
-            _hand_up(failed)
+            _copy_error(failed)
             ending = Left(cause="failed", **agent.failure(result).of_worker()), "stops"
             say(f"{failed}")
             return FAILED
@@ -119,8 +119,8 @@ def launch(
 
 
 @contextlib.contextmanager
-def _heeding_drain_file(options: AgentOptions) -> Iterator[None]:
-    """Until there is an agent that does so, look for the drain file; when it appears, this process gets SIGTERM."""
+def _watching_drain_file(options: AgentOptions) -> Iterator[None]:
+    """Send this process SIGTERM when the drain file appears, until there is an agent that watches the file."""
 
     def drain(reason: str, _timeout: float) -> None:
         log.warning("Draining: %s.", reason)
@@ -140,8 +140,8 @@ def _name(entrypoint: Callable[..., Any] | str, args: Sequence[Any]) -> str:
     return next((arg for arg in args if not arg.startswith("-")), "") if entrypoint == sys.executable else entrypoint
 
 
-def _hand_up(failed: ChildFailedError) -> None:
-    """Leave the first worker's error where our parent process looks for ours, as torch's ``record`` does."""
+def _copy_error(failed: ChildFailedError) -> None:
+    """Copy the first failed worker's error to this process' error file, for its parent, as torch's ``record`` does."""
     _, failure = failed.get_first_failure()
     if os.environ.get("TORCHELASTIC_ERROR_FILE") and Path(failure.error_file).is_file():
         get_error_handler().dump_error_file(failure.error_file, failure.exitcode)

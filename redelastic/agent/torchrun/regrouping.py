@@ -1,4 +1,4 @@
-"""RegroupingAgent: torch's agent, for which losing a node costs no more than regrouping; and its folders for logs."""
+"""RegroupingAgent: torch's agent, except that a lost node costs no restart; and its folders for logs."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ UNINTERRUPTIBLE_TIMEOUT: Final = "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"
 class RegroupingAgent(LocalElasticAgent):
     """Torch's ``LocalElasticAgent``, with the same arguments.
 
-    With any handler but ours it behaves as torch's does.
+    With another handler than redelastic's it behaves as torch's agent does.
     """
 
     _charged = False  # whether a restart was spent on workers that failed in this round
     _exchange: RoleExchange | None = None  # of this round
-    _finished: RunResult | None = None  # of this round's workers, once all of this node have ended with 0
+    _finished: RunResult | None = None  # of this node's workers, once all have ended with 0 in this round
     _finished_at = math.inf  # on the monotonic clock
-    _ends: EndExchange | None = None  # since then, where there are other nodes
+    _ends: EndExchange | None = None  # from then on, if there are other nodes
     _interval = 0.0  # between checks of the workers, in seconds
 
     def __init__(self, *args: Any, **more: Any) -> None:
@@ -65,10 +65,10 @@ class RegroupingAgent(LocalElasticAgent):
         return handler if isinstance(handler, RedisRendezvousHandler) else None
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        """Join the next round when this one breaks while roles are exchanged through its store.
+        """Join a round; if it breaks while roles are exchanged through its store, join the next one.
 
-        torch's agent does not handle an error there: it would exit, and the loss of one node would cost another. And
-        when workers failed because a node was lost, the failure is not their own: the restart is refunded.
+        torch's agent does not handle an error there: it would exit, and the loss of one node would cost another. If the
+        workers failed because a node was lost, the restart is refunded.
         """
         self._forget_end()
         lost, done = False, False
@@ -91,7 +91,7 @@ class RegroupingAgent(LocalElasticAgent):
         self._exchange = RoleExchange(store)
         workers = super()._assign_worker_ranks(self._exchange, group_rank, group_world_size, spec)
         if group_rank == 0 and group_world_size > 1:
-            self._exchange.keep_telling()
+            self._exchange.keep_resending()
         return workers
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -103,7 +103,7 @@ class RegroupingAgent(LocalElasticAgent):
         failed_at = None
         if self._handler is not None:
             self._handler.membership.view.wait_for_news(self._pause())
-            failed_at = self._first_failure()  # looked up now: torch may take long to end the node's other workers
+            failed_at = self._first_failure()  # now: torch may take long to end the node's other workers
             if failed_at is not None:
                 self._handler.membership.call_roll(failed_at)
         result = self._check_workers(worker_group)
@@ -122,9 +122,9 @@ class RegroupingAgent(LocalElasticAgent):
     def _is_end_of_round(self, result: RunResult) -> bool:
         """Whether the round has ended as a whole, now that this node's workers have ended with 0.
 
-        A node whose workers have finished stays a member while other nodes' workers run, and runs its own again with
-        them if one of those fails or its node is lost. Their leases say that they live: there is no other limit, unless
-        one was given.
+        A node whose workers have finished stays a member while other nodes' workers run, and starts its own again
+        with them if one of them fails or its node is lost. It waits for as long as they hold their leases, unless a
+        limit was given.
 
         Raises:
             RendezvousTimeoutError: the other nodes' workers have not ended within the exit barrier's timeout.
@@ -135,12 +135,12 @@ class RegroupingAgent(LocalElasticAgent):
             return True
         if self._finished is None:
             self._finished, self._finished_at = result, time.monotonic()
-            view, patience = handler.membership.view, handler.settings.read_timeout
+            view, timeout = handler.membership.view, handler.settings.read_timeout
             self._ends = EndExchange(
-                self._round_store, rank, size, is_patient=lambda: view.away < patience, notify=view.notify
+                self._round_store, rank, size, is_patient=lambda: view.away < timeout, notify=view.notify
             )
             self._ends.start()
-            log.info("This node's workers have finished; it waits for those of the other nodes.")
+            log.info("This node's workers have finished; it waits for the other nodes' workers.")
         limit = self._exit_limit
         if limit is not None and time.monotonic() - self._finished_at > limit and not (self._ends and self._ends.done):
             raise RendezvousTimeoutError(
@@ -165,7 +165,7 @@ class RegroupingAgent(LocalElasticAgent):
         return store  # type: ignore[no-any-return]
 
     def _exit_barrier(self) -> None:
-        """All nodes' workers have ended: :meth:`_is_end_of_round` has waited for that."""
+        """Skip torch's barrier: :meth:`_is_end_of_round` has waited until all nodes' workers have ended."""
         if self._handler is None:
             super()._exit_barrier()
 
@@ -201,17 +201,17 @@ class RegroupingAgent(LocalElasticAgent):
         return bool(self._remaining_restarts > 0)
 
     def _give_up(self, result: RunResult) -> None:
-        """Called when they may not, and no other node is to blame."""
+        """Called when failed workers may not be restarted, and no other node was lost."""
 
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
         """Run the workers to their end; contract: torch's ``ElasticAgent.run``.
 
-        A spare whose run is closed has succeeded: torch's agent returns nothing then, and its launcher fails.
+        A spare whose run is closed has succeeded: torch's agent would return None, and its launcher would fail.
         """
         spec = self._worker_group.spec
         self._interval = spec.monitor_interval
         if self._handler is not None:
-            spec.monitor_interval = 0.0  # torch's loop would sleep through all news
+            spec.monitor_interval = 0.0  # torch's loop would sleep instead of waiting for news
         try:
             result: RunResult | None = super().run(role)
         except BaseException:
@@ -249,10 +249,10 @@ def install_agent_in_torchrun() -> None:
 
 
 class FolderPerRound(LogsSpecs):
-    """Torch's folders, with one of its own for each round.
+    """Torch's log folders, a new one for each round.
 
-    Torch deletes the folder of the same number of restarts, which regrouping does not raise: after ``attempt_0`` come
-    ``attempt_0.1``, ``attempt_0.2``, …
+    Torch names a folder by the number of restarts, which regrouping does not raise, and deletes an older one of that
+    name. So after ``attempt_0`` come ``attempt_0.1``, ``attempt_0.2``, …
 
     Args:
         given: what names and makes the folders; contract: torch's ``LogsSpecs``.
@@ -276,12 +276,12 @@ class FolderPerRound(LogsSpecs):
 
     @property
     def root_log_dir(self) -> str:
-        """Where all of them are."""
+        """The folder that holds all of them."""
         return self._given.root_log_dir
 
 
 def remove_torn_errors(context: Any) -> None:
-    """Remove the error files that torch cannot read, since it raises for one: a worker may have been ended writing it.
+    """Remove error files that torch cannot read, and would raise for: a worker may be killed while it writes one.
 
     Args:
         context: the ``PContext`` of workers that have ended.

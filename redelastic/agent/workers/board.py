@@ -2,7 +2,7 @@
 
 Each worker has its own nameless file, which it reaches through `/proc/<agent>/fd`. So there is nothing to clean up,
 even after the agent was killed with SIGKILL. The kernel opens it for processes with the agent's user and capabilities;
-a worker with fewer says on its stderr that the agent cannot see its progress.
+a worker with fewer capabilities writes to its stderr that the agent cannot see its progress.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from redelastic.worker import (
 
 __all__ = ["ProgressBoard", "HangWatch", "Progress", "nameless_file"]
 
-FROZEN: Final = 10  # missed looks after which the agent assumes that it was frozen itself
+FROZEN_LOOKS: Final = 10  # missed looks after which the agent assumes that it was frozen itself
 
 
 @dataclass(frozen=True)
 class Progress:
-    """What a worker has reported.
+    """The progress that a worker has reported.
 
     Attributes:
-        pid: of the process that speaks for the worker: the worker, or a child if that is a wrapper; 0 if none does.
+        pid: of the process that reports for the worker: the worker, or its child if it is a wrapper; 0 if none does.
         calls: how often it called ``progress``.
         step: of the last call; None before the first.
-        at: when that was, on the monotonic clock in seconds; None before the first.
-        asks: whether it called ``should_checkpoint``, so that it will hear of a request.
+        at: time of the last call, on the monotonic clock in seconds; None before the first.
+        asks: whether it called ``should_checkpoint``, so that it will see a request.
         saved: whether it has seen the last request, and has called ``progress`` since.
     """
 
@@ -62,7 +62,7 @@ class Progress:
 
 
 class ProgressBoard:
-    """Where the workers of one group write their progress; a group that is restarted gets a new one.
+    """Shared memory in which one group of workers writes its progress; a restarted group gets a new board.
 
     Args:
         workers: number of workers on this node.
@@ -93,7 +93,7 @@ class ProgressBoard:
         return {VARIABLE: f"{name}:{self.slots[local_rank][TOKEN]}", NAMESPACE: pid_namespace()}
 
     def read(self, local_rank: int) -> Progress:
-        """What a worker has reported so far; works after :meth:`close`, and from any thread."""
+        """Read a worker's progress; works after :meth:`close`, and from any thread."""
         slot = self.slots[local_rank]
         seen = slot[SEEN]  # read before the calls: later calls can only make `saved` more true
         calls = slot[CALLS]
@@ -146,7 +146,7 @@ class HangWatch:
     does not count.
 
     Args:
-        board: of the workers, as new as they are.
+        board: of these workers.
         timeout: how long a worker may take from one call of ``progress`` to the next, in seconds.
         start_timeout: how long it may take from its start to the first call, in seconds.
         reporters: local ranks of workers that called it in an earlier group; workers that call it are added.
@@ -173,7 +173,7 @@ class HangWatch:
         self._timeout = timeout
         self._start_timeout = start_timeout
         self._reporters = reporters
-        self._longest = FROZEN * interval
+        self._longest = FROZEN_LOOKS * interval
         self._clock = clock
         self._looked_at = clock()
         self._calls: dict[int, int] = {}
@@ -197,14 +197,14 @@ class HangWatch:
         hung: dict[int, float] = {}
         self.silent, self.due_in = [], math.inf
         for local_rank in running:
-            told = self._board.read(local_rank)
+            progress = self._board.read(local_rank)
             idle = self.idle.get(local_rank, 0.0) + elapsed
-            if told.at is not None and told.calls != self._calls.get(local_rank, 0):
-                self._calls[local_rank] = told.calls
+            if progress.at is not None and progress.calls != self._calls.get(local_rank, 0):
+                self._calls[local_rank] = progress.calls
                 self._reporters.add(local_rank)
-                idle = min(max(0.0, now - told.at), elapsed)
+                idle = min(max(0.0, now - progress.at), elapsed)
             self.idle[local_rank] = idle
-            left = (self._timeout if told.calls else self._start_timeout) - idle
+            left = (self._timeout if progress.calls else self._start_timeout) - idle
             if left >= 0:
                 self.due_in = min(self.due_in, left)
             elif local_rank in self._reporters:

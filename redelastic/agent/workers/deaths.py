@@ -1,4 +1,4 @@
-"""Deaths: when each worker ended, as the kernel reports it: the agent looks at once, and knows who failed first."""
+"""Deaths: when each worker ended, as the kernel reports it: the agent checks at once, and knows the first failure."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
-# Reads the status, and leaves it to the process that waits for it.
+# Read the status, and leave it to the code that waits for the worker.
 EXITED = os.WEXITED | os.WNOWAIT if hasattr(os, "WNOWAIT") else 0
 
 
 class Deaths:
-    """Watches the workers of one group; if the kernel has no pidfd (Linux before 5.3), it knows an end only if asked.
+    """Watches the workers of one group; if the kernel has no pidfd (Linux before 5.3), it finds an end only when asked.
 
     Args:
         pids: of the workers, children of this process, by local rank.

@@ -21,10 +21,10 @@ from .group import Workers
 
 log = logging.getLogger(__name__)
 
-SOON: Final = 0.01  # in seconds
-ANEW: Final = 10.0  # seconds after which another drain makes the workers save again: the first came to nothing
-SHOWN: Final = 8  # how many draining nodes the log names in one round
-SAVED: Final = "redelastic/saved/{}"  # in the round's store, by rank: the last drain it has saved for, as a place
+SHORTEST_PAUSE: Final = 0.01  # in seconds
+RESAVE_INTERVAL: Final = 10.0  # seconds after which another drain makes the workers save again
+MAX_LOGGED_DRAINS: Final = 8  # how many draining nodes the log names in one round
+SAVED_KEY: Final = "redelastic/saved/{}"  # in the round's store, by rank: the last drain it has saved for, as a place
 
 
 class Drains:
@@ -60,13 +60,13 @@ class Drains:
         self._membership, self._workers, self._store, self._rank = membership, workers, store, rank
         self._reporter, self._note = reporter, note
         self._until: dict[str, float] = {}  # node -> when its drain's time is up, on the monotonic clock
-        self._heard_at = -math.inf  # when we last heard of a drain, on the same clock
+        self._heard_at = -math.inf  # when this node last heard of a drain, on the same clock
         self._asked_at = -math.inf  # when the workers were last asked to save,
         self._asked_for: list[str] = []  # for which nodes,
-        self._asked = 0  # how many heard of it,
+        self._asked = 0  # how many got the request,
         self._has_noted = True  # and whether the outcome has been noted
-        self._told = STREAM_START  # the last drain that the others know our workers have saved for
-        self._awaited = [other for other in range(size) if other != rank]  # who may not have saved for our drain yet
+        self._announced = STREAM_START  # the last drain for which the store says that this node's workers have saved
+        self._awaited = [other for other in range(size) if other != rank]  # ranks not known to have saved for its drain
         self._counting = False  # whether the reporter is about to check that
 
     @property
@@ -82,10 +82,10 @@ class Drains:
     @property
     def pause(self) -> float:
         """After how many seconds to advance again: at first as soon as workers may have saved, then less often."""
-        return max(SOON, (time.monotonic() - self._heard_at) / 10)
+        return max(SHORTEST_PAUSE, (time.monotonic() - self._heard_at) / 10)
 
     def advance(self) -> None:
-        """Take each drain a step further; call it at each look at the workers, and as often as :attr:`pause` says.
+        """Take each drain a step further; call it at each check of the workers, and as often as :attr:`pause` says.
 
         Raises:
             DrainedError: this node has drained.
@@ -97,34 +97,34 @@ class Drains:
         if not drains:
             return
         have_saved = self._workers.have_saved()
-        self._note_what_came_of_it(have_saved)
+        self._note_outcome(have_saved)
         last = max(drain.place for drain in drains)
-        if have_saved and last > self._told:
-            self._told = last
-            self._reporter.send(partial(self._tell, last))
+        if have_saved and last > self._announced:
+            self._announced = last
+            self._reporter.send(partial(self._announce, last))
         for drain in drains:
             if drain.node == self._membership.node:
                 self._leave_if_done(drain, have_saved)
 
     def _hear_of(self, drain: Drain) -> None:
-        if len(self._until) < SHOWN or drain.node == self._membership.node:
+        if len(self._until) < MAX_LOGGED_DRAINS or drain.node == self._membership.node:
             log.warning(
                 "Node %s is draining (%s): workers have %g s to save.", *(drain.node, drain.reason, drain.timeout)
             )
-        elif len(self._until) == SHOWN:
+        elif len(self._until) == MAX_LOGGED_DRAINS:
             log.warning("More nodes are draining; `redelastic events %s` names them.", self._membership.run_id)
         self._heard_at = now = time.monotonic()
         self._until[drain.node] = now + drain.timeout
-        if now - self._asked_at > ANEW:
+        if now - self._asked_at > RESAVE_INTERVAL:
             self._asked_at, self._asked_for, self._has_noted = now, [], False
             self._asked = self._workers.ask_to_save()
         self._asked_for.append(drain.node)
 
-    def _note_what_came_of_it(self, have_saved: bool) -> None:
+    def _note_outcome(self, have_saved: bool) -> None:
         is_late = time.monotonic() >= min(self._until[node] for node in self._asked_for)
         if not self._has_noted and (have_saved or is_late):
             self._has_noted = True
-            self._note(Saved(drains=tuple(self._asked_for[:SHOWN]), asked=self._asked, late=is_late))
+            self._note(Saved(drains=tuple(self._asked_for[:MAX_LOGGED_DRAINS]), asked=self._asked, late=is_late))
 
     def _leave_if_done(self, own: Drain, have_saved: bool) -> None:
         over = time.monotonic() >= self._until[own.node]
@@ -134,20 +134,20 @@ class Drains:
             self._counting = True
             self._reporter.send(partial(self._count, own.place))
 
-    def _tell(self, place: tuple[int, int]) -> None:
+    def _announce(self, place: tuple[int, int]) -> None:
         try:
-            self._store.set(SAVED.format(self._rank), "{}-{}".format(*place))
+            self._store.set(SAVED_KEY.format(self._rank), "{}-{}".format(*place))
         except RoundBrokenError:
-            pass  # the members regroup: nobody waits for this
+            pass  # the members regroup, and no node waits for this
         except Exception:
-            self._told = STREAM_START  # the next look sends it again
+            self._announced = STREAM_START  # the next look sends it again
             raise
 
     def _count(self, place: tuple[int, int]) -> None:
         try:
-            told = self._store.peek([SAVED.format(rank) for rank in self._awaited])
+            places = self._store.peek([SAVED_KEY.format(rank) for rank in self._awaited])
             self._awaited = [
-                rank for rank, saved in zip(self._awaited, told, strict=True) if place_of(saved or b"") < place
+                rank for rank, saved in zip(self._awaited, places, strict=True) if place_of(saved or b"") < place
             ]
         finally:
             self._counting = False

@@ -21,17 +21,17 @@ from redelastic.run.events import Failed, Hung
 from redelastic.run.sentences import idleness, out_of_memory
 from redelastic.torch_internals import exit_codes
 
-from .board import FROZEN, HangWatch, ProgressBoard
+from .board import FROZEN_LOOKS, HangWatch, ProgressBoard
 from .deaths import Deaths, signal_name
 from .stacks import catches, dump_stacks, speaker_of
 
 log = logging.getLogger(__name__)
 
-SAVE_SIGNAL: Final = signal.SIGUSR1  # tells workers that have a handler for it to save
-SPARSELY: Final = 10  # times the monitor interval: between looks at workers whose ends the kernel reports
-LONGEST_PAUSE: Final = 1.0  # between these, in seconds
-SHORTEST_PAUSE: Final = 0.01
-UNKNOWN: Final = 1  # the exit code of a worker that cannot be killed
+SAVE_SIGNAL: Final = signal.SIGUSR1  # asks workers that handle it to save
+PAUSE_FACTOR: Final = 10  # times the monitor interval: between checks of workers whose ends the kernel reports
+LONGEST_PAUSE: Final = 1.0  # between these checks, in seconds
+SHORTEST_PAUSE: Final = 0.01  # in seconds
+UNKNOWN_EXIT_CODE: Final = 1  # the exit code of a worker that cannot be killed
 STACKS_TIMEOUT: Final = 10.0  # for the stacks of hung workers, in seconds
 
 
@@ -63,7 +63,7 @@ class Workers:
         self._board = ProgressBoard(count)
         timeout = math.inf if options.hang_timeout is None else options.hang_timeout
         self._interval, self._notify = interval, notify
-        self._pause = max(interval, min(SPARSELY * interval, LONGEST_PAUSE, timeout / (2 * FROZEN)))
+        self._pause = max(interval, min(PAUSE_FACTOR * interval, LONGEST_PAUSE, timeout / (2 * FROZEN_LOOKS)))
         self.start_timeout = options.start_timeout
         self._watch = HangWatch(self._board, timeout, self.start_timeout, reporters, interval=self._pause)
         self._started_at = math.inf
@@ -71,7 +71,7 @@ class Workers:
         self._ooms = oom_kills()
 
     def environment(self, local_rank: int) -> dict[str, str]:
-        """What to add to the environment of a worker."""
+        """The variables to add to the environment of a worker."""
         return self._board.environment(local_rank)
 
     def started(self, pids: Mapping[int, int]) -> None:
@@ -84,7 +84,7 @@ class Workers:
     def pause(self) -> float:
         """After how many seconds to check them again: less often if the kernel reports their ends.
 
-        A hang is found as soon as it is one: of two nodes the one that stopped first must report it.
+        A hang is found once its timeout is over: of two nodes the one that stopped first must report it.
         """
         pause = self._pause if self._deaths and self._deaths.sees_all else self._interval
         return max(SHORTEST_PAUSE, min(pause, self._watch.due_in))
@@ -95,7 +95,7 @@ class Workers:
 
     @property
     def first_failure(self) -> float | None:
-        """When the first one failed, on the monotonic clock in seconds; for a hang, when it last made progress."""
+        """When the first worker failed, on the monotonic clock in seconds; for a hang, when it last made progress."""
         if not self.hung:
             return self._deaths.first_failure if self._deaths else None
         last = [self._board.read(local_rank).at or self._started_at for local_rank in self.hung]
@@ -111,7 +111,7 @@ class Workers:
         return max((step for r in self.pids if (step := self.step(r)) is not None), default=-1)
 
     def find_hung(self) -> tuple[list[int], list[int]]:
-        """Find hung workers, and set :attr:`hung`; returns them and those that have never reported."""
+        """Find hung workers, and set :attr:`hung`; returns them and the workers that have never reported."""
         self.hung = self._watch.look(r for r in self.pids if not self.ended(r))
         return list(self.hung), self._watch.silent
 
@@ -120,45 +120,45 @@ class Workers:
         return dump_stacks(self._board, {r: self.pids[r] for r in local_ranks}, STACKS_TIMEOUT)
 
     def ask_to_save(self) -> int:
-        """Ask for a checkpoint: through ``should_checkpoint()``, and by signal to those that handle it.
+        """Ask for a checkpoint: through ``should_checkpoint()``, and by signal to workers that handle it.
 
         Returns:
-            How many workers hear of it.
+            How many workers get the request.
         """
         self._board.request_checkpoint()
-        unheard: list[int] = []
-        heard = sum(self._hears(local_rank, pid) for local_rank, pid in self.pids.items())
+        only_signalled: list[int] = []
+        asked = sum(self._can_be_asked(local_rank, pid) for local_rank, pid in self.pids.items())
         for local_rank, pid in self.pids.items():
             speaker = speaker_of(self._board, local_rank, pid)
             if not self.ended(local_rank) and catches(speaker, SAVE_SIGNAL):  # the signal would end any other
                 if not self._board.read(local_rank).asks:
-                    unheard.append(local_rank)
+                    only_signalled.append(local_rank)
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(speaker, SAVE_SIGNAL)
-        if unheard:
+        if only_signalled:
             self.signalled = True
             log.warning(
                 "Local rank %s got SIGUSR1, which it handles, as a request to save. It never called "
                 "should_checkpoint(), so the drain waits for its end, up to the drain timeout. A script that uses "
                 "SIGUSR1 for something else, such as faulthandler.register(), should use another signal.",
-                ", ".join(map(str, unheard)),
+                ", ".join(map(str, only_signalled)),
             )
-        return heard
+        return asked
 
     def have_saved(self) -> bool:
-        """Whether there is none left to wait for: each has saved, has ended, or cannot be asked."""
+        """Whether each worker has saved, has ended, or cannot be asked to save."""
         return all(self._has_saved(local_rank, pid) for local_rank, pid in self.pids.items())
 
     def _has_saved(self, local_rank: int, pid: int) -> bool:
-        return self._board.read(local_rank).saved or not self._hears(local_rank, pid)
+        return self._board.read(local_rank).saved or not self._can_be_asked(local_rank, pid)
 
-    def _hears(self, local_rank: int, pid: int) -> bool:
+    def _can_be_asked(self, local_rank: int, pid: int) -> bool:
         """Whether a worker runs and can be asked to save."""
         asks, speaker = self._board.read(local_rank).asks, speaker_of(self._board, local_rank, pid)
         return not self.ended(local_rank) and (asks or catches(speaker, SAVE_SIGNAL))
 
     def failure(self, result: RunResult, usage: Mapping[str, Any]) -> Failed:
-        """What happened to the worker that failed first.
+        """Describe the failure of the worker that failed first.
 
         Args:
             result: of the group.
@@ -167,15 +167,15 @@ class Workers:
         if not result.failures:
             return Failed(message=f"worker group is {result.state.name}")
         rank, failure = min(result.failures.items(), key=lambda item: item[1].timestamp)
-        who: dict[str, Any] = {"local_rank": failure.local_rank, "rank": rank, "pid": failure.pid}
+        worker: dict[str, Any] = {"local_rank": failure.local_rank, "rank": rank, "pid": failure.pid}
         if isinstance(failure, LiveFailure):
-            return replace(failure.failed, **who)
+            return replace(failure.failed, **worker)
         if failure.exitcode < 0:
-            return Failed(**who, signal=signal_name(-failure.exitcode), **self._starved(failure, usage))
-        return Failed(**who, exit_code=failure.exitcode, message=_message(failure))
+            return Failed(**worker, signal=signal_name(-failure.exitcode), **self._starved(failure, usage))
+        return Failed(**worker, exit_code=failure.exitcode, message=_message(failure))
 
     def explain(self, result: RunResult, usage: Mapping[str, Any]) -> None:
-        """Add to the failure report what torch does not know: that the first was killed for lack of memory."""
+        """Add to the failure report what torch does not know: that the first worker was killed for lack of memory."""
         failure = min(result.failures.values(), key=lambda one: one.timestamp)
         if starved := self._starved(failure, usage):
             failure.message = f"It {out_of_memory(Failed(**starved))}"
@@ -189,7 +189,7 @@ class Workers:
         return {"oom_kills": ooms, "memory": memory}
 
     def hang(self, worker: Worker) -> Hung:
-        """How a worker hangs."""
+        """Describe how a worker hangs."""
         local_rank = worker.local_rank
         idle_ms, step = round(1000 * self.hung[local_rank]), self.step(local_rank)
         return Hung(
@@ -204,15 +204,15 @@ class Workers:
         """One worker, for the node's status."""
         local_rank = worker.local_rank
         state = "exited" if self.ended(local_rank) else "hung" if local_rank in self.hung else "running"
-        told: dict[str, Any] = {"local_rank": local_rank, "rank": worker.global_rank}
-        told |= {"pid": self.pids.get(local_rank), "state": state}
+        status: dict[str, Any] = {"local_rank": local_rank, "rank": worker.global_rank}
+        status |= {"pid": self.pids.get(local_rank), "state": state}
         if log := self.logs.get(local_rank):
-            told["log"] = log
+            status["log"] = log
         if (step := self.step(local_rank)) is not None:
-            told["step"] = step
+            status["step"] = step
         if (idle := self._watch.idle.get(local_rank)) is not None:
-            told["idle"] = round(idle, 1)
-        return told
+            status["idle"] = round(idle, 1)
+        return status
 
     def close(self) -> None:
         """Release the agent's side; the processes are not touched."""
@@ -220,11 +220,11 @@ class Workers:
 
 
 def _message(failure: ProcessFailure) -> str:
-    """What the worker itself wrote to its error file, if anything."""
-    told: Any = failure.message  # torch declares a str
-    if isinstance(told, dict):
-        return str(told.get("message", ""))
-    return "" if "To enable traceback" in told else str(told)
+    """The message that the worker wrote to its error file, if any."""
+    message: Any = failure.message  # torch declares a str
+    if isinstance(message, dict):
+        return str(message.get("message", ""))
+    return "" if "To enable traceback" in message else str(message)
 
 
 class LiveFailure(ProcessFailure):
@@ -236,7 +236,7 @@ class LiveFailure(ProcessFailure):
     """
 
     def __init__(self, worker: Worker, failed: Failed) -> None:
-        super().__init__(local_rank=worker.local_rank, pid=worker.id, exitcode=UNKNOWN, error_file="")
+        super().__init__(local_rank=worker.local_rank, pid=worker.id, exitcode=UNKNOWN_EXIT_CODE, error_file="")
         self.failed = failed
         self.message = failed.message or idleness(failed)
 
@@ -251,4 +251,4 @@ def fill_in_exit_codes(result: RunResult, context: object) -> None:
     codes = exit_codes(context)
     for failure in result.failures.values():
         if isinstance(failure, LiveFailure):
-            failure.exitcode = codes.get(failure.local_rank, UNKNOWN)
+            failure.exitcode = codes.get(failure.local_rank, UNKNOWN_EXIT_CODE)

@@ -13,7 +13,7 @@ from redelastic.run.events import MAX_TEXT, Event, Unwatched
 from redelastic.run.sentences import sentence
 
 from .group import Workers
-from .stacks import together
+from .stacks import merged
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class Hangs:
         self.reporters: set[int] = set()
 
     def find(self, workers: Workers, group: Sequence[Worker]) -> RunResult | None:
-        """Look at the workers; returns the failure of those that hang, or None.
+        """Look at the workers; returns the failure of the hung workers, or None.
 
         Args:
             workers: the running ones.
@@ -46,16 +46,16 @@ class Hangs:
         hung, silent = workers.find_hung()
         if silent and not self._has_warned:
             self._has_warned = True
-            told = [group[local_rank] for local_rank in silent]
+            quiet = [group[local_rank] for local_rank in silent]
             # Stacks may take a while, and the agent's loop does not need them.
-            threading.Thread(target=self._warn, args=(workers, told), name="redelastic-silent", daemon=True).start()
+            threading.Thread(target=self._warn, args=(workers, quiet), name="redelastic-silent", daemon=True).start()
         if not hung:
             return None
         stacks = workers.stacks(hung)
         for local_rank in hung:
             rank, where = group[local_rank].global_rank, stacks[local_rank]
             log.error("Stacks of worker %s (rank %s), which hangs:\n%s", local_rank, rank, where)
-        self._note(replace(workers.hang(group[hung[0]]), hung=len(hung), stacks=together(stacks, MAX_TEXT)))
+        self._note(replace(workers.hang(group[hung[0]]), hung=len(hung), stacks=merged(stacks, MAX_TEXT)))
         failures = {group[local_rank].global_rank: workers.hang_failure(group[local_rank]) for local_rank in hung}
         return RunResult(state=WorkerState.FAILED, failures=failures)
 

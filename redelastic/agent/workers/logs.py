@@ -1,4 +1,4 @@
-"""Where workers' output goes, and its last lines for people elsewhere, without the secrets that it may hold."""
+"""The workers' log files, and their last lines without the secrets that they may hold."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Final
 
 TAIL: Final = 4096  # of a log, in characters
-ASIDE: Final = 1024  # of a worker's stdout that is not the log itself, in characters
-LOOKED_AT: Final = 4 * TAIL  # for secrets, so that each is found that reaches into the tail
-READ: Final = 1 << 20  # of a log, in bytes: a progress bar is a long line of which a terminal shows the end
+STDOUT_TAIL: Final = 1024  # of a worker's stdout that is not the log itself, in characters
+SEARCHED_TAIL: Final = 4 * TAIL  # searched for secrets, in characters: one may reach into the tail
+READ_BYTES: Final = 1 << 20  # of a log: a progress bar is a long line of which a terminal shows the end
 HIDDEN: Final = "[hidden]"
 SHORTEST_SECRET: Final = 6  # characters of a variable's value; hiding shorter ones would hide half the text
 
@@ -70,18 +70,18 @@ def _file_of(descriptor: int) -> str:
 def tail(path: str, length: int = TAIL) -> str:
     """The last lines of a file as a terminal shows them, without secrets; empty if it cannot be read.
 
-    Of a line that is too long it is the end.
+    A line that is too long loses its beginning.
     """
     try:
         with Path(path).open("rb") as file:
             size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - READ))
-            text = file.read(READ).decode(errors="replace")
+            file.seek(max(0, size - READ_BYTES))
+            text = file.read(READ_BYTES).decode(errors="replace")
     except OSError:
         return ""
     text = "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n"))
-    if size > READ or len(text) > LOOKED_AT:
-        first, *lines = text[-LOOKED_AT:].split("\n")
+    if size > READ_BYTES or len(text) > SEARCHED_TAIL:
+        first, *lines = text[-SEARCHED_TAIL:].split("\n")
         text = "\n".join([first[length:], *lines])  # at its start a secret may be cut in two
     text = redacted(text, os.environ).strip("\n")
     if len(text) <= length:
@@ -90,10 +90,10 @@ def tail(path: str, length: int = TAIL) -> str:
     return text.partition("\n")[2] or f"…{text}"
 
 
-def last_words(path: str) -> str:
+def last_lines(path: str) -> str:
     """The last lines of a worker's log; of torch's ``stderr.log``, after a few of the ``stdout.log`` beside it."""
     log = Path(path)
-    out = tail(str(log.with_name("stdout.log")), ASIDE) if log.name == "stderr.log" else ""
+    out = tail(str(log.with_name("stdout.log")), STDOUT_TAIL) if log.name == "stderr.log" else ""
     return "\n".join(filter(None, (out and f"stdout.log:\n{out}\n{log.name}:", tail(path))))
 
 

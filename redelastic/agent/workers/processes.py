@@ -1,7 +1,7 @@
 """The processes of a node's workers, including everything they forked, and their end.
 
-torch signals its workers' process groups, and nothing else: processes that left those live on, and if the agent itself
-is killed, all do. `reaper.py` says which processes belong to the tree of an agent's workers.
+torch signals only its workers' process groups: processes that left their group live on, and if the agent itself is
+killed, all processes do. `reaper.py` says which processes belong to the tree of an agent's workers.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import psutil
 
 from . import reaper
 from .reaper import Process
-from .reaper_client import TOKEN_VARIABLE, Guard
+from .reaper_client import TOKEN_VARIABLE, ReaperClient
 
 log = logging.getLogger(__name__)
 
 PR_SET_CHILD_SUBREAPER: Final = 36
-QUIET: Final = 0.5  # before logging what is being waited for, in seconds
-UNCLAIMED: Final = 1.0  # after which nobody waits for the status of a dead child, in seconds
+LOG_DELAY: Final = 0.5  # before logging what the agent waits for, in seconds
+CLAIM_TIMEOUT: Final = 1.0  # after which no code waits for the status of a dead child, in seconds
 
 
 class ProcessTree:
@@ -55,13 +55,13 @@ class ProcessTree:
         self._own_children: set[tuple[int, int]] | None = None  # when adoption began; None: it has not
         self._starting = False  # whether workers are being started
         self._dead: dict[tuple[int, int], float] = {}  # dead children that may be claimed -> when a look first saw them
-        self._guard = Guard(self.token)
-        self._guard.brief(())
+        self._reaper_client = ReaperClient(self.token)
+        self._reaper_client.brief(())
 
     def adopt_orphans(self) -> None:
         """Make this process the parent of all its descendants' orphans.
 
-        From now on this process' children in other sessions belong to the tree, except those that it has now. This is
+        From now on this process' children in other sessions belong to the tree, except its present ones. This is
         for a program that starts nothing but workers in sessions of their own.
         """
         with self._lock:
@@ -87,7 +87,7 @@ class ProcessTree:
         ended. Until then its usage is not counted, and the reaper must find it by its environment.
 
         Args:
-            workers: their pids; one that is not a child of this process is another's by now.
+            workers: their pids; one that is not a child of this process belongs to another process by now.
 
         Returns:
             The living processes of the tree; the same process is the same object each time.
@@ -96,7 +96,7 @@ class ProcessTree:
             own, strangers = reaper.children(os.getpid()), self._strangers
             seen = ((member, reaper.look_up(member.pid)) for member in self._members.values())
             reached = [now for before, now in seen if now and now.identity == before.identity]
-            reached += self._mine(own, workers)
+            reached += self._tree_of(own, workers)
             members: dict[int, Process] = {}
             while reached:
                 process = reached.pop()
@@ -107,7 +107,7 @@ class ProcessTree:
             identities = {child.identity for child in own}
             self._dead = {dead: since for dead, since in self._dead.items() if dead in identities}
             self._members = members
-            self._guard.brief(members.values())
+            self._reaper_client.brief(members.values())
             handles = {}
             for member in members.values():
                 with contextlib.suppress(psutil.Error):  # it has just gone
@@ -122,9 +122,9 @@ class ProcessTree:
         Args:
             workers: their pids, as for ``look``.
             until: when to give up, on the monotonic clock in seconds.
-            is_hurried: whether to give up now; asked several times a second.
+            is_hurried: whether to give up now; called several times a second.
         """
-        left, say_at = self._find(workers), time.monotonic() + QUIET
+        left, say_at = self._find(workers), time.monotonic() + LOG_DELAY
         while left and (now := time.monotonic()) < until and not is_hurried():
             if now >= say_at:
                 names = ", ".join(_describe(process.pid) for process in left)
@@ -146,16 +146,16 @@ class ProcessTree:
             log.warning("Processes of the workers did not exit within %g s of SIGTERM: %s.", grace, pids)
         if ended.left:
             names = ", ".join(map(_describe, sorted(ended.left)))
-            log.error("Processes of the workers are still there %g s after SIGKILL: %s.", reaper.LIMIT, names)
+            log.error("Processes of the workers are still there %g s after SIGKILL: %s.", reaper.KILL_TIMEOUT, names)
         return sorted(ended.asked | ended.killed)
 
     def kill(self, workers: Collection[int] = ()) -> list[int]:
-        """SIGKILL what is left of the tree, repeatedly, until nothing is.
+        """SIGKILL what is left of the tree, repeatedly, until nothing is left.
 
-        What is left after ``reaper.LIMIT`` is logged: SIGKILL ends it as soon as the kernel lets go of it.
+        What is left after ``reaper.KILL_TIMEOUT`` is logged: SIGKILL ends it as soon as the kernel lets go of it.
 
         Args:
-            workers: their pids, as for ``look``; whoever started them gets their exit status.
+            workers: their pids, as for ``look``; their exit status stays for the code that started them.
 
         Returns:
             The pids killed, in order.
@@ -163,18 +163,18 @@ class ProcessTree:
         return self.stop(workers, 0.0)
 
     def close(self) -> None:
-        """Dismiss the reaper, and stop adopting; anything left of the tree then outlives this process."""
+        """Stop the reaper, and stop adopting; anything left of the tree then outlives this process."""
         with self._lock:
             if self._own_children is not None:
                 set_subreaper(False)
-            self._guard.close()
+            self._reaper_client.close()
 
     def _find(self, workers: Collection[int]) -> list[Process]:
         """The living processes of the tree, among all processes of the host; adopted zombies are reaped."""
         with self._lock:
             table = reaper.processes()
             own = [process for process in table.values() if process.parent == os.getpid()]
-            known = {process.pid: process.start for process in (*self._members.values(), *self._mine(own, workers))}
+            known = {process.pid: process.start for process in (*self._members.values(), *self._tree_of(own, workers))}
             known |= dict.fromkeys(set(workers) - table.keys(), 0)  # a dead worker's session is in the tree
             self._members = reaper.find(table, self.token, known, self._strangers, os.getsid(0))
             self._reap(child for child in own if child.pid not in workers)
@@ -183,12 +183,12 @@ class ProcessTree:
     @property
     def _strangers(self) -> set[int]:
         """This process and its helpers, which a look must leave out."""
-        return {os.getpid(), *self.spared, *([self._guard.pid] if self._guard.pid else [])}
+        return {os.getpid(), *self.spared, *([self._reaper_client.pid] if self._reaper_client.pid else [])}
 
-    def _mine(self, children: Iterable[Process], workers: Collection[int]) -> list[Process]:
-        """Those of this process' children that belong to the tree.
+    def _tree_of(self, children: Iterable[Process], workers: Collection[int]) -> list[Process]:
+        """This process' children that belong to the tree.
 
-        As PID 1 this process also adopts what others have started in its container: only its own has the token.
+        As PID 1 this process adopts every orphan in its container: only the tree's have the token.
         """
 
         def has_proof(orphan: Process) -> bool:
@@ -205,15 +205,15 @@ class ProcessTree:
         )
 
     def _is_unclaimed(self, child: Process, workers: Collection[int]) -> bool:
-        """Whether nobody waits for a child's status.
+        """Whether no code in this process waits for a child's status.
 
-        A session leader may have been started by this process. Whoever starts one waits for it at once, except torch.
+        Code in this process may have started a session leader, and waits for it at once, unless it is torch's.
         """
         if child.pid != child.session:
             return True
         if child.alive or child.pid in workers or self._starting:
             return False
-        return self._clock() - self._dead.setdefault(child.identity, self._clock()) > UNCLAIMED
+        return self._clock() - self._dead.setdefault(child.identity, self._clock()) > CLAIM_TIMEOUT
 
     def _reap(self, children: Iterable[Process]) -> None:
         for child in children:

@@ -1,4 +1,4 @@
-"""The reaper: once its agent is gone, for whatever reason, it kills the agent's workers and all that they have started.
+"""The reaper: once its agent is gone, for whatever reason, it kills the agent's workers and what they started.
 
 A process belongs to the tree of an agent's workers if any of these holds:
 
@@ -27,9 +27,9 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Final, NamedTuple
 
-LIMIT: Final = 30.0  # for killed processes to be gone, in seconds: one with a busy GPU takes its time
-RELOOK: Final = 1.0  # between two looks for new processes while known ones are ending, in seconds
-INTERVAL: Final = 0.2  # between two looks for the agent on a kernel without pidfd, in seconds
+KILL_TIMEOUT: Final = 30.0  # for killed processes to be gone, in seconds: one with a busy GPU takes its time
+LOOK_INTERVAL: Final = 1.0  # between two looks for new processes while known ones are ending, in seconds
+PARENT_CHECK_INTERVAL: Final = 0.2  # between checks for the agent on a kernel without pidfd, in seconds
 RECORD: Final = struct.Struct("=qq")  # of a briefing: pid and start of a process of the tree
 
 
@@ -44,12 +44,12 @@ class Process(NamedTuple):
 
     @property
     def identity(self) -> tuple[int, int]:
-        """What no other process has, now or later."""
+        """A key that no other process has, now or later."""
         return self.pid, self.start
 
 
 class Ended(NamedTuple):
-    """How a tree was ended: pids."""
+    """The outcome of ending a tree, as pids."""
 
     asked: set[int]  # that got SIGTERM
     killed: set[int]  # that got SIGKILL
@@ -82,7 +82,7 @@ def processes() -> dict[int, Process]:
 
 
 def children(pid: int) -> list[Process]:
-    """The children of a process; one that another's exit hides just now shows up at the next look."""
+    """The children of a process; the kernel may omit one while another exits, until the next look."""
     found: list[Process] = []
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208
@@ -96,7 +96,7 @@ def has_token(pid: int, token: str) -> bool:
     return token.encode() in read(f"/proc/{pid}/environ")
 
 
-def is_torchs_helper(pid: int) -> bool:
+def is_torch_shm_manager(pid: int) -> bool:
     """Whether a process is torch's ``torch_shm_manager``, by the name that the kernel has cut to 15 bytes."""
     return read(f"/proc/{pid}/comm").startswith(b"torch_shm_manag")
 
@@ -111,7 +111,7 @@ def find(
         token: of the agent.
         known: start of each process known to belong, by pid.
         strangers: pids that do not belong, whatever the evidence.
-        agent_session: in which not every process belongs.
+        agent_session: the agent's, in which not every process belongs to the tree.
     """
     offspring, sessions = defaultdict(list), defaultdict(list)
     for process in table.values():
@@ -139,8 +139,8 @@ def end(look: Callable[[], Iterable[Process]], grace: float = 0.0) -> Ended:
     """End the processes that ``look`` finds, and look again, until it finds none that lives.
 
     Within ``grace`` seconds each process gets one SIGTERM, and may exit by itself; after that, SIGKILL. This gives up
-    ``LIMIT`` seconds later. torch's ``torch_shm_manager`` gets no SIGTERM: two seconds after the last process that
-    shared memory with it, it removes what they have left in ``/dev/shm``, and exits.
+    ``KILL_TIMEOUT`` seconds later. torch's ``torch_shm_manager`` gets no SIGTERM: two seconds after the last process
+    that shared memory with it, it removes what they have left in ``/dev/shm``, and exits.
     """
     kill_at = time.monotonic() + grace
     asked: set[tuple[int, int]] = set()
@@ -148,19 +148,19 @@ def end(look: Callable[[], Iterable[Process]], grace: float = 0.0) -> Ended:
     while True:
         left = [process for process in look() if process.alive]
         now = time.monotonic()
-        if not left or now > kill_at + LIMIT:
+        if not left or now > kill_at + KILL_TIMEOUT:
             return Ended({pid for pid, _ in asked}, {pid for pid, _ in killed}, {process.pid for process in left})
         number, signalled = (signal.SIGTERM, asked) if now < kill_at else (signal.SIGKILL, killed)
         for process in left:
-            if process.identity not in signalled and not (signalled is asked and is_torchs_helper(process.pid)):
+            if process.identity not in signalled and not (signalled is asked and is_torch_shm_manager(process.pid)):
                 signalled.add(process.identity)
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(process.pid, number)
-        wait(left, min(now + RELOOK, kill_at) if now < kill_at else now + RELOOK)
+        wait(left, min(now + LOOK_INTERVAL, kill_at) if now < kill_at else now + LOOK_INTERVAL)
 
 
 def wait(processes: Iterable[Process], until: float) -> list[Process]:
-    """Wait until these have ended, or until ``until`` on the monotonic clock; returns those that still live."""
+    """Wait for the processes' ends, or until ``until`` on the monotonic clock; returns the ones that still live."""
     pause = 0.002
     while (left := [process for process in processes if _lives(process)]) and time.monotonic() < until:
         time.sleep(pause)
@@ -174,7 +174,7 @@ def _lives(process: Process) -> bool:
 
 
 def watch(token: str, agent: int, agent_session: int) -> None:
-    """The reaper's life: wait until the agent is gone, then end the tree.
+    """Wait until the agent is gone, then end the tree.
 
     Its standard input is the file in which the agent keeps the tree as of its last look: a ``RECORD`` for each process.
     """
@@ -193,12 +193,12 @@ def watch(token: str, agent: int, agent_session: int) -> None:
 
 
 def _wait_for_death(agent: int) -> None:
-    """Return when this process has another parent: a process with the agent's pid may be another one by now."""
+    """Wait until this process has another parent; the kernel may have given the agent's pid to another process."""
     handles: list[int] = []
     with contextlib.suppress(AttributeError, OSError):  # Linux before 5.3; or it is gone already
         handles = [os.pidfd_open(agent)]
     while os.getppid() == agent:
-        select.select(handles, [], [], None if handles else INTERVAL)
+        select.select(handles, [], [], None if handles else PARENT_CHECK_INTERVAL)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The agent's side of its reaper: starts it, briefs it, and replaces it when it is gone."""
+"""ReaperClient: starts the agent's reaper, keeps it informed, and replaces it when it is gone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TOKEN_VARIABLE: Final = "REDELASTIC_AGENT"  # noqa: S105
 RESTART_INTERVAL: Final = 10.0  # between the starts of two reapers, in seconds: one may fail at its start
 
 
-class Guard:
+class ReaperClient:
     """Keeps a reaper for the tree with ``token``.
 
     Args:
@@ -51,12 +51,12 @@ class Guard:
         os.pwrite(self._briefing.fileno(), content, 0)
         self._briefing.truncate(len(content))  # only now: if this process is killed in between, too much is written
         if self._reaper is not None and self._reaper.poll() is not None:
-            self._bury(self._reaper)
+            self._report_end(self._reaper)
         if self._reaper is None and self._clock() >= self._start_at:
             self._start()
 
     def close(self) -> None:
-        """Dismiss the reaper: it no longer does anything."""
+        """End the reaper; the tree lives on."""
         self._start_at = None
         self._briefing.close()
         if self._reaper is not None:
@@ -80,18 +80,18 @@ class Guard:
         except OSError as e:
             self._complain(f"No reaper could be started ({e}).")
 
-    def _bury(self, dead: subprocess.Popen[bytes]) -> None:
+    def _report_end(self, dead: subprocess.Popen[bytes]) -> None:
         self._reaper = None
-        said = dead.communicate()[1].decode(errors="replace").strip()[-1000:]
+        output = dead.communicate()[1].decode(errors="replace").strip()[-1000:]
         status = dead.returncode
         how = f"exited with {status}" if status >= 0 else f"was ended by {signal_name(-status)}"
         if self._start_at is not None and self._clock() >= self._start_at:
             self._complaint = ""  # it did not fail at its start
-        self._complain(f"The reaper of the workers' processes {how}.", said)
+        self._complain(f"The reaper of the workers' processes {how}.", output)
 
-    def _complain(self, complaint: str, said: str = "") -> None:
-        """Log it, unless the last reaper failed alike."""
+    def _complain(self, complaint: str, output: str = "") -> None:
+        """Log a complaint, unless the last reaper failed the same way."""
         if complaint != self._complaint:
             without = "Until one stays up, workers would survive this process if it got SIGKILL."
-            log.warning("%s", f"{complaint} {without}\n{said}".rstrip())
+            log.warning("%s", f"{complaint} {without}\n{output}".rstrip())
         self._complaint = complaint

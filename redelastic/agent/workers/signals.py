@@ -16,21 +16,22 @@ from torch.distributed.elastic.multiprocessing import SignalException
 log = logging.getLogger(__name__)
 
 DRAIN_SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1)
-SAME_REQUEST: Final = 1.0  # SIGTERMs within this many seconds are one: GNU timeout signals a process, then its group
+# SIGTERMs this close together are one request: GNU timeout signals a process, then its group.
+SAME_REQUEST_SECONDS: Final = 1.0
 TORCH_SIGNALS: Final = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 TORCH_DEFAULT: Final = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 UNUSED: Final = "SIGRTMAX"  # a signal that nobody sends
 
-_handlers_before: dict[signal.Signals, Any] = {}  # while ours are installed
+_handlers_before: dict[signal.Signals, Any] = {}  # while redelastic's are installed
 
 
 @contextlib.contextmanager
 def drain_on_signals(drain: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> Iterator[None]:
     """Have SIGTERM and SIGUSR1 call ``drain`` with their name; torch's agent would end at once.
 
-    A second SIGTERM, later than ``SAME_REQUEST`` seconds after the first, raises torch's ``SignalException`` in the
-    main thread. Outside the main thread this does nothing. A signal that is ignored, as ``nohup`` has SIGHUP ignored,
-    stays ignored, by torch's agent too.
+    A second SIGTERM, ``SAME_REQUEST_SECONDS`` or more after the first, raises torch's ``SignalException`` in the main
+    thread. Outside the main thread this does nothing. A signal that is ignored, as ``nohup`` has SIGHUP ignored, stays
+    ignored, by torch's agent too.
 
     Args:
         drain: begins the drain; called again for a repeated signal.
@@ -45,26 +46,26 @@ def drain_on_signals(drain: Callable[[str], None], clock: Callable[[], float] = 
         nonlocal terminated_at
         name, now = signal.Signals(number), clock()
         if name == signal.SIGTERM:
-            if terminated_at is not None and now - terminated_at > SAME_REQUEST:
+            if terminated_at is not None and now - terminated_at > SAME_REQUEST_SECONDS:
                 raise SignalException(f"Process {os.getpid()} got {name.name} a second time.", name)
             terminated_at = now if terminated_at is None else terminated_at
         drain(name.name)
 
-    torchs = torch_signals()
+    names_before = torch_signals()
     ignored = {s.name for s in signal.Signals if signal.getsignal(s) is signal.SIG_IGN}
     for drain_signal in DRAIN_SIGNALS:
         if drain_signal.name in ignored:
             log.warning("%s was ignored at the start, so it does not drain this node.", drain_signal.name)
         else:
             _handlers_before[drain_signal] = signal.signal(drain_signal, on_signal)
-    # torch installs its handlers for these each time it starts workers, and complains if there are none.
-    not_its = ignored | {s.name for s in DRAIN_SIGNALS}
-    os.environ[TORCH_SIGNALS] = ",".join(n for n in torchs.split(",") if n.strip() not in not_its) or UNUSED
+    # torch installs its handlers for the rest each time it starts workers, and complains if there are none.
+    excluded = ignored | {s.name for s in DRAIN_SIGNALS}
+    os.environ[TORCH_SIGNALS] = ",".join(n for n in names_before.split(",") if n.strip() not in excluded) or UNUSED
     try:
         yield
     finally:
-        os.environ[TORCH_SIGNALS] = torchs
-        _give_back()
+        os.environ[TORCH_SIGNALS] = names_before
+        _restore_handlers()
 
 
 def torch_signals() -> str:
@@ -72,10 +73,10 @@ def torch_signals() -> str:
     return os.environ.get(TORCH_SIGNALS, TORCH_DEFAULT)
 
 
-def _give_back() -> None:
+def _restore_handlers() -> None:
     while _handlers_before:
         signal.signal(*_handlers_before.popitem())
 
 
 # A forked worker is not an agent: SIGTERM must end it.
-os.register_at_fork(after_in_child=_give_back)
+os.register_at_fork(after_in_child=_restore_handlers)

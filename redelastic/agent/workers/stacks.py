@@ -1,4 +1,4 @@
-"""Where workers hang: their Python stacks, from the workers or from py-spy."""
+"""The Python stacks of hanging workers, from the workers themselves or from py-spy."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from redelastic.worker import STACK_SIGNAL
 
 from .board import ProgressBoard
 
-__all__ = ["catches", "dump_stacks", "state_of", "together"]
+__all__ = ["catches", "dump_stacks", "merged", "state_of"]
 
-LIMIT: Final = 16 * 1024  # of the text for one worker, in bytes
-PAUSE: Final = 0.02  # between two looks at what was written, in seconds
-SETTLED: Final = 0.3  # stacks that have not grown for this long are complete, in seconds
+MAX_BYTES: Final = 16 * 1024  # of the text for one worker, in bytes
+POLL_INTERVAL: Final = 0.02  # between two looks at what was written, in seconds
+SETTLE_TIME: Final = 0.3  # stacks that have not grown for this long are complete, in seconds
 _ADDRESS: Final = re.compile("0x[0-9a-f]+")  # of a thread: different in each process
 CUT: Final = "[the rest is cut off]"
 
@@ -50,8 +50,8 @@ def speaker_of(board: ProgressBoard, local_rank: int, pid: int) -> int:
 def dump_stacks(board: ProgressBoard, pids: Mapping[int, int], timeout: float) -> dict[int, str]:
     """Find out where workers hang; never raises.
 
-    A worker that has imported :mod:`redelastic` writes its stacks itself, even while it hangs in C. For any other,
-    py-spy is asked, if it is installed and may trace the worker.
+    A worker that has imported :mod:`redelastic` writes its stacks itself, even while it hangs in C. For any other
+    worker py-spy reads them, if it is installed and may trace the worker.
 
     Args:
         board: of the workers.
@@ -83,7 +83,7 @@ def dump_stacks(board: ProgressBoard, pids: Mapping[int, int], timeout: float) -
     return texts
 
 
-def together(stacks: Mapping[int, str], limit: int) -> str:
+def merged(stacks: Mapping[int, str], limit: int) -> str:
     """The stacks of several workers as one text of at most ``limit`` characters; identical stacks appear once.
 
     Args:
@@ -133,22 +133,22 @@ def _answers(board: ProgressBoard, asked: Mapping[int, int], deadline: float) ->
     grown: dict[int, tuple[int, float]] = {}  # size, and since when
     waiting = set(asked)
     while waiting and time.monotonic() < deadline:
-        time.sleep(PAUSE)
+        time.sleep(POLL_INTERVAL)
         for local_rank in list(waiting):
             now = time.monotonic()
             size = board.stacks_size(local_rank)
             last, since = grown.get(local_rank, (0, now))
             if size != last:
                 grown[local_rank] = size, now
-            elif size and now - since >= SETTLED:
+            elif size and now - since >= SETTLE_TIME:
                 waiting.remove(local_rank)
-    return {r: _end_of(board.stacks(r, LIMIT), size) for r, (size, _) in grown.items()}
+    return {r: _end_of(board.stacks(r, MAX_BYTES), size) for r, (size, _) in grown.items()}
 
 
 def _end_of(stacks: bytes, size: int) -> str:
     """The end of faulthandler's output, where the main thread comes last."""
     text = stacks.decode(errors="replace").strip()
-    return text if size <= LIMIT else f"{CUT}\n{text.partition(chr(10))[2]}"
+    return text if size <= MAX_BYTES else f"{CUT}\n{text.partition(chr(10))[2]}"
 
 
 # -- from py-spy
@@ -184,14 +184,14 @@ def _beginning_of(out: bytes) -> str:
     """The start of py-spy's output, main thread first, without the command line, which may hold a password."""
     _, thread, threads = out.decode(errors="replace").partition("\nThread ")
     text = (thread + threads).strip()
-    return text if len(text) <= LIMIT else f"{text[:LIMIT].rpartition(chr(10))[0]}\n{CUT}"
+    return text if len(text) <= MAX_BYTES else f"{text[:MAX_BYTES].rpartition(chr(10))[0]}\n{CUT}"
 
 
 # -- from the kernel
 
 
 def _status(pid: int) -> dict[str, str]:
-    """What /proc says about a process; empty if it is gone."""
+    """The fields of a process' ``/proc/PID/status``; empty if it is gone."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
     except OSError:

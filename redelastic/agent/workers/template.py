@@ -33,11 +33,11 @@ from redelastic.agent.workers.deaths import signal_name
 from .site.sitecustomize import ADOPTED, RUN, VARIABLE, receive, send
 
 SITE: Final = str(Path(__file__).parent / "site")
-HAND_OVER: Final = 10.0  # for a template to fork a worker, in seconds
-LOOK: Final = 0.05  # how long to look for files that have changed, in seconds
-AGAIN: Final = 0.1  # between checks whether to keep waiting, in seconds
-END: Final = 5.0  # for a template that was killed to be gone, in seconds
-LOST: Final = 255  # exit status of a worker that another waiter has reaped
+FORK_TIMEOUT: Final = 10.0  # for a template to fork a worker, in seconds
+CHANGES_TIMEOUT: Final = 0.05  # to look for files that have changed, in seconds
+POLL_INTERVAL: Final = 0.1  # between checks whether to keep waiting, in seconds
+KILL_TIMEOUT: Final = 5.0  # for a template that was killed to be gone, in seconds
+LOST_STATUS: Final = 255  # exit status of a worker that another waiter has reaped
 
 
 class TemplateError(Exception):
@@ -62,7 +62,7 @@ class Fork:
             try:
                 ended, status = os.waitpid(self.pid, os.WNOHANG)
             except ChildProcessError:
-                self.returncode = LOST
+                self.returncode = LOST_STATUS
             else:
                 self.returncode = os.waitstatus_to_exitcode(status) if ended else None
         return self.returncode
@@ -100,21 +100,21 @@ class Template:
         self._command = list(command)
         self._files: dict[str, tuple[int, int]] | None = None  # None: not ready yet
         self._began = time.monotonic()
-        self._socket, theirs = socket.socketpair()
+        self._socket, template_end = socket.socketpair()
         path = os.pathsep.join(filter(None, (SITE, environment.get("PYTHONPATH"))))
-        told = f"{theirs.fileno()}:{','.join(modules)}"
-        with theirs:
+        request = f"{template_end.fileno()}:{','.join(modules)}"
+        with template_end:
             self._process = subprocess.Popen(
                 self._command,
-                env={**environment, "PYTHONPATH": path, VARIABLE: told},
-                pass_fds=[theirs.fileno()],
+                env={**environment, "PYTHONPATH": path, VARIABLE: request},
+                pass_fds=[template_end.fileno()],
                 start_new_session=True,
             )
-        self._socket.settimeout(HAND_OVER)
+        self._socket.settimeout(FORK_TIMEOUT)
 
     @property
     def pid(self) -> int:
-        """Of the template."""
+        """Pid of the template."""
         return self._process.pid
 
     @property
@@ -127,7 +127,7 @@ class Template:
 
         Args:
             timeout: in seconds, from its start.
-            is_hurried: whether to give up now; asked several times a second.
+            is_hurried: whether to give up now; called several times a second.
 
         Raises:
             TemplateError: it cannot.
@@ -135,9 +135,9 @@ class Template:
         """
         if self._files is not None:
             return
-        while not self._has_spoken(self._began + timeout - time.monotonic()):
+        while not self._has_reported(self._began + timeout - time.monotonic()):
             if not self.lives():  # a process that it has started may keep the connection open
-                raise TemplateError(f"the template {self.obituary()} during its imports")
+                raise TemplateError(f"the template {self.describe_end()} during its imports")
             if time.monotonic() >= self._began + timeout:
                 raise TimeoutError(f"the template did not finish its imports within {timeout:g} s")
             if is_hurried():
@@ -145,20 +145,20 @@ class Template:
         try:
             (problem, files), _ = receive(self._socket)
         except (OSError, EOFError) as e:
-            raise TemplateError(f"the template {self.obituary()} during its imports") from e
+            raise TemplateError(f"the template {self.describe_end()} during its imports") from e
         if problem:
             raise TemplateError(problem)
         self._files = files
 
-    def _has_spoken(self, seconds: float) -> bool:
-        return bool(select.select([self._socket], [], [], min(AGAIN, max(0.0, seconds)))[0])
+    def _has_reported(self, seconds: float) -> bool:
+        return bool(select.select([self._socket], [], [], min(POLL_INTERVAL, max(0.0, seconds)))[0])
 
     def lives(self) -> bool:
         """Whether the process is alive."""
         return self._process.poll() is None
 
     def await_end(self, timeout: float) -> None:
-        """Wait for its end, at no cost meanwhile; where the kernel has no handles for processes, return at once.
+        """Wait for its end without polling; where the kernel has no pidfd, return at once.
 
         Args:
             timeout: in seconds.
@@ -179,7 +179,7 @@ class Template:
 
         Files outside the installation come first: checking all could take long on a network disk.
         """
-        files, until = self._files or {}, time.monotonic() + LOOK
+        files, until = self._files or {}, time.monotonic() + CHANGES_TIMEOUT
         for path in sorted(files, key=lambda path: path.startswith((sys.prefix, sys.base_prefix))):
             try:
                 found = os.stat(path)  # noqa: PTH116  # faster
@@ -199,32 +199,32 @@ class Template:
         Args:
             command: its command line, which differs from the template's in the script's arguments only.
             environment: of the worker.
-            stdout: where its standard output goes; None: where ours goes.
-            stderr: where its standard error goes; None: where ours goes.
+            stdout: where its standard output goes; None: where the agent's goes.
+            stderr: where its standard error goes; None: where the agent's goes.
 
         Raises:
             TemplateError: the template has failed; no worker runs.
         """
         streams = {number: file.fileno() for number, file in ((1, stdout), (2, stderr)) if file is not None}
-        ours, theirs = socket.socketpair()
-        with ours:
-            ours.settimeout(HAND_OVER)
+        connection, worker_end = socket.socketpair()
+        with connection:
+            connection.settimeout(FORK_TIMEOUT)
             try:
-                with theirs:
+                with worker_end:
                     handled = [int(s) for s in signal.valid_signals() if callable(signal.getsignal(s))]
                     request = [*command], dict(environment), [*streams], handled
-                    send(self._socket, request, [theirs.fileno(), *streams.values()])
-                pid = int.from_bytes(ours.recv(8), "big")
+                    send(self._socket, request, [worker_end.fileno(), *streams.values()])
+                pid = int.from_bytes(connection.recv(8), "big")
                 adopted = self._socket.recv(1) == ADOPTED
                 if pid and adopted:
-                    ours.sendall(RUN)
+                    connection.sendall(RUN)
                     return Fork(pid)
             except OSError as e:
                 raise TemplateError(f"it does not answer ({e})") from e
-        raise TemplateError(f"it {self.obituary()}")
+        raise TemplateError(f"it {self.describe_end()}")
 
-    def obituary(self) -> str:
-        """How it has ended."""
+    def describe_end(self) -> str:
+        """Describe how it has ended."""
         try:
             status = self._process.wait(1.0)
         except subprocess.TimeoutExpired:
@@ -239,4 +239,4 @@ class Template:
         self._socket.close()
         self._process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(END)
+            self._process.wait(KILL_TIMEOUT)

@@ -20,10 +20,8 @@ from .template import Fork, Template, TemplateError
 
 log = logging.getLogger(__name__)
 
-REST: Final = 60.0  # the longest wait for a template's end, in seconds
-TEMPLATE_TIMEOUT: Final = (
-    30.0  # for a template in the making, in seconds: without it each worker imports the same modules
-)
+END_TIMEOUT: Final = 60.0  # of one wait for a template's end, in seconds
+TEMPLATE_TIMEOUT: Final = 30.0  # for a template's imports, in seconds: without it each worker imports the same modules
 # What differs between workers or rounds, and is read when a process group is made or a GPU is used. Any other variable
 # may have been read by an import: when one changes, a new template is made.
 VARYING: Final = re.compile(
@@ -34,7 +32,7 @@ OPTIONS: Final = re.compile("-[bBOPqsuv]+")  # of Python, which a template can h
 
 
 def require_preloadable(spec: WorkerSpec, *, owns_process: bool) -> None:
-    """Refuse a template for workers that cannot be forked from one.
+    """Raise an error if workers cannot be forked from a template.
 
     Raises:
         ValueError: they cannot; the text says why.
@@ -87,7 +85,7 @@ class WarmStart:
         self._may_replace = True  # once for each group: what kills one template may kill the next
 
     def prepare(self) -> None:
-        """Make a template unless there is one; it imports in its own time."""
+        """Make a template unless there is one; its imports run in the background."""
         with self._lock:
             self._prepare({})
 
@@ -98,13 +96,13 @@ class WarmStart:
                 self._settle(self._template, TEMPLATE_TIMEOUT)
 
     def tend(self) -> None:
-        """Replace a template that was killed, and wait until the next one is; call it again and again, from one thread.
+        """Replace a template that was killed, then wait for the current one's end; call it repeatedly, from one thread.
 
-        It returns at once while there is no template that is ready, and after ``REST`` seconds in any case.
+        It returns at once while there is no template that is ready, and after ``END_TIMEOUT`` seconds in any case.
         """
         template = self._tended()
         if template and template.ready:
-            template.await_end(REST)
+            template.await_end(END_TIMEOUT)
 
     def _tended(self) -> Template | None:
         if not self._lock.acquire(blocking=False):
@@ -173,25 +171,25 @@ class WarmStart:
         if self._template is not None or self._hopeless:
             return
         try:
-            given = {**os.environ, **_fixed(environment), **self._own_environment}
-            self._template = Template(self._command, self._modules, given)
+            combined = {**os.environ, **_fixed(environment), **self._own_environment}
+            self._template = Template(self._command, self._modules, combined)
         except OSError as e:
             self._give_up(f"the template could not be started: {e}")
         else:
             self._spared.add(self._template.pid)
 
-    def _settle(self, template: Template, patience: float) -> bool:
-        """Whether a template can fork, once it has imported everything; it has ``patience`` seconds from its start."""
+    def _settle(self, template: Template, timeout: float) -> bool:
+        """Whether a template can fork, once it has imported everything; it has ``timeout`` seconds from its start."""
         try:
-            template.await_ready(patience, self._is_hurried)
+            template.await_ready(timeout, self._is_hurried)
         except TemplateError as e:
             self._give_up(str(e))
         return template.ready
 
     def _lose(self, template: Template, then: str = "creating a new one") -> None:
-        """Drop one that was ready and is gone."""
+        """Drop a template that was ready and has ended."""
         self._drop()
-        log.warning("The worker template %s; %s.", template.obituary(), then)
+        log.warning("The worker template %s; %s.", template.describe_end(), then)
 
     def _give_up(self, why: str) -> None:
         self._hopeless = True
@@ -205,11 +203,11 @@ class WarmStart:
     def _drop(self) -> None:
         if self._template is not None:
             self._template.close()
-            if not self._template.lives():  # else it still is not a worker
+            if not self._template.lives():  # a living one stays spared
                 self._spared.discard(self._template.pid)
             self._template = None
 
 
 def _fixed(environment: Mapping[str, str]) -> dict[str, str]:
-    """What a worker must have in common with its template."""
+    """The variables in which a worker must not differ from its template."""
     return {name: value for name, value in environment.items() if not VARYING.fullmatch(name)}

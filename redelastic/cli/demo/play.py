@@ -1,4 +1,4 @@
-"""The demo: nodes of one run on this machine, and the story of how they lose one and go on."""
+"""The demo: nodes of one run on this machine, which lose one and go on."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Job:
             "GLOO_SOCKET_IFNAME": "lo",  # all nodes are on this host, whatever its name resolves to
             "OMP_NUM_THREADS": "1",
             "CUDA_VISIBLE_DEVICES": "",
-            "TMPDIR": str(self.folder),  # torch's own files go with ours
+            "TMPDIR": str(self.folder),  # torch's own files are removed with the demo's
         }
         command = [sys.executable, "-m", "redelastic", "run", f"--preload={PRELOAD}", f"--rdzv-id={self.run_id}"]
         command += [f"--node-name={name}", f"--nnodes={self._nnodes}", "--nproc-per-node=1", "--max-restarts=5"]
@@ -128,7 +128,7 @@ class Job:
         return all(node.poll() is not None for node in self.nodes.values())
 
     def reports(self) -> list[dict[str, Any]]:
-        """What rank 0 has reported, in the order of rounds; see ``report`` in ``train.py``."""
+        """Rank 0's reports, in the order of rounds; see ``report`` in ``train.py``."""
         lines = [
             line
             for path in self.folder.glob("*.out")
@@ -138,7 +138,7 @@ class Job:
         return sorted(found, key=lambda report: (report["epoch"], report["step"]))
 
     def trains(self, size: int, step: int = 0) -> bool:
-        """Whether so many nodes have made a step of their round, and this one."""
+        """Whether the last report is of a round of ``size`` nodes, at ``step`` or later."""
         last: dict[str, Any] = (self.reports() or [{}])[-1]
         return last.get("event") == "step" and last["world_size"] == size and last["step"] >= step
 

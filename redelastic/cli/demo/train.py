@@ -67,8 +67,8 @@ def main() -> None:
         report("start", epoch=epoch, step=step, world_size=world_size)
     while step < options.steps:
         started = time.monotonic()
-        mine = global_batch(step, options.batch, options.seed, len(train[0]))[rank::world_size]
-        images, labels = (part[mine] for part in train)
+        own = global_batch(step, options.batch, options.seed, len(train[0]))[rank::world_size]
+        images, labels = (part[own] for part in train)
         loss = cross_entropy(parallel(images), labels, reduction="sum")
         optimizer.zero_grad()
         (
@@ -102,7 +102,7 @@ def global_batch(step: int, batch: int, seed: int, size: int) -> Tensor:
 
 
 def load_data() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Scikit-learn's handwritten digits: images and labels for training, and those held out.
+    """Scikit-learn's handwritten digits: images and labels for training, and the held-out ones.
 
     Read from the file it installs: importing scikit-learn at each restart takes as long as torch.
     """
@@ -142,7 +142,7 @@ def resume(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> tu
     """Take over the checkpoint, if any: rank 0 reads it, so that all ranks have the same one.
 
     Returns:
-        Steps and samples so far, and whose checkpoint it was.
+        Steps and samples so far, and the checkpoint's owner.
     """
     box: list[State | None] = [load_checkpoint(path) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(box)
@@ -162,7 +162,7 @@ def load_checkpoint(path: Path) -> State | None:
 
 
 def owner_of(state: State) -> Owner:
-    """Which round of which run wrote a checkpoint."""
+    """The run and the round that wrote a checkpoint."""
     return state["run"], state["epoch"]
 
 
@@ -193,7 +193,7 @@ def save_checkpoint(path: Path, owner: Owner, before: Owner | None, training: St
 
 
 def report(event: str, **fields: float) -> None:
-    """Report to whoever watches stdout."""
+    """Write a report to stdout, as one line of JSON."""
     sys.stdout.write(json.dumps({"event": event, **fields}) + "\n")  # one write: print makes it two
     sys.stdout.flush()
 

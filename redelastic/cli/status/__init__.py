@@ -35,7 +35,7 @@ and dead; 3 if Redis cannot be reached; 4 if there is no such run. With --watch
 an outage is shown, and Ctrl-C ends the command with 0."""
 
 BAD_PHASES: Final = frozenset({"stopped", "empty", "dead"})
-ROWS: Final = 25  # nodes, if no terminal height says how many
+ROWS: Final = 25  # nodes, if no terminal's height limits them
 PAUSE: Final = 0.25  # between two reads at least, in seconds: a thousand joins must not cause a thousand reads
 
 

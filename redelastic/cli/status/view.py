@@ -1,4 +1,4 @@
-"""What ``redelastic status`` shows: its document, laid out for a terminal of any width, or for a pipe."""
+"""The picture of ``redelastic status``: its document, laid out for a terminal of any width, or for a pipe."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STATE_STYLES: Final = {"running": "green", "silent": "red", "hung": "red", "barr
 
 
 class Screen:
-    """Where a run's status is shown.
+    """Shows a run's status on a console.
 
     Args:
         console: to write to.
@@ -151,7 +151,7 @@ def _facts(document: Document) -> Text:
 
 
 def _hidden_gpus(nodes: Sequence[Document]) -> Iterator[str]:
-    """Why existing GPUs are not visible here."""
+    """Lines that say why GPUs are not shown."""
     for why, n in Counter(node["gpus_hidden"] for node in nodes if node["gpus_hidden"]).items():
         yield f"GPUs of {count(n, 'node')} are not shown: {clean(why)}"
 
@@ -181,7 +181,7 @@ def _chosen(nodes: Sequence[Document], rows: int | None) -> list[Document]:
 
 
 def _names(nodes: Sequence[Document]) -> dict[str, str]:
-    """What each node is called here: its name if unique, else more of its id."""
+    """The label of each node, by id: its name if unique, else more of its id."""
     called = Counter(node["name"] for node in nodes)
     return {node["id"]: short(node["id"]) if called[node["name"]] > 1 else node["name"] for node in nodes}
 

@@ -17,7 +17,7 @@ export function eventList(textOf) {
     const ids = Object.keys(events);
     for (const id of ids) {
       const old = rows.get(id);
-      fresh.set(id, old && old.told === events[id] ? old : { told: events[id], element: line(textOf, id, events[id]) });
+      fresh.set(id, old && old.event === events[id] ? old : { event: events[id], element: line(textOf, id, events[id]) });
     }
     for (const [id, row] of rows) if (fresh.get(id) !== row) row.element.remove();
     let before = null; // the newest is above
@@ -34,13 +34,13 @@ export function eventList(textOf) {
 }
 
 function line(textOf, id, event) {
-  const who = event.size ? `round ${event.round}, ${count(event.size, "node")}` : event.node === undefined ? `${number(event.count)} nodes` : whose(event);
+  const subject = event.size ? `round ${event.round}, ${count(event.size, "node")}` : event.node === undefined ? `${number(event.count)} nodes` : whose(event);
   const text = event.count && ["started"].includes(event.event) ? "" : event.reason;
   const at = new Date(1000 * event.time);
   const row = h("li", {},
     h("time", { datetime: Number.isNaN(at.getTime()) ? null : at.toISOString() }, moment(event.time)),
     badge(event.event),
-    h("span", { class: "event-text" }, who ? h("b", {}, who) : "", who && text ? " " : "", text ?? ""));
+    h("span", { class: "event-text" }, subject ? h("b", {}, subject) : "", subject && text ? " " : "", text ?? ""));
   if (event.detail) {
     const text_ = h("pre", { tabindex: 0 }, "…");
     const more = h("details", {}, h("summary", {}, event.count ? "nodes" : event.event === "hung" ? "stacks" : event.event === "log" ? "log" : "more"), text_);

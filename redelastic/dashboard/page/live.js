@@ -7,18 +7,18 @@ export class Live {
     this._offset = 0;
     const source = new EventSource(run === null ? "/live" : `/live?run=${encodeURIComponent(run)}`);
     this._source = source;
-    const take = (document, told) => {
+    const take = (document, received) => {
       this.document = document;
-      if (told.now !== undefined) this._offset = told.now - performance.now() / 1000;
+      if (received.now !== undefined) this._offset = received.now - performance.now() / 1000;
       changed(document);
     };
     source.addEventListener("document", (event) => {
-      const told = JSON.parse(event.data);
-      take(told, told);
+      const received = JSON.parse(event.data);
+      take(received, received);
     });
     source.addEventListener("patch", (event) => {
-      const told = JSON.parse(event.data);
-      take(merged(this.document, told), told);
+      const received = JSON.parse(event.data);
+      take(merged(this.document, received), received);
     });
     source.addEventListener("open", () => connection(true));
     source.addEventListener("error", () => connection(false, source.readyState === EventSource.CLOSED));

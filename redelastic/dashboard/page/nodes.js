@@ -44,7 +44,7 @@ export function nodesTable(run) {
   element.append(panel.element);
 
   const rows = new Map();
-  let told = null;
+  let shownRun = null;
   let order = [];
   let sorted = { column: COLUMNS[0], down: false };
 
@@ -54,7 +54,7 @@ export function nodesTable(run) {
   }
 
   function arrange() {
-    if (!told) return;
+    if (!shownRun) return;
     const { column, down } = sorted;
     heads.forEach((head, i) => {
       if (COLUMNS[i] === column) head.setAttribute("aria-sort", down ? "descending" : "ascending");
@@ -62,8 +62,8 @@ export function nodesTable(run) {
     });
     const words = filter.value.trim().toLowerCase();
     const called = new Map();
-    for (const node of Object.values(told.nodes)) called.set(node.name, (called.get(node.name) ?? 0) + 1);
-    order = Object.entries(told.nodes).filter(([id, node]) => !words || [id, node.host, node.state].some((text) => text?.toLowerCase().includes(words)));
+    for (const node of Object.values(shownRun.nodes)) called.set(node.name, (called.get(node.name) ?? 0) + 1);
+    order = Object.entries(shownRun.nodes).filter(([id, node]) => !words || [id, node.host, node.state].some((text) => text?.toLowerCase().includes(words)));
     const turn = down ? -1 : 1;
     order.sort(([, a], [, b]) => {
       const [x, y] = [column.key(a), column.key(b)];
@@ -89,7 +89,7 @@ export function nodesTable(run) {
     for (const [id, node, name] of shown) {
       let row = rows.get(id);
       if (!row) rows.set(id, (row = nodeRow(id, panel)));
-      row.update(node, name, told);
+      row.update(node, name, shownRun);
       if (before.nextSibling !== row.element) before.after(row.element);
       before = row.element;
     }
@@ -101,8 +101,8 @@ export function nodesTable(run) {
 
   const has = {};
   function update(run_, live) {
-    if (!told || told.nodes !== run_.nodes || told.step !== run_.step) {
-      told = run_;
+    if (!shownRun || shownRun.nodes !== run_.nodes || shownRun.step !== run_.step) {
+      shownRun = run_;
       const nodes = Object.values(run_.nodes);
       has.step = has.lag = nodes.some((n) => n.step !== undefined);
       has.idle = nodes.some((n) => n.idle !== undefined);
@@ -120,7 +120,7 @@ export function nodesTable(run) {
   }
 
   function tick(live) {
-    for (const row of rows.values()) row.tick(live.now, told.lease);
+    for (const row of rows.values()) row.tick(live.now, shownRun.lease);
   }
 
   scroller.addEventListener("scroll", () => requestAnimationFrame(draw), { passive: true });
@@ -140,15 +140,15 @@ function nodeRow(id, panel) {
   element.addEventListener("click", (event) => {
     if (!event.target.closest("button") && !getSelection().toString()) panel.open(id);
   });
-  let told = null;
+  let shownNode = null;
   let step;
   let lease = null;
   return {
     element,
     update(node, name, run) {
-      if (node === told && step === run.step) return;
-      const before = told;
-      told = node;
+      if (node === shownNode && step === run.step) return;
+      const before = shownNode;
+      shownNode = node;
       step = run.step;
       say(button, name);
       button.title = node.host ? `${id} on ${node.host}` : id;
@@ -159,7 +159,7 @@ function nodeRow(id, panel) {
       if (before?.gpus !== node.gpus) showGpus(cells.gpus, node.gpus ?? []);
     },
     tick(now, whole) {
-      const rest = Math.max(0, told.until - now);
+      const rest = Math.max(0, shownNode.until - now);
       say(left, `${rest.toFixed(1)} s`);
       const share = `${Math.round(100 * Math.min(1, rest / whole))}%`;
       if (share !== lease) fill.style.width = lease = share;
@@ -226,19 +226,19 @@ function nodePanel(run) {
 }
 
 const gib = (bytes) => (bytes === null || bytes === undefined ? "–" : `${(bytes / 2 ** 30).toFixed(1)} GiB`);
-const told = (value, unit = "") => (value === null || value === undefined ? "–" : `${number(value)}${unit}`);
+const orDash = (value, unit = "") => (value === null || value === undefined ? "–" : `${number(value)}${unit}`);
 
 function nodeFacts(node, logs) {
-  const facts = [["State", node.draining ? `${node.state}: ${node.draining}` : node.state], ["Rank", told(node.rank)], ["Id", node.id], ["Host", node.host || "–"],
-    ["Process", node.pid ?? "–"], ["Heard", `${duration(node.heard)} ago`], ["Restarts", told(node.restarts)],
-    ["CPU", told(node.cpu && Math.round(node.cpu), " % of one core")], ["Memory", `${gib(node.memory)}, of the host's ${gib(node.memory_total)}`]];
+  const facts = [["State", node.draining ? `${node.state}: ${node.draining}` : node.state], ["Rank", orDash(node.rank)], ["Id", node.id], ["Host", node.host || "–"],
+    ["Process", node.pid ?? "–"], ["Heard", `${duration(node.heard)} ago`], ["Restarts", orDash(node.restarts)],
+    ["CPU", orDash(node.cpu && Math.round(node.cpu), " % of one core")], ["Memory", `${gib(node.memory)}, of the host's ${gib(node.memory_total)}`]];
   const parts = [];
   if (node.problems.length) parts.push(h("ul", { class: "problems" }, node.problems.map((text) => h("li", {}, badge("failed", ""), h("span", {}, text)))));
   parts.push(h("dl", { class: "facts" }, facts.map(([name, value]) => [h("dt", {}, name), h("dd", {}, String(value))])));
   if (node.workers.length) parts.push(sheet("Workers", ["Local", "Rank", "PID", "State", "Step", "Idle", "CPU", "Memory"],
-    node.workers.map((w) => [told(w.local_rank), told(w.rank), w.pid ?? "–", w.state ?? "–", told(w.step), w.idle === null ? "–" : duration(w.idle), told(w.cpu && Math.round(w.cpu), " %"), gib(w.memory)])));
+    node.workers.map((w) => [orDash(w.local_rank), orDash(w.rank), w.pid ?? "–", w.state ?? "–", orDash(w.step), w.idle === null ? "–" : duration(w.idle), orDash(w.cpu && Math.round(w.cpu), " %"), gib(w.memory)])));
   if (node.gpus.length) parts.push(sheet("GPUs", ["GPU", "Model", "Use", "Memory", "Heat", "Errors"],
-    node.gpus.map((g) => [told(g.index), g.lost ? "lost: gone from the bus" : (g.name ?? "–"), told(g.utilization, " %"), `${gib(g.memory_used)} of ${gib(g.memory_total)}`, told(g.temperature, " °C"),
+    node.gpus.map((g) => [orDash(g.index), g.lost ? "lost: gone from the bus" : (g.name ?? "–"), orDash(g.utilization, " %"), `${gib(g.memory_used)} of ${gib(g.memory_total)}`, orDash(g.temperature, " °C"),
       [g.ecc && `${g.ecc} ECC`, g.xid && `${g.xid} Xid`].filter(Boolean).join(", ") || "none"])));
   if (logs.length) parts.push(sheet("Logs on this node", ["Rank", "File"], logs.map((log) => [log.rank, log.path])));
   return parts;

@@ -29,10 +29,10 @@ export function runView(id) {
     figures.append(h("div", {}, h("dt", {}, title), value, note));
   }
   let phase = null;
-  let told = null;
+  let shown = null;
 
   function update(run, live) {
-    told = run;
+    shown = run;
     gone.hidden = !run.gone;
     say(gone, run.gone);
     known.hidden = run.phase === undefined;
@@ -65,12 +65,12 @@ export function runView(id) {
   }
 
   function tick(live) {
-    if (!told || told.phase === undefined) return;
+    if (!shown || shown.phase === undefined) return;
     const now = live.now;
-    say(figure.round.value, told.round === undefined ? "–" : number(told.round));
-    say(figure.round.note, told.round_at === undefined ? "" : phase === "running" ? `up ${rough(now - told.round_at)}` : `formed ${rough(now - told.round_at)} ago`);
-    say(figure.ettr.note, told.since === undefined ? "" : `of ${rough(now - told.since)}${told.partial ? " that are known" : ""}`);
-    say(figure.fault.note, told.fault ? `${whose(told.fault)}, ${rough(now - told.fault.time)} ago` : "");
+    say(figure.round.value, shown.round === undefined ? "–" : number(shown.round));
+    say(figure.round.note, shown.round_at === undefined ? "" : phase === "running" ? `up ${rough(now - shown.round_at)}` : `formed ${rough(now - shown.round_at)} ago`);
+    say(figure.ettr.note, shown.since === undefined ? "" : `of ${rough(now - shown.since)}${shown.partial ? " that are known" : ""}`);
+    say(figure.fault.note, shown.fault ? `${whose(shown.fault)}, ${rough(now - shown.fault.time)} ago` : "");
     lanes.tick(live);
     nodes.tick(live);
   }

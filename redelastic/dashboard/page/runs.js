@@ -24,7 +24,7 @@ export function runsView(open) {
     found.forEach((run, i) => {
       if (!rows.has(run.run)) rows.set(run.run, runRow(run.run, open));
       const row = rows.get(run.run);
-      if (row.told !== run) row.update(run);
+      if (row.run !== run) row.update(run);
       if (body.children[i] !== row.element) body.insertBefore(row.element, body.children[i] ?? null);
     });
     table.hidden = found.length === 0;
@@ -60,9 +60,9 @@ function runRow(id, open) {
   });
   const row = {
     element,
-    told: null,
+    run: null,
     update(run) {
-      row.told = run;
+      row.run = run;
       element.classList.toggle("over", OVER.includes(run.phase));
       state.replaceChildren(badge(run.phase));
       say(why, run.why);
@@ -79,7 +79,7 @@ function runRow(id, open) {
       fault.classList.toggle("dim", !run.fault);
     },
     tick(now) {
-      const run = row.told;
+      const run = row.run;
       say(faultWhen, run?.fault ? `${rough(now - run.fault.time)} ago` : "");
     },
   };

@@ -36,7 +36,7 @@ export function timeline(tallest = 460) {
     ranges.append(button);
   }
 
-  let told = {};
+  let data = {};
   let rows = [];
   let clockOf = null;
   let drawnAt = 0;
@@ -44,24 +44,24 @@ export function timeline(tallest = 460) {
 
   function update(document_, live) {
     clockOf = live;
-    if (document_ === told) return;
-    told = document_;
-    rows = lanesOf(told);
-    say(hosts, rows.length ? count(rows.length, "host") + (told.cut ? `, from ${moment(told.origin + told.start)} on` : "") : "");
+    if (document_ === data) return;
+    data = document_;
+    rows = lanesOf(data);
+    say(hosts, rows.length ? count(rows.length, "host") + (data.cut ? `, from ${moment(data.origin + data.start)} on` : "") : "");
     none.hidden = rows.length > 0;
     box.hidden = rows.length === 0;
     draw();
   }
 
   function tick() { // a pixel at a time is enough
-    if (told.lanes && told.end === undefined && clockOf.now - drawnAt >= (scale?.second ?? 1)) draw();
+    if (data.lanes && data.end === undefined && clockOf.now - drawnAt >= (scale?.second ?? 1)) draw();
   }
 
   function draw() {
-    if (!told.lanes || !clockOf) return;
+    if (!data.lanes || !clockOf) return;
     const width = Math.max(280, box.clientWidth);
-    const end = told.end ?? Math.max(told.start + 1, clockOf.now - told.origin);
-    const start = Math.max(told.start, end - range);
+    const end = data.end ?? Math.max(data.start + 1, clockOf.now - data.origin);
+    const start = Math.max(data.start, end - range);
     const longest = Math.max(0, ...rows.map((row) => row.name.length));
     const height = Math.min(22, tallest / Math.max(1, rows.length));
     const labelled = height >= 11;
@@ -74,14 +74,14 @@ export function timeline(tallest = 460) {
     svg.setAttribute("height", TOP + tall + BOTTOM);
     const { paths, seconds } = pathsOf(rows, start, end, height, x);
     const parts = [defs()];
-    for (const [from, until] of told.outages ?? []) if (until > start) {
+    for (const [from, until] of data.outages ?? []) if (until > start) {
       parts.push(s("rect", { class: "outage", x: x(Math.max(start, from)), y: TOP, width: Math.max(1, x(Math.min(end, until)) - x(Math.max(start, from))), height: tall }));
     }
     paths.forEach((d, i) => { if (d) parts.push(s("path", { class: STATES[i], d })); });
     if (paths[2]) parts.push(s("path", { class: "hatch", d: paths[2], fill: "url(#hatch)" }));
-    parts.push(...roundLines(told.rounds ?? {}, start, end, x, tall), ...axis(start, end, x, TOP + tall));
+    parts.push(...roundLines(data.rounds ?? {}, start, end, x, tall), ...axis(start, end, x, TOP + tall));
     if (labelled) rows.forEach((row, i) => parts.push(label(row, i, height, left)));
-    const { marks, counts } = marksOf(told, rows, start, end, x, height);
+    const { marks, counts } = marksOf(data, rows, start, end, x, height);
     svg.replaceChildren(...parts, ...marks);
     summary(seconds, counts);
   }
@@ -93,7 +93,7 @@ export function timeline(tallest = 460) {
       say(share, all ? percent(seconds[i] / all) : "");
     });
     legend.replaceChildren(...items.map(({ item }) => item), ...Object.entries(counts).reverse().map(([event, n]) => h("li", {}, badge(event), h("b", {}, number(n)))));
-    if (told.outages?.length) legend.append(h("li", {}, h("span", { class: "swatch outage" }), "Redis away"));
+    if (data.outages?.length) legend.append(h("li", {}, h("span", { class: "swatch outage" }), "Redis away"));
     const words = STATES.map((_, i) => seconds[i] && `${NAMES[i]} ${percent(seconds[i] / all)}`).filter(Boolean);
     svg.setAttribute("aria-label", `Timeline of ${rows.length} hosts over ${duration(scale.end - scale.start)}: ${words.join(", ")}. The events below say what happened.`);
   }
@@ -108,7 +108,7 @@ export function timeline(tallest = 460) {
     if (!found) return;
     const [state, from, until, epoch, rank] = found;
     const where = [epoch && `round ${epoch}`, rank >= 0 && `rank ${rank}`].filter(Boolean).join(", ");
-    say(tip, `${row.name}: ${NAMES[state]} for ${duration((until < 0 ? scale.end : until) - from)}${where ? ` (${where})` : ""}, from ${moment(told.origin + from)}`);
+    say(tip, `${row.name}: ${NAMES[state]} for ${duration((until < 0 ? scale.end : until) - from)}${where ? ` (${where})` : ""}, from ${moment(data.origin + from)}`);
     tip.style.left = `${Math.min(Math.max(0, px - 40), Math.max(0, at.width - tip.offsetWidth))}px`;
     tip.style.top = `${py + 18}px`;
   }
@@ -121,10 +121,10 @@ export function timeline(tallest = 460) {
 }
 
 // A lane for each host; the nodes of one host share it when they come one after the other.
-function lanesOf(told) {
+function lanesOf(data) {
   const rows = [];
   const byName = new Map();
-  for (const [id, lane] of Object.entries(told.lanes ?? {})) {
+  for (const [id, lane] of Object.entries(data.lanes ?? {})) {
     const spans = Object.entries(lane.spans).sort(([a], [b]) => a - b).map(([, span]) => span);
     if (!spans.length) continue;
     const same = byName.get(lane.name) ?? [];
@@ -211,17 +211,17 @@ const MARKS = {
   cross: "M-3.5-3.5l7 7m0-7l-7 7", square: "M-3.5-3.5h7v7h-7z", triangle: "M0-4.5l4.5 8h-9z", diamond: "M0-5l5 5-5 5-5-5z", tick: "M-4 0l3 3 5-6", ring: "M-3 0a3 3 0 1 0 6 0a3 3 0 1 0-6 0", half: "M-3 0h6", disc: "M-3 0a3 3 0 1 0 6 0a3 3 0 1 0-6 0",
 };
 
-function marksOf(told, rows, start, end, x, height) {
+function marksOf(data, rows, start, end, x, height) {
   const places = new Map();
   rows.forEach((row, i) => row.ids.forEach((id) => places.set(id, i)));
   const marks = [];
   const counts = {};
-  for (const [at, event, node, reason] of Object.values(told.marks ?? {})) {
+  for (const [at, event, node, reason] of Object.values(data.marks ?? {})) {
     if (at < start || at > end || !places.has(node)) continue;
     const [tone, form] = looks(event);
     const y = TOP + (places.get(node) + 0.5) * height;
     const group = s("g", { class: `mark ${tone} ${form}`, transform: `translate(${x(at).toFixed(1)} ${y.toFixed(1)})` }, s("path", { class: "halo", d: MARKS[form] }), s("path", { class: "form", d: MARKS[form] }));
-    group.append(s("title", {}, `${node.replace(/-[0-9a-f]{12}$/, "")}: ${event}, ${reason} (${moment(told.origin + at)})`));
+    group.append(s("title", {}, `${node.replace(/-[0-9a-f]{12}$/, "")}: ${event}, ${reason} (${moment(data.origin + at)})`));
     marks.push(group);
     counts[event] = (counts[event] ?? 0) + 1;
   }

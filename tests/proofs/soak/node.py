@@ -64,7 +64,7 @@ DEFECTS: Final[dict[str, tuple[tuple[str, str], ...]]] = {
     ),
     "I6: the last call never ends": (("if now >= run.deadline then", "if false then"),),
     "I7: leases do not end": (("LEASES, '-inf', now, 'WITHSCORES'", "LEASES, '-inf', now - 60000, 'WITHSCORES'"),),
-    "I8: requests count twice": (("'HGET', ONCE, SENDER)", "'HGET', ONCE, SENDER .. '?')"),),
+    "I8: requests count twice": (("'HGET', DEDUP, SENDER)", "'HGET', DEDUP, SENDER .. '?')"),),
     "I7: the dead have answered": (("LEASES, '-inf', run.roll_until) > 0", "LEASES, '-inf', run.roll_until) < 0"),),
     "I9: answers do not count": (("run.roll_until and heard ~= run.roll_called_at and", "run.roll_until and"),),
     "I9: an outage evicts": (("was_away = run.interval and (silence", "was_away = false and (silence"),),

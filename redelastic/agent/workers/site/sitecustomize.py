@@ -32,7 +32,7 @@ ADOPTED, RUN = b"\1", b"\2"
 
 
 class Request(NamedTuple):
-    """What the agent wants of a worker."""
+    """A worker, as the agent requests it."""
 
     arguments: list[str]  # the command line, as long as the template's own
     environment: dict[str, str]
@@ -106,7 +106,7 @@ def preload(modules: list[str]) -> str:
 
 
 def _first_on_path() -> list[str]:
-    """What Python will put first on the path: the script's folder, or with -m the working directory."""
+    """The entry that Python will put first on the path: the script's folder, or with -m the working directory."""
     if getattr(sys.flags, "safe_path", False):
         return []
     return [str(Path.cwd() if sys.argv[0] == "-m" else Path(sys.argv[0]).resolve().parent)]
@@ -135,7 +135,7 @@ def unfit() -> str:
 
 
 def threads() -> int:
-    """How many threads this process has."""
+    """The number of this process' threads."""
     return len(os.listdir("/proc/self/task"))  # noqa: PTH208
 
 
@@ -151,10 +151,10 @@ def files() -> dict[str, tuple[int, int]]:
         path = getattr(module, "__dict__", {}).get("__file__")
         if isinstance(path, str) and os.path.isabs(path):  # noqa: PTH117  # some modules have no file, and make one up
             try:
-                told = os.stat(path)  # noqa: PTH116
+                status = os.stat(path)  # noqa: PTH116
             except OSError:
                 continue
-            found[path] = told.st_mtime_ns, told.st_size
+            found[path] = status.st_mtime_ns, status.st_size
     return found
 
 
@@ -180,7 +180,7 @@ def serve(agent: socket.socket) -> tuple[Request, list[int], socket.socket]:
 
 
 def changed(given: dict[str, str], before: dict[str, str], after: dict[str, str]) -> dict[str, str]:
-    """An environment as imports would have changed it that have changed another one; what is special to it stays."""
+    """The environment ``given``, with the changes from ``before`` to ``after``, unless it differed from ``before``."""
     names = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
     names = {name for name in names if given.get(name) == before.get(name)}
     kept = {name: value for name, value in given.items() if name not in names}
@@ -217,7 +217,7 @@ def become(request: Request, streams: list[int], agent: socket.socket) -> None:
 
 
 def be_template() -> None:
-    """Return in each worker, and never in the template."""
+    """Import the modules, and fork workers; returns in each worker, and never in the template."""
     file, _, modules = os.environ.pop(VARIABLE).partition(":")
     agent = socket.socket(fileno=int(file))
     agent.set_inheritable(False)
