@@ -22,6 +22,7 @@ UNREACHABLE: Final = 3  # Redis does not answer, or refuses this client
 UNKNOWN: Final = 4  # no such run or node
 
 TIMEOUT: Final = 5.0  # for a command's calls, in seconds: a person waits for it
+CONNECT_TIMEOUT: Final = 0.7  # to find that no Redis is there, in seconds; the last attempt may end later
 
 
 class Parser(argparse.ArgumentParser):
@@ -86,7 +87,7 @@ def open_connection(arguments: argparse.Namespace) -> Connection:
     """Connect to the Redis that the arguments name."""
     from redelastic.redis.connection import Connection
 
-    return Connection.open(endpoint(arguments), TIMEOUT, TIMEOUT, TIMEOUT)
+    return Connection.open(endpoint(arguments), TIMEOUT, TIMEOUT, CONNECT_TIMEOUT)
 
 
 def open_run(arguments: argparse.Namespace) -> RunControl:

@@ -149,7 +149,9 @@ def wait_for_backend(params: RendezvousParameters) -> RedisRendezvousBackend:
         left = timeout - (time.monotonic() - started)
         if left <= 0:
             raise
-        log.warning("%s Waiting for it, up to the join_timeout of %g s.", e, timeout)
+        log.warning(
+            "%s Waiting for it, up to the join_timeout of %g s; `redelastic server` starts one here.", e, timeout
+        )
         return open_backend(params, left)
 
 
