@@ -226,8 +226,7 @@ class Connection:
     def close(self) -> None:
         """Close the client's connections if this object owns it; a later call opens new ones."""
         if self._owned:
-            if isinstance(self._wire, PoolWire):
-                self._wire.close()
+            self._wire.close()
             self.client.close()
 
 

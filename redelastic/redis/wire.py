@@ -28,6 +28,9 @@ class Wire(Protocol):
     def exchange(self, *commands: Command) -> list[Any]:
         """Send commands, and return their replies as Redis sent them; raises the first error among them."""
 
+    def close(self) -> None:
+        """Close the connections that the wire itself holds."""
+
 
 class PoolWire:
     """Exchanges over connections that it takes from a redis-py pool and keeps; the last one used is used first.
@@ -106,6 +109,9 @@ class ClientWire:
     def exchange(self, *commands: Command) -> list[Any]:
         """See :class:`Wire`."""
         return [self._execute(*command) for command in commands]
+
+    def close(self) -> None:
+        """See :class:`Wire`; it holds none, as the client closes its own."""
 
     def _execute(self, verb: bytes, *words: bytes) -> Any:
         name = verb.decode()  # redis-py's Cluster client does not take a name in bytes
