@@ -13,7 +13,7 @@ from redis.sentinel import SentinelConnectionPool
 from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_random_exponential
 
 from .endpoint import URL_VARIABLE, Endpoint, parse_endpoint
-from .errors import ERRORS, CorruptStateError, may_pass, translated
+from .errors import ERRORS, CorruptStateError, ProtocolError, may_pass, translated
 from .routes import is_loopback, source_address
 from .wire import Client, ClientWire, Command, PoolWire, Wire
 
@@ -287,6 +287,8 @@ def retried(operation: Callable[[], T], name: str, timeout: float, started: floa
 
 def require_keys_of_types(connection: Connection, types: Mapping[str, str], error: CorruptStateError) -> NoReturn:
     """Re-raise an error about a key's value so that it names the key, and its actual and expected types."""
+    if isinstance(error, ProtocolError):
+        raise error
     for key, expected in types.items():
         actual = text(connection.call(lambda client, key=key: client.type(key)))  # type: ignore[misc]
         if actual not in (expected, "none"):

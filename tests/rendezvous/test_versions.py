@@ -18,7 +18,7 @@ from tests.support.nodes import NodeFactory
 from tests.support.rounds import events, join
 from tests.support.servers import HOST, port_of, wait_until
 
-REFUSED = r"protocol 1, and this version of redelastic has 2: start all nodes of a run with the same version"
+REFUSED = r"protocol 1, and this version of redelastic has 2: start all nodes of a run .* or use a new run id\.$"
 
 
 @pytest.mark.fault(
