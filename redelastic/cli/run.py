@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from redelastic.logs import say
+from redelastic.signals import handling
 
 from . import common
-from .signals import handling
 
 if TYPE_CHECKING:
     from redelastic.agent import AgentOptions

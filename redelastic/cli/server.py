@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from redelastic.logs import say
+from redelastic.signals import handling
 
 from .common import NO, OK
-from .signals import handling
 
 if TYPE_CHECKING:
     from redelastic.redis.server import RedisServer

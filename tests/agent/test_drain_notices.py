@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -97,3 +99,22 @@ def test_a_drain_file_that_cannot_be_looked_for_is_complained_of_once(
     (folder / "notice").touch()
     file.look()
     assert len(drained) == 1
+
+
+FORKS = """
+import os, signal
+from redelastic.signals import handling
+
+with handling([signal.SIGTERM, signal.SIGUSR1], print), handling([signal.SIGTERM], repr):
+    if not (child := os.fork()):
+        os._exit(sum(signal.getsignal(number) is not signal.SIG_DFL for number in (signal.SIGTERM, signal.SIGUSR1)))
+    assert os.waitpid(child, 0)[1] == 0, "the child has handlers"
+    assert signal.getsignal(signal.SIGTERM) is repr
+assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+"""
+
+
+def test_a_forked_worker_has_none_of_the_agents_handlers() -> None:
+    """Else the agent would take a handler of its own for one with which the worker saves."""
+    done = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr

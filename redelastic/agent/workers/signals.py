@@ -9,9 +9,11 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from typing import Final
 
 from torch.distributed.elastic.multiprocessing import SignalException
+
+from redelastic.signals import handling
 
 log = logging.getLogger(__name__)
 
@@ -21,8 +23,6 @@ SAME_REQUEST_SECONDS: Final = 1.0
 TORCH_SIGNALS: Final = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 TORCH_DEFAULT: Final = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 UNUSED: Final = "SIGRTMAX"  # a signal that nobody sends
-
-_handlers_before: dict[signal.Signals, Any] = {}  # while redelastic's are installed
 
 
 @contextlib.contextmanager
@@ -56,27 +56,16 @@ def drain_on_signals(drain: Callable[[str], None], clock: Callable[[], float] = 
     for drain_signal in DRAIN_SIGNALS:
         if drain_signal.name in ignored:
             log.warning("%s was ignored at the start, so it does not drain this node.", drain_signal.name)
-        else:
-            _handlers_before[drain_signal] = signal.signal(drain_signal, on_signal)
     # torch installs its handlers for the rest each time it starts workers, and complains if there are none.
     excluded = ignored | {s.name for s in DRAIN_SIGNALS}
     os.environ[TORCH_SIGNALS] = ",".join(n for n in names_before.split(",") if n.strip() not in excluded) or UNUSED
     try:
-        yield
+        with handling(DRAIN_SIGNALS, on_signal):
+            yield
     finally:
         os.environ[TORCH_SIGNALS] = names_before
-        _restore_handlers()
 
 
 def torch_signals() -> str:
     """The signals that torch's agent is to handle, as its environment variable lists them."""
     return os.environ.get(TORCH_SIGNALS, TORCH_DEFAULT)
-
-
-def _restore_handlers() -> None:
-    while _handlers_before:
-        signal.signal(*_handlers_before.popitem())
-
-
-# A forked worker is not an agent: SIGTERM must end it.
-os.register_at_fork(after_in_child=_restore_handlers)

@@ -20,13 +20,13 @@ import psutil
 
 from redelastic.cli.events import Printer
 from redelastic.cli.output import open_console
-from redelastic.cli.signals import handling
 from redelastic.redis.connection import Connection
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
 from redelastic.run.control import RunControl
 from redelastic.run.event_log import EventLog
 from redelastic.run.history import replay
+from redelastic.signals import handling
 
 STEPS: Final = 500
 KILL_AT: Final = 107  # step: between two checkpoints
