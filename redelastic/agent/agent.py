@@ -20,7 +20,7 @@ from redelastic.rendezvous.membership import DrainedError, RunStoppedError
 from redelastic.run.control import RunControl
 from redelastic.run.events import Failed, Log, Started
 from redelastic.torch_errors import torch_errors
-from redelastic.torch_internals import close_within, exit_barrier_timeout, shut_down, shutdown_option
+from redelastic.torch_internals import close_within, shut_down, shutdown_option
 
 from .background import BackgroundReporter, Notes, repeat
 from .host.checks import Node
@@ -103,7 +103,8 @@ class RedisElasticAgent(RegroupingAgent):
             **shutdown_option(LocalElasticAgent, shutdown_timeout),
         )
         self._shutdown_timeout: float = shutdown_timeout  # type: ignore[assignment]  # torch declares an int
-        self._exit_barrier_limit = exit_barrier_timeout
+        if exit_barrier_timeout is not None:
+            self._exit_limit = exit_barrier_timeout
         self._torch_signals = torch_signals()
         self._tree: ProcessTree  # set by run()
         self._reporter = BackgroundReporter()
@@ -318,10 +319,6 @@ class RedisElasticAgent(RegroupingAgent):
     def _exit_barrier(self) -> None:
         """Give processes that the ended workers have left, such as an upload, some time to finish."""
         self._tree.wait(self._pids().values(), time.monotonic() + self._shutdown_timeout, self._is_to_leave)
-
-    @property
-    def _exit_limit(self) -> float | None:
-        return exit_barrier_timeout(self._exit_barrier_limit)
 
     def _is_to_leave(self) -> bool:
         return bool(self._membership.view.drain or self._membership.view.stopped)

@@ -26,6 +26,7 @@ class EventLog:
         self._control = control
         self._history: History | None = None
         self.events: list[Event] = []
+        self._sizes: list[int] = []  # of the events, in characters
 
     def read(self) -> list[Event]:
         """Read what has happened since the last call; returns the new events.
@@ -35,7 +36,9 @@ class EventLog:
         """
         new = self._control.events(self.last_id if self.events else "-")
         if new:
-            self.events = _last([*self.events, *new])
+            events, sizes = [*self.events, *new], [*self._sizes, *map(_size, new)]
+            first = _first_kept(sizes)
+            self.events, self._sizes = events[first:], sizes[first:]
             self._history = None
         return new
 
@@ -58,15 +61,19 @@ class EventLog:
         return self._history
 
 
-def _last(events: Sequence[Event]) -> list[Event]:
-    """The last events, up to the two limits; at least the newest."""
-    room, first = KEPT_TEXT, len(events)
-    for event in reversed(events[-KEPT:]):
-        room -= sum(map(len, event.nodes)) + sum(map(len, event.pairs()))
-        if room < 0 and first < len(events):
+def _size(event: Event) -> int:
+    return sum(map(len, event.nodes)) + sum(map(len, event.pairs()))
+
+
+def _first_kept(sizes: Sequence[int]) -> int:
+    """The index of the first of the last events, up to the two limits; at least the newest is kept."""
+    room, first = KEPT_TEXT, len(sizes)
+    for size in reversed(sizes[-KEPT:]):
+        room -= size
+        if room < 0 and first < len(sizes):
             break
         first -= 1
-    return [*events[first:]]
+    return first
 
 
 def last_heard(run: Run) -> float:

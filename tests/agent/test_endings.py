@@ -129,6 +129,15 @@ def test_a_limit_of_the_wait_is_a_failure_that_closes_nothing(
     assert ends[1 - first].result(60).state == WorkerState.SUCCEEDED
 
 
+def test_a_limit_that_is_no_number_is_refused_before_the_job(
+    site: Site, new_node: NodeFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT", "soon")
+    spec = WorkerSpec("test", 1, new_node(1, 1), entrypoint="true")
+    with pytest.raises(ValueError, match="exit_barrier_timeout must be a number of seconds, 0 or more, not 'soon'"):
+        RegroupingAgent(spec, DefaultLogsSpecs(str(site.folder / "logs")))
+
+
 @pytest.mark.fault("torchrun: one host cannot start its workers", "it leaves; the others' run is not closed")
 def test_an_error_of_one_host_closes_nothing(site: Site, tmp_path: Path) -> None:
     going_on = site.start(await_file("finish") + "exit 0", (1, 2), RegroupingAgent)

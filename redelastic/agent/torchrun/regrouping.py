@@ -53,11 +53,13 @@ class RegroupingAgent(LocalElasticAgent):
     _finished_at = math.inf  # on the monotonic clock
     _ends: EndExchange | None = None  # from then on, if there are other nodes
     _interval = 0.0  # between checks of the workers, in seconds
+    _exit_limit: float | None = None  # for the other nodes' workers to end after this node's, in seconds
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
         if self._handler is not None:
             self._logs_specs: Any = FolderPerRound(self._logs_specs)
+            self._exit_limit = exit_barrier_timeout(None)
 
     @property
     def _handler(self) -> RedisRendezvousHandler | None:
@@ -153,11 +155,6 @@ class RegroupingAgent(LocalElasticAgent):
         if self._ends is not None:
             self._ends.close()
         self._finished, self._ends = None, None
-
-    @property
-    def _exit_limit(self) -> float | None:
-        """How long to wait for the other nodes' workers after this node's have ended, in seconds; None: no limit."""
-        return exit_barrier_timeout(None)
 
     @property
     def _round_store(self) -> RedisStore:
