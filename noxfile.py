@@ -20,9 +20,9 @@ QUICK = (
     "tests/rendezvous/test_heartbeat.py",
     "tests/redis/test_endpoint.py",
     "tests/store/test_store.py",
-    "tests/run/test_history.py",
+    "tests/monitoring/test_history.py",
     "tests/project/test_docs.py",
-    "tests/agent/test_board.py",
+    "tests/workers/test_board.py",
 )
 PARALLEL = ("-n", "6", "--dist", "worksteal")
 

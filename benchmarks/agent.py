@@ -28,8 +28,8 @@ from benchmarks import report
 from benchmarks.harness import run_alone
 from benchmarks.report import Progress, Table
 from redelastic import RedisServer
-from redelastic.agent.workers.board import ProgressBoard
-from redelastic.agent.workers.site.sitecustomize import VARIABLE
+from redelastic.workers.board import ProgressBoard
+from redelastic.workers.site.sitecustomize import VARIABLE
 
 STEP: Final = 0.005  # seconds per training step: pure Python that holds the GIL, the worst case
 INTERVAL: Final = 2.0  # between heartbeats, in seconds: the default

@@ -18,9 +18,9 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from benchmarks import report
 from benchmarks.harness import CONTEXT, TimeLimitError, Timing, etcd_server, free_port, run_nodes
 from benchmarks.report import Progress, Spread, Table
+from redelastic.monitoring.events import Left
 from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.handler import RedisRendezvousHandler
-from redelastic.run.events import Left
 
 OURS: Final = "redelastic"
 PEERS: Final = (OURS, "dynamic", "c10d", "etcd-v2")

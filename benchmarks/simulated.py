@@ -19,6 +19,7 @@ import hiredis
 import redis
 
 from benchmarks.harness import raise_limit_of_files
+from redelastic.monitoring.events import Left
 from redelastic.redis import scripts
 from redelastic.redis.connection import ATTEMPT_TIMEOUT, Connection, Timeout
 from redelastic.redis.keys import RunKeys
@@ -28,7 +29,6 @@ from redelastic.rendezvous.heartbeat import COARSE
 from redelastic.rendezvous.membership import Membership
 from redelastic.rendezvous.settings import Settings
 from redelastic.rendezvous.view import Round
-from redelastic.run.events import Left
 
 T = TypeVar("T")
 PORT: Final = 29500  # where they would serve the bootstrap store, which none does

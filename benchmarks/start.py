@@ -20,8 +20,8 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_pr
 from benchmarks import report
 from benchmarks.harness import run_alone
 from benchmarks.report import Progress, Table
-from redelastic.agent.workers import processes
-from redelastic.agent.workers.warm import WarmStart
+from redelastic.workers import processes
+from redelastic.workers.warm import WarmStart
 
 TARGETS: Final = {1: 0.02, 8: 0.1}  # seconds, by the number of workers that start at once
 LIMIT: Final = 240.0  # seconds for all groups of one size

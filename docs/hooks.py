@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 from posixpath import normpath, relpath
 from typing import TYPE_CHECKING, Final
 
-from redelastic.run import events
+from redelastic.monitoring import events
 
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
@@ -157,7 +157,7 @@ A value that is not known has no sample. [grafana.json](../examples/grafana.json
 
 def metric_rows() -> Iterator[str]:
     """A row for each metric that the health endpoint serves."""
-    from redelastic.agent.host import health_endpoint  # noqa: PLC0415
+    from redelastic.host import health_endpoint  # noqa: PLC0415
 
     class Node:
         """One that knows everything."""

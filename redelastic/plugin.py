@@ -25,7 +25,7 @@ def create(params: RendezvousParameters) -> RendezvousHandler:
     Raises:
         ValueError: as there; or torchrun got no ``--rdzv-id``: all jobs without one would be the same run.
     """
-    from .agent.torchrun.regrouping import install_agent_in_torchrun
+    from .agent.regrouping import install_agent_in_torchrun
     from .logs import set_up_logging
     from .rendezvous.handler import handler_from_parameters
 

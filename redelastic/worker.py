@@ -1,6 +1,6 @@
 """The interface between a training script and its agent: progress, and requests for checkpoints and stacks.
 
-Both use 64 bytes of shared memory that the agent created for this worker (`agent/workers/board.py`), so that a call
+Both use 64 bytes of shared memory that the agent created for this worker (`workers/board.py`), so that a call
 takes a fraction of a microsecond, and works while the agent is busy or gone. Each field is an aligned 8-byte integer
 with one writer: on x86-64 and arm64 it is written and read atomically, so neither side needs a lock.
 

@@ -15,28 +15,28 @@ from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, 
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsSpecs
 
+from redelastic.host.checks import Node
+from redelastic.host.gpus import assign
+from redelastic.host.health_endpoint import HealthEndpoint
+from redelastic.monitoring.control import RunControl
+from redelastic.monitoring.events import Failed, Log, Started
 from redelastic.rendezvous.handler import RedisRendezvousHandler
 from redelastic.rendezvous.membership import DrainedError, RunStoppedError
-from redelastic.run.control import RunControl
-from redelastic.run.events import Failed, Log, Started
 from redelastic.torch_errors import torch_errors
 from redelastic.torch_internals import close_within, shut_down, shutdown_option
+from redelastic.workers.drains import DrainFile, Drains
+from redelastic.workers.group import Workers
+from redelastic.workers.hangs import Hangs
+from redelastic.workers.logs import last_lines, log_files
+from redelastic.workers.processes import ProcessTree
+from redelastic.workers.signals import TORCH_SIGNALS, drain_on_signals, torch_signals
+from redelastic.workers.warm import WarmStart, require_preloadable
 
 from .background import BackgroundReporter, Notes, repeat
-from .host.checks import Node
-from .host.gpus import assign
-from .host.health_endpoint import HealthEndpoint
 from .limits import Admission, Budget, log_folder
 from .monitor import NodeMonitor
 from .options import AgentOptions
-from .torchrun.regrouping import RegroupingAgent, remove_torn_errors
-from .workers.drains import DrainFile, Drains
-from .workers.group import Workers
-from .workers.hangs import Hangs
-from .workers.logs import last_lines, log_files
-from .workers.processes import ProcessTree
-from .workers.signals import TORCH_SIGNALS, drain_on_signals, torch_signals
-from .workers.warm import WarmStart, require_preloadable
+from .regrouping import RegroupingAgent, remove_torn_errors
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ class RedisElasticAgent(RegroupingAgent):
         self._assignment = assign(spec.local_world_size, share=share, isolate=isolate, environ=os.environ)
         if self._assignment.isolate and not spec.virtual_local_rank:
             log.warning(
-                "Each worker sees its own GPU only, as device 0, and LOCAL_RANK is 0: see redelastic.agent.host.gpus."
+                "Each worker sees its own GPU only, as device 0, and LOCAL_RANK is 0: see redelastic.host.gpus."
             )
             spec.virtual_local_rank = True
         super().__init__(

@@ -13,11 +13,11 @@ from torch.distributed import DistNetworkError
 from torch.distributed.elastic import events
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 
+from redelastic.monitoring.control import RunControl
+from redelastic.monitoring.events import Event
+from redelastic.monitoring.sentences import sentence
 from redelastic.redis.errors import RedelasticError
 from redelastic.rendezvous.membership import Membership
-from redelastic.run.control import RunControl
-from redelastic.run.events import Event
-from redelastic.run.sentences import sentence
 
 log = logging.getLogger(__name__)
 

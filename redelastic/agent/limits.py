@@ -15,13 +15,13 @@ from torch.distributed.elastic.agent.server.api import RunResult
 from torch.distributed.elastic.multiprocessing import LogsSpecs
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
+from redelastic.host.checks import Node, run_checks
+from redelastic.monitoring.control import RunControl
+from redelastic.monitoring.events import Barred, Event, Failed, Left, Refused
+from redelastic.monitoring.sentences import consecutive_failures, worker_failure
 from redelastic.redis.errors import RedelasticError, UnavailableError, UnreachableError
 from redelastic.rendezvous.membership import Membership
-from redelastic.run.control import RunControl
-from redelastic.run.events import Barred, Event, Failed, Left, Refused
-from redelastic.run.sentences import consecutive_failures, worker_failure
 
-from .host.checks import Node, run_checks
 from .options import AgentOptions
 
 if TYPE_CHECKING:

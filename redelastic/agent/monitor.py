@@ -12,15 +12,15 @@ from typing import Any, Final
 
 from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerState
 
+from redelastic.host.gpus import Gpu, why_hidden
+from redelastic.host.telemetry import Telemetry, bounded, trees
 from redelastic.rendezvous.membership import Membership
+from redelastic.workers.drains import Drains
+from redelastic.workers.group import Workers
+from redelastic.workers.processes import ProcessTree
 
 from .background import repeat
-from .host.gpus import Gpu, why_hidden
-from .host.telemetry import Telemetry, bounded, trees
 from .limits import Admission
-from .workers.drains import Drains
-from .workers.group import Workers
-from .workers.processes import ProcessTree
 
 log = logging.getLogger(__name__)
 

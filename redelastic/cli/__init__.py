@@ -11,7 +11,7 @@ from typing import Any
 
 from redelastic import __version__
 from redelastic.logs import correct_level, say, unhurried_stderr
-from redelastic.run.wording import clean
+from redelastic.monitoring.wording import clean
 
 from . import (
     close,
@@ -116,8 +116,8 @@ def _ended(name: str, call: Callable[[], int]) -> int:
 
 def exit_code(error: Exception) -> int:
     """The exit code for an error; 0 if the error is a bug in redelastic."""
+    from redelastic.monitoring.control import UnknownNodeError, UnknownRunError
     from redelastic.redis.errors import RedelasticError
-    from redelastic.run.control import UnknownNodeError, UnknownRunError
 
     if isinstance(error, UnknownNodeError | UnknownRunError):
         return common.UNKNOWN

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from redelastic.run.events import Closed
-from redelastic.run.sentences import cause, cause_document
+from redelastic.monitoring.events import Closed
+from redelastic.monitoring.sentences import cause, cause_document
 
 from .common import OK, add_run_argument, add_server_arguments, open_run
 from .output import add_json_argument, answer, attributed

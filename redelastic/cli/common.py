@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Final, NoReturn
 from redelastic.redis.keys import DEFAULT_PREFIX, RunKeys
 
 if TYPE_CHECKING:  # importing them imports redis-py, which takes 0.1 s: not for --help, or a bad run id
+    from redelastic.monitoring.control import RunControl
     from redelastic.redis.connection import Connection
     from redelastic.redis.endpoint import Endpoint
-    from redelastic.run.control import RunControl
 
 OK: Final = 0
 NO: Final = 1  # the answer is no: something is wrong
@@ -93,6 +93,6 @@ def open_connection(arguments: argparse.Namespace) -> Connection:
 def open_run(arguments: argparse.Namespace) -> RunControl:
     """Connect, and open the run that the arguments name."""
     keys = RunKeys(arguments.run, arguments.key_prefix)  # before any call: a bad id is reported at once
-    from redelastic.run.control import RunControl
+    from redelastic.monitoring.control import RunControl
 
     return RunControl(open_connection(arguments), keys)

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 from typing import TYPE_CHECKING, Final
 
-from redelastic.run.wording import clean
+from redelastic.monitoring.wording import clean
 
 from .common import NO, OK, UNREACHABLE, add_server_arguments, endpoint
 from .output import open_console, write_json

@@ -7,16 +7,16 @@ import math
 import time
 from typing import TYPE_CHECKING, Final
 
-from redelastic.run.events import Left, Lost
-from redelastic.run.sentences import sentence
-from redelastic.run.wording import duration
+from redelastic.monitoring.events import Left, Lost
+from redelastic.monitoring.sentences import sentence
+from redelastic.monitoring.wording import duration
 
 from .common import NO, OK, add_run_argument, add_server_arguments, open_run
 from .output import add_json_argument, answer, attributed, follow, last_event_id, write_line
 
 if TYPE_CHECKING:
-    from redelastic.run.control import RunControl
-    from redelastic.run.records import Node
+    from redelastic.monitoring.control import RunControl
+    from redelastic.monitoring.records import Node
 
 NAME = "drain"
 SUMMARY = "have a node save and leave; the others go on"

@@ -7,8 +7,8 @@ import sys
 from typing import TYPE_CHECKING
 
 from redelastic.logs import say
-from redelastic.run.sentences import event_document
-from redelastic.run.wording import clean, short
+from redelastic.monitoring.sentences import event_document
+from redelastic.monitoring.wording import clean, short
 
 from .common import OK, add_run_argument, add_server_arguments, open_run, whole_number
 from .output import add_json_argument, event_table, follow, open_console, write_json
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from redelastic.run.events import Event
+    from redelastic.monitoring.events import Event
 
 NAME = "events"
 SUMMARY = "what happened in a run, and why"

@@ -6,13 +6,13 @@ import argparse
 from typing import TYPE_CHECKING, Final
 
 from redelastic.logs import say
-from redelastic.run.wording import clean, duration, short
+from redelastic.monitoring.wording import clean, duration, short
 
 from .common import NO, OK, UNKNOWN, add_run_argument, add_server_arguments, open_run
 from .output import add_json_argument, moment, open_console, write_json, write_line
 
 if TYPE_CHECKING:
-    from redelastic.run.logs import Failure, Place
+    from redelastic.monitoring.logs import Failure, Place
 
 NAME: Final = "logs"
 SUMMARY: Final = "where each rank's log is; the last lines of the worker that failed first"
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; see :data:`DESCRIPTION`."""
     control = open_run(arguments)
-    from redelastic.run.logs import document, failures, first_failure, places
+    from redelastic.monitoring.logs import document, failures, first_failure, places
 
     events, run = control.events(), control.state()
     rank = arguments.rank

@@ -13,16 +13,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from redelastic.logs import say
-from redelastic.run.events import VERSION
-from redelastic.run.wording import clean, short
+from redelastic.monitoring.events import VERSION
+from redelastic.monitoring.wording import clean, short
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    from redelastic.run.control import RunControl
-    from redelastic.run.events import Event
+    from redelastic.monitoring.control import RunControl
+    from redelastic.monitoring.events import Event
 
 PIPE_WIDTH: Final = 10_000  # columns where there is no terminal: nothing is wrapped or cut
 MAX_REASON: Final = 1_000  # characters, as in `control`: a longer one would not be repeated in full
@@ -96,7 +96,7 @@ def event_table(
     """Events, one per row: time, event, epoch, node, reason.
 
     Args:
-        events: oldest first, as :func:`~redelastic.run.report.event_document` gives them.
+        events: oldest first, as :func:`~redelastic.monitoring.report.event_document` gives them.
         full: whether the date is shown even if it is today's.
         widths: minimum widths of the first four columns.
     """

@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
         UnknownNodeError: the host has no failures.
     """
     control = open_run(arguments)
-    from redelastic.run.control import UnknownNodeError
+    from redelastic.monitoring.control import UnknownNodeError
 
     before, name = control.state(), arguments.name
     if not control.readmit(name, attributed(arguments.reason)):

@@ -49,7 +49,7 @@ HELP = {
 }
 
 
-DRAINED: Final = 75  # as in agent/torchrun/launch.py, which is slow to import
+DRAINED: Final = 75  # as in agent/launch.py, which is slow to import
 
 
 def main(argv: Sequence[str]) -> int:
@@ -73,7 +73,7 @@ def _leave(number: int, _frame: object) -> None:
 
 def _run(argv: Sequence[str]) -> int:
     from redelastic.logs import set_up_logging
-    from redelastic.run.wording import clean
+    from redelastic.monitoring.wording import clean
     from redelastic.torch_internals import exit_barrier_timeout, require_torch, shutdown_timeout
 
     try:
@@ -102,7 +102,7 @@ def _run(argv: Sequence[str]) -> int:
             say(f"redelastic {NAME}: {e}")
             return common.USAGE
 
-        from redelastic.agent.torchrun.launch import launch
+        from redelastic.agent.launch import launch
 
         try:
             return launch(config, options, entrypoint, args, **timeouts)
@@ -219,7 +219,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _options(arguments: argparse.Namespace) -> AgentOptions:
     from redelastic.agent import AgentOptions
-    from redelastic.agent.host.devices import has_driver
+    from redelastic.host.devices import has_driver
 
     least, _, most = arguments.nnodes.partition(":")
     if not (re.fullmatch(r"[0-9]+(:[0-9]+)?", arguments.nnodes) and 1 <= int(least) <= int(most or least)):

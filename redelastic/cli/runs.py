@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from redelastic.monitoring.wording import clean, duration
 from redelastic.redis.keys import RunKeys
-from redelastic.run.wording import clean, duration
 
 from .common import OK, add_server_arguments, open_connection
 from .output import add_json_argument, open_console, write_json, write_line
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; see :data:`DESCRIPTION`."""
-    from redelastic.run.control import list_runs
+    from redelastic.monitoring.control import list_runs
 
     connection = open_connection(arguments)
     prefix = arguments.key_prefix
@@ -51,9 +51,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _summary(connection: Any, prefix: str, run_id: str) -> dict[str, Any] | None:
+    from redelastic.monitoring.control import RunControl, UnknownRunError
+    from redelastic.monitoring.report import summary, unread
     from redelastic.redis.errors import CorruptStateError
-    from redelastic.run.control import RunControl, UnknownRunError
-    from redelastic.run.report import summary, unread
 
     try:
         state = RunControl(connection, RunKeys(run_id, prefix)).state()

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 from redelastic.cli import common, output
 from redelastic.logs import say
-from redelastic.run.sentences import event_document
-from redelastic.run.wording import count
+from redelastic.monitoring.sentences import event_document
+from redelastic.monitoring.wording import count
 
 if TYPE_CHECKING:
-    from redelastic.run.history import History
+    from redelastic.monitoring.history import History
 
 NAME: Final = "timeline"
 SUMMARY: Final = "draw a run: nodes over time, rounds, failures, where the time went"
@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
     if out is not None:
         _check(out)
     control = common.open_run(arguments)
-    from redelastic.run.event_log import EventLog
+    from redelastic.monitoring.event_log import EventLog
 
     state = control.state()
     event_log = EventLog(control)

@@ -29,13 +29,13 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from redelastic.monitoring import logs
+from redelastic.monitoring.control import UnknownRunError
+from redelastic.monitoring.events import VERSION
+from redelastic.monitoring.sentences import event_document
 from redelastic.redis.connection import Connection
 from redelastic.redis.errors import RedelasticError
 from redelastic.redis.routes import is_loopback
-from redelastic.run import logs
-from redelastic.run.control import UnknownRunError
-from redelastic.run.events import VERSION
-from redelastic.run.sentences import event_document
 
 from .reader import Reader, event_of, node_of
 from .standalone import PAGE

@@ -10,14 +10,14 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Final
 
+from redelastic.monitoring.control import RunControl, UnknownRunError, list_runs
+from redelastic.monitoring.event_log import EventLog
+from redelastic.monitoring.events import Event
+from redelastic.monitoring.records import Node
+from redelastic.monitoring.report import describe, summary, unread
 from redelastic.redis.connection import Connection
 from redelastic.redis.errors import CorruptStateError, RedelasticError, UnreachableError
 from redelastic.redis.keys import RunKeys
-from redelastic.run.control import RunControl, UnknownRunError, list_runs
-from redelastic.run.event_log import EventLog
-from redelastic.run.events import Event
-from redelastic.run.records import Node
-from redelastic.run.report import describe, summary, unread
 
 from . import view
 from .feed import Document, Topic

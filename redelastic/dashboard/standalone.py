@@ -10,12 +10,12 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from redelastic.run.wording import clean
+from redelastic.monitoring.wording import clean
 
 from .view import saved
 
 if TYPE_CHECKING:
-    from redelastic.run.history import History
+    from redelastic.monitoring.history import History
 
 PAGE: Final = Path(__file__).parent / "page"
 MODULES: Final = ("dom.js", "events.js", "timeline.js", "saved.js")  # each after all that it imports

@@ -12,12 +12,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any, Final
 
-from redelastic.run.event_log import last_fault, without_regrouped
-from redelastic.run.events import Completed, Event
-from redelastic.run.history import STATES, History, NodeHistory
-from redelastic.run.records import Node, Run
-from redelastic.run.sentences import cause, detail_of, sentence
-from redelastic.run.wording import clean, short
+from redelastic.monitoring.event_log import last_fault, without_regrouped
+from redelastic.monitoring.events import Completed, Event
+from redelastic.monitoring.history import STATES, History, NodeHistory
+from redelastic.monitoring.records import Node, Run
+from redelastic.monitoring.sentences import cause, detail_of, sentence
+from redelastic.monitoring.wording import clean, short
 
 Document = dict[str, Any]
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from redelastic import torch_internals
-from redelastic.agent.host.devices import DriverError, take_inventory
+from redelastic.host.devices import DriverError, take_inventory
 from redelastic.redis.connection import Connection
 from redelastic.redis.endpoint import Endpoint
 from redelastic.redis.errors import UnavailableError

@@ -12,13 +12,13 @@ from typing import Final
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
+from redelastic.monitoring.events import Left
 from redelastic.redis.connection import Connection
 from redelastic.redis.endpoint import Endpoint
 from redelastic.redis.errors import RedelasticError, UnreachableError
 from redelastic.rendezvous.backend import RedisRendezvousBackend
 from redelastic.rendezvous.handler import RedisRendezvousHandler
 from redelastic.rendezvous.settings import Settings
-from redelastic.run.events import Left
 from redelastic.store import RedisStore
 
 from .finding import Finding

@@ -23,10 +23,10 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
+from redelastic.monitoring.control import RunControl
+from redelastic.monitoring.events import Left, Unreached
+from redelastic.monitoring.sentences import sentence
 from redelastic.redis.errors import RedelasticError, UnreachableError
-from redelastic.run.control import RunControl
-from redelastic.run.events import Left, Unreached
-from redelastic.run.sentences import sentence
 from redelastic.store import RedisStore
 from redelastic.torch_errors import torch_errors
 

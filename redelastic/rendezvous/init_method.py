@@ -14,9 +14,9 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.elastic.rendezvous import RendezvousInfo
 from torch.distributed.rendezvous import _rendezvous_handlers, register_rendezvous_handler
 
+from redelastic.monitoring.events import Left
 from redelastic.redis.connection import Connection
 from redelastic.redis.endpoint import SCHEMES
-from redelastic.run.events import Left
 from redelastic.store import RedisStore
 from redelastic.torch_errors import torch_errors
 

@@ -18,12 +18,12 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
+from redelastic.monitoring.events import Failed, Left, decode_cause
+from redelastic.monitoring.sentences import cause
 from redelastic.redis import scripts
 from redelastic.redis.connection import Connection, require_keys_of_types, sanitize
 from redelastic.redis.errors import CorruptStateError, RedelasticError, UnavailableError, UnreachableError
 from redelastic.redis.keys import RunKeys
-from redelastic.run.events import Failed, Left, decode_cause
-from redelastic.run.sentences import cause
 
 from . import replies
 from .heartbeat import HEARD, RETRY_PAUSE, Heartbeat

@@ -10,9 +10,9 @@ import time
 from dataclasses import dataclass, replace
 from typing import Final
 
+from redelastic.monitoring.events import Event, Lost, decode_cause
+from redelastic.monitoring.sentences import cause
 from redelastic.redis.connection import Entries, sanitize, text
-from redelastic.run.events import Event, Lost, decode_cause
-from redelastic.run.sentences import cause
 
 from .replies import Beat, RollCall
 

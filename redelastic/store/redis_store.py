@@ -11,12 +11,12 @@ from typing import Any, Final, Literal
 
 import torch.distributed as dist
 
+from redelastic.monitoring.events import decode_cause
+from redelastic.monitoring.sentences import cause
 from redelastic.redis import scripts
 from redelastic.redis.connection import Connection, sanitize, text
 from redelastic.redis.keys import DEFAULT_PREFIX, DEFAULT_TTL, RunKeys
 from redelastic.redis.wire import Client
-from redelastic.run.events import decode_cause
-from redelastic.run.sentences import cause
 from redelastic.torch_errors import torch_errors
 
 from .requests import Requests, RoundBrokenError

@@ -22,10 +22,10 @@ from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
 from redelastic.agent import AgentOptions, RedisElasticAgent
-from redelastic.agent.workers.signals import SAME_REQUEST_SECONDS
+from redelastic.monitoring.events import Barred, Drain, Hung, Left, Lost, Refused, Saved, Stopped
 from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.membership import RunStoppedError
-from redelastic.run.events import Barred, Drain, Hung, Left, Lost, Refused, Saved, Stopped
+from redelastic.workers.signals import SAME_REQUEST_SECONDS
 from tests.support.agent_job import AWARE, DRAINED, REFUSED, STOPPED, AgentJob
 from tests.support.long_tests import quick_first
 from tests.support.nodes import NodeFactory

@@ -13,13 +13,13 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError
 
 from redelastic.agent import AgentOptions, RedisElasticAgent
-from redelastic.agent.torchrun.regrouping import RegroupingAgent
+from redelastic.agent.regrouping import RegroupingAgent
+from redelastic.monitoring.control import RunControl
+from redelastic.monitoring.events import Closed, Completed, Left
 from redelastic.redis.connection import Connection
 from redelastic.redis.keys import RunKeys
 from redelastic.rendezvous.handler import RedisRendezvousHandler
 from redelastic.rendezvous.membership import DrainedError
-from redelastic.run.control import RunControl
-from redelastic.run.events import Closed, Completed, Left
 from tests.support.commands import until
 from tests.support.nodes import NodeFactory
 

@@ -16,9 +16,9 @@ import pytest
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from redelastic.agent import AgentOptions
-from redelastic.agent.workers.group import Workers
+from redelastic.monitoring.events import Closed, Hung, Unwatched, decode_cause
 from redelastic.redis.server import RedisServer
-from redelastic.run.events import Closed, Hung, Unwatched, decode_cause
+from redelastic.workers.group import Workers
 from tests.support.agent_job import DRAINED, AgentJob
 from tests.support.long_tests import quick_first
 from tests.support.torchrun_job import LIMIT, Job

@@ -14,12 +14,12 @@ from typing import Any, Final
 import pytest
 from torch.distributed import DistNetworkError
 
+from redelastic.agent.exchange import EndExchange
 from redelastic.agent.limits import Admission
 from redelastic.agent.options import AgentOptions
-from redelastic.agent.torchrun.exchange import EndExchange
+from redelastic.monitoring.events import Event
 from redelastic.redis.errors import UnreachableError
 from redelastic.redis.server import RedisServer
-from redelastic.run.events import Event
 from tests.support.agent_job import DRAINED, AgentJob
 from tests.support.long_tests import quick_first
 from tests.support.torchrun_job import LIMIT

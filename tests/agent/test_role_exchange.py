@@ -8,8 +8,8 @@ from datetime import timedelta
 import pytest
 from torch.distributed import DistStoreError
 
-from redelastic.agent.torchrun import exchange
-from redelastic.agent.torchrun.exchange import RoleExchange
+from redelastic.agent import exchange
+from redelastic.agent.exchange import RoleExchange
 from redelastic.redis.connection import Connection
 from redelastic.store import RedisStore
 

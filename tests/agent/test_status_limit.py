@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from redelastic.agent.host.telemetry import Telemetry, bounded
+from redelastic.host.telemetry import Telemetry, bounded
 from tests.support.fake_nvml import UUIDS
 
 

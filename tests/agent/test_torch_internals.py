@@ -16,7 +16,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
 
 from redelastic import torch_internals
-from redelastic.agent.torchrun.regrouping import RegroupingAgent
+from redelastic.agent.regrouping import RegroupingAgent
 from redelastic.torch_internals import Hook, replace_agent_of_launcher, require_torch, shut_down, shutdown_timeout
 from tests.support.long_tests import quick_first
 from tests.support.waiting import Within

@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from redelastic.monitoring.events import Left, Lost, decode_cause
 from redelastic.redis.server import RedisServer
-from redelastic.run.events import Left, Lost, decode_cause
 from tests.support.nodes import NodeFactory
 from tests.support.torchrun_job import Job
 

@@ -16,7 +16,7 @@ import torch
 from typing_extensions import Self
 
 from redelastic import worker
-from redelastic.agent.workers.board import ProgressBoard
+from redelastic.workers.board import ProgressBoard
 
 
 @pytest.fixture
@@ -254,7 +254,7 @@ for line in sys.stdin:
 """
     code = f"""
 import signal, subprocess, tempfile
-from redelastic.agent.workers.board import ProgressBoard
+from redelastic.workers.board import ProgressBoard
 tempfile.tempdir = {str(tmp_path)!r}
 board = ProgressBoard(1)
 subprocess.Popen([sys.executable, "-c", {training!r}], env=os.environ | board.environment(0))

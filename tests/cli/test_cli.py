@@ -14,11 +14,11 @@ import pytest
 import redis
 
 import redelastic
+from redelastic.monitoring.control import RunControl
+from redelastic.monitoring.events import Event, Failed, Hung, Readmitted, Refused
 from redelastic.redis.connection import Connection
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
-from redelastic.run.control import RunControl
-from redelastic.run.events import Event, Failed, Hung, Readmitted, Refused
 from tests.support import commands
 from tests.support.commands import Cli, command, started, until
 from tests.support.nodes import NodeFactory

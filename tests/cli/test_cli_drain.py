@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from redelastic.cli import drain
-from redelastic.run.control import RunControl
-from redelastic.run.events import Event, Left, Lost
-from redelastic.run.records import Node, Run
+from redelastic.monitoring.control import RunControl
+from redelastic.monitoring.events import Event, Left, Lost
+from redelastic.monitoring.records import Node, Run
 from tests.support.commands import Cli, form, rank_of, until, with_agent
 from tests.support.nodes import NodeFactory
 from tests.support.scenes import START

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from redelastic.agent.workers.logs import HIDDEN, TAIL, last_lines, log_files, redacted, tail
+from redelastic.monitoring.events import Log, Lost, Started, decode
+from redelastic.monitoring.logs import first_failure, places
+from redelastic.monitoring.records import Node
 from redelastic.redis.server import RedisServer
-from redelastic.run.events import Log, Lost, Started, decode
-from redelastic.run.logs import first_failure, places
-from redelastic.run.records import Node
+from redelastic.workers.logs import HIDDEN, TAIL, last_lines, log_files, redacted, tail
 from tests.support.agent_job import AgentJob
 from tests.support.commands import command
 

@@ -17,14 +17,14 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from redelastic.cli.status.view import Screen
+from redelastic.monitoring.control import RunControl
+from redelastic.monitoring.events import Event, Failed, Hung, Left
+from redelastic.monitoring.records import Node, Run
+from redelastic.monitoring.report import describe
 from redelastic.redis.connection import Connection
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.handler import RedisRendezvousHandler
-from redelastic.run.control import RunControl
-from redelastic.run.events import Event, Failed, Hung, Left
-from redelastic.run.records import Node, Run
-from redelastic.run.report import describe
 from tests.support.commands import Cli, Done, command, form, started, until
 from tests.support.nodes import NodeFactory
 

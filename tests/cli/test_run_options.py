@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from redelastic.agent.torchrun import launch as launch_module
+from redelastic.agent import launch as launch_module
 from redelastic.cli import main
 
 SCRIPT = str(Path(__file__))

@@ -20,12 +20,12 @@ import redis
 
 from redelastic import cli
 from redelastic.dashboard.standalone import page
+from redelastic.monitoring.events import Closed, Event, Hung, Lost
+from redelastic.monitoring.history import History, replay
+from redelastic.monitoring.sentences import cause, detail_of
+from redelastic.monitoring.wording import short
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
-from redelastic.run.events import Closed, Event, Hung, Lost
-from redelastic.run.history import History, replay
-from redelastic.run.sentences import cause, detail_of
-from redelastic.run.wording import short
 from tests.support.browsing import Browser
 from tests.support.nodes import NodeFactory
 from tests.support.scenes import HOSTILE, SCENES, START, Story, three_nodes

@@ -57,9 +57,9 @@ def without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[
 
 
 def test_whoever_looks_and_asks_imports_no_torch(without_torch: Callable[[str, object], Any]) -> None:
-    packages = [f"redelastic.{name}" for name in ("redis", "run", "dashboard", "cli", "doctor")]
+    packages = [f"redelastic.{name}" for name in ("redis", "monitoring", "dashboard", "cli", "doctor")]
     imported = without_torch(IMPORT_ALL, [packages, TRAIN])
-    assert {"redelastic.run.control", "redelastic.dashboard.app", "redelastic.cli.demo.play"} <= set(imported)
+    assert {"redelastic.monitoring.control", "redelastic.dashboard.app", "redelastic.cli.demo.play"} <= set(imported)
 
 
 def test_the_commands_on_a_real_run(

@@ -20,11 +20,11 @@ from hypothesis import strategies as st
 from redelastic.dashboard import view
 from redelastic.dashboard.feed import Topic, merge_patch
 from redelastic.dashboard.view import Speed, fold
+from redelastic.monitoring.events import Event, Log, Lost, Started
+from redelastic.monitoring.history import replay
+from redelastic.monitoring.records import Run
+from redelastic.monitoring.report import describe
 from redelastic.redis.server import RedisServer
-from redelastic.run.events import Event, Log, Lost, Started
-from redelastic.run.history import replay
-from redelastic.run.records import Run
-from redelastic.run.report import describe
 from tests.support.browsing import dashboard
 from tests.support.commands import command, until
 from tests.support.crowds import Crowd

@@ -11,8 +11,8 @@ import pytest
 import redis
 from selenium.webdriver.common.by import By
 
+from redelastic.monitoring.events import Lost
 from redelastic.redis.server import RedisServer
-from redelastic.run.events import Lost
 from tests.support.agent_job import DRAINED, AgentJob
 from tests.support.browsing import Browser, dashboard
 from tests.support.commands import form, until

@@ -13,11 +13,11 @@ import redis
 from redelastic.dashboard import reader as reader_module
 from redelastic.dashboard import view
 from redelastic.dashboard.reader import Reader
+from redelastic.monitoring.records import Run
 from redelastic.redis.connection import Connection
 from redelastic.redis.errors import CorruptStateError, RedelasticError
 from redelastic.redis.keys import DEFAULT_PREFIX
 from redelastic.redis.server import RedisServer
-from redelastic.run.records import Run
 from tests.support.crowds import Crowd
 from tests.support.job_user import as_user_of
 

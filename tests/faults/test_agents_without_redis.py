@@ -11,8 +11,8 @@ from typing import Final
 
 import pytest
 
+from redelastic.monitoring.events import Completed
 from redelastic.redis.server import RedisServer
-from redelastic.run.events import Completed
 from tests.support.agent_job import DRAINED, FAILED, REFUSED
 from tests.support.long_tests import quick_first, quick_rows
 from tests.support.torchrun_job import LIMIT

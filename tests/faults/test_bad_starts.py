@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from redelastic.agent.workers.stacks import catches
 from redelastic.cli import main
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
+from redelastic.workers.stacks import catches
 from tests.support.agent_job import DRAINED, FAILED
 from tests.support.long_tests import quick_first
 from tests.support.torchrun_job import LIMIT, Job

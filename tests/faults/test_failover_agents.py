@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from redelastic.monitoring.events import Restored
 from redelastic.redis.server import RedisServer
-from redelastic.run.events import Restored
 from tests.support import servers
 from tests.support.failovers import (
     CONFIRMED,

@@ -13,8 +13,8 @@ import pytest
 from torch.distributed.elastic.rendezvous import RendezvousClosedError
 
 from redelastic import RedisStore
+from redelastic.monitoring.events import Left
 from redelastic.rendezvous.handler import RedisRendezvousHandler
-from redelastic.run.events import Left
 from tests.support.failovers import (
     LIMIT,
     LOST,

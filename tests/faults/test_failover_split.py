@@ -11,13 +11,13 @@ from typing import Any, Final
 import pytest
 import redis
 
+from redelastic.monitoring.control import RunControl
+from redelastic.monitoring.events import Left
+from redelastic.monitoring.records import Run
 from redelastic.redis.connection import Connection
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.handler import RedisRendezvousHandler
-from redelastic.run.control import RunControl
-from redelastic.run.events import Left
-from redelastic.run.records import Run
 from tests.support import servers
 from tests.support.failovers import CONFIRMED, INTERVAL, LIMIT, NO_LOSS, Group, new_group, settle, wait_until_all_beat
 from tests.support.long_tests import quick_first

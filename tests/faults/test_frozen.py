@@ -16,12 +16,12 @@ import psutil
 import pytest
 import redis
 
+from redelastic.monitoring.events import Lost
 from redelastic.redis import scripts
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.scripts import Script
 from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.handler import RedisRendezvousHandler
-from redelastic.run.events import Lost
 from redelastic.store import RedisStore
 from tests.support.agent_job import AWARE, AgentJob
 from tests.support.faulty_proxy import Fault, FaultyProxy

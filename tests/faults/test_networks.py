@@ -19,11 +19,11 @@ import psutil
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters
 
+from redelastic.monitoring.control import RunControl
+from redelastic.monitoring.events import Left
 from redelastic.redis.connection import Connection
 from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.handler import RedisRendezvousHandler, handler_from_parameters
-from redelastic.run.control import RunControl
-from redelastic.run.events import Left
 from tests.support.agent_job import AWARE
 from tests.support.fault_matrix import Measured
 from tests.support.namespaces import LINK, Network, NetworkServer, both_ways

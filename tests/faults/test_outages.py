@@ -16,12 +16,12 @@ from typing import Any, Final
 
 import pytest
 
+from redelastic.monitoring.control import RunControl
+from redelastic.monitoring.events import Failed, Left
 from redelastic.redis.errors import UnavailableError
 from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.handler import RedisRendezvousHandler
 from redelastic.rendezvous.membership import RunThen
-from redelastic.run.control import RunControl
-from redelastic.run.events import Failed, Left
 from tests.support.agent_job import AgentJob
 from tests.support.fault_matrix import Measured
 from tests.support.faulty_proxy import Fault, FaultyProxy

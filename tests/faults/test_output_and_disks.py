@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
+from redelastic.monitoring.control import RunControl
 from redelastic.redis.connection import Connection
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
-from redelastic.run.control import RunControl
 from tests.support.agent_job import FAILED, REFUSED, STOPPED, AgentJob
 from tests.support.long_tests import quick_first, quick_rows
 from tests.support.torchrun_job import LIMIT

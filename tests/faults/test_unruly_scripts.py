@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from redelastic.monitoring.control import RunControl
+from redelastic.monitoring.events import Closed, Failed
+from redelastic.monitoring.sentences import sentence
 from redelastic.redis.connection import Connection
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
-from redelastic.run.control import RunControl
-from redelastic.run.events import Closed, Failed
-from redelastic.run.sentences import sentence
 from tests.support.agent_job import DRAINED, FAILED
 from tests.support.cgroups import limited_memory
 from tests.support.long_tests import quick_rows

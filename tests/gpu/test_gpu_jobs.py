@@ -14,8 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
+from redelastic.monitoring.events import Hung
 from redelastic.redis.server import RedisServer
-from redelastic.run.events import Hung
 from tests.support.agent_job import AgentJob
 from tests.support.gpu_machine import ON_GPU, ask_card, memory_used, needs_card, needs_gpu, needs_two_cards
 from tests.support.servers import wait_until

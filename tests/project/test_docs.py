@@ -17,18 +17,18 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from redelastic.agent.torchrun import launch
+from redelastic.agent import launch
 from redelastic.cli import common
 from redelastic.cli.status.view import Screen
+from redelastic.monitoring.events import BY_SCRIPTS, KINDS, Completed, Failed, Lost, Started
+from redelastic.monitoring.records import Node, Run
+from redelastic.monitoring.report import describe
 from redelastic.rendezvous.settings import Settings
-from redelastic.run.events import BY_SCRIPTS, KINDS, Completed, Failed, Lost, Started
-from redelastic.run.records import Node, Run
-from redelastic.run.report import describe
 from tests.support.commands import command
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-SOURCE = Path(launch.__file__).parents[2]
+SOURCE = Path(launch.__file__).parents[1]
 MIB = 2**20
 # Options in our pages that are other programs'.
 OTHERS = {
@@ -169,7 +169,7 @@ def test_scripts_record_the_events_that_are_defined() -> None:
 
 def test_no_sentence_is_parsed() -> None:
     """What crosses a process is data: nobody who reads events or records matches text."""
-    readers = [*(SOURCE / "run").glob("*.py"), *(SOURCE / "dashboard").glob("*.py"), SOURCE / "cli" / "drain.py"]
+    readers = [*(SOURCE / "monitoring").glob("*.py"), *(SOURCE / "dashboard").glob("*.py"), SOURCE / "cli" / "drain.py"]
     matching = {path.name for path in readers if "import re\n" in path.read_text()}
     assert matching <= {"report.py", "wording.py", "app.py", "standalone.py"}, "of Xids, node ids, addresses, modules"
 

@@ -23,10 +23,10 @@ import pytest
 import redis
 from typing_extensions import Self
 
+from redelastic.monitoring.control import RunControl, UnknownRunError
+from redelastic.monitoring.records import Node
 from redelastic.redis.errors import ACL_RULES
 from redelastic.redis.server import RedisServer
-from redelastic.run.control import RunControl, UnknownRunError
-from redelastic.run.records import Node
 from tests.support import servers
 from tests.support.examples_site import (
     AWARE,

@@ -19,11 +19,11 @@ from typing import Any, Final
 
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters
 
+from redelastic.monitoring.events import Left
 from redelastic.redis import scripts
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.handler import RedisRendezvousHandler, handler_from_parameters
-from redelastic.run.events import Left
 from redelastic.store import RedisStore, RoundBrokenError
 from tests.proofs.oracle import apply
 from tests.proofs.oracle_state import NOTHING, Beat, Join, Known, Leave, Request, Settings, State

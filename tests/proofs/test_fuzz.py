@@ -22,6 +22,10 @@ from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, 
 
 from redelastic import RedisRendezvousBackend
 from redelastic.cli.output import moment
+from redelastic.monitoring.control import UnknownRunError
+from redelastic.monitoring.history import STATES, replay
+from redelastic.monitoring.records import decode_status
+from redelastic.monitoring.report import describe
 from redelastic.redis.connection import Connection, text
 from redelastic.redis.endpoint import parse_endpoint
 from redelastic.redis.errors import CorruptStateError, UnreachableError
@@ -30,10 +34,6 @@ from redelastic.rendezvous import init_method
 from redelastic.rendezvous.membership import Membership
 from redelastic.rendezvous.replies import Complete
 from redelastic.rendezvous.settings import Settings, parameters_from_url
-from redelastic.run.control import UnknownRunError
-from redelastic.run.history import STATES, replay
-from redelastic.run.records import decode_status
-from redelastic.run.report import describe
 from tests.support.fuzzing import (
     INPUTS,
     Replies,

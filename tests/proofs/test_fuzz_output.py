@@ -17,18 +17,18 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
-from redelastic.agent.host.health_endpoint import _Handler, _Server, _StatusCollector
-from redelastic.agent.host.telemetry import STATUS_LIMIT, bounded
-from redelastic.agent.workers.board import HangWatch, ProgressBoard
 from redelastic.cli.output import moment
 from redelastic.cli.status.view import Screen
 from redelastic.dashboard.standalone import page
+from redelastic.host.health_endpoint import _Handler, _Server, _StatusCollector
+from redelastic.host.telemetry import STATUS_LIMIT, bounded
+from redelastic.monitoring.control import UnknownRunError
+from redelastic.monitoring.history import replay
+from redelastic.monitoring.report import describe
+from redelastic.monitoring.wording import clean, duration, size
 from redelastic.redis.errors import CorruptStateError
-from redelastic.run.control import UnknownRunError
-from redelastic.run.history import replay
-from redelastic.run.report import describe
-from redelastic.run.wording import clean, duration, size
 from redelastic.worker import SLOT_BYTES
+from redelastic.workers.board import HangWatch, ProgressBoard
 from tests.support.fuzzing import INPUTS, hostile_event, hostile_history, hostile_run, try_all
 from tests.support.hostile import Dice
 

@@ -15,6 +15,9 @@ from torch.distributed import DistError
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from redelastic import RedisRendezvousBackend, RedisStore
+from redelastic.monitoring.control import RunControl, UnknownNodeError, UnknownRunError
+from redelastic.monitoring.events import Failed, Hung, Left, Unwatched
+from redelastic.monitoring.history import replay
 from redelastic.redis.connection import Connection
 from redelastic.redis.errors import RedelasticError
 from redelastic.redis.keys import RunKeys
@@ -22,9 +25,6 @@ from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.membership import Membership
 from redelastic.rendezvous.replies import Complete
 from redelastic.rendezvous.settings import Settings
-from redelastic.run.control import RunControl, UnknownNodeError, UnknownRunError
-from redelastic.run.events import Failed, Hung, Left, Unwatched
-from redelastic.run.history import replay
 from tests.support.fuzzing import INPUTS, SEED, no_logs
 from tests.support.hostile import NODES, RECORD, Dice
 

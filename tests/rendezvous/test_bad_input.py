@@ -20,11 +20,11 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from redelastic import RedisRendezvousBackend, RedisStore, create_handler
+from redelastic.monitoring.events import Closed, Left
 from redelastic.redis.connection import Connection
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.handler import RedisRendezvousHandler
-from redelastic.run.events import Closed, Left
 from tests.support import servers
 from tests.support.nodes import NodeFactory
 

@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from redelastic.run.events import Left
+from redelastic.monitoring.events import Left
 from tests.support.nodes import NodeFactory
 from tests.support.rounds import join_all, ranks
 

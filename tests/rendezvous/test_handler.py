@@ -25,10 +25,10 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from redelastic import plugin
+from redelastic.monitoring.events import Left, Lost
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.handler import EPOCH_VARIABLE
-from redelastic.run.events import Left, Lost
 from redelastic.store import RoundBrokenError
 from tests.support.nodes import NodeFactory
 from tests.support.rounds import join_all, ranks, until, until_joined

@@ -26,15 +26,15 @@ import pytest
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from redelastic.doctor.host import examine_host
+from redelastic.monitoring.control import RunControl
+from redelastic.monitoring.events import Left, Unreached
+from redelastic.monitoring.sentences import sentence
 from redelastic.redis.connection import Connection
 from redelastic.redis.endpoint import parse_endpoint
 from redelastic.redis.server import RedisServer
 from redelastic.rendezvous import addresses
 from redelastic.rendezvous.addresses import INTERFACE_VARIABLES, LocalAddress, find_address
 from redelastic.rendezvous.handler import REACH_THREAD, RedisRendezvousHandler, handler_from_parameters
-from redelastic.run.control import RunControl
-from redelastic.run.events import Left, Unreached
-from redelastic.run.sentences import sentence
 from tests.support.fault_matrix import Measured
 from tests.support.namespaces import LINK, Network, NetworkServer, _ip, _libc, both_ways
 from tests.support.servers import wait_until

@@ -8,8 +8,8 @@ from typing import Final
 
 import pytest
 
+from redelastic.monitoring.events import Lost
 from redelastic.rendezvous.view import Round, View
-from redelastic.run.events import Lost
 
 LIMIT: Final = 30.0
 

@@ -10,13 +10,13 @@ import pytest
 import redis
 
 from redelastic.doctor.rights import PROBES
+from redelastic.monitoring.control import RunControl
+from redelastic.monitoring.events import Barred
+from redelastic.monitoring.records import Node
 from redelastic.redis.connection import Connection
 from redelastic.redis.errors import ACL_RULES
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
-from redelastic.run.control import RunControl
-from redelastic.run.events import Barred
-from redelastic.run.records import Node
 from tests.support import servers
 from tests.support.agent_job import DRAINED, STOPPED, AgentJob
 from tests.support.job_user import CANARY, as_user_of, command_line, job_rules, run_command

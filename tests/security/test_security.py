@@ -17,12 +17,12 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousStateError
 
 from redelastic import RedisStore, create_backend, create_handler
+from redelastic.monitoring.control import RunControl
+from redelastic.monitoring.events import MAX_REASON, Closed, Left, decode_cause
 from redelastic.redis.connection import Connection
 from redelastic.redis.endpoint import parse_endpoint
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
-from redelastic.run.control import RunControl
-from redelastic.run.events import MAX_REASON, Closed, Left, decode_cause
 from tests.support.commands import command
 from tests.support.job_user import CANARY, PACKAGE, as_user_of, command_line
 from tests.support.nodes import NodeFactory
@@ -190,7 +190,7 @@ def test_nothing_of_ours_unpickles_or_runs_what_it_reads() -> None:
     assert found == {
         # workers of one job, among themselves
         *((file, "dist.broadcast_object_list") for file in ("cli/demo/train.py", "integrations/transformers.py")),
-        ("agent/workers/site/sitecustomize.py", "marshal"),  # an agent and its child, over a socket pair
+        ("workers/site/sitecustomize.py", "marshal"),  # an agent and its child, over a socket pair
     }
 
 

@@ -13,12 +13,12 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 
+from redelastic.monitoring.control import RunControl
 from redelastic.redis.connection import Connection
 from redelastic.redis.endpoint import parse_endpoint
 from redelastic.redis.errors import UnavailableError
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
-from redelastic.run.control import RunControl
 from tests.support.agent_job import AWARE, AgentJob
 from tests.support.job_user import CANARY, AsUser, run_command
 from tests.support.tls_files import Certificates, make_certificates

@@ -10,12 +10,12 @@ import pytest
 import redis
 import torch.distributed as dist
 
+from redelastic.monitoring.events import Left
 from redelastic.redis import scripts
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.scripts import Script
 from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.handler import RedisRendezvousHandler
-from redelastic.run.events import Left
 from redelastic.store import RedisStore, RoundBrokenError
 from tests.support import stores
 from tests.support.faulty_proxy import Fault, FaultyProxy

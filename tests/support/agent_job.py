@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+from redelastic.monitoring.control import RunControl
+from redelastic.monitoring.events import Event
 from redelastic.redis.connection import Connection
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
-from redelastic.run.control import RunControl
-from redelastic.run.events import Event
 from tests.support.torchrun_job import Job
 
 E = TypeVar("E", bound=Event)

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from redelastic.agent.host.checks import Node
+from redelastic.host.checks import Node
 
 
 @pytest.fixture

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from redelastic.monitoring.control import RunControl
 from redelastic.redis.connection import Connection
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
-from redelastic.run.control import RunControl
 from tests.support.commands import Cli, Done, command
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import redis
 
+from redelastic.monitoring.events import Completed, Event, Failed, Hung
 from redelastic.redis.keys import RunKeys
-from redelastic.run.events import Completed, Event, Failed, Hung
 from tests.proofs.oracle_state import PROTOCOL
 from tests.support.scenes import Story
 

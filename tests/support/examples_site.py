@@ -19,11 +19,11 @@ import psutil
 import pytest
 from typing_extensions import Self
 
+from redelastic.monitoring.control import RunControl
 from redelastic.redis.connection import Connection
 from redelastic.redis.endpoint import URL_VARIABLE, parse_endpoint
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import find_binary, reserve_port
-from redelastic.run.control import RunControl
 from tests.support.torchrun_job import _REAPER, TOKEN
 
 T = TypeVar("T")

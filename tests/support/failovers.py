@@ -10,13 +10,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, TypeVar, cast
 
+from redelastic.monitoring.control import RunControl, UnknownRunError
+from redelastic.monitoring.events import Lost
+from redelastic.monitoring.records import Run
 from redelastic.redis.connection import Connection
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.handler import RedisRendezvousHandler
-from redelastic.run.control import RunControl, UnknownRunError
-from redelastic.run.events import Lost
-from redelastic.run.records import Run
 from tests.support.agent_job import AgentJob
 from tests.support.nodes import NodeFactory
 from tests.support.rounds import state

@@ -14,7 +14,7 @@ from typing import Any, Final, NoReturn
 
 import pytest
 
-from redelastic.agent.host import devices
+from redelastic.host import devices
 
 pynvml: Final[Any] = importlib.import_module("pynvml")
 MIB: Final = 2**20
@@ -169,7 +169,7 @@ def install_driver(monkeypatch: pytest.MonkeyPatch, folder: Path, program: str) 
     script.write_text(
         f"import os, runpy, sys, time\nsys.path.append({str(Path(__file__).parent)!r})\n"
         f"from fake_nvml import FakeGpu, FakeMig, FakeNvml\n{program}\n"
-        "sys.modules['pynvml'] = nvml\nrunpy.run_module('redelastic.agent.host.devices', run_name='__main__')\n"
+        "sys.modules['pynvml'] = nvml\nrunpy.run_module('redelastic.host.devices', run_name='__main__')\n"
     )
     monkeypatch.setattr(devices, "PROGRAM", (sys.executable, str(script)))
     install_device_nodes(monkeypatch, "nul[l]")

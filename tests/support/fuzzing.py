@@ -9,11 +9,11 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any, Final, cast
 
+from redelastic.monitoring.control import RunControl
+from redelastic.monitoring.events import KINDS, Event, decode
+from redelastic.monitoring.records import Run
 from redelastic.redis.connection import Connection
 from redelastic.redis.keys import RunKeys
-from redelastic.run.control import RunControl
-from redelastic.run.events import KINDS, Event, decode
-from redelastic.run.records import Run
 from tests.support.hostile import NODES, RECORD, VALUES, Dice
 from tests.support.long_tests import LONG
 

@@ -8,10 +8,10 @@ from typing import Any
 import redis
 from torch.distributed.elastic.rendezvous import RendezvousInfo
 
+from redelastic.monitoring.control import RunControl, UnknownRunError
+from redelastic.monitoring.records import Run
 from redelastic.redis.keys import RunKeys
 from redelastic.rendezvous.handler import RedisRendezvousHandler
-from redelastic.run.control import RunControl, UnknownRunError
-from redelastic.run.records import Run
 from tests.support.waiting import Within
 
 until = Within(10)

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from redelastic.run.events import (
+from redelastic.monitoring.events import (
     Barred,
     Because,
     Closed,

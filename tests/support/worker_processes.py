@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from redelastic.agent.workers import reaper
-from redelastic.agent.workers.processes import ProcessTree
+from redelastic.workers import reaper
+from redelastic.workers.processes import ProcessTree
 from tests.support.waiting import Within
 
 DEADLINE = 30.0  # for what normally takes well under a second, in seconds

@@ -20,12 +20,12 @@ import psutil
 
 from redelastic.cli.events import Printer
 from redelastic.cli.output import open_console
+from redelastic.monitoring.control import RunControl
+from redelastic.monitoring.event_log import EventLog
+from redelastic.monitoring.history import replay
 from redelastic.redis.connection import Connection
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
-from redelastic.run.control import RunControl
-from redelastic.run.event_log import EventLog
-from redelastic.run.history import replay
 from redelastic.signals import handling
 
 STEPS: Final = 500

@@ -10,8 +10,8 @@ from redelastic.cli.common import NO, OK, add_run_argument, add_server_arguments
 from redelastic.cli.output import add_json_argument, follow, open_console, write_json
 
 if TYPE_CHECKING:
-    from redelastic.run.control import RunControl
-    from redelastic.run.event_log import EventLog
+    from redelastic.monitoring.control import RunControl
+    from redelastic.monitoring.event_log import EventLog
 
     from .view import Screen
 
@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; see :data:`DESCRIPTION`."""
     control = open_run(arguments)
-    from redelastic.run.event_log import EventLog
+    from redelastic.monitoring.event_log import EventLog
 
     event_log = EventLog(control)
     report = _read(control, event_log)
@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _read(control: RunControl, event_log: EventLog) -> dict[str, Any]:
-    from redelastic.run.report import describe
+    from redelastic.monitoring.report import describe
 
     state = control.state()
     event_log.read()
@@ -96,8 +96,8 @@ def _screen(arguments: argparse.Namespace) -> Screen:
 
 def _watch(control: RunControl, event_log: EventLog, arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     """Show the run until a signal ends the command."""
+    from redelastic.monitoring.control import UnknownRunError
     from redelastic.redis.errors import RedelasticError
-    from redelastic.run.control import UnknownRunError
 
     screen = _screen(arguments)
 

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from redelastic.cli.output import event_table, styled
-from redelastic.run.wording import clean, count, duration, short, size
+from redelastic.monitoring.wording import clean, count, duration, short, size
 
 Document = Mapping[str, Any]
 

@@ -19,12 +19,12 @@ from typing import Any, Final
 
 import redis
 
+from redelastic.monitoring.control import RunControl
+from redelastic.monitoring.sentences import sentence
 from redelastic.redis.connection import Connection
 from redelastic.redis.errors import RedelasticError
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
-from redelastic.run.control import RunControl
-from redelastic.run.sentences import sentence
 
 from .history import Event, Tail, Writer, read
 from .schedule import ATTEMPTS, Episode

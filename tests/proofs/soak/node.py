@@ -34,13 +34,13 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousParameters,
 )
 
+from redelastic.monitoring.events import Left
+from redelastic.monitoring.sentences import cause
 from redelastic.redis import scripts
 from redelastic.redis.wire import Command, PoolWire
 from redelastic.rendezvous.backend import create_backend
 from redelastic.rendezvous.handler import EPOCH_VARIABLE, RedisRendezvousHandler, create_handler
 from redelastic.rendezvous.membership import DrainedError, Membership
-from redelastic.run.events import Left
-from redelastic.run.sentences import cause
 from redelastic.store import RedisStore, RoundBrokenError
 
 from .history import Writer

@@ -1,0 +1,183 @@
+"""redelastic's counterpart of torchrun's launcher: from a launch configuration to an exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from torch.distributed import DistNetworkError
+from torch.distributed.elastic import events, metrics
+from torch.distributed.elastic.agent.server.api import WorkerSpec, WorkerState
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, get_error_handler
+from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousParameters
+from torch.distributed.launcher.api import LaunchConfig
+
+from redelastic.agent.agent import RedisElasticAgent
+from redelastic.agent.background import repeat
+from redelastic.agent.limits import RefusedError
+from redelastic.agent.options import AgentOptions
+from redelastic.logs import say
+from redelastic.monitoring.events import Left
+from redelastic.rendezvous.handler import RedisRendezvousHandler, handler_from_parameters
+from redelastic.rendezvous.membership import DrainedError, RunStoppedError, RunThen
+from redelastic.workers.drains import DrainFile
+
+log = logging.getLogger(__name__)
+
+OK: Final = 0
+FAILED: Final = 1  # workers failed, or a signal ended this process: same as torchrun
+DRAINED: Final = (
+    75  # this node was drained; the job goes on elsewhere, and this node's place may be taken (EX_TEMPFAIL)
+)
+STOPPED: Final = 76  # the job was stopped: by a person, or because its restart budget is used up
+REFUSED: Final = 77  # a health check found this node unfit
+DRAIN_FILE_INTERVAL: Final = 1.0  # between two looks for the drain file, in seconds
+
+
+def launch(
+    config: LaunchConfig,
+    options: AgentOptions,
+    entrypoint: Callable[..., Any] | str,
+    args: Sequence[Any],
+    *,
+    shutdown_timeout: float = 30.0,
+    exit_barrier_timeout: float | None = None,
+) -> int:
+    """Run one node of a job in this process.
+
+    Args:
+        config: torchrun's; its rendezvous is on Redis.
+        options: the options that torchrun lacks.
+        entrypoint: of the workers.
+        args: of the entry point.
+        shutdown_timeout: how long workers have between SIGTERM and SIGKILL, in seconds.
+        exit_barrier_timeout: as :class:`RedisElasticAgent` takes it.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        ValueError: an option is wrong.
+        RendezvousConnectionError: Redis does not answer, or refuses this node.
+    """
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.signals_to_handle
+    if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:  # then the exit status of a worker would be lost
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    parameters = RendezvousParameters(
+        backend="redis",
+        endpoint=config.rdzv_endpoint,
+        run_id=config.run_id or uuid.uuid4().hex,
+        min_nodes=config.min_nodes,
+        max_nodes=config.max_nodes,
+        local_addr=config.local_addr,
+        **config.rdzv_configs,
+    )
+    with _watching_drain_file(options):
+        handler = handler_from_parameters(parameters)
+    if not isinstance(handler, RedisRendezvousHandler):
+        raise ValueError("The agent needs the native rendezvous: remove protocol=dynamic, or use torchrun.")  # noqa: TRY004
+    ending: tuple[Left, RunThen] = (Left(cause="exited"), "goes on")
+    try:
+        timeouts = {"shutdown_timeout": shutdown_timeout, "exit_barrier_timeout": exit_barrier_timeout}
+        agent = _agent(config, options, handler, entrypoint, args, **timeouts)
+        metrics.initialize_metrics(metrics.MetricsConfig(config.metrics_cfg))
+        try:
+            result = agent.run()
+        except BaseException:
+            events.record(agent.get_event_failed(), config.event_log_handler)
+            raise
+        events.record(agent.get_event_succeeded(), config.event_log_handler)
+        if result.state != WorkerState.SUCCEEDED:
+            failed = ChildFailedError(_name(entrypoint, args), result.failures)
+            _copy_error(failed)
+            ending = Left(cause="failed", **agent.failure(result).of_worker()), "stops"
+            say(f"{failed}")
+            return FAILED
+        ending = Left(cause="finished"), "closes"
+    except DrainedError as e:
+        ending = Left(cause="drained", reason=e.reason), "goes on"
+        log.warning("%s", e)
+        return DRAINED
+    except (RunStoppedError, RefusedError, RendezvousError, DistNetworkError, OSError) as e:
+        say(f"redelastic run: {e}")
+        return STOPPED if isinstance(e, RunStoppedError) else REFUSED if isinstance(e, RefusedError) else FAILED
+    except SignalException as e:
+        ending = Left(cause="signal", signal=e.sigval.name), "goes on"
+        say(f"redelastic run: ended by {e.sigval.name}")
+        return FAILED
+    finally:
+        handler.end(*ending)
+    return OK
+
+
+@contextlib.contextmanager
+def _watching_drain_file(options: AgentOptions) -> Iterator[None]:
+    """Send this process SIGTERM when the drain file appears, until there is an agent that watches the file."""
+
+    def drain(reason: str, _timeout: float) -> None:
+        log.warning("Draining: %s.", reason)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    if options.drain_file is None:
+        yield
+        return
+    with repeat(DrainFile(options.drain_file, 0.0, drain).look, DRAIN_FILE_INTERVAL, "drain-file"):
+        yield
+
+
+def _name(entrypoint: Callable[..., Any] | str, args: Sequence[Any]) -> str:
+    """The workers' program as the failure report names it: the script, if Python runs one."""
+    if not isinstance(entrypoint, str):
+        return entrypoint.__qualname__
+    return next((arg for arg in args if not arg.startswith("-")), "") if entrypoint == sys.executable else entrypoint
+
+
+def _copy_error(failed: ChildFailedError) -> None:
+    """Copy the first failed worker's error to this process' error file, for its parent, as torch's ``record`` does."""
+    _, failure = failed.get_first_failure()
+    if os.environ.get("TORCHELASTIC_ERROR_FILE") and Path(failure.error_file).is_file():
+        get_error_handler().dump_error_file(failure.error_file, failure.exitcode)
+
+
+def _agent(
+    config: LaunchConfig,
+    options: AgentOptions,
+    handler: RedisRendezvousHandler,
+    entrypoint: Callable[..., Any] | str,
+    args: Sequence[Any],
+    **timeouts: Any,
+) -> RedisElasticAgent:
+    spec = WorkerSpec(
+        role=config.role,
+        local_world_size=config.nproc_per_node,
+        entrypoint=entrypoint,
+        args=tuple(args),
+        rdzv_handler=handler,
+        max_restarts=config.max_restarts,
+        monitor_interval=config.monitor_interval,
+        local_addr=config.local_addr,
+        event_log_handler=config.event_log_handler,
+        numa_options=config.numa_options,
+        duplicate_stdout_filters=config.duplicate_stdout_filters,
+        duplicate_stderr_filters=config.duplicate_stderr_filters,
+        virtual_local_rank=config.virtual_local_rank,
+    )
+    if config.logs_specs is None:
+        raise ValueError("The launch configuration has no logs_specs.")
+    return RedisElasticAgent(
+        spec,
+        config.logs_specs,
+        options,
+        start_method=config.start_method,
+        log_line_prefix_template=config.log_line_prefix_template,
+        **timeouts,
+        owns_process=True,
+    )

@@ -1,0 +1,254 @@
+"""Workers: the processes of one group of workers, and what the agent knows about each."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+from torch.distributed.elastic.agent.server.api import RunResult, Worker
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from redelastic.agent.options import AgentOptions
+from redelastic.host.cgroups import oom_kills
+from redelastic.monitoring.events import Failed, Hung
+from redelastic.monitoring.sentences import idleness, out_of_memory
+from redelastic.torch_internals import exit_codes
+
+from .board import FROZEN_LOOKS, HangWatch, ProgressBoard
+from .deaths import Deaths, signal_name
+from .stacks import catches, dump_stacks, speaker_of
+
+log = logging.getLogger(__name__)
+
+SAVE_SIGNAL: Final = signal.SIGUSR1  # asks workers that handle it to save
+PAUSE_FACTOR: Final = 10  # times the monitor interval: between checks of workers whose ends the kernel reports
+LONGEST_PAUSE: Final = 1.0  # between these checks, in seconds
+SHORTEST_PAUSE: Final = 0.01  # in seconds
+UNKNOWN_EXIT_CODE: Final = 1  # the exit code of a worker that cannot be killed
+STACKS_TIMEOUT: Final = 10.0  # for the stacks of hung workers, in seconds
+
+
+class Workers:
+    """One group of workers, from before its start until the next group is started.
+
+    Args:
+        count: number of workers on this node.
+        options: they define a hang.
+        interval: the monitor interval, in seconds.
+        reporters: local ranks of workers that have ever reported progress; updated.
+        notify: called when a worker has ended, from a thread.
+
+    Attributes:
+        pids: of the workers that were started, by local rank.
+        logs: log files of the workers that write to one, by local rank.
+        signalled: whether one of them was asked to save by signal alone: if it then ends with 0, its work may go on.
+        hung: how long each hung worker has made no progress, in seconds, by local rank.
+        start_timeout: how long a worker may take to report its first progress, in seconds.
+    """
+
+    def __init__(
+        self, count: int, options: AgentOptions, interval: float, reporters: set[int], notify: Callable[[], None]
+    ) -> None:
+        self.pids: dict[int, int] = {}
+        self.logs: dict[int, str] = {}
+        self.signalled = False
+        self.hung: dict[int, float] = {}
+        self._board = ProgressBoard(count)
+        timeout = math.inf if options.hang_timeout is None else options.hang_timeout
+        self._interval, self._notify = interval, notify
+        self._pause = max(interval, min(PAUSE_FACTOR * interval, LONGEST_PAUSE, timeout / (2 * FROZEN_LOOKS)))
+        self.start_timeout = options.start_timeout
+        self._watch = HangWatch(self._board, timeout, self.start_timeout, reporters, interval=self._pause)
+        self._started_at = math.inf
+        self._deaths: Deaths | None = None
+        self._ooms = oom_kills()
+
+    def environment(self, local_rank: int) -> dict[str, str]:
+        """The variables to add to the environment of a worker."""
+        return self._board.environment(local_rank)
+
+    def started(self, pids: Mapping[int, int]) -> None:
+        """Begin to watch."""
+        self._started_at = time.monotonic()
+        self._watch.look(pids)
+        self.pids, self._deaths = dict(pids), Deaths(pids, self._notify)
+
+    @property
+    def pause(self) -> float:
+        """After how many seconds to check them again: less often if the kernel reports their ends.
+
+        A hang is found once its timeout is over: of two nodes the one that stopped first must report it.
+        """
+        pause = self._pause if self._deaths and self._deaths.sees_all else self._interval
+        return max(SHORTEST_PAUSE, min(pause, self._watch.due_in))
+
+    def ended(self, local_rank: int) -> bool:
+        """Whether a worker has ended."""
+        return self._deaths is not None and self._deaths.ended(local_rank)
+
+    @property
+    def first_failure(self) -> float | None:
+        """When the first worker failed, on the monotonic clock in seconds; for a hang, when it last made progress."""
+        if not self.hung:
+            return self._deaths.first_failure if self._deaths else None
+        last = [self._board.read(local_rank).at or self._started_at for local_rank in self.hung]
+        return min(time.monotonic(), max(self._started_at, min(last)))
+
+    def step(self, local_rank: int) -> int | None:
+        """The last step that a worker reported."""
+        return self._board.read(local_rank).step
+
+    @property
+    def highest_step(self) -> int:
+        """The highest step that any of them reported; -1 for none."""
+        return max((step for r in self.pids if (step := self.step(r)) is not None), default=-1)
+
+    def find_hung(self) -> tuple[list[int], list[int]]:
+        """Find hung workers, and set :attr:`hung`; returns them and the workers that have never reported."""
+        self.hung = self._watch.look(r for r in self.pids if not self.ended(r))
+        return list(self.hung), self._watch.silent
+
+    def stacks(self, local_ranks: Iterable[int]) -> dict[int, str]:
+        """Stacks of some of them, by local rank."""
+        return dump_stacks(self._board, {r: self.pids[r] for r in local_ranks}, STACKS_TIMEOUT)
+
+    def ask_to_save(self) -> int:
+        """Ask for a checkpoint: through ``should_checkpoint()``, and by signal to workers that handle it.
+
+        Returns:
+            How many workers get the request.
+        """
+        self._board.request_checkpoint()
+        only_signalled: list[int] = []
+        asked = sum(self._can_be_asked(local_rank, pid) for local_rank, pid in self.pids.items())
+        for local_rank, pid in self.pids.items():
+            speaker = speaker_of(self._board, local_rank, pid)
+            if not self.ended(local_rank) and catches(speaker, SAVE_SIGNAL):  # the signal would end any other
+                if not self._board.read(local_rank).asks:
+                    only_signalled.append(local_rank)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(speaker, SAVE_SIGNAL)
+        if only_signalled:
+            self.signalled = True
+            log.warning(
+                "Local rank %s got SIGUSR1, which it handles, as a request to save. It never called "
+                "should_checkpoint(), so the drain waits for its end, up to the drain timeout. A script that uses "
+                "SIGUSR1 for something else, such as faulthandler.register(), should use another signal.",
+                ", ".join(map(str, only_signalled)),
+            )
+        return asked
+
+    def have_saved(self) -> bool:
+        """Whether each worker has saved, has ended, or cannot be asked to save."""
+        return all(self._has_saved(local_rank, pid) for local_rank, pid in self.pids.items())
+
+    def _has_saved(self, local_rank: int, pid: int) -> bool:
+        return self._board.read(local_rank).saved or not self._can_be_asked(local_rank, pid)
+
+    def _can_be_asked(self, local_rank: int, pid: int) -> bool:
+        """Whether a worker runs and can be asked to save."""
+        asks, speaker = self._board.read(local_rank).asks, speaker_of(self._board, local_rank, pid)
+        return not self.ended(local_rank) and (asks or catches(speaker, SAVE_SIGNAL))
+
+    def failure(self, result: RunResult, usage: Mapping[str, Any]) -> Failed:
+        """Describe the failure of the worker that failed first.
+
+        Args:
+            result: of the group.
+            usage: what each worker used at the last sample, by local rank.
+        """
+        if not result.failures:
+            return Failed(message=f"worker group is {result.state.name}")
+        rank, failure = min(result.failures.items(), key=lambda item: item[1].timestamp)
+        worker: dict[str, Any] = {"local_rank": failure.local_rank, "rank": rank, "pid": failure.pid}
+        if isinstance(failure, LiveFailure):
+            return replace(failure.failed, **worker)
+        if failure.exitcode < 0:
+            return Failed(**worker, signal=signal_name(-failure.exitcode), **self._starved(failure, usage))
+        return Failed(**worker, exit_code=failure.exitcode, message=_message(failure))
+
+    def explain(self, result: RunResult, usage: Mapping[str, Any]) -> None:
+        """Add to the failure report what torch does not know: that the first worker was killed for lack of memory."""
+        failure = min(result.failures.values(), key=lambda one: one.timestamp)
+        if starved := self._starved(failure, usage):
+            failure.message = f"It {out_of_memory(Failed(**starved))}"
+
+    def _starved(self, failure: ProcessFailure, usage: Mapping[str, Any]) -> dict[str, Any]:
+        """How the kernel killed a worker for lack of memory; empty if nothing suggests that it did."""
+        ooms = oom_kills() - self._ooms if failure.exitcode == -signal.SIGKILL else 0
+        if ooms <= 0:
+            return {}
+        memory = usage.get(str(failure.local_rank), {}).get("memory")
+        return {"oom_kills": ooms, "memory": memory}
+
+    def hang(self, worker: Worker) -> Hung:
+        """Describe how a worker hangs."""
+        local_rank = worker.local_rank
+        idle_ms, step = round(1000 * self.hung[local_rank]), self.step(local_rank)
+        return Hung(
+            local_rank=local_rank, rank=worker.global_rank, pid=self.pids[local_rank], idle_ms=idle_ms, step=step
+        )
+
+    def hang_failure(self, worker: Worker) -> ProcessFailure:
+        """A hang, in the form in which torch reports a failure."""
+        return LiveFailure(worker, Failed(**self.hang(worker).of_worker()))
+
+    def describe(self, worker: Worker) -> dict[str, Any]:
+        """One worker, for the node's status."""
+        local_rank = worker.local_rank
+        state = "exited" if self.ended(local_rank) else "hung" if local_rank in self.hung else "running"
+        status: dict[str, Any] = {"local_rank": local_rank, "rank": worker.global_rank}
+        status |= {"pid": self.pids.get(local_rank), "state": state}
+        if log := self.logs.get(local_rank):
+            status["log"] = log
+        if (step := self.step(local_rank)) is not None:
+            status["step"] = step
+        if (idle := self._watch.idle.get(local_rank)) is not None:
+            status["idle"] = round(idle, 1)
+        return status
+
+    def close(self) -> None:
+        """Release the agent's side; the processes are not touched."""
+        self._board.close()
+
+
+def _message(failure: ProcessFailure) -> str:
+    """The message that the worker wrote to its error file, if any."""
+    message: Any = failure.message  # torch declares a str
+    if isinstance(message, dict):
+        return str(message.get("message", ""))
+    return "" if "To enable traceback" in message else str(message)
+
+
+class LiveFailure(ProcessFailure):
+    """A worker that hangs. Its exit code is the one with which the agent ended it: see :func:`fill_in_exit_codes`.
+
+    Args:
+        worker: torch's.
+        failed: how it hangs.
+    """
+
+    def __init__(self, worker: Worker, failed: Failed) -> None:
+        super().__init__(local_rank=worker.local_rank, pid=worker.id, exitcode=UNKNOWN_EXIT_CODE, error_file="")
+        self.failed = failed
+        self.message = failed.message or idleness(failed)
+
+
+def fill_in_exit_codes(result: RunResult, context: object) -> None:
+    """Fill in how the hung workers ended, once they have.
+
+    Args:
+        result: of their group.
+        context: torch's ``PContext`` that ran them.
+    """
+    codes = exit_codes(context)
+    for failure in result.failures.values():
+        if isinstance(failure, LiveFailure):
+            failure.exitcode = codes.get(failure.local_rank, UNKNOWN_EXIT_CODE)

@@ -1,0 +1,72 @@
+"""Hangs: which workers of this node hang, and where; and which have never reported progress."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerState
+
+from redelastic.monitoring.events import MAX_TEXT, Event, Unwatched
+from redelastic.monitoring.sentences import sentence
+
+from .group import Workers
+from .stacks import merged
+
+log = logging.getLogger(__name__)
+
+
+class Hangs:
+    """Finds hangs in one group of workers after another, and reports them.
+
+    A worker hangs if it has called ``progress`` before, in this round or an earlier one of this agent, and no longer
+    does. One that never has may hang, or run a script that does not report: it gets one warning, and is left alone.
+
+    Args:
+        note: records an event of this node.
+
+    Attributes:
+        reporters: local ranks of the workers that have ever called ``progress``.
+    """
+
+    def __init__(self, note: Callable[[Event], None]) -> None:
+        self._note = note
+        self._has_warned = False
+        self.reporters: set[int] = set()
+
+    def find(self, workers: Workers, group: Sequence[Worker]) -> RunResult | None:
+        """Look at the workers; returns the failure of the hung workers, or None.
+
+        Args:
+            workers: the running ones.
+            group: torch's, by local rank.
+        """
+        hung, silent = workers.find_hung()
+        if silent and not self._has_warned:
+            self._has_warned = True
+            quiet = [group[local_rank] for local_rank in silent]
+            # Stacks may take a while, and the agent's loop does not need them.
+            threading.Thread(target=self._warn, args=(workers, quiet), name="redelastic-silent", daemon=True).start()
+        if not hung:
+            return None
+        stacks = workers.stacks(hung)
+        for local_rank in hung:
+            rank, where = group[local_rank].global_rank, stacks[local_rank]
+            log.error("Stacks of worker %s (rank %s), which hangs:\n%s", local_rank, rank, where)
+        self._note(replace(workers.hang(group[hung[0]]), hung=len(hung), stacks=merged(stacks, MAX_TEXT)))
+        failures = {group[local_rank].global_rank: workers.hang_failure(group[local_rank]) for local_rank in hung}
+        return RunResult(state=WorkerState.FAILED, failures=failures)
+
+    def _warn(self, workers: Workers, silent: Sequence[Worker]) -> None:
+        """Warn that workers have never reported; runs in a thread of its own."""
+        stacks = workers.stacks([worker.local_rank for worker in silent])
+        ranks = tuple(str(worker.global_rank) for worker in silent)
+        waited_ms = round(1000 * workers.start_timeout)
+        event = Unwatched(ranks=ranks, waited_ms=waited_ms, stacks=stacks[silent[0].local_rank])
+        for worker in silent:
+            local_rank, rank = worker.local_rank, worker.global_rank
+            log.warning("Stacks of worker %s (rank %s):\n%s", local_rank, rank, stacks[local_rank])
+        log.warning("This node's workers %s.", sentence(event))
+        self._note(event)

@@ -1,0 +1,356 @@
+"""The health endpoint, asked over real sockets: by supervisors, by Prometheus, and by clients that behave badly."""
+
+from __future__ import annotations
+
+import http.client
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import prometheus_client
+import psutil
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from redelastic.host import health_endpoint
+from redelastic.host.health_endpoint import HealthEndpoint
+
+STATUS: Mapping[str, Any] = {
+    "run_id": "job",
+    "node": "host-1-ab",
+    "name": "alpha",
+    "state": "draining",
+    "epoch": 7,
+    "rank": 1,
+    "size": 3,
+    "restarts": 2,
+    "job_restarts": 5,
+    "cpu": 150.0,
+    "restarted": 4,
+    "memory": 1 << 30,
+    "redis_away": 1.5,
+    "workers": [
+        {
+            "local_rank": 0,
+            "rank": 2,
+            "pid": 17,
+            "state": "HEALTHY",
+            "step": 41,
+            "idle": 0.25,
+            "cpu": 80,
+            "memory": 4096,
+        },
+        {"local_rank": 1, "rank": 3, "pid": 18, "state": "HEALTHY", "step": None},
+    ],
+    "gpus": [
+        {
+            "index": 0,
+            "uuid": "GPU-1",
+            "name": 'an "odd" name\\',
+            "memory_used": 100,
+            "memory_total": 400,
+            "utilization": 25,
+            "temperature": 60,
+            "ecc": 3,
+            "xid": 1,
+            "xids": {"31": 2, "79": 1},
+        }
+    ],
+}
+RUN = {"run_id": "job", "node": "host-1-ab"}
+
+
+class FakeNode:
+    """An agent as the endpoint sees it; each part can be set by the test."""
+
+    def __init__(self) -> None:
+        self.why_stalled = ""
+        self.why_unready = ""
+        self.asked: Callable[[], Mapping[str, Any]] = lambda: STATUS
+
+    def stalled(self) -> str:
+        return self.why_stalled
+
+    def unready(self) -> str:
+        return self.why_unready
+
+    def status(self) -> Mapping[str, Any]:
+        return self.asked()
+
+
+@pytest.fixture
+def node() -> FakeNode:
+    return FakeNode()
+
+
+@pytest.fixture
+def endpoint(node: FakeNode) -> Iterator[HealthEndpoint]:
+    started = HealthEndpoint(node, port=0)
+    started.start()
+    yield started
+    started.stop()
+
+
+def ask(
+    endpoint: HealthEndpoint, path: str, method: str = "GET", host: str = "127.0.0.1"
+) -> tuple[int, str, http.client.HTTPMessage]:
+    connection = http.client.HTTPConnection(host, endpoint.port, timeout=10)
+    try:
+        connection.request(method, path)
+        response = connection.getresponse()
+        return response.status, response.read().decode(), response.headers
+    finally:
+        connection.close()
+
+
+def metrics(endpoint: HealthEndpoint) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    status, body, headers = ask(endpoint, "/metrics")
+    assert (status, headers["Content-Type"]) == (200, prometheus_client.CONTENT_TYPE_LATEST)
+    return {
+        (sample.name.removeprefix("redelastic_"), frozenset(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(body)
+        for sample in family.samples
+    }
+
+
+def labels(**more: str) -> frozenset[tuple[str, str]]:
+    return frozenset((RUN | more).items())
+
+
+def test_livez_and_readyz_say_why_not(endpoint: HealthEndpoint, node: FakeNode) -> None:
+    assert ask(endpoint, "/livez")[:2] == (200, "ok\n")
+    assert ask(endpoint, "/readyz?verbose")[:2] == (200, "ok\n")
+    node.why_stalled = "the agent's loop has not run for 72 s"
+    assert ask(endpoint, "/livez")[:2] == (503, "the agent's loop has not run for 72 s\n")
+    assert ask(endpoint, "/readyz")[0] == 200
+    node.why_unready = "waits for a round:\n1 of 2 nodes"
+    assert ask(endpoint, "/readyz")[:2] == (503, "waits for a round: 1 of 2 nodes\n")
+
+
+def test_metrics_carry_the_whole_status_in_base_units(endpoint: HealthEndpoint) -> None:
+    gpu = {"index": "0", "uuid": "GPU-1"}
+    assert metrics(endpoint) == {
+        ("node_info", labels(name="alpha")): 1,
+        **{
+            ("node_state", labels(state=state)): float(state == "draining")
+            for state in ("waiting", "running", "draining", "barred", "refused")
+        },
+        ("epoch", labels()): 7,
+        ("rank", labels()): 1,
+        ("world_size", labels()): 3,
+        ("restarts_total", labels()): 4,
+        ("job_restarts", labels()): 5,
+        ("cpu_cores", labels()): 1.5,
+        ("memory_bytes", labels()): 1 << 30,
+        ("redis_away_seconds", labels()): 1.5,
+        ("worker_state", labels(local_rank="0", state="HEALTHY")): 1,
+        ("worker_state", labels(local_rank="1", state="HEALTHY")): 1,
+        ("worker_rank", labels(local_rank="0")): 2,
+        ("worker_rank", labels(local_rank="1")): 3,
+        ("worker_step", labels(local_rank="0")): 41,  # and none of worker 1, which has reported no step
+        ("worker_idle_seconds", labels(local_rank="0")): 0.25,
+        ("worker_cpu_cores", labels(local_rank="0")): 0.8,
+        ("worker_memory_bytes", labels(local_rank="0")): 4096,
+        ("gpu_info", labels(**gpu, name='an "odd" name\\')): 1,
+        ("gpu_memory_used_bytes", labels(**gpu)): 100,
+        ("gpu_memory_size_bytes", labels(**gpu)): 400,
+        ("gpu_utilization_ratio", labels(**gpu)): 0.25,
+        ("gpu_temperature_celsius", labels(**gpu)): 60,
+        ("gpu_ecc_errors_total", labels(**gpu)): 3,
+        ("gpu_xid_errors_total", labels(**gpu)): 1,
+        ("gpu_xids_total", labels(**gpu, xid="31")): 2,
+        ("gpu_xids_total", labels(**gpu, xid="79")): 1,
+    }
+
+
+def test_metrics_follow_the_conventions(endpoint: HealthEndpoint) -> None:
+    families = list(text_string_to_metric_families(ask(endpoint, "/metrics")[1]))
+    assert all(family.name.startswith("redelastic_") and family.documentation for family in families)
+    assert {family.type for family in families} == {"gauge", "counter"}
+    for family in families:
+        assert all(s.name.endswith("_total") == (family.type == "counter") for s in family.samples)
+
+
+def test_metrics_of_a_status_that_knows_little(endpoint: HealthEndpoint, node: FakeNode) -> None:
+    node.asked = dict
+    nobody = frozenset({("run_id", ""), ("node", "")})
+    assert metrics(endpoint) == {("node_info", nobody | {("name", "")}): 1}
+    node.asked = lambda: {"epoch": "seven", "cpu": None, "workers": [{}], "gpus": None, "state": "odd"}
+    found = metrics(endpoint)
+    assert found["node_state", nobody | {("state", "odd")}] == 1
+    assert found["node_state", nobody | {("state", "running")}] == 0
+    assert not {name for name, _ in found} & {"epoch", "cpu_cores", "worker_step", "gpu_info"}
+
+
+def test_metrics_are_those_of_now_and_of_no_other_registry(endpoint: HealthEndpoint, node: FakeNode) -> None:
+    node.asked = lambda: {**STATUS, "epoch": 8}
+    found = metrics(endpoint)
+    assert found["epoch", labels()] == 8
+    assert not {name for name, _ in found if name.startswith(("python_", "process_"))}
+    assert not [f for f in prometheus_client.REGISTRY.collect() if f.name.startswith("redelastic")]
+
+
+def test_an_agent_that_raises_is_answered_500_in_one_line_and_served_again(
+    endpoint: HealthEndpoint, node: FakeNode, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def broken() -> Mapping[str, Any]:
+        raise RuntimeError("no\nstatus")
+
+    node.asked = broken
+    assert ask(endpoint, "/metrics")[:2] == (500, "/metrics failed: RuntimeError: no status\n")
+    node.stalled = broken  # type: ignore[method-assign, assignment]
+    assert ask(endpoint, "/livez")[:2] == (500, "/livez failed: RuntimeError: no status\n")
+    node.asked = lambda: STATUS
+    assert metrics(endpoint)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_other_paths_and_methods_are_refused(endpoint: HealthEndpoint) -> None:
+    status, body, _ = ask(endpoint, "/")
+    assert (status, body) == (404, "There are /livez, /readyz and /metrics.\n")
+    assert ask(endpoint, "//[livez")[0] == 404
+    assert ask(endpoint, "/livez", "POST")[0] == 501
+    assert ask(endpoint, "/livez", "DELETE")[0] == 501
+
+
+@pytest.mark.parametrize("path", ["/livez", "/metrics", "/elsewhere"])
+def test_head_is_get_without_the_body(endpoint: HealthEndpoint, path: str) -> None:
+    got, head = ask(endpoint, path), ask(endpoint, path, "HEAD")
+    assert head[0] == got[0]
+    assert head[1] == ""
+    assert head[2]["Content-Length"] == str(len(got[1])) == got[2]["Content-Length"]
+    with connect(endpoint, f"HEAD {path} HTTP/1.0\r\n\r\n".encode()) as client:
+        assert client.makefile("rb").read().endswith(b"\r\n\r\n")
+
+
+def connect(endpoint: HealthEndpoint, said: bytes = b"") -> socket.socket:
+    client = socket.create_connection(("127.0.0.1", endpoint.port), timeout=10)
+    client.sendall(said)
+    return client
+
+
+def test_clients_that_say_nothing_or_half_a_request_delay_nobody_and_are_hung_up_on(
+    node: FakeNode, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(health_endpoint, "CLIENT_TIMEOUT", 1.0)  # for the whole exchange, of which a read may take 10 s
+    endpoint = HealthEndpoint(node, port=0)
+    endpoint.start()
+    clients = [connect(endpoint, said) for said in (b"", b"GET /livez HTTP/1.1\r\nHost:", b"\r\n" * 3)]
+    assert ask(endpoint, "/livez")[0] == 200
+    for client in clients:
+        client.settimeout(5)
+        assert client.recv(1) == b""
+    endpoint.stop()
+    for client in clients:
+        client.close()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_more_clients_than_there_is_room_for_are_hung_up_on(
+    endpoint: HealthEndpoint,
+) -> None:
+    first, *others = [connect(endpoint) for _ in range(health_endpoint.MAX_CLIENTS)]
+    with connect(endpoint) as third:
+        assert third.recv(1) == b""
+    first.close()
+    deadline = time.monotonic() + 10
+    while True:  # until its thread has seen that it is gone
+        try:
+            assert ask(endpoint, "/livez")[0] == 200
+            break
+        except (ConnectionError, http.client.HTTPException):
+            assert time.monotonic() < deadline
+    for client in others:
+        client.close()
+
+
+def test_stop_waits_neither_for_clients_nor_for_the_agent(node: FakeNode) -> None:
+    asked, release = threading.Event(), threading.Event()
+
+    def hang() -> Mapping[str, Any]:
+        asked.set()
+        release.wait(60)
+        return {}
+
+    node.asked = hang
+    endpoint = HealthEndpoint(node, port=0)
+    endpoint.start()
+    clients = [connect(endpoint), connect(endpoint, b"GET /metrics HTTP/1.0\r\n\r\n")]
+    assert asked.wait(10)
+    begun = time.monotonic()
+    endpoint.stop()
+    assert time.monotonic() - begun < health_endpoint.CLIENT_TIMEOUT / 2
+    assert [client.recv(1) for client in clients] == [b"", b""]
+    with pytest.raises(ConnectionError):
+        connect(endpoint)
+    release.set()
+    for client in clients:
+        client.close()
+    endpoint.stop()  # once more does no harm
+
+
+def test_a_client_that_hangs_up_in_mid_answer_leaves_no_trace(
+    endpoint: HealthEndpoint, node: FakeNode, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    caplog.set_level("DEBUG", health_endpoint.__name__)
+    answered = threading.Event()
+    huge = "x" * (8 << 20)  # more than the sockets hold: the answer has to wait for its reader
+
+    def slow() -> Mapping[str, Any]:
+        answered.set()
+        return {"name": huge}
+
+    node.asked = slow
+    connect(endpoint, b"GET /metrics HTTP/1.0\r\n\r\n").close()
+    assert answered.wait(10)
+    assert ask(endpoint, "/livez")[0] == 200
+    deadline = time.monotonic() + 10
+    while not caplog.records:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert [record.levelname for record in caplog.records] == ["DEBUG"], "it was lost, and only that is said"
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_port_in_use_is_named_with_what_to_do(endpoint: HealthEndpoint, node: FakeNode) -> None:
+    second = HealthEndpoint(node, port=endpoint.port)
+    with pytest.raises(OSError, match=rf"port {endpoint.port} of 127\.0\.0\.1: .*in use; end the process") as raised:
+        second.start()
+    assert isinstance(raised.value.__cause__, OSError)
+    second.stop()
+    assert ask(endpoint, "/livez")[0] == 200
+
+
+@pytest.mark.parametrize("port", [-1, 65536])
+def test_a_port_that_does_not_exist_is_refused(node: FakeNode, port: int) -> None:
+    with pytest.raises(ValueError, match=f"port {port}: use 1 to 65535"):
+        HealthEndpoint(node, port=port)
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host.invalid"])
+def test_an_address_of_another_machine_is_refused(node: FakeNode, host: str) -> None:
+    with pytest.raises(OSError, match=f"of {host}: .*use an address of this machine"):
+        HealthEndpoint(node, host=host, port=0).start()
+
+
+def test_loopback_unless_told_otherwise(endpoint: HealthEndpoint, node: FakeNode) -> None:
+    listening = [c.laddr for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+    assert [address.ip for address in listening if address.port == endpoint.port] == ["127.0.0.1"]
+    everywhere = HealthEndpoint(node, host="0.0.0.0", port=0)  # noqa: S104
+    everywhere.start()
+    assert ask(everywhere, "/livez")[0] == 200
+    everywhere.stop()
+
+
+def test_ipv6(node: FakeNode) -> None:
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            pass
+    except OSError as e:
+        pytest.skip(f"no IPv6 here: {e}")
+    endpoint = HealthEndpoint(node, host="::1", port=0)
+    endpoint.start()
+    assert ask(endpoint, "/livez", host="::1")[0] == 200
+    endpoint.stop()

@@ -1,0 +1,441 @@
+"""Which workers hang, and where: a clock that the test winds for the first, real processes for the second."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from redelastic.worker import AT, CALLS, STACK_SIGNAL, VARIABLE
+from redelastic.workers import stacks
+from redelastic.workers.board import HangWatch, ProgressBoard
+from redelastic.workers.stacks import catches, dump_stacks, merged
+from tests.support.temporary import make_temporary_files_in
+from tests.support.waiting import Within
+
+Start = Callable[..., int]
+TIMEOUT = 30.0  # of a dump, in seconds: never used up where there is an answer
+until = Within(30)
+
+
+@pytest.fixture
+def board() -> Iterator[ProgressBoard]:
+    made = ProgressBoard(3)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def start(board: ProgressBoard) -> Iterator[Start]:
+    """Starts a script as a worker, waits until it prints a line, and returns its process id."""
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(
+        code: str,
+        local_rank: int | None = 0,
+        *,
+        of: ProgressBoard = board,
+        command: tuple[str, ...] = (sys.executable, "-c"),
+    ) -> int:
+        environment = {} if local_rank is None else of.environment(local_rank)
+        started.append(
+            subprocess.Popen([*command, code], env=os.environ | environment, stdout=subprocess.PIPE, text=True)
+        )
+        stdout = started[-1].stdout
+        assert stdout is not None
+        assert stdout.readline() == "ready\n"
+        return started[-1].pid
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def is_in_state(pid: int, state: str) -> bool:
+    return f"State:\t{state}" in Path(f"/proc/{pid}/status").read_text()
+
+
+# -- HangWatch
+
+
+class Workers:
+    """A board whose workers the test plays, a clock that it winds, and an agent that looks ten times a second."""
+
+    def __init__(
+        self,
+        board: ProgressBoard,
+        timeout: float,
+        start_timeout: float | None = None,
+        reporters: set[int] | None = None,
+    ) -> None:
+        self.board, self.now = board, 1000.0
+        self.reporters = {0, 1, 2} if reporters is None else reporters  # in earlier rounds
+        start = timeout if start_timeout is None else start_timeout
+        self.watch = HangWatch(board, timeout, start, self.reporters, clock=lambda: self.now)
+        self.running = {0, 1, 2}
+
+    def call(self, *local_ranks: int) -> None:
+        for local_rank in local_ranks:
+            self.board.slots[local_rank][AT] = round(self.now * 1e9)
+            self.board.slots[local_rank][CALLS] += 1
+
+    def after(self, seconds: float) -> dict[int, float]:
+        for _ in range(round(seconds * 10)):
+            self.now += 0.1
+            hung = self.watch.look(self.running)
+        return hung
+
+
+def test_a_worker_hangs_that_makes_no_progress_for_longer_than_the_timeout(board: ProgressBoard) -> None:
+    workers = Workers(board, timeout=5)
+    workers.call(0, 1, 2)
+    assert workers.after(4) == {}
+    workers.call(0)
+    assert workers.after(0.9) == {}
+    hung = workers.after(0.6)
+    assert sorted(hung) == [1, 2]
+    assert hung[1] == pytest.approx(5.5)
+    workers.call(1)
+    assert sorted(workers.after(0.1)) == [2], "who goes on does not hang any more"
+    assert sorted(workers.after(5.5)) == [0, 1, 2]
+
+
+def test_the_first_call_may_take_longer(board: ProgressBoard) -> None:
+    workers = Workers(board, timeout=2, start_timeout=10)
+    workers.call(2)
+    assert workers.after(1.9) == {}
+    assert sorted(workers.after(1)) == [2]
+    workers.call(1, 2)
+    assert workers.after(1.9) == {}
+    assert sorted(workers.after(1)) == [1, 2]
+    for _ in range(2):
+        workers.call(1, 2)
+        assert workers.after(1.5) == {}
+    workers.call(1, 2)
+    assert sorted(workers.after(1.5)) == [0]
+
+
+def test_a_call_that_was_made_before_the_first_look_counts(board: ProgressBoard) -> None:
+    workers = Workers(board, timeout=2, start_timeout=10)
+    workers.call(0)
+    workers.after(0.1)
+    assert sorted(workers.after(2.1)) == [0]
+
+
+def test_a_worker_that_has_never_called_does_not_hang(board: ProgressBoard) -> None:
+    workers = Workers(board, timeout=2, start_timeout=4, reporters=set())
+    workers.call(0)
+    assert workers.after(3.9) == {0: pytest.approx(3.9)}
+    assert workers.watch.silent == []
+    workers.call(0)
+    assert workers.after(1) == {}
+    assert workers.watch.silent == [1, 2]
+    workers.call(0, 1)  # late, and from now on it is watched
+    assert workers.after(1.9) == {}
+    assert workers.watch.silent == [2]
+    assert sorted(workers.after(1)) == [0, 1]
+    assert workers.reporters == {0, 1}
+
+
+def test_a_worker_that_has_called_in_an_earlier_round_may_hang_before_its_first_call(board: ProgressBoard) -> None:
+    workers = Workers(board, timeout=2, start_timeout=4, reporters={1})
+    assert workers.after(3.9) == {}
+    assert sorted(workers.after(0.3)) == [1]
+    assert workers.watch.silent == [0, 2]
+
+
+def test_idle_time_counts_from_the_call_and_not_from_the_look_that_saw_it(board: ProgressBoard) -> None:
+    workers = Workers(board, timeout=2)
+    workers.watch = HangWatch(board, 2, 2, workers.reporters, interval=1, clock=lambda: workers.now)
+    workers.running = {0}
+    workers.now += 0.3
+    workers.call(0)
+    workers.now += 0.6
+    assert workers.watch.look({0}) == {}
+    assert workers.watch.idle[0] == pytest.approx(0.6)
+    assert workers.watch.due_in == pytest.approx(1.4)
+    workers.now += 1.41
+    assert workers.watch.look({0}) == {0: pytest.approx(2.01)}
+
+
+@pytest.mark.parametrize("off", [-1e6, 1e6], ids=["behind", "ahead"])
+def test_a_worker_on_another_clock_has_called_between_two_looks_all_the_same(board: ProgressBoard, off: float) -> None:
+    """A time namespace of its own gives it one."""
+    workers = Workers(board, timeout=2)
+    workers.running = {0}
+    workers.after(0.1)
+    workers.call(0)
+    board.slots[0][AT] += round(off * 1e9)
+    workers.after(0.1)
+    assert 0 <= workers.watch.idle[0] <= 0.11
+
+
+def test_a_worker_that_has_ended_does_not_hang(board: ProgressBoard) -> None:
+    workers = Workers(board, timeout=2)
+    workers.running = {1, 2}
+    assert sorted(workers.after(3)) == [1, 2]
+
+
+def test_time_in_which_the_agent_was_frozen_does_not_count(board: ProgressBoard) -> None:
+    workers = Workers(board, timeout=5)
+    workers.after(3)
+    workers.now += 3600
+    assert workers.after(1.9) == {}
+    assert sorted(workers.after(0.3)) == [0, 1, 2]
+
+
+def test_looks_that_are_a_little_late_count(board: ProgressBoard) -> None:
+    workers = Workers(board, timeout=5)
+    for _ in range(6):
+        workers.now += 0.9
+        hung = workers.watch.look(workers.running)
+    assert sorted(hung) == [0, 1, 2]
+
+
+# -- ProgressBoard
+
+
+def test_a_board_gives_back_all_it_took() -> None:
+    open_files = Path("/proc/self/fd")
+    gc.collect()  # what other tests have left is not to go meanwhile
+    before = len(list(open_files.iterdir()))
+    board = ProgressBoard(8)
+    assert len(list(open_files.iterdir())) > before
+    board.close()
+    board.close()
+    del board
+    assert len(list(open_files.iterdir())) == before
+
+
+def test_without_memfd_a_file_that_is_removed_at_once_does(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, start: Start
+) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+    make_temporary_files_in(tmp_path, monkeypatch)
+    other = ProgressBoard(1)
+    file = Path(other.environment(0)[VARIABLE].rpartition(":")[0]).readlink()
+    assert tmp_path in file.parents
+    pid = start(HANG, of=other)
+    assert other.read(0).step == 7
+    assert "in hang" in dump_stacks(other, {0: pid}, TIMEOUT)[0]
+    assert not list(tmp_path.iterdir())
+    other.close()
+
+
+# -- stacks
+
+HANG = """
+import time
+from redelastic.worker import progress
+def hang():
+    progress(7)
+    print("ready", flush=True)
+    time.sleep(600)
+hang()
+"""
+WAYS_TO_HANG = {
+    "sleep": "time.sleep(600)",
+    "pipe": "os.read(os.pipe()[0], 1)",
+    "lock": "lock = threading.Lock(); lock.acquire(); lock.acquire()",
+    "loop": "while True: pass",
+    # C code that keeps the interpreter's lock
+    "gil": "ctypes.PyDLL(None).read(os.pipe()[0], ctypes.create_string_buffer(1), 1)",
+}
+
+
+@pytest.fixture
+def no_py_spy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stacks, "find_py_spy", lambda: None)
+
+
+@pytest.mark.usefixtures("no_py_spy")
+@pytest.mark.parametrize("way", WAYS_TO_HANG)
+def test_a_hung_worker_writes_its_stacks_itself(start: Start, board: ProgressBoard, way: str) -> None:
+    code = HANG.replace("import time", "import ctypes, os, threading, time")
+    pids = {r: start(code.replace("time.sleep(600)", WAYS_TO_HANG[way]), r) for r in (0, 2)}
+    for _ in range(2):  # the second dump does not show the first once more
+        texts = dump_stacks(board, pids, TIMEOUT)
+        assert sorted(texts) == [0, 2]
+        assert [text.count("in hang") for text in texts.values()] == [1, 1], texts
+    assert board.read(2).step == 7, "and lives"
+    assert not is_in_state(pids[2], "Z")
+
+
+@pytest.mark.usefixtures("no_py_spy")
+def test_workers_that_are_replaced_while_their_stacks_are_asked_for_have_none(
+    start: Start,
+) -> None:
+    class Replaced(ProgressBoard):
+        def stacks_size(self, local_rank: int) -> int:
+            self.close()
+            return super().stacks_size(local_rank)
+
+    replaced = Replaced(1)
+    pid = start(HANG, of=replaced)
+    assert dump_stacks(replaced, {0: pid}, TIMEOUT)[0].startswith(f"No stacks: process {pid} ")
+
+
+@pytest.mark.usefixtures("no_py_spy")
+def test_a_worker_that_hangs_before_its_first_call_writes_its_stacks(start: Start, board: ProgressBoard) -> None:
+    pid = start(HANG.replace("progress(7)", ""))
+    assert board.read(0).pid == 0
+    assert "in hang" in dump_stacks(board, {0: pid}, TIMEOUT)[0]
+
+
+@pytest.mark.usefixtures("no_py_spy")
+@pytest.mark.fault(
+    "a worker hangs before its first progress()", "its stacks are told, if its script imports redelastic"
+)
+def test_to_import_the_package_is_enough_for_stacks(start: Start, board: ProgressBoard) -> None:
+    """The commonest hang is that of NCCL's start, before any step."""
+    pid = start(HANG.replace("from redelastic.worker import progress", "import redelastic").replace("progress(7)", ""))
+    assert "in hang" in dump_stacks(board, {0: pid}, TIMEOUT)[0]
+
+
+def test_without_an_agent_the_package_stays_light() -> None:
+    code = "import sys, redelastic; print([n for n in sys.modules if n.startswith(('redelastic.', 'torch', 'mmap'))])"
+    env = {name: value for name, value in os.environ.items() if name != VARIABLE}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+@pytest.mark.usefixtures("no_py_spy")
+def test_the_process_that_speaks_is_asked_not_the_shell_around_it(start: Start, board: ProgressBoard) -> None:
+    shell = start(f"{sys.executable} -c '{HANG}' & wait", command=("bash", "-c"))
+    speaker = board.read(0).pid
+    assert speaker not in (0, shell)
+    try:
+        assert "in hang" in dump_stacks(board, {0: shell}, TIMEOUT)[0]
+    finally:
+        os.kill(speaker, signal.SIGKILL)
+
+
+@pytest.mark.usefixtures("no_py_spy")
+def test_of_long_stacks_the_main_thread_is_kept(start: Start, board: ProgressBoard) -> None:
+    code = """
+import threading
+def deep(n):
+    if n: deep(n - 1)
+    else: ready.release(); threading.Event().wait()
+ready = threading.Semaphore(0)
+for _ in range(50):
+    threading.Thread(target=deep, args=(90,), daemon=True).start()
+    ready.acquire()
+"""
+    text = dump_stacks(board, {0: start(code + HANG)}, TIMEOUT)[0]
+    assert board.stacks_size(0) > 5 * stacks.MAX_BYTES
+    assert text.startswith(stacks.CUT)
+    assert stacks.MAX_BYTES - 200 < len(text) <= stacks.MAX_BYTES + 100
+    assert "in hang" in text
+
+
+def test_py_spy_is_asked_of_a_worker_that_has_no_handler(start: Start, board: ProgressBoard) -> None:
+    if stacks.find_py_spy() is None:
+        pytest.skip("py-spy is not installed")
+    code = HANG.replace("from redelastic.worker import progress", "").replace("progress(7)", "")
+    pid = start(code + "# password=hunter2")
+    text = dump_stacks(board, {0: pid}, TIMEOUT)[0]
+    if "ermission" in text:
+        pytest.skip(f"py-spy may not trace here: {text}")
+    assert text.startswith("Thread ")
+    assert "hang (<string>" in text
+    assert "hunter2" not in text
+
+
+@pytest.mark.usefixtures("no_py_spy")
+def test_a_worker_that_would_die_of_the_signal_is_not_sent_it(start: Start, board: ProgressBoard) -> None:
+    pid = start("print('ready', flush=True)\nimport time\ntime.sleep(600)", None)
+    text = dump_stacks(board, {0: pid}, TIMEOUT)[0]
+    assert "\n" not in text
+    assert re.search(rf"process {pid} \(state [RS]\) has not imported redelastic: ", text)
+    assert r"pip install redelastic[stacks]" in text
+    os.kill(pid, signal.SIGSTOP)  # answered in order: had it been sent the other signal, it would be dead by now
+    until(lambda: is_in_state(pid, "T"))
+
+
+def test_stopped_dead_and_missing_processes_are_said_to_be_so(start: Start, board: ProgressBoard) -> None:
+    pids = {r: start(HANG, r) for r in (0, 1)}
+    os.kill(pids[0], signal.SIGSTOP)
+    os.kill(pids[1], signal.SIGKILL)
+    until(lambda: is_in_state(pids[0], "T") and is_in_state(pids[1], "Z"))
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    texts = dump_stacks(board, pids | {2: gone.pid}, TIMEOUT)
+    assert "is stopped (state T)" in texts[0]
+    assert "is a zombie (state Z)" in texts[1]
+    assert texts[2] == f"No stacks: process {gone.pid} has ended."
+
+
+def test_a_worker_that_does_not_answer_and_a_py_spy_that_hangs_cost_the_timeout_at_most(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, start: Start, board: ProgressBoard
+) -> None:
+    py_spy = tmp_path / "py-spy"
+    py_spy.write_text(f"#!/bin/sh\necho $$ >> {tmp_path}/started\nexec sleep 600\n")
+    py_spy.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    # It has a handler, of its own, that writes nothing.
+    deaf = HANG.replace("def hang", f"import signal\nsignal.signal({STACK_SIGNAL}, lambda *_: None)\ndef hang")
+    pids = {0: start(deaf, 0), 1: start(deaf, 1), 2: start(deaf, None)}
+    began = time.monotonic()
+    texts = dump_stacks(board, pids, 2)
+    assert time.monotonic() - began < 20  # it would be 600
+    assert all(text.endswith("did not answer; py-spy: took too long.") for text in texts.values())
+    spies = (tmp_path / "started").read_text().split()
+    assert len(spies) == 3
+    assert not [pid for pid in spies if Path(f"/proc/{pid}").exists()]
+
+
+def test_a_py_spy_that_cannot_be_run_is_no_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, start: Start, board: ProgressBoard
+) -> None:
+    py_spy = tmp_path / "py-spy"
+    py_spy.write_text("#!/\n")  # a folder is no interpreter
+    py_spy.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    pid = start("print('ready', flush=True)\nimport time\ntime.sleep(600)", None)
+    assert "Permission denied" in dump_stacks(board, {0: pid}, TIMEOUT)[0]
+
+
+@pytest.mark.usefixtures("no_py_spy")
+def test_a_closed_board_is_no_error(start: Start, board: ProgressBoard) -> None:
+    pid = start(HANG)
+    board.close()
+    assert dump_stacks(board, {0: pid}, TIMEOUT)[0].startswith("No stacks")
+
+
+def test_catches_tells_whether_a_signal_has_a_handler(start: Start) -> None:
+    pid = start(
+        "import signal, time\n"
+        "signal.signal(signal.SIGUSR1, print)\n"
+        "signal.signal(signal.SIGUSR2, signal.SIG_IGN)\n"
+        "print('ready', flush=True)\n"
+        "time.sleep(600)"
+    )
+    asked = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, STACK_SIGNAL, signal.SIGINT, 64)
+    assert [catches(pid, s) for s in asked] == [True, False, False, False, True, False]
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    assert not catches(gone.pid, signal.SIGUSR1)
+
+
+def test_stacks_that_are_alike_are_told_once() -> None:
+    at = "Thread 0x{:016x} (most recent call first):\n  File 'train.py', line 7 in all_reduce"
+    told = merged({0: at.format(0x7F01), 1: "in load", 2: at.format(0x7F02)}, 1000)
+    assert told == f"workers 0, 2:\n{at.format(0x7F01)}\n\nworker 1:\nin load"
+    assert merged({3: "in load"}, 1000) == "in load"
+
+
+def test_of_many_long_stacks_each_has_its_share_and_keeps_its_end() -> None:
+    told = merged({rank: f"{rank}" * 5000 + f" the end of {rank}" for rank in range(8)}, 16_000)
+    assert len(told) <= 16_000
+    assert all(f"the end of {rank}" in told for rank in range(8))
+    assert merged({0: "x" * 20_000 + "the end"}, 16_000)[-7:] == "the end"

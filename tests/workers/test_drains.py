@@ -1,0 +1,201 @@
+"""Drains without workers: what they count in Redis, and when each node leaves; and one that comes to nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from torch.distributed.elastic.agent.server.api import WorkerSpec, WorkerState
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+
+from redelastic.agent import RedisElasticAgent
+from redelastic.agent.regrouping import RegroupingAgent
+from redelastic.monitoring.control import RunControl
+from redelastic.monitoring.events import Event, Left, Saved
+from redelastic.redis.connection import Connection
+from redelastic.redis.keys import RunKeys
+from redelastic.rendezvous.membership import DrainedError
+from redelastic.store import RedisStore
+from redelastic.workers import drains
+from redelastic.workers.drains import MAX_LOGGED_DRAINS, Drains
+from tests.support.commands import form, until
+from tests.support.nodes import NodeFactory
+
+N = 12
+
+
+class Workers:
+    """They have saved what they were asked to once the test says so."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.saved = False
+
+    def ask_to_save(self) -> int:
+        self.asked += 1
+        self.saved = False
+        return 1
+
+    def have_saved(self) -> bool:
+        return self.saved
+
+
+class AtOnce:
+    """A reporter that runs its tasks at once."""
+
+    def send(self, task: Callable[[], object]) -> None:
+        task()
+
+
+class Site:
+    """The nodes of one round, each with its drains."""
+
+    def __init__(self, connection: Connection, keys: RunKeys, new_node: NodeFactory, n: int) -> None:
+        self.control = RunControl(connection, keys)
+        self.nodes = [new_node(n, n, keep_alive_interval=0.5) for _ in range(n)]
+        with ThreadPoolExecutor(n) as pool:
+            form(pool, *self.nodes)
+        self.store = RedisStore(connection, keys.run_id, epoch=1, timeout=20)
+        self.workers = [Workers() for _ in self.nodes]
+        self.drains = [self._drains(i) for i in range(n)]
+
+    def _drains(self, i: int) -> Drains:
+        node, workers, reporter = self.nodes[i].membership, self.workers[i], AtOnce()
+        note = partial(self._note, node.node)
+        fakes: Any = (workers, reporter)
+        assert node.view.round
+        of_round: dict[str, Any] = {"store": self.store, "rank": node.view.round.rank, "size": len(self.nodes)}
+        return Drains(node, fakes[0], **of_round, reporter=fakes[1], note=note)
+
+    def _note(self, node: str, event: Event) -> None:
+        self.control.note(replace(event, node=node))
+
+    @property
+    def saved(self) -> list[Saved]:
+        return [event for event in self.control.events() if isinstance(event, Saved)]
+
+    def has_drained(self, i: int) -> bool:
+        try:
+            self.drains[i].advance()
+        except DrainedError:
+            return True
+        return False
+
+
+@pytest.fixture
+def site(connection: Connection, keys: RunKeys, new_node: NodeFactory) -> Callable[[int], Site]:
+    return partial(Site, connection, keys, new_node)
+
+
+@pytest.mark.fault("all nodes drain at once, as at Slurm's time limit", "each saves once, and what it costs is O(N)")
+def test_when_all_nodes_drain_each_saves_and_counts_once(
+    site: Callable[[int], Site], client: redis.Redis, keys: RunKeys, caplog: pytest.LogCaptureFixture
+) -> None:
+    here = site(N)
+    for node in here.nodes:
+        node.membership.drain("SIGTERM", 600)
+    for node in here.nodes:
+        until(lambda node=node: len(node.membership.view.drains) == N, "it has heard of all drains")  # type: ignore[misc]
+    assert not any(here.has_drained(i) for i in range(N)), "nobody has saved"
+    for workers in here.workers[1:]:
+        workers.saved = True
+    assert not any(here.has_drained(i) for i in range(N)), "one has not saved"
+    here.workers[0].saved = True
+    for i in range(N):
+        until(partial(here.has_drained, i), "all have saved, so it leaves")
+
+    assert [workers.asked for workers in here.workers] == [1] * N
+    assert sorted(event.node for event in here.saved) == sorted(node.membership.node for node in here.nodes)
+    assert {len(event.drains) for event in here.saved} == {min(N, MAX_LOGGED_DRAINS)}
+    wake: Any = client.xrange(keys.wake)
+    last, told = wake[-1][0], client.hgetall(keys.store(1).data)
+    assert told == {b"redelastic/saved/%d" % rank: last for rank in range(N)}, "one key for each, whoever drains"
+    of_one = [r for r in caplog.records if r.name.endswith("drains") and r.threadName == "MainThread"]
+    assert len(of_one) <= N * (MAX_LOGGED_DRAINS + 2)
+
+
+def test_a_node_leaves_when_its_own_time_is_up_and_no_sooner(site: Callable[[int], Site]) -> None:
+    here = site(2)
+    here.nodes[0].membership.drain("by hand", 600)
+    here.nodes[1].membership.drain("SIGTERM", 0)
+    for node in here.nodes:
+        until(lambda node=node: len(node.membership.view.drains) == 2, "it has heard of both")  # type: ignore[misc]
+    assert not here.has_drained(0), "its time is not up, nor has the other told anything"
+    assert here.has_drained(1)
+    assert all(event.late for event in here.saved)
+
+
+def test_of_one_drain_the_event_says_for_whom(site: Callable[[int], Site]) -> None:
+    here = site(2)
+    leaving = here.nodes[0].membership
+    leaving.drain("SIGTERM", 600)
+    until(lambda: here.nodes[1].membership.view.drains, "the other has heard of it")
+    assert not here.has_drained(0) | here.has_drained(1), "they are asked to save only now"
+    for workers in here.workers:
+        workers.saved = True
+    until(lambda: here.has_drained(0) or here.has_drained(1), "both have saved, and it leaves")
+    assert [event.drains for event in here.saved] == [(leaving.node,)] * 2
+
+
+def test_a_save_for_a_drain_that_came_to_nothing_does_not_count_for_a_later_one(
+    site: Callable[[int], Site], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = site(3)
+    stuck, leaving = here.nodes[2].membership, here.nodes[0].membership
+    assert here.control.drain(stuck.node, "by hand", 600)
+    for node in here.nodes:
+        until(lambda node=node: node.membership.view.drains, "it has heard of the drain")  # type: ignore[misc]
+    for i in range(3):
+        here.has_drained(i)
+        here.workers[i].saved = True
+    until(lambda: sum(here.has_drained(i) for i in range(3)), "all have saved; yet the node does not leave")
+
+    monkeypatch.setattr(drains, "RESAVE_INTERVAL", 0.0)
+    leaving.drain("SIGTERM", 600)
+    for node in here.nodes:
+        until(lambda node=node: len(node.membership.view.drains) == 2, "it has heard of both")  # type: ignore[misc]
+    for i in (0, 1, 2):
+        here.has_drained(i)
+    assert [workers.asked for workers in here.workers] == [2] * 3
+    here.workers[0].saved = True
+    assert not here.has_drained(0), "two have not saved for it"
+    for i in (1, 2):
+        here.workers[i].saved = True
+        here.has_drained(i)
+    until(lambda: here.has_drained(0), "now they have, so it leaves")
+    assert [event.drains for event in here.saved] == [(stuck.node,)] * 3 + [(leaving.node,)] * 3
+
+
+def test_workers_that_fail_do_not_wait_for_ever_for_a_node_that_drains(
+    connection: Connection, keys: RunKeys, new_node: NodeFactory, tmp_path: Path
+) -> None:
+    """torchrun has no agent of ours, and so does not drain; but anybody may ask its node to."""
+    nodes = [new_node(2, 2, keep_alive_interval=0.4) for _ in range(2)]
+    fail = "until test -e {}; do sleep 0.02; done; exit 1"
+    mine, other = (
+        WorkerSpec("test", 1, node, entrypoint="sh", args=("-c", fail.format(tmp_path / name)), max_restarts=0)
+        for node, name in zip(nodes, ("mine", "other"), strict=True)
+    )
+    agents = (
+        RedisElasticAgent(mine, DefaultLogsSpecs(str(tmp_path / "logs-a")), shutdown_timeout=0.5),
+        RegroupingAgent(other, DefaultLogsSpecs(str(tmp_path / "logs-b"))),
+    )
+    control = RunControl(connection, keys)
+    with ThreadPoolExecutor(2) as pool:
+        ends = [pool.submit(agent.run) for agent in agents]
+        until(lambda: [event for event in control.events() if event.event == "started"], "the workers run")
+        assert control.drain(nodes[1].membership.node, "by hand", 0)
+        until(lambda: nodes[0].membership.view.drains, "it is known")
+        try:
+            (tmp_path / "mine").touch()
+            assert ends[0].result(20).state == WorkerState.FAILED
+        finally:
+            (tmp_path / "other").touch()
+            ends[1].result(20)
+            nodes[1].end(Left(cause="drained"), "goes on", 5)

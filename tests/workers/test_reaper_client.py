@@ -1,0 +1,97 @@
+"""The agent keeps a reaper: it says once why one died, and starts another at most every 10 s."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from redelastic.workers.reaper_client import RESTART_INTERVAL, ReaperClient
+from tests.support.worker_processes import lives, until
+
+
+class Clock:
+    """The guard's clock, which the test moves on."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def guard(clock: Clock) -> Iterator[ReaperClient]:
+    made = ReaperClient("token", clock)
+    yield made
+    made.close()
+
+
+def brief_until_it_is_dead(guard: ReaperClient) -> None:
+    guard.brief(())
+    if guard.pid is not None:
+        process = psutil.Process(guard.pid)
+        until(lambda: not lives(process), "the reaper's end")
+        guard.brief(())
+
+
+@pytest.mark.fault("a reaper that dies at once", "one warning says why; another is tried every 10 s")
+@pytest.mark.parametrize(
+    ("program", "told"),
+    [
+        ("#!/bin/sh\necho no module named spam >&2\nexit 1\n", "exited with 1"),
+        ("", "No reaper could be started"),
+    ],
+    ids=["broken", "not executable"],
+)
+def test_reapers_that_fail_are_reported_once(
+    *,
+    guard: ReaperClient,
+    clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+    program: str,
+    told: str,
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(program)
+    python.chmod(0o700 if program else 0o600)
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "executable", str(python))
+        for _ in range(3):
+            brief_until_it_is_dead(guard)
+            clock.now += RESTART_INTERVAL - 1
+            guard.brief(())
+            assert guard.pid is None, "the next one has to wait"
+            clock.now += 1
+    [record] = caplog.records
+    assert told in record.message
+    assert "workers would survive this process if it got SIGKILL" in record.message
+    assert record.message.endswith("\nno module named spam" if program else "SIGKILL.")
+    guard.brief(())
+    assert guard.pid is not None, "it goes on trying"
+
+
+def test_a_reaper_that_was_killed_is_reported_and_replaced_at_once(
+    guard: ReaperClient, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(2):
+        guard.brief(())
+        assert guard.pid is not None
+        first = psutil.Process(guard.pid)
+        first.kill()
+        until(lambda: not lives(first), "the reaper's end")  # noqa: B023  # called at once
+        clock.now += RESTART_INTERVAL
+        caplog.clear()
+        guard.brief(())
+        assert guard.pid not in (first.pid, None)
+        assert "was ended by SIGKILL" in caplog.text
