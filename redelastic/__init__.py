@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from .rendezvous.handler import RedisRendezvousHandler, create_handler, handler_from_url
     from .rendezvous.init_method import register_init_method
     from .store import RedisStore, RoundBrokenError
+    from .survival.loop import Round, survive
+    from .survival.state import State
     from .worker import progress, should_checkpoint
 
 __all__ = [
@@ -31,6 +33,10 @@ __all__ = [
     "AgentOptions",
     "progress",
     "should_checkpoint",
+    # a training script whose processes survive
+    "survive",
+    "State",
+    "Round",
     # a server for tests and single hosts
     "RedisServer",
 ]
@@ -48,6 +54,9 @@ _HOMES = {
     "RedisServer": "redis.server",
     "RedisStore": "store",
     "RoundBrokenError": "store",
+    "Round": "survival.loop",
+    "survive": "survival.loop",
+    "State": "survival.state",
     "progress": "worker",
     "should_checkpoint": "worker",
 }

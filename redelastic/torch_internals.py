@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from importlib import import_module
 from typing import IO, Any, Final, NamedTuple
 
@@ -78,6 +79,7 @@ elastic.agent.server.local_elastic_agent  LocalElasticAgent._setup_healthcheck
 elastic.agent.server.local_elastic_agent  LocalElasticAgent._shutdown             death_sig
 elastic.agent.server.local_elastic_agent  LocalElasticAgent._exit_barrier
 elastic.agent.server.local_elastic_agent  LocalElasticAgent._initialize_workers   worker_group
+elastic.agent.server.local_elastic_agent  start_processes                         envs
 elastic.agent.server.api                  _RoleInstanceInfo                       role rank local_world_size
 elastic.agent.server.api                  WorkerSpec                              numa_options event_log_handler duplicate_stdout_filters duplicate_stderr_filters virtual_local_rank
 elastic.multiprocessing.api               PContext.close                          death_sig timeout
@@ -94,6 +96,7 @@ elastic.events                            construct_and_record_rdzv_event       
 elastic.rendezvous.dynamic_rendezvous     RendezvousTimeout                       join last_call close heartbeat
 elastic.rendezvous.dynamic_rendezvous     DynamicRendezvousHandler.from_backend   run_id store backend min_nodes max_nodes local_addr timeout
 elastic.rendezvous.api                    RendezvousInfo                          store rank world_size bootstrap_store_info
+distributed_c10d                          _set_pg_timeout                         timeout
 rendezvous                                _rendezvous_handlers
 rendezvous                                register_rendezvous_handler             scheme handler
 """  # noqa: E501
@@ -153,6 +156,32 @@ def close_within(context: Any, seconds: float, then: Callable[[Any], None]) -> N
             then(self)
 
     context.__class__ = Closing
+
+
+def set_group_timeout(timeout: timedelta) -> None:
+    """Set the timeout of the default group's operations from now on."""
+    from torch.distributed import distributed_c10d  # noqa: PLC0415
+
+    distributed_c10d._set_pg_timeout(timeout)  # noqa: SLF001
+
+
+@contextlib.contextmanager
+def starting_no_processes(then: Callable[[dict[int, dict[str, str]]], Any]) -> Iterator[None]:
+    """Within the block, have torch's agent start no processes: ``then`` gets the environments of its workers instead.
+
+    It takes them by local rank, and returns the ``PContext`` of the workers.
+    """
+    from torch.distributed.elastic.agent.server import local_elastic_agent  # noqa: PLC0415
+
+    def start_processes(*, envs: dict[int, dict[str, str]], **_others: Any) -> Any:
+        return then(envs)
+
+    agent: Any = local_elastic_agent
+    original, agent.start_processes = agent.start_processes, start_processes
+    try:
+        yield
+    finally:
+        agent.start_processes = original
 
 
 def exit_codes(context: Any) -> dict[int, int]:

@@ -213,6 +213,12 @@ class RedisElasticAgent(RegroupingAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._close_workers()
+        pids = self._start_processes(worker_group)
+        self._begin_round(worker_group)
+        return pids
+
+    def _start_processes(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        """Start the workers' processes; returns their pids by local rank."""
         spec = worker_group.spec
         self._workers = workers = Workers(
             spec.local_world_size, self._options, self._interval, self._hangs.reporters, self._membership.view.notify
@@ -221,7 +227,19 @@ class RedisElasticAgent(RegroupingAgent):
             pids: dict[int, Any] = super()._start_workers(worker_group)
         workers.started(pids)
         self._tree.look(pids.values())  # so that the reaper knows the workers
-        rank, size = int(worker_group.group_rank or 0), int(worker_group.group_world_size or 0)
+        self._monitor.workers = workers
+        self._monitor.starts += 1
+        # torch ends the other workers when one has failed, and then reads what they have written
+        close_within(self._pcontext, self._shutdown_timeout, remove_torn_errors)
+        context: Any = self._pcontext
+        workers.logs = log_files(context.stdouts, context.stderrs)
+        return pids
+
+    def _begin_round(self, worker_group: WorkerGroup) -> None:
+        """Watch the run for this round's workers, which have started."""
+        workers, rank, size = self._workers, int(worker_group.group_rank or 0), int(worker_group.group_world_size or 0)
+        if workers is None:
+            raise AssertionError
         self._drains = Drains(
             self._membership,
             workers,
@@ -231,17 +249,11 @@ class RedisElasticAgent(RegroupingAgent):
             reporter=self._reporter,
             note=self._note,
         )
-        self._monitor.workers, self._monitor.drains = workers, self._drains
-        self._monitor.starts += 1
-        self._monitor.restarts = spec.max_restarts - self._remaining_restarts
-        # torch ends the other workers when one has failed, and then reads what they have written
-        close_within(self._pcontext, self._shutdown_timeout, remove_torn_errors)
-        context: Any = self._pcontext
-        workers.logs = log_files(context.stdouts, context.stderrs)
+        self._monitor.drains = self._drains
+        self._monitor.restarts = worker_group.spec.max_restarts - self._remaining_restarts
         ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
         logs = {ranks[local_rank]: path for local_rank, path in workers.logs.items()}
         self._note(Started(size=size, rank=rank, logs=logs))
-        return pids
 
     def _set_local_rank_env(self, worker_env: dict[str, Any], local_rank: int, spec: WorkerSpec) -> None:
         isolated = spec.virtual_local_rank and bool(self._assignment.gpus)

@@ -24,6 +24,7 @@ from redelastic.agent.agent import RedisElasticAgent
 from redelastic.agent.background import repeat
 from redelastic.agent.limits import RefusedError
 from redelastic.agent.options import AgentOptions
+from redelastic.agent.surviving import SurvivingAgent
 from redelastic.logs import say
 from redelastic.monitoring.events import Left
 from redelastic.rendezvous.handler import RedisRendezvousHandler, handler_from_parameters
@@ -172,7 +173,8 @@ def _agent(
     )
     if config.logs_specs is None:
         raise ValueError("The launch configuration has no logs_specs.")
-    return RedisElasticAgent(
+    agent = SurvivingAgent if options.survive else RedisElasticAgent
+    return agent(
         spec,
         config.logs_specs,
         options,

@@ -192,6 +192,11 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--health-timeout", type=float, default=60.0, metavar="S", help="time limit of each check (default: 60)")
     add("--health-port", type=int, metavar="PORT", help="port for /livez, /readyz and /metrics")
     add("--health-host", default="127.0.0.1", metavar="ADDRESS", help="address to listen on (default: 127.0.0.1)")
+    add(
+        "--survive",
+        flag=True,
+        help="keep workers' processes from round to round: the script calls redelastic.survive() (experimental)",
+    )
     add("--share-gpus", flag=True, help="let several workers use one GPU (not with NCCL)")
     add(
         "--preload",
@@ -243,7 +248,7 @@ def _options(arguments: argparse.Namespace) -> AgentOptions:
         for name in (
             *("drain_timeout", "drain_file", "hang_timeout", "hang_start_timeout", "max_job_restarts"),
             *("max_idle_restarts", "max_failed_rounds", "health_command", "health_timeout"),
-            *("health_port", "health_host", "share_gpus"),
+            *("health_port", "health_host", "share_gpus", "survive"),
         )
     }
     modules = tuple(name.strip() for name in (arguments.preload or "").split(",") if name.strip())

@@ -181,6 +181,7 @@ Departure = Literal[
     "anew",
     "group",
     "exited",
+    "restarts",
 ]
 
 

@@ -30,6 +30,7 @@ _DEPARTURES: Final = {
     "timeout": "gave up waiting",
     "replicas": "gave up waiting for replicas",
     "anew": "starts anew",
+    "restarts": "starts its workers anew",
     "group": "makes another process group",
     "exited": "exited",
 }

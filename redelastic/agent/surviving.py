@@ -1,0 +1,172 @@
+"""SurvivingAgent: the agent, except that its workers live on from one round to the next."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import time
+from typing import Any, Final
+
+from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from redelastic.monitoring.events import Failed, Left
+from redelastic.redis.errors import RedelasticError
+from redelastic.rendezvous.addresses import INTERFACE_VARIABLES
+from redelastic.rendezvous.handler import DETECTION, EPOCH_VARIABLE, PREFIX_VARIABLE
+from redelastic.torch_internals import starting_no_processes
+from redelastic.workers.channels import Parked, WorkerChannels
+from redelastic.workers.group import LiveFailure
+
+from .agent import RedisElasticAgent
+
+log = logging.getLogger(__name__)
+
+ROUND_VARIABLES: Final = (EPOCH_VARIABLE, PREFIX_VARIABLE, *INTERFACE_VARIABLES)  # that the handler sets for a round
+LONG_WAIT: Final = 60.0  # after which the log says what the agent waits for, in seconds
+
+
+class SurvivingAgent(RedisElasticAgent):
+    """An agent whose workers' script calls :func:`redelastic.survive`.
+
+    The workers' processes are started before this node joins a round, so that it joins when they can begin at once.
+    When a round ends, the workers leave it, and the agent joins the next one with the same processes. It starts them
+    anew if one of them has ended, or does not leave within ``park_timeout``.
+    """
+
+    _channels: WorkerChannels | None = None
+    _epoch = 0  # of the round that the workers are in, or were last
+    _keeps = False  # whether the running workers can enter another round
+    _called_roll_in = 0  # epoch of the last round in which workers left by themselves
+
+    # -- rounds
+
+    def _initialize_workers(self, worker_group: WorkerGroup) -> None:
+        if not self._keeps:
+            self._start_ahead(worker_group)
+        super()._initialize_workers(worker_group)
+
+    def _start_ahead(self, worker_group: WorkerGroup) -> None:
+        """Start the workers' processes before their round is known, and wait until they can enter one."""
+        spec = worker_group.spec
+        worker_group.workers = [Worker(local_rank) for local_rank in range(spec.local_world_size)]
+        unknown: Any = worker_group  # torch declares None for what the round will bring
+        unknown.store, unknown.master_addr, unknown.master_port = object(), "", 0
+        self._close_workers()
+        self._channels = WorkerChannels(spec.local_world_size, self._membership.view.notify)
+        self._start_processes(worker_group)
+        self._keeps = True
+        self._await_ready()
+
+    def _await_ready(self) -> None:
+        """Wait until all workers are ready, one has ended, or this node is to leave."""
+        warn_at = time.monotonic() + LONG_WAIT
+        while self._channels and self._workers and len(self._channels.ready) < len(self._workers.pids):
+            if self._is_to_leave() or any(map(self._workers.ended, self._workers.pids)):
+                return
+            if time.monotonic() > warn_at:
+                warn_at = math.inf
+                log.warning("The workers have not called redelastic.survive() yet; this node joins when they have.")
+            self._membership.view.wait_for_news(self._workers.pause)
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        """Have the workers enter the round; torch's agent computes their environments as for new processes."""
+        held = self._membership.view.round
+        self._epoch = held.epoch if held else self._epoch
+        with starting_no_processes(self._send_rounds):
+            pids: dict[int, Any] = LocalElasticAgent._start_workers(self, worker_group)  # noqa: SLF001
+        self._begin_round(worker_group)
+        return pids
+
+    def _send_rounds(self, environments: dict[int, dict[str, str]]) -> Any:
+        of_round = {name: os.environ[name] for name in ROUND_VARIABLES if name in os.environ}
+        for local_rank, environment in environments.items():
+            if self._channels:
+                hidden = self._channels.environment(local_rank).keys()
+                self._channels.send_round(
+                    local_rank, of_round | {name: environment[name] for name in environment.keys() - hidden}
+                )
+        return self._pcontext
+
+    def _set_local_rank_env(self, worker_env: dict[str, Any], local_rank: int, spec: WorkerSpec) -> None:
+        super()._set_local_rank_env(worker_env, local_rank, spec)
+        if self._channels:
+            worker_env.update(self._channels.environment(local_rank))
+
+    def _setup_local_watchdog(self, envs: dict[int, dict[str, str]]) -> None:
+        if self._worker_watchdog is None:  # it watches the processes, which stay
+            super()._setup_local_watchdog(envs)
+
+    def _close_workers(self) -> None:
+        super()._close_workers()
+        if self._channels:
+            self._channels.close()
+            self._channels = None
+
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        """Have the workers leave the round, and enter the next one; or else start them anew.
+
+        In the second case this node leaves the run until they are ready: the other nodes do not wait for that.
+        """
+        if not self._park():
+            self._stop_workers(worker_group)
+            self._keeps = False
+            with contextlib.suppress(RedelasticError):  # it is out once its lease expires
+                self._membership.leave(Left(cause="restarts"), timeout=self._rendezvous_handler.settings.lease)
+        worker_group.state = WorkerState.STOPPED
+        self._initialize_workers(worker_group)
+
+    def _park(self) -> bool:
+        """Have all workers leave the round; returns whether all have, within the time that they have for it."""
+        channels, workers = self._channels, self._workers
+        if channels is None or workers is None:
+            return False
+        channels.abort(self._epoch)
+        deadline = time.monotonic() + self._options.park_timeout
+        while missing := [rank for rank in workers.pids if not self._has_parked(rank)]:
+            if any(map(workers.ended, workers.pids)):
+                return False
+            if time.monotonic() > deadline:
+                log.warning(
+                    "Local rank %s has not left round %s within %g s: this node's workers start anew.",
+                    *(", ".join(map(str, missing)), self._epoch, self._options.park_timeout),
+                )
+                return False
+            self._membership.view.wait_for_news(min(workers.pause, max(0.0, deadline - time.monotonic())))
+        return not any(map(workers.ended, workers.pids))
+
+    def _has_parked(self, local_rank: int) -> bool:
+        parked = self._channels.parked.get(local_rank) if self._channels else None
+        return parked is not None and parked.epoch == self._epoch
+
+    # -- failures
+
+    def _check_workers(self, worker_group: WorkerGroup) -> RunResult:
+        """Check the workers; those that left the round by themselves have failed, unless the round is broken.
+
+        A worker leaves by itself when a collective fails. If a node is lost or leaves, it is known within a lease. If
+        none is, the collective failed for a reason of its own, and may fail for ever.
+        """
+        result = super()._check_workers(worker_group)
+        left = self._left_by_themselves()
+        if result.state != WorkerState.HEALTHY or not left or self._rendezvous_handler.num_nodes_waiting():
+            return result
+        first = min(left.values(), key=lambda parked: parked.at)
+        if self._called_roll_in != self._epoch:
+            self._called_roll_in = self._epoch
+            self._membership.call_roll(first.at)
+        if time.monotonic() - first.at <= self._rendezvous_handler.settings.lease + DETECTION:
+            return result
+        workers = worker_group.workers
+        failures: dict[int, ProcessFailure] = {
+            workers[rank].global_rank: LiveFailure(workers[rank], Failed(message=parked.why))
+            for rank, parked in left.items()
+        }
+        return RunResult(WorkerState.FAILED, failures=failures)
+
+    def _left_by_themselves(self) -> dict[int, Parked]:
+        parked = dict(self._channels.parked) if self._channels else {}
+        return {local_rank: one for local_rank, one in parked.items() if one.epoch == self._epoch}

@@ -1,0 +1,220 @@
+"""``survive``: calls the training function again in every round, in the same process, with the newest state."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import queue
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Final
+
+import torch
+
+# Its functions' default arguments are the default group. DDP and Adam import it later: then the first group would be
+# kept for good, and a thread of gloo would abort the process at its end.
+import torch.distributed.nn.functional
+from torch import distributed as dist
+from torch.distributed.constants import default_pg_timeout
+
+from redelastic.torch_internals import set_group_timeout
+
+from .channel import MAX_REASON, Channel
+from .cutter import Cutter
+from .state import RoundOverError, State
+
+MAKE_TIMEOUT: Final = timedelta(seconds=15)  # to make a group: a peer that has died meanwhile is not noticed sooner
+CUT_INTERVAL: Final = 0.02  # between two cuts of a group's sockets, in seconds
+IDLE_INTERVAL: Final = 3600.0  # between looks for a command, which wakes the thread anyway, in seconds
+EPOCH: Final = "REDELASTIC_EPOCH"  # variable of the round's number
+FINISHED: Final = "redelastic/finished"  # in the group's store: how many ranks have finished
+ALL_FINISHED: Final = "redelastic/all_finished"
+LAUNCHED: Final = ("RANK", "WORLD_SIZE")  # variables of every launcher
+
+
+@dataclass(frozen=True)
+class Round:
+    """One round, as the training function gets it.
+
+    Attributes:
+        rank: of this process, from 0.
+        size: number of processes.
+        local_rank: of this process on its node.
+        epoch: number of the round, above that of every earlier one; 0 without an agent of redelastic.
+        store: for the script's own keys in this round; None without other processes.
+        device: where this process computes.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    epoch: int
+    store: dist.Store | None
+    device: torch.device
+
+
+TrainFunction = Callable[[Round], object]
+
+
+def survive(
+    train: TrainFunction, state: State, *, timeout: timedelta = default_pg_timeout, verify: bool = False
+) -> None:
+    """Train until ``train`` has returned on all ranks; it is called again in every round.
+
+    Under ``redelastic run --survive`` this process outlives the loss of its peers: it leaves the collectives of the
+    broken round, waits for the next one, takes the newest committed state, and calls ``train`` again. Elsewhere, as
+    under torchrun, ``train`` is called once. In each round there is a default process group.
+
+    ``train`` must begin at ``state.step``, make what depends on the group (``DistributedDataParallel``) anew in each
+    call, and call ``state.commit()`` after each step. It must let errors of collectives pass.
+
+    Args:
+        train: the training function.
+        state: of the training.
+        timeout: of the group's operations.
+        verify: whether to compare a hash of the state's entries at the beginning of each round.
+
+    Raises:
+        TornStateError, ValueError: as :meth:`State.share`.
+        SystemExit: the agent is gone.
+        Exception: of ``train``, if it is none of communication; the agent then starts the node's workers anew.
+    """
+    channel = Channel.open()
+    if channel is None:
+        _train_once(train, state, timeout, verify=verify)
+    else:
+        _Survivor(channel, state, timeout, verify=verify).run(train)
+
+
+def _train_once(train: TrainFunction, state: State, timeout: timedelta, *, verify: bool) -> None:
+    store = None
+    if any(name in os.environ for name in LAUNCHED) and not dist.is_initialized():
+        store, rank, size = next(dist.rendezvous("env://"))
+        backend = None if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    if dist.is_initialized():
+        state.share(verify=verify)
+    train(_round(store))
+    if store is not None:
+        dist.destroy_process_group()
+
+
+def _round(store: dist.Store | None) -> Round:
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    cuda = torch.cuda.is_available()
+    return Round(
+        rank=dist.get_rank() if dist.is_initialized() else 0,
+        size=dist.get_world_size() if dist.is_initialized() else 1,
+        local_rank=local_rank,
+        epoch=int(os.environ.get(EPOCH, "0")),
+        store=None if store is None else dist.PrefixStore("train", store),
+        device=torch.device("cuda", local_rank) if cuda else torch.device("cpu"),
+    )
+
+
+class _Survivor:
+    """A worker that takes part in one round after the other.
+
+    A thread receives the agent's commands; it cuts the group of a round that has ended.
+    """
+
+    def __init__(self, channel: Channel, state: State, timeout: timedelta, *, verify: bool) -> None:
+        self._channel, self._state, self._timeout, self._verify = channel, state, timeout, verify
+        self._rounds: queue.SimpleQueue[Mapping[str, str] | None] = queue.SimpleQueue()
+        self._epoch = 0  # of the round that this worker is in, or was last
+        self._over = 0  # epoch of the newest round that has ended
+        self._cutter: Cutter | None = None  # of the group, while there is one
+        state.end_with(self._is_over)
+
+    def _is_over(self) -> bool:
+        return self._over >= self._epoch
+
+    def run(self, train: TrainFunction) -> None:
+        threading.Thread(target=self._listen, name="redelastic-channel", daemon=True).start()
+        self._channel.send(ready=True)
+        cutter: Cutter | None = None
+        while (environment := self._rounds.get()) is not None:
+            if cutter is not None:
+                cutter.release()
+            os.environ.update(environment)
+            self._epoch = int(environment[EPOCH])
+            cutter = self._cutter = Cutter()
+            why = self._take_part(train, cutter)
+            with contextlib.suppress(Exception):  # of a group that was cut while it was made
+                if dist.is_initialized():
+                    dist.destroy_process_group()
+            self._cutter = None
+            if why is None:
+                return
+            gc.collect()  # what holds the group in a cycle, such as a DDP of it
+            self._channel.send(parked=self._epoch, step=self._state.step, why=why[:MAX_REASON])
+        raise SystemExit("redelastic.survive(): the agent is gone.")
+
+    def _listen(self) -> None:
+        """Receive commands, in a thread; cut the group as long as its round is over."""
+        with contextlib.suppress(EOFError):
+            while True:
+                cutter = self._cutter
+                cutting = cutter is not None and self._is_over()
+                if cutter is not None and cutting:
+                    cutter.cut()
+                command = self._channel.receive(CUT_INTERVAL if cutting else IDLE_INTERVAL)
+                if command and "abort" in command:
+                    self._over = max(self._over, command["abort"])
+                elif command:
+                    self._rounds.put(command["round"])
+        self._over = self._epoch
+        self._rounds.put(None)
+        while (cutter := self._cutter) is not None:
+            cutter.cut()
+            threading.Event().wait(CUT_INTERVAL)
+
+    def _take_part(self, train: TrainFunction, cutter: Cutter) -> str | None:
+        """Train in one round; returns why this worker has left it, or None if all have finished.
+
+        No reference to the group is left when it returns: the error's frames hold some, until they are cleared.
+        """
+        try:
+            if self._is_over():
+                raise RoundOverError("The round ended before this worker could enter it.")  # noqa: TRY301
+            store, rank, size = next(dist.rendezvous("env://", timeout=MAKE_TIMEOUT))
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=MAKE_TIMEOUT)
+            cutter.mark()
+            set_group_timeout(self._timeout)
+            self._state.share(verify=self._verify)
+            train(_round(store))
+            _await_all(store, size)
+        except Exception as e:
+            if not _is_of_communication(e):
+                raise
+            why = f"{type(e).__name__}: {e}"
+            traceback.clear_frames(e.__traceback__)
+            return why
+        return None
+
+
+def _await_all(store: dist.Store, size: int) -> None:
+    """Wait until all ranks have finished: until then, one that fails needs the state of the others."""
+    if store.add(FINISHED, 1) == size:
+        store.set(ALL_FINISHED, "")
+    while True:
+        try:
+            store.wait([ALL_FINISHED], timedelta(hours=1))
+        except dist.DistStoreError:  # the others are not there yet
+            continue
+        return
+
+
+def _is_of_communication(error: BaseException | None) -> bool:
+    """Whether an error, or the one that caused it, says that this process could not reach its peers."""
+    while error is not None:
+        if isinstance(error, (RoundOverError, dist.DistNetworkError, dist.DistBackendError, dist.DistStoreError)):
+            return True
+        if isinstance(error, RuntimeError) and "gloo" in str(error):
+            return True
+        error = error.__cause__
+    return False

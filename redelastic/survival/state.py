@@ -1,0 +1,313 @@
+"""The state that workers share: who has the newest after a fault, and how the others get it from there."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple, Protocol, SupportsIndex, runtime_checkable
+
+import torch
+from torch import distributed as dist
+
+from redelastic.worker import progress
+
+BUCKET_BYTES: Final = 32 << 20  # small tensors travel together, up to this size
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Anything whose state can be taken and put back; contract: as ``torch.distributed.checkpoint.stateful``."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return the state; its tensors may be those in use."""
+        ...
+
+    def load_state_dict(self, state_dict: Any) -> Any:
+        """Put a state back."""
+        ...
+
+
+class TornStateError(RuntimeError):
+    """No process has a whole state: each has changed its state since its last commit, and cannot go back."""
+
+
+class RoundOverError(Exception):
+    """The round has ended; :func:`redelastic.survive` catches it and takes part in the next one."""
+
+
+class Report(NamedTuple):
+    """What a process says of its state when a round begins.
+
+    Attributes:
+        survived: whether it took part in an earlier round.
+        whole: whether its state is that of its last commit.
+        step: number of steps committed.
+    """
+
+    survived: bool
+    whole: bool
+    step: int
+
+
+def choose_source(reports: Sequence[Report]) -> int:
+    """The rank whose state all take: of the newest committed step, and whole; survivors go before new processes.
+
+    Raises:
+        TornStateError: no process has that step whole.
+    """
+    survivors = [rank for rank, report in enumerate(reports) if report.survived]
+    candidates = survivors or range(len(reports))
+    newest = max(reports[rank].step for rank in candidates)
+    whole = [rank for rank in candidates if reports[rank].step == newest and reports[rank].whole]
+    if not whole:
+        raise TornStateError(
+            f"No process has the state of step {newest}: each has called optimizer.step() since, but not "
+            "state.commit(). Use no collectives between the two. The workers start anew, from the last checkpoint."
+        )
+    return whole[0]
+
+
+class State:
+    """What a training script keeps from one round to the next, and shares with workers that join.
+
+    Args:
+        entries: objects with ``state_dict`` and ``load_state_dict``, by name, such as a model (not wrapped in
+            ``DistributedDataParallel``), an optimizer, a scheduler. All ranks need the same names. Tensors of modules
+            and of torch's optimizers are updated in place.
+
+    Attributes:
+        step: number of steps committed. A script that loads a checkpoint sets it before :func:`redelastic.survive`.
+
+    Raises:
+        TypeError: an entry lacks one of the two methods.
+    """
+
+    def __init__(self, **entries: Stateful) -> None:
+        for name, entry in entries.items():
+            if not isinstance(entry, Stateful):
+                raise TypeError(
+                    f"State({name}=…) needs an object with state_dict() and load_state_dict(), not a "
+                    f"{type(entry).__name__}."
+                )
+        self._entries = entries
+        self.step = 0
+        self._survived = False
+        self._whole = True
+        self._is_over: Callable[[], bool] = bool
+        for entry in entries.values():
+            if isinstance(entry, torch.optim.Optimizer):
+                entry.register_step_pre_hook(self._tear)
+
+    def _tear(self, *_: object) -> None:
+        self._whole = False
+
+    def commit(self, step: SupportsIndex | None = None) -> None:
+        """Record that a step is complete: every entry has its new state. Counts as :func:`redelastic.progress`.
+
+        Args:
+            step: number of steps complete from now on; None: one more than before.
+
+        Raises:
+            RoundOverError: the round has ended; leave it to :func:`redelastic.survive`.
+            ValueError: ``step`` is not above the last one.
+        """
+        new = self.step + 1 if step is None else step.__index__()
+        if new <= self.step:
+            raise ValueError(f"commit({new}) does not follow step {self.step}.")
+        self.step, self._whole = new, True
+        progress(new)
+        if self._is_over():
+            raise RoundOverError(f"The round ended at step {new}.")
+
+    def end_with(self, is_over: Callable[[], bool]) -> None:
+        """Have :meth:`commit` end the round once ``is_over`` says so."""
+        self._is_over = is_over
+
+    def share(self, *, verify: bool = False) -> None:
+        """Give all ranks of the default group the newest committed state; a collective.
+
+        Args:
+            verify: whether to compare a hash of each entry afterwards.
+
+        Raises:
+            TornStateError: as :func:`choose_source`, on all ranks.
+            ValueError: ranks have other entries; or with ``verify``, an entry differs.
+        """
+        rank = dist.get_rank()
+        reports: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(reports, (Report(self._survived, self._whole, self.step), sorted(self._entries)))
+        names = reports[0][1]
+        for other, (_, its) in enumerate(reports):
+            if its != names:
+                raise ValueError(f"Rank {other} has the state's entries {its}, and rank 0 has {names}.")
+        known: list[Report] = [report for report, _ in reports]
+        source = choose_source(known)
+        # New processes may have begun differently, as with other random numbers.
+        if not known[source].survived or any(report != known[source] for report in known):
+            if rank == source:
+                self._send(source)
+            else:
+                self._receive(source)
+            self.step = known[source].step
+        self._survived = self._whole = True
+        if verify:
+            self._compare(names)
+
+    def _send(self, source: int) -> None:
+        described: dict[str, Any] = {}
+        tensors: list[torch.Tensor] = []
+        for name in sorted(self._entries):
+            skeleton, found = take_apart(self._entries[name].state_dict())
+            described[name] = skeleton
+            tensors += found.values()
+        dist.broadcast_object_list([described], src=source)
+        for bucket in _buckets(tensors):
+            _broadcast(bucket, source)
+
+    def _receive(self, source: int) -> None:
+        box: list[Any] = [None]
+        dist.broadcast_object_list(box, src=source)
+        described: dict[str, Any] = box[0]
+        filled: dict[str, dict[Path, torch.Tensor]] = {}
+        own: dict[str, tuple[Any, dict[Path, torch.Tensor]]] = {}
+        tensors: list[torch.Tensor] = []
+        for name in sorted(self._entries):
+            own[name] = take_apart(self._entries[name].state_dict())
+            filled[name] = {hole.path: hole.fill(own[name][1].get(hole.path)) for hole in _holes(described[name])}
+            tensors += filled[name].values()
+        for bucket in _buckets(tensors):
+            _broadcast(bucket, source)
+        for name, entry in self._entries.items():
+            skeleton, before = own[name]
+            in_place = isinstance(entry, (torch.nn.Module, torch.optim.Optimizer)) and all(
+                tensor is before.get(path) for path, tensor in filled[name].items()
+            )
+            if not in_place or skeleton != described[name]:
+                entry.load_state_dict(put_together(described[name], filled[name]))
+
+    def _compare(self, names: Sequence[str]) -> None:
+        own = {name: fingerprint(self._entries[name].state_dict()) for name in names}
+        all_of_them: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(all_of_them, own)
+        for name in names:
+            differing = [rank for rank, other in enumerate(all_of_them) if other[name] != all_of_them[0][name]]
+            if differing:
+                raise ValueError(f"After step {self.step} the entry {name!r} of ranks {differing} is not rank 0's.")
+
+
+# -- a state without its tensors, and back
+
+Path = tuple[Any, ...]  # of keys and indices
+
+
+@dataclass(frozen=True)
+class Hole:
+    """The place of a tensor in a state.
+
+    Attributes:
+        path: the keys and indices that lead to it.
+        shape, dtype, device: of the tensor; the device's type.
+    """
+
+    path: Path
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+
+    def fill(self, own: torch.Tensor | None) -> torch.Tensor:
+        """A tensor for it: ``own``, if it fits."""
+        if own is not None and (tuple(own.shape), own.dtype, own.device.type) == (self.shape, self.dtype, self.device):
+            return own
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
+
+
+def take_apart(state: Any) -> tuple[Any, dict[Path, torch.Tensor]]:
+    """Separate a state into what is no tensor, with a :class:`Hole` for each tensor, and the tensors by path."""
+    tensors: dict[Path, torch.Tensor] = {}
+
+    def walk(part: Any, path: Path) -> Any:
+        if isinstance(part, torch.Tensor):
+            tensors[path] = part.detach()
+            return Hole(path, tuple(part.shape), part.dtype, part.device.type)
+        if isinstance(part, Mapping):
+            return {key: walk(value, (*path, key)) for key, value in part.items()}
+        if isinstance(part, list | tuple) and not hasattr(part, "_fields"):
+            return type(part)(walk(value, (*path, index)) for index, value in enumerate(part))
+        return part
+
+    return walk(state, ()), tensors
+
+
+def put_together(skeleton: Any, tensors: Mapping[Path, torch.Tensor]) -> Any:
+    """The opposite of :func:`take_apart`."""
+    if isinstance(skeleton, Hole):
+        return tensors[skeleton.path]
+    if isinstance(skeleton, dict):
+        return {key: put_together(value, tensors) for key, value in skeleton.items()}
+    if isinstance(skeleton, list | tuple) and not hasattr(skeleton, "_fields"):
+        return type(skeleton)(put_together(value, tensors) for value in skeleton)
+    return skeleton
+
+
+def _holes(skeleton: Any) -> Iterator[Hole]:
+    """All holes, in the order in which :func:`take_apart` met them."""
+    if isinstance(skeleton, Hole):
+        yield skeleton
+    elif isinstance(skeleton, dict):
+        for value in skeleton.values():
+            yield from _holes(value)
+    elif isinstance(skeleton, list | tuple) and not hasattr(skeleton, "_fields"):
+        for value in skeleton:
+            yield from _holes(value)
+
+
+def fingerprint(state: Any) -> str:
+    """A hash of a state, which is equal for equal states, in whatever order they list their keys."""
+    skeleton, tensors = take_apart(state)
+    digest = hashlib.blake2b(_ordered(skeleton).encode(), digest_size=16)
+    for path in sorted(tensors, key=repr):
+        digest.update(tensors[path].cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _ordered(skeleton: Any) -> str:
+    if isinstance(skeleton, dict):
+        return repr(sorted((repr(key), _ordered(value)) for key, value in skeleton.items()))
+    if isinstance(skeleton, list | tuple):
+        return repr([_ordered(value) for value in skeleton])
+    return repr(skeleton)
+
+
+# -- over the group
+
+
+def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Runs of consecutive tensors of one type, each up to the size of a bucket."""
+    bucket: list[torch.Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if bucket and (size + tensor.nbytes > BUCKET_BYTES or not _is_alike(tensor, bucket[0])):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(tensor)
+        size += tensor.nbytes
+    if bucket:
+        yield bucket
+
+
+def _is_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype == other.dtype and one.device.type == other.device.type
+
+
+def _broadcast(bucket: Sequence[torch.Tensor], source: int) -> None:
+    """Broadcast tensors of one type; those of the other ranks are overwritten."""
+    if len(bucket) == 1 and bucket[0].is_contiguous():
+        dist.broadcast(bucket[0], source)
+        return
+    flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+    dist.broadcast(flat, source)
+    if dist.get_rank() != source:
+        parts = flat.split([tensor.numel() for tensor in bucket])
+        for tensor, part in zip(bucket, parts, strict=True):
+            tensor.copy_(part.view(tensor.shape))
