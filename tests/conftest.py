@@ -32,7 +32,15 @@ hypothesis.settings.register_profile("suite", deadline=None, suppress_health_che
 hypothesis.settings.load_profile("suite")
 # TCPStore looks up the names of its sockets' ends, even for a line of its log: one lost answer would cost 5 s.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
-_SLOW = ("agent", "faults", "integrations", "proofs", "project", "survival", "workers")  # folders whose tests take the longest
+_SLOW = (
+    "agent",
+    "faults",
+    "integrations",
+    "proofs",
+    "project",
+    "survival",
+    "workers",
+)  # folders whose tests take the longest
 _MEMORY = "/dev/shm"
 _ROOM = 4e9  # bytes
 

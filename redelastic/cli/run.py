@@ -197,6 +197,13 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         flag=True,
         help="keep workers' processes from round to round: the script calls redelastic.survive() (experimental)",
     )
+    add(
+        "--park-timeout",
+        type=float,
+        default=10.0,
+        metavar="S",
+        help="with --survive: time for workers to leave a round; after that they start anew (default: 10)",
+    )
     add("--share-gpus", flag=True, help="let several workers use one GPU (not with NCCL)")
     add(
         "--preload",
@@ -248,7 +255,7 @@ def _options(arguments: argparse.Namespace) -> AgentOptions:
         for name in (
             *("drain_timeout", "drain_file", "hang_timeout", "hang_start_timeout", "max_job_restarts"),
             *("max_idle_restarts", "max_failed_rounds", "health_command", "health_timeout"),
-            *("health_port", "health_host", "share_gpus", "survive"),
+            *("health_port", "health_host", "share_gpus", "survive", "park_timeout"),
         )
     }
     modules = tuple(name.strip() for name in (arguments.preload or "").split(",") if name.strip())

@@ -12,9 +12,9 @@ from typing import Any
 import psutil
 import pytest
 
-from redelastic.monitoring.events import Failed, Left
+from redelastic.monitoring.events import Failed, Left, Stopped
 from redelastic.redis.server import RedisServer
-from tests.support.agent_job import AgentJob
+from tests.support.agent_job import DRAINED, FAILED, STOPPED, AgentJob
 from tests.support.workers.surviving import reference
 
 SCRIPT = Path(__file__).parents[1] / "support" / "workers" / "surviving.py"
@@ -71,7 +71,9 @@ def test_survivors_of_a_killed_node_keep_their_processes(job: SurvivingJob) -> N
     job.end("a", "b", "c")
 
 
-@pytest.mark.fault("a worker is killed whose peers survive", "they go on without its node, which joins once it is ready")
+@pytest.mark.fault(
+    "a worker is killed whose peers survive", "they go on without its node, which joins once it is ready"
+)
 def test_a_killed_worker_costs_the_others_nothing(job: SurvivingJob) -> None:
     job.begin("a", "b", "c")
     first = job.wait_round("abc")
@@ -88,3 +90,53 @@ def test_a_killed_worker_costs_the_others_nothing(job: SurvivingJob) -> None:
     assert [event.node for event in job.events(Failed)] == [job.events(Left)[0].node]
     job.end("a", "b", "c")
     assert not psutil.pid_exists(victim)
+
+
+@pytest.mark.fault("a drained node's peers survive", "they go on in the same processes")
+def test_a_drain_keeps_the_others_processes(job: SurvivingJob) -> None:
+    job.begin("a", "b", "c")
+    first = job.wait_round("abc")
+    before = job.pids(first)
+    job.nodes["b"].terminate()
+    assert job.wait_end("b") == DRAINED
+    second = job.wait_round("ac", first)
+    assert job.pids(second) == {name: before[name] for name in "ac"}
+    job.end("a", "c")
+
+
+@pytest.mark.fault("a node is frozen whose peers survive, and thaws", "it goes on with its process, in the next round")
+def test_a_thawed_node_comes_back_with_its_process(job: SurvivingJob) -> None:
+    job.begin("a", "b", "c")
+    first = job.wait_round("abc")
+    before = job.pids(first)
+    job.nodes["b"].freeze()
+    second = job.wait_round("ac", first)
+    job.nodes["b"].thaw()
+    third = job.wait_round("abc", second)
+    assert job.pids(third) == before
+    job.end("a", "b", "c")
+
+
+@pytest.mark.fault("a surviving worker does not leave its round", "its node starts it anew; the others go on meanwhile")
+def test_a_worker_that_does_not_leave_its_round_is_started_anew(job: SurvivingJob) -> None:
+    job.begin("a", "b", "c", options=("--park-timeout=1",))
+    first = job.wait_round("abc")
+    before = job.pids(first)
+    job.tell("stuck-b")
+    job.wait("b is stuck", lambda: job.lines("stuck"))
+    os.kill(min(before["c"]), signal.SIGKILL)
+    job.wait("b leaves", lambda: [left for left in job.events(Left) if left.node.startswith("b-")])
+    (job.directory / "stuck-b").unlink()
+    last = job.wait_round("abc", first)
+    after = job.pids(last)
+    assert after["a"] == before["a"]
+    assert after["b"] != before["b"]
+    job.end("a", "b", "c")
+
+
+@pytest.mark.fault("a collective fails on all ranks, again and again", "the job ends with its restart budget")
+def test_an_error_that_repeats_uses_up_the_restarts(job: SurvivingJob) -> None:
+    job.tell("lonely-b")
+    job.begin("a", "b", "c", options=("--max-job-restarts=1",), may_end=True, max_restarts=1)
+    assert {job.wait_end(name) for name in "abc"} <= {FAILED, STOPPED}
+    assert FAILED in {node.process.returncode for node in job.nodes.values()} or job.events(Stopped)

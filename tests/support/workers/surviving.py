@@ -3,8 +3,7 @@
 Usage: surviving.py DIRECTORY. Files there steer it:
   finish         all ranks stop together after the step at which rank 0 saw it
   fail-NODE      the worker of that node raises a ValueError at its next step, and takes the file away
-  shape-NODE     the worker of that node calls a collective that fails on all ranks, at each step
-  torn-NODE      the worker of that node, once it has called optimizer.step(), waits in a collective; the others are killed
+  lonely-NODE    each step of all ranks fails: they wait for a message that nobody sends
   stuck-NODE     the worker of that node does not leave the next round that ends
 """
 
@@ -14,6 +13,7 @@ import json
 import os
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Final
 
@@ -78,15 +78,19 @@ def main(directory: Path) -> None:
             if told("fail"):
                 (directory / f"fail-{node}").unlink()
                 raise ValueError(f"the worker of node {node} was told to fail at step {state.step}")
-            while told("stuck"):
-                time.sleep(PACE)
+            if told("stuck"):
+                record("stuck")
+                while told("stuck"):
+                    time.sleep(PACE)
             optimizer.zero_grad()
             # DDP takes the mean over the ranks
             (this.size * loss_of(ddp, state.step, this.rank, this.size)).backward()
-            votes = torch.tensor([float(this.rank == 0 and (directory / "finish").exists()), float(told("shape"))])
+            votes = torch.tensor([float(this.rank == 0 and (directory / "finish").exists()), float(told("lonely"))])
             dist.all_reduce(votes)
             if votes[1]:
-                dist.all_reduce(torch.zeros(1 + this.rank))
+                receiving = dist.irecv(torch.zeros(1), (this.rank + 1) % this.size)
+                assert receiving is not None
+                receiving.wait(timedelta(milliseconds=100))
             optimizer.step()
             finishing = bool(votes[0])
             record("step", step=state.step)

@@ -1,0 +1,83 @@
+"""The channel between an agent and a worker that survives."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from redelastic.survival.channel import VARIABLE, Channel
+from redelastic.workers.channels import WorkerChannels
+from tests.support.waiting import Within
+
+until = Within(20)
+
+
+@pytest.fixture
+def channels() -> Iterator[WorkerChannels]:
+    made = WorkerChannels(2, lambda: None)
+    yield made
+    made.close()
+
+
+def enter(channels: WorkerChannels, local_rank: int, monkeypatch: pytest.MonkeyPatch) -> Channel:
+    """The end of a worker in this process."""
+    for name, value in channels.environment(local_rank).items():
+        monkeypatch.setenv(name, value)
+    channel = Channel.open()
+    assert channel is not None
+    return channel
+
+
+def test_commands_and_replies_arrive(channels: WorkerChannels, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = (enter(channels, local_rank, monkeypatch) for local_rank in range(2))
+    second.send(ready=True)
+    until(lambda: channels.ready == {1}, "the worker is ready")
+    channels.send_round(0, {"RANK": "3", "ODD": "ä\n"})
+    channels.abort(7)
+    assert first.receive(10) == {"round": {"RANK": "3", "ODD": "ä\n"}}
+    assert first.receive(10) == {"abort": 7}
+    assert second.receive(10) == {"abort": 7}
+    assert second.receive(0.01) is None
+    first.send(parked=7, step=12, why="\x1b[1ma peer is gone")
+    until(lambda: 0 in channels.parked, "the worker has parked")
+    parked = channels.parked[0]
+    assert (parked.epoch, parked.step) == (7, 12)
+    assert parked.why.endswith("a peer is gone")
+    assert parked.why.isprintable()
+
+
+def test_what_is_no_reply_is_ignored(channels: WorkerChannels, monkeypatch: pytest.MonkeyPatch) -> None:
+    channel = enter(channels, 0, monkeypatch)
+    for odd in ("nonsense", [1], {}, {"parked": "x"}, {"parked": {}, "step": 1, "why": ""}):
+        channel.send(parked=odd)
+    channel.send(ready=False, parked=None)
+    channel.send(ready=True)
+    until(lambda: channels.ready == {0}, "the worker is ready")
+    assert channels.parked == {}
+
+
+def test_the_agents_end_ends_the_channel(monkeypatch: pytest.MonkeyPatch) -> None:
+    channels = WorkerChannels(1, lambda: None)
+    channel = enter(channels, 0, monkeypatch)
+    channels.close()
+    with pytest.raises(EOFError):
+        channel.receive(10)
+
+
+def test_a_process_without_an_agent_has_no_channel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert Channel.open() is None
+
+
+def test_a_workers_children_are_no_workers(channels: WorkerChannels, monkeypatch: pytest.MonkeyPatch) -> None:
+    enter(channels, 0, monkeypatch)
+    assert VARIABLE not in os.environ
+
+
+def test_a_worker_in_another_process_namespace_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "/proc/1/fd/0:/proc/1/fd/1")
+    monkeypatch.setenv("REDELASTIC_PID_NAMESPACE", "pid:[1]")
+    with pytest.raises(RuntimeError, match="it runs in another process namespace"):
+        Channel.open()

@@ -1,0 +1,113 @@
+"""Cutter: all members of a group leave its operations, whatever they are doing; nothing else is cut."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from redelastic.survival.cutter import Cutter
+from tests.support.long_tests import quick_rows
+from tests.support.processes import Processes
+
+SIZE = 3
+
+
+@pytest.fixture
+def processes() -> Iterator[Processes]:
+    started = Processes()
+    yield started
+    started.kill()
+
+
+def _work_until_cut(folder: str, rank: int, numbers: int, cuts: int) -> int:
+    """In each of several groups: reduce until a thread cuts the group at an arbitrary moment. Returns how often."""
+    left = 0
+    for cut in range(cuts):
+        cutter = Cutter()
+        store = dist.FileStore(f"{folder}/store-{cut}", SIZE)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE, timeout=timedelta(seconds=60))
+        cutter.mark()
+        over = threading.Event()
+
+        def cut_later(cutter: Cutter = cutter, over: threading.Event = over, pause: float = cut % 10 / 500) -> None:
+            over.wait(pause)
+            while not over.wait(0.02):
+                cutter.cut()
+
+        thread = threading.Thread(target=cut_later)
+        thread.start()
+        with contextlib.suppress(RuntimeError):
+            if rank > cut % (SIZE + 1):  # some compute when the round ends, and find out later
+                time.sleep(0.01)
+            while True:
+                dist.all_reduce(torch.ones(numbers))
+        over.set()
+        thread.join()
+        dist.destroy_process_group()
+        store.add("left", 1)  # as with the agents: nobody goes on before all have left
+        while store.add("left", 0) < SIZE:
+            time.sleep(0.001)
+        cutter.release()
+        left += 1
+    return left
+
+
+@pytest.mark.parametrize(
+    ("numbers", "cuts"), quick_rows([(1000, 20), (100_000, 10), (4_000_000, 5), (10, 300), (1000, 500)], 2)
+)
+def test_every_member_leaves(processes: Processes, tmp_path: Path, numbers: int, cuts: int) -> None:
+    for rank in range(SIZE):
+        processes.start(_work_until_cut, str(tmp_path), rank, numbers, cuts)
+    assert processes.values() == [cuts] * SIZE
+
+
+def test_only_connections_made_before_the_mark_are_cut_and_no_older_ones() -> None:
+    with contextlib.ExitStack() as opened:
+
+        def connect() -> tuple[socket.socket, socket.socket]:
+            one = opened.enter_context(socket.create_connection(listening.getsockname()))
+            return one, opened.enter_context(listening.accept()[0])
+
+        listening = opened.enter_context(socket.create_server(("127.0.0.1", 0)))
+        older = connect()
+        cutter = Cutter()
+        opened.callback(cutter.release)
+        late_listening = opened.enter_context(socket.create_server(("127.0.0.1", 0)))
+        own = connect()
+        cutter.mark()
+        later = connect()
+        cutter.cut()
+        cutter.cut()
+        assert own[0].recv(1) == b"", "its reader is awake"
+        for one, other in (older, later):
+            other.sendall(b"x")
+            assert one.recv(1) == b"x"
+        opened.enter_context(socket.create_connection(late_listening.getsockname()))
+        opened.enter_context(late_listening.accept()[0])
+
+
+def test_a_peer_notices_nothing_before_the_release() -> None:
+    cutter = Cutter()
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        own = socket.create_connection(listening.getsockname())
+        cutter.cut()
+        own.close()
+        peer, _ = listening.accept()
+        with peer:
+            peer.sendall(b"x")
+            peer.settimeout(0.05)
+            with pytest.raises(TimeoutError):
+                peer.recv(1)
+            cutter.release()
+            peer.settimeout(10)
+            with contextlib.suppress(ConnectionResetError):
+                assert peer.recv(1) == b""

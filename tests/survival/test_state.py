@@ -1,0 +1,245 @@
+"""State: whose is taken, how it travels, and that all ranks have the same afterwards."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from redelastic.survival.state import (
+    Report,
+    RoundOverError,
+    State,
+    TornStateError,
+    choose_source,
+    fingerprint,
+    put_together,
+    take_apart,
+)
+from tests.support.processes import Processes
+
+reports = st.builds(Report, survived=st.booleans(), whole=st.booleans(), step=st.integers(0, 3))
+
+
+@pytest.fixture
+def processes() -> Iterator[Processes]:
+    started = Processes()
+    yield started
+    started.kill()
+
+
+# -- whose state is taken
+
+
+@given(st.lists(reports, min_size=1, max_size=6))
+def test_the_newest_whole_step_of_a_survivor_is_taken(known: list[Report]) -> None:
+    rivals = [report for report in known if report.survived] or known
+    newest = max(report.step for report in rivals)
+    if Report(rivals[0].survived, whole=True, step=newest) in rivals:
+        source = known[choose_source(known)]
+        assert source in rivals
+        assert source.whole
+        assert source.step == newest
+    else:
+        with pytest.raises(TornStateError, match=f"of step {newest}: each has called optimizer.step"):
+            choose_source(known)
+
+
+# -- commits
+
+
+def test_a_commit_counts_steps_and_ends_a_round_that_is_over() -> None:
+    state = State()
+    state.commit()
+    state.commit(10)
+    assert state.step == 10
+    with pytest.raises(ValueError, match=r"commit\(10\) does not follow step 10"):
+        state.commit(10)
+    state.end_with(lambda: True)
+    with pytest.raises(RoundOverError):
+        state.commit()
+    assert state.step == 11, "the step counts"
+
+
+def test_an_entry_without_a_state_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"State\(model=…\) needs an object with state_dict\(\) .* not a int"):
+        State(model=3)  # type: ignore[arg-type]
+
+
+# -- taking apart
+
+scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+tensors = st.lists(st.floats(allow_nan=False, width=32), max_size=3).map(torch.tensor)
+states = st.recursive(
+    scalars | tensors,
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.tuples(inner, inner) | st.dictionaries(st.text() | st.integers(), inner)
+    ),
+    max_leaves=10,
+)
+
+
+@given(states)
+def test_a_state_is_the_same_after_it_was_taken_apart(state: Any) -> None:
+    again = put_together(*take_apart(state))
+    assert fingerprint(again) == fingerprint(state)
+    assert take_apart(again)[0] == take_apart(state)[0]
+
+
+def test_a_fingerprint_tells_states_apart_but_not_their_order() -> None:
+    one = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([3]), "c": 1}
+    assert fingerprint(one) == fingerprint(dict(reversed(one.items())))
+    for other in (
+        {**one, "c": 2},
+        {**one, "a": torch.tensor([1.0, 2.5])},
+        {**one, "b": torch.tensor([3], dtype=torch.int32)},
+    ):
+        assert fingerprint(one) != fingerprint(other)
+
+
+# -- sharing, over gloo
+
+
+def _join(folder: str, rank: int, size: int) -> None:
+    store = dist.FileStore(f"{folder}/store", size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=20))
+
+
+class Counter:
+    """An entry that is neither a module nor an optimizer."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.history = count, torch.full((count,), float(count))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count, "history": self.history.clone()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count, self.history = state["count"], state["history"]
+
+
+def _made(rank: int, steps: int) -> tuple[State, nn.Module, Any, Counter]:
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 2))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    counter = Counter(steps)
+    state = State(model=model, optimizer=optimizer, scheduler=scheduler, counter=counter)
+    for _ in range(steps):
+        model(torch.rand(4, 3)).sum().backward()
+        optimizer.step()
+        scheduler.step()
+        state.commit()
+    return state, model, optimizer, counter
+
+
+def _share(folder: str, rank: int, steps: list[int], torn: int) -> dict[str, Any]:
+    """Ranks that have made different numbers of steps share; `torn` has called optimizer.step() once more."""
+    state, model, optimizer, counter = _made(rank, steps[rank])
+    if rank == torn:
+        optimizer.step()
+    before = [parameter.data_ptr() for parameter in model.parameters()]
+    _join(folder, rank, len(steps))
+    state.share(verify=True)
+    return {
+        "step": state.step,
+        "print": {
+            name: fingerprint(entry.state_dict()) for name, entry in (("m", model), ("o", optimizer), ("c", counter))
+        },
+        "in place": before == [parameter.data_ptr() for parameter in model.parameters()],
+        "count": counter.count,
+    }
+
+
+@pytest.mark.parametrize(("steps", "torn"), [([0, 0, 0], -1), ([2, 3, 0], -1), ([3, 3, 2], 0)])
+def test_all_have_the_newest_whole_state(processes: Processes, tmp_path: Path, steps: list[int], torn: int) -> None:
+    newest = max(steps)
+    for rank in range(len(steps)):
+        processes.start(_share, str(tmp_path), rank, steps, torn)
+    shared = processes.values()
+    assert {one["step"] for one in shared} == {newest}
+    assert {one["count"] for one in shared} == {newest}
+    assert shared[0]["print"] == shared[1]["print"] == shared[2]["print"]
+    assert all(one["in place"] for one in shared), "parameters keep their memory"
+
+
+def _survive_torn(folder: str, rank: int, torn: list[int]) -> None:
+    state, _, optimizer, _ = _made(0, 1)
+    _join(folder, rank, 2)
+    state.share()
+    if rank in torn:
+        optimizer.step()
+    state.share()
+
+
+def test_a_step_that_nobody_has_whole_is_an_error_on_all_ranks(processes: Processes, tmp_path: Path) -> None:
+    for rank in range(2):
+        processes.start(_survive_torn, str(tmp_path), rank, [0, 1])
+    assert [outcome.error.partition(":")[0] for outcome in processes.results()] == ["TornStateError"] * 2
+
+
+def _disagree(folder: str, rank: int) -> None:
+    _join(folder, rank, 2)
+    State(**{f"model{rank}": nn.Linear(1, 1)}).share()
+
+
+def test_ranks_with_other_entries_are_named(processes: Processes, tmp_path: Path) -> None:
+    for rank in range(2):
+        processes.start(_disagree, str(tmp_path), rank)
+    for outcome in processes.results():
+        assert "Rank 1 has the state's entries ['model1'], and rank 0 has ['model0']" in outcome.error
+
+
+class Shuffled:
+    """An entry that lists its tensors in another order on each rank."""
+
+    def __init__(self, rank: int) -> None:
+        self.tensors = {name: torch.full((2,), float(ord(name) + 100 * rank)) for name in "abcd"}
+        self._order = random.Random(rank).sample("abcd", 4)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {name: self.tensors[name] for name in self._order}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self.tensors = dict(state)
+
+
+def _share_shuffled(folder: str, rank: int) -> dict[str, list[float]]:
+    _join(folder, rank, 2)
+    entry = Shuffled(rank)
+    State(entry=entry).share()
+    return {name: tensor.tolist() for name, tensor in sorted(entry.tensors.items())}
+
+
+def test_ranks_may_list_their_tensors_in_another_order(processes: Processes, tmp_path: Path) -> None:
+    for rank in range(2):
+        processes.start(_share_shuffled, str(tmp_path), rank)
+    assert processes.values() == [{name: [float(ord(name))] * 2 for name in "abcd"}] * 2
+
+
+class Drifting(Shuffled):
+    """An entry that does not take what it is given."""
+
+    def load_state_dict(self, _: dict[str, torch.Tensor]) -> None:
+        self.tensors["a"] = self.tensors["a"] + 1
+
+
+def _verify(folder: str, rank: int) -> None:
+    _join(folder, rank, 2)
+    State(entry=Drifting(rank)).share(verify=True)
+
+
+def test_a_difference_is_an_error_that_names_the_entry(processes: Processes, tmp_path: Path) -> None:
+    for rank in range(2):
+        processes.start(_verify, str(tmp_path), rank)
+    for outcome in processes.results():
+        assert "After step 0 the entry 'entry' of ranks [1] is not rank 0's" in outcome.error
