@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # imported later, it would keep the process group, whose threads can abort the exit
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
@@ -54,7 +55,7 @@ def main() -> None:
     for batch, (some, targets) in batches.load() if batches.step < options.steps else ():
         with batch.sync(model):
             loss = torch.nn.functional.mse_loss(model(some), targets, reduction="sum") * batch.loss_factor
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
         total += loss.detach()
         if not batch.last:
             continue

@@ -35,7 +35,7 @@ class Network(lightning.LightningModule):
         batch, (inputs, targets) = samples
         loss = torch.nn.functional.mse_loss(self.layers(inputs), targets, reduction="sum") * batch.loss_factor
         self.manual_backward(loss)
-        self.total += float(loss)
+        self.total += float(loss.detach())
         if batch.last:
             optimizer = self.optimizers()
             optimizer.step()
@@ -62,8 +62,12 @@ class Network(lightning.LightningModule):
 class Loader:
     """Begins at the committed step whenever Lightning iterates it."""
 
-    def __init__(self, batches: ElasticBatches) -> None:
+    def __init__(self, batches: ElasticBatches, steps: int) -> None:
         self._batches = batches
+        self._most = steps * batches.global_batch  # a micro-batch has at least one sample
+
+    def __len__(self) -> int:
+        return self._most  # without a length, Lightning fetches ahead of the commit
 
     def __iter__(self) -> Iterator[Any]:
         return self._batches.load()
@@ -93,7 +97,7 @@ def main() -> None:
         logger=False,
         enable_progress_bar=False,
     )
-    trainer.fit(Network(batches), Loader(batches), ckpt_path=last_checkpoint(options.folder))
+    trainer.fit(Network(batches), Loader(batches, options.steps), ckpt_path=last_checkpoint(options.folder))
 
 
 if __name__ == "__main__":
