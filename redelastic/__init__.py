@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .rendezvous.handler import RedisRendezvousHandler, create_handler, handler_from_url
     from .rendezvous.init_method import register_init_method
     from .store import RedisStore, RoundBrokenError
-    from .worker import progress, should_checkpoint
+    from .worker import Save, begin_save, phase, progress, should_checkpoint
 
 __all__ = [
     # a rendezvous
@@ -30,7 +30,10 @@ __all__ = [
     "RedisElasticAgent",
     "AgentOptions",
     "progress",
+    "phase",
     "should_checkpoint",
+    "begin_save",
+    "Save",
     # a server for tests and single hosts
     "RedisServer",
 ]
@@ -48,6 +51,9 @@ _HOMES = {
     "RedisServer": "redis.server",
     "RedisStore": "store",
     "RoundBrokenError": "store",
+    "Save": "worker",
+    "begin_save": "worker",
+    "phase": "worker",
     "progress": "worker",
     "should_checkpoint": "worker",
 }

@@ -191,9 +191,14 @@ class Workers:
     def hang(self, worker: Worker) -> Hung:
         """Describe how a worker hangs."""
         local_rank = worker.local_rank
-        idle_ms, step = round(1000 * self.hung[local_rank]), self.step(local_rank)
+        progress = self._board.read(local_rank)
         return Hung(
-            local_rank=local_rank, rank=worker.global_rank, pid=self.pids[local_rank], idle_ms=idle_ms, step=step
+            local_rank=local_rank,
+            rank=worker.global_rank,
+            pid=self.pids[local_rank],
+            idle_ms=round(1000 * self.hung[local_rank]),
+            step=progress.step,
+            phase=progress.phase,
         )
 
     def hang_failure(self, worker: Worker) -> ProcessFailure:

@@ -17,6 +17,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 
 from redelastic.agent import AgentOptions
 from redelastic.monitoring.events import Closed, Hung, Unwatched, decode_cause
+from redelastic.monitoring.sentences import sentence
 from redelastic.redis.server import RedisServer
 from redelastic.workers.group import Workers
 from tests.support.agent_job import DRAINED, AgentJob
@@ -100,6 +101,28 @@ def test_a_hang_is_blamed_by_the_time_of_the_last_progress(server: RedisServer, 
         job.wait_round("a", epoch)
         job.tell("finish")
         assert job.wait_end("a") == 0
+
+
+@pytest.mark.fault(
+    "a phase takes longer than `--hang-timeout`, or than its own", "no hang; a hang, by the phase's name"
+)
+def test_a_phase_has_a_time_limit_of_its_own(server: RedisServer, tmp_path: Path) -> None:
+    script = tmp_path / "export.py"
+    script.write_text("""
+import os, time, redelastic
+redelastic.progress(1)
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    with redelastic.phase("export", timeout=600):
+        time.sleep(4)
+    with redelastic.phase("upload", timeout=1):
+        time.sleep(600)
+""")
+    with AgentJob(server, tmp_path, "1:1") as job:
+        job.start("a", script=script, options=("--hang-timeout=2",))
+        assert job.wait_end("a") == 0, job.report()
+        [hung] = job.events(Hung)
+        assert hung.phase == "upload"
+        assert "since step 1, in phase 'upload'" in sentence(hung)
 
 
 @pytest.mark.fault("progress() is called on rank 0 only", "the others are not taken for hung; the node says so once")
