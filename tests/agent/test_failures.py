@@ -17,6 +17,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 
 from redelastic.agent import AgentOptions
 from redelastic.monitoring.events import Closed, Hung, Unwatched, decode_cause
+from redelastic.monitoring.logs import first_failure
 from redelastic.monitoring.sentences import sentence
 from redelastic.redis.server import RedisServer
 from redelastic.workers.group import Workers
@@ -101,6 +102,42 @@ def test_a_hang_is_blamed_by_the_time_of_the_last_progress(server: RedisServer, 
         job.wait_round("a", epoch)
         job.tell("finish")
         assert job.wait_end("a") == 0
+
+
+@pytest.mark.fault("a worker raises, ends late, and its peer fails first", "the host is blamed where the cause is")
+def test_the_host_whose_worker_raised_first_is_blamed(server: RedisServer, tmp_path: Path) -> None:
+    script = tmp_path / "slow_exit.py"
+    script.write_text("""
+import os, sys, time
+from pathlib import Path
+import torch
+import torch.distributed as dist
+directory, guilty = Path(sys.argv[1]), os.environ["TEST_NODE"] == "a"
+dist.init_process_group("gloo")
+if os.environ["REDELASTIC_EPOCH"] != "1":
+    dist.destroy_process_group()
+    sys.exit()
+if not guilty:
+    (directory / "pid").write_text(str(os.getpid()))
+dist.barrier()
+try:
+    if guilty:
+        raise ValueError("bad batch")
+    dist.all_reduce(torch.ones(1))
+finally:
+    dist.destroy_process_group()
+    if guilty:
+        other = Path("/proc", (directory / "pid").read_text(), "stat")
+        while other.exists() and other.read_text().rpartition(")")[2].split()[0] not in "ZX":
+            time.sleep(0.01)
+""")
+    with AgentJob(server, tmp_path, "2:2") as job:
+        job.start("a", "b", script=script)
+        assert [job.wait_end(name) for name in "ab"] == [0, 0], job.report()
+        assert job.redis("run")["blamed"] == "a"
+        found = first_failure(job.control.events())
+        assert found is not None
+        assert "ValueError: bad batch" in found.tail
 
 
 @pytest.mark.fault(
