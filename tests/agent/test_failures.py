@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Final
@@ -138,6 +139,40 @@ finally:
         found = first_failure(job.control.events())
         assert found is not None
         assert "ValueError: bad batch" in found.tail
+
+
+@pytest.mark.parametrize("wrapper", [False, True])
+@pytest.mark.fault(
+    "a worker that saves at SIGTERM has DataLoader processes, or is started by a shell that traps SIGTERM",
+    "its children live until it has ended; the shell's child gets the signal",
+)
+def test_sigterm_goes_to_the_worker_before_its_children(server: RedisServer, tmp_path: Path, wrapper: bool) -> None:
+    script = tmp_path / "saver.py"
+    script.write_text("""
+import os, signal, subprocess, sys
+from pathlib import Path
+directory = Path(sys.argv[1])
+child = subprocess.Popen(["sleep", "600"])
+def save(*_):
+    try:
+        ended = child.wait(1)
+    except subprocess.TimeoutExpired:
+        ended = "lives"
+    (directory / "saved").write_text(f"child {ended}")
+    sys.exit()
+signal.signal(signal.SIGTERM, save)
+(directory / "ready").touch()
+signal.pause()
+""")
+    shell = tmp_path / "wrapper.sh"
+    shell.write_text(f"#!/bin/sh\ntrap 'echo ends' TERM\n{sys.executable} {script} {tmp_path}\n")
+    shell.chmod(0o700)
+    with AgentJob(server, tmp_path, "1:1") as job:
+        job.start("a", script=shell if wrapper else script, options=("--no-python",) if wrapper else ())
+        job.wait("it runs", (tmp_path / "ready").exists)
+        job.nodes["a"].terminate()
+        assert job.wait_end("a") == DRAINED, job.report()
+        assert (tmp_path / "saved").read_text() == ("child -15" if wrapper else "child lives")
 
 
 @pytest.mark.fault(
