@@ -54,6 +54,7 @@ _slot = _unread_slot  # where this process writes
 _decided = False  # whether that has been decided
 _deciding = threading.RLock()  # a signal handler may interrupt the decision, and call too
 _finishing = threading.RLock()  # several threads may complete saves; a signal handler may interrupt one
+_phases: list[list[int]] = []  # that this process has entered and not left: limit and name of each
 _NAME = struct.Struct(f"{SLOT_BYTES // 8 - PHASE}q")
 _calls = count(1)  # shared by all threads; next() is one step for them
 _name = ""  # value of the variable when the file was opened
@@ -125,8 +126,8 @@ def phase(name: str, *, timeout: float) -> Iterator[None]:
         with redelastic.phase("export", timeout=3600):
             export(model)
 
-    Phases may be nested: the innermost counts. Only the main thread may use them. Without ``--hang-timeout``, in child
-    processes and outside an agent, they do nothing.
+    Phases may be nested: the last one entered counts. Only the main thread may use them. Without ``--hang-timeout``, in
+    child processes and outside an agent, they do nothing.
 
     Args:
         name: of the phase, which the agent's report of a hang mentions; its first 48 bytes count.
@@ -139,16 +140,19 @@ def phase(name: str, *, timeout: float) -> Iterator[None]:
         raise ValueError(f"redelastic.phase() takes a positive timeout in seconds, not {timeout!r:.80}.")
     if not _decided:
         _begin()
-    before = _slot[LIMIT], *_slot[PHASE:]
     text = name.encode(errors="replace")[: _NAME.size].decode(errors="ignore").encode()
-    _enter_phase(max(1, round(1000 * timeout)), *_NAME.unpack(text.ljust(_NAME.size, b"\0")))
+    entered = [max(1, round(1000 * timeout)), *_NAME.unpack(text.ljust(_NAME.size, b"\0"))]
+    _phases.append(entered)
+    _show_phase()
     try:
         yield
     finally:
-        _enter_phase(*before)
+        _phases[:] = [other for other in _phases if other is not entered]  # callbacks may leave one before its parent
+        _show_phase()
 
 
-def _enter_phase(limit: int, *name: int) -> None:
+def _show_phase() -> None:
+    limit, *name = _phases[-1] if _phases else [0] * (_NAME.size // 8 + 1)
     _slot[AT] = monotonic_ns()  # first: with the limit of before, the time in the phase that ends would be a hang
     for field, value in enumerate(name, PHASE):
         _slot[field] = value
@@ -259,6 +263,7 @@ def _detach() -> None:
     """Detach a forked child from the worker's slot; if its environment names another slot, it will use that one."""
     global _slot, _decided, _mapped, _deciding, _finishing
     _slot, _decided, _mapped = _unread_slot, False, None
+    _phases.clear()
     _deciding, _finishing = threading.RLock(), threading.RLock()  # another thread of the parent may have held them
 
 

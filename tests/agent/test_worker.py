@@ -235,6 +235,23 @@ turn()
         assert (board.read(0).phase, board.read(0).limit) == ("", None)
 
 
+def test_a_phase_that_is_left_after_its_parent_leaves_nothing_behind(board: ProgressBoard) -> None:
+    code = """
+parent, child = phase("fit", timeout=100), phase("after the training", timeout=200)
+parent.__enter__(), child.__enter__(), parent.__exit__(None, None, None)
+print(flush=True)
+sys.stdin.readline()
+child.__exit__(None, None, None)
+print(flush=True)
+sys.stdin.readline()
+"""
+    with Dialogue(code, board.environment(0)) as script:
+        script.answer()
+        assert (board.read(0).phase, board.read(0).limit) == ("after the training", 200)
+        script.next()
+        assert (board.read(0).phase, board.read(0).limit) == ("", None)
+
+
 @pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf")])
 def test_a_phase_without_a_limit_is_refused(timeout: float) -> None:
     with (
