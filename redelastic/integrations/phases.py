@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import Final
+from typing import ClassVar, Final
 
 import redelastic
 
@@ -11,14 +11,16 @@ PHASE_TIMEOUT: Final = 1800.0  # in seconds, as for a worker's first report
 
 
 class CurrentPhase:
-    """The phase that a callback has entered last, and has not left.
+    """The phase that a callback has entered last, and has not left; it outlives the trainer and its callback.
 
     Args:
         timeout: how long each phase may go without a report of progress, in seconds.
     """
 
+    _entered: ClassVar = ExitStack()
+
     def __init__(self, timeout: float) -> None:
-        self._timeout, self._entered = timeout, ExitStack()
+        self._timeout = timeout
 
     def enter(self, name: str) -> None:
         """Leave the phase, if there is one, and enter another."""

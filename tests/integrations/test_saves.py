@@ -21,10 +21,10 @@ SCRIPTS = Path(__file__).parents[1] / "support" / "workers"
 class Small(AgentJob):
     """One node with one of the small scripts."""
 
-    def __init__(self, server: RedisServer, directory: Path, library: str) -> None:
+    def __init__(self, server: RedisServer, directory: Path, library: str, nproc: int = 1) -> None:
         if find_spec(library) is None:
             pytest.skip(f"{library} is not installed: pip install 'redelastic[integrations]'")
-        super().__init__(server, directory, "1:1")
+        super().__init__(server, directory, "1:1", nproc=nproc)
         self.script = SCRIPTS / f"small_{library}.py"
 
     def train(self, name: str, *options: str) -> None:
@@ -38,7 +38,7 @@ class Small(AgentJob):
 @LIBRARIES
 @pytest.mark.fault("a node drains while the Trainer evaluates for longer than `--drain-timeout`", "it loses no step")
 def test_a_drain_during_an_evaluation_saves(library: str, server: RedisServer, tmp_path: Path) -> None:
-    with Small(server, tmp_path, library) as job:
+    with Small(server, tmp_path, library, nproc=2) as job:
         job.train("a", "--drain-timeout=20")
         job.wait("it evaluates", (tmp_path / "evaluates").exists)
         job.nodes["a"].terminate()

@@ -1,4 +1,4 @@
-"""Lightning's Trainer on one worker: it evaluates after step 20, and saves after 15, 30 and 40.
+"""Lightning's Trainer on one node: it evaluates after step 20, and saves after 15, 30 and 40.
 
 Usage: small_lightning.py DIRECTORY, with checkpoints in DIRECTORY/saved. Files there steer it: without `finish` each
 step of an evaluation takes 0.2 s, with `slow-tests` each step of the test; with `async` it saves in the background, for
@@ -7,6 +7,7 @@ step of an evaluation takes 0.2 s, with `slow-tests` each step of the test; with
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -21,11 +22,13 @@ from torch.utils.data import DataLoader, TensorDataset
 from redelastic.integrations.lightning import ElasticCallback, last_checkpoint
 
 DIRECTORY = Path(sys.argv[1])
+WORKERS = int(os.environ["LOCAL_WORLD_SIZE"])
 
 
 def say(name: str, text: object) -> None:
-    with (DIRECTORY / name).open("a") as file:
-        file.write(f"{text}\n")
+    if os.environ["RANK"] == "0":
+        with (DIRECTORY / name).open("a") as file:
+            file.write(f"{text}\n")
 
 
 class Slow(TorchCheckpointIO):  # type: ignore[misc]  # lightning may be missing
@@ -70,23 +73,30 @@ def data(batches: int) -> DataLoader[Any]:
     return DataLoader(TensorDataset(torch.randn(4 * batches, 4)), batch_size=4)
 
 
-is_async = (DIRECTORY / "async").exists()
-found = last_checkpoint(DIRECTORY / "saved")
-trainer = lightning.Trainer(
-    accelerator="cpu",
-    devices=1,
-    max_steps=-1 if is_async else 40,
-    val_check_interval=20,
-    limit_val_batches=0 if is_async else 1.0,
-    num_sanity_val_steps=0,
-    logger=False,
-    enable_progress_bar=False,
-    enable_model_summary=False,
-    plugins=[AsyncCheckpointIO(Slow())] if is_async else [],
-    callbacks=[ModelCheckpoint(DIRECTORY / "saved", every_n_train_steps=15, save_last=True), ElasticCallback()],
-)
-network = Network()
-trainer.fit(network, data(40), data(1000), ckpt_path=found)
-say("trained", trainer.global_step)
-trainer.test(network, data(40))
-say("tested", "")
+def main() -> None:
+    is_async = (DIRECTORY / "async").exists()
+    found = last_checkpoint(DIRECTORY / "saved")
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        strategy="ddp" if WORKERS > 1 else "auto",
+        devices=WORKERS,
+        max_steps=-1 if is_async else 40,
+        val_check_interval=20,
+        limit_val_batches=0 if is_async else 1.0,
+        num_sanity_val_steps=0,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        plugins=[AsyncCheckpointIO(Slow())] if is_async else [],
+        callbacks=[ModelCheckpoint(DIRECTORY / "saved", every_n_train_steps=15, save_last=True), ElasticCallback()],
+    )
+    network = Network()
+    trainer.fit(network, data(40), data(1000), ckpt_path=found)
+    say("trained", trainer.global_step)
+    trainer.test(network, data(40))
+
+
+if __name__ == "__main__":
+    main()
+    if WORKERS > 1:
+        torch.distributed.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer on one worker: it evaluates after step 20, and saves after 15, 30 and 40.
+"""Hugging Face's Trainer on one node: it evaluates after step 20, and saves after 15, 30 and 40.
 
 Usage: small_transformers.py DIRECTORY, with checkpoints in DIRECTORY/saved. Without the file `finish` there, each step
 of an evaluation takes 0.2 s; with `slow-tests` each step of the one after the training.
@@ -6,12 +6,14 @@ of an evaluation takes 0.2 s; with `slow-tests` each step of the one after the t
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 from redelastic.integrations.transformers import ElasticCallback, last_checkpoint
@@ -20,8 +22,9 @@ DIRECTORY = Path(sys.argv[1])
 
 
 def say(name: str, text: object) -> None:
-    with (DIRECTORY / name).open("a") as file:
-        file.write(f"{text}\n")
+    if os.environ["RANK"] == "0":
+        with (DIRECTORY / name).open("a") as file:
+            file.write(f"{text}\n")
 
 
 class Slow(TrainerCallback):  # type: ignore[misc]  # transformers may be missing
@@ -35,30 +38,35 @@ class Slow(TrainerCallback):  # type: ignore[misc]  # transformers may be missin
             time.sleep(0.2)
 
 
-arguments = TrainingArguments(
-    str(DIRECTORY / "saved"),
-    max_steps=40,
-    save_steps=15,
-    eval_strategy="steps",
-    eval_steps=20,
-    per_device_train_batch_size=2,
-    per_device_eval_batch_size=1,
-    use_cpu=True,
-    report_to="none",
-    disable_tqdm=True,
-    logging_steps=1000,
-)
-config = GPT2Config(vocab_size=16, n_positions=8, n_embd=8, n_layer=1, n_head=1, bos_token_id=0, eos_token_id=0)
-one = {"input_ids": torch.zeros(8, dtype=torch.long), "labels": torch.zeros(8, dtype=torch.long)}
-trainer = Trainer(
-    GPT2LMHeadModel(config),
-    arguments,
-    train_dataset=[one] * 400,
-    eval_dataset=[one] * 1000,
-    callbacks=[Slow(), ElasticCallback()],
-)
-found = last_checkpoint(arguments.output_dir)
-trainer.train(resume_from_checkpoint=found)
-say("trained", trainer.state.global_step)
-trainer.evaluate([one] * 40)
-say("tested", "")
+def main() -> None:
+    arguments = TrainingArguments(
+        str(DIRECTORY / "saved"),
+        max_steps=40,
+        save_steps=15,
+        eval_strategy="steps",
+        eval_steps=20,
+        per_device_train_batch_size=2,
+        per_device_eval_batch_size=1,
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
+        logging_steps=1000,
+    )
+    config = GPT2Config(vocab_size=16, n_positions=8, n_embd=8, n_layer=1, n_head=1, bos_token_id=0, eos_token_id=0)
+    one = {"input_ids": torch.zeros(8, dtype=torch.long), "labels": torch.zeros(8, dtype=torch.long)}
+    trainer = Trainer(
+        GPT2LMHeadModel(config),
+        arguments,
+        train_dataset=[one] * 400,
+        eval_dataset=[one] * 1000,
+        callbacks=[Slow(), ElasticCallback()],
+    )
+    found = last_checkpoint(arguments.output_dir)
+    trainer.train(resume_from_checkpoint=found)
+    say("trained", trainer.state.global_step)
+    trainer.evaluate([one] * 40)
+
+
+if __name__ == "__main__":
+    main()
+    PartialState().destroy_process_group()  # not in main(): with gloo it can hang while the model exists
