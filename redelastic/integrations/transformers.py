@@ -55,6 +55,7 @@ class ElasticCallback(TrainerCallback):
         self._phase = CurrentPhase(timeout)
         self._training = False
         self._saving = False  # whether a checkpoint is due: the next progress() will report it as saved
+        self._awaits_save = False  # whether any rank saves after this step
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Note that a training will say whether its checkpoint could be loaded."""
@@ -64,7 +65,7 @@ class ElasticCallback(TrainerCallback):
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Note that the checkpoint could be loaded."""
         checkpoints.end_loading()
-        self._training, self._saving = True, False
+        self._training, self._saving, self._awaits_save = True, False, False
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Begin what follows the training, such as an export."""
@@ -72,12 +73,18 @@ class ElasticCallback(TrainerCallback):
         self._phase.enter("after the training")
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Begin a training step, for which ``--hang-timeout`` counts."""
+        """Begin a training step, for which ``--hang-timeout`` counts; not before all ranks have saved."""
+        if self._awaits_save:
+            self._awaits_save = False
+            _any_rank(args, False)
         self._phase.leave()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Agree with the other ranks on whether to save now, and report the step if not."""
-        if _any_rank(args, redelastic.should_checkpoint()):  # one rank may see a drain a step before the others
+        # One rank may see a drain a step before the others; and only one of them may save.
+        wanted, saves = _any_rank(args, redelastic.should_checkpoint(), control.should_save)
+        self._awaits_save = wanted or saves
+        if wanted:
             self._saving = control.should_save = True
             control.should_evaluate = False  # the Trainer would evaluate first, and the node may be gone by then
         else:
@@ -88,12 +95,11 @@ class ElasticCallback(TrainerCallback):
         """Begin an evaluation or a save, if there is to be one."""
         if control.should_evaluate:
             self._phase.enter("evaluation")
-        elif control.should_save:
+        elif control.should_save or self._awaits_save:
             self._phase.enter("save")
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Report that the checkpoint is saved."""
-        _any_rank(args, False)  # the other ranks wait here for rank 0, where `timeout` counts
         self._saving = False
         redelastic.progress(state.global_step)
 
@@ -109,7 +115,7 @@ class ElasticCallback(TrainerCallback):
         if self._saving:
             return
         wanted = redelastic.should_checkpoint()
-        if self._training and _any_rank(args, wanted):
+        if self._training and any(_any_rank(args, wanted)):
             if args.fsdp or args.deepspeed:
                 self._saving = control.should_save = True  # after the evaluation
                 return
@@ -121,12 +127,12 @@ class ElasticCallback(TrainerCallback):
         redelastic.progress(state.global_step)  # outside training there is nothing to save
 
 
-def _any_rank(args: TrainingArguments, own: bool) -> bool:
-    """Whether any rank says so; all ranks must ask together."""
-    wanted = torch.tensor(int(own), device=args.device)
+def _any_rank(args: TrainingArguments, *own: bool) -> list[bool]:
+    """For each answer, whether any rank gives it; all ranks must ask together, and wait for each other."""
+    answers = torch.tensor([int(answer) for answer in own], device=args.device)
     if dist.is_initialized():
-        dist.all_reduce(wanted, op=dist.ReduceOp.MAX)
-    return bool(wanted.item())
+        dist.all_reduce(answers, op=dist.ReduceOp.MAX)
+    return [bool(answer) for answer in answers.tolist()]
 
 
 def _save(folder: Path, state: TrainerState, *, model: Any, optimizer: Any, lr_scheduler: Any, **_: Any) -> None:

@@ -61,6 +61,16 @@ def test_testing_after_the_training_is_no_hang(library: str, server: RedisServer
         assert job.events(Hung) == []
 
 
+@pytest.mark.fault("rank 0 of a Trainer saves for longer than `--hang-timeout`, and the others wait for it", "no hang")
+def test_a_long_save_is_no_hang(server: RedisServer, tmp_path: Path) -> None:
+    with Small(server, tmp_path, "transformers", nproc=2) as job:
+        job.tell("finish")
+        job.tell("slow-save")
+        job.train("a", "--hang-timeout=4")
+        assert job.wait_end("a") == 0, job.report()
+        assert job.events(Hung) == []
+
+
 @pytest.mark.fault("a node drains while AsyncCheckpointIO writes", "it leaves when the checkpoint is on disk")
 def test_a_drain_waits_for_a_save_in_the_background(server: RedisServer, tmp_path: Path) -> None:
     with Small(server, tmp_path, "lightning") as job:

@@ -1,7 +1,8 @@
 """Hugging Face's Trainer on one node: it evaluates after step 20, and saves after 15, 30 and 40.
 
 Usage: small_transformers.py DIRECTORY, with checkpoints in DIRECTORY/saved. Without the file `finish` there, each step
-of an evaluation takes 0.2 s; with `slow-tests` each step of the one after the training.
+of an evaluation takes 0.2 s; with `slow-tests` each step of the one after
+the training. With `slow-save` rank 0 takes 8 s to save.
 """
 
 from __future__ import annotations
@@ -38,6 +39,13 @@ class Slow(TrainerCallback):  # type: ignore[misc]  # transformers may be missin
             time.sleep(0.2)
 
 
+class SlowToSave(Trainer):  # type: ignore[misc]
+    def save_model(self, *args: Any, **more: Any) -> None:
+        if os.environ["RANK"] == "0" and (DIRECTORY / "slow-save").exists() and self.state.global_step == 15:
+            time.sleep(8)
+        super().save_model(*args, **more)
+
+
 def main() -> None:
     arguments = TrainingArguments(
         str(DIRECTORY / "saved"),
@@ -54,7 +62,7 @@ def main() -> None:
     )
     config = GPT2Config(vocab_size=16, n_positions=8, n_embd=8, n_layer=1, n_head=1, bos_token_id=0, eos_token_id=0)
     one = {"input_ids": torch.zeros(8, dtype=torch.long), "labels": torch.zeros(8, dtype=torch.long)}
-    trainer = Trainer(
+    trainer = SlowToSave(
         GPT2LMHeadModel(config),
         arguments,
         train_dataset=[one] * 400,
