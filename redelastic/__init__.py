@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .store import RedisStore, RoundBrokenError
     from .survival.loop import Round, survive
     from .survival.state import State
-    from .worker import progress, should_checkpoint
+    from .worker import Save, begin_save, phase, progress, should_checkpoint
 
 __all__ = [
     # a rendezvous
@@ -32,7 +32,10 @@ __all__ = [
     "RedisElasticAgent",
     "AgentOptions",
     "progress",
+    "phase",
     "should_checkpoint",
+    "begin_save",
+    "Save",
     # a training script whose processes survive
     "survive",
     "State",
@@ -57,6 +60,9 @@ _HOMES = {
     "Round": "survival.loop",
     "survive": "survival.loop",
     "State": "survival.state",
+    "Save": "worker",
+    "begin_save": "worker",
+    "phase": "worker",
     "progress": "worker",
     "should_checkpoint": "worker",
 }

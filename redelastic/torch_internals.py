@@ -11,7 +11,9 @@ import inspect
 import logging
 import os
 import signal
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from importlib import import_module
@@ -148,10 +150,16 @@ def close_within(context: Any, seconds: float, then: Callable[[Any], None]) -> N
 
     torch's agent makes the context and offers no way to choose its class, so the class is replaced afterwards.
     Once the processes have ended, ``then`` is called with the context.
+
+    torch signals whole process groups: a worker that saves at SIGTERM would lose its DataLoader's processes meanwhile.
+    So Python processes get the signal alone; what they leave behind is the caller's to end. A shell that waits for its
+    command acts on no signal before that has ended, so that group gets it as torch sends it.
     """
 
     class Closing(type(context)):  # type: ignore[misc]
         def close(self, death_sig: signal.Signals | None = None, timeout: float = seconds) -> None:
+            if death_sig != signal.SIGKILL and not _end_alone(self, death_sig or signal.SIGTERM, timeout):
+                death_sig = signal.SIGKILL
             super().close(death_sig, timeout)
             then(self)
 
@@ -182,6 +190,32 @@ def starting_no_processes(then: Callable[[dict[int, dict[str, str]]], Any]) -> I
         yield
     finally:
         agent.start_processes = original
+
+
+def _end_alone(context: Any, death_sig: signal.Signals, timeout: float) -> bool:
+    """Signal the processes of a context, not their children; returns False if one of them runs on after ``timeout``."""
+    handlers = getattr(context, "subprocess_handlers", {}).values()
+    running = [handler.proc for handler in handlers if handler.proc.poll() is None]
+    if not all(_is_python(process.pid) for process in running):
+        return True
+    for process in running:
+        log.warning("Sending process %s closing signal %s", process.pid, death_sig.name)  # as torch does
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, death_sig)
+    until = time.monotonic() + timeout
+    try:
+        for process in running:
+            process.wait(max(0.0, until - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
+def _is_python(pid: int) -> bool:
+    try:
+        return "python" in os.readlink(f"/proc/{pid}/exe").rpartition("/")[2]  # noqa: PTH115  # no other use of paths
+    except OSError:  # it has just ended
+        return True
 
 
 def exit_codes(context: Any) -> dict[int, int]:

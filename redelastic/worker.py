@@ -1,6 +1,6 @@
-"""The interface between a training script and its agent: progress, and requests for checkpoints and stacks.
+"""The interface between a training script and its agent: progress, phases, and requests for checkpoints and stacks.
 
-Both use 64 bytes of shared memory that the agent created for this worker (`workers/board.py`), so that a call
+All use 128 bytes of shared memory that the agent created for this worker (`workers/board.py`), so that a call
 takes a fraction of a microsecond, and works while the agent is busy or gone. Each field is an aligned 8-byte integer
 with one writer: on x86-64 and arm64 it is written and read atomically, so neither side needs a lock.
 
@@ -15,13 +15,18 @@ import faulthandler
 import fcntl
 import mmap
 import os
+import struct
 import sys
 import threading
+from collections.abc import Iterator
 from itertools import count
 from time import monotonic_ns
-from typing import Final, SupportsIndex
+from typing import TYPE_CHECKING, Final, SupportsIndex
 
-__all__ = ["progress", "should_checkpoint"]
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["Save", "begin_save", "phase", "progress", "should_checkpoint"]
 
 NAMESPACE: Final = "REDELASTIC_PID_NAMESPACE"  # the agent's: a file in its /proc means nothing in another one
 VARIABLE: Final = "REDELASTIC_WORKER"  # <file>:<token>; the token tells it from another file of the same name
@@ -30,13 +35,17 @@ STACK_SIGNAL: Final = 39  # SIGRTMIN + 5 on Linux: a real-time signal that nothi
 # The slot at the start of the file, which the stacks follow: its fields, and the writer of each.
 TOKEN: Final = 0  # agent, once
 REQUESTED: Final = 1  # agent: number of checkpoints requested so far
-PID: Final = 2  # worker: which process reports for it; 0 until it has called one of the two functions
+PID: Final = 2  # worker: which process reports for it; 0 until it has called one of the functions
 CALLS: Final = 3  # worker: calls of progress()
 STEP: Final = 4  # worker: step of the last call
 SEEN: Final = 5  # worker: last request seen << CALL_BITS | calls of progress() until then; -1 until it has asked
-AT: Final = 6  # worker: when it last called progress(), on the monotonic clock in ns
+AT: Final = 6  # worker: when it last called progress(), or began or ended a phase, on the monotonic clock in ns
+LIMIT: Final = 7  # worker: timeout of its phase in ms; 0 outside phases
+BEGUN: Final = 8  # worker: number of the last save that begin_save() began,
+DONE: Final = 9  # worker: and of the last one that is complete
+PHASE: Final = 10  # worker: name of its phase, in the fields from here on
 HIGH_FILE: Final = 500  # file descriptors are given out from the lowest up
-SLOT_BYTES: Final = 64
+SLOT_BYTES: Final = 128
 CALL_BITS: Final = 44  # 17 * 10^12 calls, and 500,000 requests
 
 # The slot of a process that has no agent or is not the worker; nothing reads it.
@@ -44,6 +53,9 @@ _unread_slot = memoryview(bytearray(SLOT_BYTES)).cast("q")
 _slot = _unread_slot  # where this process writes
 _decided = False  # whether that has been decided
 _deciding = threading.RLock()  # a signal handler may interrupt the decision, and call too
+_finishing = threading.RLock()  # several threads may complete saves; a signal handler may interrupt one
+_phases: list[list[int]] = []  # that this process has entered and not left: limit and name of each
+_NAME = struct.Struct(f"{SLOT_BYTES // 8 - PHASE}q")
 _calls = count(1)  # shared by all threads; next() is one step for them
 _name = ""  # value of the variable when the file was opened
 _mapped: memoryview[int] | None = None  # slot in that file; None if it is not there, or is the parent's
@@ -105,12 +117,96 @@ def should_checkpoint() -> bool:
     return requested > 0
 
 
+@contextlib.contextmanager
+def phase(name: str, *, timeout: float) -> Iterator[None]:
+    """Give a part of the script that takes long a time limit of its own, in place of ``--hang-timeout``.
+
+    Within the block the worker hangs if neither :func:`progress` nor another phase is called for ``timeout`` seconds::
+
+        with redelastic.phase("export", timeout=3600):
+            export(model)
+
+    Phases may be nested: the last one entered counts. Only the main thread may use them. Without ``--hang-timeout``, in
+    child processes and outside an agent, they do nothing.
+
+    Args:
+        name: of the phase, which the agent's report of a hang mentions; its first 48 bytes count.
+        timeout: how long it may take, in seconds.
+
+    Raises:
+        ValueError: ``timeout`` is not a positive number.
+    """
+    if not 0 < timeout < 1e15:
+        raise ValueError(f"redelastic.phase() takes a positive timeout in seconds, not {timeout!r:.80}.")
+    if not _decided:
+        _begin()
+    text = name.encode(errors="replace")[: _NAME.size].decode(errors="ignore").encode()
+    entered = [max(1, round(1000 * timeout)), *_NAME.unpack(text.ljust(_NAME.size, b"\0"))]
+    _phases.append(entered)
+    _show_phase()
+    try:
+        yield
+    finally:
+        _phases[:] = [other for other in _phases if other is not entered]  # callbacks may leave one before its parent
+        _show_phase()
+
+
+def _show_phase() -> None:
+    limit, *name = _phases[-1] if _phases else [0] * (_NAME.size // 8 + 1)
+    _slot[AT] = monotonic_ns()  # first: with the limit of before, the time in the phase that ends would be a hang
+    for field, value in enumerate(name, PHASE):
+        _slot[field] = value
+    _slot[LIMIT] = limit
+
+
+class Save:
+    """A save in progress, as :func:`begin_save` returns it. Leaving a ``with`` block completes it, unless it raises."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def complete(self) -> None:
+        """Tell the agent that this save and all earlier ones are durable. Any thread may call it, and repeat it."""
+        with _finishing:
+            _slot[DONE] = max(_slot[DONE], self._number)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.complete()
+
+
+def begin_save() -> Save:
+    """Tell the agent that a save has begun that may go on after the next :func:`progress`.
+
+    A draining node waits until the last save that has begun is complete, or for ``--drain-timeout``. Call it before
+    that :func:`progress`, and complete the save once all is written::
+
+        save = redelastic.begin_save()
+        future = dcp.async_save(state, checkpoint_id=folder)
+        future.add_done_callback(lambda done: done.exception() or save.complete())
+        redelastic.progress(step)
+
+    One that fails is never complete: the next complete one takes its place. A script that has written everything when
+    it calls :func:`progress` needs none of this.
+    """
+    if not _decided:
+        _begin()
+    with _finishing:
+        _slot[BEGUN] += 1
+        return Save(_slot[BEGUN])
+
+
 def _begin() -> None:
     """Report for the worker from now on, unless another live process does (a child that was spawned, not forked)."""
     global _slot, _decided, _calls  # noqa: PLW0603  # one process, one slot
     with _deciding:
         slot = None if _decided else _open()
         if slot is not None and (slot[PID] in (0, os.getpid()) or not _is_alive(slot[PID])):
+            if slot[PID] != os.getpid():  # what another process had begun has ended with it
+                slot[LIMIT], slot[DONE] = 0, slot[BEGUN]
             slot[PID] = os.getpid()
             _calls = count(slot[CALLS] + 1)
             _slot = slot
@@ -165,9 +261,10 @@ def pid_namespace() -> str:
 
 def _detach() -> None:
     """Detach a forked child from the worker's slot; if its environment names another slot, it will use that one."""
-    global _slot, _decided, _mapped, _deciding  # noqa: PLW0603
+    global _slot, _decided, _mapped, _deciding, _finishing
     _slot, _decided, _mapped = _unread_slot, False, None
-    _deciding = threading.RLock()  # another thread of the parent may have held it
+    _phases.clear()
+    _deciding, _finishing = threading.RLock(), threading.RLock()  # another thread of the parent may have held them
 
 
 os.register_at_fork(after_in_child=_detach)

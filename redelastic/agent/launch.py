@@ -26,7 +26,10 @@ from redelastic.agent.limits import RefusedError
 from redelastic.agent.options import AgentOptions
 from redelastic.agent.surviving import SurvivingAgent
 from redelastic.logs import say
-from redelastic.monitoring.events import Left
+from redelastic.monitoring.control import RunControl
+from redelastic.monitoring.events import Left, Lost
+from redelastic.monitoring.wording import count
+from redelastic.redis.errors import RedelasticError
 from redelastic.rendezvous.handler import RedisRendezvousHandler, handler_from_parameters
 from redelastic.rendezvous.membership import DrainedError, RunStoppedError, RunThen
 from redelastic.workers.drains import DrainFile
@@ -40,6 +43,7 @@ DRAINED: Final = (
 )
 STOPPED: Final = 76  # the job was stopped: by a person, or because its restart budget is used up
 REFUSED: Final = 77  # a health check found this node unfit
+STANDALONE: Final = "standalone-"  # how the id of a run begins whose Redis is this process' own
 DRAIN_FILE_INTERVAL: Final = 1.0  # between two looks for the drain file, in seconds
 
 
@@ -103,6 +107,7 @@ def launch(
             say(f"{failed}")
             return FAILED
         ending = Left(cause="finished"), "closes"
+        _say_end(handler)
     except DrainedError as e:
         ending = Left(cause="drained", reason=e.reason), "goes on"
         log.warning("%s", e)
@@ -117,6 +122,19 @@ def launch(
     finally:
         handler.end(*ending)
     return OK
+
+
+def _say_end(handler: RedisRendezvousHandler) -> None:
+    """Say on rank 0's node what the run went through."""
+    held, run_id = handler.membership.view.round, handler.settings.run_id
+    if held is None or held.rank != 0:
+        return
+    hint = "" if run_id.startswith(STANDALONE) else f"; see `redelastic timeline {run_id}`"
+    with contextlib.suppress(RedelasticError):  # Redis is away: the workers have finished all the same
+        control = RunControl(handler.backend.connection, handler.backend.keys)
+        losses = sum(isinstance(event, Lost) for event in control.events())
+        rounds = count(held.epoch, "round")
+        say(f"redelastic run: finished: {rounds}, {losses} {'loss' if losses == 1 else 'losses'}{hint}")
 
 
 @contextlib.contextmanager

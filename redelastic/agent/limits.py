@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from torch.distributed.elastic.agent.server.api import RunResult
 from torch.distributed.elastic.multiprocessing import LogsSpecs
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from .monitor import NodeMonitor  # it imports this module
 
 log = logging.getLogger(__name__)
+
+CAUSE_TIMEOUT: Final = 10.0  # for a failure of another node that explains this node's, in seconds
 
 
 def log_folder(logs_specs: LogsSpecs) -> Path:
@@ -134,11 +136,14 @@ class Budget:
             final: whether to stop the run if no restart is left; otherwise this only says so.
         """
         workers = self._monitor.workers
+        if not final:
+            log.error("%s.", worker_failure(self.failure(result)))
+            if workers and workers.blame_a_peer(result):
+                self._await_cause()
+                workers.follow_a_peer()
         failed_at = (workers.first_failure if workers else None) or time.monotonic()
         step = workers.highest_step if workers else -1
         failure = self.failure(result)
-        if not final:
-            log.error("%s.", worker_failure(failure))
         self._monitor.allow(math.inf)  # for as long as Redis is away
         try:
             charged = self._membership.charge(failed_at, step, failure, self._options.limits, final=final)
@@ -147,6 +152,18 @@ class Budget:
             return ""
         self._monitor.job_restarts, _, verdict = charged
         return verdict
+
+    def _await_cause(self) -> None:
+        """Wait until a peer has failed, which was the cause: its worker may take longer to end than this node's."""
+        view, until = self._membership.view, time.monotonic() + CAUSE_TIMEOUT
+        if view.round is None or view.round.size == 1:
+            return
+        self._monitor.allow(CAUSE_TIMEOUT)
+        log.info("A peer is the cause: waiting up to %g s for its node to report it.", CAUSE_TIMEOUT)
+        while (left := until - time.monotonic()) > 0:
+            if view.nodes_waiting or view.member_lost or view.closed or view.drains:
+                return
+            view.wait_for_news(left)
 
     def failure(self, result: RunResult) -> Failed:
         """Describe the failure of the worker that failed first."""

@@ -283,6 +283,7 @@ def _place(arguments: argparse.Namespace, opened: ExitStack) -> None:
             f"--rdzv-backend={arguments.rdzv_backend} is for torchrun; redelastic run supports only redis."
         )
     if arguments.standalone:
+        from redelastic.agent.launch import STANDALONE
         from redelastic.redis.server import RedisServer
 
         if arguments.max_failed_rounds is not None:
@@ -290,7 +291,7 @@ def _place(arguments: argparse.Namespace, opened: ExitStack) -> None:
                 "--max-failed-rounds needs several hosts: with --standalone nobody could readmit this one."
             )
         server = opened.enter_context(RedisServer())
-        arguments.rdzv_endpoint, arguments.rdzv_id = server.url, f"standalone-{uuid.uuid4().hex[:12]}"
+        arguments.rdzv_endpoint, arguments.rdzv_id = server.url, f"{STANDALONE}{uuid.uuid4().hex[:12]}"
         arguments.local_addr = arguments.local_addr or "127.0.0.1"
     elif arguments.rdzv_id in ("", "none"):  # torch would give each node a random id of its own
         what = "missing" if arguments.rdzv_id else "empty (is a variable unset?)"

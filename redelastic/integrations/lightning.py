@@ -2,29 +2,40 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
-import zipfile
 from pathlib import Path
 from typing import Any
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.plugins import AsyncCheckpointIO
 except ImportError:
     from pytorch_lightning import Callback, LightningModule, Trainer
+    from pytorch_lightning.plugins import AsyncCheckpointIO
+
+import torch
 
 import redelastic
 
+from . import checkpoints
+from .phases import PHASE_TIMEOUT, CurrentPhase
+
 __all__ = ["ElasticCallback", "last_checkpoint"]
+
+_offered: Path | None = None  # what last_checkpoint() has found
 
 
 class ElasticCallback(Callback):
     """Reports each batch to the agent, and saves on all ranks when a node drains.
 
-    Each batch costs an ``all_reduce`` of one number, in which the ranks agree on whether to save, and on a GPU a wait
-    for its result. It saves the ``ModelCheckpoint``'s ``last.ckpt``. Give the Trainer ``max_steps``: how many steps an
-    epoch has depends on the world size. ::
+    Each batch of training, and of its validation, costs an ``all_reduce`` of one number, in which the ranks agree on
+    whether to save, and on a GPU a wait for its result. It saves the ``ModelCheckpoint``'s ``last.ckpt``, and waits
+    until it is written, also where ``AsyncCheckpointIO`` writes it in the background. Validation, testing, prediction,
+    saves and what follows the training may take longer than ``--hang-timeout``: up to ``timeout`` between two reports.
+    Give the Trainer ``max_steps``: how many steps an epoch has depends on the world size. ::
 
         checkpoint = ModelCheckpoint(folder, every_n_train_steps=100, save_last=True)  # on storage that all nodes share
         trainer = Trainer(
@@ -35,7 +46,15 @@ class ElasticCallback(Callback):
             callbacks=[checkpoint, ElasticCallback()],
         )
         trainer.fit(model, data, ckpt_path=last_checkpoint(folder))
+
+    Args:
+        timeout: in place of ``--hang-timeout`` in all that is not a training step, in seconds.
     """
+
+    def __init__(self, timeout: float = PHASE_TIMEOUT) -> None:
+        super().__init__()
+        self._phase = CurrentPhase(timeout)
+        self._common_batches = 0.0  # of this validation: how many all ranks have, so that all can agree on a save
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse a trainer whose restarted workers would start over.
@@ -45,26 +64,88 @@ class ElasticCallback(Callback):
         """
         if stage == "fit":
             self._path(trainer)
+            if _offered is not None:
+                checkpoints.begin_loading(_offered)
 
     def on_fit_start(self, *_: Any) -> None:
         """Remember what SIGTERM does before Lightning installs its handler."""
         self._on_sigterm = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL
 
+    def on_sanity_check_start(self, *_: Any) -> None:
+        """Note that the checkpoint could be loaded."""
+        checkpoints.end_loading()
+
     def on_train_start(self, *_: Any) -> None:
         """Have SIGTERM end the worker at once: Lightning's handler waits for peers, which may be gone."""
+        checkpoints.end_loading()
         if threading.current_thread() is threading.main_thread():  # as Lightning does
             signal.signal(signal.SIGTERM, self._on_sigterm)
 
+    def on_train_batch_start(self, *_: Any) -> None:
+        """Begin a training step, for which ``--hang-timeout`` counts."""
+        self._phase.leave()
+
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         """Save if any rank was asked to, and report the step."""
+        self._save_if_asked(trainer)
+        redelastic.progress(trainer.global_step)
+
+    def on_save_checkpoint(self, *_: Any) -> None:
+        """Begin to save, on behalf of any callback."""
+        self._phase.enter("save")
+
+    def on_validation_start(self, trainer: Trainer, *_: Any) -> None:
+        """Count the batches that all ranks have: only for these can they agree on a save."""
+        self._phase.enter("validation")
+        self._common_batches = 0.0
+        if self._is_training(trainer):
+            own = float(sum(trainer.num_val_batches))
+            batches = torch.tensor(own if math.isfinite(own) else 0.0, device=trainer.strategy.root_device)
+            self._common_batches = float(trainer.strategy.reduce(batches, reduce_op="min"))
+
+    def on_validation_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        """Save if any rank was asked to, and report that validation is running."""
+        if not self._is_training(trainer):
+            self._report_without_saving(trainer)
+            return
+        if self._common_batches > 0:
+            self._common_batches -= 1
+            self._save_if_asked(trainer)
+        redelastic.progress(trainer.global_step)
+
+    def on_test_start(self, *_: Any) -> None:
+        """Begin to test."""
+        self._phase.enter("test")
+
+    def on_predict_start(self, *_: Any) -> None:
+        """Begin to predict."""
+        self._phase.enter("prediction")
+
+    def _report_without_saving(self, trainer: Trainer, *_: Any) -> None:
+        """Report that the worker is alive; outside training there is nothing to save."""
+        redelastic.should_checkpoint()  # the report that follows answers a request
+        redelastic.progress(trainer.global_step)
+
+    on_test_batch_end = on_predict_batch_end = _report_without_saving
+
+    def on_fit_end(self, *_: Any) -> None:
+        """Begin what follows the training, such as an export."""
+        self._phase.enter("after the training")
+
+    def _save_if_asked(self, trainer: Trainer) -> None:
         wanted = redelastic.should_checkpoint()
         if trainer.strategy.reduce_boolean_decision(wanted, all=False):  # one may see it before the others
             trainer.save_checkpoint(self._path(trainer))
-        redelastic.progress(trainer.global_step)
+            io = trainer.strategy.checkpoint_io
+            while io is not None:
+                if isinstance(io, AsyncCheckpointIO):
+                    io.teardown()  # waits for its thread, and raises if it has failed; the next save starts another
+                io = getattr(io, "checkpoint_io", None)
+            trainer.strategy.barrier("redelastic")  # the other ranks wait here, where `timeout` counts
 
-    def on_validation_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Report that validation is running: it is not a hang."""
-        redelastic.progress(trainer.global_step)
+    @staticmethod
+    def _is_training(trainer: Trainer) -> bool:
+        return bool(trainer.state.fn == "fit" and not trainer.sanity_checking)
 
     def _path(self, trainer: Trainer) -> str:
         for callback in trainer.checkpoint_callbacks:
@@ -78,22 +159,34 @@ class ElasticCallback(Callback):
 
 
 def last_checkpoint(folder: str | Path) -> str | None:
-    """Find the newest whole checkpoint: a node that dies while saving may leave part of one.
+    """Find the newest complete checkpoint that can be loaded.
 
-    Lightning writes a file to the host's temporary folder and moves it into place, which to another file system, such
-    as one that all nodes share, means copying it. ``ckpt_path="last"`` would take a partial copy, and no worker could
-    resume. In an object store a file appears only when it is whole, so ``"last"`` is safe there.
+    A node that dies while saving may leave part of one: Lightning writes a file to the host's temporary folder and
+    moves it into place, which to another file system, such as one that all nodes share, means copying it.
+    ``ckpt_path="last"`` would take a partial copy, and no worker could resume. In an object store a file appears only
+    when it is whole, so ``"last"`` is safe there. Checkpoints of FSDP and DeepSpeed are folders; each of their files
+    is looked at. One whose loading has raised in this run is passed over; :class:`ElasticCallback` notes that beside
+    it, in ``.redelastic-failed.json``.
 
     Args:
         folder: the ``dirpath`` of the ``ModelCheckpoint``, in a file system.
 
     Returns:
         The path for ``ckpt_path``; None if there is none yet.
+
+    Raises:
+        CheckpointError: there are checkpoints, but none of them can be loaded.
     """
-    found = [(path.stat().st_mtime_ns, path) for path in Path(folder).glob("*.ckpt")]
-    return next((str(path) for _, path in sorted(found, reverse=True) if _is_whole(path)), None)
+    global _offered  # noqa: PLW0603  # the Trainer does not say which one it is about to load
+    folder = folder if isinstance(folder, Path) else Path(folder)
+    found = sorted(folder.glob("*.ckpt"), key=_time, reverse=True)
+    path = checkpoints.newest_complete(folder, found)
+    _offered = None if path is None else Path(path)
+    return path
 
 
-def _is_whole(path: Path) -> bool:
-    last_part = path / "meta.pt" if path.is_dir() else path  # FSDP: each rank writes its part, and this comes last
-    return zipfile.is_zipfile(last_part)  # torch.save's format ends with its table of contents
+def _time(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except FileNotFoundError:  # a link to a file that is missing; or another node has just removed it
+        return 0

@@ -195,6 +195,7 @@ class WorkerFailure(Event):
         signal: by which it was ended.
         idle_ms: time without progress, if it hung.
         step: the last step that a hung worker reported.
+        phase: of the script, in which it hung, if it named one.
         oom_kills: kills by the kernel's OOM killer since the workers' start, if one of them explains the failure.
         memory: bytes that it used when last seen before such a kill.
         message: its own words.
@@ -207,6 +208,7 @@ class WorkerFailure(Event):
     signal: str = _text(40)
     idle_ms: int | None = _count()
     step: int | None = _count()
+    phase: str = _text(48)
     oom_kills: int | None = _count()
     memory: int | None = _count()
     message: str = _text(MAX_REASON)

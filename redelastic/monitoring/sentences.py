@@ -202,7 +202,8 @@ def worker_failure(event: events.WorkerFailure) -> str:
 def idleness(event: events.WorkerFailure) -> str:
     """How a worker hangs; worded to follow its name."""
     since = "since its start" if event.step is None else f"since step {event.step}"
-    return f"made no progress for {_seconds(event.idle_ms)}, {since}"
+    phase = f", in phase {event.phase!r}" if event.phase else ""
+    return f"made no progress for {_seconds(event.idle_ms)}, {since}{phase}"
 
 
 def out_of_memory(event: events.WorkerFailure) -> str:

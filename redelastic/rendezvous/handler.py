@@ -125,7 +125,7 @@ class RedisRendezvousHandler(RendezvousHandler):
             f"{self._settings.run_id!r}, after {seconds:.3f} s."
         )
         self._record(message, NodeState.RUNNING, entered.rank)
-        log.log(logging.WARNING if entered.again else logging.INFO, message)
+        log.warning(message)  # shown by default, at the first round too: it says that all nodes are there
         return info
 
     def _raise_if_shut_down(self) -> None:

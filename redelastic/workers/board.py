@@ -22,9 +22,13 @@ from typing import Final
 
 from redelastic.worker import (
     AT,
+    BEGUN,
     CALL_BITS,
     CALLS,
+    DONE,
+    LIMIT,
     NAMESPACE,
+    PHASE,
     PID,
     REQUESTED,
     SEEN,
@@ -48,9 +52,11 @@ class Progress:
         pid: of the process that reports for the worker: the worker, or its child if it is a wrapper; 0 if none does.
         calls: how often it called ``progress``.
         step: of the last call; None before the first.
-        at: time of the last call, on the monotonic clock in seconds; None before the first.
+        at: when it last called ``progress``, or began or ended a phase, on the monotonic clock in seconds; None before.
         asks: whether it called ``should_checkpoint``, so that it will see a request.
-        saved: whether it has seen the last request, and has called ``progress`` since.
+        saved: whether it has seen the last request, has called ``progress`` since, and no save that it began goes on.
+        limit: timeout of its phase in seconds; None outside phases.
+        phase: name of its phase; empty outside phases.
     """
 
     pid: int
@@ -59,6 +65,8 @@ class Progress:
     at: float | None
     asks: bool
     saved: bool
+    limit: float | None
+    phase: str
 
 
 class ProgressBoard:
@@ -97,14 +105,20 @@ class ProgressBoard:
         slot = self.slots[local_rank]
         seen = slot[SEEN]  # read before the calls: later calls can only make `saved` more true
         calls = slot[CALLS]
+        done = slot[DONE]  # read after the calls, which follow the beginning of a save, and before that beginning
+        is_saving = done < slot[BEGUN]
         request, calls_before = divmod(seen, 1 << CALL_BITS)
+        limit = slot[LIMIT]  # read before the time, which is written first
+        name = slot[PHASE:].tobytes().rstrip(b"\0").decode(errors="replace") if limit else ""
         return Progress(
             pid=slot[PID],
             calls=calls,
             step=slot[STEP] if calls else None,
-            at=slot[AT] / 1e9 if calls else None,
+            at=slot[AT] / 1e9 or None,
             asks=seen >= 0,
-            saved=0 < self._requests == request and calls > calls_before,
+            saved=0 < self._requests == request and calls > calls_before and not is_saving,
+            limit=limit / 1000 or None,
+            phase=name,
         )
 
     def request_checkpoint(self) -> None:
@@ -142,12 +156,13 @@ def nameless_file() -> io.FileIO:
 class HangWatch:
     """Finds workers that have made no progress for too long.
 
-    Progress means that the number of calls has changed since the last look. Time in which the agent itself was frozen
-    does not count.
+    Progress means that the worker has called ``progress``, or begun or ended a phase, since the last look. Time in
+    which the agent itself was frozen does not count.
 
     Args:
         board: of these workers.
-        timeout: how long a worker may take from one call of ``progress`` to the next, in seconds.
+        timeout: how long a worker may take from one call of ``progress`` to the next, in seconds; in a phase its own
+            counts. Infinite: none hangs.
         start_timeout: how long it may take from its start to the first call, in seconds.
         reporters: local ranks of workers that called it in an earlier group; workers that call it are added.
         interval: between calls of :meth:`look`, in seconds.
@@ -176,7 +191,7 @@ class HangWatch:
         self._longest = FROZEN_LOOKS * interval
         self._clock = clock
         self._looked_at = clock()
-        self._calls: dict[int, int] = {}
+        self._at: dict[int, float] = {}  # when each last made progress
         self.idle: dict[int, float] = {}
         self.silent: list[int] = []
         self.due_in = math.inf
@@ -199,16 +214,22 @@ class HangWatch:
         for local_rank in running:
             progress = self._board.read(local_rank)
             idle = self.idle.get(local_rank, 0.0) + elapsed
-            if progress.at is not None and progress.calls != self._calls.get(local_rank, 0):
-                self._calls[local_rank] = progress.calls
-                self._reporters.add(local_rank)
+            if progress.at is not None and progress.at != self._at.get(local_rank):
+                self._at[local_rank] = progress.at
                 idle = min(max(0.0, now - progress.at), elapsed)
+            if progress.calls:
+                self._reporters.add(local_rank)
             self.idle[local_rank] = idle
-            left = (self._timeout if progress.calls else self._start_timeout) - idle
+            left = self._limit(progress) - idle
             if left >= 0:
                 self.due_in = min(self.due_in, left)
-            elif local_rank in self._reporters:
+            elif progress.limit or local_rank in self._reporters:
                 hung[local_rank] = idle
             else:
                 self.silent.append(local_rank)
         return hung
+
+    def _limit(self, progress: Progress) -> float:
+        if progress.limit and not math.isinf(self._timeout):
+            return progress.limit
+        return self._timeout if progress.calls else self._start_timeout

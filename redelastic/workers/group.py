@@ -23,6 +23,8 @@ from redelastic.torch_internals import exit_codes
 
 from .board import FROZEN_LOOKS, HangWatch, ProgressBoard
 from .deaths import Deaths, signal_name
+from .last_words import last_exception, names_a_peer
+from .logs import tail
 from .stacks import catches, dump_stacks, speaker_of
 
 log = logging.getLogger(__name__)
@@ -68,6 +70,7 @@ class Workers:
         self._watch = HangWatch(self._board, timeout, self.start_timeout, reporters, interval=self._pause)
         self._started_at = math.inf
         self._deaths: Deaths | None = None
+        self._blamed_at: float | None = None  # when they failed, if not when the first of them ended
         self._ooms = oom_kills()
 
     def environment(self, local_rank: int) -> dict[str, str]:
@@ -95,7 +98,12 @@ class Workers:
 
     @property
     def first_failure(self) -> float | None:
-        """When the first worker failed, on the monotonic clock in seconds; for a hang, when it last made progress."""
+        """When the first worker failed, on the monotonic clock in seconds; for a hang, when it last made progress.
+
+        It is later for workers that failed because of a peer: see :meth:`follow_a_peer`.
+        """
+        if self._blamed_at is not None:
+            return self._blamed_at
         if not self.hung:
             return self._deaths.first_failure if self._deaths else None
         last = [self._board.read(local_rank).at or self._started_at for local_rank in self.hung]
@@ -157,6 +165,19 @@ class Workers:
         asks, speaker = self._board.read(local_rank).asks, speaker_of(self._board, local_rank, pid)
         return not self.ended(local_rank) and (asks or catches(speaker, SAVE_SIGNAL))
 
+    def blame_a_peer(self, result: RunResult) -> bool:
+        """Whether the last words of all workers that failed say that a peer is gone."""
+        failures = result.failures.values()
+        return bool(failures) and all(names_a_peer(self._last_words(failure)) for failure in failures)
+
+    def follow_a_peer(self) -> None:
+        """Count their failure from now on: the peer's, which was their cause, comes first."""
+        self._blamed_at = time.monotonic()
+
+    def _last_words(self, failure: ProcessFailure) -> str:
+        message = "" if failure.exitcode < 0 else _message(failure)
+        return message or last_exception(tail(self.logs.get(failure.local_rank, "")))
+
     def failure(self, result: RunResult, usage: Mapping[str, Any]) -> Failed:
         """Describe the failure of the worker that failed first.
 
@@ -191,9 +212,14 @@ class Workers:
     def hang(self, worker: Worker) -> Hung:
         """Describe how a worker hangs."""
         local_rank = worker.local_rank
-        idle_ms, step = round(1000 * self.hung[local_rank]), self.step(local_rank)
+        progress = self._board.read(local_rank)
         return Hung(
-            local_rank=local_rank, rank=worker.global_rank, pid=self.pids[local_rank], idle_ms=idle_ms, step=step
+            local_rank=local_rank,
+            rank=worker.global_rank,
+            pid=self.pids[local_rank],
+            idle_ms=round(1000 * self.hung[local_rank]),
+            step=progress.step,
+            phase=progress.phase,
         )
 
     def hang_failure(self, worker: Worker) -> ProcessFailure:

@@ -84,6 +84,20 @@ def test_the_end_of_a_worker_does_not_wait_for_the_next_look_at_them(server: Red
         assert job.wait_end("a") == 0
 
 
+def test_the_log_says_which_round_began_and_how_the_run_ended(server: RedisServer, tmp_path: Path) -> None:
+    with AgentJob(server, tmp_path, "1:2") as job:
+        job.begin("a", "b")
+        epoch = job.wait_round("ab")
+        job.nodes["b"].kill()
+        job.wait_round("a", epoch)
+        job.tell("finish")
+        assert job.wait_end("a") == 0
+        said = job.nodes["a"].stderr
+        assert re.search(f"is rank [01] of 2 in round {epoch} of run '{job.run_id}'", said)
+        end = f"redelastic run: finished: {epoch + 1} rounds, 1 loss; see `redelastic timeline {job.run_id}`\n"
+        assert said.endswith(end)
+
+
 @pytest.mark.parametrize("how", quick_first(["SIGUSR1", "command", "file"]))
 def test_other_ways_to_drain(server: RedisServer, tmp_path: Path, how: str) -> None:
     with AgentJob(server, tmp_path, "1:2") as job:

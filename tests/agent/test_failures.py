@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Final
@@ -17,6 +18,8 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 
 from redelastic.agent import AgentOptions
 from redelastic.monitoring.events import Closed, Hung, Unwatched, decode_cause
+from redelastic.monitoring.logs import first_failure
+from redelastic.monitoring.sentences import sentence
 from redelastic.redis.server import RedisServer
 from redelastic.workers.group import Workers
 from tests.support.agent_job import DRAINED, AgentJob
@@ -100,6 +103,98 @@ def test_a_hang_is_blamed_by_the_time_of_the_last_progress(server: RedisServer, 
         job.wait_round("a", epoch)
         job.tell("finish")
         assert job.wait_end("a") == 0
+
+
+@pytest.mark.fault("a worker raises, ends late, and its peer fails first", "the host is blamed where the cause is")
+def test_the_host_whose_worker_raised_first_is_blamed(server: RedisServer, tmp_path: Path) -> None:
+    script = tmp_path / "slow_exit.py"
+    script.write_text("""
+import os, sys, time
+from pathlib import Path
+import torch
+import torch.distributed as dist
+directory, guilty = Path(sys.argv[1]), os.environ["TEST_NODE"] == "a"
+dist.init_process_group("gloo")
+if os.environ["REDELASTIC_EPOCH"] != "1":
+    dist.destroy_process_group()
+    sys.exit()
+if not guilty:
+    (directory / "pid").write_text(str(os.getpid()))
+dist.barrier()
+try:
+    if guilty:
+        raise ValueError("bad batch")
+    dist.all_reduce(torch.ones(1))
+finally:
+    dist.destroy_process_group()
+    if guilty:
+        other = Path("/proc", (directory / "pid").read_text(), "stat")
+        while other.exists() and other.read_text().rpartition(")")[2].split()[0] not in "ZX":
+            time.sleep(0.01)
+""")
+    with AgentJob(server, tmp_path, "2:2") as job:
+        job.start("a", "b", script=script)
+        assert [job.wait_end(name) for name in "ab"] == [0, 0], job.report()
+        assert job.redis("run")["blamed"] == "a"
+        found = first_failure(job.control.events())
+        assert found is not None
+        assert "ValueError: bad batch" in found.tail
+
+
+@pytest.mark.parametrize("wrapper", [False, True])
+@pytest.mark.fault(
+    "a worker that saves at SIGTERM has DataLoader processes, or is started by a shell that traps SIGTERM",
+    "its children live until it has ended; the shell's child gets the signal",
+)
+def test_sigterm_goes_to_the_worker_before_its_children(server: RedisServer, tmp_path: Path, wrapper: bool) -> None:
+    script = tmp_path / "saver.py"
+    script.write_text("""
+import os, signal, subprocess, sys
+from pathlib import Path
+directory = Path(sys.argv[1])
+child = subprocess.Popen(["sleep", "600"])
+def save(*_):
+    try:
+        ended = child.wait(1)
+    except subprocess.TimeoutExpired:
+        ended = "lives"
+    (directory / "saved").write_text(f"child {ended}")
+    sys.exit()
+signal.signal(signal.SIGTERM, save)
+(directory / "ready").touch()
+signal.pause()
+""")
+    shell = tmp_path / "wrapper.sh"
+    shell.write_text(f"#!/bin/sh\ntrap 'echo ends' TERM\n{sys.executable} {script} {tmp_path}\n")
+    shell.chmod(0o700)
+    with AgentJob(server, tmp_path, "1:1") as job:
+        job.start("a", script=shell if wrapper else script, options=("--no-python",) if wrapper else ())
+        job.wait("it runs", (tmp_path / "ready").exists)
+        job.nodes["a"].terminate()
+        assert job.wait_end("a") == DRAINED, job.report()
+        assert (tmp_path / "saved").read_text() == ("child -15" if wrapper else "child lives")
+
+
+@pytest.mark.fault(
+    "a phase takes longer than `--hang-timeout`, or than its own", "no hang; a hang, by the phase's name"
+)
+def test_a_phase_has_a_time_limit_of_its_own(server: RedisServer, tmp_path: Path) -> None:
+    script = tmp_path / "export.py"
+    script.write_text("""
+import os, time, redelastic
+redelastic.progress(1)
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    with redelastic.phase("export", timeout=600):
+        time.sleep(4)
+    with redelastic.phase("upload", timeout=1):
+        time.sleep(600)
+""")
+    with AgentJob(server, tmp_path, "1:1") as job:
+        job.start("a", script=script, options=("--hang-timeout=2",))
+        assert job.wait_end("a") == 0, job.report()
+        [hung] = job.events(Hung)
+        assert hung.phase == "upload"
+        assert "since step 1, in phase 'upload'" in sentence(hung)
 
 
 @pytest.mark.fault("progress() is called on rank 0 only", "the others are not taken for hung; the node says so once")

@@ -31,7 +31,7 @@ def run(code: str, environment: dict[str, str]) -> str:
     command = [
         sys.executable,
         "-c",
-        "import os, sys\nfrom redelastic.worker import progress, should_checkpoint\n" + code,
+        "import os, sys\nfrom redelastic.worker import *\n" + code,
     ]
     done = subprocess.run(
         command, env=os.environ | environment, capture_output=True, text=True, timeout=60, check=False
@@ -159,11 +159,113 @@ turn(lambda: progress(3))
         assert [script.next(), board.read(0).saved] == ["None", True]
 
 
+def test_a_save_that_goes_on_after_progress_is_awaited(board: ProgressBoard) -> None:
+    code = """
+from threading import Thread
+def turn(action):
+    print(action(), flush=True)
+    sys.stdin.readline()
+def fail():
+    try:
+        with begin_save():
+            raise OSError("disk full")
+    except OSError as e:
+        return e
+turn(should_checkpoint)
+first, second = begin_save(), begin_save()
+turn(lambda: progress(1))
+turn(first.complete)
+thread = Thread(target=second.complete)
+turn(lambda: (thread.start(), thread.join()))
+turn(fail)
+turn(begin_save().complete)
+"""
+    board.request_checkpoint()
+    with Dialogue(code, board.environment(0)) as script:
+        assert script.answer() == "True"
+        script.next()
+        assert not board.read(0).saved, "both saves go on"
+        script.next()
+        assert not board.read(0).saved, "the last one goes on"
+        script.next()
+        assert board.read(0).saved
+        assert script.next() == "disk full"
+        assert not board.read(0).saved, "a save that fails is no checkpoint"
+        script.next()
+        assert board.read(0).saved, "a later one takes its place"
+
+
+def test_a_process_that_follows_another_has_no_save_or_phase_of_that_one(board: ProgressBoard) -> None:
+    board.request_checkpoint()
+    code = "with phase('export', timeout=9): should_checkpoint(); begin_save(); progress(1); os._exit(0)"
+    run(code, board.environment(0))
+    assert not board.read(0).saved
+    assert board.read(0).phase == "export"
+    run("progress(2)", board.environment(0))
+    assert board.read(0).saved
+    assert (board.read(0).phase, board.read(0).limit) == ("", None)
+
+
+# -- phases
+
+
+def test_phases_have_names_and_limits_and_may_be_nested(board: ProgressBoard) -> None:
+    code = """
+def turn():
+    print(flush=True)
+    sys.stdin.readline()
+with phase("export", timeout=3600):
+    turn()
+    with phase("\u00e9" * 30, timeout=0.5):
+        turn()
+    progress(7)
+    turn()
+turn()
+"""
+    with Dialogue(code, board.environment(0)) as script:
+        script.answer()
+        told = board.read(0)
+        assert (told.phase, told.limit, told.calls, told.step) == ("export", 3600, 0, None)
+        assert told.at is not None
+        script.next()
+        assert (board.read(0).phase, board.read(0).limit) == ("\u00e9" * 24, 0.5), "cut at 48 bytes"
+        script.next()
+        assert (board.read(0).phase, board.read(0).limit, board.read(0).step) == ("export", 3600, 7)
+        script.next()
+        assert (board.read(0).phase, board.read(0).limit) == ("", None)
+
+
+def test_a_phase_that_is_left_after_its_parent_leaves_nothing_behind(board: ProgressBoard) -> None:
+    code = """
+parent, child = phase("fit", timeout=100), phase("after the training", timeout=200)
+parent.__enter__(), child.__enter__(), parent.__exit__(None, None, None)
+print(flush=True)
+sys.stdin.readline()
+child.__exit__(None, None, None)
+print(flush=True)
+sys.stdin.readline()
+"""
+    with Dialogue(code, board.environment(0)) as script:
+        script.answer()
+        assert (board.read(0).phase, board.read(0).limit) == ("after the training", 200)
+        script.next()
+        assert (board.read(0).phase, board.read(0).limit) == ("", None)
+
+
+@pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf")])
+def test_a_phase_without_a_limit_is_refused(timeout: float) -> None:
+    with (
+        pytest.raises(ValueError, match=r"phase\(\) takes a positive timeout in seconds, not "),
+        worker.phase("export", timeout=timeout),
+    ):
+        pass
+
+
 class Dialogue:
     """A script that goes on when it is told to; an agent that is killed, if need be."""
 
     def __init__(self, code: str, environment: dict[str, str]) -> None:
-        head = "import os, sys\nfrom redelastic.worker import progress, should_checkpoint\n"
+        head = "import os, sys\nfrom redelastic.worker import *\n"
         self.process = subprocess.Popen(
             [sys.executable, "-c", head + code],
             env=os.environ | environment,

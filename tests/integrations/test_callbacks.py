@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -15,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 import redelastic
 
@@ -35,6 +38,22 @@ def reported(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return steps
 
 
+class AsyncCheckpointIO:
+    """As much of Lightning's as the callback uses."""
+
+    def __init__(self, calls: list[str]) -> None:
+        self._calls = calls
+
+    def teardown(self) -> None:
+        self._calls.append("is written")
+
+
+class Plugins(ModuleType):
+    """Lightning's `plugins`."""
+
+    AsyncCheckpointIO = AsyncCheckpointIO
+
+
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ModuleType]:
     """Imports one of our modules while its library is nothing but these classes."""
@@ -44,6 +63,8 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ModuleType]:
         vars(stand_in).update({one: type(one, (), {}) for one in classes})
         monkeypatch.setitem(sys.modules, library.partition(".")[0], stand_in)
         monkeypatch.setitem(sys.modules, library, stand_in)
+        plugins = Plugins(f"{library}.plugins")
+        monkeypatch.setitem(sys.modules, plugins.__name__, plugins)
         monkeypatch.delitem(sys.modules, f"redelastic.integrations.{name}", raising=False)
         loaded = import_module(f"redelastic.integrations.{name}")
         monkeypatch.delitem(sys.modules, loaded.__name__)
@@ -73,9 +94,13 @@ def test_nothing_is_imported_unasked() -> None:
 def test_the_trainer_saves_before_the_agent_hears_that_it_has(
     transformers: ModuleType, wanted: list[bool], reported: list[int]
 ) -> None:
-    callback, args = transformers.ElasticCallback(), SimpleNamespace(device="cpu")
+    callback, args = transformers.ElasticCallback(), SimpleNamespace(device="cpu", fsdp="full_shard", deepspeed=None)
     state, control = SimpleNamespace(global_step=1), SimpleNamespace(should_save=False, should_evaluate=True)
-    wanted[:] = [False, True]
+    wanted[:] = [True, False, False, True, True]
+    callback.on_prediction_step(args, state, control)
+    assert reported == [1], "before the training there is nothing to save"
+    reported.clear()
+    callback.on_train_begin(args, state, control)
     callback.on_substep_end(args, state, control)
     callback.on_step_end(args, state, control)
     callback.on_prediction_step(args, state, control)
@@ -90,31 +115,90 @@ def test_the_trainer_saves_before_the_agent_hears_that_it_has(
     callback.on_save(args, state, control)
     assert reported == [1, 1, 1, 2]
 
+    control.should_save = False
+    callback.on_prediction_step(args, state, control)
+    callback.on_prediction_step(args, state, control)
+    assert reported == [1, 1, 1, 2], "with FSDP it saves after the evaluation"
+    assert control.should_save
+    callback.on_save(args, state, control)
+    assert reported == [1, 1, 1, 2, 2]
 
-@pytest.mark.parametrize("state", [None, "", '{"global_step"'], ids=["missing", "empty", "torn"])
-def test_a_checkpoint_that_is_not_whole_is_passed_over(
-    transformers: ModuleType, tmp_path: Path, state: str | None
+
+def whole(folder: Path, *files: str) -> None:
+    """Write files as the libraries do."""
+    for name in files:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix == ".safetensors":
+            header = json.dumps({"w": {"dtype": "F32", "shape": [250], "data_offsets": [0, 1000]}}).encode()
+            path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(1000))
+        elif path.name.endswith(".index.json"):
+            path.write_text(json.dumps({"weight_map": {"w": "model-1.safetensors", "x": "model-2.safetensors"}}))
+        elif path.name == "latest":
+            path.write_text("global_step9")
+        elif path.suffix == ".json":
+            path.write_text("{}")
+        elif path.name == ".metadata":
+            with warnings.catch_warnings():  # that it is alone
+                warnings.simplefilter("ignore")
+                dcp.save({"w": torch.zeros(1000)}, checkpoint_id=path.parent, no_dist=True)
+        else:
+            torch.save({"w": torch.zeros(1000)}, path)
+
+
+PLAIN = ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json")
+SHARDED = ("model.safetensors.index.json", "model-1.safetensors", "model-2.safetensors", "trainer_state.json")
+FSDP = ("pytorch_model_fsdp_0/.metadata", "optimizer_0/.metadata", "trainer_state.json")
+STATES = ("global_step9/mp_rank_00_model_states.pt", "global_step9/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt")
+DEEPSPEED = ("latest", *STATES, "trainer_state.json")
+
+
+@pytest.mark.parametrize("damage", ["cut off", "empty", "missing"])
+@pytest.mark.parametrize(
+    ("files", "part"),
+    [
+        (PLAIN, "trainer_state.json"),
+        (PLAIN, "model.safetensors"),
+        (PLAIN, "optimizer.pt"),
+        (SHARDED, "model-2.safetensors"),
+        (FSDP, "pytorch_model_fsdp_0/__0_0.distcp"),
+        (FSDP, "optimizer_0/.metadata"),
+        (DEEPSPEED, STATES[0]),
+        (DEEPSPEED, STATES[1]),
+    ],
+)
+def test_a_checkpoint_that_lacks_something_is_passed_over(
+    transformers: ModuleType, tmp_path: Path, files: tuple[str, ...], part: str, damage: str
 ) -> None:
     assert transformers.last_checkpoint(tmp_path / "nowhere") is None
-    for step in (9, 10, 100):
-        (tmp_path / f"checkpoint-{step}").mkdir()
     (tmp_path / "checkpoint-best").mkdir()
     assert transformers.last_checkpoint(tmp_path) is None
-    for step in (9, 10):
-        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text("{}")
-    if state is not None:
-        (tmp_path / "checkpoint-100" / "trainer_state.json").write_text(state)
-    assert transformers.last_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-10")
+    for step in (9, 10, 100):
+        whole(tmp_path / f"checkpoint-{step}", *files)
+    newest, before = tmp_path / "checkpoint-100", tmp_path / "checkpoint-10"
+    assert transformers.last_checkpoint(tmp_path) == str(newest)
+    path = newest / part
+    if damage == "missing":
+        if part in {"optimizer.pt", STATES[1]}:
+            pytest.skip("it may be left out")
+        path.unlink()
+    else:
+        os.truncate(path, path.stat().st_size - 1 if damage == "cut off" else 0)
+    assert transformers.last_checkpoint(str(tmp_path)) == str(before)
+    (before / "checkpoint-is-incomplete.txt").touch()
+    assert transformers.last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-9")
+    shutil.rmtree(tmp_path / "checkpoint-9")
+    with pytest.raises(
+        RuntimeError, match=r"^No checkpoint in .* can be loaded\. checkpoint-100: .*To start over, remove"
+    ):
+        transformers.last_checkpoint(tmp_path)
 
 
 def test_of_lightnings_checkpoints_the_newest_whole_one_is_found(lightning: ModuleType, tmp_path: Path) -> None:
     assert lightning.last_checkpoint(tmp_path / "nowhere") is None
     names = ("epoch=0-step=10.ckpt", "last.ckpt", "epoch=0-step=20.ckpt", "sharded.ckpt")
     first, second, third, folder = (tmp_path / name for name in names)
-    for path in (first, second, third):
-        torch.save({"state_dict": {"weight": torch.zeros(1000)}}, path)
-    folder.mkdir()
-    shutil.copy(first, folder / "meta.pt")
+    whole(tmp_path, *names[:3], "sharded.ckpt/.metadata", "sharded.ckpt/meta.pt")
     for at, path in enumerate((first, second, third, folder)):
         os.utime(path, (at, at))
     assert lightning.last_checkpoint(tmp_path) == str(folder), "as FSDP leaves it"
@@ -126,7 +210,38 @@ def test_of_lightnings_checkpoints_the_newest_whole_one_is_found(lightning: Modu
     assert lightning.last_checkpoint(str(tmp_path)) == str(second)
     for path in (first, second):
         path.write_bytes(b"")
-    assert lightning.last_checkpoint(tmp_path) is None
+    with pytest.raises(
+        RuntimeError, match=r" last\.ckpt: last\.ckpt is cut off; .* sharded\.ckpt: meta\.pt is missing"
+    ):
+        lightning.last_checkpoint(tmp_path)
+
+
+def test_lightnings_deepspeed_folders_and_dangling_links(lightning: ModuleType, tmp_path: Path) -> None:
+    whole(tmp_path / "step=5.ckpt", "latest", *STATES)
+    (tmp_path / "last.ckpt").symlink_to("step=10.ckpt")
+    assert lightning.last_checkpoint(tmp_path) == str(tmp_path / "step=5.ckpt")
+    os.truncate(tmp_path / "step=5.ckpt" / STATES[0], 10)
+    with pytest.raises(RuntimeError, match=r"last\.ckpt: the file that it links to is missing"):
+        lightning.last_checkpoint(tmp_path)
+
+
+def test_a_checkpoint_that_is_removed_during_the_look_is_passed_over(
+    lightning: ModuleType, transformers: ModuleType, tmp_path: Path
+) -> None:
+    class Racing(type(Path())):  # type: ignore[misc]
+        def glob(self, pattern: str) -> Iterator[Path]:
+            found = list(super().glob(pattern))
+            for name in ("2.ckpt", "checkpoint-2"):
+                shutil.rmtree(self / name, ignore_errors=True)
+            return iter(found)
+
+    whole(tmp_path, "1.ckpt", "2.ckpt/meta.pt", *(f"checkpoint-{n}/{name}" for n in (1, 2) for name in PLAIN))
+    assert lightning.last_checkpoint(tmp_path).endswith("/2.ckpt")
+    assert transformers.last_checkpoint(tmp_path).endswith("/checkpoint-2")
+    assert transformers.last_checkpoint(Racing(tmp_path)).endswith("/checkpoint-1")
+    assert lightning.last_checkpoint(tmp_path).endswith("/1.ckpt")
+    whole(tmp_path, "2.ckpt/meta.pt")
+    assert lightning.last_checkpoint(Racing(tmp_path)).endswith("/1.ckpt")
 
 
 class Trainer:
@@ -135,6 +250,11 @@ class Trainer:
     def __init__(self, *checkpoints: Any, others: bool = False) -> None:
         self.checkpoint_callbacks, self.global_step, self.saved = checkpoints, 7, list[str]()
         self.strategy = SimpleNamespace(reduce_boolean_decision=lambda own, **how: not how["all"] and (own or others))
+        self.strategy.checkpoint_io = SimpleNamespace(checkpoint_io=AsyncCheckpointIO(self.saved))
+        self.strategy.barrier = lambda _: self.saved.append("all have saved")
+        self.strategy.root_device, self.num_val_batches = "cpu", [1, 1]
+        self.strategy.reduce = lambda value, reduce_op: torch.min(value, torch.tensor(1.0)) if reduce_op == "min" else 0
+        self.state, self.sanity_checking = SimpleNamespace(fn="fit"), False
         self.save_checkpoint = self.saved.append
 
 
@@ -149,11 +269,29 @@ def test_lightning_saves_if_any_rank_was_asked(
 ) -> None:
     trainer = Trainer(keeps("/best", last=None), keeps("/last", last="link"), others=others)
     wanted[:] = [own]
-    lightning.ElasticCallback().on_train_batch_end(trainer, None, None, None, 0)
-    assert trainer.saved == (["/last/last.ckpt"] if own or others else [])
+    callback = lightning.ElasticCallback()
+    saved = ["/last/last.ckpt", "is written", "all have saved"] if own or others else []
+    callback.on_train_batch_end(trainer, None, None, None, 0)
+    assert trainer.saved == saved
     assert reported == [7]
-    lightning.ElasticCallback().on_validation_batch_end(trainer, None, None, None, 0)
-    assert reported == [7, 7]
+
+    callback.on_validation_start(trainer, None)
+    wanted[:] = [own]
+    for _ in range(2):  # the other rank has one batch only
+        callback.on_validation_batch_end(trainer, None, None, None, 0)
+    assert trainer.saved == 2 * saved
+    assert reported == [7, 7, 7]
+
+    wanted[:] = [own] * 3
+    callback.on_test_batch_end(trainer, None, None, None, 0)
+    trainer.sanity_checking = True
+    callback.on_validation_start(trainer, None)
+    callback.on_validation_batch_end(trainer, None, None, None, 0)
+    trainer.state.fn, trainer.sanity_checking = "validate", False
+    callback.on_validation_batch_end(trainer, None, None, None, 0)
+    assert trainer.saved == 2 * saved, "there is nothing to save"
+    assert reported == [7] * 6
+    assert wanted == [], "but a request is heard, and answered by the report"
 
 
 @pytest.mark.parametrize("checkpoints", [(), (keeps("/a", last=None),), (keeps(None, last=True),)])

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from redelastic.worker import AT, CALLS, STACK_SIGNAL, VARIABLE
+from redelastic.worker import AT, CALLS, LIMIT, STACK_SIGNAL, VARIABLE
 from redelastic.workers import stacks
 from redelastic.workers.board import HangWatch, ProgressBoard
 from redelastic.workers.stacks import catches, dump_stacks, merged
@@ -122,6 +122,26 @@ def test_the_first_call_may_take_longer(board: ProgressBoard) -> None:
         assert workers.after(1.5) == {}
     workers.call(1, 2)
     assert sorted(workers.after(1.5)) == [0]
+
+
+def test_in_a_phase_its_own_limit_counts(board: ProgressBoard) -> None:
+    workers = Workers(board, timeout=2, start_timeout=4, reporters=set())
+    workers.running = {0, 1}
+    workers.call(0)
+    for slot in board.slots[:2]:  # one that has reported progress, and one that never does
+        slot[AT], slot[LIMIT] = round(workers.now * 1e9), 6000
+    assert workers.after(5.9) == {}
+    assert sorted(workers.after(0.3)) == [0, 1]
+    for slot in board.slots[:2]:
+        slot[AT], slot[LIMIT] = round(workers.now * 1e9), 0
+    assert workers.after(1.9) == {}
+    assert sorted(workers.after(0.3)) == [0], "after its phase"
+
+
+def test_without_hang_detection_no_phase_hangs(board: ProgressBoard) -> None:
+    workers = Workers(board, timeout=float("inf"))
+    board.slots[0][AT], board.slots[0][LIMIT] = round(workers.now * 1e9), 1000
+    assert workers.after(60) == {}
 
 
 def test_a_call_that_was_made_before_the_first_look_counts(board: ProgressBoard) -> None:
