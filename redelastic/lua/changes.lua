@@ -2,8 +2,7 @@
 -- failure is charged to nobody. It wakes the blocked nodes by the stream `wake`, and records the event of each change.
 
 local function add_wake_up(event, ...)
-  redis.call('XADD', WAKE, 'MAXLEN', '~', 64, '*', 'event', event, 'epoch', run.epoch or 0, ...)
-  redis.call('PEXPIRE', WAKE, run.ttl) -- it may be new: on a server that had forgotten the run
+  append(WAKE, 'MAXLEN', 64, 'event', event, 'epoch', run.epoch or 0, ...)
 end
 
 local function wake(event, ...)
@@ -65,6 +64,9 @@ end
 -- Closes the run for good (I5), because of what became of a node. With `stop` the nodes end their workers too; else the
 -- workers may finish. The first cause stays on record.
 local function close(stop, node, ...)
+  for _, stream in ipairs({ WAKE, EVENTS }) do
+    redis.call('XREVRANGE', stream, 0, 0) -- if it is of another type, this fails before anything is written
+  end
   local event = stop and 'stopped' or 'closed'
   local cause = run.closed or as_json({ event, node, ... })
   set('closed', cause)

@@ -19,6 +19,22 @@ local function from_json(text, first)
   return #pairs % 2 == 0 and pairs or {}
 end
 
+-- Adds an entry to a stream; returns its id. A stream that holds the largest id, as only a user of the run can have written it,
+-- takes no other: it begins anew, with an event that says so.
+local function append(stream, limit, count, ...)
+  local id = redis.pcall('XADD', stream, limit, '~', count, '*', ...)
+  if type(id) == 'table' then -- an error
+    if string.find(id.err, 'last possible ID', 1, true) then
+      redis.call('DEL', stream)
+      append(EVENTS, 'MAXLEN', 10000, 'event', 'cleared', 'epoch', run.epoch or 0, 'size', run.size or 0, 'node', '',
+        'stream', stream == WAKE and 'wake' or 'events')
+    end
+    id = redis.call('XADD', stream, limit, '~', count, '*', ...) -- raises any other error
+  end
+  redis.call('PEXPIRE', stream, run.ttl or 86400000)
+  return id
+end
+
 -- Keeps some 10,000 events, of 6 MiB at most, which take up to 8: whenever 3 MiB have been `written`, it drops all before
 -- `mark`, where these 3 MiB begin.
 local function add(...)
@@ -30,8 +46,7 @@ local function add(...)
   if full then
     limit, count = 'MINID', string.match(run.mark or '', '^%d+%-%d+$') or '0-0'
   end
-  local id = redis.call('XADD', EVENTS, limit, '~', count, '*', ...)
-  redis.call('PEXPIRE', EVENTS, run.ttl or 86400000)
+  local id = append(EVENTS, limit, count, ...)
   if full then
     set('mark', id)
     set('written', size)

@@ -163,7 +163,7 @@ def test_the_exit_codes_are_those_of_the_page() -> None:
 
 def test_scripts_record_the_events_that_are_defined() -> None:
     scripts = "".join(path.read_text() for path in (SOURCE / "lua").glob("*.lua"))
-    recorded = set(re.findall(r"record(?:_break)?\((?:\w+, )?'(\w+)'", scripts)) | {"closed", "stopped"}
+    recorded = set(re.findall(r"record(?:_break)?\((?:\w+, )?'(\w+)'", scripts)) | {"closed", "stopped", "cleared"}
     assert {KINDS[name] for name in recorded} == set(BY_SCRIPTS)
 
 
