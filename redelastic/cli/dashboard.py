@@ -30,7 +30,8 @@ plain HTTP: on an untrusted network, put TLS in front of it, or use
 ssh -L 8265:localhost:8265 HOST.
 
 The data is also served as JSON, at most a few seconds old: /api/runs is what
-`redelastic list --json` prints, /api/runs/RUN what `redelastic status RUN --json`
+`redelastic list --json` prints, for 1,000 runs at most, and how many it leaves
+out (unlisted), /api/runs/RUN what `redelastic status RUN --json`
 prints, /api/runs/RUN?logs what `redelastic logs RUN --json` prints.
 
 Exit code: 0 after Ctrl-C or SIGTERM; 2 for wrong arguments, or if it cannot

@@ -107,7 +107,8 @@ async def _live(request: Request) -> Response:
 
 
 async def _runs(request: Request) -> Response:
-    return _json({"runs": await _reader(request).summaries()})
+    runs, unlisted = await _reader(request).summaries()
+    return _json({"runs": runs, "unlisted": unlisted})
 
 
 async def _run(request: Request) -> Response:
@@ -226,5 +227,6 @@ def _is_local(host: str) -> bool:
 
 
 def _without_token(url: URL) -> str:
+    """Where the browser goes on, on this host: after two slashes it would take what comes next for a host."""
     rest = url.remove_query_params("token")
-    return rest.path + (f"?{rest.query}" if rest.query else "")
+    return "/" + rest.path.lstrip("/\\") + (f"?{rest.query}" if rest.query else "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 import urllib.error
 import urllib.parse
@@ -136,6 +137,10 @@ class TestWhoIsLetIn:
             assert ask(f"{url}api/runs", Authorization=f"Bearer {TOKEN}")[0] == 200
             code, headers, _ = ask(f"{url}runs/x?a=1&token={TOKEN}")
             assert (code, headers["location"]) == (303, "/runs/x?a=1")
+            for path in ("/evil.example/", "//evil.example/", "\\evil.example/", "/\\evil.example"):
+                code, headers, _ = ask(f"{url}{path}?token={TOKEN}")
+                assert code == 303
+                assert re.match("/[^/\\\\]", headers["location"]), "it stays on this host"
             cookie = headers["set-cookie"]
             assert "HttpOnly" in cookie
             assert "SameSite=strict" in cookie

@@ -6,7 +6,8 @@ import pytest
 import redis
 
 from redelastic.monitoring.control import RunControl
-from redelastic.monitoring.events import Cleared, Hung, Stopped
+from redelastic.monitoring.event_log import EventLog
+from redelastic.monitoring.events import LATEST, Cleared, Hung, Stopped
 from redelastic.redis.connection import Connection
 from redelastic.redis.errors import CorruptStateError
 from redelastic.redis.keys import RunKeys
@@ -68,6 +69,21 @@ def test_close_does_not_both_fail_and_close(
         control.close("enough", stop=True)
     assert not control.state().closed
     assert client.get(getattr(keys, name)) == b"theirs"
+
+
+def test_a_reader_that_has_seen_the_largest_id_reads_on(
+    client: redis.Redis, keys: RunKeys, control: RunControl
+) -> None:
+    log = EventLog(control)
+    control.note(Hung(node="a"))
+    client.xadd(keys.events, {"event": "x"}, id=LARGEST)
+    for _ in range(2):
+        log.read()
+        assert [event.event for event in log.events] == ["hung", "x"]
+    assert log.events[-1].time == LATEST
+    control.note(Hung(node="a"))
+    log.read()
+    assert [event.event for event in log.events] == ["cleared", "hung"]
 
 
 def test_a_stream_without_a_run(client: redis.Redis, keys: RunKeys, control: RunControl) -> None:
