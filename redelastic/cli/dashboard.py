@@ -77,6 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"--host {arguments.host} is not loopback: give --token-file FILE with a token for the browser."
         )
     from redelastic.dashboard.app import make_app
+    from redelastic.dashboard.connections import LimitedProtocol, backlog
     from redelastic.redis.connection import Connection
 
     connection = Connection.open(endpoint(arguments), CALL_TIMEOUT, CALL_TIMEOUT, CONNECT_TIMEOUT)
@@ -92,6 +93,9 @@ def run(arguments: argparse.Namespace) -> int:
             log_level="critical",
             access_log=False,
             server_header=False,
+            http=LimitedProtocol,
+            loop="asyncio",  # its way to accept is the one that the limits are made for
+            backlog=backlog(),
             timeout_graceful_shutdown=1,  # its streams never end by themselves
         )
         host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
