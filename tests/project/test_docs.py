@@ -167,6 +167,12 @@ def test_scripts_record_the_events_that_are_defined() -> None:
     assert {KINDS[name] for name in recorded} == set(BY_SCRIPTS)
 
 
+def test_the_tests_that_security_names_exist() -> None:
+    named = re.findall(r"`(\w+/test_\w+\.py)`", (ROOT / "SECURITY.md").read_text())
+    assert len(named) > 10
+    assert [name for name in named if not (ROOT / "tests" / name).exists()] == []
+
+
 def test_no_sentence_is_parsed() -> None:
     """What crosses a process is data: nobody who reads events or records matches text."""
     readers = [*(SOURCE / "monitoring").glob("*.py"), *(SOURCE / "dashboard").glob("*.py"), SOURCE / "cli" / "drain.py"]
