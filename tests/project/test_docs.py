@@ -173,6 +173,14 @@ def test_the_tests_that_security_names_exist() -> None:
     assert [name for name in named if not (ROOT / "tests" / name).exists()] == []
 
 
+def test_actions_are_pinned_by_hash() -> None:
+    """A tag may be moved to other code, which would run with the repository's rights."""
+    used = [line for file in (ROOT / ".github/workflows").glob("*.yml") for line in file.read_text().splitlines()]
+    used = [line for line in used if "uses:" in line]
+    assert used
+    assert [line for line in used if not re.search(r"@[0-9a-f]{40} # v\d", line)] == []
+
+
 def test_no_sentence_is_parsed() -> None:
     """What crosses a process is data: nobody who reads events or records matches text."""
     readers = [*(SOURCE / "monitoring").glob("*.py"), *(SOURCE / "dashboard").glob("*.py"), SOURCE / "cli" / "drain.py"]
