@@ -60,6 +60,14 @@ def test_closing_a_run_whose_stream_takes_no_more_entries(
 
 
 @pytest.mark.parametrize("name", ["events", "wake"])
+def test_a_close_that_fails_makes_no_run(client: redis.Redis, keys: RunKeys, control: RunControl, name: str) -> None:
+    client.set(getattr(keys, name), "theirs")
+    with pytest.raises(CorruptStateError, match="is a string, but a run needs a stream"):
+        control.close("enough", stop=True)
+    assert not client.exists(keys.run)
+
+
+@pytest.mark.parametrize("name", ["events", "wake"])
 def test_close_does_not_both_fail_and_close(
     client: redis.Redis, new_node: NodeFactory, keys: RunKeys, control: RunControl, name: str
 ) -> None:
