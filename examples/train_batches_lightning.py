@@ -44,7 +44,7 @@ class Network(lightning.LightningModule):
             loss = self.trainer.strategy.reduce(torch.tensor(self.total), reduce_op="mean")
             self.total = 0.0
             if self.trainer.is_global_zero:
-                print(f"loss {float(loss):.6f}")  # noqa: T201
+                print(f"loss {float(loss):.6f}")
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return the optimizer."""

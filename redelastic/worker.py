@@ -32,7 +32,7 @@ NAMESPACE: Final = "REDELASTIC_PID_NAMESPACE"  # the agent's: a file in its /pro
 VARIABLE: Final = "REDELASTIC_WORKER"  # <file>:<token>; the token tells it from another file of the same name
 STACK_SIGNAL: Final = 39  # SIGRTMIN + 5 on Linux: a real-time signal that nothing else uses
 
-# The slot at the start of the file, which the stacks follow: its fields, and the writer of each.
+# The slot, which is all of the file: its fields, and the writer of each.
 TOKEN: Final = 0  # agent, once
 REQUESTED: Final = 1  # agent: number of checkpoints requested so far
 PID: Final = 2  # worker: which process reports for it; 0 until it has called one of the functions
@@ -43,7 +43,8 @@ AT: Final = 6  # worker: when it last called progress(), or began or ended a pha
 LIMIT: Final = 7  # worker: timeout of its phase in ms; 0 outside phases
 BEGUN: Final = 8  # worker: number of the last save that begin_save() began,
 DONE: Final = 9  # worker: and of the last one that is complete
-PHASE: Final = 10  # worker: name of its phase, in the fields from here on
+STACKS: Final = 10  # agent, once: the number of its file for this worker's stacks
+PHASE: Final = 11  # worker: name of its phase, in the fields from here on
 HIGH_FILE: Final = 500  # file descriptors are given out from the lowest up
 SLOT_BYTES: Final = 128
 CALL_BITS: Final = 44  # 17 * 10^12 calls, and 500,000 requests
@@ -224,7 +225,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def _open() -> memoryview[int] | None:
-    """Map the slot that the environment names, and have stacks written after it; None if there is none."""
+    """Map the slot that the environment names, and have stacks written to the file beside it; None if there is none."""
     global _name, _mapped  # noqa: PLW0603
     name = os.environ.get(VARIABLE, "")
     if name == _name:
@@ -234,24 +235,36 @@ def _open() -> memoryview[int] | None:
     try:
         if os.environ.get(NAMESPACE, "") not in ("", pid_namespace()):
             raise OSError("it runs in another process namespace")  # noqa: TRY301
-        file = os.open(path, os.O_RDWR | os.O_APPEND)  # stays open: faulthandler needs it
-        with contextlib.suppress(OSError):  # there may be no such number
-            # If the script closes all its files, the next ones that it opens do not get this number.
-            high = fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, HIGH_FILE)
-            os.close(file)
-            file = high
-        slot = memoryview(mmap.mmap(file, SLOT_BYTES)).cast("q")
-        if slot[TOKEN] == int(token):
-            faulthandler.register(STACK_SIGNAL, file, all_threads=True, chain=False)
+        slot = _map(path)
+        if slot[TOKEN] == int(token):  # else it belongs to a later group of workers, or to something else
+            stacks = _open_high(f"{path.rpartition('/')[0]}/{slot[STACKS]}")
+            faulthandler.register(STACK_SIGNAL, stacks, all_threads=True, chain=False)
             _mapped = slot
-        else:
-            os.close(file)  # it belongs to a later group of workers, or to something else
     except FileNotFoundError:
         pass  # the agent is gone
     except (OSError, ValueError, RuntimeError) as e:
         with contextlib.suppress(Exception):  # stderr may be closed, or replaced by anything
             sys.stderr.write(f"redelastic: the agent cannot see the progress of process {os.getpid()}: {e}\n")
     return _mapped
+
+
+def _map(path: str) -> memoryview[int]:
+    file = os.open(path, os.O_RDWR)
+    try:
+        return memoryview(mmap.mmap(file, SLOT_BYTES)).cast("q")
+    finally:
+        os.close(file)
+
+
+def _open_high(path: str) -> int:
+    """Open a file to append to, for as long as the process lives: faulthandler needs it."""
+    file = os.open(path, os.O_WRONLY | os.O_APPEND)
+    with contextlib.suppress(OSError):  # there may be no such number
+        # If the script closes all its files, the next ones that it opens do not get this number.
+        high = fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, HIGH_FILE)
+        os.close(file)
+        return high
+    return file
 
 
 def pid_namespace() -> str:

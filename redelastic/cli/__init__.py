@@ -110,7 +110,9 @@ def _ended(name: str, call: Callable[[], int]) -> int:
         code = exit_code(e)
         if not code:
             raise
-        say(f"redelastic {name}: {clean(str(e))}")  # it may quote what Redis holds
+        say(f"redelastic {name}: {clean(str(e)) or 'out of memory'}")  # it may quote what Redis holds
+    finally:
+        common.end_time_limit()
     return code
 
 
@@ -121,6 +123,6 @@ def exit_code(error: Exception) -> int:
 
     if isinstance(error, UnknownNodeError | UnknownRunError):
         return common.UNKNOWN
-    if isinstance(error, RedelasticError):
+    if isinstance(error, RedelasticError | MemoryError):
         return common.UNREACHABLE
     return common.USAGE if isinstance(error, ValueError) else 0

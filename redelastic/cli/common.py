@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
+import signal
+import threading
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Final, NoReturn
 
@@ -22,6 +24,7 @@ UNREACHABLE: Final = 3  # Redis does not answer, or refuses this client
 UNKNOWN: Final = 4  # no such run or node
 
 TIMEOUT: Final = 5.0  # for a command's calls, in seconds: a person waits for it
+COMMAND_TIMEOUT: Final = 120.0  # for all of a command that does not wait for anything, in seconds
 CONNECT_TIMEOUT: Final = 0.7  # to find that no Redis is there, in seconds; the last attempt may end later
 
 
@@ -87,7 +90,27 @@ def open_connection(arguments: argparse.Namespace) -> Connection:
     """Connect to the Redis that the arguments name."""
     from redelastic.redis.connection import Connection
 
-    return Connection.open(endpoint(arguments), TIMEOUT, TIMEOUT, CONNECT_TIMEOUT)
+    where = endpoint(arguments)
+    if not any(getattr(arguments, name, False) for name in ("follow", "watch", "wait")):
+        _limit_time(str(where))
+    return Connection.open(where, TIMEOUT, TIMEOUT, CONNECT_TIMEOUT)
+
+
+def _limit_time(where: str) -> None:
+    """End the command after a while: a call goes on as long as some of its reply gets through, be it byte by byte."""
+    from redelastic.redis.errors import UnreachableError
+
+    def give_up(*_: object) -> None:
+        raise UnreachableError(f"Redis at {where} has not answered in full within {COMMAND_TIMEOUT:g} s.")
+
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGALRM, give_up)
+        signal.setitimer(signal.ITIMER_REAL, COMMAND_TIMEOUT)
+
+
+def end_time_limit() -> None:
+    """Stop the clock that :func:`open_connection` has started; nothing if it has not."""
+    signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def open_run(arguments: argparse.Namespace) -> RunControl:

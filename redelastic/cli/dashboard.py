@@ -30,7 +30,8 @@ plain HTTP: on an untrusted network, put TLS in front of it, or use
 ssh -L 8265:localhost:8265 HOST.
 
 The data is also served as JSON, at most a few seconds old: /api/runs is what
-`redelastic list --json` prints, /api/runs/RUN what `redelastic status RUN --json`
+`redelastic list --json` prints, for 1,000 runs at most, and how many it leaves
+out (unlisted), /api/runs/RUN what `redelastic status RUN --json`
 prints, /api/runs/RUN?logs what `redelastic logs RUN --json` prints.
 
 Exit code: 0 after Ctrl-C or SIGTERM; 2 for wrong arguments, or if it cannot
@@ -76,6 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"--host {arguments.host} is not loopback: give --token-file FILE with a token for the browser."
         )
     from redelastic.dashboard.app import make_app
+    from redelastic.dashboard.connections import LimitedProtocol, backlog
     from redelastic.redis.connection import Connection
 
     connection = Connection.open(endpoint(arguments), CALL_TIMEOUT, CALL_TIMEOUT, CONNECT_TIMEOUT)
@@ -91,6 +93,9 @@ def run(arguments: argparse.Namespace) -> int:
             log_level="critical",
             access_log=False,
             server_header=False,
+            http=LimitedProtocol,
+            loop="asyncio",  # its way to accept is the one that the limits are made for
+            backlog=backlog(),
             timeout_graceful_shutdown=1,  # its streams never end by themselves
         )
         host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host

@@ -7,12 +7,11 @@ import contextlib
 import hashlib
 import hmac
 import json
-import re
 from collections.abc import AsyncIterator, Mapping
 from typing import Any, Final
 
 from starlette.applications import Starlette
-from starlette.datastructures import URL, Headers, MutableHeaders
+from starlette.datastructures import URL, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
@@ -35,13 +34,12 @@ from redelastic.monitoring.events import VERSION
 from redelastic.monitoring.sentences import event_document
 from redelastic.redis.connection import Connection
 from redelastic.redis.errors import RedelasticError
-from redelastic.redis.routes import is_loopback
+from redelastic.redis.routes import host_and_port, names_loopback
 
 from .reader import Reader, event_of, node_of
 from .standalone import PAGE
 
 COOKIE: Final = "redelastic-dashboard"  # plus the port: browsers send a host's cookies to all its ports
-HOST: Final = re.compile(r"(?:\[([^\]]*)\]|([^:]*))(?::([0-9]{1,5}))?")
 # Only redelastic's own scripts and styles run; nothing is loaded from outside, and no page may frame this one.
 HEADERS: Final[Mapping[str, str]] = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
@@ -107,7 +105,8 @@ async def _live(request: Request) -> Response:
 
 
 async def _runs(request: Request) -> Response:
-    return _json({"runs": await _reader(request).summaries()})
+    runs, unlisted = await _reader(request).summaries()
+    return _json({"runs": runs, "unlisted": unlisted})
 
 
 async def _run(request: Request) -> Response:
@@ -182,10 +181,10 @@ class _Guard:
 
     def _refusal(self, request: Request) -> Response | None:
         """The answer if the request is refused; None to let it in."""
-        host, port = _host_and_port(request.headers)
+        host, port = host_and_port(request.headers.get("host", ""))  # the port is empty if it is the scheme's default
         if self._token is None:
             # A page from elsewhere, its name rebound to this address, would send that name.
-            if _is_local(host):
+            if names_loopback(host):
                 return None
             return PlainTextResponse(
                 "Without --token-file the dashboard answers only to localhost and loopback addresses, not to this "
@@ -215,16 +214,7 @@ def _same(given: str, expected: str) -> bool:
     return hmac.compare_digest(given.encode(errors="surrogatepass"), expected.encode())
 
 
-def _host_and_port(headers: Headers) -> tuple[str, str]:
-    """The host and port that the browser asked for; the port is empty if it is the scheme's default."""
-    found = HOST.fullmatch(headers.get("host", ""))
-    return (found[1] or found[2] or "", found[3] or "") if found else ("", "")
-
-
-def _is_local(host: str) -> bool:
-    return host.lower() == "localhost" or is_loopback(host)
-
-
 def _without_token(url: URL) -> str:
+    """Where the browser goes on, on this host: after two slashes it would take what comes next for a host."""
     rest = url.remove_query_params("token")
-    return rest.path + (f"?{rest.query}" if rest.query else "")
+    return "/" + rest.path.lstrip("/\\") + (f"?{rest.query}" if rest.query else "")

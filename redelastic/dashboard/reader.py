@@ -30,6 +30,8 @@ LIST_PACE: Final = 3.0  # between two searches for new runs, in seconds
 REST: Final = 4.0  # a long read is followed by a rest this many times as long: at most a fifth of a core
 RETRY: Final = 1.0  # while Redis is away, in seconds
 KEEP_TIMEOUT: Final = 60.0  # how long a run is kept after the last request for it, in seconds
+LISTED: Final = 1_000  # runs at most; others have their pages
+ROWS_TIME: Final = 0.5  # for reading runs of the list, before the watched runs have their turn again, in seconds
 
 
 class Watch:
@@ -47,18 +49,21 @@ class Watch:
         self.nodes: Sequence[Node] = ()
         self.now = 0.0  # on the server's clock, as it was read
         self._speed = view.Speed()
-        self._origin: float | None = None
+        self._origin = 0.0
         self.summary: Document = {}  # as `redelastic list --json` has it
         self.report: Document = {}  # as `redelastic status --json` has it
         self.row: Document = {}
-        self.page: Document = {}
+        self.page: Document = {}  # empty unless somebody looks at it
         self.trouble: UnknownRunError | RedelasticError | None = None  # why the last read failed, unless Redis was away
         self.read_at = float("-inf")  # on the monotonic clock
         self.cost = 0.0  # of the last read, in seconds
         self.stirred = False  # whether something has happened since
 
-    def read(self) -> None:
+    def read(self, *, has_page: bool) -> None:
         """Read the run; blocks. If that fails, what its page shows stays as it was.
+
+        Args:
+            has_page: whether somebody looks at its page.
 
         Raises:
             UnknownRunError: Redis has nothing of it.
@@ -69,7 +74,7 @@ class Watch:
         self.stirred = False
         trouble: UnknownRunError | RedelasticError | None = None
         try:
-            self._read()
+            self._read(has_page=has_page)
         except UnreachableError:
             raise
         except (UnknownRunError, RedelasticError) as e:
@@ -90,18 +95,23 @@ class Watch:
             self.row = {"run": self.keys.run_id, "phase": phase, "why": str(trouble)}
             raise trouble
 
-    def _read(self) -> None:
+    def _read(self, *, has_page: bool) -> None:
         run = self._control.state()
         self.event_log.read()
         history = self.event_log.history(run)
         report = describe(run, self.event_log.events, time.time(), history)
         speed = self._speed.update(run, report["step"])
-        if self._origin is None and history:
+        if not self._origin and history:
             self._origin = history.start
         self.row = view.overview(run, report, history, speed)
-        self.page = self.row | view.details(run, report, history, self._origin or 0.0)
+        self.page = self.row | view.details(run, report, history, self._origin) if has_page else {}
         self.summary, self.report = summary(run), report
         self.nodes, self.now = run.nodes, run.time
+
+    @property
+    def was_read(self) -> bool:
+        """Whether it has been read at all."""
+        return self.read_at > float("-inf")
 
     def is_due(self, pace: float) -> bool:
         """Whether it is time for another read."""
@@ -123,7 +133,8 @@ class Reader:
         self._watches: dict[str, Watch] = {}
         self._listed_at = float("-inf")
         self._away = ""
-        self._turn = asyncio.Lock()  # for reading
+        self._unlisted = 0  # how many runs the list leaves out
+        self._turn = asyncio.Lock()  # for reading one run
         self._has_followers = asyncio.Event()
         self.overview = Topic()
         self.runs: defaultdict[str, Topic] = defaultdict(Topic)
@@ -150,17 +161,16 @@ class Reader:
         finally:
             topic.followers -= 1
 
-    async def summaries(self) -> list[Document]:
-        """The runs, as ``redelastic list --json`` has them.
+    async def summaries(self) -> tuple[list[Document], int]:
+        """The runs, as ``redelastic list --json`` has them, and how many more there are.
 
         Raises:
             RedelasticError: Redis is away, or this user may only see one run's keys.
         """
-        async with self._turn:
-            self._forget()
-            await self._list()
-            await self._read_rows(PACE)
-            return [watch.summary for _, watch in sorted(self._watches.items())]
+        self._forget()
+        await self._list()
+        await self._read_rows(PACE)
+        return [watch.summary for _, watch in sorted(self._watches.items()) if watch.summary], self._unlisted
 
     async def watch(self, run_id: str) -> Watch:
         """A run as it was at most a second ago, or as long ago as reading such a large one takes.
@@ -169,14 +179,11 @@ class Reader:
             UnknownRunError: there is none, or none can have that id.
             RedelasticError: Redis is away, or the run cannot be read.
         """
-        async with self._turn:
-            self._forget()
-            watch = self._watch(run_id)
-            if watch.is_due(PACE):
-                await self._read(watch)
-            elif watch.trouble:
-                raise watch.trouble
-            return watch
+        self._forget()
+        watch = await self._read(run_id, PACE)
+        if watch.trouble:
+            raise watch.trouble
+        return watch
 
     # -- reading
 
@@ -214,13 +221,13 @@ class Reader:
 
     async def _round(self) -> float:
         """Read what is due; returns for how many seconds nothing will be."""
-        async with self._turn:
-            self._forget()
-            for run_id, topic in list(self.runs.items()):
-                await self._read_page(run_id, topic)
-            if self.overview.followers:
-                await self._read_overview()
-            return PACE / 4 if any(watch.stirred for watch in self._followed_watches()) else PACE
+        self._forget()
+        for run_id, topic in list(self.runs.items()):
+            await self._read_page(run_id, topic)
+        if self.overview.followers:
+            await self._read_overview()
+        watches = self._followed_watches()
+        return PACE / 4 if any(watch.stirred or not watch.was_read for watch in watches) else PACE
 
     async def _read_page(self, run_id: str, topic: Topic) -> None:
         watch = self._watch(run_id)
@@ -228,7 +235,7 @@ class Reader:
         if is_current and not watch.is_due(PACE):
             return
         try:
-            await self._read(watch)
+            watch = await self._read(run_id, has_page=True)
         except UnreachableError:
             raise
         except (UnknownRunError, CorruptStateError) as e:
@@ -241,15 +248,15 @@ class Reader:
     async def _read_overview(self) -> None:
         try:
             await self._list()
-            await self._read_rows(SLOW_PACE)
+            await self._read_rows(SLOW_PACE, ROWS_TIME)
         except UnreachableError:
             raise
         except RedelasticError as e:  # a job's own user may see its run, but no list
             self._publish_trouble(self.overview, f"{e} Here a run's page is /runs/RUN.")
         else:
             now = max((watch.now for watch in self._watches.values()), default=time.time())
-            rows = view.listed(watch.row for watch in self._watches.values())
-            self.overview.publish(self._frame() | {"now": now, "runs": rows})
+            rows = view.listed(watch.row for watch in self._watches.values() if watch.row)
+            self.overview.publish(self._frame() | {"now": now, "runs": rows, "unlisted": self._unlisted})
 
     def _frame(self) -> Document:
         return {"server": self._connection.name, "prefix": self._prefix, "trouble": ""}
@@ -268,37 +275,54 @@ class Reader:
         except ValueError as e:
             raise UnknownRunError(str(e)) from e
 
-    async def _read(self, watch: Watch) -> None:
-        """Read a run, and keep it if it exists."""
-        run_id = watch.keys.run_id
-        try:
-            await asyncio.to_thread(watch.read)
-        except UnknownRunError:
-            self._watches.pop(run_id, None)
-            raise
-        except RedelasticError:
+    async def _read(self, run_id: str, pace: float | None = None, *, has_page: bool = False) -> Watch:
+        """Read a run, and keep it if it exists.
+
+        Args:
+            run_id: its id.
+            pace: as for :meth:`Watch.is_due`, if another task's last read will do; None to read in any case.
+            has_page: whether somebody looks at its page.
+        """
+        async with self._turn:  # for each run anew: of many runs, none keeps the others waiting
+            watch = self._watch(run_id)
+            if pace is not None and not watch.is_due(pace):
+                return watch
+            try:
+                await asyncio.to_thread(watch.read, has_page=has_page)
+            except UnknownRunError:
+                self._watches.pop(run_id, None)
+                raise
+            except RedelasticError:
+                self._watches[run_id] = watch
+                raise
             self._watches[run_id] = watch
-            raise
-        self._watches[run_id] = watch
+            return watch
 
     async def _list(self) -> None:
         if time.monotonic() - self._listed_at < LIST_PACE:
             return
         found = await asyncio.to_thread(list_runs, self._connection, self._prefix)
         self._listed_at = time.monotonic()
-        for run_id in self._watches.keys() - set(found) - self.runs.keys():
+        listed = sorted(found, key=lambda run_id: run_id not in self._watches)[:LISTED]  # new ones displace no other
+        self._unlisted = len(found) - len(listed)
+        for run_id in self._watches.keys() - set(listed) - self.runs.keys():
             del self._watches[run_id]
-        for run_id in found:
+        for run_id in listed:
             with contextlib.suppress(UnknownRunError):  # no run can have that name
                 self._watches[run_id] = self._watch(run_id)
 
-    async def _read_rows(self, pace: float) -> None:
-        for watch in [watch for watch in self._watches.values() if watch.is_due(pace)]:
-            await self._read_row(watch)
+    async def _read_rows(self, pace: float, longest: float = float("inf")) -> None:
+        """Read the runs that are due, those that were read long ago first, for at most ``longest`` seconds."""
+        ends_at = time.monotonic() + longest
+        due = [(watch.read_at, run_id) for run_id, watch in self._watches.items() if watch.is_due(pace)]
+        for _, run_id in sorted(due):
+            if time.monotonic() >= ends_at:
+                return
+            await self._read_row(run_id, pace)
 
-    async def _read_row(self, watch: Watch) -> None:
+    async def _read_row(self, run_id: str, pace: float) -> None:
         try:
-            await self._read(watch)
+            await self._read(run_id, pace)
         except UnreachableError:
             raise
         except (UnknownRunError, RedelasticError):
@@ -307,7 +331,7 @@ class Reader:
     def _forget(self) -> None:
         """Drop the runs that no browser has asked for lately."""
         for run_id, watch in list(self._watches.items()):
-            if run_id not in self.runs and time.monotonic() - watch.read_at > KEEP_TIMEOUT:
+            if run_id not in self.runs and watch.was_read and time.monotonic() - watch.read_at > KEEP_TIMEOUT:
                 del self._watches[run_id]
 
     # -- until something happens
@@ -318,7 +342,7 @@ class Reader:
 
     async def _wait(self, seconds: float) -> None:
         """Wait until something happens in a watched run, or the time is up."""
-        watches = [watch for watch in self._followed_watches() if watch.trouble is None]
+        watches = [watch for watch in self._followed_watches() if watch.was_read and watch.trouble is None]
         if any(watch.stirred for watch in watches) or not watches:
             await asyncio.sleep(seconds)
             return

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, Final
 
@@ -172,14 +172,28 @@ def _live_timeline(run: Run, report: Mapping[str, Any], history: History, origin
     """The timeline of a page that is sent again and again: only as much of it as a page can show."""
     live = report["phase"] not in {"dead", "closed", "stopped", "empty"}
     cut = _cut(history, max(SPANS, 4 * len(run.nodes)))
-    drawn = _timeline(history, origin, cut, live=live)
-    drawn["rounds"] = dict(islice(drawn["rounds"].items(), max(0, len(drawn["rounds"]) - ROUNDS), None))
-    drawn["marks"] = dict(islice(drawn["marks"].items(), MARKS))
-    return drawn
+    return _timeline(history, origin, cut, live=live, rounds=ROUNDS, marks=MARKS)
 
 
-def _timeline(history: History, origin: float, cut: float | None, *, live: bool) -> Document:
-    """Lanes of spans, rounds and marks, from ``cut`` on; ongoing spans of a live run have no end."""
+def _timeline(
+    history: History,
+    origin: float,
+    cut: float | None,
+    *,
+    live: bool,
+    rounds: int | None = None,
+    marks: int | None = None,
+) -> Document:
+    """Lanes of spans from ``cut`` on, and the last rounds and marks; ongoing spans of a live run have no end.
+
+    Args:
+        history: of the run.
+        origin: what the times count from.
+        cut: the time before which spans are left out; None for all of them.
+        live: whether the run goes on.
+        rounds: how many at most; None for all.
+        marks: how many at most; None for all.
+    """
 
     def at(time: float) -> float:
         return round(time - origin, 2)
@@ -206,17 +220,23 @@ def _timeline(history: History, origin: float, cut: float | None, *, live: bool)
         lanes={node: lane for node, lane in lanes.items() if lane["spans"]},
         rounds={
             str(this.epoch): [at(this.completed_at), this.size]
-            for this in history.rounds
+            for this in history.rounds[0 if rounds is None else max(0, len(history.rounds) - rounds) :]
             if this.completed_at is not None
         },
         outages=[[at(start), at(end)] for start, end in history.outages],
         marks={
             f"{event.id}.{i}": [at(one.time), one.event, one.node, clean(short(sentence(one)))]
-            for event in reversed(history.events)
-            if event.event in MARKED
-            for i, one in enumerate(event.each())
+            for event, i, one in islice(_marked(history), marks)
         },
     )
+
+
+def _marked(history: History) -> Iterator[tuple[Event, int, Event]]:
+    """The events that the timeline marks, the newest first: each with its number among the nodes that it merges."""
+    for event in reversed(history.events):
+        if event.event in MARKED:
+            for i, one in enumerate(event.each()):
+                yield event, i, one
 
 
 def _cut(history: History, most: int) -> float | None:
@@ -232,18 +252,25 @@ def fold(events: Sequence[Event], most: int | None = EVENTS) -> Document:
         events: oldest first.
         most: how many lines at most; None for all.
     """
-    lines: list[Document] = []
-    ids: list[str] = []
-    for event in events:
-        same = lines[-1] if lines and event.event in FOLDED else None
-        if same and (same["event"], same["round"]) == (event.event, event.epoch):
-            same["count"] = same.get("count", 1) + (len(event.nodes) or 1)
-            same.pop("node", None)
+    groups: list[list[Event]] = []  # each the newest first
+    for event in reversed(events):
+        group = groups[-1] if groups and event.event in FOLDED else None
+        if group and (group[0].event, group[0].epoch) == (event.event, event.epoch):
+            group.append(event)
+        elif len(groups) == most:
+            break
         else:
-            lines.append(_event(event))
-            ids.append(event.id)
-    first = 0 if most is None else max(0, len(ids) - most)
-    return dict(zip(ids[first:], lines[first:], strict=True))
+            groups.append([event])
+    return {group[-1].id: _line(group) for group in reversed(groups)}
+
+
+def _line(group: Sequence[Event]) -> Document:
+    """The line of events that are alike, the newest first."""
+    line = _event(group[-1])
+    if len(group) > 1:
+        line["count"] = sum(len(event.nodes) or 1 for event in group)
+        line.pop("node")
+    return line
 
 
 def _event(event: Event) -> Document:

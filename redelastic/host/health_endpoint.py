@@ -1,7 +1,9 @@
 """A node's HTTP endpoint for a supervisor: ``/livez``, ``/readyz`` and ``/metrics``.
 
 No client, however slow, may disturb the agent: each gets a daemon thread and little time, and not many are served at
-once. Nothing is registered with Prometheus's global registry, which belongs to the user.
+once. Nor may it keep out a supervisor, which would end the node: the oldest client that has not asked yet makes room
+for a new one, and the clients of one address never take all the room. Nothing is registered with Prometheus's global
+registry, which belongs to the user.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import socketserver
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Final, NamedTuple, Protocol
@@ -22,10 +25,14 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from redelastic.redis.routes import host_and_port, is_loopback, names_loopback
+
 log = logging.getLogger(__name__)
 
+REQUEST_TIMEOUT: Final = 1.0  # for a client to send its request, in seconds
 CLIENT_TIMEOUT: Final = 10.0  # for a client to send a request and to read the answer, in seconds
 MAX_CLIENTS: Final = 64  # at once; the endpoint hangs up on others
+MAX_OF_ADDRESS: Final = 16  # at once, of one address
 POLL_INTERVAL: Final = 0.2  # how soon the server notices that it must stop, in seconds
 STATES: Final = ("waiting", "running", "draining", "barred", "refused")
 PLAIN_TEXT: Final = "text/plain; charset=utf-8"
@@ -108,6 +115,24 @@ def _advice(error: OSError) -> str:
 # -- the server
 
 
+@dataclass
+class _Client:
+    """A client that is connected.
+
+    Attributes:
+        address: of its host.
+        asked_by: until when it has to send its request, on the monotonic clock; None once it has.
+        hang_up_at: when its time is up, on the monotonic clock.
+    """
+
+    address: str
+    asked_by: float | None
+    hang_up_at: float
+
+    def is_overdue(self, at: float) -> bool:
+        return self.hang_up_at <= at or (self.asked_by is not None and self.asked_by <= at)
+
+
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = MAX_CLIENTS
@@ -117,9 +142,10 @@ class _Server(ThreadingHTTPServer):
         self.node = node
         self.registry = CollectorRegistry()
         self.registry.register(_StatusCollector(node))
-        # Guards the deadlines below; connections are closed under it, so that none is mistaken for another.
+        self.is_local = is_loopback(str(address[0]))
+        # Guards the clients below; connections are closed under it, so that none is mistaken for another.
         self._lock = threading.Lock()
-        self._hang_up_at: dict[Any, float] = {}  # by connection, on the monotonic clock
+        self._clients: dict[Any, _Client] = {}  # by connection, the oldest first
         super().__init__(address, _Handler)
 
     def server_bind(self) -> None:
@@ -127,18 +153,31 @@ class _Server(ThreadingHTTPServer):
         socketserver.TCPServer.server_bind(self)
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
-        """Whether there is room for one more client."""
-        del client_address
+        """Whether there is room for one more client, or a client that has not asked yet can make room for it."""
+        address, now = str(client_address[0]), time.monotonic()
         with self._lock:
-            if len(self._hang_up_at) >= MAX_CLIENTS:
-                return False
-            self._hang_up_at[request] = time.monotonic() + CLIENT_TIMEOUT
+            rivals = {r: client for r, client in self._clients.items() if client.address == address}
+            if len(rivals) < MAX_OF_ADDRESS:
+                rivals = self._clients if len(self._clients) >= MAX_CLIENTS else {}
+            if rivals:
+                silent = next((r for r, client in rivals.items() if client.asked_by is not None), None)
+                if silent is None:
+                    return False
+                del self._clients[silent]
+                _hang_up(silent)
+            self._clients[request] = _Client(address, now + REQUEST_TIMEOUT, now + CLIENT_TIMEOUT)
         return True
+
+    def has_asked(self, request: Any) -> None:
+        """Record that a client has sent its request."""
+        with self._lock:
+            if request in self._clients:
+                self._clients[request].asked_by = None
 
     def shutdown_request(self, request: Any) -> None:
         """Close a connection."""
         with self._lock:
-            self._hang_up_at.pop(request, None)
+            self._clients.pop(request, None)
             super().shutdown_request(request)
 
     def service_actions(self) -> None:
@@ -148,15 +187,19 @@ class _Server(ThreadingHTTPServer):
     def hang_up(self, overdue_at: float = float("inf")) -> None:
         """Close the connections whose time is up at ``overdue_at``; their threads then find them closed."""
         with self._lock:
-            for request, hang_up_at in self._hang_up_at.items():
-                if hang_up_at <= overdue_at:
-                    with contextlib.suppress(OSError):
-                        request.shutdown(socket.SHUT_RDWR)
+            for request, client in self._clients.items():
+                if client.is_overdue(overdue_at):
+                    _hang_up(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Keep clients that hang up out of the job's log."""
         del request
         log.debug("The client %s of the health endpoint was lost", client_address, exc_info=True)  # noqa: LOG014 - called in a handler
+
+
+def _hang_up(request: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        request.shutdown(socket.SHUT_RDWR)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -167,6 +210,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer, in one line or with the metrics."""
+        self.server.has_asked(self.request)
         try:
             status, kind, body = self._answer(self.path.partition("?")[0])
         except Exception as e:  # noqa: BLE001 - the client gets to see any exception of the agent's
@@ -184,6 +228,10 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET  # noqa: N815
 
     def _answer(self, path: str) -> tuple[HTTPStatus, str, bytes]:
+        name, _ = host_and_port(self.headers.get("Host") or "localhost")
+        if self.server.is_local and not names_loopback(name):  # a web page whose own name resolves to loopback
+            refusal = b"On loopback only localhost and loopback addresses are answered, not this name."
+            return HTTPStatus.FORBIDDEN, PLAIN_TEXT, refusal
         match path:
             case "/metrics":
                 return HTTPStatus.OK, CONTENT_TYPE_LATEST, generate_latest(self.server.registry)

@@ -1,6 +1,6 @@
 -- charge: counts a failure of workers against the budget of the whole job, once a round, and against the host where a
 -- worker failed first. Once a round has lost a member, no failure in it counts: workers fail because their peer is gone
--- (run.lua takes back what was counted before). Sent again, it counts nothing twice (I8); for an older round, or from a
+-- (changes.lua takes back what was counted before). Sent again, it counts nothing twice (I8); for an older round, or from a
 -- node that is gone, it counts nothing (I4).
 --
 -- KEYS 1-11 of run.lua

@@ -6,10 +6,11 @@
 --      4... fields of the event `closed`
 -- Reply why the run was first closed, as JSON
 local stop = ARGV[2] == '1'
-set('ttl', run.ttl or tonumber(ARGV[1]))
-set('protocol', PROTOCOL)
+run.ttl = run.ttl or tonumber(ARGV[1]) -- written below: what fails leaves nothing
 if not run.closed or (stop and not run.stop) then
   close(stop, unpack(ARGV, 3))
 end
+set('ttl', run.ttl)
+set('protocol', PROTOCOL)
 touch()
 return run.closed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -48,10 +49,11 @@ class RunControl:
             CorruptStateError: a key of the run holds something that redelastic did not write.
         """
         reply = self._script(scripts.INSPECT, [])
-        ids = ids_in(reply)
-        names = [self._keys.status(node) for node in ids]
-        statuses = self._connection.call(lambda client: client.mget(names)) if names else []
-        run = decode_run(self._keys, reply, dict(zip(ids, statuses, strict=True)))
+        with _of_redis(self._connection):
+            ids = ids_in(reply)
+            names = [self._keys.status(node) for node in ids]
+            statuses = self._connection.call(lambda client: client.mget(names)) if names else []
+            run = decode_run(self._keys, reply, dict(zip(ids, statuses, strict=True)))
         if run is None:
             raise UnknownRunError(
                 f"Redis at {self._connection.name} has no run {self._keys.run_id!r} with the key prefix "
@@ -77,7 +79,8 @@ class RunControl:
                 "XREVRANGE", self._keys.events, "+", start, *(["COUNT", count] if count else [])
             )
 
-        return [decode(text(entry), pairs_of(fields)) for entry, fields in self._call(read)][::-1]
+        with _of_redis(self._connection):
+            return [decode(text(entry), pairs_of(fields)) for entry, fields in self._call(read)][::-1]
 
     def follow(self, after: str, block: float = 1.0) -> Iterator[list[Event]]:
         """Yield events as they happen; an empty list when none happened for ``block`` seconds.
@@ -88,9 +91,11 @@ class RunControl:
         """
         key = self._keys.events.encode()
         while True:
-            entries: Entries = self._connection.read({key: after}, block).get(key, [])
-            after = entries[-1][0] if entries else after
-            yield [decode(entry, fields) for entry, fields in entries]
+            with _of_redis(self._connection):
+                entries: Entries = self._connection.read({key: after}, block).get(key, [])
+                after = entries[-1][0] if entries else after
+                events = [decode(entry, fields) for entry, fields in entries]
+            yield events
 
     def note(self, event: Event) -> None:
         """Add an event of a node to the stream, its fields cut if too long; added twice if the reply is lost.
@@ -147,7 +152,8 @@ class RunControl:
             Why it was first closed.
         """
         asked = ["cause", "asked", "reason", reason[:MAX_REASON]]
-        cause = decode_cause(text(self._script(scripts.CLOSE, [round(1000 * ttl), int(stop), "", *asked])))
+        with _of_redis(self._connection):
+            cause = decode_cause(text(self._script(scripts.CLOSE, [round(1000 * ttl), int(stop), "", *asked])))
         return cause or Event(event="unknown")
 
     def failures(self, name: str) -> int:
@@ -196,7 +202,8 @@ def list_runs(connection: Connection, prefix: str) -> list[str]:
         return list(client.scan_iter(match=pattern, count=1000, **options))
 
     try:
-        found = connection.call(scan)
+        with _of_redis(connection):
+            found = connection.call(scan)
     except UnavailableError as e:
         if not isinstance(e.__cause__, NoPermissionError):
             raise
@@ -205,6 +212,18 @@ def list_runs(connection: Connection, prefix: str) -> list[str]:
             "+scan, and a job's own user has neither. Name the run: `redelastic status RUN`."
         ) from e
     return sorted({text(key)[len(prefix) + 2 : -len("}:run")] for key in found})
+
+
+@contextlib.contextmanager
+def _of_redis(connection: Connection) -> Iterator[None]:
+    """Report a reply of a shape that Redis does not send there."""
+    try:
+        yield
+    except (TypeError, ValueError, IndexError, KeyError, AttributeError) as e:
+        raise UnavailableError(
+            f"What answers at {connection.name} does not answer as Redis does ({type(e).__name__}: {str(e)[:200]}): "
+            "check the endpoint, and what is between it and this host."
+        ) from e
 
 
 def _names_of(node: Node) -> tuple[str, ...]:

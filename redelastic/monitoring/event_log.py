@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from .control import RunControl
-from .events import Event, Failed, Hung, Lost, Regrouped
+from .events import LATEST, Event, Failed, Hung, Lost, Regrouped
 from .history import History, replay
 from .records import Run
 
@@ -34,6 +34,10 @@ class EventLog:
         Raises:
             UnavailableError, CorruptStateError: as for :meth:`RunControl.events`.
         """
+        if (
+            self.events and self.events[-1].time >= LATEST
+        ):  # a stream that takes no later id begins anew with lower ones
+            self.events, self._sizes = [], []
         new = self._control.events(self.last_id if self.events else "-")
         if new:
             events, sizes = [*self.events, *new], [*self._sizes, *map(_size, new)]
@@ -62,7 +66,7 @@ class EventLog:
 
 
 def _size(event: Event) -> int:
-    return sum(map(len, event.nodes)) + sum(map(len, event.pairs()))
+    return sum(map(len, (event.event, event.node, *event.nodes, *event.pairs())))
 
 
 def _first_kept(sizes: Sequence[int]) -> int:

@@ -12,19 +12,30 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, Final, Literal, get_args
 
+MAX_DIGITS: Final = 20  # of a number of 64 bits
 VERSION: Final = 1  # of the JSON documents that hold events
 MAX_TEXT: Final = 16_384  # characters of any text that is read from a run
+MAX_NAME: Final = 512  # characters of a node's id, an address or a kind of event
 MAX_REASON: Final = 1_000  # characters of a reason that is written
 MAX_MEMBERS: Final = 2 << 20  # characters: some 10,000 node ids
 MAX_FIELDS: Final = 64  # items of a cause's list
+MAX_MERGED: Final = 64  # nodes of a merged event, as in ``lua/events.lua``
+LATEST: Final = 4_102_444_800.0  # the year 2100, in seconds since 1970: no server has written a later id by itself
 
 Cause = Literal["lease", "roll_call", "conflict"]
+Stream = Literal["events", "wake"]
 Because = Literal["max_nodes", "all_joined", "last_call", "replacement"]
 
 
 def number_in(text: str) -> int | None:
     """A count or a time that redelastic wrote; None if it is neither."""
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 19 else None
+
+
+def _time_in(entry: str) -> float:
+    """The time of a stream's entry, in seconds since 1970; at most :data:`LATEST`."""
+    ms = entry.partition("-")[0]
+    return min(int(ms) / 1000, LATEST) if ms.isascii() and ms.isdecimal() and len(ms) <= MAX_DIGITS else 0.0
 
 
 def _signed(text: str) -> int | None:
@@ -165,7 +176,7 @@ class Lost(Event):
     event: str = "lost"
     cause: Cause | Literal[""] = _choice(Cause)  # noqa: RUF009
     silent_ms: int | None = _count()
-    asked_by: str = _text(shared=True)
+    asked_by: str = _text(MAX_NAME, shared=True)
 
 
 Departure = Literal[
@@ -346,6 +357,18 @@ class Missing(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Cleared(Event):
+    """A stream of the run held the largest possible id, so it took no more entries: it was removed, and began anew.
+
+    Attributes:
+        stream: which one.
+    """
+
+    event: str = "cleared"
+    stream: Stream | Literal[""] = _choice(Stream)  # noqa: RUF009
+
+
+@dataclass(frozen=True, kw_only=True)
 class Started(Event):
     """A node's workers run.
 
@@ -459,15 +482,15 @@ class Unreached(Event):
     """
 
     event: str = "unreached"
-    master: str = _text()
-    address: str = _text()
-    seen_from: str = _text()
+    master: str = _text(MAX_NAME)
+    address: str = _text(MAX_NAME)
+    seen_from: str = _text(MAX_NAME)
     reason: str = _text(MAX_REASON)
 
 
 BY_SCRIPTS: Final[tuple[type[Event], ...]] = (  # in the atomic step that makes the change, so exactly once
     *(Joined, Regrouped, Completed, Lost, Left, Drain, Failed, RollCall, Closed, Stopped, Readmitted, Outage),
-    *(Restored, Missing),
+    *(Restored, Missing, Cleared),
 )
 BY_AGENTS: Final[tuple[type[Event], ...]] = (
     Started,
@@ -496,11 +519,10 @@ def decode(entry: str, values: Mapping[str, str]) -> Event:
         entry: its id.
         values: of its fields, by name.
     """
-    ms = entry.partition("-")[0]
     numbers = {name: number_in(values.get(name, "")) or 0 for name in ("epoch", "size")}
-    node, nodes = values.get("node", "")[:MAX_TEXT], tuple(values.get("nodes", "")[:MAX_TEXT].split())
-    time = (number_in(ms) or 0) / 1000
-    return _event(values.get("event", ""), values, id=entry, time=time, node=node, nodes=nodes, **numbers)
+    nodes = tuple(values.get("nodes", "")[:MAX_TEXT].split(maxsplit=MAX_MERGED)[:MAX_MERGED])
+    common = {"id": entry, "time": _time_in(entry), "node": values.get("node", "")[:MAX_NAME], "nodes": nodes}
+    return _event(values.get("event", ""), values, **common, **numbers)
 
 
 def decode_cause(text: str) -> Event | None:
@@ -519,12 +541,12 @@ def decode_cause(text: str) -> Event | None:
     ):
         return Event(event="unknown")  # redelastic did not write it
     event, node, *pairs = found
-    return _event(event, dict(zip(pairs[::2], pairs[1::2], strict=False)), node=node[:MAX_TEXT])
+    return _event(event, dict(zip(pairs[::2], pairs[1::2], strict=False)), node=node[:MAX_NAME])
 
 
 def _event(event: str, values: Mapping[str, str], **common: Any) -> Event:
     kind = KINDS.get(event)
     if kind is None:
-        return Event(event=event[:MAX_TEXT], **common)
+        return Event(event=event[:MAX_NAME], **common)
     own = {f.name: f.metadata["decode"](values[f.name]) for f in _own(kind) if f.name in values}
     return kind(**common, breaks=values.get("breaks") == "1", **own)

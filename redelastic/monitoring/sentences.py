@@ -134,6 +134,11 @@ def _(event: events.Missing) -> str:
 
 
 @sentence.register
+def _(event: events.Cleared) -> str:
+    return f"the stream {event.stream or '?'} was full: something had written the largest id. Its entries are lost"
+
+
+@sentence.register
 def _(event: events.Started) -> str:
     return "" if event.rank is None else f"rank {event.rank} of {event.size}"
 

@@ -27,6 +27,11 @@ _FORMS: Final = (
 )
 
 
+_HOSTS: Final = re.compile(
+    r"(?:[^:\[]|\[[0-9A-Fa-f:.%]*\]|:(?:[0-9]{1,4}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])(?![^,/]))*"
+)
+
+
 @dataclass(frozen=True)
 class Endpoint:
     """A Redis server, Sentinel group or Cluster, and how to log in.
@@ -142,7 +147,7 @@ def parse_endpoint(
             base = Endpoint("rediss" if base.tls else "redis", username=base.username, password=base.password)
         if "@" in text:
             raise ValueError("The endpoint has a login but no scheme; use redis://user:password@host[:port].")
-        endpoint = replace(base, hosts=(_parse_host(text, text),))
+        endpoint = replace(base, hosts=(_parse_host(text, _without_secrets(text)),))
     if (ca_cert or ssl_cert or ssl_cert_key) and not endpoint.tls:
         raise ValueError(f"ca_cert, ssl_cert and ssl_cert_key need TLS, but the endpoint is {endpoint}: use rediss://.")
     for name, path in (("ca_cert", ca_cert), ("ssl_cert", ssl_cert), ("ssl_cert_key", ssl_cert_key)):
@@ -164,7 +169,14 @@ class UrlParts:
     query: str = field(repr=False)
 
     def __str__(self) -> str:
-        return f"{self.scheme}://{self.hosts}{self.path}"
+        return f"{self.scheme}://{_without_secrets(self.hosts + self.path)}"
+
+
+def _without_secrets(hosts: str) -> str:
+    """Hosts as far as they are well-formed: what follows a colon, and is no port, may be a password."""
+    found = _HOSTS.match(hosts)
+    known = found[0] if found else ""
+    return hosts if known == hosts else f"{known}:…" if hosts.startswith(":", len(known)) else f"{known}…"
 
 
 def split_url(url: str) -> UrlParts:
@@ -200,7 +212,7 @@ def _environment_endpoint() -> Endpoint | None:
     try:
         if not text or "://" in text or "@" in text:
             return _parse_url(text) if text else None
-        return Endpoint("redis", (_parse_host(text, text),))
+        return Endpoint("redis", (_parse_host(text, _without_secrets(text)),))
     except ValueError as e:
         raise ValueError(f"The environment variable {URL_VARIABLE} is invalid. {e}") from None
 

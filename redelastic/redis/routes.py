@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 import socket
+from typing import Final
+
+_HOST: Final = re.compile(r"(?:\[([^\]]*)\]|([^:]*))(?::([0-9]{1,5}))?")
 
 
 def source_address(target: str) -> str:
@@ -15,6 +19,17 @@ def source_address(target: str) -> str:
             return str(probe.getsockname()[0])
     except OSError:
         return ""
+
+
+def host_and_port(header: str) -> tuple[str, str]:
+    """The host and port in a Host header; empty if they are not there, or it is malformed."""
+    found = _HOST.fullmatch(header)
+    return (found[1] or found[2] or "", found[3] or "") if found else ("", "")
+
+
+def names_loopback(host: str) -> bool:
+    """Whether a host is ``localhost`` or a loopback address: no page from elsewhere can have such a name."""
+    return host.lower() == "localhost" or is_loopback(host)
 
 
 def is_loopback(address: str) -> bool:

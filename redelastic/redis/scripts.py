@@ -56,16 +56,16 @@ class Script:
         return reply
 
 
-JOIN: Final = Script("run", "roll", "complete", "restore", "join")
-BEAT: Final = Script("run", "roll", "complete", "restore", "beat")
-ROLL_CALL: Final = Script("run", "roll", "complete", "roll_call")
-LEAVE: Final = Script("run", "roll", "complete", "restore", "leave")
-CLOSE: Final = Script("run", "close")
-DRAIN: Final = Script("run", "drain")
-CHARGE: Final = Script("run", "charge")
+JOIN: Final = Script("run", "events", "changes", "roll", "complete", "restore", "join")
+BEAT: Final = Script("run", "events", "changes", "roll", "complete", "restore", "beat")
+ROLL_CALL: Final = Script("run", "events", "changes", "roll", "complete", "roll_call")
+LEAVE: Final = Script("run", "events", "changes", "roll", "complete", "restore", "leave")
+CLOSE: Final = Script("run", "events", "changes", "close")
+DRAIN: Final = Script("run", "events", "changes", "drain")
+CHARGE: Final = Script("run", "events", "changes", "charge")
 INSPECT: Final = Script("run", "inspect")
-NOTE: Final = Script("run", "note")
-READMIT: Final = Script("run", "readmit")
+NOTE: Final = Script("run", "events", "note")
+READMIT: Final = Script("run", "events", "changes", "readmit")
 
 SET_STATE: Final = Script("set_state")
 

@@ -141,7 +141,7 @@ class RedisServer:
         port: TCP port of 127.0.0.1, which stays reserved until `stop()`; 0 picks a free one.
         unix_socket: Listen on a Unix socket in a private directory instead of a TCP port.
         data_dir: Where to keep an append-only file, synced at every write, that outlives `kill()` and `stop()`; for
-            one server at a time. None: data are in memory only.
+            one server at a time. Only this user can read what is written there. None: data are in memory only.
         config: Further directives as in redis.conf, e.g. {"maxmemory": "100mb"}.
         startup_timeout: Seconds until the server must answer.
 
@@ -229,7 +229,7 @@ class RedisServer:
             if self._private_dir is None:
                 self._private_dir = Path(tempfile.mkdtemp(prefix="redelastic-"))
             if self.data_dir is not None:
-                self.data_dir.mkdir(parents=True, exist_ok=True)
+                self.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not self._unix_socket and self._reservation is None:
                 self._reservation, self._port = reserve_port(self._wanted_port)
             log = self._private_dir / "redis.log"
@@ -383,6 +383,7 @@ def _spawn(command: list[str], config: str, log: Path) -> subprocess.Popen[bytes
             env={**os.environ, "LC_ALL": "C"},
             # Out of reach of the terminal's Ctrl-C: the owner stops it, after its own clean-up.
             start_new_session=True,
+            umask=0o077,
         )
 
 

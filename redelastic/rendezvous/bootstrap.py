@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import ipaddress
 import logging
 import os
 import socket
@@ -18,19 +19,43 @@ RETRY_PAUSE: Final = 0.5  # in seconds
 _dual_stack = functools.cache(socket.has_dualstack_ipv6)  # cached, since each call opens a socket
 
 
+def _bound(host: str) -> tuple[socket.socket, str] | None:
+    """A socket at one address of this host; None if ``host`` is not one."""
+    try:
+        family = socket.AF_INET if ipaddress.ip_address(host).version == 4 else socket.AF_INET6
+    except ValueError:
+        return None
+    listener = socket.socket(family)
+    try:
+        listener.bind((host, 0))
+    except OSError:
+        listener.close()
+        return None
+    return listener, host
+
+
+def _bound_everywhere() -> socket.socket:
+    dual = _dual_stack()
+    listener = socket.socket(socket.AF_INET6 if dual else socket.AF_INET)
+    if dual:
+        listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+    listener.bind(("", 0))
+    return listener
+
+
 class BootstrapPort:
     """A free port of this host.
 
     It is bound before the rendezvous, so that every member knows rank 0's port as soon as the round completes.
     Workers may connect once :meth:`serve` was called: the kernel queues them until the store answers.
+
+    Args:
+        host: the announced address. If it is one of this host, the port is at no other: the store has no password.
+            A name may mean another address to peers, so with a name the port is at all of this host's.
     """
 
-    def __init__(self) -> None:
-        dual = _dual_stack()
-        self._listener = socket.socket(socket.AF_INET6 if dual else socket.AF_INET)
-        if dual:
-            self._listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        self._listener.bind(("", 0))
+    def __init__(self, host: str = "") -> None:
+        self._listener, self._host = _bound(host) or (_bound_everywhere(), "localhost")
         self.port: int = self._listener.getsockname()[1]
         self._closed = threading.Event()
         self._store: dist.TCPStore | None = None
@@ -54,7 +79,7 @@ class BootstrapPort:
             while not self._closed.is_set() and threading.main_thread().is_alive():
                 try:
                     store = dist.TCPStore(
-                        "localhost",  # where this process connects to itself
+                        self._host,  # where this process connects to itself
                         self.port,
                         is_master=True,
                         wait_for_workers=False,

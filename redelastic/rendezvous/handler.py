@@ -110,7 +110,7 @@ class RedisRendezvousHandler(RendezvousHandler):
         started = time.monotonic()
         self._raise_if_shut_down()
         self._close_bootstrap()  # a round never sees the keys of the one before
-        self._bootstrap = BootstrapPort()
+        self._bootstrap = BootstrapPort(self.membership.heartbeat.host)
         try:
             with torch_errors():
                 entered = self.membership.join(self._bootstrap.port, started + self._settings.join_timeout)

@@ -1,13 +1,16 @@
 """The agent's side of `redelastic/worker.py`: how far its workers are, and which of them hang.
 
-Each worker has its own nameless file, which it reaches through `/proc/<agent>/fd`. So there is nothing to clean up,
-even after the agent was killed with SIGKILL. The kernel opens it for processes with the agent's user and capabilities;
-a worker with fewer capabilities writes to its stderr that the agent cannot see its progress.
+Each worker has two nameless files of its own, for its progress and for its stacks, which it reaches through
+`/proc/<agent>/fd`. So there is nothing to clean up, even after the agent was killed with SIGKILL. The size of the first
+is sealed: were the file cut, the agent's next look would end the agent with SIGBUS. The kernel opens them for processes
+with the agent's user and capabilities; a worker with fewer capabilities writes to its stderr that the agent cannot see
+its progress.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import io
 import math
 import mmap
@@ -33,6 +36,7 @@ from redelastic.worker import (
     REQUESTED,
     SEEN,
     SLOT_BYTES,
+    STACKS,
     STEP,
     TOKEN,
     VARIABLE,
@@ -41,6 +45,8 @@ from redelastic.worker import (
 
 __all__ = ["ProgressBoard", "HangWatch", "Progress", "nameless_file"]
 
+F_ADD_SEALS: Final = 1033  # of Linux; a Python built for an old C library does not have the names
+SEALS: Final = 1 | 2 | 4  # no further seals, no other size
 FROZEN_LOOKS: Final = 10  # missed looks after which the agent assumes that it was frozen itself
 
 
@@ -83,15 +89,20 @@ class ProgressBoard:
         self._pid = os.getpid()
         self.slots: list[memoryview[int]] = []
         self._files: list[io.FileIO] = []
+        self._stacks: list[io.FileIO] = []
         self._requests = 0
         with contextlib.ExitStack() as opened:
             for _ in range(workers):
                 file = opened.enter_context(nameless_file())
                 fields = [0] * (SLOT_BYTES // 8)
-                fields[TOKEN], fields[SEEN] = secrets.randbits(62), -1
+                stacks = opened.enter_context(nameless_file())
+                fields[TOKEN], fields[SEEN], fields[STACKS] = secrets.randbits(62), -1, stacks.fileno()
                 # Written, not just extended: a page that the disk has no room for would kill the worker later.
                 file.write(struct.pack(f"{len(fields)}q", *fields))
+                with contextlib.suppress(OSError):  # not a file in memory
+                    fcntl.fcntl(file, F_ADD_SEALS, SEALS)
                 self._files.append(file)
+                self._stacks.append(stacks)
                 self.slots.append(memoryview(mmap.mmap(file.fileno(), SLOT_BYTES)).cast("q"))
             self._closing = opened.pop_all()
 
@@ -129,16 +140,16 @@ class ProgressBoard:
 
     def clear_stacks(self, local_rank: int) -> None:
         """Forget the stacks that a worker has written."""
-        self._files[local_rank].truncate(SLOT_BYTES)
+        self._stacks[local_rank].truncate(0)
 
     def stacks_size(self, local_rank: int) -> int:
         """How many bytes of stacks a worker has written."""
-        return os.fstat(self._files[local_rank].fileno()).st_size - SLOT_BYTES
+        return os.fstat(self._stacks[local_rank].fileno()).st_size
 
     def stacks(self, local_rank: int, limit: int) -> bytes:
         """The last ``limit`` bytes of the stacks that a worker has written."""
         size = self.stacks_size(local_rank)
-        return os.pread(self._files[local_rank].fileno(), min(size, limit), SLOT_BYTES + max(0, size - limit))
+        return os.pread(self._stacks[local_rank].fileno(), min(size, limit), max(0, size - limit))
 
     def close(self) -> None:
         """Close the files: a late worker finds no slot, and one that has its slot keeps it."""
@@ -148,7 +159,7 @@ class ProgressBoard:
 def nameless_file() -> io.FileIO:
     """A file in memory if possible; it is gone with the last process that has it open."""
     try:
-        return os.fdopen(os.memfd_create("redelastic"), "r+b", buffering=0)
+        return os.fdopen(os.memfd_create("redelastic", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "r+b", buffering=0)
     except (AttributeError, OSError):  # a Python built for an old C library; a sandbox that forbids it
         return tempfile.TemporaryFile(buffering=0)
 

@@ -3,7 +3,8 @@
 A process belongs to the tree of an agent's workers if any of these holds:
 
 - it is a worker, or the child of a process of the tree;
-- its environment has the agent's token, which survives fork, exec, setsid and the death of every ancestor;
+- it is of the agent's user, and its environment has the agent's token, which survives fork, exec, setsid and the death
+  of every ancestor;
 - it shares a session with a process of the tree, unless that is the agent's session;
 - it belonged when the agent last looked (:meth:`redelastic.workers.processes.ProcessTree.look`);
 - it is an orphan that the agent adopted, as it can if the whole process is its own; but not if the agent is PID 1 of a
@@ -92,8 +93,15 @@ def children(pid: int) -> list[Process]:
 
 
 def has_token(pid: int, token: str) -> bool:
-    """Whether a process' environment has the agent's token."""
-    return token.encode() in read(f"/proc/{pid}/environ")
+    """Whether a process of this user has the agent's token in its environment, where other users may put it too."""
+    return token.encode() in read(f"/proc/{pid}/environ") and _owner(pid) == os.geteuid()
+
+
+def _owner(pid: int) -> int | None:
+    try:
+        return os.stat(f"/proc/{pid}").st_uid  # noqa: PTH116  # as in `read`
+    except OSError:
+        return None
 
 
 def is_torch_shm_manager(pid: int) -> bool:
@@ -173,15 +181,19 @@ def _lives(process: Process) -> bool:
     return now is not None and now.alive and now.start == process.start
 
 
-def watch(token: str, agent: int, agent_session: int) -> None:
+def watch(agent: int, agent_session: int) -> None:
     """Wait until the agent is gone, then end the tree.
 
-    Its standard input is the file in which the agent keeps the tree as of its last look: a ``RECORD`` for each process.
+    Its standard input is the file in which the agent keeps its token, on a line, and then the tree as of its last look:
+    a ``RECORD`` for each process. On a command line every user could read the token.
     """
+    token = _briefing()[0].decode()
+    if not token:
+        sys.exit("no token")  # else every process would have it
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     _wait_for_death(agent)
-    briefing = os.pread(0, os.fstat(0).st_size, 0)
+    _, briefing = _briefing()
     known = dict(RECORD.iter_unpack(briefing[: len(briefing) // RECORD.size * RECORD.size]))  # one may be half-written
 
     def look() -> Iterable[Process]:
@@ -190,6 +202,12 @@ def watch(token: str, agent: int, agent_session: int) -> None:
         return members.values()
 
     end(look)
+
+
+def _briefing() -> tuple[bytes, bytes]:
+    """The token and the records in the standard input."""
+    token, _, records = os.pread(0, os.fstat(0).st_size, 0).partition(b"\n")
+    return token, records
 
 
 def _wait_for_death(agent: int) -> None:
@@ -202,4 +220,4 @@ def _wait_for_death(agent: int) -> None:
 
 
 if __name__ == "__main__":
-    watch(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    watch(int(sys.argv[1]), int(sys.argv[2]))

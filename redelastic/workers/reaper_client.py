@@ -47,7 +47,7 @@ class ReaperClient:
         """Write down the tree for the reaper; start one if there is none."""
         if self._start_at is None:
             return
-        content = b"".join(reaper.RECORD.pack(*process.identity) for process in members)
+        content = f"{self._token}\n".encode() + b"".join(reaper.RECORD.pack(*process.identity) for process in members)
         os.pwrite(self._briefing.fileno(), content, 0)
         self._briefing.truncate(len(content))  # only now: if this process is killed in between, too much is written
         if self._reaper is not None and self._reaper.poll() is not None:
@@ -69,7 +69,7 @@ class ReaperClient:
         secret = (TOKEN_VARIABLE, URL_VARIABLE)
         try:
             self._reaper = subprocess.Popen(
-                [sys.executable, "-I", "-S", reaper.__file__, self._token, str(os.getpid()), str(os.getsid(0))],
+                [sys.executable, "-I", "-S", reaper.__file__, str(os.getpid()), str(os.getsid(0))],
                 stdin=self._briefing,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,

@@ -144,6 +144,9 @@ def test_the_port_asked_for_and_data_that_outlive_the_server(start: Start, tmp_p
     assert told["endpoint"] == f"127.0.0.1:{port}"
     with redis.Redis.from_url(told["url"]) as client:
         client.set("key", "value")
+    made = [data, *data.rglob("*")]
+    assert len(made) > 1
+    assert [path for path in made if path.stat().st_mode & 0o077] == [], "only this user reads what is kept"
     process.terminate()
     assert process.wait(20) == 0
     again = start("--data-dir", str(data), "--json")

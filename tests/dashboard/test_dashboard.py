@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+import resource
 import socket
 import urllib.error
 import urllib.parse
@@ -136,6 +138,10 @@ class TestWhoIsLetIn:
             assert ask(f"{url}api/runs", Authorization=f"Bearer {TOKEN}")[0] == 200
             code, headers, _ = ask(f"{url}runs/x?a=1&token={TOKEN}")
             assert (code, headers["location"]) == (303, "/runs/x?a=1")
+            for path in ("/evil.example/", "//evil.example/", "\\evil.example/", "/\\evil.example"):
+                code, headers, _ = ask(f"{url}{path}?token={TOKEN}")
+                assert code == 303
+                assert re.match("/[^/\\\\]", headers["location"]), "it stays on this host"
             cookie = headers["set-cookie"]
             assert "HttpOnly" in cookie
             assert "SameSite=strict" in cookie
@@ -166,6 +172,38 @@ class TestWhoIsLetIn:
                 assert said in done.err
                 assert done.err.count("\n") == 1
         assert command("dashboard", "--endpoint", "127.0.0.1:1").code == 3
+
+
+@pytest.mark.fault("a thousand silent connections to the dashboard, few files", "it answers, and logs nothing")
+@pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\nHost: "], ids=["nothing", "half"])
+def test_silent_connections_make_room(server: RedisServer, tmp_path: Path, said: bytes) -> None:
+    token = tmp_path / "token"
+    token.write_text(TOKEN)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with dashboard(f"--endpoint={server.url}", f"--token-file={token}") as (url, process):
+        resource.prlimit(process.process.pid, resource.RLIMIT_NOFILE, (400, limits[1]))
+        port = int(url.rstrip("/").rpartition(":")[2])
+        stream = ask_for_stream(port)
+        silent = []
+        for i in range(1000):
+            client = socket.create_connection(("127.0.0.1", port), timeout=30)
+            client.sendall(said)
+            silent.append(client)
+            if i % 100 == 99:
+                assert ask(f"{url}api/runs", Authorization=f"Bearer {TOKEN}")[0] == 200
+                assert stream.recv(1), "who has asked is served on"
+        for client in silent:
+            client.close()
+        stream.close()
+        assert process.err == ""
+
+
+def ask_for_stream(port: int) -> socket.socket:
+    """A connection on which the list of runs is followed."""
+    client = socket.create_connection(("127.0.0.1", port), timeout=30)
+    client.sendall(f"GET /live HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode())
+    assert client.recv(12) == b"HTTP/1.1 200"
+    return client
 
 
 def timeless(told: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
@@ -130,7 +131,7 @@ class TestTrouble:
                 assert of_good.document["trouble"] == listed.document["trouble"] == ""
                 with pytest.raises(RedelasticError, match="KeyError"):
                     await reader.watch(bad)
-                phases = {told["run"]: told["phase"] for told in await reader.summaries()}
+                phases = {told["run"]: told["phase"] for told in (await reader.summaries())[0]}
                 assert (phases[good], phases[bad]) == ("running", "unreadable")
             await of_bad.until(lambda told: told["trouble"] == "")
             assert of_bad.document["phase"] == "running"
@@ -145,7 +146,7 @@ class TestTrouble:
         client.hset(keys.run, "epoch", "x")
 
         async def story(reader: Reader) -> None:
-            phases = {told["run"]: told["phase"] for told in await reader.summaries()}
+            phases = {told["run"]: told["phase"] for told in (await reader.summaries())[0]}
             assert (phases[runs["a"].keys.run_id], phases[keys.run_id]) == ("running", "corrupt")
             for _ in range(2):
                 with pytest.raises(CorruptStateError, match=keys.run):
@@ -193,6 +194,86 @@ class TestWhatIsKept:
             monkeypatch.setattr(reader_module, "KEEP_TIMEOUT", 0.0)
             await reader.watch(second)
             assert reader._watches.keys() == {second}
+
+        play(connection, story)
+
+
+@pytest.mark.fault("one script of a tenant makes very many runs", "the list is cut, and keeps no page waiting")
+class TestManyRuns:
+    def test_the_list_is_cut_and_keeps_what_it_has(
+        self, own_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(reader_module, "LISTED", 3)
+        monkeypatch.setattr(reader_module, "LIST_PACE", 0.0)
+        with own_server.get_client() as client:
+            for name in "xyz":
+                Crowd(client, name, 1, lease=600)
+            connection = Connection.open(own_server.url)
+
+            async def story(reader: Reader) -> None:
+                listed, unlisted = await reader.summaries()
+                assert ([told["run"] for told in listed], unlisted) == (["x", "y", "z"], 0)
+                for name in "ab":
+                    Crowd(client, name, 1, lease=600)
+                listed, unlisted = await reader.summaries()
+                assert ([told["run"] for told in listed], unlisted) == (["x", "y", "z"], 2)
+                page = Browser(reader, None)
+                await page.until(lambda told: told.get("runs", {}).keys() == set("xyz") and told["unlisted"] == 2)
+                assert (await reader.watch("a")).report["run"] == "a", "its page is there all the same"
+
+            play(connection, story)
+            connection.close()
+
+    def test_a_page_waits_for_one_run_of_the_list_at_most(
+        self, own_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        order: list[str] = []
+        begun = threading.Event()
+        overview = view.overview
+
+        def noted(run: Run, *rest: Any) -> Mapping[str, Any]:
+            order.append(run.run_id)
+            begun.set()
+            return overview(run, *rest)
+
+        monkeypatch.setattr(view, "overview", noted)
+        with own_server.get_client() as client:
+            for i in range(20):
+                Crowd(client, f"r{i:02}", 1, lease=600)
+            connection = Connection.open(own_server.url)
+
+            async def story(reader: Reader) -> None:
+                listing = asyncio.create_task(reader.summaries())
+                await asyncio.to_thread(begun.wait)
+                await reader.watch("r19")
+                assert order.index("r19") <= 3
+                assert len((await listing)[0]) == 20
+                assert sorted(order) == sorted({*order}), "each is read once"
+
+            play(connection, story)
+            connection.close()
+
+    def test_pages_are_made_of_runs_that_somebody_looks_at(
+        self, connection: Connection, runs: dict[str, Crowd], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        seen, listed_only = (runs[name].keys.run_id for name in "ab")
+        made: list[str] = []
+        details = view.details
+
+        def noted(run: Run, *rest: Any) -> Mapping[str, Any]:
+            made.append(run.run_id)
+            return details(run, *rest)
+
+        monkeypatch.setattr(view, "details", noted)
+
+        async def story(reader: Reader) -> None:
+            listed = Browser(reader, None)
+            await listed.until(lambda told: told.get("runs", {}).keys() >= {seen, listed_only})
+            await reader.summaries()
+            assert made == []
+            page = Browser(reader, seen)
+            await page.until(lambda told: told.get("phase") == "running")
+            assert {*made} == {seen}
 
         play(connection, story)
 

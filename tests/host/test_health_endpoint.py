@@ -225,16 +225,16 @@ def test_head_is_get_without_the_body(endpoint: HealthEndpoint, path: str) -> No
         assert client.makefile("rb").read().endswith(b"\r\n\r\n")
 
 
-def connect(endpoint: HealthEndpoint, said: bytes = b"") -> socket.socket:
-    client = socket.create_connection(("127.0.0.1", endpoint.port), timeout=10)
+def connect(endpoint: HealthEndpoint, said: bytes = b"", of: str = "127.0.0.1") -> socket.socket:
+    client = socket.create_connection(("127.0.0.1", endpoint.port), timeout=10, source_address=(of, 0))
     client.sendall(said)
     return client
 
 
 def test_clients_that_say_nothing_or_half_a_request_delay_nobody_and_are_hung_up_on(
-    node: FakeNode, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    node: FakeNode, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(health_endpoint, "CLIENT_TIMEOUT", 1.0)  # for the whole exchange, of which a read may take 10 s
+    """They have a second for the request."""
     endpoint = HealthEndpoint(node, port=0)
     endpoint.start()
     clients = [connect(endpoint, said) for said in (b"", b"GET /livez HTTP/1.1\r\nHost:", b"\r\n" * 3)]
@@ -248,22 +248,73 @@ def test_clients_that_say_nothing_or_half_a_request_delay_nobody_and_are_hung_up
     assert capfd.readouterr() == ("", "")
 
 
-def test_more_clients_than_there_is_room_for_are_hung_up_on(
-    endpoint: HealthEndpoint,
-) -> None:
-    first, *others = [connect(endpoint) for _ in range(health_endpoint.MAX_CLIENTS)]
-    with connect(endpoint) as third:
-        assert third.recv(1) == b""
-    first.close()
-    deadline = time.monotonic() + 10
-    while True:  # until its thread has seen that it is gone
-        try:
-            assert ask(endpoint, "/livez")[0] == 200
-            break
-        except (ConnectionError, http.client.HTTPException):
-            assert time.monotonic() < deadline
-    for client in others:
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients may take as long for their request as for everything."""
+    monkeypatch.setattr(health_endpoint, "REQUEST_TIMEOUT", 60.0)
+    monkeypatch.setattr(health_endpoint, "CLIENT_TIMEOUT", 60.0)
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.fault("silent connections to the health endpoint, as many as it has room for", "a supervisor is answered")
+@pytest.mark.parametrize("said", [b"", b"GET /livez HTTP/1.1\r\nHost: localhost\r\n"], ids=["nothing", "half"])
+def test_the_oldest_silent_client_makes_room(endpoint: HealthEndpoint, said: bytes) -> None:
+    """Whether all are of one address or not."""
+    room = health_endpoint.MAX_OF_ADDRESS
+    for address in ("127.0.0.1", "127.0.0.2", "127.0.0.3", "127.0.0.4"):
+        first, *others = [connect(endpoint, said, address) for _ in range(room)]
+        assert ask(endpoint, "/livez")[:2] == (200, "ok\n")
+        if address != "127.0.0.1":
+            with connect(endpoint, said, address):
+                assert first.recv(1) == b"", "of its own address"
+        for client in (first, *others):
+            client.close()
+    clients = [connect(endpoint, said, f"127.0.0.{2 + i % 60}") for i in range(health_endpoint.MAX_CLIENTS)]
+    for _ in range(3):
+        assert ask(endpoint, "/livez")[:2] == (200, "ok\n")
+    assert clients[0].recv(1) == b""
+    for client in clients:
         client.close()
+
+
+@pytest.mark.usefixtures("patient")
+def test_clients_of_one_address_that_have_asked_leave_room_for_others(endpoint: HealthEndpoint, node: FakeNode) -> None:
+    asked, release = threading.Semaphore(0), threading.Event()
+
+    def hang() -> Mapping[str, Any]:
+        asked.release()
+        release.wait(60)
+        return {}
+
+    node.asked = hang
+    metrics_ = b"GET /metrics HTTP/1.0\r\n\r\n"
+    clients = [connect(endpoint, metrics_, "127.0.0.2") for _ in range(health_endpoint.MAX_OF_ADDRESS)]
+    for _ in clients:
+        assert asked.acquire(timeout=10)
+    with connect(endpoint, metrics_, "127.0.0.2") as one_more:
+        assert one_more.recv(1) == b""
+    assert ask(endpoint, "/livez")[0] == 200
+    release.set()
+    for client in clients:
+        assert client.recv(12) == b"HTTP/1.0 200"
+        client.close()
+
+
+def test_on_loopback_a_name_from_elsewhere_is_refused(endpoint: HealthEndpoint, node: FakeNode) -> None:
+    """On another address supervisors use any name."""
+
+    def status(of: HealthEndpoint, host: bytes) -> bytes:
+        with connect(of, b"GET /metrics HTTP/1.1\r\nHost: " + host + b"\r\n\r\n") as client:
+            return client.makefile("rb").readline().split()[1]
+
+    everywhere = HealthEndpoint(node, host="0.0.0.0", port=0)  # noqa: S104
+    everywhere.start()
+    for local in (b"localhost", b"127.0.0.1:80", b"[::1]", b""):
+        assert status(endpoint, local) == b"200", local
+    for foreign in (b"evil.example", b"localhost.evil.example:1", b"127.1", b"[", b"a@localhost"):
+        assert status(endpoint, foreign) == b"403", foreign
+        assert status(everywhere, foreign) == b"200"
+    everywhere.stop()
 
 
 def test_stop_waits_neither_for_clients_nor_for_the_agent(node: FakeNode) -> None:

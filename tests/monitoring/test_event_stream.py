@@ -285,7 +285,7 @@ def test_made_up_runs_are_told_as_the_script_tells_them(
         patched.setattr(Story, "events", Story.one_by_one)
         alone = SCENES[scene]()
     heartbeat = (
-        on_injected_clock((LUA / "run.lua").read_text())
+        on_injected_clock("".join((LUA / f"{part}.lua").read_text() for part in ("run", "events")))
         + "\nif run.flush_at and now >= run.flush_at then flush_merged_events() end"
     )
     note = on_injected_clock(scripts.NOTE.text)

@@ -11,7 +11,13 @@ import pytest
 from redelastic.monitoring.events import KINDS, Event, Lost, decode, decode_cause
 from redelastic.monitoring.sentences import cause, detail_of, event_document, sentence
 
-VALUES: dict[str, Any] = {"cause": "lease", "because": "max_nodes", "signal": "SIGKILL", "logs": {0: "/logs/0"}}
+VALUES: dict[str, Any] = {
+    "cause": "lease",
+    "because": "max_nodes",
+    "signal": "SIGKILL",
+    "stream": "wake",
+    "logs": {0: "/logs/0"},
+}
 NODE = "gpu-1-77-0123456789ab"
 
 

@@ -163,8 +163,22 @@ def test_the_exit_codes_are_those_of_the_page() -> None:
 
 def test_scripts_record_the_events_that_are_defined() -> None:
     scripts = "".join(path.read_text() for path in (SOURCE / "lua").glob("*.lua"))
-    recorded = set(re.findall(r"record(?:_break)?\((?:\w+, )?'(\w+)'", scripts)) | {"closed", "stopped"}
+    recorded = set(re.findall(r"record(?:_break)?\((?:\w+, )?'(\w+)'", scripts)) | {"closed", "stopped", "cleared"}
     assert {KINDS[name] for name in recorded} == set(BY_SCRIPTS)
+
+
+def test_the_tests_that_security_names_exist() -> None:
+    named = re.findall(r"`(\w+/test_\w+\.py)`", (ROOT / "SECURITY.md").read_text())
+    assert len(named) > 10
+    assert [name for name in named if not (ROOT / "tests" / name).exists()] == []
+
+
+def test_actions_are_pinned_by_hash() -> None:
+    """A tag may be moved to other code, which would run with the repository's rights."""
+    used = [line for file in (ROOT / ".github/workflows").glob("*.yml") for line in file.read_text().splitlines()]
+    used = [line for line in used if "uses:" in line]
+    assert used
+    assert [line for line in used if not re.search(r"@[0-9a-f]{40} # v\d", line)] == []
 
 
 def test_no_sentence_is_parsed() -> None:

@@ -253,6 +253,11 @@ def test_kubernetes_knows_every_field() -> None:
     assert claim["claimName"] == manifest["PersistentVolumeClaim"]["metadata"]["name"]
     labels = redis_spec["template"]["metadata"]["labels"]
     assert labels == redis_spec["selector"]["matchLabels"] == manifest["Service"]["spec"]["selector"]
+    policy = manifest["NetworkPolicy"]["spec"]
+    [shut] = policy["podSelector"]["matchExpressions"]
+    nodes = spec["template"]["metadata"]["labels"]
+    assert [{shut["key"]: value} for value in shut["values"]] == [nodes, labels]
+    assert policy["ingress"] == [{"from": [{"podSelector": {"matchLabels": nodes}}]}]
 
 
 NOTICES: Final = {

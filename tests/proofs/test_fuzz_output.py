@@ -124,7 +124,8 @@ def fuzz_requests(dice: Dice) -> None:
         ours.sendall(dice.spoil_raw(dice.choice(REQUESTS))[:60_000])
         ours.shutdown(socket.SHUT_WR)
         node = NodeOf(dice)
-        server = SimpleNamespace(node=node, registry=SimpleNamespace(collect=lambda: ()))
+        server = SimpleNamespace(node=node, registry=SimpleNamespace(collect=lambda: ()), is_local=dice.random() < 0.5)
+        server.has_asked = lambda _: None
         with contextlib.suppress(ConnectionError):
             _Handler(theirs, ("test", 0), cast("_Server", server))
         theirs.close()

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import redis
@@ -16,7 +17,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from redelastic import RedisRendezvousBackend, RedisStore
 from redelastic.monitoring.control import RunControl, UnknownNodeError, UnknownRunError
-from redelastic.monitoring.events import Failed, Hung, Left, Unwatched
+from redelastic.monitoring.events import KINDS, Failed, Hung, Left, Unwatched
 from redelastic.monitoring.history import replay
 from redelastic.redis.connection import Connection
 from redelastic.redis.errors import RedelasticError
@@ -26,7 +27,7 @@ from redelastic.rendezvous.membership import Membership
 from redelastic.rendezvous.replies import Complete
 from redelastic.rendezvous.settings import Settings
 from tests.support.fuzzing import INPUTS, SEED, no_logs
-from tests.support.hostile import NODES, RECORD, Dice
+from tests.support.hostile import LARGE_IDS, NODES, RECORD, Dice
 
 pytestmark = pytest.mark.timeout(3600 if "REDELASTIC_FUZZ" in os.environ else 120)
 
@@ -58,6 +59,9 @@ def spoil_keys(dice: Dice, client: redis.Redis, keys: RunKeys) -> None:
             {dice.choice((b"event", dice.raw())): dice.choice((b"drain", dice.raw())), b"timeout": dice.raw()},
         )
         pipe.xadd(keys.events, {dice.choice((b"event", dice.raw())): dice.raw()})
+        if dice.random() < 0.2:
+            entry: Any = {"event": dice.choice((*KINDS, dice.raw())), "node": dice.raw()}
+            pipe.xadd(dice.choice((keys.wake, keys.events)), entry, id=dice.choice(LARGE_IDS))
         pipe.set(keys.status(NODES[0]), dice.raw())
     pipe.execute(raise_on_error=False)
 

@@ -1,47 +1,44 @@
-"""The store where a round's workers meet: a fresh TCPStore per round, served by the node of rank 0."""
+"""Where rank 0's store listens: it has no password, so at the announced address alone where that is known."""
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
+import socket
+from collections.abc import Iterator
 
+import psutil
 import pytest
 import torch.distributed as dist
 
-from redelastic.monitoring.events import Left
-from tests.support.nodes import NodeFactory
-from tests.support.rounds import join_all, ranks
-
-LOOK_UP = timedelta(seconds=30)  # torch's TCPStore looks names up, which takes 5 s where a name server loses a query
+from redelastic.rendezvous.bootstrap import BootstrapPort
+from tests.support.servers import wait_until
 
 
-class TestBootstrapStore:
-    def test_each_round_has_a_fresh_one(self, new_node: NodeFactory, pool: ThreadPoolExecutor) -> None:
-        nodes = [new_node(2, 2) for _ in range(2)]
-        for round_number in range(3):
-            infos = join_all(pool, *nodes)
-            where = infos[0].bootstrap_store_info
-            assert where is not None
-            store = dist.TCPStore("localhost", where.master_port, is_master=False, timeout=LOOK_UP)
-            assert store.num_keys() == 0, f"round {round_number} sees older keys"
-            store.set("key", "value")
+def has(host: str) -> bool:
+    try:
+        with socket.create_server((host, 0), family=socket.AF_INET6):
+            return True
+    except OSError:
+        return False
 
-    def test_a_new_rank_0_serves_it(self, new_node: NodeFactory, pool: ThreadPoolExecutor) -> None:
-        nodes = [new_node(1, 2) for _ in range(2)]
-        infos = join_all(pool, *nodes)
-        leader = nodes[ranks(infos).index(0)]
-        leader.end(Left(cause="drained"), run_then="goes on", timeout=5)
-        survivor = nodes[1 - nodes.index(leader)]
-        where = pool.submit(survivor.next_rendezvous).result(10).bootstrap_store_info
-        assert where is not None
-        dist.TCPStore("localhost", where.master_port, is_master=False, timeout=LOOK_UP).set("a", "b")
 
-    def test_torchs_switch_leaves_the_port_to_the_workers(
-        self, new_node: NodeFactory, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-        node = new_node(1, 1)
-        where = node.next_rendezvous().bootstrap_store_info
-        assert where is not None
-        assert not node.use_agent_store
-        dist.TCPStore("localhost", where.master_port, is_master=True, wait_for_workers=False)
+def listening(port: int) -> Iterator[str]:
+    for connection in psutil.Process().net_connections("tcp"):
+        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port:
+            yield connection.laddr.ip
+
+
+@pytest.mark.fault("the workers' store of a --standalone job", "it listens on loopback only")
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "::1", "localhost", "192.0.2.1", ""])
+def test_where_the_store_listens(host: str) -> None:
+    if ":" in host and not has(host):
+        pytest.skip("no IPv6 here")
+    port = BootstrapPort(host)
+    port.serve(20)
+    peer = host if host.startswith(("127", ":")) else "127.0.0.1"
+    store = dist.TCPStore(peer, port.port, is_master=False)
+    store.set("a", "b")
+    assert store.get("a") == b"b"
+    wait_until(lambda: len({*listening(port.port)}) == 1, "one listens")
+    everywhere = {"0.0.0.0", "::"}  # noqa: S104
+    assert {*listening(port.port)} <= ({host} if peer == host else everywhere)
+    port.close()

@@ -153,13 +153,13 @@ def main(nodes: int) -> None:
     with RedisServer() as server, server.get_client() as client:
         crowd = Crowd(client, "crowd", nodes)
         watch = Watch(Connection.open(server.url), crowd.keys)
-        watch.read()
+        watch.read(has_page=True)
         whole, told = len(json.dumps(watch.page)), []
         for _ in range(9):
             before = watch.page
             crowd.beat()
             began = time.process_time()
-            watch.read()
+            watch.read(has_page=True)
             looked = time.process_time()
             patch = json.dumps(merge_patch(before, watch.page), separators=(",", ":"))
             told.append((1000 * (looked - began), 1000 * (time.process_time() - looked), len(patch)))

@@ -14,7 +14,7 @@ from redelastic.monitoring.events import KINDS, Event, decode
 from redelastic.monitoring.records import Run
 from redelastic.redis.connection import Connection
 from redelastic.redis.keys import RunKeys
-from tests.support.hostile import NODES, RECORD, VALUES, Dice
+from tests.support.hostile import LARGE_IDS, NODES, RECORD, VALUES, Dice
 from tests.support.long_tests import LONG
 
 INPUTS: Final = int(os.environ.get("REDELASTIC_FUZZ", "30000" if LONG else "5000"))
@@ -99,7 +99,7 @@ def status_text(dice: Dice) -> bytes | None:
 
 
 def hostile_event(dice: Dice) -> Event:
-    kind = dice.choice((*KINDS, "x"))
+    kind = dice.choice((*KINDS, "x", "constructor", "__proto__"))
     fields = {"event": kind, "node": dice.choice(NODES), "epoch": str(dice.randrange(4)), "size": "2"}
     own = KINDS[kind].__dataclass_fields__ if kind in KINDS else {}
     fields |= {name: dice.choice(VALUES) for name in own if name not in {*fields, "id", "time", "nodes"}}
@@ -108,12 +108,10 @@ def hostile_event(dice: Dice) -> Event:
     for name in (*fields, "nodes"):
         if dice.random() < 0.12:
             fields[name] = dice.told()
-    ms = (
-        dice.choice((1_700_000_000_000 + dice.randrange(100_000), 0, 2**64 - 1))
-        if dice.random() < 0.1
-        else dice.randrange(99_999)
-    )
-    return decode(f"{ms}-{dice.randrange(3)}", fields)
+    place = f"{dice.randrange(99_999)}-{dice.randrange(3)}"
+    if dice.random() < 0.1:
+        place = dice.choice((f"{1_700_000_000_000 + dice.randrange(100_000)}-0", "0-1", *LARGE_IDS))
+    return decode(place, fields)
 
 
 def hostile_history(dice: Dice) -> list[Event]:

@@ -15,7 +15,21 @@ WORDS: Final = [
     *("%", "%s", "%41", "%ff", ":", "@", "/", "//", "#", "&", "=", ",", "::1", "[::1]", "localhost", "a" * 300),
     *("left", "member", "null", "true", "[" * 3000, '{"a":' * 3000, "started", "completed", "lost"),
     *("rank 99999999999 of 1", "after 1e9 s"),
+    *(
+        "constructor",
+        "__proto__",
+        "prototype",
+        "hasOwnProperty",
+        "toString",
+        "__class__",
+        "__dict__",
+        "None",
+        "undefined",
+    ),
 ]
+LARGE_IDS: Final = [
+    f"{ms}-{n}" for ms in (10**18 - 1, 2**63, 2**64 - 1) for n in (1, 2**64 - 2, 2**64 - 1)
+]  # of entries
 RAW: Final = [*(word.encode() for word in WORDS), b"\xff\xfe", b"\x80\x04\x95", b"\xed\xa0\x80", b"\x00" * 64]
 
 

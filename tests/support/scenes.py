@@ -27,7 +27,7 @@ from redelastic.monitoring.events import (
 )
 
 START = 1_790_000_000.0
-KINDS = (  # in the order of `lua/run.lua`
+KINDS = (  # in the order of `lua/events.lua`
     *("joined", "regrouped", "started", "lost", "left", "drain", "saved", "failed", "hung", "log"),
     *("refused", "barred", "unreached"),
 )
@@ -93,7 +93,7 @@ class _Row:
 
 
 class _Telling:
-    """What `record` in `lua/run.lua` makes of events if heartbeats come whenever needed; times in ms."""
+    """What `record` in `lua/events.lua` makes of events if heartbeats come whenever needed; times in ms."""
 
     def __init__(self) -> None:
         self.told: list[Event] = []

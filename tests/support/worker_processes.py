@@ -139,7 +139,8 @@ def reaper_of(agent: psutil.Process, token: str = "") -> psutil.Process:
         for child in agent.children():
             with contextlib.suppress(psutil.Error):
                 command = child.cmdline()
-                if "reaper.py" in " ".join(command) and (token in command or not token):
+                stdin = Path(f"/proc/{child.pid}/fd/0")
+                if "reaper.py" in " ".join(command) and stdin.read_bytes().startswith(token.encode()):
                     return child
         return None
 

@@ -72,7 +72,7 @@ def test_survivors_of_a_killed_node_keep_their_processes(job: SurvivingJob) -> N
 
 
 @pytest.mark.fault(
-    "a worker is killed whose peers survive", "they go on without its node, which joins once it is ready"
+    "a worker is killed whose peers survive", "they go on at once; its node joins when a new one is ready"
 )
 def test_a_killed_worker_costs_the_others_nothing(job: SurvivingJob) -> None:
     job.begin("a", "b", "c")

@@ -459,3 +459,24 @@ def test_of_many_long_stacks_each_has_its_share_and_keeps_its_end() -> None:
     assert len(told) <= 16_000
     assert all(f"the end of {rank}" in told for rank in range(8))
     assert merged({0: "x" * 20_000 + "the end"}, 16_000)[-7:] == "the end"
+
+
+@pytest.mark.fault("a worker that cuts the file of its progress", "it cannot; its agent lives on")
+def test_a_worker_cannot_end_its_agent_by_cutting_its_slot() -> None:
+    """The agent is a process of its own here: SIGBUS would end it."""
+    script = """
+import os
+from redelastic.worker import VARIABLE
+from redelastic.workers.board import ProgressBoard
+board = ProgressBoard(1)
+path = board.environment(0)[VARIABLE].split(":")[0]
+for size in (0, 1, 1 << 20):
+    try:
+        os.truncate(path, size)
+    except PermissionError:
+        print("refused")
+board.read(0)
+board.request_checkpoint()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, 3 * "refused\n", "")

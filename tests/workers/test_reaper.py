@@ -15,7 +15,8 @@ import psutil
 import pytest
 
 from redelastic.redis.endpoint import URL_VARIABLE
-from redelastic.workers.reaper import processes
+from redelastic.workers.reaper import has_token, processes, read
+from redelastic.workers.reaper_client import TOKEN_VARIABLE
 from tests.support.job_user import CANARY
 from tests.support.worker_processes import (
     DAEMON,
@@ -263,7 +264,11 @@ def test_the_reaper_holds_nothing_of_the_agents_and_ignores_signals(agent: Drive
 
     until(ignores, "that it ignores signals")
     assert os.getsid(reaper.pid) != os.getsid(agent.process.pid)  # Ctrl-C does not reach it
-    assert CANARY not in " ".join([*reaper.cmdline(), *reaper.environ().values()])
+    told = " ".join([*reaper.cmdline(), *reaper.environ().values()])
+    assert CANARY not in told
+    token, _, _ = Path(f"/proc/{reaper.pid}/fd/0").read_bytes().partition(b"\n")
+    assert len(token) == 32
+    assert token.decode() not in told, "with it, another user could pass off a process as a worker's"
     held = {int(path.name): str(path.readlink()) for path in Path(f"/proc/{reaper.pid}/fd").iterdir()}
     assert held.pop(0).startswith("/memfd:redelastic")
     assert held.pop(1) == os.devnull
@@ -277,3 +282,20 @@ def test_the_reaper_holds_nothing_of_the_agents_and_ignores_signals(agent: Drive
     assert agent.process.stdout.read() == ""
     assert lives(agent.handle)
     assert lives(reaper)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user")
+@pytest.mark.fault("a process of another user that has the agent's token", "the agent of root leaves it alone")
+def test_a_process_of_another_user_is_no_worker() -> None:
+    token = "x" * 32
+    environment = {**os.environ, TOKEN_VARIABLE: token}
+    own, other = (subprocess.Popen(["sleep", "600"], env=environment, user=user) for user in (None, 65534))
+    try:
+        for process in (own, other):
+            until(lambda: token.encode() in read(f"/proc/{process.pid}/environ"), "its environment")  # noqa: B023
+        assert has_token(own.pid, token)
+        assert not has_token(other.pid, token)
+    finally:
+        for process in (own, other):
+            process.kill()
+            process.wait()

@@ -45,9 +45,10 @@ export function shape(name) {
 
 // State or event -> [tone, shape]. A tone is a colour of the style sheet.
 const LOOKS = {
+  __proto__: null, // a state may be called as a property of every object is
   running: ["good", "disc"], completed: ["good", "tick"], started: ["good", "disc"], readmitted: ["good", "tick"],
   forming: ["warn", "half"], regrouping: ["warn", "half"], draining: ["warn", "diamond"], drain: ["warn", "diamond"],
-  outage: ["warn", "square"], saved: ["calm", "tick"], left: ["calm", "ring"], joined: ["calm", "ring"],
+  outage: ["warn", "square"], cleared: ["warn", "square"], saved: ["calm", "tick"], left: ["calm", "ring"], joined: ["calm", "ring"],
   waiting: ["calm", "ring"], spare: ["calm", "ring"], closed: ["calm", "tick"], empty: ["calm", "ring"],
   silent: ["bad", "cross"], dead: ["bad", "cross"], lost: ["bad", "cross"], stopped: ["bad", "square"],
   log: ["calm", "square"], hung: ["bad", "square"], failed: ["bad", "triangle"], barred: ["bad", "diamond"], refused: ["bad", "diamond"],

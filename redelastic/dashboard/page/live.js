@@ -14,7 +14,7 @@ export class Live {
     };
     source.addEventListener("document", (event) => {
       const received = JSON.parse(event.data);
-      take(received, received);
+      take(merged(null, received), received);
     });
     source.addEventListener("patch", (event) => {
       const received = JSON.parse(event.data);
@@ -33,10 +33,12 @@ export class Live {
   }
 }
 
-// RFC 7396. What did not change stays the same object, so that it need not be drawn again.
-function merged(target, patch) {
+// RFC 7396. What did not change stays the same object, so that it need not be drawn again. The objects have no prototype: a node
+// or a run may be called as a property of every object is.
+export function merged(target, patch) {
   if (patch === null || typeof patch !== "object" || Array.isArray(patch)) return patch;
-  const result = target && typeof target === "object" && !Array.isArray(target) ? { ...target } : {};
+  const result = Object.create(null);
+  if (target && typeof target === "object" && !Array.isArray(target)) Object.assign(result, target);
   for (const [name, value] of Object.entries(patch)) {
     if (value === null) delete result[name];
     else result[name] = merged(result[name], value);

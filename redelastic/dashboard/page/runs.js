@@ -31,7 +31,8 @@ export function runsView(open) {
     none.hidden = found.length > 0;
     const nodes = found.reduce((all, run) => all + (run.members ?? 0), 0);
     const running = found.filter((run) => run.phase === "running").length;
-    say(sum, found.length ? `${running} of ${count(found.length, "run")} running, on ${count(nodes, "node")}` : "");
+    const more = document_.unlisted ? `; ${count(document_.unlisted, "more run")} not listed: see /runs/RUN for each` : "";
+    say(sum, found.length ? `${running} of ${count(found.length, "run")} running, on ${count(nodes, "node")}${more}` : "");
     tick(live);
   }
 

@@ -181,7 +181,9 @@ function roundLines(rounds, start, end, x, tall) {
 
 function axis(start, end, x, y) {
   const span = end - start;
-  const step = STEPS.find((size) => (x(start + size) - x(start)) >= 76) ?? STEPS[STEPS.length - 1];
+  const widest = STEPS[STEPS.length - 1];
+  const fitting = (size) => x(start + size) - x(start) >= 76;
+  const step = STEPS.find(fitting) ?? widest * Math.ceil(76 / (x(start + widest) - x(start))); // also of a span that is made up
   const parts = [s("line", { class: "axis", x1: x(start), x2: x(end), y1: y + 2, y2: y + 2 })];
   for (let at = Math.ceil(start / step) * step; at <= end; at += step) {
     if (x(end) - x(at) < 18 && span > step) break;
