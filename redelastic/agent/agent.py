@@ -235,8 +235,8 @@ class RedisElasticAgent(RegroupingAgent):
         workers.logs = log_files(context.stdouts, context.stderrs)
         return pids
 
-    def _begin_round(self, worker_group: WorkerGroup) -> None:
-        """Watch the run for this round's workers, which have started."""
+    def _begin_round(self, worker_group: WorkerGroup, *, survived: bool = False) -> None:
+        """Watch the run for this round's workers, which have started, or have ``survived`` the round before."""
         workers, rank, size = self._workers, int(worker_group.group_rank or 0), int(worker_group.group_world_size or 0)
         if workers is None:
             raise AssertionError
@@ -253,7 +253,7 @@ class RedisElasticAgent(RegroupingAgent):
         self._monitor.restarts = worker_group.spec.max_restarts - self._remaining_restarts
         ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
         logs = {ranks[local_rank]: path for local_rank, path in workers.logs.items()}
-        self._note(Started(size=size, rank=rank, logs=logs))
+        self._note(Started(size=size, rank=rank, survived=survived, logs=logs))
 
     def _set_local_rank_env(self, worker_env: dict[str, Any], local_rank: int, spec: WorkerSpec) -> None:
         isolated = spec.virtual_local_rank and bool(self._assignment.gpus)

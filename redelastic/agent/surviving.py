@@ -78,7 +78,7 @@ class SurvivingAgent(RedisElasticAgent):
         self._epoch = held.epoch if held else self._epoch
         with starting_no_processes(self._send_rounds):
             pids: dict[int, Any] = LocalElasticAgent._start_workers(self, worker_group)  # noqa: SLF001
-        self._begin_round(worker_group)
+        self._begin_round(worker_group, survived=bool(self._channels and self._channels.parked))
         return pids
 
     def _send_rounds(self, environments: dict[int, dict[str, str]]) -> Any:

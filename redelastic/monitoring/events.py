@@ -374,11 +374,13 @@ class Started(Event):
 
     Attributes:
         rank: of the node.
+        survived: whether they are the processes of an earlier round, as far as known.
         logs: paths of the workers' logs on the node, by the workers' ranks.
     """
 
     event: str = "started"
     rank: int | None = _count()
+    survived: bool = _field(False, "1".__eq__)
     logs: Mapping[int, str] = _field({}, _logs)
 
 

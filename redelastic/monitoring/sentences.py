@@ -140,7 +140,9 @@ def _(event: events.Cleared) -> str:
 
 @sentence.register
 def _(event: events.Started) -> str:
-    return "" if event.rank is None else f"rank {event.rank} of {event.size}"
+    if event.rank is None:
+        return ""
+    return f"rank {event.rank} of {event.size}{', in the same processes' if event.survived else ''}"
 
 
 @sentence.register

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from redelastic.monitoring.events import Failed, Left, Stopped
+from redelastic.monitoring.events import Failed, Left, Started, Stopped
 from redelastic.redis.server import RedisServer
 from tests.support.agent_job import DRAINED, FAILED, STOPPED, AgentJob
 from tests.support.workers.surviving import reference
@@ -88,6 +88,9 @@ def test_a_killed_worker_costs_the_others_nothing(job: SurvivingJob) -> None:
     assert {name: after[name] for name in "ac"} == {name: before[name] for name in "ac"}
     assert after["b"] != before["b"]
     assert [event.node for event in job.events(Failed)] == [job.events(Left)[0].node]
+    started = {(event.epoch, event.node[0]): event.survived for event in job.events(Started)}
+    new = {place for place, survived in started.items() if not survived}
+    assert new == {(first, "a"), (first, "b"), (first, "c"), (third, "b")}
     job.end("a", "b", "c")
     assert not psutil.pid_exists(victim)
 
