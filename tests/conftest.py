@@ -48,6 +48,8 @@ _ROOM = 4e9  # bytes
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and so would ours
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under nohup: what tests start would ignore it, too
+        signal.signal(signal.SIGHUP, lambda *_: None)
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or each process that a test starts would compile the package anew
     _keep_files_in_memory()
 
