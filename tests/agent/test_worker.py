@@ -228,7 +228,7 @@ turn()
         assert (told.phase, told.limit, told.calls, told.step) == ("export", 3600, 0, None)
         assert told.at is not None
         script.next()
-        assert (board.read(0).phase, board.read(0).limit) == ("\u00e9" * 24, 0.5), "cut at 48 bytes"
+        assert (board.read(0).phase, board.read(0).limit) == ("\u00e9" * 20, 0.5), "cut at 40 bytes"
         script.next()
         assert (board.read(0).phase, board.read(0).limit, board.read(0).step) == ("export", 3600, 7)
         script.next()

@@ -180,7 +180,7 @@ def unsafe_parts(tree: ast.AST) -> Iterator[str]:
             arguments = {word.arg: ast.unparse(word.value) for word in part.keywords}
             if called.endswith("torch.load") and arguments.get("weights_only") != "True":
                 yield called
-            if arguments.get("shell") == "True" or called.endswith("object_list"):
+            if arguments.get("shell") == "True" or called.endswith(("object_list", "gather_object")):
                 yield called
 
 
@@ -190,6 +190,7 @@ def test_nothing_of_ours_unpickles_or_runs_what_it_reads() -> None:
     assert found == {
         # workers of one job, among themselves
         *((file, "dist.broadcast_object_list") for file in ("cli/demo/train.py", "integrations/transformers.py")),
+        *(("survival/state.py", f"dist.{what}") for what in ("broadcast_object_list", "all_gather_object")),
         ("workers/site/sitecustomize.py", "marshal"),  # an agent and its child, over a socket pair
     }
 
