@@ -131,7 +131,7 @@ def phase(name: str, *, timeout: float) -> Iterator[None]:
     child processes and outside an agent, they do nothing.
 
     Args:
-        name: of the phase, which the agent's report of a hang mentions; its first 48 bytes count.
+        name: of the phase, which the agent's report of a hang mentions; its first 40 bytes count.
         timeout: how long it may take, in seconds.
 
     Raises:
@@ -149,7 +149,8 @@ def phase(name: str, *, timeout: float) -> Iterator[None]:
         yield
     finally:
         _phases[:] = [other for other in _phases if other is not entered]  # callbacks may leave one before its parent
-        _show_phase()
+        if not sys.is_finalizing():  # a phase that lasts to the end of the process does not end while it is taken apart
+            _show_phase()
 
 
 def _show_phase() -> None:

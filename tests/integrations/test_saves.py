@@ -11,10 +11,11 @@ import torch
 from redelastic.monitoring.events import Hung
 from redelastic.redis.server import RedisServer
 from tests.support.agent_job import DRAINED, AgentJob
+from tests.support.long_tests import quick_first
 
 pytestmark = pytest.mark.timeout(300)
 
-LIBRARIES = pytest.mark.parametrize("library", ["lightning", "transformers"])
+LIBRARIES = pytest.mark.parametrize("library", quick_first(["lightning", "transformers"]))
 SCRIPTS = Path(__file__).parents[1] / "support" / "workers"
 
 
@@ -52,6 +53,7 @@ def test_a_drain_during_an_evaluation_saves(library: str, server: RedisServer, t
 
 @LIBRARIES
 @pytest.mark.fault("a Trainer's test or evaluation after the training takes longer than `--hang-timeout`", "no hang")
+@pytest.mark.long
 def test_testing_after_the_training_is_no_hang(library: str, server: RedisServer, tmp_path: Path) -> None:
     with Small(server, tmp_path, library) as job:
         job.tell("finish")
@@ -62,11 +64,12 @@ def test_testing_after_the_training_is_no_hang(library: str, server: RedisServer
 
 
 @pytest.mark.fault("rank 0 of a Trainer saves for longer than `--hang-timeout`, and the others wait for it", "no hang")
+@pytest.mark.long
 def test_a_long_save_is_no_hang(server: RedisServer, tmp_path: Path) -> None:
     with Small(server, tmp_path, "transformers", nproc=2) as job:
         job.tell("finish")
         job.tell("slow-save")
-        job.train("a", "--hang-timeout=4")
+        job.train("a", "--hang-timeout=10")
         assert job.wait_end("a") == 0, job.report()
         assert job.events(Hung) == []
 

@@ -108,6 +108,7 @@ def test_a_drain_keeps_the_others_processes(job: SurvivingJob) -> None:
 
 
 @pytest.mark.fault("a node is frozen whose peers survive, and thaws", "it goes on with its process, in the next round")
+@pytest.mark.long
 def test_a_thawed_node_comes_back_with_its_process(job: SurvivingJob) -> None:
     job.begin("a", "b", "c")
     first = job.wait_round("abc")
@@ -121,6 +122,7 @@ def test_a_thawed_node_comes_back_with_its_process(job: SurvivingJob) -> None:
 
 
 @pytest.mark.fault("a surviving worker does not leave its round", "its node starts it anew; the others go on meanwhile")
+@pytest.mark.long
 def test_a_worker_that_does_not_leave_its_round_is_started_anew(job: SurvivingJob) -> None:
     job.begin("a", "b", "c", options=("--park-timeout=1",))
     first = job.wait_round("abc")

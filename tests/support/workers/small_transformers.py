@@ -2,7 +2,7 @@
 
 Usage: small_transformers.py DIRECTORY, with checkpoints in DIRECTORY/saved. Without the file `finish` there, each step
 of an evaluation takes 0.2 s; with `slow-tests` each step of the one after
-the training. With `slow-save` rank 0 takes 8 s to save.
+the training. With `slow-save` rank 0 takes 20 s to save.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Slow(TrainerCallback):  # type: ignore[misc]  # transformers may be missin
 class SlowToSave(Trainer):  # type: ignore[misc]
     def save_model(self, *args: Any, **more: Any) -> None:
         if os.environ["RANK"] == "0" and (DIRECTORY / "slow-save").exists() and self.state.global_step == 15:
-            time.sleep(8)
+            time.sleep(20)
         super().save_model(*args, **more)
 
 
