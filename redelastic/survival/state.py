@@ -28,6 +28,15 @@ class Stateful(Protocol):
         ...
 
 
+@runtime_checkable
+class Committed(Protocol):
+    """An entry that counts steps itself, such as :class:`redelastic.data.ElasticBatches`."""
+
+    def commit(self) -> None:
+        """Count the current step as done."""
+        ...
+
+
 class TornStateError(RuntimeError):
     """No process has a whole state: each has changed its state since its last commit, and cannot go back."""
 
@@ -74,7 +83,8 @@ class State:
     Args:
         entries: objects with ``state_dict`` and ``load_state_dict``, by name, such as a model (not wrapped in
             ``DistributedDataParallel``), an optimizer, a scheduler. All ranks need the same names. Tensors of modules
-            and of torch's optimizers are updated in place.
+            and of torch's optimizers are updated in place. One with a method ``commit``, as
+            :class:`redelastic.data.ElasticBatches` has, is committed with each step.
 
     Attributes:
         step: number of steps committed. A script that loads a checkpoint sets it before :func:`redelastic.survive`.
@@ -115,6 +125,9 @@ class State:
         new = self.step + 1 if step is None else step.__index__()
         if new <= self.step:
             raise ValueError(f"commit({new}) does not follow step {self.step}.")
+        for entry in self._entries.values():
+            if isinstance(entry, Committed):
+                entry.commit()
         self.step, self._whole = new, True
         progress(new)
         if self._is_over():

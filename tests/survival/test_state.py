@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from redelastic.data import ElasticBatches
 from redelastic.survival.state import (
     Report,
     RoundOverError,
@@ -68,6 +69,13 @@ def test_a_commit_counts_steps_and_ends_a_round_that_is_over() -> None:
     with pytest.raises(RoundOverError):
         state.commit()
     assert state.step == 11, "the step counts"
+
+
+def test_a_commit_includes_the_data() -> None:
+    batches = ElasticBatches(100, global_batch=10, micro_batch=5)
+    state = State(batches=batches)
+    state.commit()
+    assert (state.step, batches.step) == (1, 1)
 
 
 def test_an_entry_without_a_state_is_refused() -> None:
