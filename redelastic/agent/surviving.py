@@ -12,11 +12,13 @@ from typing import Any, Final
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousGracefulExitError
 
 from redelastic.monitoring.events import Failed, Left
 from redelastic.redis.errors import RedelasticError
 from redelastic.rendezvous.addresses import INTERFACE_VARIABLES
 from redelastic.rendezvous.handler import DETECTION, EPOCH_VARIABLE, PREFIX_VARIABLE
+from redelastic.rendezvous.membership import RunStoppedError
 from redelastic.torch_internals import starting_no_processes
 from redelastic.workers.channels import Parked, WorkerChannels
 from redelastic.workers.group import LiveFailure
@@ -110,14 +112,25 @@ class SurvivingAgent(RedisElasticAgent):
         """Have the workers leave the round, and enter the next one; or else start them anew.
 
         In the second case this node leaves the run until they are ready: the other nodes do not wait for that.
+
+        Raises:
+            RendezvousGracefulExitError: the other nodes have finished meanwhile.
         """
-        if not self._park():
-            self._stop_workers(worker_group)
-            self._keeps = False
-            with contextlib.suppress(RedelasticError):  # it is out once its lease expires
-                self._membership.leave(Left(cause="restarts"), timeout=self._rendezvous_handler.settings.lease)
+        if self._park():
+            worker_group.state = WorkerState.STOPPED
+            self._initialize_workers(worker_group)
+            return
+        self._stop_workers(worker_group)
         worker_group.state = WorkerState.STOPPED
-        self._initialize_workers(worker_group)
+        self._keeps = False
+        with contextlib.suppress(RedelasticError):  # it is out once its lease expires
+            self._membership.leave(Left(cause="restarts"), timeout=self._rendezvous_handler.settings.lease)
+        try:
+            self._initialize_workers(worker_group)
+        except RunStoppedError:
+            raise
+        except RendezvousClosedError as e:
+            raise RendezvousGracefulExitError(str(e)) from e
 
     def _park(self) -> bool:
         """Have all workers leave the round; returns whether all have, within the time that they have for it."""

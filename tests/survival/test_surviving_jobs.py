@@ -91,7 +91,11 @@ def test_a_killed_worker_costs_the_others_nothing(job: SurvivingJob) -> None:
     started = {(event.epoch, event.node[0]): event.survived for event in job.events(Started)}
     new = {place for place, survived in started.items() if not survived}
     assert new == {(first, "a"), (first, "b"), (first, "c"), (third, "b")}
-    job.end("a", "b", "c")
+
+    os.kill(min(after["b"]), signal.SIGKILL)
+    job.wait_round("ac", third)
+    job.end("a", "c")
+    assert job.wait_end("b") == 0, "its job has finished, with it or without it"
     assert not psutil.pid_exists(victim)
 
 
