@@ -15,7 +15,7 @@ from redelastic.redis.server import RedisServer
 from tests.support import servers
 from tests.support.calls import increment, opened, takes
 from tests.support.peers import peer
-from tests.support.servers import HOST, SentinelGroup, port_of, wait_until
+from tests.support.servers import HOST, Cluster, SentinelGroup, Shard, port_of, wait_until
 
 pytest_plugins = ["tests.support.failover_servers"]
 
@@ -60,15 +60,16 @@ def test_a_cluster_whose_addresses_all_change() -> None:
         connection.close()
 
 
-def test_a_cluster_whose_named_endpoint_dies() -> None:
-    with one_node_cluster() as server, front(server) as (port, behind), server.get_client() as admin:
-        connection = opened(f"redis+cluster://:right@{HOST}:{port}")
-        assert connection.call(increment) == 1
+def test_a_failover_in_a_cluster_whose_named_endpoint_is_gone(
+    in_cluster: Shard, replicated_cluster: Cluster, run_id: str
+) -> None:
+    write = (b"SET", f"{{{run_id}}}:k".encode(), b"v")
+    with front(in_cluster.servers[0]) as (port, behind):
+        connection = opened(f"redis+cluster://:{replicated_cluster.password}@{HOST}:{port}")
+        assert connection.exchange(write, timeout=20)
         behind.clear()
-        server.kill()
-        server.start()
-        wait_until(lambda: admin.execute_command("CLUSTER INFO")["cluster_state"] == "ok", "the node is back")
-        assert connection.call(increment) >= 1
+        in_cluster.kill_master()
+        assert connection.exchange(write, timeout=20)
         connection.close()
 
 
