@@ -31,6 +31,9 @@ class Pace:
 
     def __init__(self, attempt_timeout: float) -> None:
         self._longest_wait, self._short_outage = attempt_timeout, 2 * attempt_timeout
+        # A node with a short lease has to return within it.
+        least, most = (min(pause, attempt_timeout / part) for pause, part in zip(LATE_PAUSE, (6, 2), strict=True))
+        self._late_pause = max(EARLY_PAUSE, (least, most))
         self._become_up()
 
     def _become_up(self) -> None:
@@ -75,7 +78,7 @@ class Pace:
             now = time.monotonic()
             wait = max(0.0, self._next_turn - now)
             if has_turn := wait <= self._longest_wait:
-                pause = EARLY_PAUSE if now - self._since < self._short_outage else LATE_PAUSE
+                pause = EARLY_PAUSE if now - self._since < self._short_outage else self._late_pause
                 self._next_turn = now + wait + random.uniform(*pause)
             if not self._changed.wait_for(lambda: self.is_up, min(wait, self._longest_wait)) and not has_turn:
                 raise rx.ConnectionError(self._why)
