@@ -23,7 +23,8 @@ from redelastic.monitoring.events import Left
 from redelastic.redis import scripts
 from redelastic.redis.connection import ATTEMPT_TIMEOUT, Connection, Timeout
 from redelastic.redis.keys import RunKeys
-from redelastic.redis.wire import Command, Wire
+from redelastic.redis.sockets import Command
+from redelastic.redis.wire import Wire
 from redelastic.rendezvous import replies
 from redelastic.rendezvous.heartbeat import COARSE
 from redelastic.rendezvous.membership import Membership

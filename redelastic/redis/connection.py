@@ -14,8 +14,10 @@ from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_random
 
 from .endpoint import URL_VARIABLE, Endpoint, parse_endpoint
 from .errors import ERRORS, CorruptStateError, ProtocolError, may_pass, translated
+from .pace import Pace
 from .routes import is_loopback, source_address
-from .wire import Client, ClientWire, Command, PoolWire, Wire
+from .sockets import Command
+from .wire import Client, ClientWire, PoolWire, Wire, drop_idle
 
 T = TypeVar("T")
 Timeout = float | Callable[[], float] | None  # in seconds
@@ -61,8 +63,10 @@ class Connection:
         self.name = name or _describe(client, options)
         self.read_timeout = read_timeout
         self.served = False  # whether a script has run there: a server that refuses writes later may accept them again
+        attempt_timeout = options.get("socket_timeout") or 2 * ATTEMPT_TIMEOUT
+        self._pace = Pace(attempt_timeout)
         # A blocking read has to end before the socket's timeout, which detects a silent server.
-        self.max_block = (options.get("socket_timeout") or 2 * ATTEMPT_TIMEOUT) / 2
+        self.max_block = attempt_timeout / 2
 
     @classmethod
     def open(
@@ -108,7 +112,7 @@ class Connection:
             if waited >= timeout or not may_pass(error, fail_over=False):
                 raise translated(error, name, waited, fail_over=False) from error
         if not opened:  # outside the handler: an error that is raised there again loses its cause
-            retried(connect, name, timeout, started)
+            retried(partial(Pace(attempt_timeout).run, connect), name, timeout, started)
         return cls(opened[-1], str(endpoint), owned=True, read_timeout=read_timeout)
 
     def __repr__(self) -> str:
@@ -116,7 +120,16 @@ class Connection:
 
     def call(self, operation: Callable[[Client], T], timeout: Timeout = None) -> T:
         """Run an operation of redis-py's client; see :meth:`attempt`."""
-        return self._tried(partial(operation, self.client), timeout)
+
+        def run() -> T:
+            try:
+                return operation(self.client)
+            except BaseException as e:
+                if not isinstance(e, ERRORS):
+                    drop_idle(self.client)
+                raise
+
+        return self._tried(run, timeout)
 
     def attempt(self, operation: Callable[[Wire], T], timeout: Timeout = None) -> T:
         """Run an operation that has the same effect when it is repeated.
@@ -145,13 +158,15 @@ class Connection:
     def _tried(self, operation: Callable[[], T], timeout: Timeout) -> T:
         started = time.monotonic()
         try:
-            return operation()
+            return operation() if self._pace.is_up else self._pace.run(operation)
         except ERRORS as error:
+            self._pace.note(error)
             seconds = self.read_timeout if timeout is None else timeout() if callable(timeout) else timeout
             waited = time.monotonic() - started
             if waited >= seconds or not may_pass(error, fail_over=self.served):
                 raise translated(error, self.name, waited, fail_over=self.served) from error
-        return retried(operation, self.name, seconds, started, fail_over=self.served)
+        paced = partial(self._pace.run, operation)
+        return retried(paced, self.name, seconds, started, fail_over=self.served)
 
     def read(self, streams: Mapping[bytes, str], block: float, timeout: float = 0) -> dict[bytes, Entries]:
         """As :meth:`read_bytes`, with ids and fields as text."""

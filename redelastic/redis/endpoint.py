@@ -14,9 +14,10 @@ import redis
 from redis.backoff import NoBackoff
 from redis.cluster import ClusterNode, RedisCluster
 from redis.retry import Retry
-from redis.sentinel import Sentinel
 
-from .wire import Client, Packer, log_in
+from .sentinels import Sentinels
+from .sockets import OURS, TcpConnection, TlsConnection, keepalive
+from .wire import Client
 
 URL_VARIABLE: Final = "REDELASTIC_REDIS_URL"
 DEFAULT_PORT: Final = 6379
@@ -69,9 +70,11 @@ class Endpoint:
     def __str__(self) -> str:
         if self.scheme == "unix":
             return f"unix://{self.path}" + (f"?db={self.db}" if self.db else "")
-        hosts = ",".join(f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in self.hosts)
         service = f"/{self.service}" if self.service else ""
-        return f"{self.scheme}://{hosts}{service}" + (f"/{self.db}" if self.db else "")
+        return f"{self.scheme}://{self._shown_hosts()}{service}" + (f"/{self.db}" if self.db else "")
+
+    def _shown_hosts(self) -> str:
+        return ",".join(f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in self.hosts)
 
     def open(self, attempt_timeout: float) -> Client:
         """Make a client. It connects on first use.
@@ -85,6 +88,7 @@ class Endpoint:
             "socket_timeout": attempt_timeout,
             "socket_connect_timeout": attempt_timeout,
             "socket_keepalive": True,
+            "socket_keepalive_options": keepalive(2 * attempt_timeout),  # within a lease
             "protocol": 2,
             "driver_info": None,  # saves two round trips on each connect
             "retry": Retry(NoBackoff(), 0),  # `connection.Connection` retries: it knows which calls may be repeated
@@ -98,21 +102,31 @@ class Endpoint:
                 "ssl_password": "",  # an encrypted key is an error: OpenSSL would ask for its password on the terminal
             }
         if self.scheme.endswith("+cluster"):
-            nodes = [ClusterNode(host, port) for host, port in self.hosts]
-            return RedisCluster(startup_nodes=nodes, max_connections=2**31, **options)
+            return self._cluster(options)
         options |= {"db": self.db, "max_connections": 2**31}  # every blocked thread holds a connection
         client = self._client(options)
-        client.connection_pool.connection_kwargs |= {"command_packer": Packer, "redis_connect_func": log_in}
+        client.connection_pool.connection_class = OURS[client.connection_pool.connection_class]
         return client
+
+    def _cluster(self, options: dict[str, Any]) -> RedisCluster:
+        options.pop("ssl", None)
+        return RedisCluster(
+            url=f"redis://{self._shown_hosts().partition(',')[0]}",  # with a URL, redis-py takes a class of connections
+            startup_nodes=[ClusterNode(host, port) for host, port in self.hosts],
+            dynamic_startup_nodes=False,  # what the user named stays valid when all discovered addresses change
+            connection_class=TlsConnection if self.tls else TcpConnection,
+            max_connections=2**31,
+            **options,
+        )
 
     def _client(self, options: dict[str, Any]) -> redis.Redis:
         if self.scheme.endswith("+sentinel"):
             login = {"username": self.sentinel_username, "password": self.sentinel_password}
-            sentinel = Sentinel(self.hosts, sentinel_kwargs={**options, **login, "db": 0}, **options)
-            master: redis.Redis = sentinel.master_for(self.service)
+            sentinels = Sentinels(self.hosts, sentinel_kwargs={**options, **login, "db": 0}, **options)
+            master: redis.Redis = sentinels.master_for(self.service)
             return master
         if self.scheme == "unix":
-            options.pop("socket_keepalive")
+            del options["socket_keepalive"], options["socket_keepalive_options"]
             return redis.Redis(unix_socket_path=self.path, **options)
         [(host, port)] = self.hosts
         return redis.Redis(host=host, port=port, **options)

@@ -186,6 +186,10 @@ def _translate(  # noqa: C901, PLR0911, PLR0912  (a list, to be read from the to
         return UnavailableError, (
             f"The server at {name} is not Redis: {reply}. Check host and port; for TLS use rediss://."
         )
+    if "invalid bulk length" in reply or "invalid multibulk length" in reply:
+        return UnavailableError, (
+            f"Redis at {name} takes no request of this size: {reply}. Raise its proto-max-bulk-len, or send less."
+        )
     if isinstance(cause, rx.ResponseError) and not _is_passing(cause):
         if "user_script" in reply:
             return CorruptStateError, f"Redis at {name} contains a value that redelastic's script cannot read: {reply}."

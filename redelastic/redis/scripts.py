@@ -10,7 +10,10 @@ from typing import Any, Final
 from redis.exceptions import NoScriptError
 
 from .connection import Connection, Timeout
-from .wire import Wire, Word, encoded
+from .sockets import Word, encoded
+from .wire import Wire
+
+_LONG: Final = 2**16  # bytes of keys and arguments, beside which a script's text of some 2 kB does not matter
 
 
 class Script:
@@ -45,6 +48,8 @@ class Script:
 
         def run(wire: Wire) -> Any:
             words = encoded((*keys, *(args() if callable(args) else args)))
+            if sum(map(len, words)) > _LONG:  # not twice, should the server not know the script
+                return wire.exchange((b"EVAL", self.text.encode(), count, *words))[0]
             try:
                 return wire.exchange((b"EVALSHA", self.digest.encode(), count, *words))[0]
             except NoScriptError:  # a new server, or one whose scripts were flushed

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import signal
 import sys
-import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
-import hiredis
 import redis
 from redis.cluster import RedisCluster
 
-Client: TypeAlias = "redis.Redis | RedisCluster"
-Command: TypeAlias = "tuple[bytes, ...]"
-Word: TypeAlias = "str | bytes | int | float"
+from .interrupts import causes, is_of_handler
+from .sockets import Command, pack_command
 
-_pack: Callable[[Command], bytes] = hiredis.pack_command  # type: ignore[assignment]  # its stub has tuples of one word
-_PIECE: Final = 2**18  # bytes: each piece of a long command may take the socket's time-out
+Client: TypeAlias = "redis.Redis | RedisCluster"
 
 
 class Wire(Protocol):
@@ -48,28 +43,27 @@ class PoolWire:
     def exchange(self, *commands: Command) -> list[Any]:
         """See :class:`Wire`."""
         handled = sys.exc_info()[1]
-        connection = self._take()
+        connection: Any = None
         try:
-            connection.send_packed_command(_packed(commands), check_health=False)
+            connection = self._take()
+            connection.send_packed_command([b"".join(map(pack_command, commands))], check_health=False)
             if len(commands) == 1:
                 replies = [connection.read_response(disable_decoding=True)]
             else:
                 replies = _read(connection, len(commands))
         except redis.ResponseError as e:
-            if _leaves_master(e):
+            if _leaves_master(e) or _hung_up(e):
                 self._give_up(connection)
-            else:
+            elif connection is not None:
                 self._idle.append(connection)
             raise
         except BaseException as e:
-            closed = not connection.is_connected
-            self._give_up(connection)
-            if not _is_of_handler(e):
-                for below in _causes(e, handled):
-                    if _is_of_handler(below):
-                        raise below from None  # redis-py took it for a lost connection
-                if closed and isinstance(e, AttributeError | ValueError):
-                    raise redis.ConnectionError("Another thread closed the connection.") from e
+            closed = connection is not None and not connection.is_connected
+            if connection is not None:
+                self._give_up(connection)
+            _raise_error_of_handler(e, handled)
+            if closed and isinstance(e, AttributeError | ValueError) and not is_of_handler(e):
+                raise redis.ConnectionError("Another thread closed the connection.") from e
             raise
         self._idle.append(connection)
         return replies
@@ -108,7 +102,16 @@ class ClientWire:
 
     def exchange(self, *commands: Command) -> list[Any]:
         """See :class:`Wire`."""
-        return [self._execute(*command) for command in commands]
+        handled = sys.exc_info()[1]
+        try:
+            return [self._execute(*command) for command in commands]
+        except BaseException as e:
+            if not isinstance(e, redis.RedisError | redis.RedisClusterException):
+                drop_idle(self._client)
+            _raise_error_of_handler(e, handled)
+            if isinstance(e, redis.RedisClusterException) and isinstance(self._client, RedisCluster):
+                _find_again(self._client)
+            raise
 
     def close(self) -> None:
         """See :class:`Wire`; it holds none, as the client closes its own."""
@@ -124,61 +127,42 @@ class ClientWire:
         return _unparsed(self._client.execute_command(name, *words, **options))
 
 
-def encoded(words: Sequence[Word]) -> Command:
-    """Words of a command as bytes; raises :exc:`redis.DataError` for one that is neither text, bytes nor a number.
-
-    hiredis crashes if a signal handler raises while it turns a number into text, so it gets bytes alone.
-    """
-    return tuple([word if type(word) is bytes else _encoded(word) for word in words])
-
-
-def _encoded(word: Word) -> bytes:
-    if isinstance(word, str):
-        return word.encode(errors="backslashreplace")  # such as a file's name that is not UTF-8
-    if type(word) in (int, float):
-        return repr(word).encode()
-    if isinstance(word, bytes | bytearray | memoryview):
-        return bytes(word)
-    raise redis.DataError(f"A word of a command is {word!r}: give text, bytes or a number.")
-
-
-class Packer:
-    """Packs the commands that redis-py itself sends; see :func:`encoded`."""
-
-    @staticmethod
-    def pack(name: str | bytes, *words: Word) -> list[bytes]:
-        """See redis-py; a name may consist of two words."""
-        return [_pack(encoded((*name.split(), *words)))]
-
-
-def log_in(connection: Any) -> None:
-    """Log in as redis-py does, and close the connection if that is interrupted.
-
-    redis-py would return it to its pool, and its next user would read the login's replies.
-    """
-    try:
-        connection.on_connect()
-    except BaseException:
-        connection.disconnect()
-        raise
-
-
 def is_of_replica(error: BaseException) -> bool:
     """Whether the server is a read-only replica according to an error, even one from within a script."""
     return isinstance(error, redis.ReadOnlyError) or "READONLY" in str(error)
 
 
+def _raise_error_of_handler(error: BaseException, handled: BaseException | None) -> None:
+    """Raise a signal handler's error that redis-py took for a lost connection; ``handled`` was raised before."""
+    if not is_of_handler(error):
+        for below in causes(error, handled):
+            if is_of_handler(below):
+                raise below from None
+
+
+def drop_idle(client: Client) -> None:
+    """Close a client's idle connections: on one that redis-py took back amid an exchange, a reply is still to come."""
+    if isinstance(client, RedisCluster):
+        client.disconnect_connection_pools()
+    else:
+        client.connection_pool.disconnect(inuse_connections=False)
+
+
+def _find_again(cluster: RedisCluster) -> None:
+    """Ask the Cluster's last known nodes for its present ones, once none that the user named answers."""
+    known = [(node.host, node.port) for node in cluster.get_nodes()]
+    with contextlib.suppress(redis.RedisError, redis.RedisClusterException):
+        cluster.nodes_manager.initialize(additional_startup_nodes_info=known)
+
+
+def _hung_up(error: redis.ResponseError) -> bool:
+    """Whether the server closes the connection after such an error."""
+    return str(error).startswith("Protocol error")
+
+
 def _leaves_master(error: redis.ResponseError) -> bool:
     """Whether a new connection may lead to another master: this server became a replica, or has lost its replicas."""
     return is_of_replica(error) or "NOREPLICAS" in str(error)
-
-
-def _packed(commands: Sequence[Command]) -> list[Any]:
-    packed = b"".join(map(_pack, commands))
-    if len(packed) <= _PIECE:
-        return [packed]
-    whole = memoryview(packed)
-    return [whole[start : start + _PIECE] for start in range(0, len(packed), _PIECE)]
 
 
 def _read(connection: Any, count: int) -> list[Any]:
@@ -195,20 +179,6 @@ def _read(connection: Any, count: int) -> list[Any]:
         return replies
     finally:
         del refused  # an error must not hold its callers' variables through its own traceback
-
-
-def _is_of_handler(error: BaseException) -> bool:
-    """Whether a signal handler raised an error, such as an alarm's time limit: Redis is not its cause."""
-    handlers = {getattr(signal.getsignal(number), "__code__", None) for number in signal.valid_signals()}
-    return any(frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__))
-
-
-def _causes(error: BaseException, handled: BaseException | None) -> Iterator[BaseException]:
-    """The causes of an error, except for one that was being handled before."""
-    below = error.__cause__ or error.__context__
-    while below is not None and below is not handled:
-        yield below
-        below = below.__cause__ or below.__context__
 
 
 def _unparsed(reply: Any) -> dict[bytes, list[Any]]:

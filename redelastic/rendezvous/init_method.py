@@ -72,26 +72,28 @@ def _rendezvous(url: str, timeout: timedelta = default_pg_timeout, **_unused: An
     settings = Settings.from_parameters(params)
     is_worker = settings.run_id == os.environ.get(RUN_VARIABLE)
     if is_worker and epoch is not None and rank is not None and size is not None:
-        store = _store_of_round(params.endpoint, settings, epoch)
+        store = _store_of_round(params.endpoint, settings, epoch, timeout)
         place = (os.getpid(), settings.run_id, epoch)
         _groups[place] += 1
         view = store.prefixed(f"worker/{_groups[place]}")
         view.set_timeout(timeout)
         yield view, rank, size
     else:
-        yield _join(_connection(params.endpoint, settings), settings, rank, timeout)
+        yield _join(_connection(params.endpoint, settings, timeout), settings, rank, timeout)
     raise RuntimeError("A process group cannot regroup by itself; restart the workers in the next round.")
 
 
 @torch_errors()
-def _connection(endpoint: str, settings: Settings) -> Connection:
-    return Connection.open(settings.endpoint(endpoint), settings.attempt_timeout, settings.read_timeout)
+def _connection(endpoint: str, settings: Settings, timeout: timedelta) -> Connection:
+    return Connection.open(
+        settings.endpoint(endpoint), settings.attempt_timeout, settings.read_timeout, timeout.total_seconds()
+    )
 
 
-def _store_of_round(endpoint: str, settings: Settings, epoch: int) -> RedisStore:
+def _store_of_round(endpoint: str, settings: Settings, epoch: int, timeout: timedelta) -> RedisStore:
     place = (os.getpid(), endpoint, settings.key_prefix, settings.run_id, epoch)
     if place not in _stores:
-        connection = _connection(endpoint, settings)
+        connection = _connection(endpoint, settings, timeout)
         _stores[place] = RedisStore(
             connection, settings.run_id, epoch=epoch, key_prefix=settings.key_prefix, ttl=settings.ttl
         )

@@ -49,8 +49,8 @@ class RedisStore(Requests):
         epoch: epoch of the round that the store belongs to, if any; the name is then unused. A wait on such a store
             ends at once when the round is broken, and it refuses writes once a later round is complete (I4).
         key_prefix: prefix of all keys in Redis.
-        timeout: of blocking calls, in seconds. The error may come up to 0.1 s later, however short the timeout: Redis
-            checks blocked clients ten times a second. A value that comes in time is returned at once.
+        timeout: of connecting and of blocking calls, in seconds. The error may come up to 0.1 s later, however short
+            the timeout: Redis checks blocked clients ten times a second. A value in time is returned at once.
         ttl: how long the store outlives its last change, in seconds, or up to a hundredth less; a round's members keep
             its store alive, except for unused queues.
 
@@ -77,7 +77,7 @@ class RedisStore(Requests):
         self._opened = isinstance(client, str)
         if isinstance(client, str):
             with torch_errors():
-                client = Connection.open(client)
+                client = Connection.open(client, connect_timeout=_seconds_of(timeout))
         connection = client if isinstance(client, Connection) else Connection(client)
         super().__init__(connection, run, keys, epoch, ttl)
         self._name = name

@@ -15,7 +15,7 @@ from redelastic.redis.connection import Connection, Timeout, require_keys_of_typ
 from redelastic.redis.errors import CorruptStateError, FencedError, RedelasticError, UnavailableError
 from redelastic.redis.keys import RunKeys, StoreKeys
 from redelastic.redis.scripts import Script
-from redelastic.redis.wire import Command
+from redelastic.redis.sockets import Command
 
 
 class RoundBrokenError(dist.DistStoreError):

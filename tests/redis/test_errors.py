@@ -66,6 +66,19 @@ def test_a_replica_is_refused(server: RedisServer) -> None:
 
 
 @pytest.mark.fault("maxmemory is reached, at a call", "it is told at once, with what to do")
+def test_a_request_that_is_too_long_is_sent_once() -> None:
+    """The server says so and hangs up while the request is still being sent."""
+    with servers.redis_server("right", {"proto-max-bulk-len": "1mb"}) as server, server.get_client() as admin:
+        connection = opened(server.url)
+        before = admin.info("stats")["total_connections_received"]
+        with pytest.raises(UnavailableError, match="proto-max-bulk-len") as raised:
+            connection.exchange((b"SET", b"k", bytes(4_000_000)))
+        assert not isinstance(raised.value, UnreachableError)
+        assert admin.info("stats")["total_connections_received"] == before
+        assert connection.call(increment) == 1
+        connection.close()
+
+
 def test_a_server_out_of_memory(own_server: RedisServer) -> None:
     with own_server.get_client() as admin:
         connection = opened(own_server.url)

@@ -18,7 +18,8 @@ from redis.sentinel import SentinelConnectionPool
 
 from redelastic.redis.endpoint import parse_endpoint
 from redelastic.redis.server import RedisServer
-from redelastic.redis.wire import Client, ClientWire, PoolWire, encoded
+from redelastic.redis.sockets import encoded
+from redelastic.redis.wire import Client, ClientWire, PoolWire
 from tests.support.servers import HOST, port_of
 
 PING = (b"PING",)
@@ -76,7 +77,7 @@ def test_words_are_encoded_as_hiredis_encodes_them() -> None:
 INTERRUPTED = """
 import signal
 from redelastic.redis.endpoint import parse_endpoint
-from redelastic.redis.wire import encoded
+from redelastic.redis.sockets import encoded
 
 def stop(*_):
     raise KeyboardInterrupt

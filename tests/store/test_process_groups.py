@@ -14,12 +14,15 @@ import redis
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
 from redelastic import RedisStore, register_init_method
 from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.handler import EPOCH_VARIABLE, PREFIX_VARIABLE
+from tests.support.calls import takes
 from tests.support.nodes import NodeFactory
 from tests.support.processes import Processes
+from tests.support.servers import HOST, reserved_port
 
 LIMIT = 40.0  # for a process to do its part, in seconds
 TIMEOUT = timedelta(seconds=20)  # of the groups
@@ -274,6 +277,18 @@ def test_workers_of_our_agents_join_the_store_of_their_round(
         processes.start(_join_again_and_again, server.url, RANK=str(rank), **environment)
     assert processes.values() == [[3.0] * 3] * 2
     assert any(key.startswith("worker/") for key in info.store.list_keys())
+
+
+@pytest.mark.parametrize("epoch", [None, "1"], ids=["by a rendezvous", "in its agents' round"])
+def test_a_first_connect_takes_the_caller_s_time(monkeypatch: pytest.MonkeyPatch, epoch: str | None) -> None:
+    register_init_method()
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "away")
+    if epoch is not None:
+        monkeypatch.setenv(EPOCH_VARIABLE, epoch)
+    with reserved_port() as port, takes(0.5, 2), pytest.raises(RendezvousConnectionError, match="could not be reached"):
+        dist.init_process_group(
+            "gloo", init_method=f"redis://{HOST}:{port}", rank=0, world_size=1, timeout=timedelta(seconds=0.5)
+        )
 
 
 def _connections_after_groups(url: str) -> list[int]:

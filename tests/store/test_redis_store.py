@@ -22,7 +22,9 @@ from redelastic.redis.server import RedisServer
 from redelastic.store import RedisStore, RoundBrokenError
 from redelastic.store import redis_store as store_module
 from tests.support import stores
+from tests.support.calls import takes
 from tests.support.peers import peer, speak_http
+from tests.support.servers import HOST, reserved_port
 from tests.support.stores import SHORT, SOON, in_thread, opened, until
 
 store = stores.store
@@ -91,6 +93,11 @@ def test_a_key_of_a_wrong_type_is_named(
     assert f"'{base}{suffix}'" in str(caught.value)
     assert f"needs a {type_of_ours}" in str(caught.value)
     assert client.get(base + suffix) == b"not ours"
+
+
+def test_connecting_takes_the_store_s_timeout() -> None:
+    with reserved_port() as port, takes(0.5, 2), pytest.raises(RendezvousConnectionError, match="could not be reached"):
+        RedisStore(f"redis://{HOST}:{port}", "r", timeout=0.5)
 
 
 def test_a_store_that_cannot_connect_raises_torchs_error(run_id: str) -> None:

@@ -37,7 +37,8 @@ from torch.distributed.elastic.rendezvous.api import (
 from redelastic.monitoring.events import Left
 from redelastic.monitoring.sentences import cause
 from redelastic.redis import scripts
-from redelastic.redis.wire import Command, PoolWire
+from redelastic.redis.sockets import Command
+from redelastic.redis.wire import PoolWire
 from redelastic.rendezvous.backend import create_backend
 from redelastic.rendezvous.handler import EPOCH_VARIABLE, RedisRendezvousHandler, create_handler
 from redelastic.rendezvous.membership import DrainedError, Membership

@@ -1,0 +1,59 @@
+"""The sentinels of a master: those that the user named, and those that they know."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import redis
+from redis.sentinel import MasterNotFoundError, Sentinel
+
+from .sockets import OURS
+
+
+class Sentinels(Sentinel):
+    """Finds a master by the sentinels that the user named; if none of them answers, by those that they last knew.
+
+    Takes the arguments of :class:`redis.sentinel.Sentinel`.
+    """
+
+    def __init__(self, sentinels: Sequence[tuple[str, int]], **options: Any) -> None:
+        super().__init__(sentinels, **options)
+        self._known: _Group | None = None
+        _use_ours(self)
+
+    def discover_master(self, service_name: str) -> tuple[str, int]:
+        """See redis-py."""
+        asked: Sentinel = self
+        try:
+            found: tuple[str, int] = super().discover_master(service_name)
+        except MasterNotFoundError:
+            if self._known is None:
+                raise
+            asked = self._known
+            found = asked.discover_master(service_name)
+        with suppress(redis.RedisError):  # a user of the sentinels may lack this right
+            self._learn(asked.sentinels[0], service_name)  # redis-py puts the one that answered first
+        return found
+
+    def _learn(self, sentinel: redis.Redis, service_name: str) -> None:
+        own = sentinel.get_connection_kwargs()
+        reply: Any = sentinel.sentinel_sentinels(service_name)
+        others = [(other["ip"], other["port"]) for other in reply]
+        places = sorted([*others, (own["host"], own["port"])])
+        if self._known is None or self._known.places != places:
+            self._known = _Group(places, sentinel_kwargs=self.sentinel_kwargs)
+
+
+class _Group(Sentinel):
+    def __init__(self, places: list[tuple[str, int]], **options: Any) -> None:
+        super().__init__(places, **options)
+        self.places = places
+        _use_ours(self)
+
+
+def _use_ours(group: Sentinel) -> None:
+    for sentinel in group.sentinels:
+        pool = sentinel.connection_pool
+        pool.connection_class = OURS[pool.connection_class]

@@ -1,0 +1,208 @@
+"""redis-py's connections with a bounded set-up that is whole or void, and with time limits on lack of progress."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, TypeAlias
+
+import hiredis
+import redis.connection as rc
+import redis.exceptions as rx
+from redis.sentinel import SentinelManagedConnection, SentinelManagedSSLConnection
+
+from .interrupts import is_of_handler
+from .names import look_up
+
+Command: TypeAlias = "tuple[bytes, ...]"
+Word: TypeAlias = "str | bytes | int | float"
+
+pack_command: Final[Callable[[Command], bytes]] = hiredis.pack_command  # type: ignore[assignment]  # its stub has tuples of one word
+_PIECE: Final = 2**16  # bytes: each piece of a long command may take the socket's time-out
+# Less than this is unsent in the kernel when a command has been "sent": its reply then arrives within the time-out.
+_MAX_UNSENT: Final = 2**17  # bytes
+_CONNECT_TIMEOUT: Final = 10.0  # in seconds, where none is given
+
+
+def encoded(words: Sequence[Word]) -> Command:
+    """Words of a command as bytes; raises :exc:`redis.DataError` for one that is neither text, bytes nor a number.
+
+    hiredis crashes if a signal handler raises while it turns a number into text, so it gets bytes alone.
+    """
+    return tuple([word if type(word) is bytes else _encoded(word) for word in words])
+
+
+def _encoded(word: Word) -> bytes:
+    if isinstance(word, str):
+        return word.encode(errors="backslashreplace")  # such as a file's name that is not UTF-8
+    if type(word) in (int, float):
+        return repr(word).encode()
+    if isinstance(word, bytes | bytearray | memoryview):
+        return bytes(word)
+    raise rx.DataError(f"A word of a command is {word!r}: give text, bytes or a number.")
+
+
+class Packer:
+    """Packs the commands that redis-py itself sends; see :func:`encoded`."""
+
+    @staticmethod
+    def pack(name: str | bytes, *words: Word) -> list[bytes]:
+        """See redis-py; a name may consist of two words."""
+        return [pack_command(encoded((*name.split(), *words)))]
+
+
+class WholeConnection(rc.AbstractConnection):
+    """A connection that is used only if its set-up came to its end.
+
+    redis-py returns a connection to its pool even if a signal handler's exception ended its set-up: it may not be
+    logged in, or its next user would read the login's replies. Here an unfinished connection is closed.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self._is_set_up = False
+        self._channel: socket.socket | None = None
+        self._sending_took = 0.0  # in seconds, by the last command
+        super().__init__(*args, **{"command_packer": Packer, **options})
+
+    def connect(self) -> None:
+        """Connect, unless the connection is set up; see redis-py."""
+        if not self._is_set_up:
+            self.disconnect()
+        super().connect()
+
+    def connect_check_health(self, check_health: bool = True, retry_socket_connect: bool = True) -> None:
+        """As :meth:`connect`; see redis-py."""
+        try:
+            super().connect_check_health(check_health, retry_socket_connect)
+            self._is_set_up = True
+        except BaseException:
+            self.disconnect()
+            raise
+
+    def disconnect(self, *args: Any, **options: Any) -> None:
+        """Close the socket; see redis-py."""
+        self._is_set_up, self._channel = False, None
+        super().disconnect(*args, **options)
+
+    def _connect(self) -> socket.socket:
+        channel: socket.socket = super()._connect()  # type: ignore[safe-super]  # of the next class
+        self._channel = channel
+        return channel
+
+    def send_packed_command(self, command: Any, check_health: bool = True) -> None:
+        """Send a command; a long one may take any time, as long as some of it gets through within each time-out.
+
+        Raises:
+            redis.ResponseError: the server has hung up, and this is why, such as a value above its limit.
+        """
+        if self._channel is None:
+            self.connect_check_health(check_health)
+        channel, started = self._channel, time.monotonic()
+        try:
+            for piece in _pieces([command] if isinstance(command, bytes | memoryview) else command):
+                channel.sendall(piece)  # type: ignore[union-attr]  # None if another thread has closed it
+        except TimeoutError as e:
+            self.disconnect()
+            raise rx.TimeoutError("Timeout writing to socket") from e
+        except OSError as e:
+            with contextlib.suppress(rx.ConnectionError, rx.TimeoutError):
+                self.read_response()
+            raise rx.ConnectionError(f"Error while writing to socket: {e}") from e
+        except BaseException:
+            self.disconnect()
+            raise
+        self._sending_took = time.monotonic() - started
+
+    def read_response(self, *args: Any, **options: Any) -> Any:
+        """Read a reply; after a command that took long to send, it may take as long: what lies between has buffers."""
+        if self._sending_took > (self.socket_timeout or 0):
+            options.setdefault("timeout", self._sending_took)
+        return super().read_response(*args, **options)
+
+
+class BoundedConnection(rc.Connection):
+    """A TCP connection whose name look-up and attempts at all addresses together take ``socket_connect_timeout``."""
+
+    def _connect(self) -> socket.socket:
+        timeout = self.socket_connect_timeout or _CONNECT_TIMEOUT
+        deadline = time.monotonic() + timeout
+        places = look_up(self.host, self.port, timeout)
+        failed: OSError | None = None
+        try:
+            for i, place in enumerate(places):
+                left = deadline - time.monotonic()
+                try:
+                    return self._open(place, max(0.001, left / (len(places) - i)))
+                except OSError as e:
+                    if is_of_handler(e):
+                        raise
+                    failed = e
+            raise failed or OSError(f"{self.host} has no address")
+        finally:
+            del failed  # an error must not hold its callers' variables through its own traceback
+
+    def _open(self, place: Any, timeout: float) -> socket.socket:
+        family, kind, protocol, _, address = place
+        channel = socket.socket(family, kind, protocol)
+        try:
+            channel.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if hasattr(socket, "TCP_NOTSENT_LOWAT"):
+                channel.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _MAX_UNSENT)
+            if self.socket_keepalive:
+                channel.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                for option, value in self.socket_keepalive_options.items():
+                    channel.setsockopt(socket.IPPROTO_TCP, option, value)
+            channel.settimeout(timeout)
+            channel.connect(address)
+            channel.settimeout(self.socket_timeout)
+        except BaseException:
+            channel.close()
+            raise
+        return channel
+
+
+class TcpConnection(WholeConnection, BoundedConnection):
+    """To a server."""
+
+
+class TlsConnection(WholeConnection, rc.SSLConnection, BoundedConnection):
+    """To a server, over TLS."""
+
+
+class UnixConnection(WholeConnection, rc.UnixDomainSocketConnection):
+    """To a server's socket file."""
+
+
+class MasterConnection(WholeConnection, SentinelManagedConnection, BoundedConnection):
+    """To the master that sentinels name."""
+
+
+class MasterTlsConnection(WholeConnection, SentinelManagedSSLConnection, BoundedConnection):
+    """To the master that sentinels name, over TLS."""
+
+
+OURS: Final[dict[Any, Any]] = {
+    rc.Connection: TcpConnection,
+    rc.SSLConnection: TlsConnection,
+    rc.UnixDomainSocketConnection: UnixConnection,
+    SentinelManagedConnection: MasterConnection,
+    SentinelManagedSSLConnection: MasterTlsConnection,
+}
+
+
+def keepalive(silence: float) -> dict[int, int]:
+    """Options of a TCP socket with which the kernel notices a dead peer after some ``silence``, in seconds."""
+    wanted = {"TCP_KEEPIDLE": max(1, round(silence / 2)), "TCP_KEEPINTVL": max(1, round(silence / 6)), "TCP_KEEPCNT": 3}
+    return {getattr(socket, name): value for name, value in wanted.items() if hasattr(socket, name)}
+
+
+def _pieces(parts: Sequence[bytes | memoryview]) -> Iterator[bytes | memoryview]:
+    for part in parts:
+        if len(part) <= _PIECE:
+            yield part
+        else:
+            whole = memoryview(part)
+            for start in range(0, len(whole), _PIECE):
+                yield whole[start : start + _PIECE]
