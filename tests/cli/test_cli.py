@@ -165,7 +165,7 @@ class TestList:
 
 class TestEvents:
     def test_what_happened(self, cli: Cli, new_node: NodeFactory, run_id: str) -> None:
-        node = new_node(1, 1)
+        node = new_node(1, 1, keep_alive_interval=10)  # a busy machine's pauses would be outages
         node.next_rendezvous()
         done = cli("events", run_id, "--json")
         assert done.code == 0

@@ -289,7 +289,7 @@ def test_the_reaper_holds_nothing_of_the_agents_and_ignores_signals(agent: Drive
 def test_a_process_of_another_user_is_no_worker() -> None:
     token = "x" * 32
     environment = {**os.environ, TOKEN_VARIABLE: token}
-    own, other = (subprocess.Popen(["sleep", "600"], env=environment, user=user) for user in (None, 65534))
+    own, other = (subprocess.Popen(["/bin/sleep", "600"], env=environment, user=user) for user in (None, 65534))
     try:
         for process in (own, other):
             until(lambda: token.encode() in read(f"/proc/{process.pid}/environ"), "its environment")  # noqa: B023
