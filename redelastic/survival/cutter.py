@@ -6,9 +6,13 @@ import contextlib
 import os
 import socket
 import stat
+import time
+from collections.abc import Iterator
 from typing import Final
 
 DESCRIPTORS: Final = "/proc/self/fd"
+QUIET_TIMEOUT: Final = 1.0  # how long to wait for the traffic to stop before a cut, in seconds
+COUNTERS: Final = slice(120, 136)  # in Linux' tcp_info: bytes acknowledged, bytes received
 
 
 class Cutter:
@@ -20,41 +24,74 @@ class Cutter:
 
     Only reading is shut down: with writing too, a thread of gloo can miss its wake-up, and waits in
     ``UnboundBuffer::waitSend`` for ever. Listening sockets are left alone: gloo aborts the process if one fails.
+    Nothing is cut amid a message, as gloo wakes no thread that waits for the rest of one: the peers that live send
+    theirs to the end, and then wait as this process does. Only a peer that died amid a message leaves a thread waiting.
     """
 
     def __init__(self) -> None:
         self._before = _sockets()
         self._own: set[tuple[int, int]] | None = None
-        self._held: dict[int, socket.socket] = {}  # by inode
+        self._held: dict[int, int] = {}  # descriptors, by inode; socket.dup() would make gloo's sockets blocking
+        self._begun = 0.0  # when the first cut was asked for, on the monotonic clock; 0 before
+        self._traffic: dict[int, bytes] = {}  # of each socket when it was last looked at, by inode
 
     def mark(self) -> None:
         """Cut no later sockets than those that exist now: they may be the script's own."""
         self._own = _sockets() - self._before
 
     def cut(self) -> None:
-        """Cut the sockets; call it again until the operations have failed: gloo may be connecting."""
-        for fd, inode in (_sockets() - self._before) if self._own is None else self._own:
-            if inode not in self._held:
-                with contextlib.suppress(OSError):  # it has just been closed, or has no peer
-                    self._cut(fd, inode)
+        """Cut the sockets once no traffic is on them; call it every few milliseconds until the operations fail."""
+        self._begun = self._begun or time.monotonic()
+        with self._open() as connections:
+            before, self._traffic = self._traffic, {inode: _counters(one) for inode, one in connections.items()}
+            if self._traffic == before or time.monotonic() - self._begun > QUIET_TIMEOUT:
+                for inode, connection in connections.items():
+                    with contextlib.suppress(OSError):  # it has no peer any more
+                        connection.shutdown(socket.SHUT_RD)
+                        self._held[inode] = os.dup(connection.fileno())
 
-    def _cut(self, fd: int, inode: int) -> None:
-        held = socket.socket(fileno=os.dup(fd))
-        try:
-            same = os.fstat(held.fileno()).st_ino == inode
-            internet = held.family in (socket.AF_INET, socket.AF_INET6) and held.type == socket.SOCK_STREAM
-            if same and internet and not held.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                held.shutdown(socket.SHUT_RD)
-                self._held[inode] = held
-        finally:
-            if self._held.get(inode) is not held:
-                held.close()
+    def hold(self) -> None:
+        """Hold back all descriptors, before the group is destroyed: its peers may be amid a message of this process."""
+        with self._open() as connections:
+            self._held |= {inode: os.dup(connection.fileno()) for inode, connection in connections.items()}
+
+    @contextlib.contextmanager
+    def _open(self) -> Iterator[dict[int, socket.socket]]:
+        """The group's connections that are not held back, by inode."""
+        with contextlib.ExitStack() as opened:
+            found: dict[int, socket.socket] = {}
+            for fd, inode in (_sockets() - self._before) if self._own is None else self._own:
+                if inode not in self._held and (connection := _connection(fd, inode)):
+                    found[inode] = opened.enter_context(connection)
+            yield found
 
     def release(self) -> None:
         """Close what was held back, now that every peer has left the group."""
         for held in self._held.values():
-            held.close()
+            os.close(held)
         self._held.clear()
+
+
+def _connection(fd: int, inode: int) -> socket.socket | None:
+    """Another descriptor of a TCP connection; None if it is something else, or was closed meanwhile."""
+    try:
+        duplicate = socket.socket(fileno=os.dup(fd))
+    except OSError:
+        return None
+    with contextlib.suppress(OSError):
+        same = os.fstat(duplicate.fileno()).st_ino == inode
+        internet = duplicate.family in (socket.AF_INET, socket.AF_INET6) and duplicate.type == socket.SOCK_STREAM
+        if same and internet and not duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            return duplicate
+    duplicate.close()
+    return None
+
+
+def _counters(connection: socket.socket) -> bytes:
+    """How much a connection has sent and received; empty where the kernel does not say."""
+    with contextlib.suppress(OSError, AttributeError):
+        return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, COUNTERS.stop)[COUNTERS]
+    return b""
 
 
 def _sockets() -> set[tuple[int, int]]:

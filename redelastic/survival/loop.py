@@ -28,7 +28,7 @@ from .cutter import Cutter
 from .state import RoundOverError, State
 
 MAKE_TIMEOUT: Final = timedelta(seconds=15)  # to make a group: a peer that has died meanwhile is not noticed sooner
-CUT_INTERVAL: Final = 0.02  # between two cuts of a group's sockets, in seconds
+CUT_INTERVAL: Final = 0.01  # between two cuts of a group's sockets, in seconds
 IDLE_INTERVAL: Final = 3600.0  # between looks for a command, which wakes the thread anyway, in seconds
 EPOCH: Final = "REDELASTIC_EPOCH"  # variable of the round's number
 FINISHED: Final = "redelastic/finished"  # in the group's store: how many ranks have finished
@@ -144,6 +144,8 @@ class _Survivor:
             self._epoch = int(environment[EPOCH])
             cutter = self._cutter = Cutter()
             why = self._take_part(train, cutter)
+            if why is not None:
+                cutter.hold()
             with contextlib.suppress(Exception):  # of a group that was cut while it was made
                 if dist.is_initialized():
                     dist.destroy_process_group()

@@ -29,29 +29,37 @@ def processes() -> Iterator[Processes]:
 
 
 def _work_until_cut(folder: str, rank: int, numbers: int, cuts: int) -> int:
-    """In each of several groups: reduce until a thread cuts the group at an arbitrary moment. Returns how often."""
+    """In each of several groups: reduce until it ends at an arbitrary moment. Returns how many groups it has left.
+
+    As in a training, one rank notices the end between two operations, and the others wait for it in the next one.
+    """
     left = 0
     for cut in range(cuts):
         cutter = Cutter()
         store = dist.FileStore(f"{folder}/store-{cut}", SIZE)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE, timeout=timedelta(seconds=60))
         cutter.mark()
-        over = threading.Event()
+        ended, over = threading.Event(), threading.Event()
 
-        def cut_later(cutter: Cutter = cutter, over: threading.Event = over, pause: float = cut % 10 / 500) -> None:
+        def end_later(
+            cutter: Cutter = cutter,
+            ended: threading.Event = ended,
+            over: threading.Event = over,
+            pause: float = cut % 10 / 500,
+        ) -> None:
             over.wait(pause)
-            while not over.wait(0.02):
+            ended.set()
+            while not over.wait(0.01):
                 cutter.cut()
 
-        thread = threading.Thread(target=cut_later)
+        thread = threading.Thread(target=end_later)
         thread.start()
         with contextlib.suppress(RuntimeError):
-            if rank > cut % (SIZE + 1):  # some compute when the round ends, and find out later
-                time.sleep(0.01)
-            while True:
+            while not (ended.is_set() and rank == cut % SIZE):
                 dist.all_reduce(torch.ones(numbers))
         over.set()
         thread.join()
+        cutter.hold()
         dist.destroy_process_group()
         store.add("left", 1)  # as with the agents: nobody goes on before all have left
         while store.add("left", 0) < SIZE:
@@ -85,6 +93,12 @@ def test_only_connections_made_before_the_mark_are_cut_and_no_older_ones() -> No
         own = connect()
         cutter.mark()
         later = connect()
+        own[0].sendall(b"x")
+        cutter.cut()
+        own[0].sendall(b"x")
+        own[1].settimeout(20)
+        cutter.cut()
+        assert own[1].recv(2) == b"xx", "nothing is cut while there is traffic"
         cutter.cut()
         cutter.cut()
         assert own[0].recv(1) == b"", "its reader is awake"
@@ -99,6 +113,7 @@ def test_a_peer_notices_nothing_before_the_release() -> None:
     cutter = Cutter()
     with socket.create_server(("127.0.0.1", 0)) as listening:
         own = socket.create_connection(listening.getsockname())
+        cutter.cut()
         cutter.cut()
         own.close()
         peer, _ = listening.accept()
