@@ -150,9 +150,9 @@ class _Survivor:
                 if dist.is_initialized():
                     dist.destroy_process_group()
             self._cutter = None
+            gc.collect()  # what holds the group in a cycle, such as a DDP of it
             if why is None:
                 return
-            gc.collect()  # what holds the group in a cycle, such as a DDP of it
             self._channel.send(parked=self._epoch, step=self._state.step, why=why[:MAX_REASON])
         raise SystemExit("redelastic.survive(): the agent is gone.")
 

@@ -161,6 +161,7 @@ class State:
             if rank == source:
                 self._send(source)
             else:
+                self._whole = False  # until all of it has arrived
                 self._receive(source)
             self.step = known[source].step
         self._survived = self._whole = True

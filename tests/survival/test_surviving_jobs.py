@@ -52,6 +52,7 @@ def job(server: RedisServer, tmp_path: Path) -> Iterator[SurvivingJob]:
         yield job
 
 
+@pytest.mark.long
 @pytest.mark.fault("a node is killed whose peers' workers survive", "the same processes go on from the newest step")
 def test_survivors_of_a_killed_node_keep_their_processes(job: SurvivingJob) -> None:
     job.begin("a", "b", "c")
