@@ -108,6 +108,7 @@ class TestPage:
         first = three_nodes()[0]
         assert page("my-job", replay([first, Lost(id="2-0", time=last, node=first.node)]))
 
+    @pytest.mark.long
     def test_a_browser_shows_it_from_disk(self, tmp_path: Path) -> None:
         browser = Browser(tmp_path / "profile")
         try:
