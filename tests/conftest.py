@@ -48,8 +48,9 @@ _ROOM = 4e9  # bytes
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and so would ours
-    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under nohup: what tests start would ignore it, too
-        signal.signal(signal.SIGHUP, lambda *_: None)
+    for number in (signal.SIGHUP, signal.SIGQUIT):
+        if signal.getsignal(number) is signal.SIG_IGN:  # under nohup, in the background: what tests start would, too
+            signal.signal(number, lambda *_: None)
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or each process that a test starts would compile the package anew
     _keep_files_in_memory()
 
