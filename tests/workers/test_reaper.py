@@ -175,9 +175,10 @@ def test_pid_1_adopts_strangers_and_ends_only_its_own(tmp_path: Path) -> None:
         command = ["nsenter", "--target", str(pid_1.pid), "--pid", "--mount", "setsid", "sh", "-c"]
         subprocess.run([*command, f"sleep {LIFE} > /dev/null 2>&1 &"], check=True)
         outer.ask(f"start({DAEMON!r})")
-        until((tmp_path / "left").exists, "the daemon")
+        names = ("worker", "left")  # each says its own, in any order; their pids there are not those here
+        until(lambda: all((tmp_path / name).exists() for name in names), "that both have said their pids")
         until(lambda: len(pid_1.children()) == 4, "the adoption of both, beside the reaper and the worker")
-        mine = sorted([int((tmp_path / name).read_text()) for name in ("worker", "left")])
+        mine = sorted([int((tmp_path / name).read_text()) for name in names])
         outer.ask("workers[0].kill()")
         assert outer.ask("workers[0].wait()") == -signal.SIGKILL
         assert outer.ask("look()") == mine[1:]
