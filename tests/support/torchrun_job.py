@@ -267,9 +267,10 @@ class Job:
         """Wait until a condition holds, and return its value; fail at once if a node ends that should not."""
         deadline = time.monotonic() + limit
         while True:
+            # First: what a node has done before it ended is there to be seen now.
+            dead = [n for n in self.nodes.values() if not n.may_end and n.process.poll() not in (None, 0)]
             if value := condition():
                 return value
-            dead = [n for n in self.nodes.values() if not n.may_end and n.process.poll() not in (None, 0)]
             if dead:
                 pytest.fail(
                     f"While waiting until {what}, node {dead[0].name} ended with {dead[0].process.returncode}."
