@@ -84,7 +84,9 @@ def main(directory: Path) -> None:
         saves = not (directory / "no-save").exists()
         if saving and saves:
             if group.rank == 0:
-                checkpoint.write_text(json.dumps(step))
+                draft = checkpoint.with_suffix(".new")  # whoever is killed meanwhile leaves no half of one
+                draft.write_text(json.dumps(step))
+                draft.replace(checkpoint)
             record("saved", step=step)
             group.maximum(0)
         time.sleep(PACE)
