@@ -45,7 +45,7 @@ def test_a_script_that_ends_at_once(tmp_path: Path, source: str, code: int) -> N
 
 def test_a_daemon_ends_with_the_run(server: RedisServer, tmp_path: Path) -> None:
     with Unruly(server, tmp_path, "1:1") as job:
-        job.begin("a", action="leave_daemon", options=("--shutdown-timeout=1",))
+        job.begin("a", action="leave_daemon", options=("--shutdown-timeout=4",))
         daemon = pid_in(job.wait_file("daemon"))
         assert lives(daemon)
         job.tell("finish")
@@ -53,7 +53,7 @@ def test_a_daemon_ends_with_the_run(server: RedisServer, tmp_path: Path) -> None
         assert not lives(daemon)
         log = job.nodes["a"].stderr
         assert re.search(rf"left processes behind, which will get SIGTERM in \d s: {daemon} \(", log)
-        assert f"did not exit within 1 s of SIGTERM: {daemon}." in log
+        assert f"did not exit within 4 s of SIGTERM: {daemon}." in log
         assert f"had left behind: {daemon}." in log
 
 
@@ -99,7 +99,7 @@ def test_a_daemon_ends_with_an_agent_that_is_killed(server: RedisServer, tmp_pat
 @pytest.mark.fault("a worker ignores SIGTERM", "it is killed after `--shutdown-timeout`")
 def test_a_worker_that_ignores_sigterm_is_killed_when_its_time_is_up(server: RedisServer, tmp_path: Path) -> None:
     with Unruly(server, tmp_path, "1:1") as job:
-        job.begin("a", action="ignore_sigterm", options=("--shutdown-timeout=1", "--drain-timeout=0"))
+        job.begin("a", action="ignore_sigterm", options=("--shutdown-timeout=4", "--drain-timeout=0"))
         worker = pid_in(job.wait_file("a-started"))
         job.wait("it has begun to ignore it", lambda: _catches(worker, signal.SIGTERM))
         job.nodes["a"].terminate()

@@ -54,13 +54,14 @@ def ignore_sigterm(directory: Path) -> None:
 
 def leave_daemon(directory: Path) -> None:
     """Leave a daemon with no worker as its parent, in its own session; the worker itself waits."""
-    if os.fork() == 0:
+    if (between := os.fork()) == 0:
         os.setsid()
         if os.fork() == 0:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             say(directory, "daemon", os.getpid())
             time.sleep(600)
         os._exit(0)
+    os.waitpid(between, 0)  # else it may be left behind, too
     wait(directory)
 
 
