@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -212,7 +213,10 @@ def test_a_frozen_tree_is_replaced_and_its_worker_overwrites_no_checkpoint(serve
         first = job.wait("both save in one round", lambda: epoch_of("a") == epoch_of("b") and epoch_of("a"))
         before = job.id_of("b")
         stale = int((tmp_path / f"b-{first}-pid").read_text())
-        job.nodes["b"].freeze()
+        with (tmp_path / "checkpoint.lock").open("w") as lock:  # who is frozen while it saves lets nobody else save
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            job.nodes["b"].freeze()
+            job.wait("it is frozen", lambda: psutil.Process(stale).status() == psutil.STATUS_STOPPED)
         second = job.wait("a saves in a later round", lambda: epoch_of("a", first))
         [lost] = job.events(Lost)
         assert lost.node == before
