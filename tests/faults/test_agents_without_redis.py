@@ -15,7 +15,7 @@ from redelastic.monitoring.events import Completed
 from redelastic.redis.server import RedisServer
 from tests.support.agent_job import DRAINED, FAILED, REFUSED
 from tests.support.long_tests import quick_first, quick_rows
-from tests.support.torchrun_job import LIMIT
+from tests.support.torchrun_job import LIMIT, PATIENT
 from tests.support.unruly_job import OURS, UNRULY, Unruly, environment, lives, pid_in
 
 pytestmark = pytest.mark.timeout(150)
@@ -91,6 +91,7 @@ def test_an_outage_while_a_node_waits_for_the_others_end(own_server: RedisServer
         pid = own_server.pid
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)
+        job.wait("it has noticed", lambda: "Redis has been away" in job.nodes[first].stderr)
         time.sleep(4)  # longer than a call and all its retries there
         os.kill(pid, signal.SIGCONT)
         job.wait("it has heard of it", lambda: "Redis is back" in job.nodes[first].stderr)
@@ -102,7 +103,7 @@ def test_an_outage_while_a_node_waits_for_the_others_end(own_server: RedisServer
 
 @pytest.mark.fault("a node dies while another waits for its end", "the other runs its workers again, and ends")
 def test_a_node_that_dies_while_another_waits_for_its_end(server: RedisServer, tmp_path: Path) -> None:
-    with Unruly(server, tmp_path, "1:2") as job:
+    with Unruly(server, tmp_path, "1:2", conf=PATIENT) as job:
         first, second = _one_ends_first(job, tmp_path)
         assert job.nodes[first].process.poll() is None, "it waits for the other one"
         job.nodes[second].kill()

@@ -28,13 +28,14 @@ from tests.support.agent_job import AWARE, AgentJob
 from tests.support.faulty_proxy import Fault, FaultyProxy
 from tests.support.nodes import NodeFactory
 from tests.support.servers import wait_until
+from tests.support.torchrun_job import PATIENT
 from tests.support.unruly_job import Unruly, lives, pid_in
 from tests.support.workers.frozen_node import JOINS, REQUESTS, WRITES
 
 pytestmark = pytest.mark.timeout(150)
 
 WORKERS: Final = Path(__file__).parents[1] / "support" / "workers"
-INTERVAL: Final = 0.3  # between heartbeats; three of them are a lease
+INTERVAL: Final = 3.4  # between heartbeats; three are a lease, which like half of it outlasts a machine's pause
 LIMIT: Final = 60.0
 STORE: Final = {"k": b"v", "n": b"5", "k of the other": b"v"}
 
@@ -203,7 +204,7 @@ def test_a_late_join_of_the_old_identity(pair: Pair) -> None:
     "I4: REDELASTIC_EPOCH tells the workers' writes, they are stopped, the node comes back as a new one",
 )
 def test_a_frozen_tree_is_replaced_and_its_worker_overwrites_no_checkpoint(server: RedisServer, tmp_path: Path) -> None:
-    with AgentJob(server, tmp_path, "1:2") as job:
+    with AgentJob(server, tmp_path, "1:2", conf=PATIENT) as job:
         job.start("a", "b", script=WORKERS / "frozen_saver.py")
 
         def epoch_of(name: str, after: int = 0) -> int:
@@ -234,7 +235,7 @@ def test_a_frozen_tree_is_replaced_and_its_worker_overwrites_no_checkpoint(serve
 
 @pytest.mark.fault("an agent is frozen, and thawed", "I4: it comes back as a new node")
 def test_a_frozen_agent_comes_back_as_a_new_node(server: RedisServer, tmp_path: Path) -> None:
-    with AgentJob(server, tmp_path, "1:2") as job:
+    with AgentJob(server, tmp_path, "1:2", conf=PATIENT) as job:
         job.begin("a", "b")
         epoch = job.wait_round("ab")
         agent, *others = job.nodes["b"].tree()

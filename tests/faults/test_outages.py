@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +30,7 @@ from tests.support.long_tests import quick_first
 from tests.support.nodes import NodeFactory
 from tests.support.rounds import events, join, record, state
 from tests.support.servers import HOST, port_of, wait_until
-from tests.support.torchrun_job import Job
+from tests.support.torchrun_job import PATIENT, Job
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -167,6 +168,20 @@ def test_the_member_that_does_not_come_back_is_lost(own_server: RedisServer, new
     assert run.epoch == 2
 
 
+def silenced(node: RedisRendezvousHandler) -> Callable[[], None]:
+    """Have a node not beat any more; returns, once no heartbeat is under way, what lets it beat again."""
+    heartbeat, missed = node.membership.heartbeat, threading.Event()
+    beat = heartbeat.beat
+
+    def miss() -> None:
+        heartbeat.is_due_in(INTERVAL)
+        missed.set()
+
+    heartbeat.beat = miss  # type: ignore[method-assign]
+    assert missed.wait(20)
+    return lambda: setattr(heartbeat, "beat", beat)
+
+
 @pytest.mark.fault("newcomers are first at an empty Redis", "I4, I9: the higher epoch wins, the newcomers join it")
 def test_whoever_comes_first_to_an_empty_server_gives_way(own_server: RedisServer, new_node: NodeFactory) -> None:
     """A newcomer forms a group of its own there; the old one's epoch is higher."""
@@ -175,11 +190,10 @@ def test_whoever_comes_first_to_an_empty_server_gives_way(own_server: RedisServe
     join(*old)
     with ExitStack() as thaw:
         for node in old:  # they come later
-            beat = node.membership.heartbeat.beat
-            node.membership.heartbeat.beat = lambda: None  # type: ignore[method-assign]
-            thaw.callback(setattr, node.membership.heartbeat, "beat", beat)
+            thaw.callback(silenced(node))
         own_server.get_client().flushall()
-        newcomer = new_node(1, 3, url=own_server.url, keep_alive_interval=INTERVAL, last_call_timeout=0)
+        # The new group gives way for one and a half of its intervals.
+        newcomer = new_node(1, 3, url=own_server.url, keep_alive_interval=4, last_call_timeout=0)
         assert join(newcomer) == [(0, 1)]
     wait_until(lambda: newcomer.num_nodes_waiting() > 0, "the newcomer is fenced", 20)
     assert all(node.num_nodes_waiting() == 0 for node in old)
@@ -251,7 +265,7 @@ def test_a_training_outlives_a_server_that_comes_back_empty(
     own_server: RedisServer, tmp_path: Path, *, agent: bool
 ) -> None:
     new_job = AgentJob if agent else Job
-    with new_job(own_server, tmp_path, "1:3") as job:
+    with new_job(own_server, tmp_path, "1:3", conf=PATIENT) as job:
         job.start("a", "b", "c")
         epoch = job.wait_round("abc")
         workers = {line.pid for line in job.lines("start")}

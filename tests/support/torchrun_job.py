@@ -39,6 +39,8 @@ CONF: Final[Mapping[str, float]] = {
     "join_timeout": 60,
 }
 
+PATIENT: Final[Mapping[str, float]] = {"keep_alive_interval": 2}  # leases that outlast the pause of a busy machine
+
 # Kills all processes of a job once this pipe is closed: at the end of a test, and when pytest itself is killed.
 _REAPER: Final = """
 import os, psutil, sys, time
