@@ -161,7 +161,7 @@ PROMISE: Final = "I9: nobody is evicted; the leases decide"
 @pytest.mark.fault("Redis is frozen in the middle of a roll call, and thawed", PROMISE)
 def test_a_frozen_server_evicts_nobody(own_server: RedisServer, new_node: NodeFactory) -> None:
     """It reads first that others look whether the time is up, which it is, and only then the last answer."""
-    nodes = group(new_node, 3, url=own_server.url, roll_call_timeout=2.0)
+    nodes = group(new_node, 3, url=own_server.url)
     silence, beats = Silence(nodes[2]), [counted_beats(node) for node in nodes[:2]]
     call(nodes[0])
     silence.wait_until_asked()
@@ -180,7 +180,7 @@ def test_a_frozen_server_evicts_nobody(own_server: RedisServer, new_node: NodeFa
 @pytest.mark.fault("Redis is killed in the middle of a roll call, and comes back with its data", PROMISE)
 def test_a_server_that_restarts_evicts_nobody(new_node: NodeFactory, tmp_path: Path) -> None:
     with RedisServer(data_dir=tmp_path) as server:
-        nodes = group(new_node, 3, url=server.url, roll_call_timeout=0.5)
+        nodes = group(new_node, 3, url=server.url)
         silence = Silence(nodes[2])
         call(nodes[0])
         server.kill()
