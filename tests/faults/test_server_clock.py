@@ -213,13 +213,13 @@ def test_a_node_that_died_before_is_known_a_lease_later(site: Site, new_node: No
 @by((live, 600))
 def test_a_group_that_forms_completes(site: Site, new_node: NodeFactory) -> None:
     """Two of three wait for the last call's end: by the clock ahead it has passed, by the clock back it begins anew."""
-    config = {"keep_alive_interval": INTERVAL, "join_timeout": 120, "last_call_timeout": 2.5}
+    config = {"keep_alive_interval": INTERVAL, "join_timeout": 120, "last_call_timeout": 8}
     nodes = [new_node(2, 3, url=site.url, **config) for _ in range(3)]
     with ThreadPoolExecutor(3) as pool:
         early = [pool.submit(node.next_rendezvous) for node in nodes[:2]]
         wait_until(lambda: (run := state(nodes[0])) is not None and len(run.candidates) == 2, "two wait", 20)
         site.jump()
-        assert sorted((info.rank, info.world_size) for info in [e.result(20) for e in early]) == [(0, 2), (1, 2)]
+        assert sorted((info.rank, info.world_size) for info in [e.result(60) for e in early]) == [(0, 2), (1, 2)]
         late = pool.submit(nodes[2].next_rendezvous)
         wait_until(lambda: all(node.num_nodes_waiting() for node in nodes[:2]), "the third waits to join", 20)
         infos = [future.result(60) for future in (*(pool.submit(node.next_rendezvous) for node in nodes[:2]), late)]
@@ -246,10 +246,10 @@ def test_a_group_that_regroups_waits_for_its_last_member(site: Site, new_node: N
 
 
 @pytest.mark.fault("many small jumps ahead, each below 1.5 intervals", "PROTOCOL.md: may cost a node its lease")
-@pytest.mark.parametrize("site", [(live, 28.0)], indirect=True)
+@pytest.mark.parametrize("site", [(live, 140.0)], indirect=True)
 def test_small_jumps_ahead_count_as_time(site: Site, new_node: NodeFactory) -> None:
     """What PROTOCOL.md warns of is true: one is harmless, but a clock that hurries outruns the nodes' own."""
-    nodes = [new_node(1, 2, url=site.url, keep_alive_interval=20.0) for _ in range(2)]
+    nodes = [new_node(1, 2, url=site.url, keep_alive_interval=100.0) for _ in range(2)]
     join(*nodes)
     beating, other = (node.membership for node in nodes)
     site.jump()

@@ -155,7 +155,8 @@ def test_a_regrouping_waits_for_its_end(
 @pytest.mark.parametrize("known", ["as a candidate", "as a member"])
 def test_a_join_gives_up_at_its_time_and_says_why(known: str, own_server: RedisServer, new_node: NodeFactory) -> None:
     least = 1 if known == "as a member" else 2
-    node = new_node(least, 2, url=own_server.url, keep_alive_interval=INTERVAL, join_timeout=3, read_timeout=1)
+    patience = 3 if known == "as a member" else 8  # a candidate begins to wait before the memory is full
+    node = new_node(least, 2, url=own_server.url, keep_alive_interval=INTERVAL, join_timeout=patience, read_timeout=1)
     if least == 1:
         join(node)
     with ThreadPoolExecutor(1) as pool:
