@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -71,7 +72,7 @@ class Processes:
             except EOFError:
                 outcomes.append(Outcome(error="killed"))
         for process, pipe in self._made:
-            if process.is_alive():
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it was killed
                 pipe.send("end")
             process.join(LIMIT)
             assert process.exitcode in (0, -signal.SIGKILL)
