@@ -139,9 +139,13 @@ class FaultyProxy:
         while True:
             try:
                 client, _ = self._listener.accept()
-                upstream = socket.create_connection(self._target)
             except OSError:
                 return
+            try:
+                upstream = socket.create_connection(self._target)
+            except OSError:  # the server is away
+                client.close()
+                continue
             for each in (client, upstream):
                 each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with self._lock:
