@@ -55,7 +55,7 @@ def test_100_mb_of_output_to_a_slow_reader(
         silent_since = time.monotonic()
         _wait(lambda: time.monotonic() - silent_since > 2 * control.state().lease, "two leases have passed")
         assert [still.id for still in control.state().members] == [node.id]
-        assert control.state().members[0].lease > 0
+        _wait(lambda: control.state().members[0].lease > 0, "it renews its lease")
         assert process.poll() is None, "it waits"
         size = 0
         while data := process.stdout.read(1 << 20):
