@@ -50,6 +50,7 @@ def test_a_server_that_never_comes_to_an_end(monkeypatch: pytest.MonkeyPatch) ->
             thread.start()
             done = command("status", "r", "--endpoint", f"127.0.0.1:{server.getsockname()[1]}")
             over.set()
+            server.shutdown(socket.SHUT_RDWR)  # ends the wait for a command that gave up before it connected
             thread.join()
         assert (done.code, done.err.count("\n")) == (3, 1), done.err
 
