@@ -171,9 +171,15 @@ def test_a_drain_while_redis_is_awaited(tmp_path: Path, how: str) -> None:
 @pytest.mark.fault("a node gets SIGTERM while it imports torch, as PID 1 of a container", "it leaves at once")
 def test_a_sigterm_while_torch_is_imported(tmp_path: Path) -> None:
     """The kernel drops a signal that PID 1 does not handle."""
+    torch = tmp_path / "torch.py"  # one whose import does not end before the signal comes
+    torch.write_text(
+        f"import pathlib, time\npathlib.Path({str(tmp_path / 'imported')!r}).touch()\ntime.sleep({LIMIT})\n"
+    )
     command = [*OURS, "--standalone", str(UNRULY), str(tmp_path)]
-    with subprocess.Popen(command, env=environment("wait"), stderr=subprocess.PIPE, text=True) as process:
-        Within(LIMIT)(lambda: catches(process.pid, signal.SIGTERM), "that it handles SIGTERM")
+    env = environment("wait") | {"PYTHONPATH": str(tmp_path)}
+    with subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True) as process:
+        Within(LIMIT)((tmp_path / "imported").exists, "that it imports torch")
+        assert catches(process.pid, signal.SIGTERM)
         process.terminate()
         _, err = process.communicate(timeout=LIMIT)
     assert (process.returncode, err) == (DRAINED, "redelastic run: drained by SIGTERM, while it ran no workers\n")

@@ -81,7 +81,7 @@ def test_no_replica(own_server: RedisServer, run_id: str, tmp_path: Path) -> Non
     shard = Shard(own_server.url, [own_server])
     with (
         ReplicatedJob(shard, run_id, tmp_path / "job", "1:2", conf={"min_replicas": 1}) as job,
-        ReplicatedJob(shard, "hasty", tmp_path / "hasty", "1:1", conf={"min_replicas": 1, "join_timeout": 5}) as hasty,
+        ReplicatedJob(shard, "hasty", tmp_path / "hasty", "1:1", conf={"min_replicas": 1, "join_timeout": 1}) as hasty,
     ):
         hasty.start("h", may_end=True)
         job.start("a", "b")

@@ -83,7 +83,7 @@ def test_a_master_that_refuses_writes(
 )
 def test_nobody_enters_an_unconfirmed_round(pair: Shard, new_node: NodeFactory, measured: Measured) -> None:
     nodes = new_group(new_node, pair, 2, 2, 2, min_replicas=1)
-    hasty = new_group(new_node, pair, 1, 1, 1, min_replicas=1, join_timeout=4, run_id="hasty")[0]
+    hasty = new_group(new_node, pair, 1, 1, 1, min_replicas=1, join_timeout=0.5, run_id="hasty")[0]
     with ThreadPoolExecutor(2) as pool:
         with servers.frozen(pair.servers[1]):
             with pytest.raises(

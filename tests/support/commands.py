@@ -26,7 +26,7 @@ from tests.support.waiting import Within
 if TYPE_CHECKING:  # unneeded imports of a command only show if this module does not make them
     from redelastic.rendezvous.handler import RedisRendezvousHandler
     from redelastic.rendezvous.membership import Membership
-until = Within(20)
+until = Within(60)
 
 
 @dataclass

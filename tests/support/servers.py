@@ -23,7 +23,7 @@ HOST = "127.0.0.1"
 MASTER_NAME = "mymaster"
 
 
-def wait_until(holds: Callable[[], object], what: str, timeout: float = 20.0) -> None:
+def wait_until(holds: Callable[[], object], what: str, timeout: float = 60.0) -> None:
     """Poll for a state that an outside server reaches by itself; a redis-py error counts as "not yet"."""
     deadline = time.monotonic() + timeout
     while True:
