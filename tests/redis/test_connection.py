@@ -22,7 +22,7 @@ from redelastic.redis.errors import CorruptStateError, UnavailableError, Unreach
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
 from tests.support import servers
-from tests.support.calls import ATTEMPT, increment, opened, takes
+from tests.support.calls import ATTEMPT, LONG, increment, opened, takes
 from tests.support.nodes import NodeFactory
 from tests.support.peers import lossy_proxy, peer, say_nothing, speak_http
 
@@ -40,7 +40,7 @@ def test_connecting_is_given_up_after_its_time(tmp_path_factory: pytest.TempPath
                 takes(0.3, 2),
                 pytest.raises(UnreachableError, match=r"could not be reached .*Check that it runs") as raised,
             ):
-                opened(url, connect=0.5)
+                opened(url, attempt=ATTEMPT, connect=0.5)
             assert isinstance(raised.value, UnavailableError)
             assert url in str(raised.value)
 
@@ -72,8 +72,8 @@ def test_a_peer_that_says_nothing(scheme: str) -> None:
     with peer(say_nothing) as mute:
         rest = f"127.0.0.1:{mute.port}" + ("/m" if scheme.endswith("sentinel") else "")
         with takes(0.5, 2), pytest.raises(UnreachableError, match=r"(could not be reached|named no master) within"):
-            opened(f"{scheme}://{rest}", connect=0.5)
-        assert mute.accepted >= 1
+            opened(f"{scheme}://{rest}", attempt=ATTEMPT, connect=0.5)
+        servers.wait_until(lambda: mute.accepted >= 1, "it was asked")
 
 
 @pytest.mark.parametrize("login", ["", ":password@", "user:password@"])
@@ -83,7 +83,7 @@ def test_a_peer_that_is_no_redis_is_refused_at_once(scheme: str, login: str) -> 
         rest = f"{login}127.0.0.1:{http.port}" + ("/m" if scheme.endswith("sentinel") else "")
         says = r"TLS with Redis at .* failed" if scheme == "rediss" else r"is not Redis: .* Check host and port"
         with takes(0, 1), pytest.raises(UnavailableError, match=says) as raised:
-            opened(f"{scheme}://{rest}", connect=30)
+            opened(f"{scheme}://{rest}")
         assert not isinstance(raised.value, UnreachableError)
 
 
@@ -114,11 +114,12 @@ def test_too_many_clients_passes(own_server: RedisServer) -> None:
         connection.call(increment, 0.5)
     with pytest.raises(UnreachableError):
         opened(own_server.url, connect=0.5)
+    before = admin.info("stats")["rejected_connections"]
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(connection.call, increment)
-        servers.wait_until(lambda: admin.info("stats")["rejected_connections"] > 10, "the call tries again")
+        servers.wait_until(lambda: admin.info("stats")["rejected_connections"] > before + 3, "the call tries again")
         admin.config_set("maxclients", 100)
-        assert waiting.result(10) == 1
+        assert waiting.result(LONG) == 1
     connection.close()
     admin.close()
 
@@ -130,11 +131,11 @@ def test_a_server_that_still_loads_its_data_is_waited_for(tmp_path: object) -> N
             for i in range(16384):  # it looks at its clients after each 1,024 commands that it loads
                 pipe.set(f"k{i}", "x")
             pipe.execute()
-        connection = opened(server.url, connect=20)
+        connection = opened(server.url, attempt=ATTEMPT)
         server.kill()
         server.config["key-load-delay"] = "300"  # in microseconds, for each key
         with ThreadPoolExecutor(2) as pool:
-            waiting = pool.submit(connection.call, lambda c: (c.get("k16383"), c.info("persistence")["loading"]), 30)
+            waiting = pool.submit(connection.call, lambda c: (c.get("k16383"), c.info("persistence")["loading"]))
             starting = pool.submit(server.start)
             seen: list[str] = []
 
@@ -147,8 +148,8 @@ def test_a_server_that_still_loads_its_data_is_waited_for(tmp_path: object) -> N
                 return bool(seen)
 
             servers.wait_until(loading, "the server loads")
-            assert waiting.result(30) == (b"x", 0)
-            starting.result(30)
+            assert waiting.result(LONG) == (b"x", 0)
+            starting.result(LONG)
         connection.close()
 
 
@@ -183,15 +184,15 @@ def test_a_script_that_runs_for_ever_is_waited_for_until_it_is_killed(own_server
                 waiting = pool.submit(connection.call, increment)
                 assert not waiting.done()
                 admin.script_kill()
-                assert waiting.result(10) == 1
-            thread.join(10)
+                assert waiting.result(LONG) == 1
+            thread.join(LONG)
         connection.close()
 
 
 def test_our_own_script_killed_by_somebody_is_sent_again(own_server: RedisServer) -> None:
     with own_server.get_client() as admin:
         admin.config_set("busy-reply-threshold", 10)
-        connection = opened(own_server.url, attempt=30)
+        connection = opened(own_server.url)
         admin.set("spin", 1)
         code = "while redis.call('GET', KEYS[1]) == '1' do end return 7"
         with ThreadPoolExecutor(1) as pool:
@@ -215,7 +216,7 @@ def test_our_own_script_killed_by_somebody_is_sent_again(own_server: RedisServer
                 return True
 
             servers.wait_until(let_go, "the key is changed between two attempts")
-            assert waiting.result(20) == 7
+            assert waiting.result(LONG) == 7
         connection.close()
 
 
@@ -249,33 +250,33 @@ def test_a_server_killed_and_restarted_between_calls(own_server: RedisServer) ->
 
 
 def test_a_server_killed_and_restarted_during_a_call(own_server: RedisServer) -> None:
-    connection = opened(own_server.url, attempt=10)
+    connection = opened(own_server.url)
     with own_server.get_client() as admin, ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(connection.call, lambda c: c.blpop(["queue"], 0), 20)
+        waiting = pool.submit(connection.call, lambda c: c.blpop(["queue"], 0))
         servers.wait_until(lambda: admin.info("clients")["blocked_clients"] == 1, "the call blocks")
         own_server.kill()
         own_server.start()
         servers.wait_until(lambda: admin.info("clients")["blocked_clients"] == 1, "the call blocks again")
         admin.rpush("queue", "item")
-        assert waiting.result(10) == (b"queue", b"item") or waiting.result() == [b"queue", b"item"]
+        assert waiting.result(LONG) == (b"queue", b"item") or waiting.result() == [b"queue", b"item"]
     connection.close()
 
 
 def test_a_server_killed_during_a_call_for_good(own_server: RedisServer) -> None:
-    connection = opened(own_server.url, attempt=10)
+    connection = opened(own_server.url)
     with own_server.get_client() as admin, ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(connection.call, lambda c: c.blpop(["queue"], 0), 1.0)
         servers.wait_until(lambda: admin.info("clients")["blocked_clients"] == 1, "the call blocks")
         own_server.kill()
         with pytest.raises(UnreachableError):
-            waiting.result(10)
+            waiting.result(LONG)
     connection.close()
 
 
 def test_a_frozen_server_is_noticed_and_waited_for(own_server: RedisServer) -> None:
-    connection = opened(own_server.url)
+    connection = opened(own_server.url, attempt=ATTEMPT)
     with own_server.get_client(), ThreadPoolExecutor(4) as pool:
-        assert connection.call(increment) == 1
+        connection.call(lambda c: c.set("counter", 1))  # however often it is sent
         with servers.frozen(own_server):
             with takes(ATTEMPT, ATTEMPT), pytest.raises(UnreachableError, match="Timeout"):
                 connection.call(increment, 0)
@@ -284,14 +285,15 @@ def test_a_frozen_server_is_noticed_and_waited_for(own_server: RedisServer) -> N
             waiting = [pool.submit(connection.call, lambda c: c.get("counter")) for _ in range(4)]
             with takes(ATTEMPT, ATTEMPT), pytest.raises(UnreachableError):
                 connection.read({b"stream": "0-0"}, 60)
-        assert [w.result(10) for w in waiting] == [b"2"] * 4  # what was on its way arrived once
+        assert [w.result(LONG) for w in waiting] == [b"2"] * 4  # what was on its way arrived once
     connection.close()
 
 
 def test_a_blocking_read_ends_before_the_time_out_of_its_socket(own_server: RedisServer) -> None:
     """Were it not so, each quiet wait would look like a server that is away."""
-    connection = opened(own_server.url)
-    with takes(ATTEMPT / 2, ATTEMPT):
+    attempt = 8.0  # a busy machine may be late by half of it
+    connection = opened(own_server.url, attempt=attempt)
+    with takes(attempt / 2, attempt):
         assert connection.read({b"stream": "0-0"}, 60) == {}
     with own_server.get_client() as admin:
         admin.xadd("stream", {"a": "1"}, id="5-0")
@@ -306,10 +308,12 @@ def test_a_blocking_read_ends_before_the_time_out_of_its_socket(own_server: Redi
 def test_every_call_of_a_handler_ends_on_a_frozen_server(
     own_server: RedisServer, new_node: NodeFactory, method: str
 ) -> None:
-    times = {"heartbeat_timeout": 0.3, "join_timeout": 1.0, "close_timeout": 1.0, "read_timeout": 1.0}
+    times = {"heartbeat_timeout": 0.3, "close_timeout": 1.0, "read_timeout": 5.0}
+    if method == "next_rendezvous":
+        times["join_timeout"] = 1.0
     node = new_node(1, 1, url=own_server.url, **times)
     info = None if method == "next_rendezvous" else node.next_rendezvous()
-    with servers.frozen(own_server), takes(0.3, 4):
+    with servers.frozen(own_server), takes(0.3, 8):
         if method == "shutdown":
             assert node.shutdown() is False
             return
@@ -362,9 +366,9 @@ def test_redis_pys_defaults_would_send_twice(own_server: RedisServer) -> None:
 
 
 def test_redis_py_sends_nothing_twice_when_the_time_is_up(own_server: RedisServer) -> None:
-    connection = opened(own_server.url)
+    connection = opened(own_server.url, attempt=ATTEMPT)
     with own_server.get_client() as admin:
-        assert connection.call(increment) == 1
+        connection.call(lambda c: c.set("counter", 1))  # however often it is sent
         with servers.frozen(own_server), pytest.raises(UnreachableError):
             connection.call(increment, 0)
         assert counts(admin) == 2
@@ -389,14 +393,14 @@ def test_a_callers_own_client_may_send_twice_and_nothing_doubles(own_server: Red
 
 
 def test_a_connection_serves_many_threads_at_once(server: RedisServer, run_id: str) -> None:
-    connection = opened(server.url, attempt=5)
+    connection = opened(server.url)
     with ThreadPoolExecutor(32) as pool:
-        blocked = [pool.submit(connection.read, {f"{run_id}{i}".encode(): "0-0"}, 10) for i in range(31)]
+        blocked = [pool.submit(connection.read, {f"{run_id}{i}".encode(): "0-0"}, LONG) for i in range(31)]
         with server.get_client() as admin:
             servers.wait_until(lambda: admin.info("clients")["blocked_clients"] >= 31, "all threads block at once")
             for i in range(31):
                 admin.xadd(f"{run_id}{i}", {"n": i})
-        assert [list(b.result(10)) for b in blocked] == [[f"{run_id}{i}".encode()] for i in range(31)]
+        assert [list(b.result(LONG)) for b in blocked] == [[f"{run_id}{i}".encode()] for i in range(31)]
     connection.close()
 
 

@@ -22,7 +22,7 @@ def test_a_refused_login_is_final_and_says_where_to_put_it(server: RedisServer, 
         takes(0, 1),
         pytest.raises(UnavailableError, match=r"refused the login: .*REDELASTIC_REDIS_URL") as raised,
     ):
-        opened(f"redis://{login}{server.endpoint}", connect=30)
+        opened(f"redis://{login}{server.endpoint}")
     assert not isinstance(raised.value, UnreachableError)
 
 
@@ -42,7 +42,7 @@ def test_a_database_that_is_not_there(server: RedisServer) -> None:
         takes(0, 1),
         pytest.raises(UnavailableError, match=r"does not have that database.*Omit the number"),
     ):
-        opened(server.url.removesuffix("/0") + "/99", connect=30)
+        opened(server.url.removesuffix("/0") + "/99")
 
 
 def test_a_server_that_is_no_cluster_and_no_sentinel(server: RedisServer) -> None:
@@ -52,7 +52,7 @@ def test_a_server_that_is_no_cluster_and_no_sentinel(server: RedisServer) -> Non
     ):
         url = server.url.replace("redis://", f"{scheme}://").removesuffix("/0") + rest
         with takes(0, 1), pytest.raises(UnavailableError, match=says):
-            opened(url, connect=30)
+            opened(url)
 
 
 @pytest.mark.fault("the endpoint is a read-only replica", "it is told at once, with what to do")

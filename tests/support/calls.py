@@ -1,4 +1,4 @@
-"""Calls to Redis on a connection whose attempts are short, and how long they take."""
+"""Calls to Redis, and how long they take."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from contextlib import contextmanager
 from redelastic.redis.connection import Connection
 from redelastic.redis.wire import Client
 
-ATTEMPT = 0.5  # timeout of one attempt, in seconds
-SLOW = 3.0  # allowance for a busy machine, in seconds
+ATTEMPT = 0.5  # timeout of one attempt on a server that gives no answer, in seconds
+LONG = 60.0  # of anything that a busy machine should not end, in seconds
+SLOW = 20.0  # allowance for a busy machine, in seconds
 
 
-def opened(url: str, *, attempt: float = ATTEMPT, connect: float = 1.0, read: float = 10.0) -> Connection:
-    return Connection.open(url, attempt, read, connect)
+def opened(url: str, *, attempt: float = LONG, connect: float = LONG) -> Connection:
+    """A connection whose calls are retried for ``LONG``; one that is attempted twice may have two effects."""
+    return Connection.open(url, attempt, LONG, connect)
 
 
 @contextmanager
