@@ -155,13 +155,17 @@ def free_ports() -> Iterator[list[int]]:
 
 @pytest.fixture
 def new_node(server: RedisServer, run_id: str) -> Iterator[NodeFactory]:
-    """Makes handlers, each a node of the test's run, and shuts them down afterwards."""
+    """Makes handlers, each a node of the test's run, and shuts them down afterwards.
+
+    Unless a test says otherwise, they outlive a machine that stands still for some seconds.
+    """
     made: list[RedisRendezvousHandler] = []
 
     def make(
         min_nodes: int = 1, max_nodes: int = 4, *, url: str | None = None, **config: Any
     ) -> RedisRendezvousHandler:
-        config = {"last_call_timeout": 0.2, "join_timeout": 20, "keep_alive_interval": 0.3} | config
+        lease = {} if "keep_alive_interval" in config else {"keep_alive_interval": 0.3, "keep_alive_max_attempt": 20}
+        config = {"last_call_timeout": 0.2, "join_timeout": 20} | lease | config
         params = RendezvousParameters(
             "redis", url or server.url, config.pop("run_id", run_id), min_nodes, max_nodes, **config
         )

@@ -281,7 +281,7 @@ class TestReadmit:
         assert isinstance(last, Readmitted)
         assert last.node == "host-1"
         assert last.reason.endswith(": new cable")
-        blocked.join(20)
+        blocked.join(60)
         assert woken == ["readmit"]
         assert 0 < connection.client.pttl(keys.wake) <= node.settings.ttl * 1000
         again = cli("readmit", run_id, "host-1")

@@ -64,7 +64,7 @@ class TestDrain:
         leaving = pool.submit(agent)
         done = cli("drain", run_id, "0", "--wait", "--json")
         assert (done.code, done.json["left"]) == (0, True)
-        leaving.result(20)
+        leaving.result(60)
 
     def test_wait_for_one_that_dies(
         self, cli: Cli, new_node: NodeFactory, pool: ThreadPoolExecutor, run_id: str
@@ -81,7 +81,7 @@ class TestDrain:
         done = cli("drain", run_id, str(rank_of(victim)), "--wait")
         assert done.code == 1
         assert "it died: it lost its lease" in done.err
-        dying.result(20)
+        dying.result(60)
 
     def test_wait_for_one_that_leaves_with_many_others(
         self, cli: Cli, new_node: NodeFactory, pool: ThreadPoolExecutor, run_id: str
@@ -99,7 +99,7 @@ class TestDrain:
 
         leaving = pool.submit(leave)
         done = cli("drain", run_id, str(rank_of(last.membership)), "--wait")
-        leaving.result(30)
+        leaving.result(60)
         assert (done.code, done.err) == (0, "")
 
     def test_a_node_that_is_gone_may_still_be_told_of(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,8 +63,8 @@ def members(control: RunControl, count: int, *, steps: bool = True) -> list[Node
 
 def record(folder: Path, event: str) -> list[dict[str, Any]]:
     """What the workers of `workers/aware.py` did."""
-    lines = (folder / "record.jsonl").read_text().splitlines()
-    return [line for line in map(json.loads, lines) if line["event"] == event]
+    whole, _, _ = (folder / "record.jsonl").read_text().rpartition("\n")  # the last line may be half-written
+    return [line for line in map(json.loads, whole.splitlines()) if line["event"] == event]
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -157,7 +157,7 @@ def test_slurm(tmp_path: Path) -> None:
         [spare] = site.wait("the third is a spare", lambda: control.state().spares)
         site.assert_no_password_is_seen()
 
-        victim, *_ = members(control, 2)
+        victim, *_ = site.wait("both still train", lambda: members(control, 2))
         kill_node(psutil.Process(int(victim.status["pid"])))
         second = site.wait("the spare trains", lambda: _without(victim.id, members(control, 2)))
         assert {node.id for node in second} == first - {victim.id} | {spare.id}
@@ -212,11 +212,12 @@ def test_kubernetes(tmp_path: Path, free_ports: list[int]) -> None:
         control = site.control()
         site.wait("two of three train", lambda: members(control, 2))
         site.wait("a spare waits", lambda: control.state().spares)
-        assert Counter(pod.probe("readinessProbe") for pod in pods) == {True: 2, False: 1}
-        assert all(pod.probe("livenessProbe") for pod in pods)
+        ready = Counter({True: 2, False: 1})  # a kubelet asks again, too
+        site.wait("two are ready", lambda: Counter(pod.probe("readinessProbe") for pod in pods) == ready)
+        site.wait("all live", lambda: all(pod.probe("livenessProbe") for pod in pods))
         site.assert_no_password_is_seen()
 
-        first = next(pod for pod in pods if pod.probe("readinessProbe"))
+        first = site.wait("one is ready", lambda: next((pod for pod in pods if pod.probe("readinessProbe")), None))
         assert job_action(spec, first.delete()) == "Ignore"
         pods.remove(first)
         site.wait("the spare trains in its place", lambda: members(control, 2))

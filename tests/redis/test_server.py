@@ -123,7 +123,7 @@ def test_eight_start_at_the_same_moment() -> None:
     servers = [RedisServer() for _ in range(8)]
 
     def start(server: RedisServer) -> int | None:
-        together.wait(10)
+        together.wait(60)
         server.start()
         return server.pid
 
@@ -259,7 +259,7 @@ def test_gone_after_sigkill_of_its_parent(start: str) -> None:
             with watch(int(read_words(parent)[0])) as server:
                 assert not server.poll(0)
                 parent.kill()
-                assert server.poll(10_000), "the server outlived its parent"
+                assert server.poll(60_000), "the server outlived its parent"
         finally:
             parent.kill()
 
@@ -276,7 +276,7 @@ signal.pause()
         try:
             with watch(server_pid) as server, watch(child_pid) as child:
                 parent.kill()
-                assert server.poll(10_000), "the server outlived its parent"
+                assert server.poll(60_000), "the server outlived its parent"
                 assert not child.poll(0), "this test needs a child that lives on"
         finally:
             parent.kill()
@@ -287,7 +287,7 @@ signal.pause()
 def test_a_parent_that_forgets_stop_leaves_nothing(end: str) -> None:
     with run_parent(f"sys.stderr = None\nserver.start()\nprint(server.pid, server.endpoint)\n{end}") as parent:
         pid, endpoint = read_words(parent)
-        parent.wait(10)
+        parent.wait(60)
         assert not psutil.pid_exists(int(pid))
         assert not Path(endpoint).parent.exists()
 
@@ -350,10 +350,11 @@ def test_server_that_never_answers_is_killed_in_time(tmp_path: Path, monkeypatch
     monkeypatch.setattr(server_module, "_TERMINATE_S", 0.2)
     make_temporary_files_in(tmp_path, monkeypatch)
     # An ignored signal stays ignored through exec.
-    script = make_script(tmp_path / "redis-server", "trap '' INT", "echo my pid is $$", "exec sleep 60")
-    with pytest.raises(TimeoutError, match=r"did not answer at 127.0.0.1:\d+ within 0.5 s") as raised:
+    script = make_script(tmp_path / "redis-server", "trap '' INT", "exec sleep 60")
+    before = psutil.Process().children()
+    with pytest.raises(TimeoutError, match=r"did not answer at 127.0.0.1:\d+ within 0.5 s"):
         RedisServer(script, startup_timeout=0.5).start()
-    assert not psutil.pid_exists(int(str(raised.value).split()[-1]))
+    assert {*psutil.Process().children()} <= {*before}
     assert list(tmp_path.iterdir()) == [script]
 
 

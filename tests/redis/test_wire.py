@@ -20,7 +20,7 @@ from redelastic.redis.endpoint import parse_endpoint
 from redelastic.redis.server import RedisServer
 from redelastic.redis.sockets import encoded
 from redelastic.redis.wire import Client, ClientWire, PoolWire
-from tests.support.servers import HOST, port_of
+from tests.support.servers import HOST, port_of, wait_until
 
 PING = (b"PING",)
 
@@ -28,7 +28,7 @@ PING = (b"PING",)
 @pytest.fixture
 def ours(own_server: RedisServer) -> Iterator[redis.Redis]:
     """A client as an endpoint opens it."""
-    client = parse_endpoint(own_server.url).open(5)
+    client = parse_endpoint(own_server.url).open(60)
     assert isinstance(client, redis.Redis)
     with client:
         yield client
@@ -151,7 +151,7 @@ def test_a_closed_wire_opens_new_connections(ours: redis.Redis, wire: PoolWire) 
     for _ in range(3):
         assert wire.exchange(PING) == [b"PONG"]
         wire.close()
-    assert len(ours.client_list()) == 1, "the one that asks"
+    wait_until(lambda: len(ours.client_list()) == 1, "the one that asks is left")
     assert wire.exchange(PING) == [b"PONG"]
     ours.connection_pool.disconnect()
     assert wire.exchange(PING) == [b"PONG"]
@@ -195,12 +195,14 @@ def test_a_login_that_was_interrupted_is_nobodys_connection(
 def test_no_connection_to_a_master_that_became_a_replica_is_kept(own_server: RedisServer, wire: PoolWire) -> None:
     """Else each of them would cost an attempt."""
     with own_server.get_client() as admin, ThreadPoolExecutor(4) as pool:
-        blocks = (b"BLPOP", b"list", b"0.2")
-        list(pool.map(lambda _: wire.exchange(blocks), range(4)))
+        blocked = [pool.submit(wire.exchange, (b"BLPOP", b"list", b"0")) for _ in range(4)]
+        wait_until(lambda: admin.info("clients")["blocked_clients"] == 4, "each has a connection")
+        admin.rpush("list", *"abcd")
+        assert all(each.result(60) for each in blocked)
         assert len(admin.client_list()) == 5
         admin.replicaof("127.0.0.1", 1)
         with pytest.raises(redis.ReadOnlyError):
             wire.exchange((b"SET", b"k", b"v"))
         admin.replicaof("no", "one")
         assert wire.exchange((b"SET", b"k", b"v")) == [b"OK"]
-        assert len(admin.client_list()) == 2
+        wait_until(lambda: len(admin.client_list()) == 2, "one is left, and the one that asks")

@@ -98,7 +98,7 @@ def test_a_token_of_another_kind_matches_nothing(backend: RedisRendezvousBackend
 
 
 def test_tokens_only_grow_even_over_the_states_expiry(connection: Connection, client: redis.Redis, run_id: str) -> None:
-    backend = RedisRendezvousBackend(connection, run_id, ttl=1)
+    backend = RedisRendezvousBackend(connection, run_id, ttl=100)
     token, tokens = first(backend), []
     for i in range(50):
         result = backend.set_state(b"%d" % i, token)
@@ -106,7 +106,8 @@ def test_tokens_only_grow_even_over_the_states_expiry(connection: Connection, cl
         token = result[1]
         tokens.append(token)
     assert tokens == sorted(set(tokens))
-    assert 0 < client.pttl(backend.keys.state) <= 1000
+    assert 0 < client.pttl(backend.keys.state) <= 100_000
+    client.pexpire(backend.keys.state, 1)
     servers.wait_until(lambda: client.pttl(backend.keys.state) == -2, "the state expires")
     assert backend.get_state() is None
     assert backend.set_state(b"late", token) is None
@@ -210,7 +211,7 @@ def test_connecting_takes_no_longer_than_a_call_may(run_id: str, listens: bool) 
             bound.close()
         params = RendezvousParameters("redis", f"127.0.0.1:{port}", run_id, 1, 1, read_timeout="1.5")
         with pytest.raises(
-            RendezvousConnectionError, match=rf"127.0.0.1:{port}.* could not be reached within [123]\.[0-9] s"
+            RendezvousConnectionError, match=rf"127.0.0.1:{port}.* could not be reached within [1-8]\.[0-9] s"
         ):
             create_backend(params)
 
@@ -235,10 +236,11 @@ def test_how_long_connecting_is_tried_does_not_limit_later_calls(
 
 
 def test_a_server_that_is_away_is_a_connection_error(own_server: RedisServer, run_id: str) -> None:
-    connection = Connection.open(own_server.url, 0.5, 0.5)
+    connection = Connection.open(own_server.url)
     backend = RedisRendezvousBackend(connection, run_id)
     token = first(backend)
     own_server.kill()
+    connection.read_timeout = 0.5
     calls: list[Callable[[], object]] = [
         backend.get_state,
         lambda: backend.set_state(b"x"),
@@ -250,6 +252,7 @@ def test_a_server_that_is_away_is_a_connection_error(own_server: RedisServer, ru
             call()
         assert isinstance(raised.value.__cause__, UnreachableError)
     own_server.start()
+    connection.read_timeout = 60
     assert backend.get_state() is None
     connection.close()
 
@@ -389,7 +392,7 @@ def test_torchs_handler_admits_a_node_that_comes_late(
 
 
 def test_torchs_handler_gets_torchs_errors(own_server: RedisServer, run_id: str) -> None:
-    node = dynamic_node(own_server, run_id, 1, 1, heartbeat_timeout=0.3, read_timeout=0.3)
+    node = dynamic_node(own_server, run_id, 1, 1, heartbeat_timeout=0.3, read_timeout=4)
     with own_server.get_client() as admin:
         admin.set(RunKeys(run_id).state, "theirs")
     with pytest.raises(RendezvousStateError, match=rf"{run_id}.*is a string, but a run needs a hash"):

@@ -33,6 +33,8 @@ from redelastic.store import RoundBrokenError
 from tests.support.nodes import NodeFactory
 from tests.support.rounds import join_all, ranks, until, until_joined
 
+LONG = 60.0  # for a last call that no group needs, and for what a busy machine does late, in seconds
+
 
 class TestForming:
     def test_all_members_agree(self, new_node: NodeFactory, pool: ThreadPoolExecutor) -> None:
@@ -47,7 +49,7 @@ class TestForming:
         assert time.monotonic() - started < 30  # I6: the last call is for those who are missing
 
     def test_last_call_completes_with_fewer(self, new_node: NodeFactory, pool: ThreadPoolExecutor) -> None:
-        infos = join_all(pool, *(new_node(2, 4, last_call_timeout=0.3) for _ in range(3)))
+        infos = join_all(pool, *(new_node(3, 4, last_call_timeout=0.3) for _ in range(3)))
         assert sorted(ranks(infos)) == [0, 1, 2]  # I3, I6
 
     def test_below_min_times_out_and_harms_nobody(
@@ -75,7 +77,7 @@ class TestForming:
             f"waits for a round of run '{run_id}', of 2 to 3 nodes; `redelastic status {run_id}`" in caplog.messages[0]
         )
         new_node(2, 3, last_call_timeout=0, keep_alive_interval=0.1).next_rendezvous()
-        assert joining.result(10).world_size == 2
+        assert joining.result(LONG).world_size == 2
         assert sum("waits for a round" in text for text in caplog.messages) == 1, "once"
 
     def test_topology_orders_new_nodes(self, new_node: NodeFactory, pool: ThreadPoolExecutor) -> None:
@@ -120,65 +122,65 @@ class TestRegrouping:
         assert not joining.done()  # I1: it waits for the members
         after = join_all(pool, *nodes)
         assert ranks(after) == ranks(before)
-        assert joining.result(10).rank == 2
+        assert joining.result(LONG).rank == 2
         assert [n.num_nodes_waiting() for n in (*nodes, late)] == [0, 0, 0]
 
     def test_exclusivity_waits_for_every_member(
         self, new_node: NodeFactory, pool: ThreadPoolExecutor, client: redis.Redis, keys: RunKeys
     ) -> None:
-        nodes = [new_node(1, 3) for _ in range(3)]
+        nodes = [new_node(1, 3, last_call_timeout=LONG) for _ in range(3)]
         join_all(pool, *nodes)
         first = pool.submit(nodes[0].next_rendezvous)
         until(nodes[2].num_nodes_waiting, "the others know")
         second = pool.submit(nodes[1].next_rendezvous)
         until_joined(client, keys, 2)
         assert [first.done(), second.done()] == [False, False]  # I1, though two are enough
-        assert sorted(ranks([nodes[2].next_rendezvous(), first.result(10), second.result(10)])) == [0, 1, 2]
+        assert sorted(ranks([nodes[2].next_rendezvous(), first.result(LONG), second.result(LONG)])) == [0, 1, 2]
 
     def test_a_spare_is_promoted_when_a_member_leaves(
         self, new_node: NodeFactory, pool: ThreadPoolExecutor, client: redis.Redis, keys: RunKeys
     ) -> None:
         nodes = [new_node(2, 2) for _ in range(2)]
         before = join_all(pool, *nodes)
-        spare = new_node(2, 2, join_timeout=0.5)
+        spare = new_node(2, 2, join_timeout=4)
         joining = pool.submit(spare.next_rendezvous)
         until_joined(client, keys, 1)
         assert [n.num_nodes_waiting() for n in nodes] == [0, 0]  # nobody restarts for a spare
         with pytest.raises(FutureTimeoutError):
-            joining.result(1)  # a spare has no join timeout
+            joining.result(4.5)  # a spare has no join timeout
         nodes[0].end(Left(cause="drained"), run_then="goes on", timeout=5)
         until(nodes[1].num_nodes_waiting, "the survivor knows")
         assert nodes[1].next_rendezvous().rank == before[1].rank
-        assert joining.result(10).rank == before[0].rank  # it takes the place that is free
+        assert joining.result(LONG).rank == before[0].rank  # it takes the place that is free
 
     def test_a_spare_that_is_needed_has_its_whole_join_timeout(
         self, new_node: NodeFactory, pool: ThreadPoolExecutor, client: redis.Redis, keys: RunKeys
     ) -> None:
         nodes = [new_node(2, 2) for _ in range(2)]
         join_all(pool, *nodes)
-        spare = new_node(2, 2, join_timeout=2)
+        spare = new_node(2, 2, join_timeout=5)
         joining = pool.submit(spare.next_rendezvous)
         until_joined(client, keys, 1)
         with pytest.raises(FutureTimeoutError):
-            joining.result(1.8)  # most of the time that passes between two of its requests
+            joining.result(4.8)  # most of the time that passes between two of its requests
         nodes[0].end(Left(cause="drained"), run_then="goes on", timeout=5)
         with pytest.raises(FutureTimeoutError):
             joining.result(1)  # the survivor takes its time to stop its workers
         assert nodes[1].next_rendezvous().world_size == 2
-        assert joining.result(10).world_size == 2
+        assert joining.result(LONG).world_size == 2
 
     def test_a_silent_member_is_out_within_its_lease(
         self, new_node: NodeFactory, pool: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
     ) -> None:
-        nodes = [new_node(1, 3, keep_alive_interval=0.2) for _ in range(3)]
+        nodes = [new_node(1, 3, keep_alive_interval=0.5, last_call_timeout=LONG) for _ in range(3)]
         before = join_all(pool, *nodes)
         nodes[0].membership.stop()  # no heartbeat any more: it died
         died = time.monotonic()
         until(lambda: nodes[1].num_nodes_waiting() and nodes[2].num_nodes_waiting(), "both survivors know")  # I7
-        assert time.monotonic() - died < 5
+        assert time.monotonic() - died < 20
         silent = re.findall(f"is broken: {nodes[0].membership.node} lost its lease after ([0-9.]+) s", caplog.text)
         assert len(silent) == 2
-        assert min(map(float, silent)) >= 0.6
+        assert min(map(float, silent)) >= 1.5
         after = join_all(pool, *nodes[1:])
         assert {info.world_size for info in after} == {2}
         assert all(a.rank == b.rank for a, b in zip(after, before[1:], strict=True) if b.rank < 2)
@@ -188,7 +190,7 @@ class TestRegrouping:
         self, field: str, new_node: NodeFactory, pool: ThreadPoolExecutor, client: redis.Redis, keys: RunKeys
     ) -> None:
         """As after a failover that lost a round, when others have completed one in its place."""
-        nodes = [new_node(1, 2, keep_alive_interval=0.2) for _ in range(2)]
+        nodes = [new_node(1, 2, keep_alive_interval=0.5, last_call_timeout=LONG) for _ in range(2)]
         before = join_all(pool, *nodes)
         names = [node.membership.node for node in nodes]
         if field == "rank":
@@ -203,52 +205,52 @@ class TestRegrouping:
     def test_a_fenced_node_knows_and_comes_back_as_another(
         self, new_node: NodeFactory, pool: ThreadPoolExecutor, client: redis.Redis, keys: RunKeys
     ) -> None:
-        nodes = [new_node(1, 2, keep_alive_interval=0.2) for _ in range(2)]
+        nodes = [new_node(1, 2, keep_alive_interval=1.5, last_call_timeout=LONG) for _ in range(2)]
         infos = join_all(pool, *nodes)
         name = nodes[0].membership.node
         client.zadd(keys.leases, {name: 1})  # as if it had been frozen for longer than its lease
         until(lambda: nodes[0].num_nodes_waiting() and nodes[1].num_nodes_waiting(), "both know")
-        alone = pool.submit(nodes[1].next_rendezvous).result(10)
+        alone = pool.submit(nodes[1].next_rendezvous).result(LONG)
         assert alone.world_size == 1
         with pytest.raises(dist.DistStoreError):
             infos[0].store.set("late", "write")  # I4
         back = pool.submit(nodes[0].next_rendezvous)
         until(nodes[1].num_nodes_waiting, "it waits to join")
         nodes[1].next_rendezvous()
-        assert back.result(10).world_size == 2
+        assert back.result(LONG).world_size == 2
         assert nodes[0].membership.node != name
 
     def test_replacement_timeout_waits_for_a_new_node(
         self, new_node: NodeFactory, pool: ThreadPoolExecutor, client: redis.Redis, keys: RunKeys
     ) -> None:
-        nodes = [new_node(1, 2, replacement_timeout=20) for _ in range(2)]
+        nodes = [new_node(1, 2, replacement_timeout=LONG, last_call_timeout=LONG) for _ in range(2)]
         join_all(pool, *nodes)
         nodes[1].end(Left(cause="drained"), run_then="goes on", timeout=5)
         survivor = pool.submit(nodes[0].next_rendezvous)
         until_joined(client, keys, 1)
         with pytest.raises(FutureTimeoutError):
             survivor.result(0.5)
-        join_all(pool, new_node(1, 2, replacement_timeout=20))
-        assert survivor.result(10).world_size == 2
+        join_all(pool, new_node(1, 2, replacement_timeout=LONG))
+        assert survivor.result(LONG).world_size == 2
 
     def test_replacement_timeout_ends(self, new_node: NodeFactory, pool: ThreadPoolExecutor) -> None:
-        nodes = [new_node(1, 2, replacement_timeout=0.3) for _ in range(2)]
+        nodes = [new_node(1, 2, replacement_timeout=0.3, last_call_timeout=LONG) for _ in range(2)]
         join_all(pool, *nodes)
         nodes[1].end(Left(cause="drained"), run_then="goes on", timeout=5)
-        assert pool.submit(nodes[0].next_rendezvous).result(10).world_size == 1
+        assert pool.submit(nodes[0].next_rendezvous).result(LONG).world_size == 1
 
     def test_a_broken_round_ends_the_waits_on_its_store(self, new_node: NodeFactory, pool: ThreadPoolExecutor) -> None:
-        nodes = [new_node(1, 3, keep_alive_interval=0.2) for _ in range(2)]
+        nodes = [new_node(1, 2, keep_alive_interval=0.5, last_call_timeout=LONG) for _ in range(2)]
         infos = join_all(pool, *nodes)
         infos[0].store.set("there", "yes")
         blocked: Future[bytes] = pool.submit(infos[0].store.get, "never set")
         nodes[1].membership.stop()
         with pytest.raises(RoundBrokenError, match="lost its lease"):
-            blocked.result(10)
+            blocked.result(LONG)
         assert infos[0].store.get("there") == b"yes"
 
     def test_a_lost_node_is_told_from_one_that_regroups(self, new_node: NodeFactory, pool: ThreadPoolExecutor) -> None:
-        nodes = [new_node(1, 3, keep_alive_interval=0.2) for _ in range(3)]
+        nodes = [new_node(1, 3, keep_alive_interval=0.5, last_call_timeout=LONG) for _ in range(3)]
         join_all(pool, *nodes)
         regrouping = pool.submit(nodes[0].next_rendezvous)
         until(nodes[1].num_nodes_waiting, "the others know")
@@ -256,19 +258,19 @@ class TestRegrouping:
         nodes[2].membership.stop()
         assert nodes[1].wait_for_loss()
         assert nodes[1].next_rendezvous().world_size == 2
-        assert regrouping.result(10).world_size == 2
+        assert regrouping.result(LONG).world_size == 2
         assert [nodes[0].nodes_lost, nodes[1].nodes_lost] == [1, 1]
 
     def test_a_loss_is_told_though_the_round_was_broken_before(
         self, new_node: NodeFactory, pool: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
     ) -> None:
         """Its survivors' workers fail first, on the broken connection."""
-        nodes = [new_node(1, 3, keep_alive_interval=0.2) for _ in range(2)]
+        nodes = [new_node(1, 2, keep_alive_interval=0.5, last_call_timeout=LONG) for _ in range(2)]
         join_all(pool, *nodes)
         regrouping = pool.submit(nodes[0].next_rendezvous)
         until(lambda: f"{nodes[0].membership.node} regroups." in caplog.text, "that it regroups is told")
         nodes[1].membership.stop()
-        assert regrouping.result(30).world_size == 1
+        assert regrouping.result(LONG).world_size == 1
         until(lambda: "lost its lease" in caplog.text, "that a member is lost is told, before the round or after it")
         told = [text for text in caplog.messages if "is broken" in text]
         assert [lost for text in told for lost in re.findall(r"(\S+) lost its lease", text)] == [
@@ -286,15 +288,15 @@ class TestRegrouping:
         assert sum("n1 lost its lease" in text for text in caplog.messages) == 1
 
     def test_a_late_node_does_not_end_the_waits(self, new_node: NodeFactory, pool: ThreadPoolExecutor) -> None:
-        nodes = [new_node(1, 3) for _ in range(2)]
+        nodes = [new_node(2, 3) for _ in range(2)]
         infos = join_all(pool, *nodes)
         blocked: Future[bytes] = pool.submit(infos[0].store.get, "key")
-        late = pool.submit(new_node(1, 3).next_rendezvous)
+        late = pool.submit(new_node(2, 3).next_rendezvous)
         until(nodes[0].num_nodes_waiting, "the members know")
         infos[1].store.set("key", "value")
-        assert blocked.result(10) == b"value"
+        assert blocked.result(LONG) == b"value"
         join_all(pool, *nodes)
-        late.result(10)
+        late.result(LONG)
 
 
 class TestClosing:
@@ -308,7 +310,7 @@ class TestClosing:
         nodes[0].set_closed()
         nodes[0].set_closed()  # I8
         with pytest.raises(RendezvousGracefulExitError, match="is closed"):
-            spare.result(10)
+            spare.result(LONG)
         until(nodes[1].is_closed, "the other member knows")
         assert new_node(2, 2).is_closed()
         with pytest.raises(RendezvousClosedError, match="use a new run id"):
@@ -321,12 +323,12 @@ class TestClosing:
         until_joined(client, keys, 1)
         new_node(2, 2).set_closed()
         with pytest.raises(RendezvousClosedError):
-            joining.result(10)
+            joining.result(LONG)
 
     def test_a_finished_member_closes_and_the_others_finish_in_peace(
         self, new_node: NodeFactory, pool: ThreadPoolExecutor
     ) -> None:
-        nodes = [new_node(1, 2) for _ in range(2)]
+        nodes = [new_node(1, 2, last_call_timeout=LONG) for _ in range(2)]
         infos = join_all(pool, *nodes)
         assert [nodes[0].shutdown(), nodes[0].shutdown()] == [True, True]
         until(nodes[1].is_closed, "the other knows")
@@ -352,23 +354,23 @@ class TestClosing:
         until_joined(client, keys, 1)
         assert node.shutdown()
         with pytest.raises(RendezvousClosedError, match="was shut down"):
-            joining.result(10)
+            joining.result(LONG)
         assert client.zcard(keys.candidates) == 0  # and nothing of it comes back
 
     def test_shutdown_without_redis_ends_a_join_of_another_thread(
         self, own_server: RedisServer, new_node: NodeFactory, pool: ThreadPoolExecutor
     ) -> None:
-        node = new_node(2, 2, url=own_server.url, close_timeout=0.2, read_timeout=0.5, keep_alive_interval=0.3)
+        node = new_node(2, 2, url=own_server.url, close_timeout=0.2, read_timeout=4, keep_alive_interval=0.3)
         joining = pool.submit(node.next_rendezvous)
         with own_server.get_client() as its_client:
             until_joined(its_client, node.backend.keys, 1)
         own_server.kill()
         assert not node.shutdown()
         with pytest.raises((RendezvousClosedError, RendezvousConnectionError)):
-            joining.result(10)
+            joining.result(LONG)
 
     def test_shutdown_without_redis_says_false(self, own_server: RedisServer, new_node: NodeFactory) -> None:
-        node = new_node(1, 1, url=own_server.url, close_timeout=0.2, read_timeout=0.5)
+        node = new_node(1, 1, url=own_server.url, close_timeout=0.2, read_timeout=4)
         node.next_rendezvous()
         own_server.kill()
         assert node.num_nodes_waiting() == 0  # from memory
@@ -432,7 +434,7 @@ class TestWhatMayComeBetween:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
         with ThreadPoolExecutor(1) as other:
-            assert other.submit(node.num_nodes_waiting).result(10) == 0
+            assert other.submit(node.num_nodes_waiting).result(LONG) == 0
 
     def test_a_node_that_was_shut_down_while_it_joined_is_in_no_round(
         self, new_node: NodeFactory, client: redis.Redis, keys: RunKeys, monkeypatch: pytest.MonkeyPatch
@@ -451,7 +453,7 @@ class TestWhatMayComeBetween:
             node.next_rendezvous()
         assert client.zcard(keys.leases) == 0
 
-    @pytest.mark.parametrize(("before", "now"), [(0.2, 0.5), (0.7, 0.2)])
+    @pytest.mark.parametrize(("before", "now"), [(1.2, 1.5), (1.5, 1.2)])
     def test_a_dead_job_makes_room_for_one_of_another_size_and_heartbeat(
         self, new_node: NodeFactory, pool: ThreadPoolExecutor, before: float, now: float
     ) -> None:
@@ -464,7 +466,7 @@ class TestWhatMayComeBetween:
     def test_a_fenced_node_closes_nothing_though_redis_has_lost_its_data(
         self, new_node: NodeFactory, pool: ThreadPoolExecutor, client: redis.Redis, keys: RunKeys
     ) -> None:
-        fenced, live = nodes = [new_node(1, 2, keep_alive_interval=1) for _ in range(2)]
+        fenced, live = nodes = [new_node(1, 2, keep_alive_interval=2, last_call_timeout=LONG) for _ in range(2)]
         join_all(pool, *nodes)
         client.zadd(keys.leases, {fenced.membership.node: 1})  # as if it had been frozen for a lease
         until(live.num_nodes_waiting, "the other knows")
@@ -484,7 +486,7 @@ class TestWhatMayComeBetween:
         client.delete(*keys.types)
         first.shutdown()
         assert not second.is_closed()
-        assert second.next_rendezvous().world_size == waiting.result(20).world_size == 2
+        assert second.next_rendezvous().world_size == waiting.result(LONG).world_size == 2
 
     def test_a_shutdown_that_redis_did_not_hear_may_be_tried_again(
         self, own_server: RedisServer, new_node: NodeFactory
@@ -497,6 +499,6 @@ class TestWhatMayComeBetween:
             assert not node.shutdown()
         finally:
             os.kill(own_server.pid, signal.SIGCONT)
-        assert node.shutdown()
+        until(node.shutdown, "it is heard")
         assert new_node(1, 1, url=own_server.url).is_closed()
         assert node.shutdown()

@@ -72,11 +72,11 @@ class TestRegrouping:
         is_forgotten: bool,
     ) -> None:
         """Else each heartbeat of the slower one would look like the end of an outage, and begin every lease anew."""
-        dead, slow = (new_node(1, 2, keep_alive_interval=interval) for interval in intervals)
+        dead, slow = (new_node(1, 2, keep_alive_interval=interval, last_call_timeout=60) for interval in intervals)
         joining = pool.submit(dead.next_rendezvous)
         until(lambda: dead.membership.view.standing == "candidate", "it is first")
         slow.next_rendezvous()
-        joining.result(10)
+        joining.result(60)
         keys = dead.backend.keys
         if is_forgotten:
             client.delete(*keys.types)

@@ -56,7 +56,7 @@ def test_a_node_of_a_run_that_was_removed(
         cut_off = proxy.add(Fault(scripts.BEAT.digest.encode(), hold_request=True))
         wait_until(lambda: cut_off.taken, "the old node's next heartbeat is under way")
         client.delete(*keys.types, keys.status(old.membership.node))
-        nodes = [new_node(1, 2) for _ in range(2)]
+        nodes = [new_node(1, 2, last_call_timeout=60) for _ in range(2)]
         join(*nodes)
         created_at = int(client.hget(keys.run, "created_at") or 0)  # long ago, as far as the run's record says
         client.hset(keys.run, "created_at", created_at - 2000)

@@ -201,7 +201,7 @@ Pair = list[tuple[RedisRendezvousHandler, Any]]
 @pytest.fixture
 def pair(new_node: NodeFactory) -> Pair:
     """Two nodes and their stores of a complete round."""
-    nodes = [new_node(1, 2), new_node(1, 2)]
+    nodes = [new_node(1, 2, last_call_timeout=60) for _ in range(2)]
     infos = [in_thread(node.next_rendezvous) for node in nodes]
     return [(node, info.result(SOON).store) for node, info in zip(nodes, infos, strict=True)]
 
@@ -243,7 +243,7 @@ def test_a_wait_does_not_begin_when_a_member_has_left(pair: Pair, wait: Callable
         started = time.monotonic()
         with pytest.raises(RoundBrokenError, match=r"Round 1 .* is broken"):
             in_thread(wait, store).result(SOON)
-        assert time.monotonic() - started < 0.5  # before the other node's lease is over
+        assert time.monotonic() - started < 5  # before the other node's lease is over
 
 
 def test_a_wait_ends_when_a_lease_runs_out(pair: Pair) -> None:

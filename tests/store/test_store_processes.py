@@ -24,7 +24,7 @@ from redelastic.store import RedisStore
 # Python 3.12 warns of forks in processes with threads: that such forks are safe here is what is tested.
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 
-LIMIT = 20.0  # for a child to do its part, in seconds
+LIMIT = 60.0  # for a child to do its part, in seconds
 ROUNDS = 150
 
 
@@ -181,7 +181,7 @@ def test_children_of_multiprocessing(store: RedisStore, server: RedisServer, run
     for child in children:
         child.start()
     mine = work(store, "parent")
-    check_apart([mine, *(results.get(timeout=60) for _ in children)])
+    check_apart([mine, *(results.get(timeout=LIMIT) for _ in children)])
     for child in children:
         child.join(LIMIT)
         assert child.exitcode == 0

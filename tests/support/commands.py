@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import fcntl
 import io
@@ -57,7 +58,7 @@ def command(*argv: str) -> Done:
 def form(pool: ThreadPoolExecutor, *nodes: RedisRendezvousHandler) -> None:
     """Have nodes form a round."""
     for future in [pool.submit(node.next_rendezvous) for node in nodes]:
-        future.result(30)
+        future.result(60)
 
 
 class Started:
@@ -93,13 +94,14 @@ class Started:
 
     def _read(self) -> None:
         open_ends = set(self._texts)
+        decoders = {end: codecs.getincrementaldecoder("utf-8")("replace") for end in open_ends}  # for parts of a sign
         while open_ends:
             for end in select.select(list(open_ends), [], [])[0]:
                 try:
                     data = os.read(end, 65536)
                 except OSError:  # a terminal whose other end is closed
                     data = b""
-                self._texts[end] += data.decode(errors="replace")
+                self._texts[end] += decoders[end].decode(data)
                 if not data:
                     open_ends.discard(end)
                     os.close(end)
@@ -115,13 +117,15 @@ class Started:
     def until(self, text: str, *, err: bool = False, after: int = 0) -> None:
         """Wait until it has written ``text``, at or after this character position."""
         until(lambda: text in (self.err if err else self.out)[after:] or self.process.poll() is not None, text)
+        if text not in (self.err if err else self.out)[after:]:
+            self._reader.join(60)  # it has ended, and its last words may still be in the pipe
         assert text in (self.err if err else self.out)[after:], f"it ended, with {self.out}\n{self.err}"
 
     def interrupt(self) -> int:
         """Do what Ctrl-C does; returns the exit code."""
         self.process.send_signal(signal.SIGINT)
-        code = self.process.wait(20)
-        self._reader.join(20)
+        code = self.process.wait(60)
+        self._reader.join(60)
         return code
 
 

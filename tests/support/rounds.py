@@ -14,7 +14,7 @@ from redelastic.redis.keys import RunKeys
 from redelastic.rendezvous.handler import RedisRendezvousHandler
 from tests.support.waiting import Within
 
-until = Within(60)
+until = Within(30)
 
 
 def state(node: RedisRendezvousHandler) -> Run | None:
@@ -50,7 +50,7 @@ def events(node: RedisRendezvousHandler, kind: str) -> list[Any]:
 
 def join_all(pool: ThreadPoolExecutor, *nodes: RedisRendezvousHandler) -> list[RendezvousInfo]:
     joining = [pool.submit(node.next_rendezvous) for node in nodes]
-    return [future.result(30) for future in joining]
+    return [future.result(60) for future in joining]
 
 
 def until_joined(client: redis.Redis, keys: RunKeys, n: int) -> None:
