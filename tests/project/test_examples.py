@@ -217,7 +217,7 @@ def test_kubernetes(tmp_path: Path, free_ports: list[int]) -> None:
         site.wait("all live", lambda: all(pod.probe("livenessProbe") for pod in pods))
         site.assert_no_password_is_seen()
 
-        first = site.wait("one is ready", lambda: next((pod for pod in pods if pod.probe("readinessProbe")), None))
+        first = site.wait("one is ready", lambda: [pod for pod in pods if pod.probe("readinessProbe")])[0]
         assert job_action(spec, first.delete()) == "Ignore"
         pods.remove(first)
         site.wait("the spare trains in its place", lambda: members(control, 2))
