@@ -146,16 +146,18 @@ def find(
 def end(look: Callable[[], Iterable[Process]], grace: float = 0.0) -> Ended:
     """End the processes that ``look`` finds, and look again, until it finds none that lives.
 
-    Within ``grace`` seconds each process gets one SIGTERM, and may exit by itself; after that, SIGKILL. This gives up
-    ``KILL_TIMEOUT`` seconds later. torch's ``torch_shm_manager`` gets no SIGTERM: two seconds after the last process
-    that shared memory with it, it removes what they have left in ``/dev/shm``, and exits.
+    Within ``grace`` seconds of the first look each process gets one SIGTERM, and may exit by itself; after that,
+    SIGKILL. This gives up ``KILL_TIMEOUT`` seconds later. torch's ``torch_shm_manager`` gets no SIGTERM: two seconds
+    after the last process that shared memory with it, it removes what they have left in ``/dev/shm``, and exits.
     """
-    kill_at = time.monotonic() + grace
     asked: set[tuple[int, int]] = set()
     killed: set[tuple[int, int]] = set()
+    kill_at: float | None = None
     while True:
         left = [process for process in look() if process.alive]
         now = time.monotonic()
+        if kill_at is None:
+            kill_at = now + grace  # not from before the look, which may take longer than a short grace on a busy host
         if not left or now > kill_at + KILL_TIMEOUT:
             return Ended({pid for pid, _ in asked}, {pid for pid, _ in killed}, {process.pid for process in left})
         number, signalled = (signal.SIGTERM, asked) if now < kill_at else (signal.SIGKILL, killed)

@@ -163,12 +163,15 @@ def reuse(pid: int, began: float, command: list[str]) -> psutil.Popen:
 
     The kernel reports start times to 10 ms: one begun in the same tick would look like the same process.
     """
+    last = Path("/proc/sys/kernel/ns_last_pid")
     for _ in range(200):
+        newest = last.read_text()
         try:
-            Path("/proc/sys/kernel/ns_last_pid").write_text(str(pid - 1))
+            last.write_text(str(pid - 1))
         except OSError as e:
             pytest.skip(f"the next pid cannot be chosen here: {e}")
         child = psutil.Popen(command, start_new_session=True)
+        last.write_text(newest)  # or whatever starts next would get the pids of other tests' dead processes
         if child.pid == pid and reaper.processes()[pid].start != began:
             return child
         child.kill()

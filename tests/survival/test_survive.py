@@ -42,6 +42,7 @@ def _train_once() -> tuple[int, int, int, bool]:
         this.store.add("count", 1)
         while this.store.add("count", 0) < this.size:
             pass
+        dist.barrier()  # the store ends with the process of rank 0, which must not be the first to go
         state.commit()
 
     redelastic.survive(train, state)

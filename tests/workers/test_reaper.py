@@ -174,6 +174,7 @@ def test_pid_1_adopts_strangers_and_ends_only_its_own(tmp_path: Path) -> None:
         (pid_1,) = until(outer.handle.children, "the agent")
         command = ["nsenter", "--target", str(pid_1.pid), "--pid", "--mount", "setsid", "sh", "-c"]
         subprocess.run([*command, f"sleep {LIFE} > /dev/null 2>&1 &"], check=True)
+        until(lambda: "sleep" in [child.name() for child in pid_1.children()], "the stranger, a shell until its exec")
         outer.ask(f"start({DAEMON!r})")
         names = ("worker", "left")  # each says its own, in any order; their pids there are not those here
         until(lambda: all((tmp_path / name).exists() for name in names), "that both have said their pids")

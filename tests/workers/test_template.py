@@ -281,10 +281,10 @@ def test_a_template_that_was_killed_starts_no_worker(make: Make, tmp_path: Path)
 def test_a_template_that_is_frozen_starts_no_worker_later(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(template, "FORK_TIMEOUT", 0.2)
     command = script_that_tells(tmp_path)
     one = make(*command[1:])
     one.await_ready(DEADLINE)
+    monkeypatch.setattr(template, "FORK_TIMEOUT", 0.2)
     os.kill(one.pid, signal.SIGSTOP)
     with pytest.raises(TemplateError, match="does not answer"):
         one.fork(command, ENVIRONMENT, None, None)

@@ -233,9 +233,9 @@ def test_a_template_that_hangs_is_given_up_for_this_group(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(template, "FORK_TIMEOUT", 0.2)
     one = make("model")
     assert start_group(one, tmp_path)[0][0]
+    monkeypatch.setattr(template, "FORK_TIMEOUT", 0.2)
     frozen = psutil.Process(only(spared))
     frozen.suspend()
     assert [fork for fork, _ in start_group(one, tmp_path)] == [False, False]
