@@ -24,7 +24,7 @@ from redelastic.redis.server import RedisServer
 from redelastic.workers.group import Workers
 from tests.support.agent_job import DRAINED, AgentJob
 from tests.support.long_tests import quick_first
-from tests.support.torchrun_job import LIMIT, Job
+from tests.support.torchrun_job import LIMIT, PATIENT, Job
 from tests.support.unruly_job import UNRULY, Unruly
 
 pytestmark = pytest.mark.timeout(180)
@@ -63,7 +63,7 @@ def test_a_torn_error_file_stops_nothing(server: RedisServer, tmp_path: Path, ag
 
 @pytest.mark.parametrize("agent", quick_first([True, False]), ids=["redelastic run", "torchrun"])
 def test_regrouping_leaves_the_logs_of_earlier_rounds(server: RedisServer, tmp_path: Path, agent: bool) -> None:
-    with Job(server, tmp_path, "1:2", agent=agent) as job:
+    with Job(server, tmp_path, "1:2", agent=agent, conf=PATIENT) as job:
         logs = tmp_path / "logs"
         job.start("a", "b", options=(f"--log-dir={logs}", "--redirects=3"))
         epoch = job.wait_round("ab")
@@ -91,7 +91,7 @@ def test_the_report_of_a_hang_has_the_exit_code_of_its_end(server: RedisServer, 
 @pytest.mark.fault("a worker hangs", "its host is blamed by the time of its last progress, not that of the look")
 def test_a_hang_is_blamed_by_the_time_of_the_last_progress(server: RedisServer, tmp_path: Path) -> None:
     """Of two hosts whose workers wait for each other, the one that stopped first is to blame."""
-    timeout = 4
+    timeout = 10
     with AgentJob(server, tmp_path, "1:1") as job:
         job.begin("a", options=(f"--hang-timeout={timeout}", "--hang-start-timeout=50"))
         epoch = job.wait_round("a")
@@ -132,7 +132,7 @@ finally:
         while other.exists() and other.read_text().rpartition(")")[2].split()[0] not in "ZX":
             time.sleep(0.01)
 """)
-    with AgentJob(server, tmp_path, "2:2") as job:
+    with AgentJob(server, tmp_path, "2:2", conf=PATIENT) as job:
         job.start("a", "b", script=script)
         assert [job.wait_end(name) for name in "ab"] == [0, 0], job.report()
         assert job.redis("run")["blamed"] == "a"
@@ -155,7 +155,7 @@ directory = Path(sys.argv[1])
 child = subprocess.Popen(["sleep", "600"])
 def save(*_):
     try:
-        ended = child.wait(1)
+        ended = child.wait(float(sys.argv[2]))
     except subprocess.TimeoutExpired:
         ended = "lives"
     (directory / "saved").write_text(f"child {ended}")
@@ -165,10 +165,11 @@ signal.signal(signal.SIGTERM, save)
 signal.pause()
 """)
     shell = tmp_path / "wrapper.sh"
-    shell.write_text(f"#!/bin/sh\ntrap 'echo ends' TERM\n{sys.executable} {script} {tmp_path}\n")
+    shell.write_text(f"#!/bin/sh\ntrap 'echo ends' TERM\n{sys.executable} {script} {tmp_path} 20\n")
     shell.chmod(0o700)
     with AgentJob(server, tmp_path, "1:1") as job:
-        job.start("a", script=shell if wrapper else script, options=("--no-python",) if wrapper else ())
+        options = ("--no-python",) if wrapper else ()
+        job.start("a", script=shell if wrapper else script, arguments=["1"], options=options)
         job.wait("it runs", (tmp_path / "ready").exists)
         job.nodes["a"].terminate()
         assert job.wait_end("a") == DRAINED, job.report()
@@ -185,12 +186,12 @@ import os, time, redelastic
 redelastic.progress(1)
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     with redelastic.phase("export", timeout=600):
-        time.sleep(4)
+        time.sleep(8)
     with redelastic.phase("upload", timeout=1):
         time.sleep(600)
 """)
     with AgentJob(server, tmp_path, "1:1") as job:
-        job.start("a", script=script, options=("--hang-timeout=2",))
+        job.start("a", script=script, options=("--hang-timeout=6",))
         assert job.wait_end("a") == 0, job.report()
         [hung] = job.events(Hung)
         assert hung.phase == "upload"
@@ -201,10 +202,10 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
 def test_ranks_that_never_report_progress_are_not_restarted(server: RedisServer, tmp_path: Path) -> None:
     with AgentJob(server, tmp_path, "1:1", nproc=2) as job:
         job.tell("mute")
-        job.begin("a", options=("--hang-timeout=20", "--hang-start-timeout=1"))
+        job.begin("a", options=("--hang-timeout=20", "--hang-start-timeout=8"))
         event = job.wait_event(Unwatched)
-        assert (event.ranks, event.waited_ms) == (("1",), 1000)
-        assert "never called redelastic.progress() in the 1.0 s since the start: rank 1. " in job.nodes["a"].stderr
+        assert (event.ranks, event.waited_ms) == (("1",), 8000)
+        assert "never called redelastic.progress() in the 8.0 s since the start: rank 1. " in job.nodes["a"].stderr
         assert "in main" in event.stacks, "it imports redelastic: its stacks are had"
         seen = len(job.lines("step"))
         job.wait("they train on", lambda: len(job.lines("step")) > seen + 40)
@@ -219,7 +220,7 @@ def test_ranks_that_never_report_progress_are_not_restarted(server: RedisServer,
 @pytest.mark.fault("a script never calls progress(), nor imports redelastic", "it is not restarted, whatever it does")
 def test_a_script_that_knows_nothing_of_us_is_not_restarted(server: RedisServer, tmp_path: Path) -> None:
     with AgentJob(server, tmp_path, "1:1") as job:
-        job.start("a", script=UNRULY, env={"UNRULY": "wait"}, options=("--hang-timeout=0.5", "--hang-start-timeout=1"))
+        job.start("a", script=UNRULY, env={"UNRULY": "wait"}, options=("--hang-timeout=0.5", "--hang-start-timeout=8"))
         stacks = job.wait_event(Unwatched).stacks
         assert "wait (" in stacks or "has not imported redelastic" in stacks, "from py-spy, if there is one"
         job.tell("finish")
@@ -229,7 +230,7 @@ def test_a_script_that_knows_nothing_of_us_is_not_restarted(server: RedisServer,
 
 @pytest.mark.fault("a node drains whose workers have finished", "it leaves; the others go on without it, and finish")
 def test_a_drain_after_the_end_ends_no_run(server: RedisServer, tmp_path: Path) -> None:
-    with Unruly(server, tmp_path, "1:2") as job:
+    with Unruly(server, tmp_path, "1:2", conf=PATIENT) as job:
         job.begin("a", "b", action="end_but_rank_0")
         for name in "ab":
             job.wait_file(f"{name}-started")

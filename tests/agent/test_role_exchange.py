@@ -17,7 +17,7 @@ from redelastic.store import RedisStore
 @pytest.fixture
 def store(connection: Connection, run_id: str, monkeypatch: pytest.MonkeyPatch) -> RedisStore:
     monkeypatch.setattr(exchange, "RESEND_INTERVAL", 0.2)
-    return RedisStore(connection, run_id, timeout=timedelta(seconds=5))
+    return RedisStore(connection, run_id, timeout=timedelta(seconds=30))
 
 
 def test_what_is_lost_before_it_is_waited_for_is_told_again(store: RedisStore) -> None:
@@ -43,7 +43,7 @@ def test_what_is_lost_when_it_was_seen_and_not_yet_read_is_told_again(connection
                 lost.append(self.delete_key("a"))
             return super().multi_get(keys)
 
-    exchange = RoleExchange(Late(connection, run_id, timeout=timedelta(seconds=5)))
+    exchange = RoleExchange(Late(connection, run_id, timeout=timedelta(seconds=30)))
     exchange.set("a", "1")
     assert exchange.get("a") == b"1"
     assert lost == [True]

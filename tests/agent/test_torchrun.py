@@ -10,20 +10,20 @@ import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import psutil
 import pytest
 
 from redelastic.monitoring.events import Left, Lost, decode_cause
 from redelastic.redis.server import RedisServer
 from tests.support.nodes import NodeFactory
-from tests.support.torchrun_job import Job
+from tests.support.torchrun_job import PATIENT, Job
+from tests.support.worker_processes import lives
 
 pytestmark = pytest.mark.timeout(400)
 
 
 @pytest.mark.fault("torchrun: the node of each role is killed in turn", "I7: the others train on, whichever it is")
 def test_any_node_may_be_killed(server: RedisServer, tmp_path: Path) -> None:
-    with Job(server, tmp_path, "1:4") as job:
+    with Job(server, tmp_path, "1:4", conf=PATIENT) as job:
         names = set("abcd")
         job.start(*names)
         epoch = job.wait_round(names)
@@ -60,7 +60,7 @@ def test_a_lost_node_costs_nobody_a_restart(server: RedisServer, tmp_path: Path)
     "I1, I3, I6: those that are left train on, or wait for others",
 )
 def test_nodes_come_and_go(server: RedisServer, tmp_path: Path) -> None:
-    with Job(server, tmp_path, "2:4", conf={"last_call_timeout": 1}) as job:
+    with Job(server, tmp_path, "2:4", conf={"last_call_timeout": 1, "keep_alive_max_attempt": 12}) as job:
         job.start("a", "b")
         epoch = job.wait_round("ab")
 
@@ -74,7 +74,7 @@ def test_nodes_come_and_go(server: RedisServer, tmp_path: Path) -> None:
         assert any(orphan.is_running() for orphan in orphans)
         names = set("abcd") - {victim.name}
         epoch = job.wait_round(names, epoch, fault=fault)
-        job.wait("the orphaned worker has ended, cut off from its peers", lambda: not _alive(orphans))
+        job.wait("the orphaned worker has ended, cut off from its peers", lambda: not any(map(lives, orphans)))
 
         leaver = job.by_rank(epoch)[0]
         fault = job.note("SIGTERM of rank 0's node")
@@ -89,14 +89,14 @@ def test_nodes_come_and_go(server: RedisServer, tmp_path: Path) -> None:
         fault = job.note("below the minimum, then a replacement")
         lost.kill()
         job.wait("the survivor waits for others", lambda: job.redis("candidates") and not job.redis("members"))
-        job.start("e", conf={"join_timeout": 3})
+        job.start("e", conf={"join_timeout": 8})
         epoch = job.wait_round({kept.name, "e"}, epoch, fault=fault)
 
         job.note("below the minimum for longer than the join_timeout")
         kept.kill()
         assert job.wait_end("e") != 0
         assert "RendezvousTimeoutError" in job.nodes["e"].stderr
-        assert "within the join_timeout of 3 s" in job.nodes["e"].stderr
+        assert "within the join_timeout of 8 s" in job.nodes["e"].stderr
         assert "closed" not in job.redis("run"), "a node that gave up waiting closes nothing"
         job.check()
 
@@ -204,7 +204,7 @@ def test_two_jobs_on_one_redis(server: RedisServer, tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_several_workers_a_node(server: RedisServer, tmp_path: Path) -> None:
-    with Job(server, tmp_path, "1:2", nproc=2) as job:
+    with Job(server, tmp_path, "1:2", nproc=2, conf=PATIENT) as job:
         job.start(*"ab")
         epoch = job.wait_round("ab")
         victim, survivor = job.by_rank(epoch)
@@ -272,10 +272,6 @@ def test_unusable_redis_ends_the_agent_with_a_clear_error(server: RedisServer, t
             assert re.search(expected, job.nodes[node].stderr), job.report()
             assert secret not in job.nodes[node].stderr
         assert not job.lines()
-
-
-def _alive(processes: list[psutil.Process]) -> bool:
-    return any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes)
 
 
 def _members(job: Job) -> set[str]:

@@ -17,6 +17,9 @@ from typing_extensions import Self
 
 from redelastic import worker
 from redelastic.workers.board import ProgressBoard
+from tests.support.waiting import Within
+
+until = Within(60)
 
 
 @pytest.fixture
@@ -445,5 +448,11 @@ def test_reading_while_the_worker_writes_sees_whole_numbers(board: ProgressBoard
     code = "print(flush=True)\nwhile True: progress(0); progress(-1)"
     with Dialogue(code, board.environment(0)) as script:
         script.answer()
-        seen = {board.read(0).step for _ in range(200_000)}
+        seen: set[int | None] = set()
+
+        def has_both() -> bool:
+            seen.update(board.read(0).step for _ in range(200_000))
+            return seen >= {0, -1}
+
+        until(has_both, "reads before and after a write")
     assert seen - {None} == {0, -1}

@@ -107,7 +107,7 @@ def test_a_node_in_a_hurry_does_not_wait_for_its_checks(node: Node) -> None:
     """Whoever is to leave hears of it at once, and is not refused."""
     hurried_at = time.monotonic() + 0.3
     assert run_checks((), "sleep 60", node, lambda: time.monotonic() > hurried_at) is None
-    assert time.monotonic() - hurried_at < 10
+    assert time.monotonic() - hurried_at < 30
 
 
 def test_our_checks_fit_this_machine_when_asked_directly(node: Node) -> None:
@@ -160,8 +160,8 @@ def test_a_command_has_an_empty_input_not_the_agents(node: Node) -> None:
 
 def test_a_command_that_hangs_is_killed_with_its_children(tmp_path: Path) -> None:
     command = f"trap '' TERM; sleep 300 & echo $! >{tmp_path}/child; wait"
-    reason = run_checks([], command, Node(tmp_path, 1, timeout=1))
-    assert reason == "command: did not end within 1 s"
+    reason = run_checks([], command, Node(tmp_path, 1, timeout=6))  # the shell's start may take seconds
+    assert reason == "command: did not end within 6 s"
     child = int((tmp_path / "child").read_text())
     wait_until(lambda: gone(child), f"its child {child} is gone")
 

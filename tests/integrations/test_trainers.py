@@ -22,6 +22,7 @@ SCRIPTS: Final = {
     "accelerate": "train_accelerate.py",
     "torch": "train_dcp.py",
 }
+LEASE: Final = {"keep_alive_max_attempt": 12}  # workers that are held do not notice a dead peer: its lease must end
 TORN: Final = {  # left by a node that dies while it saves step 22, or copies the file to where others see it
     "transformers": "checkpoint-22/model.safetensors",
     "lightning": "last.ckpt",
@@ -61,7 +62,7 @@ def finish(job: TrainerJob, *names: str) -> None:
 )
 def test_nodes_die_and_drain(library: str, server: RedisServer, tmp_path: Path) -> None:
     needs(library)
-    with TrainerJob(server, tmp_path, "1:3", agent=True) as job:
+    with TrainerJob(server, tmp_path, "1:3", agent=True, conf=LEASE) as job:
         job.train(SCRIPTS[library], *"abc")
         epoch = job.wait_held("abc")
         assert job.first_step(epoch) == 1
@@ -89,7 +90,7 @@ def test_nodes_die_and_drain(library: str, server: RedisServer, tmp_path: Path) 
 def test_torchrun_and_accelerate_launch(library: str, server: RedisServer, tmp_path: Path) -> None:
     needs(library)
     nproc = 2 if library == "accelerate" else 1  # `accelerate launch` takes no fewer
-    with TrainerJob(server, tmp_path, "1:3", nproc=nproc) as job:
+    with TrainerJob(server, tmp_path, "1:3", nproc=nproc, conf=LEASE) as job:
         if library == "accelerate":
             job.train_by_accelerate(*"abc")
         else:

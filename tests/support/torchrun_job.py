@@ -38,6 +38,7 @@ CONF: Final[Mapping[str, float]] = {
     "last_call_timeout": 60,  # the first group is complete once max_nodes have joined, unless a test says otherwise
     "join_timeout": 60,
 }
+PATIENT: Final[Mapping[str, float]] = {"keep_alive_max_attempt": 50}  # a lease that outlasts a pause of seconds
 
 PATIENT: Final[Mapping[str, float]] = {"keep_alive_interval": 2}  # leases that outlast the pause of a busy machine
 

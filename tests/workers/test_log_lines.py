@@ -19,7 +19,7 @@ from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.replies import Beat
 from redelastic.rendezvous.view import Round, View
 from tests.support.agent_job import DRAINED, AgentJob
-from tests.support.torchrun_job import Job
+from tests.support.torchrun_job import PATIENT, Job
 
 ERROR: Final = "ValueError: invalid literal for int() with base 10: 'odd'"
 pytestmark = pytest.mark.timeout(180)
@@ -66,7 +66,7 @@ def test_that_this_node_was_fenced_is_news_to_it(caplog: pytest.LogCaptureFixtur
 
 @pytest.mark.long
 def test_log_lines_under_torchrun_have_the_same_form(server: RedisServer, tmp_path: Path) -> None:
-    with Job(server, tmp_path, "1:2") as job:
+    with Job(server, tmp_path, "1:2", conf=PATIENT) as job:
         job.start("a", "b")
         epoch = job.wait_round("ab")
         job.nodes["b"].kill()

@@ -19,7 +19,7 @@ from redelastic.monitoring.control import UnknownNodeError
 from redelastic.redis.server import RedisServer
 from redelastic.workers.site.sitecustomize import VARIABLE
 from tests.support.agent_job import AgentJob
-from tests.support.torchrun_job import LIMIT
+from tests.support.torchrun_job import LIMIT, PATIENT
 from tests.support.worker_processes import lives, until
 
 pytestmark = pytest.mark.timeout(300)
@@ -103,7 +103,7 @@ def template_of(agent: psutil.Process, worker: int) -> psutil.Process | None:
     "the others go on without it, their workers forks again; none is a child of the template, and all end with the job",
 )
 def test_forks_train_and_regroup(server: RedisServer, tmp_path: Path) -> None:
-    with AgentJob(server, tmp_path, "1:2") as job:
+    with AgentJob(server, tmp_path, "1:2", conf=PATIENT) as job:
         job.start("a", "b", options=("--preload=torch",))
         epoch = job.wait_round("ab")
         assert all(is_fork(line.pid) for line in job.lines("start"))

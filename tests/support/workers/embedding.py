@@ -83,6 +83,7 @@ def run(
     """Make one agent, and run it a number of times."""
     rendezvous: dict[str, Any] = {
         "keep_alive_interval": 0.4,
+        "keep_alive_max_attempt": 50,
         "last_call_timeout": 60,
         "join_timeout": 60,
         "topology": topology,
