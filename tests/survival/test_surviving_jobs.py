@@ -15,7 +15,10 @@ import pytest
 from redelastic.monitoring.events import Failed, Left, Started, Stopped
 from redelastic.redis.server import RedisServer
 from tests.support.agent_job import DRAINED, FAILED, STOPPED, AgentJob
+from tests.support.torchrun_job import PATIENT
 from tests.support.workers.surviving import reference
+
+pytestmark = pytest.mark.timeout(300)  # four processes that import torch, and several rounds
 
 SCRIPT = Path(__file__).parents[1] / "support" / "workers" / "surviving.py"
 
@@ -48,6 +51,13 @@ class SurvivingJob(AgentJob):
 
 @pytest.fixture
 def job(server: RedisServer, tmp_path: Path) -> Iterator[SurvivingJob]:
+    with SurvivingJob(server, tmp_path, "2:3", conf=PATIENT) as job:
+        yield job
+
+
+@pytest.fixture
+def losing_job(server: RedisServer, tmp_path: Path) -> Iterator[SurvivingJob]:
+    """With a short lease, after which a node counts as lost."""
     with SurvivingJob(server, tmp_path, "2:3") as job:
         yield job
 
@@ -114,7 +124,8 @@ def test_a_drain_keeps_the_others_processes(job: SurvivingJob) -> None:
 
 @pytest.mark.fault("a node is frozen whose peers survive, and thaws", "it goes on with its process, in the next round")
 @pytest.mark.long
-def test_a_thawed_node_comes_back_with_its_process(job: SurvivingJob) -> None:
+def test_a_thawed_node_comes_back_with_its_process(losing_job: SurvivingJob) -> None:
+    job = losing_job
     job.begin("a", "b", "c")
     first = job.wait_round("abc")
     before = job.pids(first)
@@ -145,7 +156,8 @@ def test_a_worker_that_does_not_leave_its_round_is_started_anew(job: SurvivingJo
 
 
 @pytest.mark.fault("a collective fails on all ranks, again and again", "the job ends with its restart budget")
-def test_an_error_that_repeats_uses_up_the_restarts(job: SurvivingJob) -> None:
+def test_an_error_that_repeats_uses_up_the_restarts(losing_job: SurvivingJob) -> None:
+    job = losing_job
     job.tell("lonely-b")
     job.begin("a", "b", "c", options=("--max-job-restarts=1",), may_end=True, max_restarts=1)
     assert {job.wait_end(name) for name in "abc"} <= {FAILED, STOPPED}
