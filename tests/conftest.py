@@ -24,6 +24,7 @@ from redelastic.rendezvous.backend import create_backend
 from redelastic.rendezvous.handler import RedisRendezvousHandler, create_handler
 from tests.support.long_tests import quick_first
 from tests.support.nodes import NodeFactory
+from tests.support.processes import Processes
 from tests.support.servers import reserved_port, server_binaries
 
 pytest_plugins = [f"tests.support.{name}" for name in ("fault_matrix", "folder_times", "left_out")]
@@ -114,6 +115,14 @@ def own_server() -> Iterator[RedisServer]:
     """A server that the test may kill, freeze or reconfigure."""
     with RedisServer() as started:
         yield started
+
+
+@pytest.fixture
+def processes() -> Iterator[Processes]:
+    """Starts the members of process groups, and kills those that have not ended."""
+    started = Processes()
+    yield started
+    started.kill()
 
 
 @pytest.fixture

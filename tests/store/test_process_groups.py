@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -27,13 +26,6 @@ from tests.support.servers import HOST, reserved_port
 TIMEOUT = timedelta(seconds=60)  # of the groups
 LEASE = 6.0  # of the nodes, in seconds: keep_alive_interval=0.3, twenty times; a busy machine may stand still for less
 SOON = 20.0  # within which what is due at once has to happen on a busy machine, in seconds
-
-
-@pytest.fixture
-def processes() -> Iterator[Processes]:
-    started = Processes()
-    yield started
-    started.kill()
 
 
 def total() -> float:

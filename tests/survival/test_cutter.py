@@ -6,7 +6,6 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -19,13 +18,6 @@ from tests.support.long_tests import quick_rows
 from tests.support.processes import Processes
 
 SIZE = 3
-
-
-@pytest.fixture
-def processes() -> Iterator[Processes]:
-    started = Processes()
-    yield started
-    started.kill()
 
 
 def _work_until_cut(folder: str, rank: int, numbers: int, cuts: int) -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import random
-from collections.abc import Iterator
+import signal
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -29,13 +31,6 @@ from redelastic.survival.state import (
 from tests.support.processes import Processes
 
 reports = st.builds(Report, survived=st.booleans(), whole=st.booleans(), step=st.integers(0, 3))
-
-
-@pytest.fixture
-def processes() -> Iterator[Processes]:
-    started = Processes()
-    yield started
-    started.kill()
 
 
 # -- whose state is taken
@@ -193,6 +188,34 @@ def test_a_step_that_nobody_has_whole_is_an_error_on_all_ranks(processes: Proces
     for rank in range(2):
         processes.start(_survive_torn, str(tmp_path), rank, [0, 1])
     assert [outcome.error.partition(":")[0] for outcome in processes.results()] == ["TornStateError"] * 2
+
+
+class Deadly(Counter):
+    """An entry whose process dies when it is to send its state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
+
+
+def _lose_the_source(folder: str, rank: int) -> None:
+    state = State(entry=Counter(1) if rank else Deadly(2))
+    state.commit(2 - rank)
+    _join(folder, rank, 2)
+    with contextlib.suppress(RuntimeError):
+        state.share()
+    dist.destroy_process_group()
+    _join(f"{folder}/alone", 0, 1)
+    state.share()
+
+
+def test_a_state_is_torn_whose_source_dies_before_all_of_it_has_arrived(processes: Processes, tmp_path: Path) -> None:
+    (tmp_path / "alone").mkdir()
+    for rank in range(2):
+        processes.start(_lose_the_source, str(tmp_path), rank)
+    source, receiver = processes.results()
+    assert source.error == "killed"
+    assert receiver.error.startswith("TornStateError: No process has the state of step 1")
 
 
 def _disagree(folder: str, rank: int) -> None:

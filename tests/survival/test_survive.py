@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import runpy
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,13 +12,6 @@ import torch.distributed as dist
 import redelastic
 from tests.support.processes import Processes
 from tests.support.servers import reserved_port
-
-
-@pytest.fixture
-def processes() -> Iterator[Processes]:
-    started = Processes()
-    yield started
-    started.kill()
 
 
 def test_a_process_of_its_own_trains_once(monkeypatch: pytest.MonkeyPatch) -> None:
