@@ -212,7 +212,9 @@ class Job:
         return ",".join(f"{name}={value}" for name, value in {**self.conf, **(conf or {})}.items())
 
     def launch(self, name: str, command: list[str], env: Mapping[str, str] | None = None) -> None:
-        """Start a node by any command."""
+        """Start a node by any command; an earlier one of that name has to end."""
+        if earlier := self.nodes.get(name):
+            earlier.process.wait(LIMIT)
         own = {"REDELASTIC_REDIS_URL": self.server.url, "OMP_NUM_THREADS": "1", "TEST_NODE": name}
         environment = {**os.environ, **own, TOKEN: self._token, **(env or {})}
         self.nodes[name] = Node(name, command, environment, self.directory)
