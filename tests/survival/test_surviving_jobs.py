@@ -2,51 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 from redelastic.monitoring.events import Failed, Left, Started, Stopped
 from redelastic.redis.server import RedisServer
-from tests.support.agent_job import DRAINED, FAILED, STOPPED, AgentJob
-from tests.support.torchrun_job import PATIENT
-from tests.support.workers.surviving import reference
-
-pytestmark = pytest.mark.timeout(300)  # four processes that import torch, and several rounds
-
-SCRIPT = Path(__file__).parents[1] / "support" / "workers" / "surviving.py"
-
-
-class SurvivingJob(AgentJob):
-    def begin(self, *names: str, options: tuple[str, ...] = (), **more: Any) -> None:
-        self.start(*names, script=SCRIPT, options=("--survive", *options), **more)
-
-    def pids(self, epoch: int) -> dict[str, set[int]]:
-        """The workers' processes in a round, by node."""
-        found: dict[str, set[int]] = {}
-        for line in self.lines("start"):
-            if line.epoch == epoch:
-                found.setdefault(line.node, set()).add(line.pid)
-        return found
-
-    def committed(self) -> list[int]:
-        """Each step that rank 0 has made, in order."""
-        return [line.step for line in self.lines("step") if line.rank == 0]
-
-    def end(self, *names: str) -> None:
-        """Let the job finish; all must have the weights of a run in one process."""
-        self.tell("finish")
-        for name in names:
-            assert self.wait_end(name) == 0, self.report()
-            for local_rank in range(self.nproc):
-                final = json.loads((self.directory / f"final-{name}-{local_rank}.json").read_text())
-                assert final["weights"] == pytest.approx(reference(final["step"]), abs=1e-10), name
+from tests.support.agent_job import DRAINED, FAILED, STOPPED
+from tests.support.surviving_job import SurvivingJob
 
 
 @pytest.fixture

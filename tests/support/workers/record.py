@@ -27,3 +27,6 @@ class Recorder:
     def __call__(self, event: str, **more: Any) -> None:
         line = {"event": event, "time": time.time(), **self._who, **more}
         os.write(self._file, (json.dumps(line) + "\n").encode())
+
+    def close(self) -> None:
+        os.close(self._file)

@@ -9,6 +9,8 @@ Usage: surviving.py DIRECTORY. Files there steer it:
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import os
 import sys
@@ -22,24 +24,27 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import redelastic
+from redelastic.data import ElasticBatches, MicroBatch
 
+SAMPLES: Final = 600
 BATCH: Final = 12
 PACE: Final = 0.05  # cost of a step beyond communication, in seconds
 
 
-def make() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """The model and its optimizer before the first step."""
+def make() -> tuple[torch.nn.Module, torch.optim.Optimizer, ElasticBatches]:
+    """The model, its optimizer and its data before the first step."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)).double()
-    return model, torch.optim.Adam(model.parameters(), lr=0.01)
+    batches = ElasticBatches(SAMPLES, global_batch=BATCH, micro_batch=BATCH, epochs=None)
+    return model, torch.optim.Adam(model.parameters(), lr=0.01), batches
 
 
-def loss_of(model: torch.nn.Module, step: int, rank: int, size: int) -> torch.Tensor:
-    """What this rank's samples of a step contribute to the loss of the whole batch."""
-    indices = torch.arange(step * BATCH + rank, (step + 1) * BATCH, size)
-    inputs = torch.sin(indices[:, None].double() * torch.tensor([0.7, 1.1, 1.3, 1.9], dtype=torch.float64))
+def loss_of(model: torch.nn.Module, batch: MicroBatch) -> torch.Tensor:
+    """The loss of a rank's samples of a step; its mean over the ranks is the loss of the whole batch."""
+    indices = torch.tensor(batch.indices, dtype=torch.float64)
+    inputs = torch.sin(indices[:, None] * torch.tensor([0.7, 1.1, 1.3, 1.9], dtype=torch.float64))
     targets = inputs @ torch.tensor([[1.0], [-2.0], [3.0], [0.5]], dtype=torch.float64)
-    loss: torch.Tensor = ((model(inputs) - targets) ** 2).sum() / BATCH
+    loss: torch.Tensor = batch.loss_factor * ((model(inputs) - targets) ** 2).sum()
     return loss
 
 
@@ -48,14 +53,18 @@ def weights(model: torch.nn.Module) -> list[float]:
     return [float(w) for p in model.parameters() for w in p.detach().flatten()]
 
 
-def reference(steps: int) -> list[float]:
-    """The weights after this many steps in one process."""
-    model, optimizer = make()
+@functools.cache
+def reference(steps: int) -> tuple[list[float], float]:
+    """The weights after this many steps in one process, and the loss of the last one."""
+    model, optimizer, batches = make()
+    loss = torch.tensor(0.0)
     for step in range(steps):
         optimizer.zero_grad()
-        loss_of(model, step, 0, 1).backward()
+        [batch] = batches.batches(step, 0, 1)
+        loss = loss_of(model, batch)
+        loss.backward()
         optimizer.step()
-    return weights(model)
+    return weights(model), float(loss.detach())
 
 
 def main(directory: Path) -> None:
@@ -63,18 +72,22 @@ def main(directory: Path) -> None:
     from record import Recorder  # type: ignore[import-not-found]  # beside this script
 
     node = os.environ["TEST_NODE"]
-    model, optimizer = make()
-    state = redelastic.State(model=model, optimizer=optimizer)
+    model, optimizer, batches = make()
+    state = redelastic.State(model=model, optimizer=optimizer, batches=batches)
+    final_loss = 0.0
 
     def told(what: str) -> bool:
         return (directory / f"{what}-{node}").exists()
 
     def train(this: redelastic.Round) -> None:
-        record = Recorder(directory)
-        record("start", step=state.step)
+        with contextlib.closing(Recorder(directory)) as record:
+            record("start", step=state.step)
+            make_steps(this, record)
+
+    def make_steps(this: redelastic.Round, record: Recorder) -> None:
+        nonlocal final_loss
         ddp = DistributedDataParallel(model)
-        finishing = False
-        while not finishing:
+        for batch in batches:
             if told("fail"):
                 (directory / f"fail-{node}").unlink()
                 raise ValueError(f"the worker of node {node} was told to fail at step {state.step}")
@@ -83,24 +96,27 @@ def main(directory: Path) -> None:
                 while told("stuck"):
                     time.sleep(PACE)
             optimizer.zero_grad()
-            # DDP takes the mean over the ranks
-            (this.size * loss_of(ddp, state.step, this.rank, this.size)).backward()
-            votes = torch.tensor([float(this.rank == 0 and (directory / "finish").exists()), float(told("lonely"))])
+            loss = loss_of(ddp, batch)
+            loss.backward()
+            finish = this.rank == 0 and (directory / "finish").exists()
+            votes = torch.tensor([finish, told("lonely"), loss.detach() / this.size], dtype=torch.float64)
             dist.all_reduce(votes)
             if votes[1]:
                 receiving = dist.irecv(torch.zeros(1), (this.rank + 1) % this.size)
                 assert receiving is not None
                 receiving.wait(timedelta(milliseconds=100))
             optimizer.step()
-            finishing = bool(votes[0])
             record("step", step=state.step)
             time.sleep(PACE)
             state.commit()
+            if votes[0]:
+                final_loss = float(votes[2])
+                return
 
     redelastic.survive(train, state, verify=True)
     Recorder(directory)("end", step=state.step)
     final = directory / f"final-{node}-{os.environ['LOCAL_RANK']}.json"
-    final.write_text(json.dumps({"step": state.step, "weights": weights(model)}))
+    final.write_text(json.dumps({"step": state.step, "weights": weights(model), "loss": final_loss}))
 
 
 if __name__ == "__main__":
