@@ -6,6 +6,7 @@ import contextlib
 import os
 import socket
 import stat
+import threading
 import time
 from collections.abc import Iterator
 from typing import Final
@@ -31,6 +32,7 @@ class Cutter:
     def __init__(self) -> None:
         self._before = _sockets()
         self._own: set[tuple[int, int]] | None = None
+        self._lock = threading.Lock()  # one thread cuts while another holds
         self._held: dict[int, int] = {}  # descriptors, by inode; socket.dup() would make gloo's sockets blocking
         self._begun = 0.0  # when the first cut was asked for, on the monotonic clock; 0 before
         self._traffic: dict[int, bytes] = {}  # of each socket when it was last looked at, by inode
@@ -42,7 +44,7 @@ class Cutter:
     def cut(self) -> None:
         """Cut the sockets once no traffic is on them; call it every few milliseconds until the operations fail."""
         self._begun = self._begun or time.monotonic()
-        with self._open() as connections:
+        with self._lock, self._open() as connections:
             before, self._traffic = self._traffic, {inode: _counters(one) for inode, one in connections.items()}
             if self._traffic == before or time.monotonic() - self._begun > QUIET_TIMEOUT:
                 for inode, connection in connections.items():
@@ -52,7 +54,7 @@ class Cutter:
 
     def hold(self) -> None:
         """Hold back all descriptors, before the group is destroyed: its peers may be amid a message of this process."""
-        with self._open() as connections:
+        with self._lock, self._open() as connections:
             self._held |= {inode: os.dup(connection.fileno()) for inode, connection in connections.items()}
 
     @contextlib.contextmanager
@@ -67,9 +69,10 @@ class Cutter:
 
     def release(self) -> None:
         """Close what was held back, now that every peer has left the group."""
-        for held in self._held.values():
-            os.close(held)
-        self._held.clear()
+        with self._lock:
+            for held in self._held.values():
+                os.close(held)
+            self._held.clear()
 
 
 def _connection(fd: int, inode: int) -> socket.socket | None:

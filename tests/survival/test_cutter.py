@@ -18,6 +18,7 @@ from tests.support.long_tests import quick_rows
 from tests.support.processes import Processes
 
 SIZE = 3
+DESCRIPTORS = Path("/proc/self/fd")
 
 
 def _work_until_cut(folder: str, rank: int, numbers: int, cuts: int) -> int:
@@ -118,3 +119,27 @@ def test_a_peer_notices_nothing_before_the_release() -> None:
             peer.settimeout(10)
             with contextlib.suppress(ConnectionResetError):
                 assert peer.recv(1) == b""
+
+
+def test_nothing_is_held_twice_by_a_cut_amid_a_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    with contextlib.ExitStack() as opened:
+        listening = opened.enter_context(socket.create_server(("127.0.0.1", 0)))
+        cutter = Cutter()
+        opened.enter_context(socket.create_connection(listening.getsockname()))
+        opened.enter_context(listening.accept()[0])
+        cutter.cut()
+        descriptors = len(list(DESCRIPTORS.iterdir()))
+        holding = threading.Thread(target=cutter.hold)
+        shutdown = socket.socket.shutdown
+
+        def hold_meanwhile(connection: socket.socket, how: int) -> None:
+            shutdown(connection, how)
+            if not holding.ident:
+                holding.start()
+                holding.join(0.2)  # without a lock it would have ended long before
+
+        monkeypatch.setattr(socket.socket, "shutdown", hold_meanwhile)
+        cutter.cut()
+        holding.join()
+        cutter.release()
+        assert len(list(DESCRIPTORS.iterdir())) == descriptors
