@@ -15,6 +15,8 @@ from redelastic.redis.server import RedisServer
 from tests.support.agent_job import DRAINED, FAILED, STOPPED
 from tests.support.surviving_job import SurvivingJob
 
+pytestmark = pytest.mark.timeout(400)  # above what waits take together: they say what did not happen
+
 
 @pytest.fixture
 def job(server: RedisServer, tmp_path: Path) -> Iterator[SurvivingJob]:
@@ -29,7 +31,6 @@ def losing_job(server: RedisServer, tmp_path: Path) -> Iterator[SurvivingJob]:
         yield job
 
 
-@pytest.mark.long
 @pytest.mark.fault("a node is killed whose peers' workers survive", "the same processes go on from the newest step")
 def test_survivors_of_a_killed_node_keep_their_processes(job: SurvivingJob) -> None:
     job.begin("a", "b", "c")
@@ -42,11 +43,7 @@ def test_survivors_of_a_killed_node_keep_their_processes(job: SurvivingJob) -> N
     second = job.wait_round(left, first, fault=fault)
     assert job.pids(second) == {name: before[name] for name in left}
     assert min(line.step for line in job.lines("start") if line.epoch == second) >= step
-    job.begin(lost)
-    third = job.wait_round("abc", second)
-    after = job.pids(third)
-    assert {name: after[name] for name in left} == {name: before[name] for name in left}
-    job.end("a", "b", "c")
+    job.end(*left)
 
 
 @pytest.mark.fault(
