@@ -223,11 +223,21 @@ class Campaign:
     def redis_away_while_parked(self) -> set[str]:
         lost = self.kill_worker()
         until(self._is_broken)
+        self._take_redis_away()
+        return lost
+
+    def kill_node_without_redis(self) -> set[str]:
+        [name] = self._choose(1)
+        self._take_redis_away(self.job.nodes[name].kill)
+        self.begin(name)
+        return {name}
+
+    def _take_redis_away(self, meanwhile: Callable[[], object] = lambda: None) -> None:
         assert self._server.pid is not None
         os.kill(self._server.pid, signal.SIGSTOP)
+        meanwhile()
         threading.Event().wait(self._dice.uniform(0.2, LONGEST_OUTAGE))
         os.kill(self._server.pid, signal.SIGCONT)
-        return lost
 
     def _kill_two(self, between: Callable[[], object]) -> set[str]:
         first, second = self._choose(2)
@@ -257,11 +267,16 @@ KINDS: Final[dict[str, tuple[Callable[[Campaign], set[str]], int, int]]] = {  # 
     "two at once": (Campaign.two_at_once, 3, MOST_NODES),
     "one more while the group is made": (Campaign.while_the_group_is_made, 3, MOST_NODES),
     "one more between parked and join": (Campaign.between_parked_and_join, 3, MOST_NODES),
+    "a node is killed while Redis is away": (Campaign.kill_node_without_redis, FEWEST_NODES, MOST_NODES),
     "Redis away while parked": (Campaign.redis_away_while_parked, FEWEST_NODES, MOST_NODES),
 }
 PLANNED: Final = ("a node joins", "a node is drained")
 
 
+@pytest.mark.fault(
+    "random faults, one after the other, of workers, agents, nodes, connections and Redis; some at once",
+    "surviving workers keep their processes, and lose no step; the job ends as one in one process",
+)
 @pytest.mark.long
 @pytest.mark.timeout(300 + 60 * FAULTS)
 def test_random_faults(own_server: RedisServer, tmp_path: Path) -> None:
