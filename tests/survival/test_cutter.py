@@ -19,14 +19,17 @@ from tests.support.processes import Processes
 
 SIZE = 3
 DESCRIPTORS = Path("/proc/self/fd")
+THREADS = Path("/proc/self/task")
 
 
-def _work_until_cut(folder: str, rank: int, numbers: int, cuts: int) -> int:
-    """In each of several groups: reduce until it ends at an arbitrary moment. Returns how many groups it has left.
+def _work_until_cut(folder: str, rank: int, numbers: int, cuts: int) -> tuple[int, int]:
+    """In each of several groups: reduce until it ends at an arbitrary moment.
+
+    Returns how many groups it has left, and how many descriptors and threads the last of them cost more than the first.
 
     As in a training, one rank notices the end between two operations, and the others wait for it in the next one.
     """
-    left = 0
+    held: list[int] = []
     for cut in range(cuts):
         cutter = Cutter()
         store = dist.FileStore(f"{folder}/store-{cut}", SIZE)
@@ -58,17 +61,17 @@ def _work_until_cut(folder: str, rank: int, numbers: int, cuts: int) -> int:
         while store.add("left", 0) < SIZE:
             time.sleep(0.001)
         cutter.release()
-        left += 1
-    return left
+        held.append(len(list(DESCRIPTORS.iterdir())) + len(list(THREADS.iterdir())))
+    return len(held), held[-1] - held[0]
 
 
 @pytest.mark.parametrize(
     ("numbers", "cuts"), quick_rows([(1000, 20), (100_000, 10), (4_000_000, 5), (10, 200), (1000, 300)], 2)
 )
-def test_every_member_leaves(processes: Processes, tmp_path: Path, numbers: int, cuts: int) -> None:
+def test_every_member_leaves_and_keeps_nothing(processes: Processes, tmp_path: Path, numbers: int, cuts: int) -> None:
     for rank in range(SIZE):
         processes.start(_work_until_cut, str(tmp_path), rank, numbers, cuts)
-    assert processes.values() == [cuts] * SIZE
+    assert processes.values() == [(cuts, 0)] * SIZE
 
 
 def test_only_connections_made_before_the_mark_are_cut_and_no_older_ones() -> None:
