@@ -23,7 +23,7 @@ import pytest
 from redelastic.redis.server import RedisServer
 from tests.support.agent_job import DRAINED
 from tests.support.surviving_job import SurvivingJob
-from tests.support.torchrun_job import LIMIT
+from tests.support.torchrun_job import LIMIT, Node
 from tests.support.waiting import Within
 
 SEED: Final = int(os.environ.get("REDELASTIC_SURVIVAL_SEED", "7"))
@@ -135,11 +135,10 @@ class Campaign:
         self._check_steps()
         self.job.check_rounds()
         for several in self._samples.values():
-            first, last = several[0], several[-1]
-            known = max(one.descriptors.total() for one in several[:2])
-            assert last.descriptors.total() <= known, several
+            last = several[-1]
+            assert last.descriptors.total() <= max(one.descriptors.total() for one in several[:2]), several
             assert last.threads <= max(one.threads for one in several[:2]), several
-            assert last.memory - first.memory < ROOM, several
+            assert last.memory - several[0].memory < ROOM, several
 
     def _check_steps(self) -> None:
         """No worker has lost a step that it had committed, or made it twice; nobody made up a step."""
@@ -172,22 +171,21 @@ class Campaign:
         return {name}
 
     def kill_agent(self) -> set[str]:
-        [name] = self._choose(1)
-        self.job.nodes[name].kill_agent_alone()
-        self.begin(name)
-        return {name}
+        return self._replace(Node.kill_agent_alone)
 
     def kill_node(self) -> set[str]:
+        return self._replace(Node.kill)
+
+    def _replace(self, kill: Callable[[Node], object]) -> set[str]:
         [name] = self._choose(1)
-        self.job.nodes[name].kill()
+        kill(self.job.nodes[name])
         self.begin(name)
         return {name}
 
     def freeze(self) -> set[str]:
         [name] = self._choose(1)
         self.job.nodes[name].freeze()
-        others = self.nodes - {name}
-        self.job.wait_round(others, self.epoch)
+        self.job.wait_round(self.nodes - {name}, self.epoch)
         self.job.nodes[name].thaw()
         return set()
 
@@ -227,10 +225,7 @@ class Campaign:
         return lost
 
     def kill_node_without_redis(self) -> set[str]:
-        [name] = self._choose(1)
-        self._take_redis_away(self.job.nodes[name].kill)
-        self.begin(name)
-        return {name}
+        return self._replace(lambda node: self._take_redis_away(node.kill))
 
     def _take_redis_away(self, meanwhile: Callable[[], object] = lambda: None) -> None:
         assert self._server.pid is not None
