@@ -78,15 +78,18 @@ class Cutter:
 def _connection(fd: int, inode: int) -> socket.socket | None:
     """Another descriptor of a TCP connection; None if it is something else, or was closed meanwhile."""
     try:
-        duplicate = socket.socket(fileno=os.dup(fd))
+        duplicate = os.dup(fd)
     except OSError:
         return None
-    with contextlib.suppress(OSError):
-        same = os.fstat(duplicate.fileno()).st_ino == inode
-        internet = duplicate.family in (socket.AF_INET, socket.AF_INET6) and duplicate.type == socket.SOCK_STREAM
-        if same and internet and not duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-            return duplicate
-    duplicate.close()
+    status = os.fstat(duplicate)
+    if status.st_ino != inode or not stat.S_ISSOCK(status.st_mode):  # another file is in its place
+        os.close(duplicate)
+        return None
+    connection = socket.socket(fileno=duplicate)
+    internet = connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM
+    if internet and not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+        return connection
+    connection.close()
     return None
 
 

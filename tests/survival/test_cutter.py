@@ -146,3 +146,20 @@ def test_nothing_is_held_twice_by_a_cut_amid_a_hold(monkeypatch: pytest.MonkeyPa
         holding.join()
         cutter.release()
         assert len(list(DESCRIPTORS.iterdir())) == descriptors
+
+
+def test_a_file_in_a_closed_sockets_place_is_left_alone() -> None:
+    with contextlib.ExitStack() as opened:
+        listening = opened.enter_context(socket.create_server(("127.0.0.1", 0)))
+        cutter = Cutter()
+        closed = socket.create_connection(listening.getsockname())
+        place = closed.fileno()
+        cutter.mark()
+        closed.close()
+        file = opened.enter_context(Path(__file__).open())
+        assert file.fileno() == place
+        descriptors = len(list(DESCRIPTORS.iterdir()))
+        cutter.cut()
+        cutter.hold()
+        assert len(list(DESCRIPTORS.iterdir())) == descriptors
+        assert file.readable()
