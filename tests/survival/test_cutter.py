@@ -66,7 +66,8 @@ def _work_until_cut(folder: str, rank: int, numbers: int, cuts: int) -> tuple[in
 
 
 @pytest.mark.parametrize(
-    ("numbers", "cuts"), quick_rows([(1000, 20), (100_000, 10), (4_000_000, 5), (10, 200), (1000, 300)], 2)
+    ("numbers", "cuts"),
+    quick_rows([(1000, 20), (100_000, 10), (4_000_000, 5), (10, 100), (100, 100), (1000, 150), (10_000, 150)], 2),
 )
 def test_every_member_leaves_and_keeps_nothing(processes: Processes, tmp_path: Path, numbers: int, cuts: int) -> None:
     for rank in range(SIZE):
