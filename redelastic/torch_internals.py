@@ -99,6 +99,7 @@ elastic.rendezvous.dynamic_rendezvous     RendezvousTimeout                     
 elastic.rendezvous.dynamic_rendezvous     DynamicRendezvousHandler.from_backend   run_id store backend min_nodes max_nodes local_addr timeout
 elastic.rendezvous.api                    RendezvousInfo                          store rank world_size bootstrap_store_info
 distributed_c10d                          _set_pg_timeout                         timeout
+distributed_c10d                          _World.group_count
 rendezvous                                _rendezvous_handlers
 rendezvous                                register_rendezvous_handler             scheme handler
 """  # noqa: E501
@@ -171,6 +172,17 @@ def set_group_timeout(timeout: timedelta) -> None:
     from torch.distributed import distributed_c10d  # noqa: PLC0415
 
     distributed_c10d._set_pg_timeout(timeout)  # noqa: SLF001
+
+
+def restart_group_names() -> None:
+    """Name the next default group as a new process does.
+
+    Its name is part of its keys in the store, and has to be the same on all ranks. torch counts groups, also one that
+    could not be made, and starts again only when a default group is destroyed.
+    """
+    from torch.distributed import distributed_c10d  # noqa: PLC0415
+
+    distributed_c10d._world.group_count = 0  # noqa: SLF001
 
 
 @contextlib.contextmanager

@@ -21,13 +21,15 @@ import torch.distributed.nn.functional
 from torch import distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
-from redelastic.torch_internals import set_group_timeout
+from redelastic.torch_internals import restart_group_names, set_group_timeout
 
 from .channel import MAX_REASON, Channel
 from .cutter import Cutter
 from .state import RoundOverError, State
 
-MAKE_TIMEOUT: Final = timedelta(seconds=15)  # to make a group: a peer that has died meanwhile is not noticed sooner
+# To make a group. A worker that waits for a dead peer to connect has no socket to cut: it has to leave by itself before
+# its node starts it anew after --park-timeout.
+MAKE_TIMEOUT: Final = timedelta(seconds=5)
 CUT_INTERVAL: Final = 0.01  # between two cuts of a group's sockets, in seconds
 IDLE_INTERVAL: Final = 3600.0  # between looks for a command, which wakes the thread anyway, in seconds
 EPOCH: Final = "REDELASTIC_EPOCH"  # variable of the round's number
@@ -184,6 +186,7 @@ class _Survivor:
             if self._is_over():
                 raise RoundOverError("The round ended before this worker could enter it.")  # noqa: TRY301
             store, rank, size = next(dist.rendezvous("env://", timeout=MAKE_TIMEOUT))
+            restart_group_names()
             dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=MAKE_TIMEOUT)
             cutter.mark()
             set_group_timeout(self._timeout)

@@ -10,8 +10,14 @@ import pytest
 import torch.distributed as dist
 
 import redelastic
+from redelastic.agent.options import AgentOptions
+from redelastic.survival.loop import MAKE_TIMEOUT
+from redelastic.workers.channels import WorkerChannels
 from tests.support.processes import Processes
 from tests.support.servers import reserved_port
+from tests.support.waiting import Within
+
+until = Within(40)
 
 
 def test_a_process_of_its_own_trains_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,6 +53,41 @@ def test_processes_of_another_launcher_train_once_in_a_group(processes: Processe
             place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
             processes.start(_train_once, **place)
         assert processes.values() == [(0, 2, 1, False), (1, 2, 1, False)]
+
+
+def _survive() -> tuple[int, int]:
+    seen: list[redelastic.Round] = []
+    redelastic.survive(seen.append, redelastic.State())
+    return seen[0].rank, seen[0].epoch
+
+
+def test_a_group_that_was_cut_while_it_was_made_is_no_hindrance_to_the_next(processes: Processes) -> None:
+    channels = WorkerChannels(2, lambda: None)
+    for local_rank in range(2):
+        processes.start(_survive, **channels.environment(local_rank))
+    until(lambda: channels.ready == {0, 1}, "both are ready")
+
+    def enter(epoch: int, *ranks: int) -> dist.TCPStore:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "2"}
+        agents = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+        for rank in ranks:
+            channels.send_round(rank, {**place, **agents, "RANK": str(rank), "REDELASTIC_EPOCH": str(epoch)})
+        return store
+
+    first = enter(1, 0)
+    empty = first.num_keys()
+    until(lambda: first.num_keys() > empty, "the first waits for the second")
+    channels.abort(1)
+    until(lambda: 0 in channels.parked, "the first has left")
+    second = enter(2, 0, 1)
+    assert processes.values() == [(0, 2), (1, 2)]
+    del second  # the server of their store
+    channels.close()
+
+
+def test_a_group_that_cannot_be_made_is_given_up_before_its_workers_have_to_have_parked() -> None:
+    assert MAKE_TIMEOUT.total_seconds() <= AgentOptions().park_timeout / 2
 
 
 def _fail() -> None:
