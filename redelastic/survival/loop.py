@@ -27,14 +27,13 @@ from .channel import MAX_REASON, Channel
 from .cutter import Cutter
 from .state import RoundOverError, State
 
-# To make a group. A worker that waits for a dead peer to connect has no socket to cut: it has to leave by itself before
-# its node starts it anew after --park-timeout.
-MAKE_TIMEOUT: Final = timedelta(seconds=5)
+MEET_TIMEOUT: Final = timedelta(seconds=5)  # for all ranks of a round to be there
+# To make a group then. gloo waits five times that for a peer to connect. If the peer has died, there is no socket to
+# cut: the wait has to end before the node starts its workers anew after --park-timeout.
+MAKE_TIMEOUT: Final = timedelta(seconds=1.5)
 CUT_INTERVAL: Final = 0.01  # between two cuts of a group's sockets, in seconds
 IDLE_INTERVAL: Final = 3600.0  # between looks for a command, which wakes the thread anyway, in seconds
 EPOCH: Final = "REDELASTIC_EPOCH"  # variable of the round's number
-FINISHED: Final = "redelastic/finished"  # in the group's store: how many ranks have finished
-ALL_FINISHED: Final = "redelastic/all_finished"
 LAUNCHED: Final = ("RANK", "WORLD_SIZE")  # variables of every launcher
 
 
@@ -185,7 +184,8 @@ class _Survivor:
         try:
             if self._is_over():
                 raise RoundOverError("The round ended before this worker could enter it.")  # noqa: TRY301
-            store, rank, size = next(dist.rendezvous("env://", timeout=MAKE_TIMEOUT))
+            store, rank, size = next(dist.rendezvous("env://", timeout=MEET_TIMEOUT))
+            store.wait([_count_in(store, size, "met")], MEET_TIMEOUT)
             restart_group_names()
             dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=MAKE_TIMEOUT)
             cutter.mark()
@@ -202,13 +202,19 @@ class _Survivor:
         return None
 
 
+def _count_in(store: dist.Store, size: int, place: str) -> str:
+    """Count this rank as having come to a place; returns the key that exists once all have."""
+    if store.add(f"redelastic/{place}", 1) == size:
+        store.set(f"redelastic/all_{place}", "")
+    return f"redelastic/all_{place}"
+
+
 def _await_all(store: dist.Store, size: int) -> None:
     """Wait until all ranks have finished: until then, one that fails needs the state of the others."""
-    if store.add(FINISHED, 1) == size:
-        store.set(ALL_FINISHED, "")
+    all_finished = _count_in(store, size, "finished")
     while True:
         try:
-            store.wait([ALL_FINISHED], timedelta(hours=1))
+            store.wait([all_finished], timedelta(hours=1))
         except dist.DistStoreError:  # the others are not there yet
             continue
         return
