@@ -14,6 +14,7 @@ from typing import Final
 DEFAULT_PREFIX: Final = "redelastic"
 DEFAULT_TTL: Final = 86400.0  # in seconds since the run's last activity: a night's job can be read in the morning
 MAX_KEY_PART: Final = 200
+_ROUND: Final = "round:"  # begins the name of a round's store
 
 # Braces would move the hash tag, glob characters would widen an ACL pattern, white space breaks tools that split on it.
 _FORBIDDEN: Final = re.compile(r"[\s{}*?\[\]\\^\x00-\x1f\x7f]")
@@ -173,8 +174,16 @@ class RunKeys:
         return [store.data, store.waits, store.dedup, self.run, self.members]
 
     def store(self, name: str | int) -> StoreKeys:
-        """Keys of a store: of a round's, by its epoch, or of another, by its name."""
-        text = check_key_part("store name", str(name))
+        """Keys of a store: of a round's, by its epoch, or of another, by its name.
+
+        Raises:
+            ValueError: the name cannot be part of a key, or is a round's.
+        """
+        if isinstance(name, int):
+            return StoreKeys(self._key(f"store:{_ROUND}{name}"))
+        text = check_key_part("store name", name)
+        if text.startswith(_ROUND):
+            raise ValueError(f"The store name {text!r} begins with {_ROUND!r}, as only a round's does; use another.")
         if ":" in text:
             raise ValueError(
                 f"The store name {text!r} contains ':', which separates the parts of a key; use another character."

@@ -237,7 +237,7 @@ def test_a_drain_after_the_end_ends_no_run(server: RedisServer, tmp_path: Path) 
         first = job.control.state().epoch
         members = {node.name: node for node in job.control.state().members}
         last, waits = sorted("ab", key=lambda name: members[name].rank or 0)
-        job.wait("rank 1 waits for rank 0", lambda: "redelastic/exit/1" in job.redis(f"store:{first}"))
+        job.wait("rank 1 waits for rank 0", lambda: "redelastic/exit/1" in job.redis(f"store:round:{first}"))
         job.nodes[waits].terminate()
         assert job.wait_end(waits) == DRAINED, job.report()
         job.wait("the other goes on", lambda: job.control.state().epoch == first + 1)

@@ -289,4 +289,5 @@ def _lost_leases(job: Job) -> list[str]:
 def _wait_for_role_info(job: Job, epoch: int, ranks: tuple[int, ...]) -> None:
     """Until these ranks' agents have told their part of the exchange, and so wait for the rest."""
     wanted = {f"torchelastic/role_info/{rank}" for rank in ranks}
-    job.wait(f"the agents of ranks {ranks} exchange roles", lambda: wanted <= set(job.redis(f"store:{epoch}") or ()))
+    exchanged = f"store:round:{epoch}"
+    job.wait(f"the agents of ranks {ranks} exchange roles", lambda: wanted <= set(job.redis(exchanged) or ()))

@@ -116,11 +116,11 @@ def _one_ends_first(job: Unruly, directory: Path) -> tuple[str, str]:
     job.begin("a", "b", action="end_first")
     job.wait_file("a-started")
     job.wait_file("b-started")
-    job.wait("the first has ended", lambda: job.redis("store:1") and _exited(job) == 1)
+    job.wait("the first has ended", lambda: job.redis("store:round:1") and _exited(job) == 1)
     [first] = [n for n in "ab" if not lives(pid_in(directory / f"{n}-started"))]
     [second] = {"a", "b"} - {first}
     return first, second
 
 
 def _exited(job: Unruly) -> int:
-    return sum(key.startswith("redelastic/exit/") for key in job.redis("store:1") or {})
+    return sum(key.startswith("redelastic/exit/") for key in job.redis("store:round:1") or {})

@@ -29,7 +29,7 @@ def test_role_info_is_lost(in_cluster: Shard, run_id: str, new_node: NodeFactory
             job.start("a", "b")
             info = joined.result(60)
             assert info.rank == 0
-            job.wait("told", lambda: {INFO + "1", INFO + "2"} <= set(job.redis("store:1") or ()))
+            job.wait("told", lambda: {INFO + "1", INFO + "2"} <= set(job.redis("store:round:1") or ()))
         assert len(info.store.multi_get([INFO + "1", INFO + "2"])) == 2
 
 
@@ -43,5 +43,5 @@ def test_assigned_ranks_are_lost(in_cluster: Shard, run_id: str, new_node: NodeF
             info = pool.submit(other.next_rendezvous).result(60)
             assert info.rank == 1
             info.store.set(INFO + "1", _RoleInstanceInfo("default", 1, 1).serialize().decode())
-            job.wait("rank 0 has told", lambda: RANKS + "1" in set(job.redis("store:1") or ()))
+            job.wait("rank 0 has told", lambda: RANKS + "1" in set(job.redis("store:round:1") or ()))
         assert json.loads(info.store.get(RANKS + "1"))

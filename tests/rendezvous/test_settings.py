@@ -264,6 +264,13 @@ def test_a_store_name_separates_no_parts() -> None:
         RunKeys("run").store("a:b")
 
 
+def test_a_store_of_a_round_has_a_name_of_its_own() -> None:
+    keys = RunKeys("run")
+    assert keys.store(1).data != keys.store("1").data
+    with pytest.raises(ValueError, match=r"'round:1' begins with 'round:', as only a round's does"):
+        keys.store("round:1")
+
+
 def test_the_keys_of_two_runs_never_meet() -> None:
     """One pattern for each run's ACL matches its own keys only."""
     runs = [RunKeys(run, prefix) for run in ("a", "a:b", "b") for prefix in ("p", "p:a", "q")]

@@ -63,6 +63,9 @@ def test_stores_of_other_names_and_runs_are_apart(server: RedisServer, run_id: s
             assert not other.check(["k"])
     with opened(server, run_id + "x") as other:
         assert not other.check(["k"])
+    with opened(server, run_id, name="1") as named, opened(server, run_id, epoch=1) as of_round:
+        named.set("k", "v")
+        assert not of_round.check(["k"])
     with opened(server, run_id) as same:
         assert same.get("k") == b"v"
 
