@@ -73,11 +73,10 @@ class Corner:
         store_keys = [f"{what}-{which}" for what in ("value", "count") for which in ("first", "second")]
         store_keys += [f"wake-{n}" for n in range(WAKES)]
         self._written = [*self.keys.types, *(self.keys.probe(kind) for kind in KINDS)]
-        self._written += [self.store_keys.data, self.store_keys.waits, self.store_keys.dedup]
+        self._written += [self.store_keys.data, self.store_keys.waits]
         self._written += [text(self.store_keys.stream(key.encode())) for key in store_keys]
-        for epoch in range(2):  # the scripts of a rendezvous take the keys of the round before
-            store = self.keys.store(epoch)
-            self._written += [store.data, store.waits, store.dedup]
+        for epoch in range(2):  # the scripts of a rendezvous take the key of the round before
+            self._written += [self.keys.store(epoch).data, self.keys.store(epoch).waits]
 
     @property
     def pattern(self) -> str:

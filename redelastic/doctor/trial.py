@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from redelastic.monitoring.events import Left
-from redelastic.redis.connection import Connection
+from redelastic.redis.connection import Connection, text
 from redelastic.redis.endpoint import Endpoint
 from redelastic.redis.errors import RedelasticError, UnreachableError
 from redelastic.rendezvous.backend import RedisRendezvousBackend
@@ -112,6 +112,8 @@ def try_store(connection: Connection, corner: Corner) -> Iterator[Finding]:
     except dist.DistError as e:
         yield Finding("trial", "store", "problem", "failed", str(e))
     finally:
+        for key in store.list_sender_keys():
+            corner.add(text(key))
         store.close()
 
 

@@ -1,6 +1,6 @@
 -- beat: renews a node's lease, and reports where the node and its run stand.
 --
--- KEYS 1-11 of run.lua, 12 data, 13 waits, 14 dedup: the store of the node's round
+-- KEYS 1-11 of run.lua, 12 data of the store of the node's round
 -- ARGV 1-19 of restore.lua
 -- Reply {standing: 'member' | 'candidate' | 'fenced' | 'unknown', epoch, why the round is broken or '', candidates,
 --        why it is closed or '', ms until the lease of another node runs out or -1, stop: 1 or 0,
@@ -28,11 +28,9 @@ end
 if is_aging() then
   touch()
 end
-local left = redis.call('PTTL', KEYS[12])
+local left = standing == 'member' and redis.call('PTTL', KEYS[12]) or -1
 if left >= 0 and left < run.ttl / 2 then -- checked apart: nodes without a round may have renewed only the run's own keys
-  for i = 12, 14 do
-    redis.call('PEXPIRE', KEYS[i], run.ttl)
-  end
+  redis.call('PEXPIRE', KEYS[12], run.ttl)
 end
 
 local expires_in = -1

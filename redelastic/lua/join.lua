@@ -1,7 +1,7 @@
 -- join: asks for a place in a round later than `after`; asked again, it answers the same (I8). A blocked node asks
 -- again whenever it is woken, and when `wait` has passed.
 --
--- KEYS 1-11 of run.lua, 12 data, 13 waits, 14 dedup: the store of round `after`, which ends now
+-- KEYS 1-11 of run.lua, 12 data of the store of round `after`, which ends now
 -- ARGV 1-19 of restore.lua, 20 after: last epoch that the node held, 0 if none, 21 endpoint, 22 label
 -- Reply {'complete', epoch, rank, size, master, completed_at, lost: how many nodes of the previous round did not come back,
 --        incarnation}
@@ -60,9 +60,7 @@ if regroups then
   redis.call('SREM', MEMBERS, node)
   redis.call('ZADD', CANDIDATES, FORMER + rank, node)
   record_break(false, 'regrouped', node)
-  for i = 12, 14 do
-    redis.call('PEXPIRE', KEYS[i], math.min(60000, run.ttl)) -- the last waiters on the old round's store still read that it is over
-  end
+  redis.call('PEXPIRE', KEYS[12], math.min(60000, run.ttl)) -- some may still read it
 elseif not is_member and not is_candidate then
   redis.call('ZADD', CANDIDATES, redis.call('HINCRBY', RUN, 'arrivals', 1), node)
   if redis.call('SCARD', MEMBERS) > 0 and run.size < run.max then

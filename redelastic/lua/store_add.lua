@@ -1,6 +1,6 @@
 -- add: increments the decimal number in a key, from 0 if there is none. Counted once however often it is sent (I8).
 --
--- KEYS 1-5 of store.lua, 6 the key's wake-up stream
+-- KEYS 1-4 of store.lua, 5 of store_write.lua, 6 the key's wake-up stream
 -- ARGV 1-2 of store.lua, 3-4 of store_write.lua, 5 key, 6 amount
 -- Reply the new number, as text: it may need all 64 bits
 -- I4 I8

@@ -1,6 +1,6 @@
 -- compare_set: writes `desired` if the key's value is `expected`; a missing key matches an empty `expected`.
 --
--- KEYS 1-5 of store.lua, 6 the key's wake-up stream
+-- KEYS 1-4 of store.lua, 5 of store_write.lua, 6 the key's wake-up stream
 -- ARGV 1-2 of store.lua, 3-4 of store_write.lua, 5 key, 6 expected, 7 desired
 -- Reply the value afterwards; `expected` if there is none
 -- I4 I8

@@ -1,6 +1,6 @@
 -- set, multi_set: writes pairs. Written once however often it is sent: a late copy undoes no later write (I8).
 --
--- KEYS 1-5 of store.lua, then the wake-up stream of each pair's key
+-- KEYS 1-4 of store.lua, 5 of store_write.lua, then the wake-up stream of each pair's key
 -- ARGV 1-2 of store.lua, 3-4 of store_write.lua, then key, value, key, value, …
 -- I4 I8
 local PAIRS = #KEYS - 5

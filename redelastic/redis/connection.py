@@ -60,6 +60,7 @@ class Connection:
             PoolWire(client.connection_pool) if owned and not isinstance(client, RedisCluster) else ClientWire(client)
         )
         self._owned = owned
+        self.sends_once = isinstance(self._wire, PoolWire)  # not if redis-py itself may repeat what it sends
         self.name = name or _describe(client, options)
         self.read_timeout = read_timeout
         self.served = False  # whether a script has run there: a server that refuses writes later may accept them again
@@ -117,6 +118,11 @@ class Connection:
 
     def __repr__(self) -> str:
         return f"Connection({self.name})"
+
+    @property
+    def is_up(self) -> bool:
+        """Whether the last try, if any, reached Redis."""
+        return self._pace.is_up
 
     def call(self, operation: Callable[[Client], T], timeout: Timeout = None) -> T:
         """Run an operation of redis-py's client; see :meth:`attempt`."""

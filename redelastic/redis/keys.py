@@ -63,13 +63,8 @@ class StoreKeys:
 
     @cached_property
     def waits(self) -> str:
-        """Hash of the keys that callers wait for."""
+        """Sorted set of the keys that callers wait for."""
         return f"{self.base}:waits"
-
-    @cached_property
-    def dedup(self) -> str:
-        """Hash of each client's last effect."""
-        return f"{self.base}:dedup"
 
     @cached_property
     def streams(self) -> bytes:
@@ -80,6 +75,24 @@ class StoreKeys:
     def queues(self) -> bytes:
         """Prefix of the names of all queues."""
         return f"{self.base}:queue:".encode()
+
+    def dedup(self, sender: bytes) -> bytes:
+        """Name of the string that holds the last effect of ``sender``."""
+        return self._dedups + sender
+
+    def reply(self, sender: bytes) -> bytes:
+        """Name of the string that holds the last item that ``sender`` has popped, if that is long."""
+        return f"{self.base}:reply:".encode() + sender
+
+    @cached_property
+    def _dedups(self) -> bytes:
+        return f"{self.base}:dedup:".encode()
+
+    def type_of(self, key: bytes) -> str:
+        """The Redis type of a key of this store."""
+        kinds = {self._dedups: "string", f"{self.base}:reply:".encode(): "string", self.queues: "list"}
+        fixed = {self.data.encode(): "hash", self.waits.encode(): "zset"}
+        return fixed.get(key) or next((kind for start, kind in kinds.items() if key.startswith(start)), "stream")
 
     def stream(self, key: bytes) -> bytes:
         """Name of the stream that wakes the callers blocked on ``key``."""
@@ -170,8 +183,8 @@ class RunKeys:
         return self._key(f"node:{node}")
 
     def of_store(self, store: StoreKeys) -> list[str]:
-        """The keys that every script of a store takes: 1 to 5 of ``lua/store.lua``."""
-        return [store.data, store.waits, store.dedup, self.run, self.members]
+        """The keys that every script of a store takes: 1 to 4 of ``lua/store.lua``."""
+        return [store.data, store.waits, self.run, self.members]
 
     def store(self, name: str | int) -> StoreKeys:
         """Keys of a store: of a round's, by its epoch, or of another, by its name.

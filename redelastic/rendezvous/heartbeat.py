@@ -90,8 +90,7 @@ class Heartbeat:
 
     def keys_with_store(self, epoch: int) -> list[str]:
         """The keys of a script that may complete a round, which ends the store of the round ``epoch``."""
-        store = self._run_keys.store(epoch)
-        return [*self.keys, store.data, store.waits, store.dedup]
+        return [*self.keys, self._run_keys.store(epoch).data]
 
     def call(
         self, script: scripts.Script, keys: list[str], args: list[Any] | Callable[[], list[Any]], timeout: float | None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from operator import index
@@ -15,6 +16,7 @@ from redelastic.monitoring.events import decode_cause
 from redelastic.monitoring.sentences import cause
 from redelastic.redis import scripts
 from redelastic.redis.connection import Connection, sanitize, text
+from redelastic.redis.errors import RedelasticError
 from redelastic.redis.keys import DEFAULT_PREFIX, DEFAULT_TTL, RunKeys
 from redelastic.redis.wire import Client
 from redelastic.torch_errors import torch_errors
@@ -22,9 +24,11 @@ from redelastic.torch_errors import torch_errors
 from .requests import Requests, RoundBrokenError
 
 Text = str | bytes
-Request = tuple[scripts.Script, list[bytes], list[bytes]]  # to run a script with these keys and arguments
+# A script, its keys beside those that each script of a store takes, and its arguments.
+Request = tuple[scripts.Script, list[bytes], list[bytes] | Callable[[], Sequence[bytes]]]
 
 LONGEST_TTL: Final = 1e9  # in seconds
+KEPT_APART: Final = 4096  # in bytes: longer items have a key of their own until they have arrived (lua/queue_pop.lua)
 _LONGEST: Final = 2**29  # in bytes: Redis accepts no more, unless its proto-max-bulk-len was changed
 
 # torch's C++ keeps only its own half of a store: once Python's half is gone, every call dies in an assertion. So a
@@ -92,7 +96,7 @@ class RedisStore(Requests):
     def close(self) -> None:
         """Release this object and its views: they may be collected once nothing in Python refers to them.
 
-        The stored data stays.
+        The stored data stays; Redis forgets what it keeps to recognize repeated requests of this object.
         """
         self._release()
         if self._opened:
@@ -100,6 +104,8 @@ class RedisStore(Requests):
 
     def _release(self) -> None:
         _alive.discard(self)
+        if self._epoch is None:  # what is kept for a round's store is gone within minutes, and its nodes are in a hurry
+            self._forget_senders()
         while self._views:
             self._views.pop()._release()  # noqa: SLF001
 
@@ -237,8 +243,9 @@ class RedisStore(Requests):
         callers, seconds = b"%d" % index(world_size), self._seconds() if timeout is None else _seconds_of(timeout)
         sender = self._borrowed_sender()
         try:
-            args = [sender.name, b"%d" % sender.request, count, last, callers]
-            request = scripts.STORE_BARRIER, [self._wake, self._streams + count, stream], args
+            sender.request += 1
+            args = self._args_of(sender, [count, last, callers])
+            request = scripts.STORE_BARRIER, [sender.dedup, self._wake, self._streams + count, stream], args
             self._await([last], request, started, seconds)
         except dist.DistStoreError as e:
             _raise_if_not_addable(e, count, 1)
@@ -275,12 +282,23 @@ class RedisStore(Requests):
         """
         full, started, seconds = self._key(key), time.monotonic(), self._seconds()
         while True:
-            item = self._once(scripts.QUEUE_POP, [self._keys.queue(full)], [])
+            item = self._pop(full)
             if item is not None:
-                return bytes(item)
+                return item
             if not block:
                 raise dist.QueueEmptyError(f"The queue {full!r} is empty.")
             self._block([full], "pop", started, seconds)
+
+    def _pop(self, key: bytes) -> bytes | None:
+        sender = self._borrowed_sender()
+        try:
+            item: bytes | None = self._numbered(sender, scripts.QUEUE_POP, [self._keys.queue(key), sender.reply], [])
+            if item and len(item) > KEPT_APART and self._connection.is_up:
+                with contextlib.suppress(RedelasticError):  # Redis forgets it in any case, in some minutes
+                    self._connection.exchange((b"DEL", sender.reply), timeout=0)
+            return item
+        finally:
+            self._senders.append(sender)
 
     def queue_len(self, key: Text) -> int:
         """The number of items in a queue."""
@@ -313,7 +331,7 @@ class RedisStore(Requests):
     def _look(self, keys: list[bytes], asked: Literal["get", "pop", "wait", "check"]) -> Request:
         """The request that finds out whether all keys are there."""
         both = [name for key in keys for name in (self._streams + key, self._keys.queue(key))]
-        return scripts.STORE_WAIT, [self._wake, *both], [asked.encode(), *keys]
+        return scripts.STORE_WAIT, [self._wake, *both], [*self._first_args, asked.encode(), *keys]
 
     def _block(
         self, keys: list[bytes], asked: Literal["get", "pop", "wait"], started: float, timeout: float

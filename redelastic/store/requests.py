@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import uuid
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Final
 
 import torch.distributed as dist
 
@@ -16,6 +17,9 @@ from redelastic.redis.errors import CorruptStateError, FencedError, RedelasticEr
 from redelastic.redis.keys import RunKeys, StoreKeys
 from redelastic.redis.scripts import Script
 from redelastic.redis.sockets import Command
+
+# In seconds, for which a copy of a request may still come: Linux gives up sending what nobody confirms after 924 s.
+REPEATABLE: Final = 1000.0
 
 
 class RoundBrokenError(dist.DistStoreError):
@@ -41,7 +45,8 @@ class Requests(dist.Store):
         self._fixed_keys = run.of_store(keys)
         self._first_keys = [key.encode() for key in self._fixed_keys]
         self._first_args = [b"" if epoch is None else b"%d" % epoch, b"%d" % round(1000 * ttl)]
-        self._senders: deque[_Sender] = deque()
+        self._longest = max(ttl, REPEATABLE)  # in seconds, for which an effect is remembered
+        self._senders: deque[Sender] = deque()
 
     def _seconds(self) -> float:
         return self.timeout.total_seconds()
@@ -50,26 +55,62 @@ class Requests(dist.Store):
         """Run a script that takes effect once, however often it is sent."""
         sender = self._borrowed_sender()
         try:
-            return self._script(script, keys, [sender.name, b"%d" % sender.request, *args])
+            return self._numbered(sender, script, keys, args)
         finally:
             self._senders.append(sender)
 
-    def _borrowed_sender(self) -> _Sender:
-        """A sender that no other thread uses now, with the number of its next request."""
+    def _numbered(self, sender: Sender, script: Script, keys: Sequence[bytes], args: Sequence[bytes]) -> Any:
+        """Run a script as the next request of a sender."""
+        sender.request += 1
+        return self._script(script, [sender.dedup, *keys], self._args_of(sender, args))
+
+    def _args_of(self, sender: Sender, args: Sequence[bytes]) -> Callable[[], Sequence[bytes]]:
+        """The arguments of a script that takes effect once, as each attempt at a request sends them."""
+        repeatable = min(max(REPEATABLE, 2 * self._seconds()), self._longest)
+        words = [*self._first_args, b"%d" % sender.request, b"%d" % (1000 * repeatable), *args]
+
+        def of_attempt() -> Sequence[bytes]:
+            sender.attempts += 1
+            return words
+
+        return of_attempt
+
+    def _borrowed_sender(self) -> Sender:
+        """A sender that no other thread uses now."""
         try:
             sender = self._senders.pop()
         except IndexError:
-            sender = _Sender()
-        if sender.pid != os.getpid():  # a forked child must not continue its parent's numbers
-            sender = _Sender()
-        sender.request += 1
-        return sender
+            return Sender(self._keys)
+        return (
+            sender if sender.pid == os.getpid() else Sender(self._keys)
+        )  # a child must not continue its parent's numbers
 
-    def _script(self, script: Script, keys: Sequence[bytes], args: Sequence[bytes], timeout: Timeout = None) -> Any:
+    def list_sender_keys(self) -> list[bytes]:
+        """Names of the keys in which Redis keeps the last effects of this object's idle senders."""
+        return [sender.dedup for sender in self._senders]
+
+    def _forget_senders(self) -> None:
+        """Have Redis forget the effects of idle senders that never repeated a request: no copy is on its way."""
+        keys = []
+        while self._senders:
+            sender = self._senders.pop()
+            if sender.pid == os.getpid() and sender.attempts == sender.request:
+                keys.append(sender.dedup)
+        if keys and self._connection.sends_once and self._connection.is_up:
+            with contextlib.suppress(RedelasticError):
+                self._connection.exchange((b"DEL", *keys), timeout=0)
+
+    def _script(
+        self,
+        script: Script,
+        keys: Sequence[bytes],
+        args: Sequence[bytes] | Callable[[], Sequence[bytes]],
+        timeout: Timeout = None,
+    ) -> Any:
         """Run a script that has the same effect when it is repeated; returns its reply."""
         seconds = self._seconds if timeout is None else timeout
         try:
-            return script(self._connection, [*self._first_keys, *keys], [*self._first_args, *args], seconds)
+            return script(self._connection, [*self._first_keys, *keys], args, seconds)
         except RedelasticError as e:
             raise self._to_torch_error(e, keys) from e
 
@@ -99,22 +140,27 @@ class Requests(dist.Store):
         return (RoundBrokenError if isinstance(error, FencedError) else dist.DistStoreError)(f"{self!r}: {error}")
 
     def _naming_the_key(self, error: CorruptStateError, keys: Sequence[bytes]) -> RedelasticError:
-        fixed = dict(zip(self._fixed_keys, ("hash", "hash", "hash", "hash", "set"), strict=True))
-        queues = self._keys.queues
-        own = {text(key): "list" if key.startswith(queues) else "stream" for key in keys}
+        fixed = dict(zip(self._fixed_keys, ("hash", "zset", "hash", "set"), strict=True))
+        own = {text(key): self._keys.type_of(key) for key in keys if key != self._wake}
         try:
             require_keys_of_types(self._connection, fixed | own, error)
         except RedelasticError as named:
             return named
 
 
-class _Sender:
+class Sender:
     """Sends requests one after the other, and numbers them, so that Redis recognizes a repeated one.
 
     Each call borrows one: a sender cannot belong to a thread, since torch's threads are new to Python at each call.
+
+    Attributes:
+        request: number of the last request.
+        attempts: how often requests were sent.
+        dedup, reply: names of the keys with its effect, and with a long item that it popped.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, keys: StoreKeys) -> None:
         self.pid = os.getpid()
-        self.name = uuid.uuid4().bytes
-        self.request = 0
+        self.name = uuid.uuid4().hex.encode()
+        self.dedup, self.reply = keys.dedup(self.name), keys.reply(self.name)
+        self.request = self.attempts = 0

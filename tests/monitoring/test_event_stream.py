@@ -59,7 +59,7 @@ class Crowd:
 
     def _send(self, script: scripts.Script, node: str, *args: Any, store: int | None = None) -> None:
         keys = [*self._keys.types, self._keys.status(node)]
-        keys += [] if store is None else [self._keys.store(store).data] * 3
+        keys += [] if store is None else [self._keys.store(store).data]
         self._client.eval(on_injected_clock(script.text), len(keys), *keys, *args)
 
     def join(self, n: int = N, after: int = 0, most: int = N) -> None:

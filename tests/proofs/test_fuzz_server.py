@@ -36,7 +36,7 @@ def spoil_keys(dice: Dice, client: redis.Redis, keys: RunKeys) -> None:
     """Leave some of the run's record as it is, and put anything into the rest."""
     pipe = client.pipeline(transaction=False)
     store = keys.store(2)
-    for key in (*keys.types, keys.state, store.data, store.waits, store.dedup):
+    for key in (*keys.types, keys.state, store.data, store.waits):
         if dice.random() < 0.06:
             pipe.delete(key)
             getattr(pipe, dice.choice(("set", "rpush", "sadd")))(key, dice.raw())
@@ -70,7 +70,7 @@ def plant(client: redis.Redis, keys: RunKeys) -> None:
     """A run of three nodes, two of them in round 2."""
     now = int(client.time()[0]) * 1000
     pipe = client.pipeline(transaction=False)
-    pipe.delete(*keys.types, keys.state, keys.store(2).data, keys.store(2).dedup)
+    pipe.delete(*keys.types, keys.state, keys.store(2).data)
     sound = {k: v for k, v in RECORD.items() if k not in ("closed", "stop", "broken", "restoring", "deadline")}
     pipe.hset(keys.run, mapping=sound | {"beat_at": now, "completed_at": now})  # type: ignore[arg-type]
     pipe.zadd(keys.ranks, {NODES[0]: 0, NODES[1]: 1})

@@ -113,8 +113,7 @@ class Server:
         keys = [*self.keys.types, self.keys.status(request[0])]
         args: list[Any] = [*request]
         if isinstance(request, Join | Beat):
-            store = self.keys.store(request.after if isinstance(request, Join) else 0)
-            keys += [store.data, store.waits, store.dedup]
+            keys.append(self.keys.store(request.after if isinstance(request, Join) else 0).data)
             args = [request.node, STATUS, *request.settings, *request.known]
         if isinstance(request, Leave):
             args = [request.node, STATUS, *request.settings, *request.known, request.run_then, *request.fields]

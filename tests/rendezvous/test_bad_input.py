@@ -21,7 +21,7 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from redelastic import RedisRendezvousBackend, RedisStore, create_handler
 from redelastic.monitoring.events import Closed, Left
-from redelastic.redis.connection import Connection
+from redelastic.redis.connection import Connection, text
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.handler import RedisRendezvousHandler
@@ -286,10 +286,10 @@ STORE_CALLS: list[tuple[str, str, StoreCall]] = [  # the key, its type, and a ca
     ("data", "hash", lambda store: store.delete_key("k")),
     ("data", "hash", lambda store: store.num_keys()),
     ("data", "hash", lambda store: store.list_keys()),
-    ("waits", "hash", lambda store: store.set("k", "v")),
-    ("waits", "hash", lambda store: store.wait(["k"], timedelta(seconds=5))),
-    ("dedup", "hash", lambda store: store.add("k", 1)),
-    ("dedup", "hash", lambda store: store.queue_push("k", "v")),
+    ("waits", "zset", lambda store: store.set("k", "v")),
+    ("waits", "zset", lambda store: store.wait(["k"], timedelta(seconds=5))),
+    ("dedup", "string", lambda store: store.add("k", 1)),
+    ("dedup", "string", lambda store: store.queue_push("k", "v")),
     ("stream", "stream", lambda store: store.wait(["k"], timedelta(seconds=5))),
     ("queue", "list", lambda store: store.queue_push("k", "v")),
     ("queue", "list", lambda store: store.queue_pop("k")),
@@ -304,9 +304,12 @@ def test_a_store_whose_key_is_of_another_type(
     name, is_type, call = case
     store = RedisStore(connection, run_id, timeout=5)
     keys = RunKeys(run_id).store("default")
-    key = {"stream": keys.stream(b"k").decode(), "queue": keys.queue(b"k").decode()}.get(name) or getattr(keys, name)
+    store.delete_key("k")
+    [kept] = client.keys(keys.dedup(b"*"))
+    named = {"stream": keys.stream(b"k").decode(), "queue": keys.queue(b"k").decode(), "dedup": text(kept)}
+    key = named.get(name) or getattr(keys, name)
     theirs = corrupt_type(client, key, is_type)
-    with pytest.raises(DistStoreError, match=r"(has a key|is a string)") as raised:
+    with pytest.raises(DistStoreError, match=r"(has a key|is a string|is a list)") as raised:
         call(store)
     assert keys.base in str(raised.value)
     assert "use another key_prefix" in str(raised.value)
@@ -324,9 +327,8 @@ def test_garbage_among_the_last_effects_of_a_store(
     """Ignored: it is no reply to any request."""
     store = RedisStore(connection, run_id)
     assert store.add("n", 1) == 1
-    once = RunKeys(run_id).store("default").dedup
-    for field in client.hkeys(once):
-        client.hset(once, field, record)
+    [once] = client.keys(RunKeys(run_id).store("default").dedup(b"*"))
+    client.set(once, record, ex=60)
     assert store.add("n", 1) == 2
     store.close()
 

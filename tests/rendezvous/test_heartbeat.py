@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import redis
 
+from redelastic.monitoring.events import Left
 from redelastic.redis.errors import UnreachableError
 from redelastic.rendezvous.heartbeat import COARSE, RETRY_PAUSE, SPREAD
 from tests.support.long_tests import quick_first
@@ -60,6 +61,24 @@ class TestRegrouping:
         data = node.backend.keys.store(1).data
         assert client.pexpire(data, 60_000)
         until(lambda: client.pttl(data) > 900_000, "a heartbeat renews it")
+
+    def test_the_store_of_a_round_that_is_over_is_not_renewed(
+        self, new_node: NodeFactory, pool: ThreadPoolExecutor, client: redis.Redis
+    ) -> None:
+        """While the survivor waits for a replacement, it beats as a candidate."""
+        gone, stays = new_node(2, 2, keep_alive_interval=0.3), new_node(2, 2, keep_alive_interval=0.3)
+        _, info = join_all(pool, gone, stays)
+        info.store.set("k", "v")
+        data = stays.backend.keys.store(1).data
+        gone.membership.leave(Left(cause="exited"))
+        joining = pool.submit(stays.next_rendezvous)
+        until(lambda: 0 < client.pttl(data) <= 60_000, "the round is over")
+        beat_at = client.hget(stays.backend.keys.run, "beat_at")
+        until(lambda: client.hget(stays.backend.keys.run, "beat_at") != beat_at, "it beats")
+        info.store.set("k", "w")
+        assert client.pttl(data) <= 60_000
+        join_all(pool, new_node(2, 2))
+        joining.result(10)
 
     @pytest.mark.parametrize("is_forgotten", [False, True])
     @pytest.mark.parametrize("intervals", quick_first([(0.3, 0.9), (0.9, 0.3)]))

@@ -284,7 +284,8 @@ def test_the_keys_of_two_runs_never_meet() -> None:
 
 def vars_of(keys: RunKeys) -> list[str]:
     store = keys.store("s")
-    return [store.data, store.waits, store.dedup, store.stream(b"k").decode(), store.queue(b"k").decode()]
+    others = [store.dedup(b"s"), store.reply(b"s"), store.stream(b"k"), store.queue(b"k")]
+    return [store.data, store.waits, *(key.decode() for key in others)]
 
 
 # -- URLs

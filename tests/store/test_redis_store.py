@@ -21,6 +21,7 @@ from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
 from redelastic.store import RedisStore, RoundBrokenError
 from redelastic.store import redis_store as store_module
+from redelastic.store.requests import REPEATABLE
 from tests.support import stores
 from tests.support.calls import takes
 from tests.support.peers import peer, speak_http
@@ -50,7 +51,7 @@ def test_all_keys_have_a_time_to_live(client: redis.Redis, server: RedisServer, 
         store.delete_key("n")
         names = list(client.scan_iter(f"*{run_id}*"))
         assert len(names) >= 4
-        assert all(0 < client.ttl(name) <= 100 for name in names)
+        assert all(0 < client.ttl(name) <= (REPEATABLE if b":dedup:" in name else 100) for name in names)
         client.expire(RunKeys(run_id).store("default").base, 5)
         store.set("k", "w")
         assert client.ttl(RunKeys(run_id).store("default").base) > 90
@@ -77,9 +78,8 @@ def test_stores_of_other_names_and_runs_are_apart(server: RedisServer, run_id: s
         ("", "hash", lambda s: s.set("k", "v")),
         ("", "hash", lambda s: s.num_keys()),
         ("", "hash", lambda s: s.check(["k"])),
-        (":waits", "hash", lambda s: s.get("k")),
-        (":waits", "hash", lambda s: s.set("k", "v")),
-        (":dedup", "hash", lambda s: s.add("k", 1)),
+        (":waits", "zset", lambda s: s.get("k")),
+        (":waits", "zset", lambda s: s.set("k", "v")),
         (":wake:k", "stream", lambda s: s.get("k")),
         (":queue:k", "list", lambda s: s.queue_push("k", "v")),
         (":queue:k", "list", lambda s: s.queue_pop("k")),
@@ -273,3 +273,33 @@ def test_a_server_without_its_scripts_keeps_no_request_alive(own_server: RedisSe
             assert call(store)() is None
         finally:
             gc.enable()
+
+
+# -- what Redis keeps to recognize a repeated request, and of waits
+
+
+def test_what_is_kept_for_a_repeat_ends_soon(client: redis.Redis, server: RedisServer, run_id: str) -> None:
+    """With the arrival of an item, with `close`, or in minutes: not with the store, which any write renews."""
+    keys = RunKeys(run_id).store("default")
+    with opened(server, run_id) as store, opened(server, run_id) as other:
+        store.queue_push("q", bytes(100_000))
+        other.queue_pop("q")
+        kept = client.keys(f"{keys.base}:[dr]e*")
+        assert sum(client.memory_usage(key) or 0 for key in kept) < 1000
+        assert all(0 < client.ttl(key) <= REPEATABLE for key in kept)
+        store.prefixed("p").set("k", "v")
+        assert len(client.keys(keys.dedup(b"*"))) == 3
+    assert client.keys(f"{keys.base}*") == [keys.data.encode()]
+
+
+def test_waits_that_timed_out_are_forgotten(client: redis.Redis, store: RedisStore) -> None:
+    waits = store._keys.waits
+    for i in range(20):
+        with pytest.raises(dist.DistStoreError):
+            store.wait([f"missing{i}"], 0)
+    assert 0 < client.pttl(waits) <= 60_000
+    client.zadd(waits, {f"missing{i}": 1 for i in range(20)})
+    for i in range(2):
+        with pytest.raises(dist.DistStoreError):
+            store.wait([f"also missing{i}"], 0)
+    assert client.zcard(waits) == 2

@@ -27,7 +27,7 @@ class Node:
         assert isinstance(store, RedisStore)
         self.handler, self.store, membership = handler, store, handler.membership
         self._id, self._run, self._known = membership.node, [*membership.heartbeat.keys], membership.heartbeat.known()
-        self._store_keys = [store._keys.data, store._keys.waits, store._keys.dedup]
+        self._store_keys = [store._keys.data]
 
     def ask(self, script: scripts.Script, *args: Any) -> Any:
         return script(self.handler.backend.connection, self._run, [self._id, *args], 5.0)
