@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +24,7 @@ pack_command: Final[Callable[[Command], bytes]] = hiredis.pack_command  # type: 
 _PIECE: Final = 2**16  # bytes: each piece of a long command may take the socket's time-out
 # Less than this is unsent in the kernel when a command has been "sent": its reply then arrives within the time-out.
 _MAX_UNSENT: Final = 2**17  # bytes
+_SHORTEST_IDLE: Final = 1.0  # in seconds, after which a server may close a connection
 _CONNECT_TIMEOUT: Final = 10.0  # in seconds, where none is given
 
 
@@ -64,6 +66,7 @@ class WholeConnection(rc.AbstractConnection):
         self._is_set_up = False
         self._channel: socket.socket | None = None
         self._sending_took = 0.0  # in seconds, by the last command
+        self._sent_at = 0.0  # the last command, in seconds on the monotonic clock
         super().__init__(*args, **{"command_packer": Packer, **options})
 
     def connect(self) -> None:
@@ -100,6 +103,7 @@ class WholeConnection(rc.AbstractConnection):
         if self._channel is None:
             self.connect_check_health(check_health)
         channel, started = self._channel, time.monotonic()
+        self._sent_at = started
         try:
             for piece in _pieces([command] if isinstance(command, bytes | memoryview) else command):
                 channel.sendall(piece)  # type: ignore[union-attr]  # None if another thread has closed it
@@ -114,6 +118,15 @@ class WholeConnection(rc.AbstractConnection):
             self.disconnect()
             raise
         self._sending_took = time.monotonic() - started
+
+    def was_closed(self) -> bool:
+        """Whether the server has closed the connection while it was idle, as its setting ``timeout`` says."""
+        channel = self._channel
+        if channel is None or time.monotonic() - self._sent_at < _SHORTEST_IDLE:
+            return False
+        look = select.poll()
+        look.register(channel, select.POLLIN)
+        return bool(look.poll(0))
 
     def read_response(self, *args: Any, **options: Any) -> Any:
         """Read a reply; after a command that took long to send, it may take as long: what lies between has buffers."""

@@ -12,7 +12,7 @@ import redis
 from redis.cluster import RedisCluster
 
 from .interrupts import causes, is_of_handler
-from .sockets import Command, pack_command
+from .sockets import Command, WholeConnection, pack_command
 
 Client: TypeAlias = "redis.Redis | RedisCluster"
 
@@ -80,7 +80,11 @@ class PoolWire:
         if self._pid != os.getpid():  # the idle connections of a forked process are its parent's
             self._idle, self._pid = deque(), os.getpid()
         try:
-            return self._idle.pop()
+            while True:
+                connection = self._idle.pop()
+                if not (isinstance(connection, WholeConnection) and connection.was_closed()):
+                    return connection
+                self._discard(connection)
         except IndexError:
             return self._pool.get_connection()
 
