@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -29,6 +30,7 @@ Request = tuple[scripts.Script, list[bytes], list[bytes] | Callable[[], Sequence
 
 LONGEST_TTL: Final = 1e9  # in seconds
 KEPT_APART: Final = 4096  # in bytes: longer items have a key of their own until they have arrived (lua/queue_pop.lua)
+MOST_KEYS: Final = 2**18  # of a call: up to three words each, and Redis 6.2 takes 2**20 words
 _LONGEST: Final = 2**29  # in bytes: Redis accepts no more, unless its proto-max-bulk-len was changed
 
 # torch's C++ keeps only its own half of a store: once Python's half is gone, every call dies in an assertion. So a
@@ -146,6 +148,8 @@ class RedisStore(Requests):
         if full:
             streams = [self._streams + key for key in full]
             pairs = [word for key, value in zip(full, values, strict=True) for word in (key, _bytes("value", value))]
+            if (size := sum(map(len, pairs))) > _LONGEST:
+                raise ValueError(f"multi_set takes at most {_LONGEST:,} bytes at once, not {size:,}: split it.")
             self._once(scripts.STORE_SET, streams, pairs)
 
     def get(self, key: Text) -> bytes:
@@ -197,9 +201,23 @@ class RedisStore(Requests):
             raise
 
     def append(self, key: Text, value: Text) -> None:
-        """Add bytes to the end of a value, empty at first."""
+        """Add bytes to the end of a value, empty at first.
+
+        Redis copies the whole value, and serves nobody meanwhile: some 30 ms for each MiB.
+
+        Raises:
+            ValueError: the value would have more than 16 MiB; nothing was changed.
+        """
         full = self._key(key)
-        self._once(scripts.STORE_APPEND, [self._streams + full], [full, _bytes("value", value)])
+        try:
+            self._once(scripts.STORE_APPEND, [self._streams + full], [full, _bytes("value", value)])
+        except dist.DistStoreError as e:
+            if found := re.search("TOO_LONG ([0-9]+)", str(e.__cause__)):
+                raise ValueError(
+                    f"Cannot append to the key {full!r}: its value would have {int(found[1]):,} bytes, and at most "
+                    f"{2**24:,} are allowed. Use several keys, or a queue."
+                ) from e
+            raise
 
     def compare_set(self, key: Text, expected: Text, desired: Text) -> bytes:
         """Write ``desired`` if the value is ``expected``, or if there is none and ``expected`` is empty.
@@ -325,6 +343,8 @@ class RedisStore(Requests):
     def _all(self, keys: Sequence[Text]) -> list[bytes]:
         if isinstance(keys, str | bytes):
             raise TypeError(f"Give a list of keys, not the single key {keys!r}.")
+        if len(keys) > MOST_KEYS:  # Redis before 7 would hang up
+            raise ValueError(f"A call takes at most {MOST_KEYS:,} keys, not {len(keys):,}: split it.")
         prefix = self._prefix
         return [prefix + _bytes("key", key) for key in keys]
 

@@ -125,7 +125,7 @@ def test_add_past_64_bits_changes_nothing(store: RedisStore) -> None:
 
 
 def test_a_value_of_16_megabytes(store: RedisStore) -> None:
-    value = bytes(range(256)) * (16 * 2**20 // 256)
+    value = bytes(range(256)) * (16_000_000 // 256)
     store.set("big", value)
     assert store.get("big") == value
     assert store.compare_set("big", value, value[::-1]) == value[::-1]
@@ -140,7 +140,31 @@ def test_what_redis_would_hang_up_on_is_refused(store: RedisStore) -> None:
     for call in (lambda: store.set("k", bytes(2**29 + 1)), lambda: store.append("k", bytes(2**29 + 1))):
         with pytest.raises(ValueError, match="at most 536,870,912 bytes, not 536,870,913: split it"):
             call()
+    half = bytes(2**28 + 1)
+    with pytest.raises(ValueError, match="multi_set takes at most 536,870,912 bytes at once"):
+        store.multi_set(["k", "l"], [half, half])
+    many = ["k"] * (2**18 + 1)
+    for verb in (store.multi_get, store.wait, store.check):
+        with pytest.raises(ValueError, match="at most 262,144 keys, not 262,145: split it"):
+            verb(many)
     assert not store.check(["k"])
+
+
+def test_as_many_keys_as_allowed(store: RedisStore) -> None:
+    keys = [f"k{i}" for i in range(2**18)]
+    store.multi_set(keys, keys)
+    store.wait(keys)
+    assert store.multi_get(keys)[-1] == keys[-1].encode()
+
+
+def test_append_to_what_is_long_is_refused(store: RedisStore) -> None:
+    """Redis would serve nobody for seconds."""
+    value = bytes(2**24 - 1)
+    store.set("k", value)
+    with pytest.raises(ValueError, match=r"would have 16,777,217 bytes, and at most 16,777,216 .* several keys"):
+        store.append("k", "xy")
+    store.append("k", "x")
+    assert store.get("k") == value + b"x"
 
 
 def test_ten_thousand_keys(store: RedisStore) -> None:
