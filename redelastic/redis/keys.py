@@ -90,9 +90,26 @@ class StoreKeys:
 
     def type_of(self, key: bytes) -> str:
         """The Redis type of a key of this store."""
-        kinds = {self._dedups: "string", f"{self.base}:reply:".encode(): "string", self.queues: "list"}
+        kinds = {
+            self._dedups: "string",
+            f"{self.base}:reply:".encode(): "string",
+            self.queues: "list",
+            self._poppers: "zset",
+        }
         fixed = {self.data.encode(): "hash", self.waits.encode(): "zset"}
         return fixed.get(key) or next((kind for start, kind in kinds.items() if key.startswith(start)), "stream")
+
+    def poppers(self, key: bytes) -> bytes:
+        """Name of the sorted set of those that wait for an item of the queue ``key``."""
+        return self._poppers + key
+
+    def popper(self, sender: bytes) -> bytes:
+        """Name of the stream that wakes ``sender`` when there is an item for it."""
+        return f"{self.base}:popper:".encode() + sender
+
+    @cached_property
+    def _poppers(self) -> bytes:
+        return f"{self.base}:poppers:".encode()
 
     def stream(self, key: bytes) -> bytes:
         """Name of the stream that wakes the callers blocked on ``key``."""

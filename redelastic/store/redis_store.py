@@ -22,13 +22,14 @@ from redelastic.redis.keys import DEFAULT_PREFIX, DEFAULT_TTL, RunKeys
 from redelastic.redis.wire import Client
 from redelastic.torch_errors import torch_errors
 
-from .requests import Requests, RoundBrokenError
+from .requests import Requests, RoundBrokenError, Sender
 
 Text = str | bytes
 # A script, its keys beside those that each script of a store takes, and its arguments.
 Request = tuple[scripts.Script, list[bytes], list[bytes] | Callable[[], Sequence[bytes]]]
 
 LONGEST_TTL: Final = 1e9  # in seconds
+LONGEST_BLOCK: Final = 5.0  # in seconds, after which queue_pop looks again: the one that was woken may have died
 KEPT_APART: Final = 4096  # in bytes: longer items have a key of their own until they have arrived (lua/queue_pop.lua)
 MOST_KEYS: Final = 2**18  # of a call: up to three words each, and Redis 6.2 takes 2**20 words
 _LONGEST: Final = 2**29  # in bytes: Redis accepts no more, unless its proto-max-bulk-len was changed
@@ -288,8 +289,13 @@ class RedisStore(Requests):
     def queue_push(self, key: Text, value: Text) -> None:
         """Append an item to a queue."""
         full = self._key(key)
-        streams = [self._streams + full, self._keys.queue(full)]
-        self._once(scripts.QUEUE_PUSH, streams, [full, _bytes("value", value)])
+        keys = [self._streams + full, self._keys.queue(full), self._keys.poppers(full)]
+        popper = self._once(scripts.QUEUE_PUSH, keys, [full, _bytes("value", value)])
+        if popper is not None:
+            stream = self._keys.popper(popper)
+            wake_up = (b"XADD", stream, b"MAXLEN", b"1", b"*", b"set", b"1"), (b"PEXPIRE", stream, b"60000")
+            with contextlib.suppress(RedelasticError):  # whoever waits looks again soon in any case
+                self._connection.exchange(*wake_up, timeout=0)
 
     def queue_pop(self, key: Text, block: bool = True) -> bytes:
         """Remove and return the first item of a queue.
@@ -298,25 +304,38 @@ class RedisStore(Requests):
             QueueEmptyError: there is none, and ``block`` is False.
             DistStoreError: there was none within ``timeout``.
         """
-        full, started, seconds = self._key(key), time.monotonic(), self._seconds()
-        while True:
-            item = self._pop(full)
-            if item is not None:
-                return item
-            if not block:
-                raise dist.QueueEmptyError(f"The queue {full!r} is empty.")
-            self._block([full], "pop", started, seconds)
-
-    def _pop(self, key: bytes) -> bytes | None:
         sender = self._borrowed_sender()
         try:
-            item: bytes | None = self._numbered(sender, scripts.QUEUE_POP, [self._keys.queue(key), sender.reply], [])
-            if item and len(item) > KEPT_APART and self._connection.is_up:
-                with contextlib.suppress(RedelasticError):  # Redis forgets it in any case, in some minutes
-                    self._connection.exchange((b"DEL", sender.reply), timeout=0)
-            return item
+            return self._pop(self._key(key), sender, block=block)
         finally:
             self._senders.append(sender)
+
+    def _pop(self, key: bytes, sender: Sender, *, block: bool) -> bytes:
+        started, seconds = time.monotonic(), self._seconds()
+        stream, arrival = self._keys.popper(sender.name), b""
+        keys = [self._keys.queue(key), sender.reply, self._keys.poppers(key), stream, self._wake]
+        while True:
+            left = started + seconds - time.monotonic() if block else 0
+            longest = min(left, self._connection.max_block, LONGEST_BLOCK)
+            args = [sender.name, arrival, b"%d" % max(0, round(1000 * longest))]
+            reply = self._numbered(sender, scripts.QUEUE_POP, keys, args)
+            if reply[0] == 1:
+                return self._arrived(reply[1], sender)
+            if reply[0] < 0:
+                raise self._broken(reply[1], [key])
+            if not block:
+                raise dist.QueueEmptyError(f"The queue {key!r} is empty.")
+            if reply[0] == 0:
+                raise self._timed_out(seconds, [key])
+            _, after, wake_after, arrival = reply
+            self._read_stream(stream, after, wake_after, left, longest)
+
+    def _arrived(self, item: bytes, sender: Sender) -> bytes:
+        """Have Redis forget a long item that has arrived."""
+        if len(item) > KEPT_APART and self._connection.is_up:
+            with contextlib.suppress(RedelasticError):  # Redis forgets it in any case, in some minutes
+                self._connection.exchange((b"DEL", sender.reply), timeout=0)
+        return item
 
     def queue_len(self, key: Text) -> int:
         """The number of items in a queue."""
@@ -348,14 +367,12 @@ class RedisStore(Requests):
         prefix = self._prefix
         return [prefix + _bytes("key", key) for key in keys]
 
-    def _look(self, keys: list[bytes], asked: Literal["get", "pop", "wait", "check"]) -> Request:
+    def _look(self, keys: list[bytes], asked: Literal["get", "wait", "check"]) -> Request:
         """The request that finds out whether all keys are there."""
         both = [name for key in keys for name in (self._streams + key, self._keys.queue(key))]
         return scripts.STORE_WAIT, [self._wake, *both], [*self._first_args, asked.encode(), *keys]
 
-    def _block(
-        self, keys: list[bytes], asked: Literal["get", "pop", "wait"], started: float, timeout: float
-    ) -> bytes | None:
+    def _block(self, keys: list[bytes], asked: Literal["get", "wait"], started: float, timeout: float) -> bytes | None:
         """Block until all keys are there, for ``timeout`` seconds after ``started`` on the monotonic clock.
 
         Returns:
@@ -377,25 +394,34 @@ class RedisStore(Requests):
             if reply[0] == 0:
                 break
             if reply[0] < 0:
-                why = sanitize(cause(decode_cause(text(reply[1])))) or "the run went on"
-                raise RoundBrokenError(
-                    f"Round {self._epoch} of run {self._run.run_id!r} is broken ({why}); "
-                    f"the keys {_listed(keys)} will not be set any more. Join the next round."
-                )
+                raise self._broken(reply[1], keys)
             index, after, wake_after = reply
             stream, left = self._streams + keys[index - 1], deadline - time.monotonic()
             if left <= 0:
-                limit = round(1000 * timeout)  # as in TCPStore's error; the time that has passed depends on Redis
-                raise dist.DistStoreError(f"wait timeout after {limit}ms, keys: {_listed(keys)} of {self!r}")
+                raise self._timed_out(timeout, keys)
             entries = self._read_stream(stream, after, wake_after, left)
             if entries and len(keys) == 1:
                 wake_up: Sequence[bytes] = entries[-1][1]
                 return wake_up
         return None
 
-    def _read_stream(self, stream: bytes, after: bytes, wake_after: bytes, seconds: float) -> Sequence[Any]:
-        """Block until the wake-up stream of a key, or of the round's run, has an entry after an id."""
-        block = b"%d" % max(1, round(1000 * min(seconds, self._connection.max_block)))
+    def _broken(self, why: bytes, keys: list[bytes]) -> RoundBrokenError:
+        shown = sanitize(cause(decode_cause(text(why)))) or "the run went on"
+        return RoundBrokenError(
+            f"Round {self._epoch} of run {self._run.run_id!r} is broken ({shown}); "
+            f"the keys {_listed(keys)} will not be set any more. Join the next round."
+        )
+
+    def _timed_out(self, timeout: float, keys: list[bytes]) -> dist.DistStoreError:
+        limit = round(1000 * timeout)  # as in TCPStore's error; the time that has passed depends on Redis
+        return dist.DistStoreError(f"wait timeout after {limit}ms, keys: {_listed(keys)} of {self!r}")
+
+    def _read_stream(
+        self, stream: bytes, after: bytes, wake_after: bytes, seconds: float, longest: float | None = None
+    ) -> Sequence[Any]:
+        """Block until a wake-up stream, or the run's, has an entry after an id, for ``longest`` if that is less."""
+        longest = min(seconds, self._connection.max_block) if longest is None else longest
+        block = b"%d" % max(1, round(1000 * longest))
         streams = (stream, after) if self._epoch is None else (stream, self._wake, after, wake_after)
         read = self._ask((b"XREAD", b"BLOCK", block, b"STREAMS", *streams), keys=[stream], timeout=seconds)[0]
         entries: Sequence[Any] = dict(read or ()).get(stream, ())

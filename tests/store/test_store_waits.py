@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
 
@@ -283,3 +284,33 @@ def test_a_frozen_server_costs_no_attempt_after_the_time_is_up(own_server: Redis
             getattr(store, call)(*{"get": ("k",), "wait": (["k"],), "barrier": ("c", 2)}[call])
         assert len(proxy.sent) == 1
         store.close()
+
+
+def test_an_item_wakes_one_of_those_that_wait(own_server: RedisServer, run_id: str) -> None:
+    """The one that has waited longest."""
+    with opened(own_server, run_id) as store, own_server.get_client() as client:
+        store._connection.max_block = 60
+        pops: list[Future[bytes]] = []
+        for _ in range(10):
+            pops.append(in_thread(store.queue_pop, "q"))
+            until(lambda: blocked_clients(client) == len(pops))
+        client.config_resetstat()
+        for i, pop in enumerate(pops):
+            store.queue_push("q", b"%d" % i)
+            assert pop.result(SOON) == b"%d" % i
+        stats = client.info("commandstats")
+        assert sum(stats.get(f"cmdstat_{name}", {"calls": 0})["calls"] for name in ("eval", "evalsha")) <= 21
+
+
+def test_no_item_waits_for_one_that_has_died(own_server: RedisServer, run_id: str) -> None:
+    with opened(own_server, run_id) as store, opened(own_server, run_id) as dead, own_server.get_client() as client:
+        dead.set_timeout(timedelta(seconds=0.1))
+        with pytest.raises(dist.DistStoreError, match="wait timeout"):
+            dead.queue_pop("q")
+        assert client.zcard(store._keys.poppers(b"q")) == 0
+        client.zadd(store._keys.poppers(b"q"), {"long gone": 1, "just killed": 2})
+        client.zadd(store._keys.waits, {"just killed": 2**52})
+        pop = in_thread(store.queue_pop, "q")
+        until(lambda: blocked_clients(client) == 1)
+        store.queue_push("q", "item")
+        assert pop.result(SOON) == b"item"
