@@ -309,18 +309,19 @@ class RedisElasticAgent(RegroupingAgent):
             self._workers.explain(result, self._monitor.worker_usage)
         if result.state == WorkerState.HEALTHY and self._workers:
             return self._hangs.find(self._workers, worker_group.workers) or result
-        if result.state == WorkerState.SUCCEEDED and not self._membership.view.closed and self._ended_for_a_drain():
-            # A script may save and exit with 0 because of the drain, its work unfinished. The draining node leaves, and
-            # the others regroup; workers whose work is finished then exit at once.
+        if result.state == WorkerState.SUCCEEDED and not self._membership.view.closed and self._ended_to_regroup():
+            # A script may save and exit with 0 because of the request, its work unfinished. The draining node leaves,
+            # or a new one comes, and all regroup; workers whose work is finished then exit at once.
             return RunResult(state=WorkerState.HEALTHY)
         return result
 
-    def _ended_for_a_drain(self) -> bool:
+    def _ended_to_regroup(self) -> bool:
         signalled = self._workers is not None and self._workers.signalled
-        return signalled or self._may_still_drain(self._rendezvous_handler.settings.lease)
+        admits = self._drains is not None and self._drains.admits
+        return signalled or admits or self._may_still_drain(self._rendezvous_handler.settings.lease)
 
     def _act_on_requests(self) -> None:
-        """Act on requests: end if the run was stopped; if a node drains, save, and leave if it is this one."""
+        """Act on requests: end if the run was stopped; have workers save; leave if this node drains."""
         # This turn of the loop may take long: torch ends the other workers, or the agent waits for a lease to expire.
         self._monitor.allow(self._shutdown_timeout + self._rendezvous_handler.settings.lease)
         if self._membership.view.stopped:

@@ -44,6 +44,7 @@ DRAINED: Final = (
 STOPPED: Final = 76  # the job was stopped: by a person, or because its restart budget is used up
 REFUSED: Final = 77  # a health check found this node unfit
 STANDALONE: Final = "standalone-"  # how the id of a run begins whose Redis is this process' own
+LAST_LOOK_TIMEOUT: Final = 1.0  # for the question what the run went through, in seconds
 DRAIN_FILE_INTERVAL: Final = 1.0  # between two looks for the drain file, in seconds
 
 
@@ -131,7 +132,7 @@ def _say_end(handler: RedisRendezvousHandler) -> None:
         return
     hint = "" if run_id.startswith(STANDALONE) else f"; see `redelastic timeline {run_id}`"
     with contextlib.suppress(RedelasticError):  # Redis is away: the workers have finished all the same
-        control = RunControl(handler.backend.connection, handler.backend.keys)
+        control = RunControl(handler.backend.connection, handler.backend.keys, LAST_LOOK_TIMEOUT)
         losses = sum(isinstance(event, Lost) for event in control.events())
         rounds = count(held.epoch, "round")
         say(f"redelastic run: finished: {rounds}, {losses} {'loss' if losses == 1 else 'losses'}{hint}")

@@ -14,6 +14,7 @@ from redelastic.logs import correct_level, say, unhurried_stderr
 from redelastic.monitoring.wording import clean
 
 from . import (
+    checkpoint,
     close,
     common,
     completion,
@@ -32,7 +33,22 @@ from . import (
 )
 
 # Each has NAME, SUMMARY, DESCRIPTION, add_arguments(parser) and run(arguments) -> exit code.
-COMMANDS = (status, events, logs, timeline, dashboard, runs, drain, close, readmit, doctor, server, demo, completion)
+COMMANDS = (
+    status,
+    events,
+    logs,
+    timeline,
+    dashboard,
+    runs,
+    drain,
+    checkpoint,
+    close,
+    readmit,
+    doctor,
+    server,
+    demo,
+    completion,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

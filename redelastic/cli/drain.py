@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import time
 from typing import TYPE_CHECKING, Final
 
@@ -11,6 +10,7 @@ from redelastic.monitoring.events import Left, Lost
 from redelastic.monitoring.sentences import sentence
 from redelastic.monitoring.wording import duration
 
+from .checkpoint import add_timeout_argument
 from .common import NO, OK, add_run_argument, add_server_arguments, open_run
 from .output import add_json_argument, answer, attributed, follow, last_event_id, write_line
 
@@ -40,13 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--reason", metavar="TEXT", default="", help="reason to record in the events and the nodes' logs"
     )
-    parser.add_argument(
-        "--timeout",
-        metavar="SECONDS",
-        type=_seconds,
-        default=30.0,
-        help="how long the workers have to save (default: 30)",
-    )
+    add_timeout_argument(parser, "how long the workers have to save")
     parser.add_argument(
         "--wait", action="store_true", help=f"wait until the node has left, for up to --timeout plus {GRACE:g} s"
     )
@@ -111,13 +105,3 @@ def _why_not_left(control: RunControl, node: Node, after: str, deadline: float) 
         if now > deadline and (gone_since is None or isinstance(seen, Exception)):
             return why
     raise AssertionError("a run is followed for ever")
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value <= 1e6:
-        raise argparse.ArgumentTypeError(f"must be a number of seconds from 0 to 1,000,000, not {text!r}")
-    return value

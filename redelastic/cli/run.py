@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import os
 import re
 import shutil
 import signal
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -49,6 +50,7 @@ HELP = {
 }
 
 
+ADMIT_INTERVAL: Final = 10.0  # in seconds
 DRAINED: Final = 75  # as in agent/launch.py, which is slow to import
 
 
@@ -94,6 +96,7 @@ def _run(argv: Sequence[str]) -> int:
             config, entrypoint, args = torchrun.config_from_args(arguments)
             if arguments.node_name is not None:
                 config.rdzv_configs["node_name"] = arguments.node_name
+            config.rdzv_configs.update(admission(arguments, config.rdzv_configs))
             timeouts: dict[str, Any] = {
                 "shutdown_timeout": shutdown_timeout(config, arguments.shutdown_timeout),
                 "exit_barrier_timeout": exit_barrier_timeout(arguments.exit_barrier_timeout),
@@ -150,6 +153,20 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         default=30.0,
         metavar="S",
         help="time for workers to save during a drain (default: 30)",
+    )
+    add(
+        "--admit",
+        choices=["now", "saved", "checkpoint"],
+        help="when to let this node into a round that trains, which restarts its workers: now; once they were asked to "
+        "save, and have (up to --drain-timeout); or after a checkpoint of the job's own (default: saved; now with "
+        "--survive)",
+    )
+    add(
+        "--admit-interval",
+        type=float,
+        metavar="S",
+        help="how old that round has to be, so that nodes that come together share one restart (default: 10; 0 with "
+        "--survive)",
     )
     add(
         "--drain-file",
@@ -260,6 +277,20 @@ def _options(arguments: argparse.Namespace) -> AgentOptions:
     }
     modules = tuple(name.strip() for name in (arguments.preload or "").split(",") if name.strip())
     return AgentOptions(health_checks=tuple(c for c in checks if c != "none"), preload=modules, **given)
+
+
+def admission(arguments: argparse.Namespace, given: Mapping[str, Any]) -> dict[str, float]:
+    """How this node is let in, as parameters of the rendezvous; ``given`` has those of ``--rdzv-conf``."""
+    mode = arguments.admit or ("now" if arguments.survive else "saved")
+    timeouts = {"now": 0.0, "saved": arguments.drain_timeout, "checkpoint": math.inf}
+    interval = arguments.admit_interval
+    if interval is None:
+        interval = 0.0 if arguments.survive else ADMIT_INTERVAL
+    if not 0 <= interval < math.inf:
+        raise ValueError(f"--admit-interval={interval} is out of range: it must be 0 or more.")
+    asked = {"admit_timeout": arguments.admit, "admit_interval": arguments.admit_interval}
+    found = {"admit_timeout": timeouts[mode], "admit_interval": interval}
+    return {name: value for name, value in found.items() if asked[name] is not None or name not in given}
 
 
 def _check_script(arguments: argparse.Namespace) -> None:

@@ -6,6 +6,7 @@ import math
 import os
 import signal
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,7 @@ class ElasticCallback(Callback):
     def __init__(self, timeout: float = PHASE_TIMEOUT) -> None:
         super().__init__()
         self._phase = CurrentPhase(timeout)
+        self._has_saved = False  # since the last batch
         self._common_batches = 0.0  # of this validation: how many all ranks have, so that all can agree on a save
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -81,9 +83,13 @@ class ElasticCallback(Callback):
         if threading.current_thread() is threading.main_thread():  # as Lightning does
             signal.signal(signal.SIGTERM, self._on_sigterm)
 
-    def on_train_batch_start(self, *_: Any) -> None:
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
         """Begin a training step, for which ``--hang-timeout`` counts."""
         self._phase.leave()
+        if self._has_saved:
+            self._has_saved = False
+            if not any(_asynchronous_writers(trainer)):
+                redelastic.begin_save().complete()
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         """Save if any rank was asked to, and report the step."""
@@ -92,6 +98,7 @@ class ElasticCallback(Callback):
 
     def on_save_checkpoint(self, *_: Any) -> None:
         """Begin to save, on behalf of any callback."""
+        self._has_saved = True
         self._phase.enter("save")
 
     def on_validation_start(self, trainer: Trainer, *_: Any) -> None:
@@ -136,11 +143,8 @@ class ElasticCallback(Callback):
         wanted = redelastic.should_checkpoint()
         if trainer.strategy.reduce_boolean_decision(wanted, all=False):  # one may see it before the others
             trainer.save_checkpoint(self._path(trainer))
-            io = trainer.strategy.checkpoint_io
-            while io is not None:
-                if isinstance(io, AsyncCheckpointIO):
-                    io.teardown()  # waits for its thread, and raises if it has failed; the next save starts another
-                io = getattr(io, "checkpoint_io", None)
+            for writer in _asynchronous_writers(trainer):
+                writer.teardown()  # waits for its thread, and raises if it has failed; the next save starts another
             trainer.strategy.barrier("redelastic")  # the other ranks wait here, where `timeout` counts
 
     @staticmethod
@@ -156,6 +160,14 @@ class ElasticCallback(Callback):
             "ElasticCallback needs a ModelCheckpoint with dirpath and save_last=True, or restarted workers start over: "
             "callbacks=[ModelCheckpoint(folder, save_last=True), ElasticCallback()]."
         )
+
+
+def _asynchronous_writers(trainer: Trainer) -> Iterator[AsyncCheckpointIO]:
+    io: Any = trainer.strategy.checkpoint_io
+    while io is not None:
+        if isinstance(io, AsyncCheckpointIO):
+            yield io
+        io = getattr(io, "checkpoint_io", None)
 
 
 def last_checkpoint(folder: str | Path) -> str | None:

@@ -101,6 +101,7 @@ class ElasticCallback(TrainerCallback):
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Report that the checkpoint is saved."""
         self._saving = False
+        redelastic.begin_save().complete()
         redelastic.progress(state.global_step)
 
     def on_substep_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:

@@ -2,7 +2,7 @@
 -- failure is charged to nobody. It wakes the blocked nodes by the stream `wake`, and records the event of each change.
 
 local function add_wake_up(event, ...)
-  append(WAKE, 'MAXLEN', 64, 'event', event, 'epoch', run.epoch or 0, ...)
+  return append(WAKE, 'MAXLEN', 64, 'event', event, 'epoch', run.epoch or 0, ...)
 end
 
 local function wake(event, ...)
@@ -12,6 +12,13 @@ end
 -- Wakes the other members of a draining member's round: their workers save too.
 local function wake_drain(node, timeout, reason)
   add_wake_up('drain', 'node', node, 'reason', reason, 'timeout', timeout)
+end
+
+-- Asks the workers of all members to save, since a node waits to be let in or somebody asks; the wake-up's id, which this
+-- returns, orders it among the drains.
+local function ask_to_save(node, reason, timeout)
+  record('save', node, 'reason', reason, 'timeout_ms', timeout)
+  return add_wake_up('save', 'node', node, 'reason', reason, 'timeout', timeout)
 end
 
 local function unblame()

@@ -24,7 +24,9 @@ local function reap(steady)
       record('outage', '', silence < 0 and 'back_ms' or 'away_ms', math.abs(silence))
     end
     if silence < 0 then
-      set('deadline', nil) -- it was set by another clock
+      set('deadline', nil) -- these were set by another clock
+      set('admit_from', nil)
+      set('admit_by', nil)
       set('roll_answered', nil)
     end
     if run.restoring then
@@ -101,6 +103,14 @@ local function wake_drains(nodes)
   end
 end
 
+local function end_admission()
+  for _, field in ipairs({ 'admit_from', 'admit_by', 'save' }) do
+    if run[field] then
+      set(field, nil)
+    end
+  end
+end
+
 local function complete(because)
   local lost = (run.size or 0) - redis.call('ZCOUNT', CANDIDATES, '-inf', '(0')
   set('lost', lost)
@@ -121,6 +131,7 @@ local function complete(because)
   set('member_lost', nil)
   set('deadline', nil)
   set('roll_answered', nil)
+  end_admission()
   record('completed', node_at[0], 'because', because, 'lost', lost, 'members', table.concat(nodes, ' '))
   wake('complete')
   wake_drains(nodes)

@@ -2,15 +2,18 @@
 -- again whenever it is woken, and when `wait` has passed.
 --
 -- KEYS 1-11 of run.lua, 12 data of the store of round `after`, which ends now
--- ARGV 1-19 of restore.lua, 20 after: last epoch that the node held, 0 if none, 21 endpoint, 22 label
+-- ARGV 1-19 of restore.lua, 20 after: last epoch that the node held, 0 if none, 21 endpoint, 22 label, 23 admit_timeout,
+--      24 admit_interval (ms): how this node is let into a round that trains (admission.lua); both 0: at once
 -- Reply {'complete', epoch, rank, size, master, completed_at, lost: how many nodes of the previous round did not come back,
 --        incarnation}
---       {'waiting', epoch, last wake id, wait: ms until the rendezvous may complete by itself or -1, spare: 1 or 0,
---        the roll call that it has to answer or 0}
+--       {'waiting', epoch, last wake id, wait: ms until the rendezvous may complete, or it may be let in, by itself or -1,
+--        spare: 1 or 0, the roll call that it has to answer or 0, held: 1 if it waits to be let in, else 0}
 --       {'closed', why, spare: 1 or 0, stop: 1 or 0} | {'mismatch', min, max, lease, interval (ms)} | {'left'}
 -- I1 I2 I3 I4 I5 I6 I8
 local min, max, after, endpoint, label = tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[20]), ARGV[21], ARGV[22]
 local heard = tonumber(ARGV[18])
+local admit_timeout, admit_interval = tonumber(ARGV[23]), tonumber(ARGV[24])
+local is_patient = admit_timeout ~= 0 or admit_interval > 0
 
 if redis.call('GET', STATUS) == 'left' then
   return { 'left' } -- a late copy of a request that this node has since withdrawn
@@ -63,11 +66,16 @@ if regroups then
   redis.call('PEXPIRE', KEYS[12], math.min(60000, run.ttl)) -- some may still read it
 elseif not is_member and not is_candidate then
   redis.call('ZADD', CANDIDATES, redis.call('HINCRBY', RUN, 'arrivals', 1), node)
-  if redis.call('SCARD', MEMBERS) > 0 and run.size < run.max then
+  if redis.call('SCARD', MEMBERS) > 0 and run.size < run.max and not is_patient then
     record_break(false, 'joined', node)
   else
     record('joined', node)
   end
+end
+local next_step
+if is_patient and not is_member and is_held() then
+  local begins = not is_candidate and redis.call('ZCOUNT', CANDIDATES, '(0', '+inf') == 1
+  next_step = await_admission(node, admit_timeout, admit_interval, begins)
 end
 try_complete()
 if redis.call('ZCARD', CANDIDATES) == 1 or label ~= '' and redis.call('HLEN', LABELS) == 1 or empty or is_aging() then
@@ -81,5 +89,7 @@ if run.epoch > after and redis.call('SISMEMBER', MEMBERS, node) == 1 then
 end
 local last = redis.call('XREVRANGE', WAKE, '+', '-', 'COUNT', 1)
 local full = run.size == run.max and redis.call('SCARD', MEMBERS) == run.size
-return { 'waiting', run.epoch or false, last[1] and last[1][1] or '0-0', run.deadline and math.max(0, run.deadline - now) or -1, full and 1 or 0,
-  to_answer(node, heard) } -- even one opened just now: the node reads on from the last wake-up
+local wait = run.deadline and math.max(0, run.deadline - now) or next_step or -1
+return { 'waiting', run.epoch or false, last[1] and last[1][1] or '0-0', wait, full and 1 or 0,
+  to_answer(node, heard), -- even a roll call opened just now: the node reads on from the last wake-up
+  next_step and 1 or 0 }

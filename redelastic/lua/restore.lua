@@ -53,6 +53,7 @@ local function take_over(epoch)
     set(field, nil)
   end
   end_roll_call()
+  end_admission()
   redis.call('DEL', RANKS, MEMBERS)
   for _, candidate in ipairs(redis.call('ZRANGEBYSCORE', CANDIDATES, '-inf', '(0')) do -- of an older round
     redis.call('ZADD', CANDIDATES, redis.call('HINCRBY', RUN, 'arrivals', 1), candidate)

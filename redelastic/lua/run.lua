@@ -1,7 +1,7 @@
 -- run: the start of every verb of a run: its keys, the server's clock, and the run's record.
 --
 -- KEYS 1 run (hash)          protocol, incarnation (the node that created the run), created_at, epoch, size, master and settings of the
---                            run; closed, broken, deadline, beat_at, restoring
+--                            run; closed, broken, deadline, beat_at, restoring; admit_from, admit_by, save (admission.lua)
 --      2 ranks (zset)        node -> rank when the last round was completed: unchanged until the next one is
 --      3 members (set)       nodes of `ranks` that still hold the round: they have not rejoined, left or lost their lease
 --      4 candidates (zset)   nodes blocked in a join; former members by rank (below zero), then the others by arrival
@@ -9,7 +9,7 @@
 --      6 endpoints (hash)    node -> "host port" on which it would serve the round's bootstrap store
 --      7 labels (hash)       node -> topology label, if it has one
 --      8 wake (stream)       what blocked nodes wait for; each entry is a change that matters to them: broken, complete,
---                            closed, stopped, deadline, drain, readmit, roll_call, answered
+--                            closed, stopped, deadline, drain, save, readmit, roll_call, answered
 --      9 events (stream)     what happened, for people and tools; no verb reads it
 --      10 failures (hash)    host name -> how many rounds in a row its workers failed first; 0 is not kept
 --      11 status (string)    of the calling node: JSON for people and tools, or "left" once it has gone for good
@@ -21,9 +21,9 @@ local PROTOCOL = 2 -- what a run's keys and these scripts' arguments mean; that 
 local clock = redis.call('TIME')
 local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
 
-local TEXTS = 10 -- this many fields are text, the others numbers
+local TEXTS = 11 -- this many fields are text, the others numbers
 local FIELDS = { 'closed', 'stop', 'broken', 'member_lost', 'blamed', 'blamed_node', 'mark', 'roll_called_by', 'roll_again',
-  'incarnation', 'protocol', 'created_at', 'epoch', 'size', 'min', 'max', 'last_call', 'replacement', 'lease', 'interval', 'ttl', 'deadline', 'beat_at', 'charged',
+  'incarnation', 'save', 'protocol', 'created_at', 'epoch', 'size', 'min', 'max', 'last_call', 'replacement', 'lease', 'interval', 'ttl', 'deadline', 'admit_from', 'admit_by', 'beat_at', 'charged',
   'restarts', 'idle', 'progress', 'failed_at', 'restoring', 'roll_called_at', 'roll_timeout', 'roll_until', 'roll_last_chance',
   'roll_answered', 'written', 'flush_at' }
 local run = {}

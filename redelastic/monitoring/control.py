@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from redis import RedisCluster
 from redis.exceptions import NoPermissionError
 
 from redelastic.redis import scripts
-from redelastic.redis.connection import Connection, Entries, require_keys_of_types, text
+from redelastic.redis.connection import Connection, Entries, place_of, require_keys_of_types, text
 from redelastic.redis.errors import CorruptStateError, UnavailableError
-from redelastic.redis.keys import DEFAULT_TTL, RunKeys, check_key_part
+from redelastic.redis.keys import DEFAULT_TTL, SAVED, RunKeys, check_key_part
 
 from .events import MAX_REASON, MAX_TEXT, Event, decode, decode_cause, number_in
 from .records import Node, Run, decode_run, ids_in, pairs_of
@@ -28,17 +28,27 @@ class UnknownNodeError(LookupError):
     """No node of the run matches, or several do."""
 
 
+class SaveRequest(NamedTuple):
+    """A request to all workers of a round to save."""
+
+    epoch: int
+    size: int
+    place: tuple[int, int]  # among the requests of the round
+
+
 class RunControl:
     """Reads and changes one run, for a caller that need not be a node of it.
 
     Args:
         connection: to Redis.
         keys: of the run.
+        timeout: for how long to retry a call, in seconds; None for the connection's ``read_timeout``.
     """
 
-    def __init__(self, connection: Connection, keys: RunKeys) -> None:
+    def __init__(self, connection: Connection, keys: RunKeys, timeout: float | None = None) -> None:
         self._connection = connection
         self._keys = keys
+        self._timeout = timeout
 
     def state(self) -> Run:
         """Everything known about the run now.
@@ -52,7 +62,7 @@ class RunControl:
         with _of_redis(self._connection):
             ids = ids_in(reply)
             names = [self._keys.status(node) for node in ids]
-            statuses = self._connection.call(lambda client: client.mget(names)) if names else []
+            statuses = self._call(lambda client: client.mget(names)) if names else []
             run = decode_run(self._keys, reply, dict(zip(ids, statuses, strict=True)))
         if run is None:
             raise UnknownRunError(
@@ -140,6 +150,26 @@ class RunControl:
         """
         return bool(self._script(scripts.DRAIN, [node, reason[:MAX_REASON], round(1000 * timeout)]))
 
+    def save(self, reason: str, timeout: float) -> SaveRequest | None:
+        """Ask the workers of all members to save; they go on training.
+
+        Args:
+            reason: who or what asked.
+            timeout: how long they have, in seconds.
+
+        Returns:
+            What :meth:`unsaved` takes; None if no node holds a round.
+        """
+        reply = self._script(scripts.SAVE, [reason[:MAX_REASON], round(1000 * timeout)])
+        with _of_redis(self._connection):
+            return SaveRequest(int(reply[0]), int(reply[1]), place_of(reply[2])) if reply else None
+
+    def unsaved(self, asked: SaveRequest) -> list[int]:
+        """The ranks of the nodes whose workers are not known to have saved for a request."""
+        names = [SAVED.format(rank) for rank in range(asked.size)]
+        places = self._call(lambda client: client.hmget(self._keys.store(asked.epoch).data, names))
+        return [rank for rank, place in enumerate(places) if place_of(place or b"") < asked.place]
+
     def close(self, reason: str, *, stop: bool, ttl: float = DEFAULT_TTL) -> Event:
         """Close the run (I5).
 
@@ -177,10 +207,10 @@ class RunControl:
         return bool(self._script(scripts.READMIT, [name, by[:MAX_REASON]]))
 
     def _script(self, script: scripts.Script, args: Sequence[Any]) -> Any:
-        return self._checked(lambda: script(self._connection, [*self._keys.types], args))
+        return self._checked(lambda: script(self._connection, [*self._keys.types], args, self._timeout))
 
     def _call(self, operation: Callable[[Any], T]) -> T:
-        return self._checked(lambda: self._connection.call(operation))
+        return self._checked(lambda: self._connection.call(operation, self._timeout))
 
     def _checked(self, operation: Callable[[], T]) -> T:
         try:

@@ -258,6 +258,32 @@ class Drain(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Save(Event):
+    """The workers of all members were asked to save; the event's node, if any, waits to be let in until they have.
+
+    Attributes:
+        reason: who or what asked, if no node did.
+        timeout_ms: how long the workers have; not known if they were not asked, but save by themselves some time.
+    """
+
+    event: str = "save"
+    reason: str = _text(MAX_REASON)
+    timeout_ms: int | None = _count()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Admitted(Event):
+    """Nodes that waited to be let in may join; the event's node is the first of them.
+
+    Attributes:
+        saved: whether all workers have saved before; else their time was up, or they were not asked.
+    """
+
+    event: str = "admitted"
+    saved: bool = _flag()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Failed(WorkerFailure):
     """Workers of a node failed.
 
@@ -386,10 +412,10 @@ class Started(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Saved(Event):
-    """A node's workers have saved for a drain, or their time to save is up.
+    """A node's workers have saved on request, or their time to save is up.
 
     Attributes:
-        drains: ids of the draining nodes; at most eight.
+        drains: ids of the draining nodes; at most eight; none if they were asked for another reason.
         asked: number of workers that could be asked to save.
         late: whether the time was up first.
     """
@@ -491,7 +517,22 @@ class Unreached(Event):
 
 
 BY_SCRIPTS: Final[tuple[type[Event], ...]] = (  # in the atomic step that makes the change, so exactly once
-    *(Joined, Regrouped, Completed, Lost, Left, Drain, Failed, RollCall, Closed, Stopped, Readmitted, Outage),
+    *(
+        Joined,
+        Regrouped,
+        Completed,
+        Lost,
+        Left,
+        Drain,
+        Save,
+        Admitted,
+        Failed,
+        RollCall,
+        Closed,
+        Stopped,
+        Readmitted,
+        Outage,
+    ),
     *(Restored, Missing, Cleared),
 )
 BY_AGENTS: Final[tuple[type[Event], ...]] = (

@@ -146,8 +146,28 @@ def _(event: events.Started) -> str:
 
 
 @sentence.register
+def _(event: events.Save) -> str:
+    if event.timeout_ms is None:
+        return "waits to be let in until the workers have saved by themselves"
+    return (
+        f"waits to be let in until the workers have saved, for up to {_seconds(event.timeout_ms)}"
+        if event.node
+        else event.reason
+    )
+
+
+@sentence.register
+def _(event: events.Admitted) -> str:
+    return "is let in: " + ("all workers have saved" if event.saved else "not all workers have saved")
+
+
+@sentence.register
 def _(event: events.Saved) -> str:
-    first, *others = event.drains or ("?",)
+    if not event.drains:
+        return (
+            "nothing: no worker could be asked to" if event.asked == 0 else "not in time" if event.late else "in time"
+        )
+    first, *others = event.drains
     draining = f"{first} and {len(others)} more, which drain" if others else f"{first}, which drains"
     if event.asked == 0:
         return f"nothing: no worker could be asked to, for {draining}"

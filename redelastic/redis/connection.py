@@ -22,6 +22,7 @@ from .wire import Client, ClientWire, PoolWire, Wire, drop_idle
 T = TypeVar("T")
 Timeout = float | Callable[[], float] | None  # in seconds
 Entries = list[tuple[str, dict[str, str]]]
+STREAM_START: Final = (0, 0)  # a place before every entry of a stream
 
 ATTEMPT_TIMEOUT: Final = 5.0
 READ_TIMEOUT: Final = 60.0
@@ -283,6 +284,13 @@ def _fields(words: Sequence[bytes]) -> dict[str, str]:
 def text(value: bytes | str) -> str:
     """A reply of Redis as text."""
     return value.decode(errors="replace") if isinstance(value, bytes) else value
+
+
+def place_of(entry: str | bytes) -> tuple[int, int]:
+    """The place of an entry in a stream, from its id; before all others if the id is invalid."""
+    parts = text(entry).split("-")
+    valid = len(parts) == 2 and all(part.isascii() and part.isdecimal() and len(part) < 21 for part in parts)
+    return (int(parts[0]), int(parts[1])) if valid else STREAM_START
 
 
 def sanitize(value: bytes | str) -> str:

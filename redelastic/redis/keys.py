@@ -15,6 +15,8 @@ DEFAULT_PREFIX: Final = "redelastic"
 DEFAULT_TTL: Final = 86400.0  # in seconds since the run's last activity: a night's job can be read in the morning
 MAX_KEY_PART: Final = 200
 _ROUND: Final = "round:"  # begins the name of a round's store
+# In a round's store, by rank: the last request to save that was fulfilled, by its id.
+SAVED: Final = "redelastic/saved/{}"
 
 # Braces would move the hash tag, glob characters would widen an ACL pattern, white space breaks tools that split on it.
 _FORBIDDEN: Final = re.compile(r"[\s{}*?\[\]\\^\x00-\x1f\x7f]")

@@ -61,12 +61,14 @@ class Script:
         return reply
 
 
-JOIN: Final = Script("run", "events", "changes", "roll", "complete", "restore", "join")
+JOIN: Final = Script("run", "events", "changes", "roll", "complete", "restore", "admission", "join")
 BEAT: Final = Script("run", "events", "changes", "roll", "complete", "restore", "beat")
 ROLL_CALL: Final = Script("run", "events", "changes", "roll", "complete", "roll_call")
 LEAVE: Final = Script("run", "events", "changes", "roll", "complete", "restore", "leave")
 CLOSE: Final = Script("run", "events", "changes", "close")
 DRAIN: Final = Script("run", "events", "changes", "drain")
+SAVE: Final = Script("run", "events", "changes", "save")
+ADMIT: Final = Script("run", "events", "changes", "admission", "admit")
 CHARGE: Final = Script("run", "events", "changes", "charge")
 INSPECT: Final = Script("run", "inspect")
 NOTE: Final = Script("run", "events", "note")

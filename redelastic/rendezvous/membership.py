@@ -28,7 +28,7 @@ from redelastic.redis.keys import RunKeys
 from . import replies
 from .heartbeat import HEARD, RETRY_PAUSE, Heartbeat
 from .settings import Settings
-from .view import Round
+from .view import Round, Save
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class Membership:
         self._settings = settings
         self._heard = "0-0"  # id of the last wake-up that this node knew of when it last asked to join
         self._epoch_held = 0  # epoch of the last round this node was in
-        self._is_spare = False  # whether it has logged that since then
+        self._is_spare = self._is_held = False  # whether it has logged that since then
         self._complain_of_wait_at = math.inf
 
     @property
@@ -161,6 +161,11 @@ class Membership:
                     *(self.node, self._settings.max_nodes, self.run_id),
                 )
             deadline = now + self._settings.join_timeout  # it can wait forever, until it is needed
+        elif reply.held:
+            if not self._is_held:
+                self._is_held = True
+                log.info("Node %s waits to be let into run %r until its workers have saved.", self.node, self.run_id)
+            deadline = now + self._settings.join_timeout
         elif now >= deadline:
             self._try_to_leave(Left(cause="timeout"))
             raise RendezvousTimeoutError(
@@ -173,7 +178,7 @@ class Membership:
         until = min(deadline, now + reply.wait_ms / 1000) if reply.wait_ms >= 0 else deadline
         while (left := until - time.monotonic()) > 0:
             before, self._heard = self._heard, self.heartbeat.pump(self._heard, left)
-            if not reply.spare and time.monotonic() >= self._complain_of_wait_at:
+            if not (reply.spare or reply.held) and time.monotonic() >= self._complain_of_wait_at:
                 self._complain_of_wait_at = math.inf
                 log.warning(
                     "Node %s waits for a round of run %r, of %d to %d nodes; `redelastic status %s` lists the nodes.",
@@ -182,12 +187,14 @@ class Membership:
             to_leave = self.view.drain or self.heartbeat.stopped.is_set()
             if to_leave or self._heard != before or self.view.standing != "candidate":
                 break
-        return time.monotonic() + self._settings.join_timeout if reply.spare else deadline
+        return time.monotonic() + self._settings.join_timeout if reply.spare or reply.held else deadline
 
     def _ask_to_join(self, port: int, give_up_at: float) -> replies.Join | None:
         """Send one request to join; None while Redis is away, until ``give_up_at``."""
         keys, known = self.heartbeat.keys_with_store(self._epoch_held), self.heartbeat.known()
-        args = [*known, self._epoch_held, f"{self.heartbeat.host} {port}", self._settings.topology]
+        s = self._settings
+        admission = -1 if s.admit_timeout == math.inf else round(1000 * s.admit_timeout), round(1000 * s.admit_interval)
+        args = [*known, self._epoch_held, f"{self.heartbeat.host} {port}", s.topology, *admission]
         try:
             reply = self.heartbeat.call(scripts.JOIN, keys, args, 0)
         except UnavailableError as e:
@@ -242,7 +249,7 @@ class Membership:
         return Round(epoch, rank, size, host, int(port), completed_at, lost, again, incarnation)
 
     def _enter(self, entered: Round) -> Round:
-        self._epoch_held, self._is_spare = entered.epoch, False
+        self._epoch_held, self._is_spare, self._is_held = entered.epoch, False, False
         self.heartbeat.incarnation = entered.incarnation
         self.view.apply_round(entered)
         self.heartbeat.start(self._heard)
@@ -299,6 +306,11 @@ class Membership:
         self.view.begin_drain(reason, timeout)
         self.view.notify()
         self.heartbeat.call(scripts.DRAIN, self.heartbeat.keys, [self.node, reason, round(1000 * timeout)], None)
+
+    def admit(self, save: Save) -> None:
+        """Let the nodes into the round that wait until all its workers have saved: they have."""
+        args = [self._epoch_held, "{}-{}".format(*save.place)]
+        self.heartbeat.call(scripts.ADMIT, self.heartbeat.keys, args, None)
 
     def wait_while(self, condition: Callable[[], bool]) -> None:
         """Wait outside the run while a condition holds; it is checked at each wake-up of the run.

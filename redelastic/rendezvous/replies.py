@@ -28,6 +28,7 @@ class Waiting(NamedTuple):
     wait_ms: int
     spare: int
     roll_call: int
+    held: int
 
 
 class Closed(NamedTuple):

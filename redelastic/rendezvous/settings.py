@@ -36,6 +36,10 @@ def _or_zero(name: str, value: object) -> float:
     return _seconds(name, value, zero=True)
 
 
+def _or_forever(name: str, value: object) -> float:
+    return math.inf if value in (math.inf, "inf") else _or_zero(name, value)
+
+
 def _count(name: str, value: object) -> int:
     try:
         count = int(value) if not isinstance(value, bool | float) else -1  # type: ignore[call-overload]
@@ -105,6 +109,8 @@ _CHECKS: Final[Mapping[str, Callable[[str, object], Any]]] = {
     "read_timeout": _seconds,
     "replacement_timeout": _or_zero,
     "roll_call_timeout": _or_zero,
+    "admit_timeout": _or_forever,
+    "admit_interval": _or_zero,
     "min_replicas": _count_or_zero,
     "keep_alive_interval": _seconds,
     "keep_alive_max_attempt": _attempts,
@@ -141,6 +147,10 @@ class Settings:
         roll_call_timeout: within which nodes have to answer when workers have failed and a lost node may be the reason;
             0 leaves it to their leases.
         replacement_timeout: how long the survivors of a round wait for replacements before they go on with fewer.
+        admit_timeout: how long workers that train have to save before this node is let in, which restarts them; 0: it
+            is let in at once; infinite: they are not asked, and it waits until they save by themselves.
+        admit_interval: how old their round has to be by then, so that nodes that come at about the same time share one
+            restart; a round that is short of a lost node waits for nobody.
         min_replicas: how many replicas of Redis have to hold a completed round before a node enters it (WAIT).
         read_timeout: within which an operation on a store has to succeed; also the timeout of the round's store.
         ttl: how long a run's keys in Redis outlive its last live node.
@@ -163,6 +173,8 @@ class Settings:
     keep_alive_max_attempt: int = 3
     roll_call_timeout: float = 0.5
     replacement_timeout: float = 0.0
+    admit_timeout: float = 0.0
+    admit_interval: float = 0.0
     min_replicas: int = 0
     read_timeout: float = 60.0
     ttl: float = DEFAULT_TTL

@@ -12,13 +12,12 @@ from typing import Final
 
 from redelastic.monitoring.events import Event, Lost, decode_cause
 from redelastic.monitoring.sentences import cause
-from redelastic.redis.connection import Entries, sanitize, text
+from redelastic.redis.connection import STREAM_START, Entries, place_of, sanitize, text
 
 from .replies import Beat, RollCall
 
 log = logging.getLogger(__name__)
 
-STREAM_START: Final = (0, 0)  # a place before every entry of a stream
 UNKNOWN: Final = Event(event="unknown")  # a cause that the run's record does not name
 COMPLAINT_INTERVAL: Final = 60.0  # between two warnings about the same outage, in seconds
 
@@ -38,6 +37,23 @@ class Drain:
     reason: str
     timeout: float
     place: tuple[int, int] = STREAM_START
+
+
+@dataclass(frozen=True)
+class Save:
+    """A request to the workers of all members of a round to save.
+
+    Attributes:
+        place: of its wake-up in the run's stream, which orders it among the drains.
+        node: that waits to be let in until they have; "" if none does.
+        reason: who asked; "" if only a node did.
+        timeout: how long they have, in seconds; infinite: they are not asked, but save by themselves some time.
+    """
+
+    place: tuple[int, int]
+    node: str
+    reason: str
+    timeout: float
 
 
 @dataclass(frozen=True)
@@ -105,6 +121,7 @@ class View:
         self.record_of_closing = ("", 0)  # a wake-up alone proves nothing
         self._drains: dict[str, tuple[int, Drain]] = {}  # from wake-ups, by node, with its epoch
         self.drain: Drain | None = None  # independent of this node's id; a signal handler sets it too, so not guarded
+        self._save: tuple[int, Save] | None = None  # the last request, with its epoch
         self._failed_at: int | None = None  # when the workers failed that led to the roll call, in the server's ms
         self._answered = 0  # when the last roll call that every node answered was opened, in the server's ms
         self._away_since: float | None = None  # since when Redis has not answered; None while it does
@@ -187,6 +204,12 @@ class View:
         return list(drains.values())
 
     @property
+    def save(self) -> Save | None:
+        """The last request to save for another reason than a drain, since this node entered its round."""
+        asked, held = self._save, self.round
+        return asked[1] if asked and held and asked[0] == held.epoch else None
+
+    @property
     def away(self) -> float:
         """How long Redis has not answered, in seconds; 0 while it does."""
         since = self._away_since
@@ -254,6 +277,15 @@ class View:
                     asked_in = _number(change.get("epoch"))  # perhaps a round that this node is about to enter
                     if node not in self._drains or asked_in > self._drains[node][0]:
                         self._drains[node] = asked_in, drain
+                    self._announce_news()
+                elif event == "save":
+                    ms = change.get("timeout")
+                    timeout = math.inf if ms == "-1" else _number(ms) / 1000
+                    reason = sanitize(change.get("reason", ""))
+                    self._save = (
+                        _number(change.get("epoch")),
+                        Save(place_of(place), change.get("node", ""), reason, timeout),
+                    )
                     self._announce_news()
                 elif event == "roll_call":
                     roll_calls.append(_number(change.get("called_at")))
@@ -337,12 +369,6 @@ class View:
 
 def _sanitized(why: Event | None) -> str:
     return sanitize(cause(why))
-
-
-def place_of(entry: str | bytes) -> tuple[int, int]:
-    """The place of an entry in a stream, from its id; before all others if the id is invalid."""
-    ms, _, n = text(entry).partition("-")
-    return _number(ms), _number(n)
 
 
 def _number(field: str | None) -> int:

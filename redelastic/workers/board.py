@@ -61,6 +61,7 @@ class Progress:
         at: when it last called ``progress``, or began or ended a phase, on the monotonic clock in seconds; None before.
         asks: whether it called ``should_checkpoint``, so that it will see a request.
         saved: whether it has seen the last request, has called ``progress`` since, and no save that it began goes on.
+        saves_begun, saves_done: number of the last save that it began, and of the last one that is complete.
         limit: timeout of its phase in seconds; None outside phases.
         phase: name of its phase; empty outside phases.
     """
@@ -71,6 +72,8 @@ class Progress:
     at: float | None
     asks: bool
     saved: bool
+    saves_begun: int
+    saves_done: int
     limit: float | None
     phase: str
 
@@ -117,7 +120,7 @@ class ProgressBoard:
         seen = slot[SEEN]  # read before the calls: later calls can only make `saved` more true
         calls = slot[CALLS]
         done = slot[DONE]  # read after the calls, which follow the beginning of a save, and before that beginning
-        is_saving = done < slot[BEGUN]
+        begun = slot[BEGUN]
         request, calls_before = divmod(seen, 1 << CALL_BITS)
         limit = slot[LIMIT]  # read before the time, which is written first
         name = slot[PHASE:].tobytes().rstrip(b"\0").decode(errors="replace") if limit else ""
@@ -127,7 +130,9 @@ class ProgressBoard:
             step=slot[STEP] if calls else None,
             at=slot[AT] / 1e9 or None,
             asks=seen >= 0,
-            saved=0 < self._requests == request and calls > calls_before and not is_saving,
+            saved=0 < self._requests == request and calls > calls_before and done >= begun,
+            saves_begun=begun,
+            saves_done=done,
             limit=limit / 1000 or None,
             phase=name,
         )

@@ -1,4 +1,4 @@
-"""Drains: the workers of the whole job save, then the draining node leaves; and the file that asks for one."""
+"""Drains and other saves: the workers of the whole job save, then a node leaves or is let in; and the drain file."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from typing import Final
 
 from redelastic.agent.background import BackgroundReporter
 from redelastic.monitoring.events import Event, Saved
+from redelastic.redis.connection import STREAM_START, place_of
+from redelastic.redis.keys import SAVED
 from redelastic.rendezvous.membership import DrainedError, Membership
-from redelastic.rendezvous.view import STREAM_START, Drain, place_of
+from redelastic.rendezvous.view import Drain, Save
 from redelastic.store import RedisStore, RoundBrokenError
 
 from .group import Workers
@@ -24,17 +26,17 @@ log = logging.getLogger(__name__)
 SHORTEST_PAUSE: Final = 0.01  # in seconds
 RESAVE_INTERVAL: Final = 10.0  # seconds after which another drain makes the workers save again
 MAX_LOGGED_DRAINS: Final = 8  # how many draining nodes the log names in one round
-SAVED_KEY: Final = "redelastic/saved/{}"  # in the round's store, by rank: the last drain it has saved for, as a place
 
 
 class Drains:
-    """The drains of one round, as seen by one of its nodes.
+    """The drains and other saves of one round, as seen by one of its nodes.
 
     A drain makes all workers of the round save, unless they were asked to moments ago: one save serves all nodes that
-    drain together. Drains are ordered by the wake-ups that announce them. Each node records in the round's store the
-    last drain its workers have saved for, and a draining node leaves when all have saved for its own, its time is up,
-    or the round is broken anyway. If many nodes drain together, wake-ups announce only a few; the first of these that
-    leaves ends the round for the others too.
+    drain together. So does a node that waits to be let in, or somebody who asks for a checkpoint. These requests are
+    ordered by the wake-ups that announce them. Each node records in the round's store the last one its workers have
+    saved for. A draining node leaves when all have saved for its own, its time is up, or the round is broken anyway;
+    rank 0 lets new nodes in when all have. If many nodes drain together, wake-ups announce only a few; the first of
+    these that leaves ends the round for the others too.
 
     Args:
         membership: of this node.
@@ -60,19 +62,30 @@ class Drains:
         self._membership, self._workers, self._store, self._rank = membership, workers, store, rank
         self._reporter, self._note = reporter, note
         self._until: dict[str, float] = {}  # node -> when its drain's time is up, on the monotonic clock
-        self._heard_at = -math.inf  # when this node last heard of a drain, on the same clock
+        self._by_signal = False  # whether they were also asked by signal
+        self._heard_at = -math.inf  # when this node last heard of a request, on the same clock
         self._asked_at = -math.inf  # when the workers were last asked to save,
-        self._asked_for: list[str] = []  # for which nodes,
+        self._asked_for: list[str] = []  # for which draining nodes,
+        self._late_at = math.inf  # until when,
         self._asked = 0  # how many got the request,
         self._has_noted = True  # and whether the outcome has been noted
-        self._announced = STREAM_START  # the last drain for which the store says that this node's workers have saved
-        self._awaited = [other for other in range(size) if other != rank]  # ranks not known to have saved for its drain
-        self._counting = False  # whether the reporter is about to check that
+        self._heard_of = STREAM_START  # the last request to save that is no drain
+        self._admitted = STREAM_START  # the last one for which new nodes were let in
+        self._announced = STREAM_START  # the last request for which the store says that this node's workers have saved
+        self._saved_for = dict.fromkeys(range(size), STREAM_START)  # the last request that each rank has saved for
+        self._saved_for.pop(rank)
+        self._counting = False  # whether the reporter is about to look
 
     @property
     def own(self) -> bool:
         """Whether this node drains."""
         return self._membership.node in self._until
+
+    @property
+    def admits(self) -> bool:
+        """Whether workers were asked to save, and new nodes are then let in: those that end now have saved for that."""
+        save = self._membership.view.save
+        return save is not None and bool(save.node) and time.monotonic() < self._late_at
 
     @property
     def end(self) -> float:
@@ -85,26 +98,30 @@ class Drains:
         return max(SHORTEST_PAUSE, (time.monotonic() - self._heard_at) / 10)
 
     def advance(self) -> None:
-        """Take each drain a step further; call it at each check of the workers, and as often as :attr:`pause` says.
+        """Take each request a step further; call it at each check of the workers, and as often as :attr:`pause` says.
 
         Raises:
             DrainedError: this node has drained.
         """
-        drains = self._membership.view.drains
+        drains, save = self._membership.view.drains, self._membership.view.save
         for drain in drains:
             if drain.node not in self._until:
                 self._hear_of(drain)
-        if not drains:
+        if save and save.place > self._heard_of:
+            self._hear_of_save(save)
+        if not drains and not save:
             return
         have_saved = self._workers.have_saved()
         self._note_outcome(have_saved)
-        last = max(drain.place for drain in drains)
+        last = max([drain.place for drain in drains] + ([save.place] if save else []))
         if have_saved and last > self._announced:
             self._announced = last
             self._reporter.send(partial(self._announce, last))
         for drain in drains:
             if drain.node == self._membership.node:
                 self._leave_if_done(drain, have_saved)
+        if save and save.node and self._rank == 0 and have_saved and save.place > self._admitted:
+            self._admit_if_saved(save)
 
     def _hear_of(self, drain: Drain) -> None:
         if len(self._until) < MAX_LOGGED_DRAINS or drain.node == self._membership.node:
@@ -115,28 +132,62 @@ class Drains:
             log.warning("More nodes are draining; `redelastic events %s` names them.", self._membership.run_id)
         self._heard_at = now = time.monotonic()
         self._until[drain.node] = now + drain.timeout
-        if now - self._asked_at > RESAVE_INTERVAL:
-            self._asked_at, self._asked_for, self._has_noted = now, [], False
-            self._asked = self._workers.ask_to_save()
+        self._ask(drain.timeout, by_signal=True)
         self._asked_for.append(drain.node)
 
+    def _hear_of_save(self, save: Save) -> None:
+        why = f"{save.node} waits to join" if save.node else save.reason
+        self._heard_of, self._heard_at = save.place, time.monotonic()
+        if save.timeout < math.inf:
+            log.info("Workers are asked to save (%s): they have %g s.", why, save.timeout)
+            self._ask(save.timeout, by_signal=False)
+        elif self._heard_at - self._asked_at > RESAVE_INTERVAL:
+            log.info("The workers' own next checkpoint is awaited: %s.", why)
+            self._workers.await_own_save(leads=self._rank == 0)
+
+    def _ask(self, timeout: float, *, by_signal: bool) -> None:
+        """Ask the workers to save, unless they were asked to moments ago, and by no weaker means."""
+        now = time.monotonic()
+        if now - self._asked_at > RESAVE_INTERVAL or (by_signal and not self._by_signal):
+            self._asked_at, self._asked_for, self._has_noted, self._late_at = now, [], False, math.inf
+            self._by_signal = by_signal
+            self._asked = self._workers.ask_to_save(by_signal=by_signal)
+        self._late_at = min(self._late_at, now + timeout)
+
     def _note_outcome(self, have_saved: bool) -> None:
-        is_late = time.monotonic() >= min(self._until[node] for node in self._asked_for)
+        is_late = time.monotonic() >= self._late_at
         if not self._has_noted and (have_saved or is_late):
             self._has_noted = True
             self._note(Saved(drains=tuple(self._asked_for[:MAX_LOGGED_DRAINS]), asked=self._asked, late=is_late))
 
     def _leave_if_done(self, own: Drain, have_saved: bool) -> None:
         over = time.monotonic() >= self._until[own.node]
-        if over or self._membership.view.nodes_waiting > 0 or (have_saved and not self._awaited):
+        if over or self._membership.view.nodes_waiting > 0 or (have_saved and self._have_all_saved_for(own.place)):
             raise DrainedError(own.node, self._membership.run_id, own.reason)
-        if own.place > STREAM_START and not self._counting:  # this takes long while Redis is away
-            self._counting = True
-            self._reporter.send(partial(self._count, own.place))
+        if own.place > STREAM_START:
+            self._count(own.place)
+
+    def _admit_if_saved(self, save: Save) -> None:
+        if self._have_all_saved_for(save.place):
+            self._admitted = save.place
+            self._reporter.send(partial(self._admit, save))
+        else:
+            self._count(save.place)
+
+    def _admit(self, save: Save) -> None:
+        try:
+            self._membership.admit(save)
+        except Exception:
+            self._admitted = STREAM_START  # the next look sends it again
+            raise
+
+    def _have_all_saved_for(self, place: tuple[int, int]) -> bool:
+        """Whether all other nodes are known to have saved for a request; it has no place until it was heard of."""
+        return not self._saved_for or (place > STREAM_START and min(self._saved_for.values()) >= place)
 
     def _announce(self, place: tuple[int, int]) -> None:
         try:
-            self._store.set(SAVED_KEY.format(self._rank), "{}-{}".format(*place))
+            self._store.set(SAVED.format(self._rank), "{}-{}".format(*place))
         except RoundBrokenError:
             pass  # the members regroup, and no node waits for this
         except Exception:
@@ -144,11 +195,15 @@ class Drains:
             raise
 
     def _count(self, place: tuple[int, int]) -> None:
+        """Have the reporter look which nodes' workers have saved: it takes long while Redis is away."""
+        if not self._counting:
+            self._counting = True
+            self._reporter.send(partial(self._look, [rank for rank, saved in self._saved_for.items() if saved < place]))
+
+    def _look(self, ranks: list[int]) -> None:
         try:
-            places = self._store.peek([SAVED_KEY.format(rank) for rank in self._awaited])
-            self._awaited = [
-                rank for rank, saved in zip(self._awaited, places, strict=True) if place_of(saved or b"") < place
-            ]
+            places = self._store.peek([SAVED.format(rank) for rank in ranks])
+            self._saved_for |= {rank: place_of(saved or b"") for rank, saved in zip(ranks, places, strict=True)}
         finally:
             self._counting = False
 

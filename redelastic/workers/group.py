@@ -62,6 +62,8 @@ class Workers:
         self.logs: dict[int, str] = {}
         self.signalled = False
         self.hung: dict[int, float] = {}
+        self._by_signal = True  # whether the last request to save was made by signal, too
+        self._own_saves: dict[int, int] | None = None  # how many each had begun when one of its own began to be awaited
         self._board = ProgressBoard(count)
         timeout = math.inf if options.hang_timeout is None else options.hang_timeout
         self._interval, self._notify = interval, notify
@@ -127,16 +129,20 @@ class Workers:
         """Stacks of some of them, by local rank."""
         return dump_stacks(self._board, {r: self.pids[r] for r in local_ranks}, STACKS_TIMEOUT)
 
-    def ask_to_save(self) -> int:
+    def ask_to_save(self, *, by_signal: bool) -> int:
         """Ask for a checkpoint: through ``should_checkpoint()``, and by signal to workers that handle it.
+
+        Args:
+            by_signal: whether the signal may be sent: to many scripts it means that their job is about to end.
 
         Returns:
             How many workers get the request.
         """
         self._board.request_checkpoint()
+        self._own_saves, self._by_signal = None, by_signal
         only_signalled: list[int] = []
         asked = sum(self._can_be_asked(local_rank, pid) for local_rank, pid in self.pids.items())
-        for local_rank, pid in self.pids.items():
+        for local_rank, pid in self.pids.items() if by_signal else ():
             speaker = speaker_of(self._board, local_rank, pid)
             if not self.ended(local_rank) and catches(speaker, SAVE_SIGNAL):  # the signal would end any other
                 if not self._board.read(local_rank).asks:
@@ -153,17 +159,32 @@ class Workers:
             )
         return asked
 
+    def await_own_save(self, *, leads: bool) -> None:
+        """Ask for nothing: :meth:`have_saved` waits for a save that workers begin by themselves from now on.
+
+        Args:
+            leads: whether these are the workers of rank 0's node: the first of them is the one that saves in any
+                script. Of the others only those are waited for that have begun a save before.
+        """
+        begun = {local_rank: self._board.read(local_rank).saves_begun for local_rank in self.pids}
+        if leads and not begun.get(0):
+            log.warning("Rank 0 has not marked any checkpoint with begin_save() yet; new nodes wait until it does.")
+        self._own_saves = {local_rank: n for local_rank, n in begun.items() if n or (leads and local_rank == 0)}
+
     def have_saved(self) -> bool:
         """Whether each worker has saved, has ended, or cannot be asked to save."""
         return all(self._has_saved(local_rank, pid) for local_rank, pid in self.pids.items())
 
     def _has_saved(self, local_rank: int, pid: int) -> bool:
-        return self._board.read(local_rank).saved or not self._can_be_asked(local_rank, pid)
+        seen = self._board.read(local_rank)
+        if self._own_saves is not None:
+            return self.ended(local_rank) or seen.saves_done > self._own_saves.get(local_rank, -1)
+        return seen.saved or not self._can_be_asked(local_rank, pid)
 
     def _can_be_asked(self, local_rank: int, pid: int) -> bool:
         """Whether a worker runs and can be asked to save."""
         asks, speaker = self._board.read(local_rank).asks, speaker_of(self._board, local_rank, pid)
-        return not self.ended(local_rank) and (asks or catches(speaker, SAVE_SIGNAL))
+        return not self.ended(local_rank) and (asks or (self._by_signal and catches(speaker, SAVE_SIGNAL)))
 
     def blame_a_peer(self, result: RunResult) -> bool:
         """Whether the last words of all workers that failed say that a peer is gone."""

@@ -16,7 +16,9 @@ import torch
 from typing_extensions import Self
 
 from redelastic import worker
+from redelastic.agent import AgentOptions
 from redelastic.workers.board import ProgressBoard
+from redelastic.workers.group import Workers
 from tests.support.waiting import Within
 
 until = Within(60)
@@ -196,6 +198,36 @@ turn(begin_save().complete)
         assert not board.read(0).saved, "a save that fails is no checkpoint"
         script.next()
         assert board.read(0).saved, "a later one takes its place"
+
+
+def test_a_save_that_the_script_begins_by_itself_is_awaited() -> None:
+    workers = Workers(2, AgentOptions(), 0.1, set(), lambda: None)
+    code = """
+def turn(action):
+    print(action(), flush=True)
+    sys.stdin.readline()
+before = begin_save()
+turn(lambda: progress(1))
+turn(before.complete)
+own = begin_save()
+turn(lambda: progress(2))
+turn(own.complete)
+"""
+    with Dialogue(code, workers.environment(0)) as script, Dialogue("sys.stdin.read()", {}) as other:
+        assert script.answer() == "None"
+        workers.started({0: script.process.pid, 1: other.process.pid})
+        workers.await_own_save(leads=False)
+        script.next()
+        assert not workers.have_saved(), "that save had begun before"
+        script.next()
+        assert not workers.have_saved(), "it goes on"
+        script.next()
+        assert workers.have_saved(), "the other has never begun one"
+        workers.await_own_save(leads=True)
+        assert not workers.have_saved()
+        workers.ask_to_save(by_signal=False)
+        assert workers.have_saved(), "neither can be asked: now that counts"
+    workers.close()
 
 
 def test_a_process_that_follows_another_has_no_save_or_phase_of_that_one(board: ProgressBoard) -> None:

@@ -12,6 +12,7 @@ from redelastic.monitoring.events import Hung
 from redelastic.redis.server import RedisServer
 from tests.support.agent_job import DRAINED, AgentJob
 from tests.support.long_tests import quick_first
+from tests.support.trainer_job import START
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -30,6 +31,9 @@ class Small(AgentJob):
 
     def train(self, name: str, *options: str) -> None:
         self.start(name, script=self.script, options=options, env={"HF_HUB_OFFLINE": "1"})
+
+    def wait_end(self, name: str, limit: float = START) -> int:
+        return super().wait_end(name, limit)
 
     def said(self, name: str) -> list[str]:
         path = self.directory / name

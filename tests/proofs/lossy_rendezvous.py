@@ -100,8 +100,8 @@ def parsed(kind: type[Request], args: list[str]) -> Request:
     if kind is Leave:
         run_then, *fields = rest[m:]
         return Leave(node, tuple(fields), run_then, settings, known)  # type: ignore[arg-type]
-    after, endpoint, label = rest[m:]
-    return Join(node, int(after), endpoint, label, settings, known)
+    after, endpoint, label, *admission = rest[m:]
+    return Join(node, int(after), endpoint, label, settings, known, *map(int, admission))
 
 
 def run_batch(seed: str) -> Counter[str]:

@@ -19,6 +19,7 @@ from tests.proofs.model_checks import check_failures, check_round, check_state
 from tests.proofs.oracle import apply
 from tests.proofs.oracle_state import (
     FORMER,
+    Admit,
     Beat,
     Charge,
     Close,
@@ -31,6 +32,7 @@ from tests.proofs.oracle_state import (
     Request,
     RollCall,
     RollCallWake,
+    SaveWake,
     Settings,
     State,
     Wake,
@@ -90,6 +92,7 @@ class World:
             s.broken is None,
             s.deadline is None or s.deadline > NOW,
             s.deadline,
+            (s.admit_from, s.admit_by, s.save),
             (s.roll_until, s.roll_called_by, s.roll_last_chance, s.roll_again, s.roll_answered),
         )
         ranks = tuple(sorted(s.ranks.items()))
@@ -116,9 +119,16 @@ class Model:
     """The moves, and what has to be true after each."""
 
     def __init__(
-        self, settings: Settings, *, heartbeats: bool = True, failures: bool = False, roll_calls: bool = False
+        self,
+        settings: Settings,
+        *,
+        heartbeats: bool = True,
+        failures: bool = False,
+        roll_calls: bool = False,
+        admission: tuple[int, int] = (0, 0),
     ) -> None:
         self.settings = settings
+        self.admission = admission  # how new nodes are let in: the time that others have to save, the age of a round
         self.failures = failures  # whether workers fail, and nodes drain
         self.roll_calls = roll_calls or failures
         self.heartbeats = heartbeats  # whether what no wake-up told may be found out by a heartbeat
@@ -157,7 +167,7 @@ class Model:
             assert state.candidates[request[0]] == FORMER + old.ranks[request[0]], ("I2: it keeps its rank", story)
         again, second = apply(state, NOW, request)
         assert again == state, ("I8", story)
-        assert isinstance(request, Beat | Leave) or second == reply, ("I8", story)
+        assert isinstance(request, Beat | Leave | Admit) or second == reply, ("I8", story)
         if reply != ("left",):  # see test_who_reaps_also_looks_whether_the_round_can_be in test_oracle_stories.py
             check_state(state, self.settings, story)
         if isinstance(request, Beat):
@@ -173,7 +183,9 @@ class Model:
         return replace(world, state=state, nodes=nodes, holders=holders, dead=dead, story=story), reply
 
     def ask(self, world: World, node: Node, why: str, *, lost: bool = False) -> World:
-        join = Join(node.name, node.held, f"{node.name} 1", "", self.settings, known_to(node, world.state))
+        join = Join(
+            node.name, node.held, f"{node.name} 1", "", self.settings, known_to(node, world.state), *self.admission
+        )
         world, reply = self.request(world, join, why=why + (" (reply lost)" if lost else ""))
         world = replace(world, sent=world.sent | {(node.name, node.held)}, faults=world.faults - lost)
         node = world.node(node.name)
@@ -237,7 +249,10 @@ class Model:
         return replace(world, state=state, holders=holders, story=(*world.story, "the roll call's time is up"))
 
     def pass_deadline(self, world: World) -> World:
-        return replace(world, state=replace(world.state, deadline=NOW)) if world.state.deadline else world
+        """Of a rendezvous, or of the next step of an admission."""
+        s = world.state
+        due = {name: NOW for name in ("deadline", "admit_from", "admit_by") if getattr(s, name) is not None}
+        return replace(world, state=replace(s, **due)) if due else world
 
     # -- what may happen next
 
@@ -260,6 +275,14 @@ class Model:
                 yield self.late_copy(fewer, name, after)
             if s.closed is None:
                 yield self.request(fewer, Close("by x", 1, 0), why="closes")[0]
+        yield from self.admissions_in(world)
+
+    def admissions_in(self, world: World) -> Iterator[World]:
+        """All workers have saved."""
+        s = world.state
+        if s.save is not None and s.epoch is not None:
+            for node in sorted(s.members):
+                yield self.request(world, Admit(node, s.epoch, s.save), why="all have saved")[0]
 
     def steps_of(self, world: World, node: Node) -> Iterator[World]:
         joins: dict[str, World] = {}  # why it asks, and the world in which it does
@@ -367,8 +390,10 @@ class Model:
         for node in alive:
             if node.name not in s.leases:
                 yield self.beat(world, node)  # it learns that it was taken for dead
-            if node.has_deadline and s.deadline:
+            if node.has_deadline and (s.deadline or s.admit_from):
                 yield self.ask(self.pass_deadline(world), node, "has waited")
+        if s.broken is None and s.closed is None and s.candidates:
+            yield from self.admissions_in(world)
         for node in alive if self.heartbeats and (s.broken or not s.members) else ():  # else it finds out nothing
             later = self.beat(self.pass_deadline(world) if node.name in s.candidates else world, node)
             if (later.state, later.nodes) != (s, world.nodes):
@@ -429,7 +454,7 @@ def silent_in(s: State) -> set[str]:
     return {node for node, at in s.leases.items() if s.roll_until is not None and at <= s.roll_until}
 
 
-def hear(node: Node, entries: tuple[Wake | DrainWake | RollCallWake, ...]) -> Node:
+def hear(node: Node, entries: tuple[Wake | SaveWake | DrainWake | RollCallWake, ...]) -> Node:
     """What a node makes of new entries in the wake stream."""
     for entry in entries:
         if entry.event == "broken" and node.alive:

@@ -1,4 +1,4 @@
-"""The protocol as pure functions: what `redelastic/lua/{join,beat,leave,close,drain,charge,readmit,roll_call}.lua` do.
+"""The protocol as pure functions: what the verbs in `redelastic/lua` do.
 
 A verb takes a state, the server's clock in milliseconds and its arguments, and returns the next state and the reply. It
 never changes the state that it is given. Nothing here is fast or clever, on purpose: `test_oracle.py` holds the Lua
@@ -13,6 +13,7 @@ from typing import Any, Final
 from tests.proofs.oracle_state import (
     FORMER,
     PROTOCOL,
+    Admit,
     Beat,
     Charge,
     Close,
@@ -24,13 +25,18 @@ from tests.proofs.oracle_state import (
     Reply,
     Request,
     RollCall,
+    Save,
     State,
     cause,
 )
 from tests.proofs.oracle_steps import (
+    ask_to_save,
+    await_admission,
     close_run,
     has_failed,
     is_same_run,
+    let_in,
+    newcomers,
     open_roll_call,
     reap,
     record,
@@ -78,8 +84,14 @@ def join(state: State, now: int, request: Join) -> tuple[State, Reply]:
 
     assert s.epoch is not None
 
+    was_there = node in s.members or node in s.candidates
+    was_member = node in s.members
     _enter(s, node, request)
     renew(s, now, node, request.settings, request.known)
+    next_step = None
+    if (request.admit_timeout or request.admit_interval) and not was_member and newcomers(s):
+        begins = not was_there and len(newcomers(s)) == 1
+        next_step = await_admission(s, now, node, *request[6:], begins=begins)
     try_complete(s, now)
 
     if s.epoch > request.after and node in s.members:
@@ -93,8 +105,9 @@ def join(state: State, now: int, request: Join) -> tuple[State, Reply]:
             s.lost or 0,
             str(s.incarnation),
         )
-    wait = -1 if s.deadline is None else max(0, s.deadline - now)
-    return s, ("waiting", s.epoch, len(s.wake), wait, int(s.full), to_answer(s, node, request.known))
+    wait = max(0, s.deadline - now) if s.deadline is not None else -1 if next_step is None else next_step
+    held = int(next_step is not None)
+    return s, ("waiting", s.epoch, len(s.wake), wait, int(s.full), to_answer(s, node, request.known), held)
 
 
 def _enter(s: State, node: str, request: Join) -> None:
@@ -109,7 +122,7 @@ def _enter(s: State, node: str, request: Join) -> None:
     else:
         s.arrivals += 1
         s.candidates[node] = s.arrivals
-        if s.members and size_of(s) < s.settings.max:
+        if s.members and size_of(s) < s.settings.max and not (request.admit_timeout or request.admit_interval):
             record_break(s, "joined", node)
         else:
             record(s, "joined", node)
@@ -183,6 +196,24 @@ def drain(state: State, now: int, request: Drain) -> tuple[State, Reply]:
             assert s.epoch is not None
             s.drain_woke = f"{s.epoch} {now // 1000}"
             s.wake = (*s.wake, DrainWake("drain", s.epoch, node, request.reason, request.timeout))
+    return s, (1,)
+
+
+def save(state: State, now: int, request: Save) -> tuple[State, Reply]:  # noqa: ARG001
+    """Ask the workers of all members to save."""
+    s = state.copy()
+    if not s.members or s.stop:
+        return s, ()
+    assert s.epoch is not None
+    return s, (s.epoch, size_of(s), ask_to_save(s, "", *request))
+
+
+def admit(state: State, now: int, request: Admit) -> tuple[State, Reply]:  # noqa: ARG001
+    """Let new nodes in, since all members' workers have saved."""
+    s = state.copy()
+    if request.epoch != s.epoch or s.save is None or request.save != s.save or not newcomers(s):
+        return s, (0,)
+    let_in(s, saved=1)
     return s, (1,)
 
 
@@ -277,6 +308,8 @@ VERBS: Final[dict[type, Callable[[State, int, Any], tuple[State, Reply]]]] = {
     Leave: leave,
     Close: close,
     Drain: drain,
+    Save: save,
+    Admit: admit,
     Charge: charge,
     Readmit: readmit,
     RollCall: roll_call,

@@ -34,6 +34,16 @@ class Wake(NamedTuple):
     cause: str = ""  # what it tells of, as :func:`cause` words it
 
 
+class SaveWake(NamedTuple):
+    """The entry of the wake stream that asks the members' workers to save."""
+
+    event: str
+    epoch: int
+    node: str
+    reason: str
+    timeout: int
+
+
 class DrainWake(NamedTuple):
     """The entry of the wake stream that tells of a drain."""
 
@@ -97,6 +107,9 @@ class State:
     broken: str | None = None
     member_lost: int | None = None
     deadline: int | None = None
+    admit_from: int | None = None  # from when new nodes may be let in,
+    admit_by: int | None = None  # until when at the latest,
+    save: int | None = None  # and the place of the wake-up by which the members' workers were asked to save for them
     beat_at: int | None = None
     restoring: int | None = None  # until when members may say that they belong to a round that was forgotten
     arrivals: int = 0
@@ -125,7 +138,7 @@ class State:
     roll_last_chance: int | None = None  # 1: that was put off once
     roll_again: str | None = None  # on whose node workers have failed since it was opened
     roll_answered: int | None = None  # when the last one of this round was opened that everybody answered
-    wake: tuple[Wake | DrainWake | RollCallWake, ...] = ()
+    wake: tuple[Wake | SaveWake | DrainWake | RollCallWake, ...] = ()
     events: tuple[Event, ...] = ()
 
     def copy(self) -> State:
@@ -176,6 +189,8 @@ class Join(NamedTuple):
     label: str
     settings: Settings
     known: Known = NOTHING
+    admit_timeout: int = 0  # how long members' workers have to save before the node is let in,
+    admit_interval: int = 0  # and how old their round has to be
 
 
 class Beat(NamedTuple):
@@ -202,6 +217,19 @@ class Drain(NamedTuple):
     node: str
     reason: str
     timeout: int
+
+
+class Save(NamedTuple):
+    reason: str
+    timeout: int
+
+
+class Admit(NamedTuple):
+    """All have saved: `save` is the place of the wake-up that asked them to."""
+
+    node: str
+    epoch: int
+    save: int
 
 
 class Charge(NamedTuple):
@@ -233,4 +261,4 @@ class RollCall(NamedTuple):
     timeout: int
 
 
-Request = Join | Beat | Leave | Close | Drain | Charge | Readmit | RollCall
+Request = Join | Beat | Leave | Close | Drain | Save | Admit | Charge | Readmit | RollCall

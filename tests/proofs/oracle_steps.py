@@ -12,6 +12,7 @@ from tests.proofs.oracle_state import (
     Event,
     Known,
     RollCallWake,
+    SaveWake,
     Settings,
     State,
     Wake,
@@ -59,6 +60,7 @@ def take_over(s: State, now: int, node: str, settings: Settings, known: Known) -
     s.lost = 0
     s.restoring = now + settings.lease
     s.broken = s.member_lost = s.deadline = s.roll_answered = None
+    s.admit_from = s.admit_by = s.save = None
     end_roll_call(s)
     s.ranks, s.members = {}, set()
     for former in sorted((n for n, place in s.candidates.items() if place < 0), key=lambda n: s.candidates[n]):
@@ -109,9 +111,50 @@ def close_run(s: State, node: str, *fields: str | int, stop: bool) -> None:
     wake(s, event, s.closed)
 
 
+def ask_to_save(s: State, node: str, reason: str, timeout: int) -> int:
+    """Ask the workers of all members to save; returns the place of the wake-up."""
+    assert s.epoch is not None
+    record(s, "save", node, "reason", reason, "timeout_ms", timeout)
+    s.wake = (*s.wake, SaveWake("save", s.epoch, node, reason, timeout))
+    return len(s.wake)
+
+
+def newcomers(s: State) -> list[str]:
+    """The nodes that wait to be let into a round that trains and has room, in order; none if there is no such round."""
+    if s.broken or s.closed is not None or not s.members or size_of(s) >= settings_of(s).max:
+        return []
+    return sorted((node for node, place in s.candidates.items() if place > 0), key=lambda node: s.candidates[node])
+
+
+def await_admission(s: State, now: int, node: str, timeout: int, interval: int, *, begins: bool) -> int | None:
+    """Take the admission of new nodes a step further; returns in how many ms the next can follow, or -1; None: done."""
+    if begins or s.admit_from is None:
+        s.admit_from = now if s.lost else max(now, (s.completed_at or 0) + interval)
+        s.admit_by = s.save = None
+    if now < s.admit_from:
+        return s.admit_from - now
+    if timeout and s.save is None:
+        s.save = ask_to_save(s, node, "", timeout)
+        s.admit_by = now + timeout if timeout > 0 else None
+    if timeout == 0 or (s.admit_by is not None and now >= s.admit_by):
+        let_in(s, saved=0)
+        return None
+    return -1 if s.admit_by is None else max(0, s.admit_by - now)
+
+
+def let_in(s: State, *, saved: int) -> None:
+    node = newcomers(s)[0]
+    record(s, "admitted", node, "breaks", 1, "saved", saved)
+    break_round(s, "joined", node)
+
+
 def record_break(s: State, event: str, node: str, *fields: str | int, innocent: bool = False) -> None:
     """Record it, and tell the members to regroup: once per round, again when the first is gone and when one is lost."""
     record(s, event, node, *(() if s.broken else ("breaks", 1)), *fields)
+    break_round(s, event, node, *fields, innocent=innocent)
+
+
+def break_round(s: State, event: str, node: str, *fields: str | int, innocent: bool = False) -> None:
     first_gone = event != "joined" and len(s.members) == size_of(s) - 1
     first_lost = event not in {"joined", "regrouped"} and s.member_lost is None
     if first_lost:
@@ -227,7 +270,7 @@ def reap(s: State, now: int, *, steady: int) -> bool:
         s.leases = dict.fromkeys(s.leases, now + s.settings.lease)
         end_roll_call(s)
         if silence < 0:
-            s.deadline = s.roll_answered = None  # they were set by another clock
+            s.deadline = s.roll_answered = s.admit_from = s.admit_by = None  # they were set by another clock
         s.restoring = None if s.restoring is None else now + s.settings.lease
         return True
     judge_roll_call(s, now, steady=steady)
@@ -285,6 +328,7 @@ def complete(s: State, now: int, because: str) -> None:
     s.size = len(chosen)
     s.master = next(s.endpoints[node] for node, rank in s.ranks.items() if rank == 0)
     s.completed_at, s.broken, s.member_lost, s.deadline, s.roll_answered = now, None, None, None, None
+    s.admit_from = s.admit_by = s.save = None
     members = sorted(s.ranks, key=lambda node: s.ranks[node])
     record(s, "completed", members[0], "because", because, "lost", s.lost, "members", " ".join(members))
     wake(s, "complete")

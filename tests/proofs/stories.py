@@ -12,6 +12,9 @@ the commands from the text and writes it anew from the replies.
 round 3, when it had done step 7; the job may make 2 restarts, of those 1 in a row without progress, and a host may be
 the first to fail in 3 rounds in a row. `finally`: a loss of a member would be known by now.
 
+`a joins of 1:2 for 3000 at 10000` is a join of a node that waits until the round is 10 s old, and until its workers
+have saved, for which they have 3 s. `a lets in in 1`: they have saved.
+
 `a calls 20 ago in 1` is a roll call: workers of the node a failed 20 ms ago in round 1. A node that `answers` beats and
 has heard of it; one that `is back` beats and has just found Redis again. `, heard` and `, back` say the same of a
 join or a leave.
@@ -29,6 +32,7 @@ from typing import Final
 from tests.proofs.oracle import apply
 from tests.proofs.oracle_state import (
     NOTHING,
+    Admit,
     Beat,
     Charge,
     Close,
@@ -39,6 +43,7 @@ from tests.proofs.oracle_state import (
     Readmit,
     Request,
     RollCall,
+    Save,
     Settings,
     State,
 )
@@ -47,10 +52,12 @@ from tests.proofs.twin import START, Server, stored
 TRANSCRIPTS: Final = Path(__file__).parent / "transcripts"
 COMMAND: Final = re.compile(
     r" *(?P<at>\d+)  (?P<node>\w+)"
-    r" (?P<verb>joins|beats|leaves|finishes|gives up|closes|stops|drains|fails|is readmitted|calls|is back|answers)"
+    r" (?P<verb>joins|beats|leaves|finishes|gives up|closes|stops|drains|fails|is readmitted|calls|is back|answers"
+    r"|asks for a save|lets in)"
     r"(?: after (?P<after>\d+))?(?: from (?P<label>\w+))?(?: of (?P<min>\d):(?P<max>\d))?"
     r"(?: (?P<ago>\d+) ago)?(?: in (?P<epoch>\d+))?(?: at (?P<step>\d+))?"
-    r"(?: of (?P<limits>[-\d]+/[-\d]+/[-\d]+))?(?P<final>, finally)?(?P<aside>, heard|, back)?"
+    r"(?: of (?P<limits>[-\d]+/[-\d]+/[-\d]+))?(?: for (?P<save>-?\d+) at (?P<age>\d+))?"
+    r"(?P<final>, finally)?(?P<aside>, heard|, back)?"
 )
 
 
@@ -70,13 +77,18 @@ def parse(line: str, roll_call: int | None = None) -> tuple[int, Request]:
     known = knows.get(ASIDES.get(found["aside"], verb), NOTHING)
     request: Request
     if verb == "joins":
-        request = Join(node, int(found["after"] or 0), f"{node}:1", found["label"] or "", settings, known)
+        admission = int(found["save"] or 0), int(found["age"] or 0)
+        request = Join(node, int(found["after"] or 0), f"{node}:1", found["label"] or "", settings, known, *admission)
     elif verb in ("beats", "is back", "answers"):
         request = Beat(node, settings, known)
     elif verb == "calls":
         request = RollCall(node, int(found["epoch"] or 1), int(found["ago"] or 0), 500)
     elif verb in ("closes", "stops"):
         request = Close(f"by {node}", settings.ttl, int(verb == "stops"))
+    elif verb == "asks for a save":
+        request = Save(f"by {node}", 30_000)
+    elif verb == "lets in":
+        request = Admit(node, int(found["epoch"] or 1), 0)
     elif verb == "drains":
         request = Drain(node, "preempted", 30_000)
     elif verb == "is readmitted":
@@ -124,15 +136,17 @@ def tell(story: str, server: Server | None = None) -> str:
 
 
 def of_run(state: State, now: int, request: Request) -> tuple[int, Request]:
-    """The request of a node that has heard which run it is in."""
+    """The request of a node that has heard which run it is in, and for which save its workers were asked."""
     if isinstance(request, Join | Beat | Leave):
         request = request._replace(known=request.known._replace(incarnation=state.incarnation or ""))
+    if isinstance(request, Admit):
+        request = request._replace(save=state.save or 0)
     return now, request
 
 
 def wake_text(entry: dict[str, str]) -> str:
-    if entry["event"] == "drain":
-        return "drain {epoch}: {node} {reason} ({timeout} ms)".format_map(entry)
+    if entry["event"] in {"drain", "save"}:
+        return " ".join("{event} {epoch}: {node} {reason} ({timeout} ms)".format_map(entry).split())
     if entry["event"] in {"roll_call", "answered"}:
         return "{event} {epoch}".format_map(entry)
     told = "{event} {epoch} ({waiting} waiting)".format_map(entry)

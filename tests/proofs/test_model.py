@@ -60,3 +60,14 @@ def test_workers_that_fail_keep_the_guarantees(case: str) -> None:
     names, settings = CASES[case]
     for seed in range(WALKS // 5):
         Model(settings, failures=True).walk(names, seed, events=40)
+
+
+@pytest.mark.parametrize("case", ["2 nodes, 1:2", "3 nodes, 1:3", "3 nodes, 1:2, one spare"])
+@pytest.mark.parametrize(
+    "admission", [(0, 5000), (2500, 5000), (-1, 0)], ids=["damped", "damped and saved", "its own save"]
+)
+def test_new_nodes_that_wait_to_be_let_in_get_in(case: str, admission: tuple[int, int]) -> None:
+    names, settings = CASES[case]
+    Model(settings, heartbeats=False, admission=admission).explore(names, WORLDS)
+    for seed in range(WALKS // 5):
+        Model(settings, failures=True, admission=admission).walk(names, seed, events=40)

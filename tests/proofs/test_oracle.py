@@ -20,6 +20,7 @@ from redelastic.rendezvous.membership import RunThen
 from tests.proofs.oracle import apply
 from tests.proofs.oracle_state import (
     NOTHING,
+    Admit,
     Beat,
     Charge,
     Close,
@@ -31,6 +32,7 @@ from tests.proofs.oracle_state import (
     Reply,
     Request,
     RollCall,
+    Save,
     Settings,
     State,
     cause,
@@ -48,6 +50,7 @@ durations = st.sampled_from((1, 400, 1999, 2000, 2500, 3000, 3001, 5999, 6000, 6
 run_thens = st.sampled_from(("goes on", "goes on", "goes on", "goes on", "closes", "stops"))
 steps = st.sampled_from((-1, -1, -1, 0, 0, 1, 2, 7, 2**63 - 1))
 limits = st.tuples(*(st.sampled_from((-1, -1, 0, 1, 2, 3)) for _ in range(3)))
+admissions = st.sampled_from(((0, 0), (0, 0), (2500, 0), (2500, 4000), (0, 4000), (-1, 0), (-1, 4000)))
 finals = st.sampled_from((0, 0, 0, 0, 1))
 asides = st.sampled_from(("", "", "heard of the roll call", "heard of another roll call", "has just found Redis again"))
 
@@ -67,6 +70,7 @@ class Equivalence(RuleBasedStateMachine):
         self.last = dict.fromkeys(NODES, 0)  # and of the last epoch that it held, perhaps by another id
         self.replica: tuple[dict[str, tuple[bytes, int]], State] | None = None
         self.settings = Settings(1, 2)
+        self.admit = (0, 0)  # how new nodes are let in
 
     def send(self, request: Request) -> Reply:
         """Apply to both; compare."""
@@ -94,9 +98,12 @@ class Equivalence(RuleBasedStateMachine):
         times=st.sampled_from(((3000, 0), (3000, 2500), (0, 0))),
         first=st.permutations(NODES),
         others=st.integers(-1, 2),
+        admit=admissions,
     )
-    def begin(self, size: tuple[int, int], times: tuple[int, int], first: list[str], others: int) -> None:
-        self.settings = Settings(*size, *times)
+    def begin(
+        self, size: tuple[int, int], times: tuple[int, int], first: list[str], others: int, admit: tuple[int, int]
+    ) -> None:
+        self.settings, self.admit = Settings(*size, *times), admit
         for node in first[: size[0] + others]:
             self.join(node, "", False)
 
@@ -110,7 +117,8 @@ class Equivalence(RuleBasedStateMachine):
     @rule(node=nodes, label=labels, lost=st.booleans(), aside=asides)
     def join(self, node: str, label: str, lost: bool, aside: str = "") -> None:
         endpoint = f"{node} {40_000 + len(self.sent)}"
-        self.send_new(Join(node, self.last[node], endpoint, label, self.settings, self.known(node, aside)), lost)
+        known = self.known(node, aside)
+        self.send_new(Join(node, self.last[node], endpoint, label, self.settings, known, *self.admit), lost)
 
     @rule(lost=st.booleans())
     def all_candidates_ask_again(self, lost: bool) -> None:
@@ -151,6 +159,26 @@ class Equivalence(RuleBasedStateMachine):
     @rule(pick=st.integers(0, 7), reason=st.sampled_from(("preempted", "by hand: 12:00")), timeout=st.integers(0, 9))
     def drain(self, pick: int, reason: str, timeout: int) -> None:
         self.send_new(Drain(self.present(pick), reason, timeout))
+
+    @rule(timeout=st.integers(0, 9))
+    def save(self, timeout: int) -> None:
+        self.send_new(Save("by hand", timeout))
+
+    @rule(joins=st.booleans(), off=st.sampled_from((0, 0, 0, -1)), place=st.sampled_from((0, 0, 0, -1, 5)))
+    def all_have_saved(self, joins: bool, off: int, place: int) -> None:
+        """Perhaps for another save, or in another round."""
+        if joins:
+            self.all_candidates_ask_again(lost=False)
+        self.send_new(
+            Admit(self.present(0), max(0, (self.state.epoch or 0) + off), max(0, (self.state.save or 0) + place))
+        )
+
+    @rule(late=st.sampled_from((-1, 0, 1)))
+    def admission_goes_on(self, late: int) -> None:
+        at = self.state.admit_from if self.state.save is None else self.state.admit_by
+        if at is not None and at >= self.now:
+            self.now = at + late
+            self.all_candidates_ask_again(lost=False)
 
     @rule(node=nodes)
     def drain_whoever_it_is(self, node: str) -> None:
@@ -227,12 +255,12 @@ class Equivalence(RuleBasedStateMachine):
         if not self.applied:
             return
         request, at, reply = self.applied[-1]
-        if at != self.now:
+        if at != self.now or isinstance(request, Save):  # it asks again: the workers' next save serves both
             return
         before = stored(self.state)
         again = self.send(request)
         assert stored(self.state) == before
-        assert again == reply or isinstance(request, Beat | Leave | Readmit)  # those tell how it stood before
+        assert again == reply or isinstance(request, Beat | Leave | Readmit | Admit)  # those tell how it stood before
 
     @rule(data=st.data())
     def old_request_again(self, data: st.DataObject) -> None:

@@ -26,6 +26,6 @@ def test_who_reaps_also_looks_whether_the_round_can_be() -> None:
     state = apply(state, START + 1, Leave("b", ("reason", "left"), "goes on"))[0]
     state = apply(state, START + 2000, Join("b", 0, "b:1", "", short))[0]  # a late copy, when a is dead
     reply = apply(state, START + 2900, Join("c", 0, "c:1", "", short))[1]
-    assert reply == ("waiting", 0, 0, 3000, 0, 0), (
+    assert reply == ("waiting", 0, 0, 3000, 0, 0, 0), (
         "c is the first of a new rendezvous: it waits for the whole last call"
     )

@@ -12,6 +12,7 @@ import redis
 from redelastic.redis import scripts
 from redelastic.redis.keys import RunKeys
 from tests.proofs.oracle_state import (
+    Admit,
     Beat,
     Charge,
     Close,
@@ -25,6 +26,8 @@ from tests.proofs.oracle_state import (
     Request,
     RollCall,
     RollCallWake,
+    Save,
+    SaveWake,
     State,
     Wake,
 )
@@ -56,6 +59,9 @@ FIELDS: Final = (  # of the run's hash, and of the oracle's state alike
         "broken",
         "member_lost",
         "deadline",
+        "admit_from",
+        "admit_by",
+        "save",
         "beat_at",
         "restoring",
     ),
@@ -103,6 +109,8 @@ class Server:
                 (Leave, scripts.LEAVE),
                 (Close, scripts.CLOSE),
                 (Drain, scripts.DRAIN),
+                (Save, scripts.SAVE),
+                (Admit, scripts.ADMIT),
                 (Charge, scripts.CHARGE),
                 (Readmit, scripts.READMIT),
                 (RollCall, scripts.ROLL_CALL),
@@ -122,7 +130,9 @@ class Server:
         if isinstance(request, Charge):
             args = [*request[:5], *request[6:], "message", request.reason]
         if isinstance(request, Join):
-            args += [request.after, request.endpoint, request.label]
+            args += [request.after, request.endpoint, request.label, *request[6:]]
+        if isinstance(request, Admit):
+            args = [request.epoch, self._id_at(request.save)]
         with self._client.pipeline(transaction=False) as pipeline:
             pipeline.delete(self._clock)
             pipeline.rpush(self._clock, now // 1000, now % 1000 * 1000 + 999)  # no script may round up
@@ -137,7 +147,14 @@ class Server:
             last: Any = self._client.xrevrange(self.keys.wake, count=1)
             assert reply[2] == (last[0][0].decode() if last else "0-0")
             reply = (*reply[:2], int(self._client.xlen(self.keys.wake)), *reply[3:])
+        if isinstance(request, Save) and reply:
+            reply = (*reply[:2], int(self._client.xlen(self.keys.wake)))
         return reply
+
+    def _id_at(self, place: int) -> str:
+        """The id of an entry of the wake stream, from its place in it; another one if there is none."""
+        entries = self._read.get(self.keys.wake, [])
+        return entries[place - 1][0] if 0 < place <= len(entries) else "0-1"
 
     def stored(self) -> dict[str, Any]:
         """Everything, in the form of :func:`stored`."""
@@ -164,6 +181,9 @@ class Server:
             self._read.setdefault(key, []).extend(
                 (entry_id.decode(), {k.decode(): v.decode() for k, v in fields.items()}) for entry_id, fields in entries
             )
+        if "save" in hashes[0]:
+            ids = [entry_id for entry_id, _ in self._read[wake]]
+            hashes[0]["save"] = str(ids.index(hashes[0]["save"]) + 1)
         streams = [[fields for _, fields in self._read[key]] for key in (wake, events)]
         assert all(ttl != -1 for ttl in replies[11:]), "every key has a time to live"
         return {
@@ -216,7 +236,7 @@ def stored(state: State) -> dict[str, Any]:
 
 
 @cache
-def as_text(entry: Wake | DrainWake | RollCallWake | Event) -> dict[str, str]:
+def as_text(entry: Wake | SaveWake | DrainWake | RollCallWake | Event) -> dict[str, str]:
     told: dict[str, Any] = entry._asdict()
     if isinstance(entry, Event):
         fields = told.pop("fields")

@@ -346,7 +346,7 @@ def test_parameters_for_another_run_are_refused(server: RedisServer, backend: Re
 
 
 def dynamic_node(server: RedisServer, run_id: str, low: int, high: int, **config: Any) -> RendezvousHandler:
-    params = parameters(server, run_id, low, high, protocol="dynamic", join_timeout=30, **config)
+    params = parameters(server, run_id, low, high, protocol="dynamic", join_timeout=90, **config)
     backend, store = create_backend(params)
     store.close()
     handler = create_handler(backend, params)
@@ -384,7 +384,7 @@ def test_torchs_handler_admits_a_node_that_comes_late(
         waiting = pool.submit(late.next_rendezvous)
         servers.wait_until(lambda: early.num_nodes_waiting() == 1, "the late node waits")
         again = early.next_rendezvous()
-        assert {again.rank, waiting.result(30).rank} == {0, 1}
+        assert {again.rank, waiting.result(90).rank} == {0, 1}
         assert again.world_size == 2
         assert early.shutdown()
         servers.wait_until(late.is_closed, "the other node knows it")

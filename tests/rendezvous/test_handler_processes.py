@@ -36,7 +36,7 @@ class TestProcesses:
 
     def start(self, url: str, run_id: str, how: str = "", **parameters: Any) -> subprocess.Popen[str]:
         query = "&".join(f"{k}={v}" for k, v in parameters.items())
-        url = f"{url}?run_id={run_id}&min_nodes=1&max_nodes=2&last_call_timeout=20&{query}"
+        url = f"{url}?run_id={run_id}&min_nodes=1&max_nodes=2&last_call_timeout=90&{query}"
         return subprocess.Popen(
             [sys.executable, "-c", self.SCRIPT, url, how], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -47,7 +47,7 @@ class TestProcesses:
     ) -> None:
         process = self.start(server.url, run_id, how, keep_alive_interval=30 if how == "fork" else 0.3)
         try:
-            node = new_node(1, 2, last_call_timeout=20)
+            node = new_node(1, 2, last_call_timeout=90)  # a process that imports torch may take long
             assert node.next_rendezvous().world_size == 2
             assert process.stdout is not None
             process.stdout.readline()

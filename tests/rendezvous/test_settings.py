@@ -172,7 +172,7 @@ def test_a_ttl_outlives_the_lease() -> None:
 
 def test_an_unknown_parameter_is_named_but_not_its_value() -> None:
     with pytest.raises(
-        ValueError, match=r"Unknown rendezvous parameter 'password'; allowed: ca_cert, .*ttl\."
+        ValueError, match=r"Unknown rendezvous parameter 'password'; allowed: admit_interval, .*ttl\."
     ) as refused:
         settings(password="hunter2")
     assert "hunter2" not in str(refused.value)

@@ -72,7 +72,8 @@ class Processes:
             except EOFError:
                 outcomes.append(Outcome(error="killed"))
         for process, pipe in self._made:
-            with contextlib.suppress(BrokenPipeError):  # of one that was killed, though the forkserver may not know yet
+            # It may have been killed, though the forkserver may not know yet.
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 pipe.send("end")
             process.join(LIMIT)
             assert process.exitcode in (0, -signal.SIGKILL)

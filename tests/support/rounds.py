@@ -14,7 +14,7 @@ from redelastic.redis.keys import RunKeys
 from redelastic.rendezvous.handler import RedisRendezvousHandler
 from tests.support.waiting import Within
 
-until = Within(30)
+until = Within(60)
 
 
 def state(node: RedisRendezvousHandler) -> Run | None:

@@ -45,12 +45,12 @@ def no_scripts(server: RedisServer) -> Iterator[None]:
 
 @contextmanager
 def killed_connections(server: RedisServer) -> Iterator[None]:
-    """Kill all connections in bursts; in between a node has time to connect and to beat on a busy machine, too."""
+    """Kill all connections in bursts; in between a node has time to connect and to beat, on a busy machine too."""
     ended = threading.Event()
 
     def kill() -> None:
         with server.get_client() as admin:
-            while not ended.wait(INTERVAL / 2):
+            while not ended.wait(LEASE / 2):
                 for _ in range(4):
                     admin.client_kill_filter(_type="normal", skipme=True)
                     ended.wait(0.03)

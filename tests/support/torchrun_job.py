@@ -38,9 +38,10 @@ CONF: Final[Mapping[str, float]] = {
     "last_call_timeout": 60,  # the first group is complete once max_nodes have joined, unless a test says otherwise
     "join_timeout": 60,
 }
-PATIENT: Final[Mapping[str, float]] = {"keep_alive_max_attempt": 50}  # a lease that outlasts a pause of seconds
-
-PATIENT: Final[Mapping[str, float]] = {"keep_alive_interval": 2}  # leases that outlast the pause of a busy machine
+AT_ONCE: Final = ("--admit=now", "--admit-interval=0")  # new nodes wait for nobody, unless a test says otherwise
+PATIENT: Final[Mapping[str, float]] = {
+    "keep_alive_max_attempt": 15
+}  # leases of 6 s outlast the pause of a busy machine
 
 # Kills all processes of a job once this pipe is closed: at the end of a test, and when pytest itself is killed.
 _REAPER: Final = """
@@ -196,7 +197,7 @@ class Job:
         """Start nodes; options are the launcher's, arguments the script's; `conf` overrides the job's."""
         for name in names:
             torchrun = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=redis"]
-            ours = [sys.executable, "-m", "redelastic", "run", f"--node-name={name}"]
+            ours = [sys.executable, "-m", "redelastic", "run", f"--node-name={name}", *AT_ONCE]
             command = ours if self._agent else torchrun
             command += [
                 f"--rdzv-id={self.run_id}",

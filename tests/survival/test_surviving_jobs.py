@@ -14,6 +14,7 @@ from redelastic.monitoring.events import Failed, Left, Started, Stopped
 from redelastic.redis.server import RedisServer
 from tests.support.agent_job import DRAINED, FAILED, STOPPED
 from tests.support.surviving_job import SurvivingJob
+from tests.support.torchrun_job import PATIENT
 
 pytestmark = pytest.mark.timeout(400)  # above what waits take together: they say what did not happen
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -17,7 +18,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from redelastic.agent import RedisElasticAgent
 from redelastic.agent.regrouping import RegroupingAgent
 from redelastic.monitoring.control import RunControl
-from redelastic.monitoring.events import Event, Left, Saved
+from redelastic.monitoring.events import Admitted, Event, Left, Saved
 from redelastic.redis.connection import Connection
 from redelastic.redis.keys import RunKeys
 from redelastic.rendezvous.membership import DrainedError
@@ -35,12 +36,18 @@ class Workers:
 
     def __init__(self) -> None:
         self.asked = 0
+        self.signalled = 0
         self.saved = False
 
-    def ask_to_save(self) -> int:
+    def ask_to_save(self, *, by_signal: bool) -> int:
         self.asked += 1
+        self.signalled += by_signal
         self.saved = False
         return 1
+
+    def await_own_save(self, *, leads: bool) -> None:
+        self.leads = leads
+        self.saved = False
 
     def have_saved(self) -> bool:
         return self.saved
@@ -56,9 +63,11 @@ class AtOnce:
 class Site:
     """The nodes of one round, each with its drains."""
 
-    def __init__(self, connection: Connection, keys: RunKeys, new_node: NodeFactory, n: int) -> None:
+    def __init__(
+        self, connection: Connection, keys: RunKeys, new_node: NodeFactory, n: int, most: int | None = None
+    ) -> None:
         self.control = RunControl(connection, keys)
-        self.nodes = [new_node(n, n, keep_alive_interval=0.5) for _ in range(n)]
+        self.nodes = [new_node(n, most or n, keep_alive_interval=0.5, last_call_timeout=0) for _ in range(n)]
         with ThreadPoolExecutor(n) as pool:
             form(pool, *self.nodes)
         self.store = RedisStore(connection, keys.run_id, epoch=1, timeout=20)
@@ -131,6 +140,15 @@ def test_a_node_leaves_when_its_own_time_is_up_and_no_sooner(site: Callable[[int
     assert all(event.late for event in here.saved)
 
 
+def test_a_node_that_has_not_heard_of_its_own_drain_waits_for_the_others(site: Callable[[int], Site]) -> None:
+    """Its agent knows before Redis does: the others have not been asked yet."""
+    here = site(2)
+    here.nodes[0].membership.view.begin_drain("SIGTERM", 600)
+    assert not here.has_drained(0)
+    here.workers[0].saved = True
+    assert not here.has_drained(0)
+
+
 def test_of_one_drain_the_event_says_for_whom(site: Callable[[int], Site]) -> None:
     here = site(2)
     leaving = here.nodes[0].membership
@@ -199,3 +217,96 @@ def test_workers_that_fail_do_not_wait_for_ever_for_a_node_that_drains(
             (tmp_path / "other").touch()
             ends[1].result(20)
             nodes[1].end(Left(cause="drained"), "goes on", 5)
+
+
+# -- saves for nodes that wait to be let in, and for people
+
+
+@pytest.fixture
+def waiting(site: Callable[[int, int], Site], new_node: NodeFactory) -> Iterator[tuple[Site, Callable[[float], Any]]]:
+    """Two nodes that train, and a function with which a third one joins; it returns what is to be its round."""
+    here = site(2, 3)
+    with ThreadPoolExecutor(1) as pool:
+
+        def join(timeout: float) -> Any:
+            node = new_node(2, 3, keep_alive_interval=0.5, admit_timeout=timeout)
+            return pool.submit(node.next_rendezvous)
+
+        yield here, join
+        here.control.close("by the test", stop=False)
+
+
+def heard(here: Site) -> None:
+    for node in here.nodes:
+        until(lambda node=node: node.membership.view.save, "it has heard of the save")  # type: ignore[misc]
+    assert not any(here.has_drained(i) for i in range(2))
+
+
+def is_let_in(here: Site) -> bool:
+    assert not any(here.has_drained(i) for i in range(2))
+    return all(node.num_nodes_waiting() > 0 for node in here.nodes)
+
+
+def test_a_new_node_is_let_in_when_all_have_saved(waiting: tuple[Site, Callable[[float], Any]]) -> None:
+    here, join = waiting
+    joining = join(600)
+    heard(here)
+    assert [(workers.asked, workers.signalled) for workers in here.workers] == [(1, 0)] * 2, "by signal to nobody"
+    here.workers[0].saved = True
+    for _ in range(3):
+        assert not is_let_in(here), "one has not saved"
+    here.workers[1].saved = True
+    until(partial(is_let_in, here), "all have saved")
+    with ThreadPoolExecutor(2) as pool:
+        rounds = [*pool.map(lambda node: node.next_rendezvous(), here.nodes), joining.result(30)]
+    assert sorted((joined.rank, joined.world_size) for joined in rounds) == [(0, 3), (1, 3), (2, 3)]
+    (admitted,) = [event for event in here.control.events() if isinstance(event, Admitted)]
+    assert admitted.saved
+    assert {event.drains for event in here.saved} == {()}
+
+
+def test_a_new_node_is_let_in_when_the_time_to_save_is_over(waiting: tuple[Site, Callable[[float], Any]]) -> None:
+    here, join = waiting
+    join(0.5)
+    heard(here)
+    until(partial(is_let_in, here), "the time is over")
+    (admitted,) = [event for event in here.control.events() if isinstance(event, Admitted)]
+    assert not admitted.saved
+
+
+def test_a_new_node_may_wait_for_a_checkpoint_of_the_jobs_own(waiting: tuple[Site, Callable[[float], Any]]) -> None:
+    here, join = waiting
+    join(math.inf)
+    heard(here)
+    assert [workers.asked for workers in here.workers] == [0, 0]
+    assert sorted(workers.leads for workers in here.workers) == [False, True]
+    for workers in here.workers:
+        assert not is_let_in(here)
+        workers.saved = True
+    until(partial(is_let_in, here), "both have saved")
+
+
+def test_a_drain_asks_by_signal_though_workers_were_asked_without(
+    waiting: tuple[Site, Callable[[float], Any]],
+) -> None:
+    here, join = waiting
+    join(600)
+    heard(here)
+    here.nodes[1].membership.drain("SIGTERM", 600)
+    for node in here.nodes:
+        until(lambda node=node: node.membership.view.drains, "it has heard of the drain")  # type: ignore[misc]
+    assert not here.has_drained(1)
+    assert (here.workers[1].asked, here.workers[1].signalled) == (2, 1)
+
+
+def test_of_a_checkpoint_that_a_person_asks_for_it_is_known_who_has_saved(site: Callable[[int], Site]) -> None:
+    here = site(2)
+    asked = here.control.save("by hand", 600)
+    assert asked
+    heard(here)
+    assert here.control.unsaved(asked) == [0, 1]
+    first = next(i for i in range(2) if here.nodes[i].membership.view.round.rank == 0)  # type: ignore[union-attr]
+    here.workers[first].saved = True
+    assert not here.has_drained(first)
+    assert here.control.unsaved(asked) == [1]
+    assert not here.nodes[0].num_nodes_waiting(), "nobody regroups"

@@ -5,6 +5,7 @@ Usage: aware.py DIRECTORY. Files there steer it:
   fail-NODE  the worker of that node fails at its next step, and takes the file away
   fail       each worker fails at its first step, for as long as the file is there
   hang-NODE  the worker of that node hangs at its next step, and takes the file away
+  end-after-save  all end with 0 once they have saved on request; the file is taken away
   no-save    nobody saves or reports progress
   mute       only rank 0 reports progress
   patient    a worker that lost a peer waits to be ended, as with NCCL at first; without the file it fails, as with gloo
@@ -88,7 +89,11 @@ def main(directory: Path) -> None:
                 draft.write_text(json.dumps(step))
                 draft.replace(checkpoint)
             record("saved", step=step)
-            group.maximum(0)
+            redelastic.progress(step)
+            ending = (directory / "end-after-save").exists()
+            if any(group.maximum(ending)):
+                (directory / "end-after-save").unlink(missing_ok=True)
+                break
         time.sleep(PACE)
         record("step", step=step)
         if saves and (group.rank == 0 or not (directory / "mute").exists()):

@@ -1,0 +1,98 @@
+"""How a new node is let into a job that trains: once the workers have saved, and several at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from redelastic.cli import run
+from redelastic.monitoring.events import Admitted, Completed, Left, Save, Saved
+from redelastic.redis.server import RedisServer
+from tests.support.agent_job import AgentJob
+from tests.support.commands import command
+
+pytestmark = pytest.mark.timeout(300)
+
+
+ALONE: Final = {"last_call_timeout": 0}  # the first node forms a round
+SAVED: Final = ("--admit=saved",)
+
+
+@pytest.mark.fault("a node joins a job that trains", "the workers save first: no step is lost")
+def test_a_new_node_costs_no_step(server: RedisServer, tmp_path: Path) -> None:
+    with AgentJob(server, tmp_path, "1:2") as job:
+        job.begin("a", options=SAVED, conf=ALONE)
+        epoch = job.wait_round("a")
+        job.begin("b", options=SAVED)
+        job.wait_round("ab", epoch)
+        (save,) = job.events(Save)
+        (admitted,) = job.events(Admitted)
+        assert save.node == admitted.node == job.id_of("b")
+        assert admitted.saved
+        assert [event.drains for event in job.events(Saved)] == [()]
+        (saved,) = job.lines("saved")
+        assert [line.step for line in job.lines("start")] == [0, saved.step, saved.step]
+        steps = [line.step for line in job.lines("step") if line.node == "a"]
+        assert len(steps) - len(set(steps)) <= 1, "made twice: the step in which it was let in, at most"
+        job.tell("finish")
+        assert [job.wait_end(name) for name in "ab"] == [0, 0]
+
+
+@pytest.mark.fault("several nodes join at about the same time", "they share one restart")
+def test_nodes_that_come_soon_after_each_other_share_one_restart(server: RedisServer, tmp_path: Path) -> None:
+    with AgentJob(server, tmp_path, "1:4") as job:
+        damped = (*SAVED, "--admit-interval=20")
+        job.begin("a", options=damped, conf=ALONE)
+        job.wait_round("a")
+        job.begin("b", "c", "d", options=damped)
+        job.wait_round("abcd", 1)
+        assert [event.size for event in job.events(Completed)] == [1, 4]
+
+
+@pytest.mark.fault("workers end with 0 since they were asked to save for a new node", "the job goes on, with that node")
+def test_workers_that_end_when_they_are_asked_to_save_have_not_finished(server: RedisServer, tmp_path: Path) -> None:
+    with AgentJob(server, tmp_path, "1:2") as job:
+        job.tell("end-after-save")
+        job.begin("a", options=SAVED, conf=ALONE)
+        epoch = job.wait_round("a")
+        job.begin("b", options=SAVED)
+        job.wait_round("ab", epoch)
+        assert not job.events(Left)
+        job.tell("finish")
+        assert [job.wait_end(name) for name in "ab"] == [0, 0]
+
+
+def test_a_checkpoint_is_asked_for_and_a_run_saves_before_it_is_stopped(server: RedisServer, tmp_path: Path) -> None:
+    with AgentJob(server, tmp_path, "2:2") as job:
+        job.begin("a", "b")
+        job.wait_round("ab")
+        job.wait("b makes steps", lambda: [line for line in job.lines("step") if line.node == "b"])
+        asked = command("checkpoint", job.run_id, "--endpoint", server.url)
+        assert asked.code == 0, asked
+        assert "the workers of 2 nodes have saved" in asked.out
+        assert {line.node for line in job.lines("saved")} == {"a", "b"}
+        job.nodes["a"].may_end = job.nodes["b"].may_end = True
+        stopped = command("close", job.run_id, "--stop", "--endpoint", server.url)
+        assert stopped.code == 0, stopped
+        assert "Before, the workers of 2 nodes have saved." in stopped.out
+        assert [job.wait_end(name) for name in "ab"] == [76, 76]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ((), {"admit_timeout": 30.0, "admit_interval": 10.0}),
+        (("--drain-timeout=90",), {"admit_timeout": 90.0, "admit_interval": 10.0}),
+        (("--admit=now", "--admit-interval=0"), {"admit_timeout": 0.0, "admit_interval": 0.0}),
+        (("--admit=checkpoint",), {"admit_timeout": float("inf"), "admit_interval": 10.0}),
+        (("--survive",), {"admit_timeout": 0.0, "admit_interval": 0.0}),
+        (("--rdzv-conf=admit_timeout=5",), {"admit_interval": 10.0}),
+        (("--rdzv-conf=admit_timeout=5", "--admit=now"), {"admit_timeout": 0.0, "admit_interval": 10.0}),
+    ],
+)
+def test_the_options_become_parameters_of_the_rendezvous(given: tuple[str, ...], expected: dict[str, float]) -> None:
+    arguments = run.make_parser().parse_args([*given, "script.py"])
+    conf = dict(pair.split("=") for pair in arguments.rdzv_conf.split(",") if pair)
+    assert run.admission(arguments, conf) == expected
