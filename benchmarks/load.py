@@ -195,7 +195,6 @@ def move_value(url: str, size: int) -> Figures:
     calls: dict[str, Callable[[], object]] = {
         "set": lambda: store.set("a", value),
         "get": lambda: store.get("a"),
-        "append of a byte": lambda: store.append("a", b"x"),
         "compare_set": lambda: store.compare_set("b", b"", value),
         "add after it": lambda: store.add("n", 1),
         "queue_push": lambda: store.queue_push("q", value),

@@ -45,7 +45,6 @@ class Requests(dist.Store):
         self._fixed_keys = run.of_store(keys)
         self._first_keys = [key.encode() for key in self._fixed_keys]
         self._first_args = [b"" if epoch is None else b"%d" % epoch, b"%d" % round(1000 * ttl)]
-        self._longest = max(ttl, REPEATABLE)  # in seconds, for which an effect is remembered
         self._senders: deque[Sender] = deque()
 
     def _seconds(self) -> float:
@@ -66,7 +65,7 @@ class Requests(dist.Store):
 
     def _args_of(self, sender: Sender, args: Sequence[bytes]) -> Callable[[], Sequence[bytes]]:
         """The arguments of a script that takes effect once, as each attempt at a request sends them."""
-        repeatable = min(max(REPEATABLE, 2 * self._seconds()), self._longest)
+        repeatable = min(max(REPEATABLE, 2 * self._seconds()), self._ttl)
         words = [*self._first_args, b"%d" % sender.request, b"%d" % (1000 * repeatable), *args]
 
         def of_attempt() -> Sequence[bytes]:

@@ -106,6 +106,7 @@ class Pair:
             b"zset": lambda key: self._client.zrange(key, 0, -1, withscores=True),
             b"set": self._client.smembers,
             b"stream": self._client.xrange,
+            b"string": self._client.get,
             b"list": lambda key: self._client.lrange(key, 0, -1),
         }
         prefix = self._keys.run.removesuffix("run")

@@ -100,7 +100,7 @@ def test_many_keys(ask: Answer) -> None:
 
 @pytest.mark.fault("values of 64 MB in a store", "memory is a small multiple of the value, and all of it goes")
 def test_a_large_value(ask: Answer) -> None:
-    calls = ("set", "get", "append of a byte", "compare_set", "queue_push", "queue_pop")
+    calls = ("set", "get", "compare_set", "queue_push", "queue_pop")
     note = (*(f"{call}: Redis computes" for call in calls), "Redis' peak", "set: client's peak")
     found = ask("value", "--megabytes", MEGABYTES, note=(*note, *END))
     size = found["size"]
