@@ -11,7 +11,7 @@ from redelastic.monitoring.events import Saved
 from redelastic.monitoring.wording import count, duration
 
 from .common import NO, OK, add_run_argument, add_server_arguments, end_time_limit, open_run
-from .output import add_json_argument, answer, attributed, last_event_id
+from .output import add_json_argument, answer, attributed
 
 if TYPE_CHECKING:
     from redelastic.monitoring.control import RunControl
@@ -77,9 +77,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def ask_to_save(control: RunControl, reason: str, timeout: float) -> Outcome:
     """Ask all workers of a run to save, and wait until they have, or for ``timeout`` seconds."""
+    from redelastic.monitoring.control import RESAVE_INTERVAL
+
     before = control.state()
     reached = {n.rank for n in before.nodes if n.rank is not None and n.status.get("agent") == "redelastic"}
-    after = last_event_id(control)
     asked = control.save(reason, timeout) if reached else None
     if asked is None:
         return Outcome(0, [], 0, "no node trains that could be asked to save")
@@ -90,7 +91,11 @@ def ask_to_save(control: RunControl, reason: str, timeout: float) -> Outcome:
         unsaved = sorted(reached.intersection(control.unsaved(asked)))
         if unsaved:
             time.sleep(max(PAUSE, passed / 10))
-    unasked = sum(event.asked == 0 for event in control.events(after) if isinstance(event, Saved) for _ in event.each())
+    # Workers that were asked moments before are not asked again: what became of that request counts for this one.
+    lately = control.events(f"{max(0, round(1000 * (before.time - RESAVE_INTERVAL)))}-0")
+    each = (one for event in lately for one in event.each())
+    outcomes = {one.node: one.asked for one in each if isinstance(one, Saved)}
+    unasked = sum(outcomes.get(node.id) == 0 for node in before.nodes if node.rank in reached)
     saved = len(reached) - len(unsaved) - unasked
     return Outcome(saved, unsaved, unasked, _words(saved, unsaved, unasked, time.monotonic() - started))
 

@@ -283,6 +283,8 @@ def admission(arguments: argparse.Namespace, given: Mapping[str, Any]) -> dict[s
     """How this node is let in, as parameters of the rendezvous; ``given`` has those of ``--rdzv-conf``."""
     mode = arguments.admit or ("now" if arguments.survive else "saved")
     timeouts = {"now": 0.0, "saved": arguments.drain_timeout, "checkpoint": math.inf}
+    if mode not in timeouts:  # argparse does not look at what PET_ADMIT says
+        raise ValueError(f"--admit={mode} is invalid: it must be one of {', '.join(timeouts)}.")
     interval = arguments.admit_interval
     if interval is None:
         interval = 0.0 if arguments.survive else ADMIT_INTERVAL

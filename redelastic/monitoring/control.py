@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from redis import RedisCluster
 from redis.exceptions import NoPermissionError
@@ -26,6 +26,9 @@ class UnknownRunError(LookupError):
 
 class UnknownNodeError(LookupError):
     """No node of the run matches, or several do."""
+
+
+RESAVE_INTERVAL: Final = 10.0  # seconds after which another request makes workers save again
 
 
 class SaveRequest(NamedTuple):

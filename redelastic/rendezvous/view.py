@@ -121,7 +121,8 @@ class View:
         self.record_of_closing = ("", 0)  # a wake-up alone proves nothing
         self._drains: dict[str, tuple[int, Drain]] = {}  # from wake-ups, by node, with its epoch
         self.drain: Drain | None = None  # independent of this node's id; a signal handler sets it too, so not guarded
-        self._save: tuple[int, Save] | None = None  # the last request, with its epoch
+        # The last request, with its epoch, of those for nodes that wait to be let in, and of the others.
+        self._saves: dict[bool, tuple[int, Save]] = {}
         self._failed_at: int | None = None  # when the workers failed that led to the roll call, in the server's ms
         self._answered = 0  # when the last roll call that every node answered was opened, in the server's ms
         self._away_since: float | None = None  # since when Redis has not answered; None while it does
@@ -204,10 +205,11 @@ class View:
         return list(drains.values())
 
     @property
-    def save(self) -> Save | None:
-        """The last request to save for another reason than a drain, since this node entered its round."""
-        asked, held = self._save, self.round
-        return asked[1] if asked and held and asked[0] == held.epoch else None
+    def saves(self) -> list[Save]:
+        """The last requests to save since this node entered its round, for new nodes and for anybody else."""
+        with self._lock:
+            epoch = self.round.epoch if self.round else 0
+            return [save for asked_in, save in self._saves.values() if asked_in == epoch]
 
     @property
     def away(self) -> float:
@@ -282,10 +284,8 @@ class View:
                     ms = change.get("timeout")
                     timeout = math.inf if ms == "-1" else _number(ms) / 1000
                     reason = sanitize(change.get("reason", ""))
-                    self._save = (
-                        _number(change.get("epoch")),
-                        Save(place_of(place), change.get("node", ""), reason, timeout),
-                    )
+                    save = Save(place_of(place), change.get("node", ""), reason, timeout)
+                    self._saves[bool(save.node)] = _number(change.get("epoch")), save
                     self._announce_news()
                 elif event == "roll_call":
                     roll_calls.append(_number(change.get("called_at")))

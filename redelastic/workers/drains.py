@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from redelastic.agent.background import BackgroundReporter
+from redelastic.monitoring.control import RESAVE_INTERVAL
 from redelastic.monitoring.events import Event, Saved
 from redelastic.redis.connection import STREAM_START, place_of
 from redelastic.redis.keys import SAVED
@@ -24,7 +25,6 @@ from .group import Workers
 log = logging.getLogger(__name__)
 
 SHORTEST_PAUSE: Final = 0.01  # in seconds
-RESAVE_INTERVAL: Final = 10.0  # seconds after which another drain makes the workers save again
 MAX_LOGGED_DRAINS: Final = 8  # how many draining nodes the log names in one round
 
 
@@ -84,8 +84,8 @@ class Drains:
     @property
     def admits(self) -> bool:
         """Whether workers were asked to save, and new nodes are then let in: those that end now have saved for that."""
-        save = self._membership.view.save
-        return save is not None and bool(save.node) and time.monotonic() < self._late_at
+        asked = any(save.node and save.timeout < math.inf for save in self._membership.view.saves)
+        return asked and time.monotonic() < self._late_at
 
     @property
     def end(self) -> float:
@@ -103,25 +103,30 @@ class Drains:
         Raises:
             DrainedError: this node has drained.
         """
-        drains, save = self._membership.view.drains, self._membership.view.save
-        for drain in drains:
-            if drain.node not in self._until:
-                self._hear_of(drain)
-        if save and save.place > self._heard_of:
-            self._hear_of_save(save)
-        if not drains and not save:
+        drains, saves = self._membership.view.drains, self._membership.view.saves
+        self._hear_of_all(drains, saves)
+        if not drains and not saves:
             return
         have_saved = self._workers.have_saved()
         self._note_outcome(have_saved)
-        last = max([drain.place for drain in drains] + ([save.place] if save else []))
+        last = max([drain.place for drain in drains] + [save.place for save in saves])
         if have_saved and last > self._announced:
             self._announced = last
             self._reporter.send(partial(self._announce, last))
         for drain in drains:
             if drain.node == self._membership.node:
                 self._leave_if_done(drain, have_saved)
-        if save and save.node and self._rank == 0 and have_saved and save.place > self._admitted:
-            self._admit_if_saved(save)
+        if self._rank == 0 and have_saved:
+            for save in saves:
+                self._admit_if_saved(save)
+
+    def _hear_of_all(self, drains: list[Drain], saves: list[Save]) -> None:
+        for drain in drains:
+            if drain.node not in self._until:
+                self._hear_of(drain)
+        for save in sorted(saves, key=lambda save: save.place):
+            if save.place > self._heard_of:
+                self._hear_of_save(save)
 
     def _hear_of(self, drain: Drain) -> None:
         if len(self._until) < MAX_LOGGED_DRAINS or drain.node == self._membership.node:
@@ -168,6 +173,8 @@ class Drains:
             self._count(own.place)
 
     def _admit_if_saved(self, save: Save) -> None:
+        if not save.node or save.place <= self._admitted:
+            return
         if self._have_all_saved_for(save.place):
             self._admitted = save.place
             self._reporter.send(partial(self._admit, save))

@@ -96,3 +96,10 @@ def test_the_options_become_parameters_of_the_rendezvous(given: tuple[str, ...],
     arguments = run.make_parser().parse_args([*given, "script.py"])
     conf = dict(pair.split("=") for pair in arguments.rdzv_conf.split(",") if pair)
     assert run.admission(arguments, conf) == expected
+
+
+def test_another_mode_is_refused() -> None:
+    arguments = run.make_parser().parse_args(["script.py"])
+    arguments.admit = "soon"  # as PET_ADMIT gives it
+    with pytest.raises(ValueError, match="--admit=soon is invalid: it must be one of now, saved, checkpoint"):
+        run.admission(arguments, {})

@@ -238,7 +238,7 @@ def waiting(site: Callable[[int, int], Site], new_node: NodeFactory) -> Iterator
 
 def heard(here: Site) -> None:
     for node in here.nodes:
-        until(lambda node=node: node.membership.view.save, "it has heard of the save")  # type: ignore[misc]
+        until(lambda node=node: node.membership.view.saves, "it has heard of the save")  # type: ignore[misc]
     assert not any(here.has_drained(i) for i in range(2))
 
 
@@ -284,6 +284,31 @@ def test_a_new_node_may_wait_for_a_checkpoint_of_the_jobs_own(waiting: tuple[Sit
         assert not is_let_in(here)
         workers.saved = True
     until(partial(is_let_in, here), "both have saved")
+
+
+def test_a_new_node_that_waits_is_not_forgotten_when_a_person_asks(
+    waiting: tuple[Site, Callable[[float], Any]],
+) -> None:
+    here, join = waiting
+    join(math.inf)
+    heard(here)
+    assert here.control.save("by hand", 600)
+    for node in here.nodes:
+        until(lambda node=node: len(node.membership.view.saves) == 2, "it has heard of both")  # type: ignore[misc]
+    assert not is_let_in(here)
+    for workers in here.workers:
+        workers.saved = True
+    until(partial(is_let_in, here), "both have saved")
+
+
+@pytest.mark.parametrize("timeout", [600, math.inf])
+def test_workers_end_for_a_new_node_only_if_they_were_asked_to_save(
+    waiting: tuple[Site, Callable[[float], Any]], timeout: float
+) -> None:
+    here, join = waiting
+    join(timeout)
+    heard(here)
+    assert {drains.admits for drains in here.drains} == {timeout < math.inf}
 
 
 def test_a_drain_asks_by_signal_though_workers_were_asked_without(

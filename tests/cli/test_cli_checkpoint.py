@@ -1,0 +1,32 @@
+"""`redelastic checkpoint` tells what became of its request; real jobs are in `agent/test_admission.py`."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+from redelastic.cli.checkpoint import ask_to_save
+from redelastic.monitoring.control import RunControl
+from redelastic.monitoring.events import Saved
+from redelastic.redis.connection import Connection
+from redelastic.redis.keys import SAVED, RunKeys
+from redelastic.store import RedisStore
+from tests.support.commands import form, with_agent
+from tests.support.nodes import NodeFactory
+
+
+def test_workers_that_could_not_be_asked_have_not_saved(
+    connection: Connection, keys: RunKeys, new_node: NodeFactory
+) -> None:
+    """They were asked moments before, and are not asked again."""
+    control, nodes = RunControl(connection, keys), [with_agent(new_node(2, 2)) for _ in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        form(pool, *nodes)
+    for node, asked in zip(nodes, (0, 2), strict=True):
+        control.note(replace(Saved(asked=asked), node=node.membership.node))
+    store = RedisStore(connection, keys.run_id, epoch=1)
+    for rank in range(2):
+        store.set(SAVED.format(rank), "9" * 13 + "-0")
+    outcome = ask_to_save(control, "by hand", 60)
+    assert (outcome.saved, outcome.unsaved, outcome.unasked) == (1, [], 1)
+    assert "on 1 node no worker could be asked" in outcome.message
