@@ -27,6 +27,7 @@ from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.backend import wait_for_backend
 from tests.support import servers
 from tests.support.peers import lossy_proxy, peer, speak_http
+from tests.support.processes import Processes
 
 
 @pytest.fixture
@@ -345,8 +346,8 @@ def test_parameters_for_another_run_are_refused(server: RedisServer, backend: Re
 # -- torch's own state machine on it
 
 
-def dynamic_node(server: RedisServer, run_id: str, low: int, high: int, **config: Any) -> RendezvousHandler:
-    params = parameters(server, run_id, low, high, protocol="dynamic", join_timeout=90, **config)
+def dynamic_node(url: str, run_id: str, low: int, high: int, **config: Any) -> RendezvousHandler:
+    params = RendezvousParameters("redis", url, run_id, low, high, protocol="dynamic", join_timeout=80, **config)
     backend, store = create_backend(params)
     store.close()
     handler = create_handler(backend, params)
@@ -354,8 +355,8 @@ def dynamic_node(server: RedisServer, run_id: str, low: int, high: int, **config
     return handler
 
 
-def test_torchs_handler_forms_a_round_and_closes(server: RedisServer, run_id: str) -> None:
-    nodes = [dynamic_node(server, run_id, 3, 3) for _ in range(3)]
+def form_a_round_and_close(url: str, run_id: str) -> None:
+    nodes = [dynamic_node(url, run_id, 3, 3) for _ in range(3)]
     assert {(node.get_backend(), node.get_run_id()) for node in nodes} == {("redis", run_id)}
     with ThreadPoolExecutor(3) as pool:
         infos = list(pool.map(lambda node: node.next_rendezvous(), nodes))
@@ -371,28 +372,35 @@ def test_torchs_handler_forms_a_round_and_closes(server: RedisServer, run_id: st
         assert all(pool.map(lambda node: node.shutdown(), nodes))
 
 
-def test_torchs_handler_admits_a_node_that_comes_late(
-    server: RedisServer, run_id: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # with a shared store torch keeps the first round's address for ever, and never tells it to a node that comes late
-    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+def admit_a_node_that_comes_late(url: str, run_id: str) -> None:
     # torch looks at the state once a second, and whoever comes first into the second round says how long its last call
     # is: long enough for the other, which would have to wait for a third round
-    early, late = (dynamic_node(server, run_id, 1, 2, last_call_timeout=seconds) for seconds in (5, 30))
+    early, late = (dynamic_node(url, run_id, 1, 2, last_call_timeout=seconds) for seconds in (5, 30))
     with ThreadPoolExecutor(2) as pool:
         assert early.next_rendezvous().world_size == 1
         waiting = pool.submit(late.next_rendezvous)
         servers.wait_until(lambda: early.num_nodes_waiting() == 1, "the late node waits")
         again = early.next_rendezvous()
-        assert {again.rank, waiting.result(90).rank} == {0, 1}
+        assert {again.rank, waiting.result(80).rank} == {0, 1}
         assert again.world_size == 2
         assert early.shutdown()
         servers.wait_until(late.is_closed, "the other node knows it")
         assert late.shutdown()
 
 
+def test_torchs_handler_forms_a_round_and_closes(server: RedisServer, run_id: str, processes: Processes) -> None:
+    processes.start(form_a_round_and_close, server.url, run_id)  # alone, as in an agent: torch's threads share much
+    processes.values()
+
+
+def test_torchs_handler_admits_a_node_that_comes_late(server: RedisServer, run_id: str, processes: Processes) -> None:
+    # with a shared store torch keeps the first round's address for ever, and never tells it to a node that comes late
+    processes.start(admit_a_node_that_comes_late, server.url, run_id, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+    processes.values()
+
+
 def test_torchs_handler_gets_torchs_errors(own_server: RedisServer, run_id: str) -> None:
-    node = dynamic_node(own_server, run_id, 1, 1, heartbeat_timeout=0.3, read_timeout=4)
+    node = dynamic_node(own_server.url, run_id, 1, 1, heartbeat_timeout=0.3, read_timeout=4)
     with own_server.get_client() as admin:
         admin.set(RunKeys(run_id).state, "theirs")
     with pytest.raises(RendezvousStateError, match=rf"{run_id}.*is a string, but a run needs a hash"):
