@@ -22,7 +22,7 @@ import redis
 from benchmarks import report
 from benchmarks.harness import TimeLimitError, Watch, raise_limit_of_files, run_alone
 from benchmarks.report import WITHIN_NOISE, Progress, Table
-from benchmarks.simulated import Node, connected, simulate, while_alive
+from benchmarks.simulated import SimulatedNode, connected, simulate, while_alive
 from redelastic.redis.connection import ATTEMPT_TIMEOUT
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
@@ -52,12 +52,12 @@ Found = dict[str, list[float]]  # what each group of one size took
 class Group:
     """The nodes of one run, and what Redis does for them."""
 
-    def __init__(self, client: redis.Redis, nodes: list[Node], interval: float) -> None:
+    def __init__(self, client: redis.Redis, nodes: list[SimulatedNode], interval: float) -> None:
         self.client, self.interval = client, interval
         self.watch = Watch(client)
         self.tasks = {node: asyncio.create_task(node.live()) for node in nodes}
 
-    def stop(self, node: Node) -> Node:
+    def stop(self, node: SimulatedNode) -> SimulatedNode:
         """Silence a node for good."""
         self.tasks.pop(node).cancel()
         return node

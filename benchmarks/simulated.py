@@ -1,6 +1,6 @@
-"""Nodes without threads, thousands in a process: each sends what a Membership sends, over one connection.
+"""Nodes without threads, thousands in a process: each sends what a node of the package sends, over one connection.
 
-Membership's own code makes requests and takes in replies; only the waiting is done here.
+The package's own code makes requests and takes in replies; only the waiting is done here.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import gc
 import logging
 import socket
 import sys
-import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, Final, TypeVar
@@ -26,10 +25,11 @@ from redelastic.redis.keys import RunKeys
 from redelastic.redis.sockets import Command
 from redelastic.redis.wire import Wire
 from redelastic.rendezvous import replies
-from redelastic.rendezvous.heartbeat import COARSE
-from redelastic.rendezvous.membership import Membership
+from redelastic.rendezvous.candidate import Candidate
+from redelastic.rendezvous.keeper import COARSE, Keeper
+from redelastic.rendezvous.node import Node
 from redelastic.rendezvous.settings import Settings
-from redelastic.rendezvous.view import Round
+from redelastic.rendezvous.view import Round, View
 
 T = TypeVar("T")
 PORT: Final = 29500  # where they would serve the bootstrap store, which none does
@@ -66,7 +66,14 @@ class Recorder(Connection):
         raise Sent(commands[0])
 
 
-class Node(asyncio.Protocol):
+class Unattended(Keeper):
+    """A keeper without a thread."""
+
+    def start(self, since: str) -> None:
+        """Leave the beats to the node's task."""
+
+
+class SimulatedNode(asyncio.Protocol):
     """A node of a run.
 
     Attributes:
@@ -82,9 +89,9 @@ class Node(asyncio.Protocol):
     def __init__(self, keys: RunKeys, settings: Settings, number: int) -> None:
         host = f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}"
         self.connection = Recorder()
-        self.membership = Membership(self.connection, keys, settings, host)
-        self.membership.heartbeat._keeper = threading.current_thread()  # noqa: SLF001  # it needs none: this node beats
-        self.wake, self.interval = keys.wake.encode(), settings.keep_alive_interval
+        self.node = Node(self.connection, keys, settings, host)
+        self.keeper = Unattended(self.node)
+        self.interval = settings.keep_alive_interval
         self.parked, self.epoch = False, 0
         self.entered_at = self.broken_at = self.told_at = self.renewed_at = 0.0
         self.may_join = asyncio.Event()
@@ -142,22 +149,23 @@ class Node(asyncio.Protocol):
     # -- what it does
 
     async def join(self) -> Round:
-        """Like Membership.join: returns once this node is in a new round."""
-        node = self.membership
-        node.view.joining = True
+        """Like Candidate.join: returns once this node is in a new round."""
+        candidate = Candidate(self.keeper, PORT, 0.0)
+        self.node.watch.update(View.ask)
         while True:
             self.renewed_at = time.monotonic()
-            reply = await self.through(lambda: node._ask_to_join(PORT, 0.0))  # noqa: SLF001
+            reply = await self.through(candidate.ask)
             if isinstance(reply, replies.Complete):
                 self.parked = False
-                return node._enter(node._round_from(reply))  # noqa: SLF001
+                entered = candidate.round_from(reply)
+                candidate.enter(entered)
+                return entered
             if not isinstance(reply, replies.Waiting):
                 raise RuntimeError(f"a node that joins got {reply}")  # noqa: TRY004  # an unexpected reply of Redis
             until = time.monotonic() + reply.wait_ms / 1000 if reply.wait_ms >= 0 else float("inf")
-            self.parked, node.view.standing = True, "candidate"
-            self._heard = before = reply.last_wake_id
-            node.heartbeat.answer(reply.roll_call)
-            while self._heard == before and node.view.standing == "candidate":
+            self.parked = True
+            self._heard = before = candidate.hear(reply)
+            while self._heard == before and self.node.view.standing == "candidate":
                 if (left := until - time.monotonic()) <= 0:
                     break
                 await self._pump(left)
@@ -167,7 +175,7 @@ class Node(asyncio.Protocol):
         while True:
             entered = await self.join()
             self.epoch, self.entered_at = entered.epoch, time.monotonic()
-            while not self.membership.view.nodes_waiting:
+            while not self.node.view.nodes_waiting:
                 await self._pump(self.interval)
             self.broken_at = time.monotonic()
             self.told_at = self.broken_at - self._idle()
@@ -176,47 +184,49 @@ class Node(asyncio.Protocol):
     def leave(self, client: redis.Redis) -> None:
         """Leave the run, over another connection: this one is blocked in a read."""
         try:
-            self.membership.leave(Left(cause="exited"))
+            self.node.leave(Left(cause="exited"))
         except Sent as sent:
             client.execute_command(*sent.args[0])
 
     def call_roll(self, client: redis.Redis) -> None:
         """Call the roll, over another connection."""
         try:
-            self.membership.call_roll(time.monotonic())
+            self.node.call_roll(time.monotonic())
         except Sent as sent:
-            self.membership.view.apply_roll_call(replies.RollCall(*client.execute_command(*sent.args[0])))
+            reply = replies.RollCall(*client.execute_command(*sent.args[0]))
+            self.node.watch.update(View.apply_roll_call, reply)
 
     @property
     def has_verdict(self) -> bool:
         """Whether it has heard that all have answered its roll call."""
-        return self.membership.view._all_answered()  # noqa: SLF001
+        return self.node.view.knows_who_lives
 
     async def beat(self) -> None:
         """Renew the lease."""
-        node = self.membership
         self.renewed_at = time.monotonic()
-        await self.through(node.heartbeat.beat)
-        # not counted from the reply
-        node.heartbeat._next_beat = min(node.heartbeat._next_beat, self.renewed_at + self.interval)  # noqa: SLF001
+        await self.through(self.keeper.beat)
+        due, _ = self.keeper.due()
+        if due > self.renewed_at + self.interval:  # not counted from the reply
+            self.keeper.schedule(self.renewed_at + self.interval - time.monotonic())
 
     async def _pump(self, longest: float) -> None:
-        node, early = self.membership, min(COARSE, self.interval / 2)
-        due, urgent = node.heartbeat.due()
+        keeper, early = self.keeper, min(COARSE, self.interval / 2)
+        due, urgent = keeper.due()
         if time.monotonic() >= due - (0 if urgent else early):
             await self.beat()
-        until_beat = node.heartbeat.due()[0] - early - time.monotonic()
+        until_beat = keeper.due()[0] - early - time.monotonic()
         if until_beat <= 0:
             await asyncio.sleep(max(0.0, until_beat + early))
             return
-        since, block = {self.wake: self._heard}, min(longest, until_beat)
-        if entries := (await self.through(lambda: self.connection.read(since, block))).get(self.wake):
+        since, block = {self.node.wake_key: self._heard}, min(longest, until_beat)
+        if entries := (await self.through(lambda: self.connection.read(since, block))).get(self.node.wake_key):
             self._heard = entries[-1][0]
-            for roll_call in node.view.apply_wake_ups(entries):  # a node has one task, so it hears of each once
-                node.heartbeat.answer(roll_call)
+            keeper.hear(entries)
 
 
-async def connected(n: int, login: dict[str, Any], keys: RunKeys, settings: Callable[[int], Settings]) -> list[Node]:
+async def connected(
+    n: int, login: dict[str, Any], keys: RunKeys, settings: Callable[[int], Settings]
+) -> list[SimulatedNode]:
     """``n`` connected nodes.
 
     Args:
@@ -225,10 +235,10 @@ async def connected(n: int, login: dict[str, Any], keys: RunKeys, settings: Call
         keys: of the run.
         settings: of a node, by its number.
     """
-    nodes = [Node(keys, settings(number), number) for number in range(n)]
+    nodes = [SimulatedNode(keys, settings(number), number) for number in range(n)]
     some = asyncio.Semaphore(AT_ONCE)
 
-    async def connect(node: Node) -> None:
+    async def connect(node: SimulatedNode) -> None:
         async with some:
             await node.connect(login)
 

@@ -17,7 +17,7 @@ READER_TIMEOUT: Final = 1.0  # for the reader of stderr, before a process exits,
 
 
 class LogFormatter(logging.Formatter):
-    """``W1124 20:14:54.779000 5522 redelastic.rendezvous.view] Round 1 …``; each line of a message starts this way."""
+    """``W1124 20:14:54.779000 5522 redelastic.rendezvous.watch] Round 1 …``; each line of a message starts this way."""
 
     def __init__(self) -> None:
         super().__init__(PREFIX + "%(message)s", "%m%d %H:%M:%S")

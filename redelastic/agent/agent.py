@@ -15,13 +15,13 @@ from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, 
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsSpecs
 
-from redelastic.host.checks import Node
+from redelastic.host import checks
 from redelastic.host.gpus import assign
 from redelastic.host.health_endpoint import HealthEndpoint
 from redelastic.monitoring.control import RunControl
 from redelastic.monitoring.events import Failed, Log, Started
 from redelastic.rendezvous.handler import RedisRendezvousHandler
-from redelastic.rendezvous.membership import DrainedError, RunStoppedError
+from redelastic.rendezvous.node import DrainedError, RunStoppedError
 from redelastic.torch_errors import torch_errors
 from redelastic.torch_internals import close_within, shut_down, shutdown_option
 from redelastic.workers.drains import DrainFile, Drains
@@ -111,21 +111,21 @@ class RedisElasticAgent(RegroupingAgent):
         self._warm: WarmStart | None = None
         self._owns_process = owns_process
         self._rendezvous_handler = handler
-        self._membership = handler.membership
+        self._node = handler.node
         self._control = RunControl(handler.backend.connection, handler.backend.keys)
         self._workers: Workers | None = None
         self._drains: Drains | None = None
-        self._note = Notes(self._membership, self._control, spec, self._reporter.send)
+        self._note = Notes(self._node, self._control, spec, self._reporter.send)
         self._admission = Admission(
-            membership=self._membership,
+            node=self._node,
             control=self._control,
             host=handler.settings.node_name,
             options=self._options,
-            node=Node(log_folder(logs_specs), spec.local_world_size, self._options.health_timeout),
+            checked=checks.Node(log_folder(logs_specs), spec.local_world_size, self._options.health_timeout),
             note=self._note,
         )
-        self._monitor = NodeMonitor(self._membership, self._worker_group, self._assignment.visible, self._admission)
-        self._budget = Budget(self._membership, self._monitor, self._options)
+        self._monitor = NodeMonitor(self._node, self._worker_group, self._assignment.visible, self._admission)
+        self._budget = Budget(self._node, self._monitor, self._options)
         self._hangs = Hangs(self._note)
         self._unfit = True  # whether this node must prove its fitness before it joins
         self._verdict = ""  # why the job may not restart its workers
@@ -157,7 +157,7 @@ class RedisElasticAgent(RegroupingAgent):
             self._reporter.start()
             if self._options.preload:
                 given = self._options.preload, self._fixed_environment, self._tree.spared
-                self._warm = WarmStart(self._worker_group.spec, *given, self._is_to_leave)
+                self._warm = WarmStart(self._worker_group.spec, *given, self._node.must_leave)
                 opened.callback(self._warm.close)
                 self._warm.prepare()
                 opened.enter_context(repeat(self._warm.tend, TEMPLATE_CHECK_INTERVAL, "template"))
@@ -183,8 +183,8 @@ class RedisElasticAgent(RegroupingAgent):
         if not self._asked_to_drain:
             self._asked_to_drain = True
             timeout = self._options.drain_timeout if timeout is None else timeout
-            self._membership.view.begin_drain(reason, timeout)
-            self._reporter.send(lambda: self._membership.drain(reason, timeout))
+            self._node.watch.begin_drain(reason, timeout)
+            self._reporter.send(lambda: self._node.drain(reason, timeout))
 
     # -- rounds
 
@@ -221,7 +221,7 @@ class RedisElasticAgent(RegroupingAgent):
         """Start the workers' processes; returns their pids by local rank."""
         spec = worker_group.spec
         self._workers = workers = Workers(
-            spec.local_world_size, self._options, self._interval, self._hangs.reporters, self._membership.view.notify
+            spec.local_world_size, self._options, self._interval, self._hangs.reporters, self._node.watch.notify
         )
         with self._tree.starting(), self._warm.starting() if self._warm else contextlib.nullcontext():
             pids: dict[int, Any] = super()._start_workers(worker_group)
@@ -241,7 +241,7 @@ class RedisElasticAgent(RegroupingAgent):
         if workers is None:
             raise AssertionError
         self._drains = Drains(
-            self._membership,
+            self._node,
             workers,
             store=self._round_store,
             rank=rank,
@@ -309,7 +309,7 @@ class RedisElasticAgent(RegroupingAgent):
             self._workers.explain(result, self._monitor.worker_usage)
         if result.state == WorkerState.HEALTHY and self._workers:
             return self._hangs.find(self._workers, worker_group.workers) or result
-        if result.state == WorkerState.SUCCEEDED and not self._membership.view.closed and self._ended_to_regroup():
+        if result.state == WorkerState.SUCCEEDED and not self._node.view.closed and self._ended_to_regroup():
             # A script may save and exit with 0 because of the request, its work unfinished. The draining node leaves,
             # or a new one comes, and all regroup; workers whose work is finished then exit at once.
             return RunResult(state=WorkerState.HEALTHY)
@@ -324,17 +324,14 @@ class RedisElasticAgent(RegroupingAgent):
         """Act on requests: end if the run was stopped; have workers save; leave if this node drains."""
         # This turn of the loop may take long: torch ends the other workers, or the agent waits for a lease to expire.
         self._monitor.allow(self._shutdown_timeout + self._rendezvous_handler.settings.lease)
-        if self._membership.view.stopped:
-            raise RunStoppedError(f"Run {self._membership.run_id!r} was stopped: {self._membership.view.stopped}.")
+        if stopped := self._node.view.stopped:
+            raise RunStoppedError(f"Run {self._node.run_id!r} was stopped: {stopped}.")
         if self._drains:
             self._drains.advance()
 
     def _exit_barrier(self) -> None:
         """Give processes that the ended workers have left, such as an upload, some time to finish."""
-        self._tree.wait(self._pids().values(), time.monotonic() + self._shutdown_timeout, self._is_to_leave)
-
-    def _is_to_leave(self) -> bool:
-        return bool(self._membership.view.drain or self._membership.view.stopped)
+        self._tree.wait(self._pids().values(), time.monotonic() + self._shutdown_timeout, self._node.must_leave)
 
     # -- failures
 
@@ -350,9 +347,9 @@ class RedisElasticAgent(RegroupingAgent):
         return super()._may_restart(result) and not self._verdict
 
     def _leave_if_drained(self) -> None:
-        for drain in self._membership.view.drains:
-            if drain.node == self._membership.node:
-                raise DrainedError(drain.node, self._membership.run_id, drain.reason)
+        for drain in self._node.view.drains:
+            if drain.node == self._node.id:
+                raise DrainedError(drain.node, self._node.run_id, drain.reason)
 
     def _wait_for_loss(self, handler: RedisRendezvousHandler) -> bool:
         """Wait for a draining node too: this node's workers may fail because of it long before it leaves."""
@@ -360,13 +357,13 @@ class RedisElasticAgent(RegroupingAgent):
         self._leave_if_drained()
         while not lost and self._may_still_drain(handler.settings.lease):
             self._act_on_requests()
-            self._membership.view.wait_for_news(self._interval)
-            lost = self._membership.view.member_lost
+            self._node.watch.wait_for_news(self._interval)
+            lost = self._node.view.member_lost
         return lost
 
     def _may_still_drain(self, lease: float) -> bool:
         """Whether a draining node may yet leave or lose its lease; one that has had the time for both never will."""
-        if not self._drains or not self._membership.view.drains:
+        if not self._drains or not self._node.view.drains:
             return False
         self._drains.advance()  # the drains may be new to it
         return time.monotonic() < self._drains.end + self._shutdown_timeout + lease
@@ -374,7 +371,7 @@ class RedisElasticAgent(RegroupingAgent):
     def _give_up(self, result: RunResult) -> None:
         # An empty verdict now means that another node has been lost meanwhile.
         if self._verdict and (verdict := self._budget.charge(result, final=True)):
-            raise RunStoppedError(f"Run {self._membership.run_id!r} was stopped: {verdict}.")
+            raise RunStoppedError(f"Run {self._node.run_id!r} was stopped: {verdict}.")
 
     def _send_log(self, result: RunResult) -> None:
         """Send Redis the last log lines of the worker that failed first on this node."""
@@ -382,7 +379,7 @@ class RedisElasticAgent(RegroupingAgent):
             return
         failed_at = self._first_failure() or time.monotonic()
         rank, failure = min(result.failures.items(), key=lambda item: item[1].timestamp)
-        node, path = self._membership.node, self._workers.logs.get(failure.local_rank, "")
+        node, path = self._node.id, self._workers.logs.get(failure.local_rank, "")
         last = last_lines(path) if path else ""
 
         def task() -> None:

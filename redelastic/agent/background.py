@@ -17,7 +17,7 @@ from redelastic.monitoring.control import RunControl
 from redelastic.monitoring.events import Event
 from redelastic.monitoring.sentences import sentence
 from redelastic.redis.errors import RedelasticError
-from redelastic.rendezvous.membership import Membership
+from redelastic.rendezvous.node import Node
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ class Notes:
     """Records what happens on this node, both as an event of the run and as a torch event; returns at once.
 
     Args:
-        membership: of this node.
+        node: this one.
         control: of its run.
         spec: torch's, which names the handler of torch's events.
         send: runs a function in the background.
@@ -105,18 +105,18 @@ class Notes:
 
     def __init__(
         self,
-        membership: Membership,
+        node: Node,
         control: RunControl,
         spec: WorkerSpec,
         send: Callable[[Callable[[], object]], None],
     ) -> None:
-        self._membership, self._control, self._spec, self._send = membership, control, spec, send
+        self._node, self._control, self._spec, self._send = node, control, spec, send
 
     def __call__(self, event: Event) -> None:
         """Record an event of this node."""
-        noted = replace(event, node=self._membership.node)
+        noted = replace(event, node=self._node.id)
         self._send(lambda: self._control.note(noted))
-        metadata = {"run_id": self._membership.run_id, "node": noted.node, "role": self._spec.role}
+        metadata = {"run_id": self._node.run_id, "node": noted.node, "role": self._spec.role}
         torch_event = events.Event(
             f"redelastic.{event.event}",
             source=events.EventSource.AGENT,

@@ -12,7 +12,7 @@ from typing import Final
 
 from torch.distributed import DistError, DistNetworkError, DistStoreError
 
-from redelastic.rendezvous.heartbeat import RETRY_PAUSE
+from redelastic.rendezvous.keeper import RETRY_PAUSE
 from redelastic.store import RedisStore, RoundBrokenError
 
 log = logging.getLogger(__name__)

@@ -31,7 +31,7 @@ from redelastic.monitoring.events import Left, Lost
 from redelastic.monitoring.wording import count
 from redelastic.redis.errors import RedelasticError
 from redelastic.rendezvous.handler import RedisRendezvousHandler, handler_from_parameters
-from redelastic.rendezvous.membership import DrainedError, RunStoppedError, RunThen
+from redelastic.rendezvous.node import DrainedError, RunStoppedError, RunThen
 from redelastic.workers.drains import DrainFile
 
 log = logging.getLogger(__name__)
@@ -127,7 +127,7 @@ def launch(
 
 def _say_end(handler: RedisRendezvousHandler) -> None:
     """Say on rank 0's node what the run went through."""
-    held, run_id = handler.membership.view.round, handler.settings.run_id
+    held, run_id = handler.node.view.round, handler.settings.run_id
     if held is None or held.rank != 0:
         return
     hint = "" if run_id.startswith(STANDALONE) else f"; see `redelastic timeline {run_id}`"

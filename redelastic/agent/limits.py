@@ -15,12 +15,12 @@ from torch.distributed.elastic.agent.server.api import RunResult
 from torch.distributed.elastic.multiprocessing import LogsSpecs
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-from redelastic.host.checks import Node, run_checks
+from redelastic.host import checks
 from redelastic.monitoring.control import RunControl
 from redelastic.monitoring.events import Barred, Event, Failed, Left, Refused
 from redelastic.monitoring.sentences import consecutive_failures, worker_failure
 from redelastic.redis.errors import RedelasticError, UnavailableError, UnreachableError
-from redelastic.rendezvous.membership import Membership
+from redelastic.rendezvous.node import Node
 
 from .options import AgentOptions
 
@@ -46,11 +46,11 @@ class Admission:
     """Guards each rendezvous of a node that must prove its fitness.
 
     Args:
-        membership: of this node.
+        node: this one.
         control: of its run.
         host: name by which the run counts this host's failures.
         options: which checks to run, and after how many failed rounds to keep a host out.
-        node: what the checks look at.
+        checked: what the checks look at.
         note: records an event of this node.
 
     Attributes:
@@ -60,15 +60,15 @@ class Admission:
     def __init__(
         self,
         *,
-        membership: Membership,
+        node: Node,
         control: RunControl,
         host: str,
         options: AgentOptions,
-        node: Node,
+        checked: checks.Node,
         note: Callable[[Event], None],
     ) -> None:
-        self._membership, self._control, self._host = membership, control, host
-        self._options, self._node, self._note = options, node, note
+        self._node, self._control, self._host = node, control, host
+        self._options, self._checked, self._note = options, checked, note
         self.barred = False
 
     def require(self) -> None:
@@ -76,23 +76,19 @@ class Admission:
 
         Raises:
             RefusedError: a health check failed.
-            DrainedError, RendezvousClosedError, UnavailableError: as :meth:`Membership.wait_while`; or Redis
+            DrainedError, RendezvousClosedError, UnavailableError: as :meth:`Node.wait_while`; or Redis
                 refuses to say whether this host is excluded.
         """
         self._wait_to_be_readmitted()
-        if unfit := run_checks(
-            self._options.health_checks, self._options.health_command, self._node, self._is_to_leave
-        ):
-            refused = RefusedError(f"This node does not join run {self._membership.run_id!r}: {unfit}.")
+        options, must_leave = self._options, self._node.must_leave
+        if unfit := checks.run_checks(options.health_checks, options.health_command, self._checked, must_leave):
+            refused = RefusedError(f"This node does not join run {self._node.run_id!r}: {unfit}.")
             self._note(Refused(reason=unfit))
             try:
-                self._membership.leave(Left(cause="refused", reason=unfit))
+                self._node.leave(Left(cause="refused", reason=unfit))
             except RedelasticError as e:  # the node is out once its lease expires
                 raise refused from e
             raise refused
-
-    def _is_to_leave(self) -> bool:
-        return bool(self._membership.view.drain or self._membership.view.stopped)
 
     def _wait_to_be_readmitted(self) -> None:
         limit = self._options.max_failed_rounds
@@ -108,11 +104,11 @@ class Admission:
         self._note(Barred(failures=failures))
         log.error(
             "This host is excluded from run %r because %s: `redelastic readmit %s %s` readmits it.",
-            *(self._membership.run_id, reason, self._membership.run_id, self._host),
+            *(self._node.run_id, reason, self._node.run_id, self._host),
         )
-        self._membership.leave(Left(cause="barred", reason=reason))
+        self._node.leave(Left(cause="barred", reason=reason))
         self.barred = True
-        self._membership.wait_while(lambda: self._control.failures(self._host) >= limit)
+        self._node.wait_while(lambda: self._control.failures(self._host) >= limit)
         self.barred = False
 
 
@@ -120,13 +116,13 @@ class Budget:
     """The job's restart budget, as one of its nodes draws on it.
 
     Args:
-        membership: of this node.
+        node: this one.
         monitor: knows the workers, and reports the number of restarts.
         options: the limits.
     """
 
-    def __init__(self, membership: Membership, monitor: NodeMonitor, options: AgentOptions) -> None:
-        self._membership, self._monitor, self._options = membership, monitor, options
+    def __init__(self, node: Node, monitor: NodeMonitor, options: AgentOptions) -> None:
+        self._node, self._monitor, self._options = node, monitor, options
 
     def charge(self, result: RunResult, *, final: bool) -> str:
         """Count a failure of this node's workers; returns why the job may not go on, or "".
@@ -146,7 +142,7 @@ class Budget:
         failure = self.failure(result)
         self._monitor.allow(math.inf)  # for as long as Redis is away
         try:
-            charged = self._membership.charge(failed_at, step, failure, self._options.limits, final=final)
+            charged = self._node.charge(failed_at, step, failure, self._options.limits, final=final)
         except UnavailableError as e:
             log.warning("The failure could not be counted: %s", e)
             return ""
@@ -155,15 +151,16 @@ class Budget:
 
     def _await_cause(self) -> None:
         """Wait until a peer has failed, which was the cause: its worker may take longer to end than this node's."""
-        view, until = self._membership.view, time.monotonic() + CAUSE_TIMEOUT
-        if view.round is None or view.round.size == 1:
+        held, until = self._node.view.round, time.monotonic() + CAUSE_TIMEOUT
+        if held is None or held.size == 1:
             return
         self._monitor.allow(CAUSE_TIMEOUT)
         log.info("A peer is the cause: waiting up to %g s for its node to report it.", CAUSE_TIMEOUT)
         while (left := until - time.monotonic()) > 0:
+            view = self._node.view
             if view.nodes_waiting or view.member_lost or view.closed or view.drains:
                 return
-            view.wait_for_news(left)
+            self._node.watch.wait_for_news(left)
 
     def failure(self, result: RunResult) -> Failed:
         """Describe the failure of the worker that failed first."""

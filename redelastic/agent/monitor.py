@@ -14,7 +14,7 @@ from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerState
 
 from redelastic.host.gpus import Gpu, why_hidden
 from redelastic.host.telemetry import Telemetry, bounded, trees
-from redelastic.rendezvous.membership import Membership
+from redelastic.rendezvous.node import Node
 from redelastic.workers.drains import Drains
 from redelastic.workers.group import Workers
 from redelastic.workers.processes import ProcessTree
@@ -52,7 +52,7 @@ class NodeMonitor:
     """Observes one node and describes it; contract: ``host.health_endpoint.NodeView``.
 
     Args:
-        membership: of this node; the monitor extends the status in its heartbeat.
+        node: this one; the monitor extends the status in its heartbeat.
         group: torch's group of workers, to describe.
         gpus: to watch.
         admission: knows whether this node is kept out.
@@ -65,8 +65,8 @@ class NodeMonitor:
         due_by: when the agent's loop must have begun its next turn, on the monotonic clock in seconds.
     """
 
-    def __init__(self, membership: Membership, group: WorkerGroup, gpus: Sequence[Gpu], admission: Admission) -> None:
-        self._membership, self._group, self._admission = membership, group, admission
+    def __init__(self, node: Node, group: WorkerGroup, gpus: Sequence[Gpu], admission: Admission) -> None:
+        self._node, self._group, self._admission = node, group, admission
         # Each has a thread of its own: NVML may not answer for minutes, and the reaper must learn of new processes.
         self._processes, self._gpus = Telemetry(), Telemetry(gpus)
         self._watches_gpus = bool(gpus)
@@ -98,10 +98,9 @@ class NodeMonitor:
             self._usage = self._processes.sample(trees(tree.look(now.values()), now))
             self._forget_silent_gpus()
 
-        heartbeat = self._membership.heartbeat
         with contextlib.ExitStack() as opened:
-            heartbeat.describe = self._describe
-            opened.callback(setattr, heartbeat, "describe", json.dumps)
+            self._node.describe = self._describe
+            opened.callback(setattr, self._node, "describe", json.dumps)
             opened.enter_context(repeat(sample_processes, interval, "processes"))
             if self._watches_gpus:
                 self._nvml_answered_at = time.monotonic()
@@ -115,7 +114,7 @@ class NodeMonitor:
 
     def _trains(self) -> bool:
         """Whether workers run in a round, and none hangs."""
-        runs = self._membership.heartbeat.status()["state"] == "running"
+        runs = self._node.status()["state"] == "running"
         return runs and self._group.state == WorkerState.HEALTHY and not (self.workers and self.workers.hung)
 
     def _forget_silent_gpus(self) -> None:
@@ -138,9 +137,9 @@ class NodeMonitor:
 
     def status(self) -> dict[str, Any]:
         """The status in this node's heartbeat, with the run's and the node's id and the times for ``/metrics``."""
-        membership = self._membership
-        identity = {"run_id": membership.run_id, "node": membership.node, "redis_away": membership.view.away}
-        return {**identity, **self._time.fields(), **self._extended(membership.heartbeat.status())}
+        node = self._node
+        identity = {"run_id": node.run_id, "node": node.id, "redis_away": node.watch.away}
+        return {**identity, **self._time.fields(), **self._extended(node.status())}
 
     def stalled(self) -> str:
         """Why the agent's loop counts as dead; empty while it is alive."""
@@ -149,7 +148,7 @@ class NodeMonitor:
 
     def unready(self) -> str:
         """Why no workers run in a round; empty while they do."""
-        state = {**self._membership.heartbeat.status(), **self._own_state()}["state"]
+        state = {**self._node.status(), **self._own_state()}["state"]
         if state != "running":
             return f"the node is {state}"
         return "" if self._group.state == WorkerState.HEALTHY else "the workers are not running"

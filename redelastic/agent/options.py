@@ -102,7 +102,7 @@ class AgentOptions:
 
     @property
     def limits(self) -> tuple[int, int, int]:
-        """Restart limits, as :meth:`redelastic.rendezvous.membership.Membership.charge` takes them."""
+        """Restart limits, as :meth:`redelastic.rendezvous.node.Node.charge` takes them."""
         limits = (self.max_job_restarts, self.max_idle_restarts, self.max_failed_rounds)
         restarts, idle_restarts, rounds = (-1 if limit is None else limit for limit in limits)
         return restarts, idle_restarts, rounds

@@ -104,14 +104,14 @@ class RegroupingAgent(LocalElasticAgent):
         """
         failed_at = None
         if self._handler is not None:
-            self._handler.membership.view.wait_for_news(self._pause())
+            self._handler.node.watch.wait_for_news(self._pause())
             failed_at = self._first_failure()  # now: torch may take long to end the node's other workers
             if failed_at is not None:
-                self._handler.membership.call_roll(failed_at)
+                self._handler.node.call_roll(failed_at)
         result = self._check_workers(worker_group)
         if result.state == WorkerState.FAILED:
             if self._handler is not None and failed_at is None:
-                self._handler.membership.call_roll(time.monotonic())
+                self._handler.node.call_roll(time.monotonic())
             self._charged = self._may_restart(result)
             if not self._charged and self._handler is not None:
                 if self._wait_for_loss(self._handler):
@@ -133,13 +133,13 @@ class RegroupingAgent(LocalElasticAgent):
         """
         handler, group = self._handler, self._worker_group
         rank, size = int(group.group_rank or 0), int(group.group_world_size or 0)
-        if handler is None or size <= 1 or handler.membership.view.closed:  # another node knows that all have ended
+        if handler is None or size <= 1 or handler.node.view.closed:  # another node knows that all have ended
             return True
         if self._finished is None:
             self._finished, self._finished_at = result, time.monotonic()
-            view, timeout = handler.membership.view, handler.settings.read_timeout
+            watch, timeout = handler.node.watch, handler.settings.read_timeout
             self._ends = EndExchange(
-                self._round_store, rank, size, is_patient=lambda: view.away < timeout, notify=view.notify
+                self._round_store, rank, size, is_patient=lambda: watch.away < timeout, notify=watch.notify
             )
             self._ends.start()
             log.info("This node's workers have finished; it waits for the other nodes' workers.")

@@ -18,7 +18,7 @@ from redelastic.monitoring.events import Failed, Left
 from redelastic.redis.errors import RedelasticError
 from redelastic.rendezvous.addresses import INTERFACE_VARIABLES
 from redelastic.rendezvous.handler import DETECTION, EPOCH_VARIABLE, PREFIX_VARIABLE
-from redelastic.rendezvous.membership import RunStoppedError
+from redelastic.rendezvous.node import RunStoppedError
 from redelastic.torch_internals import starting_no_processes
 from redelastic.workers.channels import Parked, WorkerChannels
 from redelastic.workers.group import LiveFailure
@@ -58,7 +58,7 @@ class SurvivingAgent(RedisElasticAgent):
         unknown: Any = worker_group  # torch declares None for what the round will bring
         unknown.store, unknown.master_addr, unknown.master_port = object(), "", 0
         self._close_workers()
-        self._channels = WorkerChannels(spec.local_world_size, self._membership.view.notify)
+        self._channels = WorkerChannels(spec.local_world_size, self._node.watch.notify)
         self._start_processes(worker_group)
         self._keeps = True
         self._await_ready()
@@ -67,16 +67,16 @@ class SurvivingAgent(RedisElasticAgent):
         """Wait until all workers are ready, one has ended, or this node is to leave."""
         warn_at = time.monotonic() + LONG_WAIT
         while self._channels and self._workers and len(self._channels.ready) < len(self._workers.pids):
-            if self._is_to_leave() or any(map(self._workers.ended, self._workers.pids)):
+            if self._node.must_leave() or any(map(self._workers.ended, self._workers.pids)):
                 return
             if time.monotonic() > warn_at:
                 warn_at = math.inf
                 log.warning("The workers have not called redelastic.survive() yet; this node joins when they have.")
-            self._membership.view.wait_for_news(self._workers.pause)
+            self._node.watch.wait_for_news(self._workers.pause)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Have the workers enter the round; torch's agent computes their environments as for new processes."""
-        held = self._membership.view.round
+        held = self._node.view.round
         self._epoch = held.epoch if held else self._epoch
         with starting_no_processes(self._send_rounds):
             pids: dict[int, Any] = LocalElasticAgent._start_workers(self, worker_group)  # noqa: SLF001
@@ -124,7 +124,7 @@ class SurvivingAgent(RedisElasticAgent):
         worker_group.state = WorkerState.STOPPED
         self._keeps = False
         with contextlib.suppress(RedelasticError):  # it is out once its lease expires
-            self._membership.leave(Left(cause="restarts"), timeout=self._rendezvous_handler.settings.lease)
+            self._node.leave(Left(cause="restarts"), timeout=self._rendezvous_handler.settings.lease)
         try:
             self._initialize_workers(worker_group)
         except RunStoppedError:
@@ -148,7 +148,7 @@ class SurvivingAgent(RedisElasticAgent):
                     *(", ".join(map(str, missing)), self._epoch, self._options.park_timeout),
                 )
                 return False
-            self._membership.view.wait_for_news(min(workers.pause, max(0.0, deadline - time.monotonic())))
+            self._node.watch.wait_for_news(min(workers.pause, max(0.0, deadline - time.monotonic())))
         return not any(map(workers.ended, workers.pids))
 
     def _has_parked(self, local_rank: int) -> bool:
@@ -170,7 +170,7 @@ class SurvivingAgent(RedisElasticAgent):
         first = min(left.values(), key=lambda parked: parked.at)
         if self._called_roll_in != self._epoch:
             self._called_roll_in = self._epoch
-            self._membership.call_roll(first.at)
+            self._node.call_roll(first.at)
         if time.monotonic() - first.at <= self._rendezvous_handler.settings.lease + DETECTION:
             return result
         workers = worker_group.workers

@@ -78,7 +78,7 @@ def _node(endpoint: Endpoint, corner: Corner) -> RedisRendezvousHandler:
     backend = RedisRendezvousBackend(connection, settings.run_id, settings.key_prefix, TTL)
     backend.keys = corner.keys
     handler = RedisRendezvousHandler(backend, settings)
-    corner.add(corner.keys.status(handler.membership.node))
+    corner.add(corner.keys.status(handler.node.id))
     return handler
 
 

@@ -1,1 +1,1 @@
-"""A node's part in a run: its settings, its view, its membership, and torch's handler and backend on top."""
+"""A node's part in a run: what it is and knows, how it is kept in the run, and torch's handler and backend."""

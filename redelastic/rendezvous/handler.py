@@ -1,4 +1,4 @@
-"""RedisRendezvousHandler: torch's ``RendezvousHandler`` on a run's membership in Redis."""
+"""RedisRendezvousHandler: torch's ``RendezvousHandler``, made of a node of a run and its keeper."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ from redelastic.torch_errors import torch_errors
 from .addresses import find_address, why_unreached
 from .backend import RedisRendezvousBackend, wait_for_backend
 from .bootstrap import BootstrapPort
-from .membership import Membership, RunThen
+from .candidate import Candidate
+from .keeper import Keeper
+from .node import Node, RunThen
 from .settings import Settings, parameters_from_url
 from .view import Round
 
@@ -57,6 +59,8 @@ class RedisRendezvousHandler(RendezvousHandler):
         settings: of the run.
 
     Attributes:
+        node: this host's node of the run.
+        keeper: keeps it in the run.
         ending: why this node will leave when it is shut down, and what then becomes of the run.
         exports_environment: whether this process starts workers, so that its environment has to name the round.
     """
@@ -68,8 +72,9 @@ class RedisRendezvousHandler(RendezvousHandler):
         self._backend = backend
         self._settings = settings
         self._address = find_address(settings.local_addr, backend.connection.local_address())
-        self.membership = Membership(backend.connection, backend.keys, settings, self._address.host)
-        log.info("Node %s announces the address %s to its peers.", self.membership.node, self._address)
+        self.node = Node(backend.connection, backend.keys, settings, self._address.host)
+        self.keeper = Keeper(self.node)
+        log.info("Node %s announces the address %s to its peers.", self.node.id, self._address)
         self._stores: list[RedisStore] = []
         self._bootstrap: BootstrapPort | None = None
         self._entered: Round | None = None
@@ -110,10 +115,11 @@ class RedisRendezvousHandler(RendezvousHandler):
         started = time.monotonic()
         self._raise_if_shut_down()
         self._close_bootstrap()  # a round never sees the keys of the one before
-        self._bootstrap = BootstrapPort(self.membership.heartbeat.host)
+        self._bootstrap = BootstrapPort(self.node.host)
         try:
             with torch_errors():
-                entered = self.membership.join(self._bootstrap.port, started + self._settings.join_timeout)
+                deadline = started + self._settings.join_timeout
+                entered = Candidate(self.keeper, self._bootstrap.port, deadline).join()
             self._raise_if_shut_down()  # a signal handler may have shut it down
             info = self._open_round(entered)
         except Exception as e:
@@ -121,7 +127,7 @@ class RedisRendezvousHandler(RendezvousHandler):
             raise
         seconds = time.monotonic() - started
         message = (
-            f"Node {self.membership.node} is rank {entered.rank} of {entered.size} in round {entered.epoch} of run "
+            f"Node {self.node.id} is rank {entered.rank} of {entered.size} in round {entered.epoch} of run "
             f"{self._settings.run_id!r}, after {seconds:.3f} s."
         )
         self._record(message, NodeState.RUNNING, entered.rank)
@@ -178,11 +184,11 @@ class RedisRendezvousHandler(RendezvousHandler):
             thread = threading.Thread(target=self._try_to_reach, args=(self._entered,), name=REACH_THREAD, daemon=True)
             with contextlib.suppress(RuntimeError):  # no more threads can start: the round works without this diagnosis
                 thread.start()
-        return self.membership.view.nodes_waiting
+        return self.node.view.nodes_waiting
 
     def _try_to_reach(self, entered: Round) -> None:
         def is_over() -> bool:
-            return self._shut_down or self._entered is not entered or self.membership.view.nodes_waiting > 0
+            return self._shut_down or self._entered is not entered or self.node.view.nodes_waiting > 0
 
         host, port = entered.host, entered.port
         if not (why := why_unreached(host, port, REACH_TIMEOUT, is_over)):
@@ -195,7 +201,7 @@ class RedisRendezvousHandler(RendezvousHandler):
         if is_over():
             return
         event = Unreached(
-            node=self.membership.node,
+            node=self.node.id,
             master=rank_0,
             address=f"{host} port {port}",
             seen_from=self._address.host,
@@ -208,7 +214,7 @@ class RedisRendezvousHandler(RendezvousHandler):
     @property
     def nodes_lost(self) -> int:
         """How many nodes of the previous round did not come back for this one."""
-        return self.membership.view.nodes_lost
+        return self.node.view.nodes_lost
 
     @property
     def settings(self) -> Settings:
@@ -223,7 +229,7 @@ class RedisRendezvousHandler(RendezvousHandler):
     def wait_for_loss(self) -> bool:
         """Wait for as long as Redis may take to notice the loss of a member; returns whether one is lost."""
         s = self._settings
-        return self.membership.view.wait_for_loss(s.lease + DETECTION, patience=s.read_timeout)
+        return self.node.watch.wait_for_loss(s.lease + DETECTION, patience=s.read_timeout)
 
     @torch_errors()
     def is_closed(self) -> bool:
@@ -232,7 +238,7 @@ class RedisRendezvousHandler(RendezvousHandler):
         Raises:
             RendezvousConnectionError: Redis could not be reached.
         """
-        return bool(self.membership.view.closed) or self.membership.ask_whether_closed()
+        return bool(self.node.view.closed) or self.node.is_run_closed()
 
     @torch_errors()
     def set_closed(self) -> None:
@@ -243,7 +249,7 @@ class RedisRendezvousHandler(RendezvousHandler):
             RendezvousConnectionError: Redis refuses the call.
         """
         try:
-            self.membership.close(self._settings.close_timeout)
+            self.node.close(self._settings.close_timeout)
         except UnreachableError as e:
             raise RendezvousTimeoutError(f"Run {self._settings.run_id!r} could not be closed in time: {e}") from e
 
@@ -269,9 +275,9 @@ class RedisRendezvousHandler(RendezvousHandler):
         if self._has_left:
             return True
         self._shut_down = True
-        self.membership.stop()
+        self.node.stop()
         try:
-            self.membership.leave(why, run_then=run_then, timeout=timeout)
+            self.node.leave(why, run_then=run_then, timeout=timeout)
         except RedelasticError as e:
             # No other node waits for one that was in no round.
             level = logging.WARNING if self._entered else logging.INFO

@@ -1,25 +1,19 @@
-"""A node's view of its run, from wake-ups and heartbeats, which several threads read."""
+"""What a node knows of its run: a value, and what it becomes with each thing that the node hears or does."""
 
 from __future__ import annotations
 
-import logging
 import math
-import re
-import threading
-import time
-from dataclasses import dataclass, replace
-from typing import Final
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Final, NamedTuple
 
 from redelastic.monitoring.events import Event, Lost, decode_cause
 from redelastic.monitoring.sentences import cause
-from redelastic.redis.connection import STREAM_START, Entries, place_of, sanitize, text
+from redelastic.redis.connection import STREAM_START, place_of, sanitize, text
 
 from .replies import Beat, RollCall
 
-log = logging.getLogger(__name__)
-
 UNKNOWN: Final = Event(event="unknown")  # a cause that the run's record does not name
-COMPLAINT_INTERVAL: Final = 60.0  # between two warnings about the same outage, in seconds
 
 
 @dataclass(frozen=True)
@@ -83,122 +77,105 @@ class Round:
     incarnation: str = ""
 
 
-class View:
-    """A run as one of its nodes sees it; does no I/O.
+class Break(NamedTuple):
+    """Why the members of a round have to regroup.
 
     Attributes:
-        run_id: the run's id.
-        node: id of this node.
-        round: the one that this node is in; None while it is in none.
-        joining: whether this node has asked to join the next one.
-        fenced: whether it lost its lease.
-        standing: of this node in Redis's last reply: "candidate", "member", "fenced" or "unknown".
-        drain: the request to this node to drain; None if there was none.
-        record_of_closing: why the run is closed according to its record, as JSON, and 1 if workers have to end too.
+        epoch: of the round.
+        why: the cause.
+        waiting: how many nodes wait for the next round, as far as known.
+        member_lost: whether the cause is a member that died or left.
     """
 
-    def __init__(self, run_id: str) -> None:
-        self.run_id = run_id
-        self.node = ""
-        # Guards what several threads change; never held during a call to Redis. Locked in C, so that no exception of a
-        # signal handler comes between the locking and the block under it.
-        self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
-        self.round: Round | None = None
-        self.joining = False
-        self._broken: Event | None = None  # why the round is broken; None while it is not
-        # Epoch, and `_break`'s arguments: the wake-up may come before this node has entered that round.
-        self._last_break = (0, UNKNOWN, 0, False)
-        self._left: Round | None = None  # the round before this one
-        self._logged: set[tuple[int, str]] = set()  # the breaks already logged, by epoch and cause
-        self._news = False  # whether something has changed that the agent has not seen yet, and may have to act on
-        self._member_lost = False  # whether the round is broken because a member died or left
-        self.fenced = False
-        self.standing = ""
-        self._waiting = 0  # nodes that wait for the next round, as far as known
-        self._closed: Event | None = None  # why; None while it is not
-        self._stop = False  # whether workers have to end too
-        self.record_of_closing = ("", 0)  # a wake-up alone proves nothing
-        self._drains: dict[str, tuple[int, Drain]] = {}  # from wake-ups, by node, with its epoch
-        self.drain: Drain | None = None  # independent of this node's id; a signal handler sets it too, so not guarded
-        # The last request, with its epoch, of those for nodes that wait to be let in, and of the others.
-        self._saves: dict[bool, tuple[int, Save]] = {}
-        self._failed_at: int | None = None  # when the workers failed that led to the roll call, in the server's ms
-        self._answered = 0  # when the last roll call that every node answered was opened, in the server's ms
-        self._away_since: float | None = None  # since when Redis has not answered; None while it does
-        self._back_at = -math.inf  # when Redis last came back, on the monotonic clock
-        self._complain_at: dict[str, float] = {}  # when to log the outage again, by kind of error
+    epoch: int
+    why: Event
+    waiting: int
+    member_lost: bool
 
-    # -- what the agent asks, several times a second
+
+@dataclass(frozen=True)
+class View:
+    """A run as one of its nodes sees it.
+
+    Each transition returns the next view. Nothing here waits, logs or asks Redis.
+
+    Attributes:
+        node: id of this node.
+        round: the round that this node is in; None while it is in none.
+        previous: the round before that one.
+        epoch_held: epoch of the last round that this node was in, or 0.
+        incarnation: of the run that this node was last in, or "".
+        joining: whether this node has asked to join the next round.
+        standing: of this node in Redis's last reply: "candidate", "member", "fenced" or "unknown".
+        fenced: whether this node lost its lease.
+        broken: the last news that this node's round is broken; None while it is not.
+        member_lost: whether a member of this node's round is lost.
+        last_break: the last break that a wake-up told of, perhaps before this node has entered that round.
+        closing: why the run is closed; None while it is open.
+        is_stopped: whether running workers have to end, too.
+        record_of_closing: why the run is closed according to its record, as JSON, and 1 if workers have to end too. A
+            wake-up alone proves nothing.
+        drain: the request to this node to drain; None if there was none. It outlives this node's id.
+        drains_heard: the requests to drain that wake-ups told of, by node, each with the epoch that it was made in.
+        saves_heard: the last request to save for a node that waits (True), and of anybody else (False), with its epoch.
+        roll_call: the last roll call that this node has heard of, or 0.
+        failed_at: when the workers failed for which this node called the roll, in the server's ms.
+        answered: when the last roll call that every node answered was opened, in the server's ms.
+    """
+
+    node: str
+    round: Round | None = None
+    previous: Round | None = None
+    epoch_held: int = 0
+    incarnation: str = ""
+    joining: bool = False
+    standing: str = ""
+    fenced: bool = False
+    broken: Break | None = None
+    member_lost: bool = False
+    last_break: Break | None = None
+    closing: Event | None = None
+    is_stopped: bool = False
+    record_of_closing: tuple[str, int] = ("", 0)
+    drain: Drain | None = None
+    drains_heard: Mapping[str, tuple[int, Drain]] = field(default_factory=dict)
+    saves_heard: Mapping[bool, tuple[int, Save]] = field(default_factory=dict)
+    roll_call: int = 0
+    failed_at: int | None = None
+    answered: int = 0
+
+    # -- what it means
 
     @property
     def nodes_waiting(self) -> int:
         """How many nodes wait for this one to regroup; 0 while its round is unbroken."""
-        with self._lock:
-            return max(1, self._waiting) if self.round and self._broken else 0
+        return max(1, self.broken.waiting) if self.round and self.broken else 0
 
     @property
     def nodes_lost(self) -> int:
         """How many nodes of the previous round did not come back for this one."""
-        entered = self.round
-        return entered.lost if entered else 0
+        return self.round.lost if self.round else 0
 
     @property
-    def member_lost(self) -> bool:
-        """Whether a member of this node's round is lost."""
-        return self._member_lost
-
-    def wait_for_loss(self, timeout: float, patience: float = 0.0) -> bool:
-        """Wait until a member of this node's round is lost; returns whether one is.
-
-        It ends when every node has answered a roll call, as then none is lost; or after ``timeout`` seconds in which
-        Redis was there, for which it waits at most ``patience`` seconds more.
-        """
-        with self._lock:
-            timeout = 0.0 if self.round and self.round.size == 1 else timeout
-            until = time.monotonic() + timeout
-            while not (self._member_lost or self._all_answered()):
-                # Leases restart when Redis comes back.
-                enough = max(until, self._back_at + timeout) if self._away_since is None else math.inf
-                left = min(enough, until + patience) - time.monotonic()
-                if left <= 0:
-                    break
-                self._changed.wait(left)
-            return self._member_lost
-
-    def _all_answered(self) -> bool:
-        return self._failed_at is not None and self._answered >= self._failed_at
-
-    def wait_for_news(self, timeout: float) -> None:
-        """Wait until this node's round breaks, a node is to drain or the run is stopped; at most ``timeout`` seconds.
-
-        News that comes while no thread waits ends the next wait at once.
-        """
-        with self._lock:
-            self._changed.wait_for(lambda: self._news, timeout)
-            self._news = False
-
-    def notify(self) -> None:
-        """End the wait for news, for another reason that the agent may have to act on."""
-        with self._lock:
-            self._announce_news()
+    def knows_who_lives(self) -> bool:
+        """Whether a member is known to be lost, or all are known to live: they have answered this node's roll call."""
+        return self.member_lost or (self.failed_at is not None and self.answered >= self.failed_at)
 
     @property
     def closed(self) -> str:
         """Why the run was closed, as far as known; empty while it is open."""
-        return _sanitized(self._closed)
+        return sanitize(cause(self.closing))
 
     @property
     def stopped(self) -> str:
         """Why the run was stopped, with its running workers; empty while it was not."""
-        return self.closed if self._stop else ""
+        return self.closed if self.is_stopped else ""
 
     @property
     def drains(self) -> list[Drain]:
         """Which nodes were asked to drain since this node entered its round, as far as known."""
-        with self._lock:
-            epoch = self.round.epoch if self.round else 0
-            drains = {node: drain for node, (asked_in, drain) in self._drains.items() if asked_in == epoch}
+        epoch = self.round.epoch if self.round else 0
+        drains = {node: drain for node, (asked_in, drain) in self.drains_heard.items() if asked_in == epoch}
         own = drains.pop(self.node, None)
         if self.drain:
             drains[self.node] = replace(self.drain, node=self.node, place=own.place if own else STREAM_START)
@@ -207,169 +184,131 @@ class View:
     @property
     def saves(self) -> list[Save]:
         """The last requests to save since this node entered its round, for new nodes and for anybody else."""
-        with self._lock:
-            epoch = self.round.epoch if self.round else 0
-            return [save for asked_in, save in self._saves.values() if asked_in == epoch]
+        epoch = self.round.epoch if self.round else 0
+        return [save for asked_in, save in self.saves_heard.values() if asked_in == epoch]
 
-    @property
-    def away(self) -> float:
-        """How long Redis has not answered, in seconds; 0 while it does."""
-        since = self._away_since
-        return 0.0 if since is None else time.monotonic() - since
+    # -- what the node does
 
-    def has_reached_redis_for(self, seconds: float) -> bool:
-        """Whether Redis has answered this node for all of the last ``seconds``, as far as known."""
-        return self._away_since is None and time.monotonic() - self._back_at >= seconds
-
-    # -- what changes it
-
-    def become(self, node: str) -> None:
+    def become(self, node: str) -> View:
         """Come back as another node, which is in no round."""
-        with self._lock:
-            self.node, self.round = node, None
+        return replace(self, node=node, round=None)
 
-    def forget_round(self) -> None:
-        """Record that this node has left."""
-        with self._lock:
-            self.round, self.joining = None, False
+    def ask(self) -> View:
+        """Ask to join the next round."""
+        return replace(self, joining=True)
 
-    def apply_closing(self, why: bytes | str, *, stop: bool = False) -> None:
-        """Record that the run is closed, and why, as JSON; ``stop``: workers have to end too, irrevocably."""
-        with self._lock:
-            closed = self._closed = decode_cause(text(why)) or UNKNOWN
-            self._stop = stop or self._stop
-            self.record_of_closing = (closed.as_cause(), int(self._stop))
+    def wait(self) -> View:
+        """Wait for the next round as a candidate."""
+        return replace(self, standing="candidate")
 
-    def begin_drain(self, reason: str, timeout: float) -> None:
-        """Record that this node is to drain; ``timeout`` is in seconds. Takes no lock: a signal handler may call it."""
-        self.drain = self.drain or Drain(self.node, reason, timeout)
+    def enter(self, entered: Round) -> View:
+        """Enter a round."""
+        known = self.last_break if self.last_break and self.last_break.epoch == entered.epoch else None
+        return replace(
+            self,
+            round=entered,
+            previous=self.round,
+            epoch_held=entered.epoch,
+            incarnation=entered.incarnation,
+            joining=False,
+            fenced=False,
+            broken=known,
+            member_lost=known is not None and known.member_lost,
+            drains_heard={node: heard for node, heard in self.drains_heard.items() if heard[0] == entered.epoch},
+            failed_at=None,
+            answered=0,
+        )
 
-    def apply_round(self, entered: Round) -> None:
-        """Record that this node has entered a round."""
-        with self._lock:
-            self._left, self.round = self.round, entered
-            self._logged = {logged for logged in self._logged if self._left and logged[0] == self._left.epoch}
-            self._broken, self._member_lost, self.fenced, self._waiting, self.joining = None, False, False, 0, False
-            self._failed_at, self._answered = None, 0
-            self._drains = {node: asked for node, asked in self._drains.items() if asked[0] == entered.epoch}
-            if self._last_break[0] == entered.epoch:
-                self._break(*self._last_break[1:])
+    def leave(self) -> View:
+        """Leave the run."""
+        return replace(self, round=None, joining=False)
 
-    def apply_roll_call(self, reply: RollCall) -> None:
-        """Apply the reply of ``lua/roll_call.lua``."""
-        with self._lock:
-            self._failed_at = reply.failed_at
-            self._answered = max(self._answered, reply.failed_at if reply.answered else 0)
+    def begin_drain(self, drain: Drain) -> View:
+        """Drain, unless this node already does."""
+        return self if self.drain else replace(self, drain=drain)
 
-    def apply_wake_ups(self, entries: Entries) -> list[int]:
-        """Apply the run's wake-ups; returns the roll calls that this node has to answer."""
-        roll_calls: list[int] = []
-        with self._lock:
-            for place, change in entries:
-                event, why = change.get("event"), decode_cause(change.get("cause", "")) or UNKNOWN
-                if event in {"closed", "stopped"}:
-                    self._closed, self._stop = why, self._stop or event == "stopped"
-                    self._announce_news()
-                elif event == "drain":
-                    node, reason = change.get("node", ""), sanitize(change.get("reason", ""))
-                    timeout = _number(change.get("timeout")) / 1000
-                    if node == self.node:
-                        self.begin_drain(reason, timeout)
-                    drain = Drain(node, reason, timeout, place_of(place))
-                    asked_in = _number(change.get("epoch"))  # perhaps a round that this node is about to enter
-                    if node not in self._drains or asked_in > self._drains[node][0]:
-                        self._drains[node] = asked_in, drain
-                    self._announce_news()
-                elif event == "save":
-                    ms = change.get("timeout")
-                    timeout = math.inf if ms == "-1" else _number(ms) / 1000
-                    reason = sanitize(change.get("reason", ""))
-                    save = Save(place_of(place), change.get("node", ""), reason, timeout)
-                    self._saves[bool(save.node)] = _number(change.get("epoch")), save
-                    self._announce_news()
-                elif event == "roll_call":
-                    roll_calls.append(_number(change.get("called_at")))
-                elif event == "answered" and self.round and _number(change.get("epoch")) == self.round.epoch:
-                    self._answered = max(self._answered, _number(change.get("called_at")))
-                    self._changed.notify_all()
-                elif event == "broken":
-                    epoch, waiting = _number(change.get("epoch")), _number(change.get("waiting"))
-                    self._apply_break(epoch, why, waiting, change.get("lost") == "1")
-        return roll_calls
+    def regroup(self, news: Break) -> View:
+        """Regroup: this node's round is broken."""
+        return replace(self, broken=news, member_lost=self.member_lost or news.member_lost)
 
-    def _apply_break(self, epoch: int, why: Event, waiting: int, member_lost: bool) -> None:
-        self._last_break = (epoch, why, waiting, member_lost)
-        if self.round and self.round.epoch == epoch:
-            self._break(why, waiting, member_lost)
-        elif self._left and self._left.epoch == epoch and member_lost:
-            # The loss completed the round that this node is in, and the reply to its join came before the wake-up.
-            self._log_break(epoch, why)
+    # -- what the node hears
 
-    def apply_beat(self, asked_as: str, asked_in: Round | None, reply: Beat) -> None:
-        """Apply the reply of ``lua/beat.lua`` to the node ``asked_as``, which held the round ``asked_in``."""
-        with self._lock:
-            if reply.closed:
-                self.apply_closing(reply.closed, stop=bool(reply.stop))
-            if asked_as != self.node:
-                return
-            self.standing = reply.standing
-            timeout, _, why = reply.drain.partition(" ")
-            if timeout and self.drain is None:
-                self.begin_drain(sanitize(why), _number(timeout) / 1000)
-                self._announce_news()
-            if asked_in and self.round is asked_in and not self.joining:
-                self._judge(asked_in, reply.epoch, decode_cause(reply.broken), reply.candidates)
+    def apply_closing(self, why: bytes | str, *, stop: bool = False) -> View:
+        """The run's record says that it is closed, and why, as JSON; ``stop``: workers have to end too, irrevocably."""
+        closing, is_stopped = decode_cause(text(why)) or UNKNOWN, self.is_stopped or stop
+        record = closing.as_cause(), int(is_stopped)
+        return replace(self, closing=closing, is_stopped=is_stopped, record_of_closing=record)
 
-    def _judge(self, held: Round, epoch: int, broken: Event | None, candidates: int) -> None:
-        if self.standing == "member" and epoch == held.epoch:
-            if broken:
-                self._break(broken, candidates, member_lost=False)
-        elif self.standing != "unknown" and not self.fenced:  # "unknown": the server lost its data, and judges no node
-            self.fenced = True
-            log.warning("This node lost its lease: round %s of run %r goes on without it.", held.epoch, self.run_id)
-            self._break(Lost(node=self.node, cause="lease"), candidates, member_lost=True)
+    def hear_roll_call(self, called_at: int) -> View:
+        """A roll call was opened, by the server's clock in ms; 0 is none."""
+        return replace(self, roll_call=called_at) if called_at else self
 
-    def _break(self, why: Event, waiting: int, member_lost: bool) -> None:
-        if self.round and (member_lost or not self._broken):
-            self._log_break(self.round.epoch, why)
-        self._broken, self._waiting, self._member_lost = why, waiting, self._member_lost or member_lost
-        self._announce_news()
+    def apply_roll_call(self, reply: RollCall) -> View:
+        """The reply of ``lua/roll_call.lua``."""
+        answered = max(self.answered, reply.failed_at if reply.answered else 0)
+        return replace(self, failed_at=reply.failed_at, answered=answered)
 
-    def _log_break(self, epoch: int, why: Event) -> None:
-        by_itself = why.node == self.node  # it knows what it did
-        if not by_itself and (epoch, why.as_cause()) not in self._logged:
-            self._logged.add((epoch, why.as_cause()))
-            log.warning("Round %s of run %r is broken: %s.", epoch, self.run_id, _sanitized(why))
+    def apply_wake_up(self, place: str, change: dict[str, str]) -> View:
+        """A wake-up of the run: its id in the stream, and its fields."""
+        view, epoch = self, _number(change.get("epoch"))
+        match change.get("event"):
+            case "closed" | "stopped" as event:
+                view = replace(self, closing=_cause(change), is_stopped=self.is_stopped or event == "stopped")
+            case "broken":
+                view = self._hear_break(epoch, change)
+            case "drain":
+                view = self._hear_drain(place, epoch, change)
+            case "save":
+                view = self._hear_save(place, epoch, change)
+            case "roll_call":
+                view = self.hear_roll_call(_number(change.get("called_at")))
+            case "answered" if self.round and epoch == self.round.epoch:
+                view = replace(self, answered=max(self.answered, _number(change.get("called_at"))))
+        return view
 
-    def _announce_news(self) -> None:
-        self._news = True
-        self._changed.notify_all()
+    def _hear_break(self, epoch: int, change: dict[str, str]) -> View:
+        news = Break(epoch, _cause(change), _number(change.get("waiting")), change.get("lost") == "1")
+        view = self.regroup(news) if self.round and self.round.epoch == epoch else self
+        return replace(view, last_break=news)
 
-    def apply_outage(self, error: Exception) -> None:
-        """Record that Redis does not answer this node."""
-        now, kind = time.monotonic(), re.sub(r"[0-9]+", "", str(error))
-        if self._away_since is None:
-            self._away_since = now
-        if now >= self._complain_at.get(kind, now):
-            self._complain_at[kind] = now + COMPLAINT_INTERVAL
-            log.warning(
-                "Node %s keeps its place in run %r; Redis has been away for %.0f s: %s",
-                *(self.node, self.run_id, self.away, error),
-            )
+    def _hear_drain(self, place: str, epoch: int, change: dict[str, str]) -> View:
+        reason, timeout = sanitize(change.get("reason", "")), _number(change.get("timeout")) / 1000
+        drain = Drain(change.get("node", ""), reason, timeout, place_of(place))
+        view = self.begin_drain(replace(drain, place=STREAM_START)) if drain.node == self.node else self
+        # Its epoch may be that of a round which this node is about to enter.
+        if epoch <= self.drains_heard.get(drain.node, (-1,))[0]:
+            return view
+        return replace(view, drains_heard={**self.drains_heard, drain.node: (epoch, drain)})
 
-    def apply_return(self) -> None:
-        """Record that Redis has answered this node, after an outage or not."""
-        if self._away_since is not None:
-            log.warning("Redis is back for node %s of run %r, after %.1f s.", self.node, self.run_id, self.away)
-            with self._lock:
-                self._away_since, self._back_at = None, time.monotonic()
-                self._changed.notify_all()
-            self._complain_at.clear()
+    def _hear_save(self, place: str, epoch: int, change: dict[str, str]) -> View:
+        ms = change.get("timeout")
+        timeout = math.inf if ms == "-1" else _number(ms) / 1000
+        save = Save(place_of(place), change.get("node", ""), sanitize(change.get("reason", "")), timeout)
+        return replace(self, saves_heard={**self.saves_heard, bool(save.node): (epoch, save)})
+
+    def apply_beat(self, asked_as: str, asked_in: Round | None, reply: Beat) -> View:
+        """The reply of ``lua/beat.lua`` to the node ``asked_as``, which held the round ``asked_in``."""
+        view = self.apply_closing(reply.closed, stop=bool(reply.stop)) if reply.closed else self
+        if asked_as != self.node:
+            return view
+        view = replace(view, standing=reply.standing)
+        timeout, _, reason = reply.drain.partition(" ")
+        if timeout:
+            view = view.begin_drain(Drain(self.node, sanitize(reason), _number(timeout) / 1000))
+        if asked_in is None or self.round is not asked_in or self.joining:
+            return view
+        if reply.standing == "member" and reply.epoch == asked_in.epoch:
+            why = decode_cause(reply.broken)
+            return view.regroup(Break(asked_in.epoch, why, reply.candidates, member_lost=False)) if why else view
+        if reply.standing == "unknown" or self.fenced:  # "unknown": the server lost its data, and judges no node
+            return view
+        fenced = Break(asked_in.epoch, Lost(node=self.node, cause="lease"), reply.candidates, member_lost=True)
+        return replace(view, fenced=True).regroup(fenced)
 
 
-def _sanitized(why: Event | None) -> str:
-    return sanitize(cause(why))
+def _cause(change: dict[str, str]) -> Event:
+    return decode_cause(change.get("cause", "")) or UNKNOWN
 
 
-def _number(field: str | None) -> int:
-    return int(field) if field and field.isascii() and field.isdecimal() and len(field) < 16 else 0
+def _number(told: str | None) -> int:
+    return int(told) if told and told.isascii() and told.isdecimal() and len(told) < 16 else 0

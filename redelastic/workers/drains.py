@@ -16,7 +16,7 @@ from redelastic.monitoring.control import RESAVE_INTERVAL
 from redelastic.monitoring.events import Event, Saved
 from redelastic.redis.connection import STREAM_START, place_of
 from redelastic.redis.keys import SAVED
-from redelastic.rendezvous.membership import DrainedError, Membership
+from redelastic.rendezvous.node import DrainedError, Node
 from redelastic.rendezvous.view import Drain, Save
 from redelastic.store import RedisStore, RoundBrokenError
 
@@ -39,7 +39,7 @@ class Drains:
     these that leaves ends the round for the others too.
 
     Args:
-        membership: of this node.
+        node: this one.
         workers: of this node.
         store: of the round.
         rank: of this node.
@@ -50,7 +50,7 @@ class Drains:
 
     def __init__(
         self,
-        membership: Membership,
+        node: Node,
         workers: Workers,
         *,
         store: RedisStore,
@@ -59,7 +59,7 @@ class Drains:
         reporter: BackgroundReporter,
         note: Callable[[Event], None],
     ) -> None:
-        self._membership, self._workers, self._store, self._rank = membership, workers, store, rank
+        self._node, self._workers, self._store, self._rank = node, workers, store, rank
         self._reporter, self._note = reporter, note
         self._until: dict[str, float] = {}  # node -> when its drain's time is up, on the monotonic clock
         self._by_signal = False  # whether they were also asked by signal
@@ -79,12 +79,12 @@ class Drains:
     @property
     def own(self) -> bool:
         """Whether this node drains."""
-        return self._membership.node in self._until
+        return self._node.id in self._until
 
     @property
     def admits(self) -> bool:
         """Whether workers were asked to save, and new nodes are then let in: those that end now have saved for that."""
-        asked = any(save.node and save.timeout < math.inf for save in self._membership.view.saves)
+        asked = any(save.node and save.timeout < math.inf for save in self._node.view.saves)
         return asked and time.monotonic() < self._late_at
 
     @property
@@ -103,7 +103,7 @@ class Drains:
         Raises:
             DrainedError: this node has drained.
         """
-        drains, saves = self._membership.view.drains, self._membership.view.saves
+        drains, saves = self._node.view.drains, self._node.view.saves
         self._hear_of_all(drains, saves)
         if not drains and not saves:
             return
@@ -114,7 +114,7 @@ class Drains:
             self._announced = last
             self._reporter.send(partial(self._announce, last))
         for drain in drains:
-            if drain.node == self._membership.node:
+            if drain.node == self._node.id:
                 self._leave_if_done(drain, have_saved)
         if self._rank == 0 and have_saved:
             for save in saves:
@@ -129,12 +129,12 @@ class Drains:
                 self._hear_of_save(save)
 
     def _hear_of(self, drain: Drain) -> None:
-        if len(self._until) < MAX_LOGGED_DRAINS or drain.node == self._membership.node:
+        if len(self._until) < MAX_LOGGED_DRAINS or drain.node == self._node.id:
             log.warning(
                 "Node %s is draining (%s): workers have %g s to save.", *(drain.node, drain.reason, drain.timeout)
             )
         elif len(self._until) == MAX_LOGGED_DRAINS:
-            log.warning("More nodes are draining; `redelastic events %s` names them.", self._membership.run_id)
+            log.warning("More nodes are draining; `redelastic events %s` names them.", self._node.run_id)
         self._heard_at = now = time.monotonic()
         self._until[drain.node] = now + drain.timeout
         self._ask(drain.timeout, by_signal=True)
@@ -167,8 +167,8 @@ class Drains:
 
     def _leave_if_done(self, own: Drain, have_saved: bool) -> None:
         over = time.monotonic() >= self._until[own.node]
-        if over or self._membership.view.nodes_waiting > 0 or (have_saved and self._have_all_saved_for(own.place)):
-            raise DrainedError(own.node, self._membership.run_id, own.reason)
+        if over or self._node.view.nodes_waiting > 0 or (have_saved and self._have_all_saved_for(own.place)):
+            raise DrainedError(own.node, self._node.run_id, own.reason)
         if own.place > STREAM_START:
             self._count(own.place)
 
@@ -183,7 +183,7 @@ class Drains:
 
     def _admit(self, save: Save) -> None:
         try:
-            self._membership.admit(save)
+            self._node.admit(save)
         except Exception:
             self._admitted = STREAM_START  # the next look sends it again
             raise

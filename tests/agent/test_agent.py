@@ -24,7 +24,8 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from redelastic.agent import AgentOptions, RedisElasticAgent
 from redelastic.monitoring.events import Barred, Drain, Hung, Left, Lost, Refused, Saved, Stopped
 from redelastic.redis.server import RedisServer
-from redelastic.rendezvous.membership import RunStoppedError
+from redelastic.rendezvous.node import RunStoppedError
+from redelastic.rendezvous.view import View
 from redelastic.workers.signals import SAME_REQUEST_SECONDS
 from tests.support.agent_job import AWARE, DRAINED, REFUSED, STOPPED, AgentJob
 from tests.support.long_tests import quick_first
@@ -468,7 +469,7 @@ def test_livez_fails_when_the_loop_has_stalled(new_node: NodeFactory, tmp_path: 
             assert re.fullmatch(r"the agent's loop is \d+ s late", refused.value.read().decode().strip())
         finally:
             why = Stopped(cause="asked", reason="the test is over")
-            node.membership.view.apply_closing(why.as_cause(), stop=True)
+            node.node.watch.update(View.apply_closing, why.as_cause(), stop=True)
             release.set()
         with pytest.raises(RunStoppedError, match="the test is over"):
             ended.result(LIMIT)

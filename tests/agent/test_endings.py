@@ -19,7 +19,7 @@ from redelastic.monitoring.events import Closed, Completed, Left
 from redelastic.redis.connection import Connection
 from redelastic.redis.keys import RunKeys
 from redelastic.rendezvous.handler import RedisRendezvousHandler
-from redelastic.rendezvous.membership import DrainedError
+from redelastic.rendezvous.node import DrainedError
 from tests.support.commands import until
 from tests.support.nodes import NodeFactory
 
@@ -95,7 +95,7 @@ def test_an_exit_after_a_drain_is_no_finish(site: Site) -> None:
     ends = [site.start(together, (1, 2), RedisElasticAgent, options=options, shutdown_timeout=5.0) for _ in range(2)]
     until(lambda: site.ran(0, 1) and site.ran(1, 1), "both run")
     leaving, staying = site.nodes
-    assert site.control.drain(leaving.membership.node, "scancel", 0.2)
+    assert site.control.drain(leaving.node.id, "scancel", 0.2)
     with pytest.raises(DrainedError):
         ends[0].result(60)
     leaving.ending = Left(cause="drained"), "goes on"
@@ -117,9 +117,7 @@ def test_a_limit_of_the_wait_is_a_failure_that_closes_nothing(
     works_on = 'test "$RANK" = 0 && test $REDELASTIC_EPOCH = 1 && exit 0; ' + await_file("finish") + "exit 0"
     ends = [site.start(works_on, (1, 2), kind) for _ in range(2)]
     until(lambda: site.ran(0, 1) and site.ran(1, 1), "both run")
-    first = next(
-        i for i, node in enumerate(site.nodes) if node.membership.view.round and node.membership.view.round.rank == 0
-    )
+    first = next(i for i, node in enumerate(site.nodes) if node.node.view.round and node.node.view.round.rank == 0)
     with pytest.raises(RendezvousTimeoutError, match="stays open for them"):
         ends[first].result(60)
     site.nodes[first].shutdown()

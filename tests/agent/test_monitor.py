@@ -16,7 +16,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
 from redelastic.agent import AgentOptions, RedisElasticAgent, monitor
 from redelastic.agent.background import repeat
-from redelastic.rendezvous.membership import DrainedError
+from redelastic.rendezvous.node import DrainedError
 from tests.support.fake_nvml import FakeGpu, FakeNvml, install_driver
 from tests.support.nodes import NodeFactory
 from tests.support.waiting import Within

@@ -17,6 +17,7 @@ from torch.distributed import DistNetworkError
 from redelastic.agent.exchange import EndExchange
 from redelastic.agent.limits import Admission
 from redelastic.agent.options import AgentOptions
+from redelastic.host import checks
 from redelastic.monitoring.events import Event
 from redelastic.redis.errors import UnreachableError
 from redelastic.redis.server import RedisServer
@@ -143,13 +144,12 @@ def test_a_host_joins_that_cannot_ask_whether_it_is_excluded() -> None:
         raise UnreachableError("away")
 
     told: list[Event] = []
-    node: Any = SimpleNamespace(membership=SimpleNamespace(view=SimpleNamespace(drain=None, stopped="")))
     admission = Admission(
-        membership=node.membership,
+        node=SimpleNamespace(must_leave=lambda: False),  # type: ignore[arg-type]
         control=SimpleNamespace(failures=unreachable),  # type: ignore[arg-type]
         host="here",
         options=AgentOptions(health_checks=(), max_failed_rounds=2),
-        node=node,
+        checked=checks.Node(Path(), 1),
         note=told.append,
     )
     admission.require()

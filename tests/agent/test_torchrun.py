@@ -238,7 +238,7 @@ def test_member_gone_before_the_roles_are_exchanged(server: RedisServer, tmp_pat
         assert joined.result(60).rank == 2
         _wait_for_role_info(job, 3, (0, 1))
         fault = job.note("the last rank falls silent during the exchange")
-        silent.membership.stop()
+        silent.node.stop()
         epoch = job.wait_round("ab", 2, fault=fault)
         assert epoch == 4
         assert {line.epoch for line in job.lines("start")} == {2, 4}

@@ -23,7 +23,7 @@ def test_workers_that_could_not_be_asked_have_not_saved(
     with ThreadPoolExecutor(2) as pool:
         form(pool, *nodes)
     for node, asked in zip(nodes, (0, 2), strict=True):
-        control.note(replace(Saved(asked=asked), node=node.membership.node))
+        control.note(replace(Saved(asked=asked), node=node.node.id))
     store = RedisStore(connection, keys.run_id, epoch=1)
     for rank in range(2):
         store.set(SAVED.format(rank), "9" * 13 + "-0")

@@ -37,15 +37,15 @@ class TestDrain:
     ) -> None:
         nodes = [with_agent(new_node(2, 2, node_name=f"host-{i}")) for i in range(2)]
         form(pool, *nodes)
-        members = [node.membership for node in nodes]
-        named = {"rank": str(rank_of(members[1])), "name": "host-1", "id": members[1].node}[by]
+        members = [node.node for node in nodes]
+        named = {"rank": str(rank_of(members[1])), "name": "host-1", "id": members[1].id}[by]
         done = cli("drain", run_id, named, "--reason", "spot VM goes", "--timeout", "12", "--json")
         assert done.code == 0
-        assert (done.json["node"], done.json["asked"], done.json["left"]) == (members[1].node, True, None)
+        assert (done.json["node"], done.json["asked"], done.json["left"]) == (members[1].id, True, None)
         for member in members:
             until(lambda member=member: member.view.drains, "the node hears of it")  # type: ignore[misc]
             [told] = member.view.drains
-            assert (told.node, told.timeout) == (members[1].node, 12)
+            assert (told.node, told.timeout) == (members[1].id, 12)
             assert told.reason.endswith(": spot VM goes")
         again = cli("drain", run_id, named)
         assert "is already draining" in again.out
@@ -58,7 +58,7 @@ class TestDrain:
         node.next_rendezvous()
 
         def agent() -> None:
-            until(lambda: node.membership.view.drains, "it is asked")
+            until(lambda: node.node.view.drains, "it is asked")
             node.end(Left(cause="drained"), "goes on")
 
         leaving = pool.submit(agent)
@@ -71,7 +71,7 @@ class TestDrain:
     ) -> None:
         nodes = [with_agent(new_node(2, 2)) for _ in range(2)]
         form(pool, *nodes)
-        victim = nodes[0].membership
+        victim = nodes[0].node
 
         def die() -> None:
             until(lambda: victim.view.drains, "it is asked")
@@ -90,15 +90,15 @@ class TestDrain:
         nodes = [with_agent(new_node(20, 20, join_timeout=60)) for _ in range(20)]
         with ThreadPoolExecutor(20) as many:
             form(many, *nodes)
-        last = max(nodes, key=lambda node: rank_of(node.membership))
+        last = max(nodes, key=lambda node: rank_of(node.node))
 
         def leave() -> None:
-            until(lambda: last.membership.view.drains, "it is asked")
+            until(lambda: last.node.view.drains, "it is asked")
             for node in [*(other for other in nodes if other is not last), last]:
                 node.end(Left(cause="drained", reason="by hand"), "goes on")
 
         leaving = pool.submit(leave)
-        done = cli("drain", run_id, str(rank_of(last.membership)), "--wait")
+        done = cli("drain", run_id, str(rank_of(last.node)), "--wait")
         leaving.result(60)
         assert (done.code, done.err) == (0, "")
 

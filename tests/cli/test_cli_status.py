@@ -41,7 +41,7 @@ def cli(server: RedisServer) -> Cli:
 
 def tell(node: RedisRendezvousHandler, **status: Any) -> RedisRendezvousHandler:
     """Have a node say more of itself, as our agent does."""
-    node.membership.heartbeat.describe = lambda base: json.dumps(base | {"agent": "redelastic"} | status)
+    node.node.describe = lambda base: json.dumps(base | {"agent": "redelastic"} | status)
     return node
 
 
@@ -131,7 +131,7 @@ class TestPhases:
         node = new_node(1, 1)
         node.next_rendezvous()
         assert cli(run_id).code == 0
-        node.membership.stop()
+        node.node.stop()
         until(lambda: cli(run_id).code == 1, "its lease is over")
         done = cli(run_id)
         assert done.out.startswith("dead: no heartbeat for ")
@@ -174,8 +174,8 @@ class TestProblems:
     ) -> None:
         node = tell(new_node(1, 1, node_name="host-1"))
         node.next_rendezvous()
-        node.membership.charge(time.monotonic(), 7, Failed(local_rank=0), (-1, -1, 1), final=True)
-        RunControl(connection, keys).drain(node.membership.node, "by spot", 10)
+        node.node.charge(time.monotonic(), 7, Failed(local_rank=0), (-1, -1, 1), final=True)
+        RunControl(connection, keys).drain(node.node.id, "by spot", 10)
         out = cli(keys.run_id).out
         assert "! host host-1 is excluded" in out
         assert f"`redelastic readmit {keys.run_id} host-1` readmits it" in out
@@ -198,7 +198,7 @@ class TestProblems:
     ) -> None:
         nodes = [new_node(1, 8, last_call_timeout=60) for i in range(8)]
         form(pool, *nodes)
-        nodes.pop().membership.stop()
+        nodes.pop().node.stop()
         until(nodes[0].num_nodes_waiting, "the loss is known")
         form(pool, *nodes)
         told = [event["event"] for event in cli(run_id, "--json").json["events"]]
@@ -360,7 +360,7 @@ class TestWatch:
         form(pool, *nodes)
         with started("status", run_id, "--watch", "--endpoint", server.url, columns=80) as watching:
             watching.until("running: round 1, 2 nodes, up ")
-            nodes.pop().membership.stop()
+            nodes.pop().node.stop()
             until(nodes[0].num_nodes_waiting, "the loss is known")
             watching.until("lost its lease after")
             form(pool, *nodes)

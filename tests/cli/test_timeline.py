@@ -170,7 +170,7 @@ class TestCommand:
         assert (code, err) == (0, "")
         told = json.loads(out)
         assert told["complete"]
-        assert told["rounds"][0]["members"] == {node.membership.node: 0}
+        assert told["rounds"][0]["members"] == {node.node.id: 0}
 
         def trained() -> float:
             return float(json.loads(command("--json")[1])["seconds"]["training"])
@@ -181,14 +181,14 @@ class TestCommand:
             assert (code, out) == (0, "")
             assert re.fullmatch(r".*: 1 node, 1 round, 0 broken; [0-9,]+ bytes\n", err), err
             assert (tmp_path / name).stat().st_size > 5000
-        assert node.membership.node in (tmp_path / "it.html").read_text()
+        assert node.node.id in (tmp_path / "it.html").read_text()
         moment = datetime.fromtimestamp(told["start"] + 0.4, timezone.utc).isoformat()
         part = json.loads(command("--json", "--since", moment)[1])
         assert not part["complete"]
         assert [span["state"] for span in part["nodes"][0]["spans"]] == ["training"]
         assert {event["event"] for event in part["events"]} <= {"outage"}  # of a busy machine
 
-        node.membership.stop()  # dead, and nobody is there who could say so
+        node.node.stop()  # dead, and nobody is there who could say so
 
         def lease_ends() -> float:
             stored: Any = client.zrange(keys.leases, 0, 0, withscores=True)

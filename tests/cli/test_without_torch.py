@@ -71,9 +71,9 @@ def test_the_commands_on_a_real_run(
 ) -> None:
     node = new_node(1, 1, node_name="vm-1")
     workers = [{"rank": 0, "pid": 1, "log": "/logs/0.log"}]
-    node.membership.heartbeat.describe = lambda status: json.dumps(status | {"agent": "redelastic", "workers": workers})
+    node.node.describe = lambda status: json.dumps(status | {"agent": "redelastic", "workers": workers})
     node.next_rendezvous()
-    node.membership.heartbeat.beat()
+    node.keeper.beat()
 
     page = tmp_path / "run.html"
     asked: dict[str, tuple[list[str], int, str]] = {
@@ -83,7 +83,7 @@ def test_the_commands_on_a_real_run(
         "logs": ([run_id], 0, "/logs/0.log"),
         "timeline": ([run_id, "--out", str(page)], 0, ""),
         "readmit": ([run_id, "vm-1"], 4, "has no failures"),
-        "drain": ([run_id, "vm-2"], 4, f"has no node 'vm-2', by id, name or rank; it has {node.membership.node}"),
+        "drain": ([run_id, "vm-2"], 4, f"has no node 'vm-2', by id, name or rank; it has {node.node.id}"),
         "doctor": ([], 1, "torch is not installed"),
         "close": ([run_id, "--reason", "enough"], 0, "is closed"),
     }

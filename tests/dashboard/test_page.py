@@ -83,14 +83,14 @@ def test_names_from_redis_stay_text(server: RedisServer, browser: Browser, new_n
     node = new_node(1, 1, node_name=SCRIPT)
     node.next_rendezvous()
     with dashboard(f"--endpoint={server.url}") as (url, _):
-        browser.open(f"{url}runs/{node.membership.run_id}")
+        browser.open(f"{url}runs/{node.node.run_id}")
         until(lambda: browser.rows() == {SCRIPT: "running"}, "the name is shown as it is", 60)
         browser.until(".lanes", "<script>")
         assert SCRIPT in browser.until(".events", "completed")
-        assert browser.driver.title == f"{node.membership.run_id} · redelastic"
+        assert browser.driver.title == f"{node.node.run_id} · redelastic"
         assert not browser.driver.find_elements(By.CSS_SELECTOR, "main img, main script")
         browser.driver.find_element(By.CSS_SELECTOR, ".node-name").click()
-        assert SCRIPT in browser.until(".panel", node.membership.node)
+        assert SCRIPT in browser.until(".panel", node.node.id)
 
 
 @pytest.mark.fault("Redis goes away and comes back", "the dashboard says so, keeps what it knew, and goes on")
@@ -99,7 +99,7 @@ def test_redis_away_and_back(
 ) -> None:
     nodes = [new_node(2, 2, url=own_server.url, node_name=name) for name in "ab"]
     form(pool, *nodes)
-    run_id = nodes[0].membership.run_id
+    run_id = nodes[0].node.run_id
     with dashboard(f"--endpoint={own_server.url}") as (url, _):
         browser.open(f"{url}runs/{run_id}")
         until(lambda: browser.rows() == dict.fromkeys("ab", "running"), "both run", 60)
@@ -118,7 +118,7 @@ def test_the_page_outlives_its_server(server: RedisServer, browser: Browser, new
     node = new_node(1, 1, node_name="a")
     node.next_rendezvous()
     with dashboard(f"--endpoint={server.url}") as (url, process):
-        browser.open(f"{url}runs/{node.membership.run_id}")
+        browser.open(f"{url}runs/{node.node.run_id}")
         until(lambda: browser.rows() == {"a": "running"}, "it is shown", 60)
         port = url.rstrip("/").rpartition(":")[2]
         assert process.interrupt() == 0

@@ -37,7 +37,7 @@ def test_a_running_group(shard: Shard, new_node: NodeFactory, run_id: str, measu
     assert record(nodes[0]) == before
 
     dead, *others = nodes
-    dead.membership.stop()
+    dead.node.stop()
     wait_until(lambda: all(node.num_nodes_waiting() for node in others), "its death is known", LIMIT)
     assert sorted(join(*others)) == [(0, 2), (1, 2)]
     assert [event.epoch for event in events(others[0], "completed")] == [1, 2]

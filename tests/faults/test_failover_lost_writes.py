@@ -14,6 +14,7 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError
 
 from redelastic import RedisStore
 from redelastic.monitoring.events import Left
+from redelastic.rendezvous.candidate import Candidate
 from redelastic.rendezvous.handler import RedisRendezvousHandler
 from tests.support.failovers import (
     LIMIT,
@@ -74,7 +75,7 @@ def test_a_lost_join(shard: Shard, new_node: NodeFactory, run_id: str) -> None:
 def test_a_lost_leave(in_cluster: Shard, new_node: NodeFactory, run_id: str) -> None:
     leaver, *others = new_group(new_node, in_cluster, 1, 3)
     join(leaver, *others)
-    gone = leaver.membership.node
+    gone = leaver.node.id
     with lost_writes(in_cluster, run_id):
         leaver.end(Left(cause="drained"), "goes on")
         wait_until(lambda: all(node.num_nodes_waiting() for node in others), "the others are told", LIMIT)
@@ -90,7 +91,7 @@ def test_a_lost_closing(shard: Shard, new_node: NodeFactory, run_id: str) -> Non
     join(*nodes)
     with lost_writes(shard, run_id):
         nodes[0].set_closed()
-        wait_until(lambda: nodes[1].membership.view.record_of_closing[0] != "", "the other has heard it", LIMIT)
+        wait_until(lambda: nodes[1].node.view.record_of_closing[0] != "", "the other has heard it", LIMIT)
     wait_until(lambda: bool((run := state(nodes[0])) and run.closed), "it is put back", LIMIT)
     for node in nodes:
         with pytest.raises(RendezvousClosedError):
@@ -122,13 +123,13 @@ class Way:
     """A node's way to Redis, which can be shut: whatever the node asks then waits, as if its process was stopped."""
 
     def __init__(self, node: RedisRendezvousHandler) -> None:
-        self._membership = node.membership
-        self._inner = node.membership.heartbeat.connection
+        self._keeper = node.keeper
+        self._inner = node.node.connection
         self._changed = threading.Condition()
         self._is_open = True
         self._passes: int | None = None  # a thread to which it is open all the same
         self._calls = 0  # under way
-        node.membership.heartbeat.connection = cast("Any", self)
+        node.node.connection = cast("Any", self)
 
     def open(self) -> None:
         with self._changed:
@@ -167,7 +168,7 @@ class Way:
     def join_and_lose_the_reply(self) -> None:
         """Shut it first: only this request passes."""
         self._passes = threading.get_ident()
-        self._membership._ask_to_join(1, time.monotonic() + LIMIT)
+        Candidate(self._keeper, 1, time.monotonic() + LIMIT).ask()
         self._passes = None
 
 
@@ -198,8 +199,8 @@ def test_a_lost_round_that_one_node_entered(
             ways[two].join_and_lose_the_reply()
             assert heard.result(LIMIT).world_size == 3
             ways[lucky].shut()
-        assert lucky.membership.view.round is not None
-        assert lucky.membership.view.round.epoch == 2
+        assert lucky.node.view.round is not None
+        assert lucky.node.view.round.epoch == 2
         if case == "it comes first":
             ways[lucky].open()
             wait_until(lambda: (run := state(newcomer)) is not None and run.epoch == 2, "it is put back", LIMIT)
@@ -219,7 +220,7 @@ def test_a_lost_round_that_one_node_entered(
             run = state(newcomer)
             assert run is not None
             assert run.epoch == 2
-            assert (lucky.membership.node in [node.id for node in run.members]) == (run.size == 4)
+            assert (lucky.node.id in [node.id for node in run.members]) == (run.size == 4)
             assert lucky.num_nodes_waiting() == 0, "it cannot know yet"
             ways[lucky].open()
             opened = time.monotonic()

@@ -100,7 +100,7 @@ def run_at(server: RedisServer, run_id: str) -> Run:
 
 def beats_at(server: RedisServer, run_id: str, *nodes: RedisRendezvousHandler) -> bool:
     heard = {node.id for node in run_at(server, run_id).nodes if node.silence < 2 * INTERVAL}
-    return {node.membership.node for node in nodes} <= heard
+    return {node.node.id for node in nodes} <= heard
 
 
 def hold_connections(nodes: Group, count: int) -> None:
@@ -186,7 +186,7 @@ def test_two_runs(
     wait_until_all_beat(*stay)
     run = state(stay[0])
     assert run is not None
-    assert (run.epoch, {node.id for node in run.members}) == (1, {node.membership.node for node in stay})
+    assert (run.epoch, {node.id for node in run.members}) == (1, {node.node.id for node in stay})
     assert not any(node.num_nodes_waiting() for node in stay)
     stay[0].end(Left(cause="drained"), "goes on")
     settle([stay[1], go[0]])

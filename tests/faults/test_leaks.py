@@ -171,7 +171,7 @@ def test_rounds(own_server: RedisServer, repeat: Repeat, run_id: str) -> None:
 
     def once(i: int) -> None:
         assert node.next_rendezvous().world_size == 1
-        assert node.membership._epoch_held == i + 1
+        assert node.node.view.epoch_held == i + 1
 
     try:
         repeat(once, TIMES, keepers=1)

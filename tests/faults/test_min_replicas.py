@@ -61,9 +61,7 @@ def test_a_master_that_refuses_writes(
     with ThreadPoolExecutor(1) as pool:
         with pair.cut():
             joining = pool.submit(newcomer.next_rendezvous)
-            wait_until(
-                lambda: min(node.membership.view.away for node in nodes) > 2 * LEASE, "it is away for long", LIMIT
-            )
+            wait_until(lambda: min(node.node.watch.away for node in nodes) > 2 * LEASE, "it is away for long", LIMIT)
             said = [r.getMessage() for r in caplog.records if "keeps its place" in r.getMessage()]
             assert len(said) >= 2, "each says so"
             assert all("NOREPLICAS" in text for text in said)
@@ -149,6 +147,6 @@ def test_nobody_enters_a_round_that_is_lost(in_cluster: Shard, new_node: NodeFac
         wait_until_all_beat(*nodes)
         way.set()
         assert sorted(info.rank for info in resolved(*joining)) == [0, 1]
-    assert len({(r.epoch, r.size, r.completed_at) for node in nodes if (r := node.membership.view.round)}) == 1
+    assert len({(r.epoch, r.size, r.completed_at) for node in nodes if (r := node.node.view.round)}) == 1
     assert [event.epoch for event in events(nodes[0], "completed")] == [1, 2], "as the new master has it"
     assert not events(nodes[0], "restored"), "nobody had to put it back"

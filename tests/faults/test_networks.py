@@ -179,7 +179,7 @@ def test_a_member_is_cut_off(
 ) -> None:
     places = join(*members)
     cut, *others = sorted(members, key=lambda member: places[member.name])  # rank 0
-    identity = cut.handler.membership.node
+    identity = cut.handler.node.id
     with fault(network, cut.name):
         since, wall = time.monotonic(), time.time()
         wait_until(lambda: all(member.told for member in others), "the others know")
@@ -192,7 +192,7 @@ def test_a_member_is_cut_off(
         ranks = join(*others)
         assert sorted(ranks.values()) == [(0, 2), (1, 2)]
         measured("survivors regrouped", time.monotonic() - since)
-        wait_until(lambda: cut.handler.membership.view.away > 0, "it has noticed that Redis is away")
+        wait_until(lambda: cut.handler.node.watch.away > 0, "it has noticed that Redis is away")
         assert not cut.told, "it keeps its round, and its workers (I9)"
     healed = time.monotonic()
     wait_until(lambda: cut.told, "it hears that it was fenced")
@@ -206,7 +206,7 @@ def test_a_member_is_cut_off(
     run = control.state()
     assert (run.epoch, run.broken) == (3, None)
     assert lost(control) == [identity]
-    assert cut.handler.membership.node != identity, "it came back as a new node (I4)"
+    assert cut.handler.node.id != identity, "it came back as a new node (I4)"
 
 
 @pytest.mark.long
@@ -246,8 +246,8 @@ def test_a_slow_link(members: list[Member], control: RunControl, network: Networ
         wait_until(lambda: (control.state().age or 0) > 3 * LEASE, "three leases have passed")
         assert lost(control) == []
         assert control.state().broken is None
-        gone = dies.handler.membership.node
-        dies.handler.membership.stop()
+        gone = dies.handler.node.id
+        dies.handler.node.stop()
         since = time.monotonic()
         wait_until(lambda: slow.told and other.told, "its death is known")
         measured("a death known", time.monotonic() - since)

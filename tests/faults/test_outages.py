@@ -22,7 +22,8 @@ from redelastic.monitoring.events import Failed, Left
 from redelastic.redis.errors import UnavailableError
 from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.handler import RedisRendezvousHandler
-from redelastic.rendezvous.membership import RunThen
+from redelastic.rendezvous.node import RunThen
+from redelastic.rendezvous.view import View
 from tests.support.agent_job import AgentJob
 from tests.support.fault_matrix import Measured
 from tests.support.faulty_proxy import Fault, FaultyProxy
@@ -109,7 +110,7 @@ def test_a_running_group_outlives_it(
     assert record(nodes[0]) == before
 
     dead, *others = nodes
-    dead.membership.stop()
+    dead.node.stop()
     silent = time.monotonic()
     wait_until(lambda: all(node.num_nodes_waiting() for node in others), "its death is known", 20)
     measured("a later death known", time.monotonic() - silent)
@@ -158,7 +159,7 @@ def test_a_regrouping_outlives_it(outage: tuple[RedisServer, Callable[[], None]]
 def test_the_member_that_does_not_come_back_is_lost(own_server: RedisServer, new_node: NodeFactory) -> None:
     nodes = [new_node(1, 3, url=own_server.url, keep_alive_interval=INTERVAL, join_timeout=120) for _ in range(3)]
     join(*nodes)
-    nodes[1].membership.stop()
+    nodes[1].node.stop()
     own_server.get_client().flushall()
     others = [nodes[0], nodes[2]]
     wait_until(lambda: all(node.num_nodes_waiting() for node in others), "the others regroup", 20)
@@ -170,16 +171,16 @@ def test_the_member_that_does_not_come_back_is_lost(own_server: RedisServer, new
 
 def silenced(node: RedisRendezvousHandler) -> Callable[[], None]:
     """Have a node not beat any more; returns, once no heartbeat is under way, what lets it beat again."""
-    heartbeat, missed = node.membership.heartbeat, threading.Event()
-    beat = heartbeat.beat
+    keeper, missed = node.keeper, threading.Event()
+    beat = keeper.beat
 
     def miss() -> None:
-        heartbeat.is_due_in(INTERVAL)
+        keeper.schedule(INTERVAL)
         missed.set()
 
-    heartbeat.beat = miss  # type: ignore[method-assign]
+    keeper.beat = miss  # type: ignore[method-assign]
     assert missed.wait(20)
-    return lambda: setattr(heartbeat, "beat", beat)
+    return lambda: setattr(keeper, "beat", beat)
 
 
 @pytest.mark.fault("newcomers are first at an empty Redis", "I4, I9: the higher epoch wins, the newcomers join it")
@@ -208,7 +209,7 @@ def test_what_was_closed_stays_closed(own_server: RedisServer, new_node: NodeFac
     nodes = [new_node(2, 2, url=own_server.url, keep_alive_interval=INTERVAL) for _ in range(2)]
     join(*nodes)
     nodes[0].set_closed()
-    wait_until(lambda: nodes[1].membership.view.record_of_closing[0] != "", "the other has heard it", 20)
+    wait_until(lambda: nodes[1].node.view.record_of_closing[0] != "", "the other has heard it", 20)
     own_server.get_client().flushall()
     wait_until(lambda: bool((run := state(nodes[0])) and run.closed), "it is put back", 20)
 
@@ -220,14 +221,14 @@ def test_who_finishes_closes_a_run_that_is_forgotten(
 ) -> None:
     nodes = [new_node(1, 2, url=own_server.url, keep_alive_interval=INTERVAL) for _ in range(2)]
     join(*nodes)
-    beat = nodes[1].membership.heartbeat.beat
-    nodes[1].membership.heartbeat.beat = lambda: None  # type: ignore[method-assign]  # the other speaks later
+    beat = nodes[1].keeper.beat
+    nodes[1].keeper.beat = lambda: None  # type: ignore[method-assign]  # the other speaks later
     own_server.get_client().flushall()
     assert nodes[0].end(Left(cause="finished"), run_then)
-    nodes[1].membership.heartbeat.beat = beat  # type: ignore[method-assign]
-    wait_until(lambda: nodes[1].membership.view.closed, "the other has heard of it", 20)
-    assert bool(nodes[1].membership.view.stopped) == (run_then == "stops")
-    nodes[1].membership.heartbeat.beat()
+    nodes[1].keeper.beat = beat  # type: ignore[method-assign]
+    wait_until(lambda: nodes[1].node.view.closed, "the other has heard of it", 20)
+    assert bool(nodes[1].node.view.stopped) == (run_then == "stops")
+    nodes[1].keeper.beat()
     assert nodes[1].num_nodes_waiting() == 0
 
 
@@ -256,7 +257,7 @@ def test_a_late_report_tells_who_failed_first(own_server: RedisServer, new_node:
 
 def charge(node: RedisRendezvousHandler, failed_at: float) -> tuple[int, int, str]:
     """Restarts of the job, rounds in a row that this host has to answer for, and why the run is to be stopped."""
-    return node.membership.charge(failed_at, -1, Failed(message="CAUSE"), (-1, -1, -1), final=False)
+    return node.node.charge(failed_at, -1, Failed(message="CAUSE"), (-1, -1, -1), final=False)
 
 
 @pytest.mark.fault("Redis is killed and comes back empty", PROMISE)
@@ -290,9 +291,9 @@ def test_what_was_stopped_stays_stopped(own_server: RedisServer, new_node: NodeF
     nodes = [new_node(2, 2, url=own_server.url, keep_alive_interval=INTERVAL) for _ in range(2)]
     join(*nodes)
     nodes[0].set_closed()
-    nodes[1].membership.view.apply_closing("by hand", stop=True)
+    nodes[1].node.watch.update(View.apply_closing, "by hand", stop=True)
     own_server.get_client().flushall()
-    wait_until(lambda: all(node.membership.view.stopped for node in nodes), "both know that it is stopped", 20)
+    wait_until(lambda: all(node.node.view.stopped for node in nodes), "both know that it is stopped", 20)
     assert state(nodes[0]).stopped  # type: ignore[union-attr]
 
 
@@ -306,16 +307,16 @@ def test_a_server_without_memory_judges_nobody(own_server: RedisServer, new_node
     """
     nodes = [new_node(1, 2, url=own_server.url, keep_alive_interval=30) for _ in range(2)]
     join(*nodes)
-    one, other = (node.membership for node in nodes)
+    one, other = nodes
     with own_server.get_client() as client:
-        client.zadd(nodes[0].backend.keys.leases, {other.node: 1})
+        client.zadd(one.backend.keys.leases, {other.node.id: 1})
         client.config_set("maxmemory", 1)
         with pytest.raises(UnavailableError):
-            one.heartbeat.beat()
+            one.keeper.beat()
         client.config_set("maxmemory", 0)
-        assert client.sismember(nodes[0].backend.keys.members, other.node)
-        one.heartbeat.beat()
-        assert [event.node for event in events(nodes[0], "lost")] == [other.node], "now it is"
+        assert client.sismember(one.backend.keys.members, other.node.id)
+        one.keeper.beat()
+        assert [event.node for event in events(one, "lost")] == [other.node.id], "now it is"
 
 
 @pytest.mark.fault("Redis comes back empty on a host whose clock is behind", "I7: every node hears what happens next")
@@ -324,7 +325,7 @@ def test_wake_ups_of_a_server_with_lower_ids_are_heard(own_server: RedisServer, 
     join(*nodes)
 
     def all_hear_of(name: str) -> bool:
-        return all(any(drain.node == name for drain in node.membership.view.drains) for node in nodes)
+        return all(any(drain.node == name for drain in node.node.view.drains) for node in nodes)
 
     with own_server.get_client() as client:
         told = {"event": "drain", "node": "x", "reason": "ahead", "timeout": "1000", "epoch": "1"}
@@ -332,6 +333,6 @@ def test_wake_ups_of_a_server_with_lower_ids_are_heard(own_server: RedisServer, 
     wait_until(lambda: all_hear_of("x"), "all have read an id that is an hour ahead", 20)
     killed(own_server, 0.0)
     wait_until(lambda: bool((run := state(nodes[0])) and len(run.members) == 3), "the round is put back", 20)
-    drained = nodes[1].membership
+    drained = nodes[1].node
     drained.drain("test", 60)
-    wait_until(lambda: all_hear_of(drained.node), "all have heard of another drain", 20)
+    wait_until(lambda: all_hear_of(drained.id), "all have heard of another drain", 20)

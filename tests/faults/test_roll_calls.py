@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import pytest
 
+from redelastic.redis.connection import Entries
 from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.handler import RedisRendezvousHandler
 from tests.support.failovers import LIMIT, lost_writes, new_group
@@ -37,7 +38,7 @@ def group(new_node: NodeFactory, count: int, **config: Any) -> Group:
 
 
 def call(node: RedisRendezvousHandler) -> None:
-    node.membership.call_roll(time.monotonic())
+    node.node.call_roll(time.monotonic())
 
 
 def roll_calls(node: RedisRendezvousHandler) -> list[str]:
@@ -49,15 +50,24 @@ class Silence:
     """Has a node not answer roll calls."""
 
     def __init__(self, node: RedisRendezvousHandler) -> None:
-        self._answer = node.membership.heartbeat.answer
+        self._hear, self._answer = node.keeper.hear, node.keeper.answer
         self._asked, self._released = threading.Event(), threading.Event()
-        node.membership.heartbeat.answer = self._hold_back  # type: ignore[method-assign]
+        node.keeper.hear = self._hold_back  # type: ignore[method-assign]
+        node.keeper.answer = self._hold_back_answer  # type: ignore[method-assign]
 
-    def _hold_back(self, roll_call: int) -> None:
+    def _hold_back(self, entries: Entries) -> None:
+        if any(change.get("event") == "roll_call" for _, change in entries):
+            self._wait()
+        self._hear(entries)
+
+    def _hold_back_answer(self, roll_call: int) -> None:
         if roll_call:
-            self._asked.set()
-            self._released.wait(LIMIT)
+            self._wait()
         self._answer(roll_call)
+
+    def _wait(self) -> None:
+        self._asked.set()
+        self._released.wait(LIMIT)
 
     def wait_until_asked(self) -> None:
         assert self._asked.wait(LIMIT)
@@ -68,13 +78,13 @@ class Silence:
 
 def counted_beats(node: RedisRendezvousHandler) -> Callable[[], int]:
     """Returns how many heartbeats the node has begun to send since."""
-    beat, begun = node.membership.heartbeat.beat, []
+    beat, begun = node.keeper.beat, []
 
     def count() -> None:
         begun.append(1)
         beat()
 
-    node.membership.heartbeat.beat = count  # type: ignore[method-assign]
+    node.keeper.beat = count  # type: ignore[method-assign]
     return lambda: len(begun)
 
 
@@ -83,14 +93,14 @@ def counted_beats(node: RedisRendezvousHandler) -> Callable[[], int]:
 )
 def test_a_silent_node_is_out_long_before_its_lease(new_node: NodeFactory, measured: Measured) -> None:
     dead, *others = group(new_node, 3, roll_call_timeout=1.0)
-    dead.membership.stop()
+    dead.node.stop()
     asked = time.monotonic()
     call(others[0])
     assert all(node.wait_for_loss() for node in others)
     measured("out", time.monotonic() - asked)
     [lost] = events(others[0], "lost")
-    assert lost.node == dead.membership.node
-    assert (lost.cause, lost.asked_by) == ("roll_call", others[0].membership.node)
+    assert lost.node == dead.node.id
+    assert (lost.cause, lost.asked_by) == ("roll_call", others[0].node.id)
     assert sorted(join(*others)) == [(0, 2), (1, 2)]
 
 
@@ -104,7 +114,7 @@ def test_all_answer_and_nobody_is_lost(new_node: NodeFactory, measured: Measured
     assert [node.num_nodes_waiting() for node in nodes] == [0, 0, 0, 0]
     assert roll_calls(nodes[0]) == ["roll_call", "answered"]
     [told] = events(nodes[0], "roll_call")
-    assert (told.node, told.answers) == (nodes[0].membership.node, 4)
+    assert (told.node, told.answers) == (nodes[0].node.id, 4)
 
 
 def test_who_failed_in_a_roll_call_that_began_before_waits_for_another(new_node: NodeFactory) -> None:
@@ -149,8 +159,8 @@ def test_it_can_be_turned_off(new_node: NodeFactory) -> None:
 def test_who_has_just_found_redis_again_does_not_ask(new_node: NodeFactory) -> None:
     """The others may still be looking for it."""
     nodes = group(new_node, 2)
-    nodes[0].membership.view.apply_outage(OSError("gone"))
-    nodes[0].membership.view.apply_return()
+    nodes[0].node.watch.apply_outage(OSError("gone"))
+    nodes[0].node.watch.apply_return()
     call(nodes[0])
     assert not roll_calls(nodes[0])
 
@@ -170,8 +180,9 @@ def test_a_frozen_server_evicts_nobody(own_server: RedisServer, new_node: NodeFa
     os.kill(own_server.pid, signal.SIGSTOP)
     before = [count() for count in beats]
     wait_until(lambda: all(count() > n for count, n in zip(beats, before, strict=True)), "both look", LIMIT)
+    answers = counted_beats(nodes[2])
     silence.end()
-    wait_until(lambda: nodes[2].membership.heartbeat._answered == 0, "it answers", LIMIT)
+    wait_until(lambda: answers() > 0, "it answers", LIMIT)
     os.kill(own_server.pid, signal.SIGCONT)
     wait_until(lambda: not roll_call_is_open(nodes[0]), "it is over", LIMIT)
     assert not events(nodes[0], "lost")

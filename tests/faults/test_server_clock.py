@@ -186,12 +186,12 @@ def test_a_running_group_goes_on(site: Site, new_node: NodeFactory, measured: Me
     assert [node.num_nodes_waiting() for node in nodes] == [0, 0, 0]
 
     dead, *others = nodes
-    dead.membership.stop()
+    dead.node.stop()
     silent = time.monotonic()
     wait_until(lambda: all(node.num_nodes_waiting() for node in others), "its death is known", 20)
     measured("a later death known", time.monotonic() - silent)
     assert sorted(join(*others)) == [(0, 2), (1, 2)]
-    assert [event.node for event in events(others[0], "lost")] == [dead.membership.node], "and nobody else was lost"
+    assert [event.node for event in events(others[0], "lost")] == [dead.node.id], "and nobody else was lost"
     assert [event.epoch for event in events(others[0], "completed")][-1] == 2
 
 
@@ -199,14 +199,14 @@ def test_a_running_group_goes_on(site: Site, new_node: NodeFactory, measured: Me
 def test_a_node_that_died_before_is_known_a_lease_later(site: Site, new_node: NodeFactory, measured: Measured) -> None:
     nodes = [new_node(1, 2, url=site.url, keep_alive_interval=INTERVAL, join_timeout=120) for _ in range(2)]
     join(*nodes)
-    nodes[1].membership.stop()
+    nodes[1].node.stop()
     site.jump()
     jumped = time.monotonic()
     wait_until(nodes[0].num_nodes_waiting, "its death is known", 20)
     measured("an earlier death known", time.monotonic() - jumped)
     # beyond the keys' time to live all is forgotten: then it is one that did not come back, and nobody knows its name
     forgotten = bool(events(nodes[0], "restored"))
-    assert [e.node for e in events(nodes[0], "lost")] == ([] if forgotten else [nodes[1].membership.node])
+    assert [e.node for e in events(nodes[0], "lost")] == ([] if forgotten else [nodes[1].node.id])
     assert join(nodes[0]) == [(0, 1)]
 
 
@@ -251,15 +251,15 @@ def test_small_jumps_ahead_count_as_time(site: Site, new_node: NodeFactory) -> N
     """What PROTOCOL.md warns of is true: one is harmless, but a clock that hurries outruns the nodes' own."""
     nodes = [new_node(1, 2, url=site.url, keep_alive_interval=100.0) for _ in range(2)]
     join(*nodes)
-    beating, other = (node.membership for node in nodes)
+    beating, other = nodes
     site.jump()
-    beating.heartbeat.beat()
+    beating.keeper.beat()
     assert [node.num_nodes_waiting() for node in nodes] == [0, 0], "one is harmless"
-    other.heartbeat.beat()
+    other.keeper.beat()
     for _ in range(3):  # within less than an interval of the other's own time
         site.jump()
-        beating.heartbeat.beat()
-    assert [event.node for event in events(nodes[0], "lost")] == [other.node]
+        beating.keeper.beat()
+    assert [event.node for event in events(nodes[0], "lost")] == [other.node.id]
     assert not events(nodes[0], "outage"), "none was taken for one"
     wait_until(lambda: all(node.num_nodes_waiting() for node in nodes), "both are told", 20)
     with ThreadPoolExecutor(1) as pool:

@@ -58,14 +58,14 @@ def wait_for_a_lease(nodes: list[RedisRendezvousHandler], joins: list[Future[Any
     def noticed() -> bool:
         for ended in (one for one in joins if one.done()):
             raise AssertionError(f"a join did not wait: {ended.exception() or ended.result()!r}")
-        return time.monotonic() > over and all(node.membership.view.away for node in nodes)
+        return time.monotonic() > over and all(node.node.watch.away for node in nodes)
 
     wait_until(noticed, "all notice it")
 
 
 def said(caplog: pytest.LogCaptureFixture, node: RedisRendezvousHandler) -> list[str]:
     """What a node has said of Redis being away."""
-    return [text for text in caplog.messages if "keeps its place" in text and node.membership.node in text]
+    return [text for text in caplog.messages if "keeps its place" in text and node.node.id in text]
 
 
 @pytest.mark.parametrize("away", quick_first([1.5 * LEASE, LEASE / 2]))
@@ -92,12 +92,12 @@ def test_a_running_round_outlives_it(
     assert told(nodes) == [0, 0, 0]
 
     dead, *others = nodes
-    dead.membership.stop()
+    dead.node.stop()
     silent = time.monotonic()
     wait_until(lambda: all(told(others)), "its death is known", 20)
     measured("a later death known", time.monotonic() - silent)
     assert sorted(join(*others)) == [(0, 2), (1, 2)]
-    assert [event.node for event in events(others[0], "lost")] == [dead.membership.node], "and nobody else was lost"
+    assert [event.node for event in events(others[0], "lost")] == [dead.node.id], "and nobody else was lost"
 
 
 @pytest.mark.parametrize("fault", cases(full_memory, read_only, lasting=True))

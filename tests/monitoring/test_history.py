@@ -188,20 +188,20 @@ class TestAgainstRealNodes:
             for i, node in enumerate((d, e)):  # one after the other: their order is their place
                 spares.append(pool.submit(node.next_rendezvous))
                 wait_for("joined", 4 + i)
-            first = {node.membership.node: node for node in (a, b, c)}
+            first = {node.node.id: node for node in (a, b, c)}
             second, third = first[by_rank[0][0]], first[by_rank[0][2]]
             kept = next(node for node in (a, b, c) if node not in (second, third))
-            second.membership.stop()  # the node of rank 0 dies
+            second.node.stop()  # the node of rank 0 dies
             wait_for("lost", 1)
             regroup([kept, third], 3)
             assert spares[0].result(20).world_size == 3
-            assert by_rank[1] == [d.membership.node, *by_rank[0][1:]]
-            gone = kept.membership.node
+            assert by_rank[1] == [d.node.id, *by_rank[0][1:]]
+            gone = kept.node.id
             assert kept.end(Left(cause="drained", reason="by a test"), "goes on")
             wait_for("left", 1)
             regroup([d, third], 3)
             assert spares[1].result(20).world_size == 3
-            third.membership.stop()
+            third.node.stop()
             wait_for("lost", 2)
             regroup([d, e], 2)
             assert d.shutdown()
@@ -210,7 +210,7 @@ class TestAgainstRealNodes:
         assert [this.broken_by and this.broken_by.event for this in history.rounds[:3]] == ["lost", "left", "lost"]
         assert history.rounds[3].broken_at is None
         assert history.closed
-        assert (history.closed.node, cause(history.closed)) == (d.membership.node, f"{d.membership.node} finished")
+        assert (history.closed.node, cause(history.closed)) == (d.node.id, f"{d.node.id} finished")
         lost = {node.id for node in history.nodes if isinstance(node.gone, Lost) and node.gone.cause == "lease"}
         assert lost == {by_rank[0][0], by_rank[0][2]}
         left = next(node for node in history.nodes if node.id == gone).gone

@@ -11,7 +11,6 @@ import dataclasses
 import json
 import math
 import os
-import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Final, cast
@@ -31,9 +30,12 @@ from redelastic.redis.endpoint import parse_endpoint
 from redelastic.redis.errors import CorruptStateError, UnreachableError
 from redelastic.redis.keys import RunKeys, check_key_part
 from redelastic.rendezvous import init_method
-from redelastic.rendezvous.membership import Membership
+from redelastic.rendezvous.candidate import Candidate
+from redelastic.rendezvous.keeper import Keeper
+from redelastic.rendezvous.node import Node
 from redelastic.rendezvous.replies import Complete
 from redelastic.rendezvous.settings import Settings, parameters_from_url
+from redelastic.rendezvous.view import View
 from tests.support.fuzzing import (
     INPUTS,
     Replies,
@@ -150,30 +152,35 @@ def fuzz_histories(dice: Dice) -> None:
 # -- a member
 
 
-def member(*replies: Any) -> Membership:
+def candidate(*replies: Any) -> tuple[Node, Keeper, Candidate]:
     settings = Settings(run_id="job", min_nodes=1, max_nodes=3)
-    made = Membership(cast("Connection", Replies(*replies)), RunKeys("job"), settings, "127.0.0.1")
-    made.heartbeat._keeper = threading.main_thread()  # none of its own: these replies are not asked for
-    return made
+    node = Node(cast("Connection", Replies(*replies)), RunKeys("job"), settings, "127.0.0.1")
+    keeper = Keeper(node)
+    return node, keeper, Candidate(keeper, 1, 0.0)
+
+
+def member(*replies: Any) -> tuple[Node, Keeper]:
+    """A member of round 2, without a thread: these replies are not asked for."""
+    node, keeper, joining = candidate(*replies)
+    node.watch.update(View.enter, joining.round_from(Complete(2, 0, 2, "host 1", 1, 0, "")))
+    return node, keeper
 
 
 def fuzz_wake_ups(dice: Dice) -> None:
     """A node takes in whatever the stream holds: an error here would take its ears, or its rendezvous."""
-    node = member()
-    node._enter(node._round_from(Complete(2, 0, 2, "host 1", 1, 0, "")))
+    node, keeper = member()
     entries = []
     for i in range(3):
         change = {
             "event": dice.choice(("broken", "closed", "stopped", "drain", "complete", "roll_call", "answered")),
             "epoch": "2",
-            "node": node.node,
+            "node": node.id,
         }
         change |= {"reason": "why", "waiting": "1", "lost": "1", "timeout": "30000", "called_at": "1"}
         entries.append(
             (f"{i}-0", {k: dice.told() if dice.random() < 0.3 else v for k, v in change.items() if dice.random() < 0.9})
         )
-    for roll_call in node.view.apply_wake_ups(entries):
-        node.heartbeat.answer(roll_call)
+    keeper.hear(entries)
     assert node.view.nodes_waiting >= 0
     assert all(drain.timeout >= 0 and math.isfinite(drain.timeout) for drain in node.view.drains)
 
@@ -192,15 +199,16 @@ def fuzz_replies(dice: Dice) -> None:
         drain,
         dice.choice((0, 1)),
     ]
-    node = member(beat, [dice.raw(), 0, 0], [dice.choice((None, dice.raw())), None])
-    node._enter(node._round_from(Complete(2, 0, 2, "host 1", 1, 0, "")))
-    node.heartbeat.beat()
+    node, keeper = member(beat, [dice.raw(), 0, 0], [dice.choice((None, dice.raw())), None])
+    keeper.beat()
     assert all(math.isfinite(each.timeout) for each in node.view.drains)
     with contextlib.suppress(RendezvousError):
-        node._raise_closed(dice.raw(), dice.randrange(2), spare=dice.randrange(2))
+        node.watch.update(View.apply_closing, dice.raw(), stop=dice.random() < 0.5)
+        node.raise_closed(spare=dice.random() < 0.5)
     with contextlib.suppress(CorruptStateError):
         master = text(dice.choice((b"", b"host ", b"[::1] ", dice.raw())) + dice.raw())
-        assert 0 < member()._round_from(Complete(3, 0, 2, master, 1, 0, "")).port < 2**16
+        _, _, joining = candidate()
+        assert 0 < joining.round_from(Complete(3, 0, 2, master, 1, 0, "")).port < 2**16
 
 
 def fuzz_backend(dice: Dice) -> None:

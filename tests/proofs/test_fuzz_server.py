@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -23,9 +22,12 @@ from redelastic.redis.connection import Connection
 from redelastic.redis.errors import RedelasticError
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
-from redelastic.rendezvous.membership import Membership
+from redelastic.rendezvous.candidate import Candidate
+from redelastic.rendezvous.keeper import Keeper
+from redelastic.rendezvous.node import Node
 from redelastic.rendezvous.replies import Complete
 from redelastic.rendezvous.settings import Settings
+from redelastic.rendezvous.view import View
 from tests.support.fuzzing import INPUTS, SEED, no_logs
 from tests.support.hostile import LARGE_IDS, NODES, RECORD, Dice
 
@@ -82,25 +84,25 @@ def plant(client: redis.Redis, keys: RunKeys) -> None:
 
 def operations(connection: Connection, keys: RunKeys, dice: Dice) -> Iterator[Callable[[], object]]:
     settings = Settings(run_id=keys.run_id, min_nodes=1, max_nodes=3, ttl=60)
-    node = Membership(connection, keys, settings, "127.0.0.1")
-    node.heartbeat._keeper = threading.main_thread()  # none of its own: beats are the test's
-    node.view.node = dice.choice((NODES[0], NODES[2], "new-1-0123456789ab"))
-    node.heartbeat.keys = [*keys.types, keys.status(node.node)]
+    node = Node(connection, keys, settings, "127.0.0.1")
+    node.watch.update(View.become, dice.choice((NODES[0], NODES[2], "new-1-0123456789ab")))
+    keeper = Keeper(node)
+    joining = Candidate(keeper, 1234, 0.0)
     control, backend = RunControl(connection, keys), RedisRendezvousBackend(connection, keys.run_id)
     store = RedisStore(connection, keys.run_id, epoch=2, timeout=0.05)
 
     def join() -> None:
-        reply = node._ask_to_join(1234, 0)
-        if isinstance(reply, Complete):
-            node._enter(node._round_from(reply))
+        reply = joining.ask()
+        if isinstance(reply, Complete):  # without a thread: beats are the test's
+            node.watch.update(View.enter, joining.round_from(reply))
 
     def hear() -> None:
         for entries in connection.read({keys.wake.encode(): "0"}, 0.001).values():
-            node.view.apply_wake_ups(entries)
+            keeper.hear(entries)
 
-    yield from (join, node.heartbeat.beat, hear)
+    yield from (join, keeper.beat, hear)
     failure = Failed(message="why")
-    yield from (lambda: node.charge(time.monotonic(), 3, failure, (3, 3, 3), final=False), node.ask_whether_closed)
+    yield from (lambda: node.charge(time.monotonic(), 3, failure, (3, 3, 3), final=False), node.is_run_closed)
     yield from (
         control.state,
         lambda: replay(control.events()),

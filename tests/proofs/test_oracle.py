@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
-from redelastic.rendezvous.membership import RunThen
+from redelastic.rendezvous.node import RunThen
 from tests.proofs.oracle import apply
 from tests.proofs.oracle_state import (
     NOTHING,

@@ -78,7 +78,7 @@ def test_a_key_that_changes_its_type_under_a_running_round(
     node = new_node(1, 1, keep_alive_interval=0.05, keep_alive_max_attempt=200)
     node.next_rendezvous()
     ours = client.dump(key)
-    node_name = node.membership.node
+    node_name = node.node.id
     # the script fails as well where it would only write to the key
     theirs = corrupt_type(client, key, keys.types[key])
     beats_before = beat_count(client)
@@ -103,7 +103,7 @@ def beat_count(client: redis.Redis) -> int:
 def test_a_status_of_another_type(client: redis.Redis, new_node: NodeFactory, keys: RunKeys) -> None:
     node = new_node(1, 1, keep_alive_interval=20)
     node.next_rendezvous()
-    status = keys.status(node.membership.node)
+    status = keys.status(node.node.id)
     theirs = corrupt_type(client, status, "string")
     with pytest.raises(RendezvousStateError, match=r"is a list, but a run needs a string") as raised:
         node.next_rendezvous()
@@ -194,7 +194,7 @@ def test_an_endpoint_without_host_or_port(
         waiting = pool.submit(nodes[0].next_rendezvous)
         candidates, endpoints = key_named(keys, "candidates"), key_named(keys, "endpoints")
         servers.wait_until(lambda: client.zcard(candidates) == 1, "the first node waits")
-        client.hset(endpoints, nodes[0].membership.node, endpoint)
+        client.hset(endpoints, nodes[0].node.id, endpoint)
         for joining in (nodes[1].next_rendezvous, waiting.result):
             with pytest.raises(
                 RendezvousStateError, match=r"master is .*, not a host and a port. Remove that key"
@@ -235,7 +235,7 @@ def test_garbage_in_the_wake_stream_stops_no_keep_alive(
     client.xadd(keys.wake, fields)  # type: ignore[arg-type]
     last = Closed(cause="asked", reason="the last entry")
     client.xadd(keys.wake, {"event": "closed", "cause": last.as_cause()})
-    servers.wait_until(lambda: node.membership.view.closed == "the last entry", "the keeper has read them all")
+    servers.wait_until(lambda: node.node.view.closed == "the last entry", "the keeper has read them all")
     before = beat_count(client)
     servers.wait_until(lambda: beat_count(client) > before + 3, "it goes on beating")
     assert node.num_nodes_waiting() >= 0
@@ -373,7 +373,7 @@ def test_a_node_with_other_numbers_takes_over_from_the_dead(new_node: NodeFactor
     timing: dict[str, Any] = {"keep_alive_interval": 1.2, "last_call_timeout": 0}
     dead = new_node(1, 2, **timing)
     dead.next_rendezvous()
-    dead.membership.stop()  # it beats no more, and says nothing
+    dead.node.stop()  # it beats no more, and says nothing
     assert new_node(1, 1, **timing).next_rendezvous().world_size == 1
 
 
@@ -436,7 +436,7 @@ def test_a_native_handler_needs_a_client_of_bytes(server: RedisServer, run_id: s
 def test_no_thread_is_left_behind(new_node: NodeFactory) -> None:
     node = new_node(1, 1)
     node.next_rendezvous()
-    keeper = node.membership.heartbeat._keeper
+    keeper = node.keeper._thread
     assert keeper in threading.enumerate()
     assert node.shutdown() is True
     assert keeper is not None

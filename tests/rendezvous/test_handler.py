@@ -11,7 +11,6 @@ import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError  # the built-in one from Python 3.11 on
-from typing import Any
 
 import pytest
 import redis
@@ -29,6 +28,7 @@ from redelastic.monitoring.events import Left, Lost
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.handler import EPOCH_VARIABLE
+from redelastic.rendezvous.view import Break, View
 from redelastic.store import RoundBrokenError
 from tests.support.nodes import NodeFactory
 from tests.support.rounds import join_all, ranks, until, until_joined
@@ -69,7 +69,7 @@ class TestForming:
         caplog: pytest.LogCaptureFixture,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        monkeypatch.setattr("redelastic.rendezvous.membership.LONG_WAIT", 0.1)
+        monkeypatch.setattr("redelastic.rendezvous.candidate.LONG_WAIT", 0.1)
         first = new_node(2, 3, last_call_timeout=0, keep_alive_interval=0.1)
         joining = pool.submit(first.next_rendezvous)
         until(lambda: caplog.messages, "it says so")
@@ -174,11 +174,11 @@ class TestRegrouping:
     ) -> None:
         nodes = [new_node(1, 3, keep_alive_interval=0.5, last_call_timeout=LONG) for _ in range(3)]
         before = join_all(pool, *nodes)
-        nodes[0].membership.stop()  # no heartbeat any more: it died
+        nodes[0].node.stop()  # no heartbeat any more: it died
         died = time.monotonic()
         until(lambda: nodes[1].num_nodes_waiting() and nodes[2].num_nodes_waiting(), "both survivors know")  # I7
         assert time.monotonic() - died < 20
-        silent = re.findall(f"is broken: {nodes[0].membership.node} lost its lease after ([0-9.]+) s", caplog.text)
+        silent = re.findall(f"is broken: {nodes[0].node.id} lost its lease after ([0-9.]+) s", caplog.text)
         assert len(silent) == 2
         assert min(map(float, silent)) >= 1.5
         after = join_all(pool, *nodes[1:])
@@ -192,14 +192,14 @@ class TestRegrouping:
         """As after a failover that lost a round, when others have completed one in its place."""
         nodes = [new_node(1, 2, keep_alive_interval=0.5, last_call_timeout=LONG) for _ in range(2)]
         before = join_all(pool, *nodes)
-        names = [node.membership.node for node in nodes]
+        names = [node.node.id for node in nodes]
         if field == "rank":
             client.zadd(keys.ranks, {name: 1 - info.rank for name, info in zip(names, before, strict=True)})
         else:
             client.hset(keys.run, field, "1" if field == "completed_at" else "elsewhere 1")
         until(lambda: nodes[0].num_nodes_waiting() and nodes[1].num_nodes_waiting(), "both know")
         assert {info.world_size for info in join_all(pool, *nodes)} == {2}
-        assert not {node.membership.node for node in nodes} & set(names), "they come back as new nodes"
+        assert not {node.node.id for node in nodes} & set(names), "they come back as new nodes"
         assert client.hget(keys.run, "epoch") == b"2"
 
     def test_a_fenced_node_knows_and_comes_back_as_another(
@@ -207,7 +207,7 @@ class TestRegrouping:
     ) -> None:
         nodes = [new_node(1, 2, keep_alive_interval=1.5, last_call_timeout=LONG) for _ in range(2)]
         infos = join_all(pool, *nodes)
-        name = nodes[0].membership.node
+        name = nodes[0].node.id
         client.zadd(keys.leases, {name: 1})  # as if it had been frozen for longer than its lease
         until(lambda: nodes[0].num_nodes_waiting() and nodes[1].num_nodes_waiting(), "both know")
         alone = pool.submit(nodes[1].next_rendezvous).result(LONG)
@@ -218,7 +218,7 @@ class TestRegrouping:
         until(nodes[1].num_nodes_waiting, "it waits to join")
         nodes[1].next_rendezvous()
         assert back.result(LONG).world_size == 2
-        assert nodes[0].membership.node != name
+        assert nodes[0].node.id != name
 
     def test_replacement_timeout_waits_for_a_new_node(
         self, new_node: NodeFactory, pool: ThreadPoolExecutor, client: redis.Redis, keys: RunKeys
@@ -244,7 +244,7 @@ class TestRegrouping:
         infos = join_all(pool, *nodes)
         infos[0].store.set("there", "yes")
         blocked: Future[bytes] = pool.submit(infos[0].store.get, "never set")
-        nodes[1].membership.stop()
+        nodes[1].node.stop()
         with pytest.raises(RoundBrokenError, match="lost its lease"):
             blocked.result(LONG)
         assert infos[0].store.get("there") == b"yes"
@@ -255,7 +255,7 @@ class TestRegrouping:
         regrouping = pool.submit(nodes[0].next_rendezvous)
         until(nodes[1].num_nodes_waiting, "the others know")
         assert not nodes[1].wait_for_loss()
-        nodes[2].membership.stop()
+        nodes[2].node.stop()
         assert nodes[1].wait_for_loss()
         assert nodes[1].next_rendezvous().world_size == 2
         assert regrouping.result(LONG).world_size == 2
@@ -268,23 +268,21 @@ class TestRegrouping:
         nodes = [new_node(1, 2, keep_alive_interval=0.5, last_call_timeout=LONG) for _ in range(2)]
         join_all(pool, *nodes)
         regrouping = pool.submit(nodes[0].next_rendezvous)
-        until(lambda: f"{nodes[0].membership.node} regroups." in caplog.text, "that it regroups is told")
-        nodes[1].membership.stop()
+        until(lambda: f"{nodes[0].node.id} regroups." in caplog.text, "that it regroups is told")
+        nodes[1].node.stop()
         assert regrouping.result(LONG).world_size == 1
         until(lambda: "lost its lease" in caplog.text, "that a member is lost is told, before the round or after it")
         told = [text for text in caplog.messages if "is broken" in text]
-        assert [lost for text in told for lost in re.findall(r"(\S+) lost its lease", text)] == [
-            nodes[1].membership.node
-        ]
-        assert told[0].endswith(f"{nodes[0].membership.node} regroups.")
+        assert [lost for text in told for lost in re.findall(r"(\S+) lost its lease", text)] == [nodes[1].node.id]
+        assert told[0].endswith(f"{nodes[0].node.id} regroups.")
 
     def test_a_loss_is_told_once(self, new_node: NodeFactory, caplog: pytest.LogCaptureFixture) -> None:
         """A heartbeat's reply may say that the round is broken before the wake-up says that a member is lost."""
         node = new_node(1, 1)
         node.next_rendezvous()
-        with node.membership.view._lock:
-            for member_lost in (False, True, True):
-                node.membership.view._break(Lost(node="n1", cause="lease", silent_ms=6000), 0, member_lost)
+        for member_lost in (False, True, True):
+            news = Break(1, Lost(node="n1", cause="lease", silent_ms=6000), 0, member_lost)
+            node.node.watch.update(View.regroup, news)
         assert sum("n1 lost its lease" in text for text in caplog.messages) == 1
 
     def test_a_late_node_does_not_end_the_waits(self, new_node: NodeFactory, pool: ThreadPoolExecutor) -> None:
@@ -404,7 +402,7 @@ class TestWhatMayComeBetween:
             with pytest.raises(RuntimeError, match="can't start"):
                 node.next_rendezvous()
         node.next_rendezvous()
-        keeper = node.membership.heartbeat._keeper
+        keeper = node.keeper._thread
         assert keeper is not None
         assert keeper.is_alive()
 
@@ -441,14 +439,13 @@ class TestWhatMayComeBetween:
     ) -> None:
         """By a signal handler, just when the reply has come."""
         node = new_node(1, 1)
-        join = node.membership.join
+        enter = node.keeper.start
 
-        def join_and_be_shut_down(*args: Any) -> Any:
-            entered = join(*args)
+        def enter_and_be_shut_down(since: str) -> None:
+            enter(since)
             node.shutdown()
-            return entered
 
-        monkeypatch.setattr(node.membership, "join", join_and_be_shut_down)
+        monkeypatch.setattr(node.keeper, "start", enter_and_be_shut_down)
         with pytest.raises(RendezvousClosedError, match="was shut down"):
             node.next_rendezvous()
         assert client.zcard(keys.leases) == 0
@@ -460,7 +457,7 @@ class TestWhatMayComeBetween:
         dead = [new_node(2, 2, keep_alive_interval=before) for _ in range(2)]
         join_all(pool, *dead)
         for node in dead:
-            node.membership.stop()
+            node.node.stop()
         assert new_node(1, 1, keep_alive_interval=now).next_rendezvous().world_size == 1
 
     def test_a_fenced_node_closes_nothing_though_redis_has_lost_its_data(
@@ -468,10 +465,10 @@ class TestWhatMayComeBetween:
     ) -> None:
         fenced, live = nodes = [new_node(1, 2, keep_alive_interval=2, last_call_timeout=LONG) for _ in range(2)]
         join_all(pool, *nodes)
-        client.zadd(keys.leases, {fenced.membership.node: 1})  # as if it had been frozen for a lease
+        client.zadd(keys.leases, {fenced.node.id: 1})  # as if it had been frozen for a lease
         until(live.num_nodes_waiting, "the other knows")
         live.next_rendezvous()
-        until(lambda: fenced.membership.view.fenced, "it knows itself")
+        until(lambda: fenced.node.view.fenced, "it knows itself")
         client.delete(*keys.types)
         fenced.shutdown()
         assert not live.is_closed()

@@ -337,7 +337,7 @@ def test_a_rank_0_that_is_not_reached(
             assert second.num_nodes_waiting() == 0
         wait_until(has_tried, "it has tried")
         [said] = unreached(redis, second)
-        assert f"rank 0, node {first.membership.node}," in said
+        assert f"rank 0, node {first.node.id}," in said
         assert f"at {place.host} port {place.port}, but from {network.addresses['b']}" in said
         assert "--local-addr" in said
         assert [said in record.getMessage() for record in caplog.records if record.levelno == logging.ERROR] == [True]

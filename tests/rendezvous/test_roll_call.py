@@ -29,7 +29,7 @@ def test_who_asks_over_a_connection_that_dies_asks_again(
         join(*nodes)
         digest = scripts.ROLL_CALL.digest.encode()
         fault = proxy.add(Fault(digest, lose_request=loss == "request", hold=0))
-        nodes[0].membership.call_roll(time.monotonic() - 0.1)
+        nodes[0].node.call_roll(time.monotonic() - 0.1)
         assert fault.fired.is_set()
         assert not nodes[0].wait_for_loss(), "long before the lease of a minute"
         assert len(events(nodes[0], "roll_call")) == 1
@@ -38,48 +38,48 @@ def test_who_asks_over_a_connection_that_dies_asks_again(
 
 
 def test_an_answer_that_is_due_stays_due(new_node: NodeFactory) -> None:
-    heartbeat = new_node(keep_alive_interval=30).membership.heartbeat
-    heartbeat.answer(7)
+    keeper = new_node(keep_alive_interval=30).keeper
+    keeper.answer(7)
     for put_off in (
-        lambda: heartbeat._schedule_lease_check(10.0, 1),
-        lambda: heartbeat.is_due_in(30),
-        lambda: heartbeat.has_been_renewed(answered=6),
+        lambda: keeper._schedule_lease_check(10.0, 1),
+        lambda: keeper.schedule(30),
+        lambda: keeper.apply_join(answered=6),
     ):
         put_off()
-        due, urgent = heartbeat.due()
+        due, urgent = keeper.due()
         assert due <= time.monotonic()
         assert urgent
-    heartbeat.has_been_renewed(answered=7)
-    assert heartbeat.due()[0] > time.monotonic() + 9
-    heartbeat.answer(0)
-    assert heartbeat.due()[0] > time.monotonic() + 9
+    keeper.apply_join(answered=7)
+    assert keeper.due()[0] > time.monotonic() + 9
+    keeper.answer(0)
+    assert keeper.due()[0] > time.monotonic() + 9
 
 
 def test_an_answer_that_failed_is_tried_again_soon(own_server: RedisServer, new_node: NodeFactory) -> None:
     node = new_node(1, 1, url=own_server.url, keep_alive_interval=30)
-    heartbeat = node.membership.heartbeat
-    heartbeat.answer(7)
+    keeper = node.keeper
+    keeper.answer(7)
     own_server.kill()
     before = time.monotonic()
     with pytest.raises(Exception, match="could not be reached"):
-        heartbeat.beat()
-    due, urgent = heartbeat.due()
+        keeper.beat()
+    due, urgent = keeper.due()
     assert before < due < time.monotonic() + 1, "after a read: wake-ups are heard while writes are refused"
     assert urgent
     own_server.start()
-    heartbeat.beat()
-    assert heartbeat.due()[0] > time.monotonic() + 9
+    keeper.beat()
+    assert keeper.due()[0] > time.monotonic() + 9
 
 
 def test_a_server_that_did_not_hear_the_answer_asks_again(new_node: NodeFactory) -> None:
     """It may be one that has taken over."""
     nodes = [new_node(1, 2, **CONF) for _ in range(2)]
     join(*nodes)
-    nodes[0].membership.call_roll(time.monotonic())
+    nodes[0].node.call_roll(time.monotonic())
     assert not nodes[0].wait_for_loss()
-    heard = nodes[1].membership.heartbeat._roll_call
+    heard = nodes[1].node.view.roll_call
     assert heard > 0
-    nodes[1].membership.heartbeat.answer(heard)
-    due, urgent = nodes[1].membership.heartbeat.due()
+    nodes[1].keeper.answer(heard)
+    due, urgent = nodes[1].keeper.due()
     assert due <= time.monotonic() + 1
     assert urgent

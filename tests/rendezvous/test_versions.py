@@ -55,13 +55,13 @@ def test_a_node_of_a_run_that_was_removed(
         client.script_load(scripts.BEAT.text)
         cut_off = proxy.add(Fault(scripts.BEAT.digest.encode(), hold_request=True))
         wait_until(lambda: cut_off.taken, "the old node's next heartbeat is under way")
-        client.delete(*keys.types, keys.status(old.membership.node))
+        client.delete(*keys.types, keys.status(old.node.id))
         nodes = [new_node(1, 2, last_call_timeout=60) for _ in range(2)]
         join(*nodes)
         created_at = int(client.hget(keys.run, "created_at") or 0)  # long ago, as far as the run's record says
         client.hset(keys.run, "created_at", created_at - 2000)
         cut_off.release()
-        wait_until(lambda: old.membership.view.fenced, "the old node knows that it is out")
+        wait_until(lambda: old.node.view.fenced, "the old node knows that it is out")
         for kind, times in (("completed", 1), ("restored", 0), ("lost", 0), ("regrouped", 0)):
             assert len(events(nodes[0], kind)) == times, kind
         assert [node.num_nodes_waiting() for node in nodes] == [0, 0]
@@ -70,6 +70,6 @@ def test_a_node_of_a_run_that_was_removed(
 
 
 def held(node: RedisRendezvousHandler) -> int:
-    entered = node.membership.view.round
+    entered = node.node.view.round
     assert entered
     return entered.epoch

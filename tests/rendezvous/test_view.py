@@ -1,4 +1,4 @@
-"""What a node knows of its run: how long it waits for a loss, and which drains count in its round."""
+"""What a node knows of its run: which news counts in its round, and how long it waits for a loss."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Final
 import pytest
 
 from redelastic.monitoring.events import Lost
-from redelastic.rendezvous.view import Round, View
+from redelastic.rendezvous.replies import Beat
+from redelastic.rendezvous.view import Drain, Round, View
+from redelastic.rendezvous.watch import Watch
 
 LIMIT: Final = 30.0
 
@@ -17,17 +19,16 @@ LIMIT: Final = 30.0
 @pytest.mark.parametrize("away", [0.25, 0.75], ids=["it is back in time", "its time is up first"])
 def test_who_waits_for_a_loss_begins_anew_when_redis_comes_back(away: float) -> None:
     """Leases begin anew then, too."""
-    view = View("run")
-    view.become("a")
-    view.apply_round(Round(1, 0, 2, "host", 1, 0, 0, again=False))
+    watch = Watch("run", "a")
+    watch.update(View.enter, Round(1, 0, 2, "host", 1, 0, 0, again=False))
     ended = []
-    waiting = threading.Thread(target=lambda: ended.append((view.wait_for_loss(0.5, LIMIT), time.monotonic())))
-    view.apply_outage(OSError("gone"))
+    waiting = threading.Thread(target=lambda: ended.append((watch.wait_for_loss(0.5, LIMIT), time.monotonic())))
+    watch.apply_outage(OSError("gone"))
     waiting.start()
     time.sleep(away)
     assert not ended
     back = time.monotonic()
-    view.apply_return()
+    watch.apply_return()
     waiting.join(LIMIT)
     [(lost, at)] = ended
     assert not lost
@@ -35,33 +36,72 @@ def test_who_waits_for_a_loss_begins_anew_when_redis_comes_back(away: float) -> 
 
 
 def test_who_waits_for_a_loss_has_patience_with_redis_for_so_long() -> None:
-    view = View("run")
-    view.apply_round(Round(1, 0, 2, "host", 1, 0, 0, again=False))
-    view.apply_outage(OSError("gone"))
-    assert not view.wait_for_loss(0.1, 0.1)
+    watch = Watch("run", "a")
+    watch.update(View.enter, Round(1, 0, 2, "host", 1, 0, 0, again=False))
+    watch.apply_outage(OSError("gone"))
+    assert not watch.wait_for_loss(0.1, 0.1)
 
 
 def test_a_drain_counts_in_the_round_that_last_told_of_it() -> None:
     """Its node was asked in one round, and has entered the next one all the same."""
-    view = View("run")
+    view = View("a")
     told = {"event": "drain", "node": "b", "reason": "preempted", "timeout": "30000"}
-    view.apply_wake_ups([("5-0", told | {"epoch": "1"})])
-    view.apply_wake_ups([("7-0", told | {"epoch": "2"}), ("8-0", told | {"epoch": "1"})])
-    view.apply_round(Round(2, 0, 2, "host", 1, 0, 0, again=True))
+    for place, epoch in (("5-0", "1"), ("7-0", "2"), ("8-0", "1")):
+        view = view.apply_wake_up(place, told | {"epoch": epoch})
+    view = view.enter(Round(2, 0, 2, "host", 1, 0, 0, again=True))
     assert [(drain.node, drain.place) for drain in view.drains] == [("b", (7, 0))]
+
+
+def test_a_drain_outlives_the_nodes_id_and_begins_once() -> None:
+    view = View("a").begin_drain(Drain("a", "SIGTERM", 30.0)).begin_drain(Drain("a", "by hand", 5.0)).become("b")
+    assert [(drain.node, drain.reason) for drain in view.drains] == [("b", "SIGTERM")]
+
+
+def test_a_drain_that_a_signal_handler_begins_within_a_change_is_kept() -> None:
+    """The change was made from the view before it."""
+    watch = Watch("run", "a")
+
+    def change(view: View) -> View:
+        watch.begin_drain("SIGTERM", 30)  # as a handler does that interrupts this thread here
+        return view.ask()
+
+    watch.update(change)
+    for view in (watch.view, watch.update(View.leave), watch.update(View.become, "b")):
+        assert view.drain
+        assert view.drain.reason == "SIGTERM"
+
+
+@pytest.mark.parametrize(
+    ("standing", "epoch", "waiting", "fenced"),
+    [("member", 1, 0, False), ("member", 2, 1, True), ("fenced", 2, 1, True), ("unknown", 0, 0, False)],
+)
+def test_a_beats_verdict_on_the_round_that_a_node_holds(standing: str, epoch: int, waiting: int, fenced: bool) -> None:
+    """A server that has lost its data, which knows no such node, judges none."""
+    held = Round(1, 0, 2, "host", 1, 0, 0, again=False)
+    view = View("a").enter(held).apply_beat("a", held, Beat(standing, epoch, "", 0, "", -1, 0, "", 0))
+    assert (view.nodes_waiting, view.fenced, view.member_lost) == (waiting, fenced, fenced)
+
+
+def test_a_beats_reply_to_an_older_identity_or_round_is_no_verdict() -> None:
+    old, new = (Round(epoch, 0, 2, "host", 1, 0, 0, again=False) for epoch in (1, 2))
+    view, reply = View("b").enter(old).enter(new), Beat("fenced", 2, "", 0, "{}", -1, 1, "9 why", 0)
+    for asked_as, asked_in in (("a", new), ("b", old), ("b", None)):
+        after = view.apply_beat(asked_as, asked_in, reply)
+        assert not after.nodes_waiting
+        assert after.stopped, "that the run was stopped concerns every node"
+        assert bool(after.drain) == (asked_as == "b")
 
 
 def test_a_loss_that_completes_the_next_round_is_told_once_though_its_wake_up_comes_after(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    view = View("run")
-    view.become("a")
+    watch = Watch("run", "a")
     told = {"event": "broken", "epoch": "1", "lost": "1"}
-    lost = [("5-0", told | {"cause": Lost(node=node, cause="lease").as_cause()}) for node in "bc"]
-    view.apply_round(Round(1, 0, 3, "host", 1, 0, 0, again=False))
-    view.apply_wake_ups(lost[:1])
-    view.apply_round(Round(2, 0, 1, "host", 1, 0, 2, again=True))
-    for _ in range(2):  # after an outage the wake-ups are read anew
-        view.apply_wake_ups(lost)
+    b, c = (told | {"cause": Lost(node=node, cause="lease").as_cause()} for node in "bc")
+    watch.update(View.enter, Round(1, 0, 3, "host", 1, 0, 0, again=False))
+    watch.update(View.apply_wake_up, "5-0", b)
+    watch.update(View.enter, Round(2, 0, 1, "host", 1, 0, 2, again=True))
+    for change in (b, c, b, c):  # after an outage the wake-ups are read anew
+        watch.update(View.apply_wake_up, "5-0", change)
     assert caplog.messages == [f"Round 1 of run 'run' is broken: {node} lost its lease." for node in "bc"]
-    assert not view.nodes_waiting
+    assert not watch.view.nodes_waiting

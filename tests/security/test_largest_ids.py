@@ -35,9 +35,9 @@ def test_a_stream_that_takes_no_more_entries(
     node = new_node(1, 2)
     first = node.next_rendezvous()
     client.xadd(getattr(keys, name), {"event": "x"}, id=LARGEST)
-    control.note(Hung(node=node.membership.node))
-    assert control.drain(node.membership.node, "why", 30)
-    wait_until(lambda: node.membership.view.drain is not None, "the member hears of the drain")
+    control.note(Hung(node=node.node.id))
+    assert control.drain(node.node.id, "why", 30)
+    wait_until(lambda: node.node.view.drain is not None, "the member hears of the drain")
     other = new_node(1, 2, node_name="other")
     assert first.world_size == 1
     assert control.state().members

@@ -92,7 +92,7 @@ def test_what_is_far_too_long_is_cut(
     node = new_node(1, 1, keep_alive_interval=20)
     node.next_rendezvous()
     huge = "x" * 10_000_000
-    client.set(keys.status(node.membership.node), json.dumps({"name": huge, "workers": [huge]}))
+    client.set(keys.status(node.node.id), json.dumps({"name": huge, "workers": [huge]}))
     client.hset(keys.run, "broken", Left(reason=huge).as_cause())
     client.xadd(keys.events, {"event": "hung", "node": huge, "message": huge, "stacks": huge})
     client.xadd(keys.events, {"event": huge})
@@ -101,8 +101,8 @@ def test_what_is_far_too_long_is_cut(
         assert done.code == 0
         assert len(done.out) < 200_000
     control = RunControl(Connection.open(server.url), keys)
-    control.drain(node.membership.node, huge, 1)
-    assert len(client.hget(keys.run, f"draining {node.membership.node}") or b"") < MAX_REASON + 20
+    control.drain(node.node.id, huge, 1)
+    assert len(client.hget(keys.run, f"draining {node.node.id}") or b"") < MAX_REASON + 20
     assert command("close", run_id, "--reason", "y" * 3000, "--endpoint", server.url).out.endswith("may finish.\n")
     record: Any = client.hget(keys.run, "closed")
     assert len(record) < MAX_REASON + 100

@@ -232,12 +232,12 @@ def test_a_run_goes_on_after_a_fail_over(sentinels: servers.SentinelGroup, run_i
         before[0].store.set("k", "v")
         with sentinels.master().get_client() as master:
             assert master.wait(2, 5000) == 2  # both replicas have what was written
-        epochs = {node.membership.view.round.epoch for node in members if node.membership.view.round}
+        epochs = {node.node.view.round.epoch for node in members if node.node.view.round}
         sentinels.fail_over()
         assert before[1].store.get("k") == b"v"
         assert [node.num_nodes_waiting() for node in members] == [0, 0, 0]  # I9: nobody is evicted
         after = rendezvous(members)
-        assert {node.membership.view.round.epoch for node in members if node.membership.view.round} == {max(epochs) + 1}
+        assert {node.node.view.round.epoch for node in members if node.node.view.round} == {max(epochs) + 1}
         one, other = after[0].store, after[1].store
         assert isinstance(one, RedisStore)
         assert isinstance(other, RedisStore)

@@ -216,7 +216,7 @@ def test_a_wait_ends_at_once_when_a_member_leaves(pair: Pair, wait: Callable[[An
     seen = {"store": store, "prefixed": store.prefixed("p"), "PrefixStore": dist.PrefixStore("p", store)}[view]
     waiting = in_thread(seen.get, "k") if view == "PrefixStore" else in_thread(wait, seen)
     until(lambda: bool(store._connection.client.exists(store._keys.waits)))
-    gone.membership.leave(Left(cause="exited"))
+    gone.node.leave(Left(cause="exited"))
     with pytest.raises(RoundBrokenError, match=r"Round 1 .* is broken .*exited"):
         waiting.result(SOON)
 
@@ -236,9 +236,9 @@ def test_a_wait_does_not_begin_when_a_member_has_left(pair: Pair, wait: Callable
     if closed:
         stays.set_closed()
     has_waited(store, theirs)
-    gone.membership.leave(Left(cause="exited"))
+    gone.node.leave(Left(cause="exited"))
     if closed:
-        stays.membership.stop()  # nobody else ends its reads
+        stays.node.stop()  # nobody else ends its reads
         store._connection.max_block = 60
     for _ in range(2):
         started = time.monotonic()
@@ -250,7 +250,7 @@ def test_a_wait_does_not_begin_when_a_member_has_left(pair: Pair, wait: Callable
 def test_a_wait_ends_when_a_lease_runs_out(pair: Pair) -> None:
     (gone, _), (_, store) = pair
     waiting = in_thread(store.get, "k")
-    gone.membership.stop()
+    gone.node.stop()
     with pytest.raises(RoundBrokenError, match="lost its lease"):
         waiting.result(SOON)
 
@@ -259,7 +259,7 @@ def test_what_is_there_is_read_though_the_round_is_broken(pair: Pair) -> None:
     (gone, theirs), (_, store) = pair
     theirs.set("there", "v")
     theirs.queue_push("q", "item")
-    gone.membership.leave(Left(cause="exited"))
+    gone.node.leave(Left(cause="exited"))
     store.wait(["there", "q"])
     assert (store.get("there"), store.multi_get(["there"]), store.queue_pop("q")) == (b"v", [b"v"], b"item")
     for call in (lambda: store.get("k"), lambda: store.multi_get(["there", "k"]), lambda: store.queue_pop("q")):
@@ -272,7 +272,7 @@ def test_nothing_is_written_to_a_superseded_round(pair: Pair, client: redis.Redi
     (gone, old), (stays, also_old) = pair
     old.set("k", "0")
     old.queue_push("q", "item")
-    gone.membership.leave(Left(cause="exited"))
+    gone.node.leave(Left(cause="exited"))
     new = stays.next_rendezvous().store
     assert isinstance(new, RedisStore)
     name = RunKeys(run_id).store(1)
@@ -296,7 +296,7 @@ def test_the_reply_of_a_write_before_the_fence_is_still_had(
     unlucky = RedisStore(server.url.replace(server.endpoint, f"127.0.0.1:{proxy.port}"), run_id, epoch=1)
 
     def regroup() -> None:
-        gone.membership.leave(Left(cause="exited"))
+        gone.node.leave(Left(cause="exited"))
         stays.next_rendezvous()
 
     fault = proxy.add(Fault(_digest("add"), meanwhile=regroup))

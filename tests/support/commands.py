@@ -26,7 +26,7 @@ from tests.support.waiting import Within
 
 if TYPE_CHECKING:  # unneeded imports of a command only show if this module does not make them
     from redelastic.rendezvous.handler import RedisRendezvousHandler
-    from redelastic.rendezvous.membership import Membership
+    from redelastic.rendezvous.node import Node
 until = Within(60)
 
 
@@ -141,11 +141,11 @@ def started(*argv: str, columns: int | None = None) -> Iterator[Started]:
 
 
 def with_agent(node: RedisRendezvousHandler) -> RedisRendezvousHandler:
-    node.membership.heartbeat.describe = lambda base: json.dumps(base | {"agent": "redelastic"})
+    node.node.describe = lambda base: json.dumps(base | {"agent": "redelastic"})
     return node
 
 
-def rank_of(member: Membership) -> int:
+def rank_of(member: Node) -> int:
     entered = member.view.round
     assert entered is not None
     return entered.rank

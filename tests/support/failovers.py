@@ -61,7 +61,7 @@ class FailOver:
 
 def wait_until_all_beat(*nodes: RedisRendezvousHandler) -> None:
     told = RunControl(nodes[0].backend.connection, nodes[0].backend.keys)
-    ids = {node.membership.node for node in nodes}
+    ids = {node.node.id for node in nodes}
 
     def fresh() -> bool:
         here = {node.id: node.silence for node in told.state().members}
@@ -107,13 +107,13 @@ def settle(nodes: Group) -> None:
 
     def agreed() -> bool:
         run = state(nodes[0])
-        rounds = [node.membership.view.round for node in nodes]
+        rounds = [node.node.view.round for node in nodes]
         return (
             run is not None
             and not run.broken
             and {(r.epoch, r.size) for r in rounds if r} == {(run.epoch, len(nodes))}
             and sorted(r.rank for r in rounds if r) == list(range(len(nodes)))
-            and {node.id for node in run.members} == {node.membership.node for node in nodes}
+            and {node.id for node in run.members} == {node.node.id for node in nodes}
         )
 
     with ThreadPoolExecutor(len(nodes)) as pool:

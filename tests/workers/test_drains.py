@@ -21,7 +21,7 @@ from redelastic.monitoring.control import RunControl
 from redelastic.monitoring.events import Admitted, Event, Left, Saved
 from redelastic.redis.connection import Connection
 from redelastic.redis.keys import RunKeys
-from redelastic.rendezvous.membership import DrainedError
+from redelastic.rendezvous.node import DrainedError
 from redelastic.store import RedisStore
 from redelastic.workers import drains
 from redelastic.workers.drains import MAX_LOGGED_DRAINS, Drains
@@ -75,8 +75,8 @@ class Site:
         self.drains = [self._drains(i) for i in range(n)]
 
     def _drains(self, i: int) -> Drains:
-        node, workers, reporter = self.nodes[i].membership, self.workers[i], AtOnce()
-        note = partial(self._note, node.node)
+        node, workers, reporter = self.nodes[i].node, self.workers[i], AtOnce()
+        note = partial(self._note, node.id)
         fakes: Any = (workers, reporter)
         assert node.view.round
         of_round: dict[str, Any] = {"store": self.store, "rank": node.view.round.rank, "size": len(self.nodes)}
@@ -108,9 +108,9 @@ def test_when_all_nodes_drain_each_saves_and_counts_once(
 ) -> None:
     here = site(N)
     for node in here.nodes:
-        node.membership.drain("SIGTERM", 600)
+        node.node.drain("SIGTERM", 600)
     for node in here.nodes:
-        until(lambda node=node: len(node.membership.view.drains) == N, "it has heard of all drains")  # type: ignore[misc]
+        until(lambda node=node: len(node.node.view.drains) == N, "it has heard of all drains")  # type: ignore[misc]
     assert not any(here.has_drained(i) for i in range(N)), "nobody has saved"
     for workers in here.workers[1:]:
         workers.saved = True
@@ -120,7 +120,7 @@ def test_when_all_nodes_drain_each_saves_and_counts_once(
         until(partial(here.has_drained, i), "all have saved, so it leaves")
 
     assert [workers.asked for workers in here.workers] == [1] * N
-    assert sorted(event.node for event in here.saved) == sorted(node.membership.node for node in here.nodes)
+    assert sorted(event.node for event in here.saved) == sorted(node.node.id for node in here.nodes)
     assert {len(event.drains) for event in here.saved} == {min(N, MAX_LOGGED_DRAINS)}
     wake: Any = client.xrange(keys.wake)
     last, told = wake[-1][0], client.hgetall(keys.store(1).data)
@@ -131,10 +131,10 @@ def test_when_all_nodes_drain_each_saves_and_counts_once(
 
 def test_a_node_leaves_when_its_own_time_is_up_and_no_sooner(site: Callable[[int], Site]) -> None:
     here = site(2)
-    here.nodes[0].membership.drain("by hand", 600)
-    here.nodes[1].membership.drain("SIGTERM", 0)
+    here.nodes[0].node.drain("by hand", 600)
+    here.nodes[1].node.drain("SIGTERM", 0)
     for node in here.nodes:
-        until(lambda node=node: len(node.membership.view.drains) == 2, "it has heard of both")  # type: ignore[misc]
+        until(lambda node=node: len(node.node.view.drains) == 2, "it has heard of both")  # type: ignore[misc]
     assert not here.has_drained(0), "its time is not up, nor has the other told anything"
     assert here.has_drained(1)
     assert all(event.late for event in here.saved)
@@ -143,7 +143,7 @@ def test_a_node_leaves_when_its_own_time_is_up_and_no_sooner(site: Callable[[int
 def test_a_node_that_has_not_heard_of_its_own_drain_waits_for_the_others(site: Callable[[int], Site]) -> None:
     """Its agent knows before Redis does: the others have not been asked yet."""
     here = site(2)
-    here.nodes[0].membership.view.begin_drain("SIGTERM", 600)
+    here.nodes[0].node.watch.begin_drain("SIGTERM", 600)
     assert not here.has_drained(0)
     here.workers[0].saved = True
     assert not here.has_drained(0)
@@ -151,24 +151,24 @@ def test_a_node_that_has_not_heard_of_its_own_drain_waits_for_the_others(site: C
 
 def test_of_one_drain_the_event_says_for_whom(site: Callable[[int], Site]) -> None:
     here = site(2)
-    leaving = here.nodes[0].membership
+    leaving = here.nodes[0].node
     leaving.drain("SIGTERM", 600)
-    until(lambda: here.nodes[1].membership.view.drains, "the other has heard of it")
+    until(lambda: here.nodes[1].node.view.drains, "the other has heard of it")
     assert not here.has_drained(0) | here.has_drained(1), "they are asked to save only now"
     for workers in here.workers:
         workers.saved = True
     until(lambda: here.has_drained(0) or here.has_drained(1), "both have saved, and it leaves")
-    assert [event.drains for event in here.saved] == [(leaving.node,)] * 2
+    assert [event.drains for event in here.saved] == [(leaving.id,)] * 2
 
 
 def test_a_save_for_a_drain_that_came_to_nothing_does_not_count_for_a_later_one(
     site: Callable[[int], Site], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = site(3)
-    stuck, leaving = here.nodes[2].membership, here.nodes[0].membership
-    assert here.control.drain(stuck.node, "by hand", 600)
+    stuck, leaving = here.nodes[2].node, here.nodes[0].node
+    assert here.control.drain(stuck.id, "by hand", 600)
     for node in here.nodes:
-        until(lambda node=node: node.membership.view.drains, "it has heard of the drain")  # type: ignore[misc]
+        until(lambda node=node: node.node.view.drains, "it has heard of the drain")  # type: ignore[misc]
     for i in range(3):
         here.has_drained(i)
         here.workers[i].saved = True
@@ -177,7 +177,7 @@ def test_a_save_for_a_drain_that_came_to_nothing_does_not_count_for_a_later_one(
     monkeypatch.setattr(drains, "RESAVE_INTERVAL", 0.0)
     leaving.drain("SIGTERM", 600)
     for node in here.nodes:
-        until(lambda node=node: len(node.membership.view.drains) == 2, "it has heard of both")  # type: ignore[misc]
+        until(lambda node=node: len(node.node.view.drains) == 2, "it has heard of both")  # type: ignore[misc]
     for i in (0, 1, 2):
         here.has_drained(i)
     assert [workers.asked for workers in here.workers] == [2] * 3
@@ -187,7 +187,7 @@ def test_a_save_for_a_drain_that_came_to_nothing_does_not_count_for_a_later_one(
         here.workers[i].saved = True
         here.has_drained(i)
     until(lambda: here.has_drained(0), "now they have, so it leaves")
-    assert [event.drains for event in here.saved] == [(stuck.node,)] * 3 + [(leaving.node,)] * 3
+    assert [event.drains for event in here.saved] == [(stuck.id,)] * 3 + [(leaving.id,)] * 3
 
 
 def test_workers_that_fail_do_not_wait_for_ever_for_a_node_that_drains(
@@ -208,8 +208,8 @@ def test_workers_that_fail_do_not_wait_for_ever_for_a_node_that_drains(
     with ThreadPoolExecutor(2) as pool:
         ends = [pool.submit(agent.run) for agent in agents]
         until(lambda: [event for event in control.events() if event.event == "started"], "the workers run")
-        assert control.drain(nodes[1].membership.node, "by hand", 0)
-        until(lambda: nodes[0].membership.view.drains, "it is known")
+        assert control.drain(nodes[1].node.id, "by hand", 0)
+        until(lambda: nodes[0].node.view.drains, "it is known")
         try:
             (tmp_path / "mine").touch()
             assert ends[0].result(20).state == WorkerState.FAILED
@@ -238,7 +238,7 @@ def waiting(site: Callable[[int, int], Site], new_node: NodeFactory) -> Iterator
 
 def heard(here: Site) -> None:
     for node in here.nodes:
-        until(lambda node=node: node.membership.view.saves, "it has heard of the save")  # type: ignore[misc]
+        until(lambda node=node: node.node.view.saves, "it has heard of the save")  # type: ignore[misc]
     assert not any(here.has_drained(i) for i in range(2))
 
 
@@ -294,7 +294,7 @@ def test_a_new_node_that_waits_is_not_forgotten_when_a_person_asks(
     heard(here)
     assert here.control.save("by hand", 600)
     for node in here.nodes:
-        until(lambda node=node: len(node.membership.view.saves) == 2, "it has heard of both")  # type: ignore[misc]
+        until(lambda node=node: len(node.node.view.saves) == 2, "it has heard of both")  # type: ignore[misc]
     assert not is_let_in(here)
     for workers in here.workers:
         workers.saved = True
@@ -317,9 +317,9 @@ def test_a_drain_asks_by_signal_though_workers_were_asked_without(
     here, join = waiting
     join(600)
     heard(here)
-    here.nodes[1].membership.drain("SIGTERM", 600)
+    here.nodes[1].node.drain("SIGTERM", 600)
     for node in here.nodes:
-        until(lambda node=node: node.membership.view.drains, "it has heard of the drain")  # type: ignore[misc]
+        until(lambda node=node: node.node.view.drains, "it has heard of the drain")  # type: ignore[misc]
     assert not here.has_drained(1)
     assert (here.workers[1].asked, here.workers[1].signalled) == (2, 1)
 
@@ -330,7 +330,7 @@ def test_of_a_checkpoint_that_a_person_asks_for_it_is_known_who_has_saved(site: 
     assert asked
     heard(here)
     assert here.control.unsaved(asked) == [0, 1]
-    first = next(i for i in range(2) if here.nodes[i].membership.view.round.rank == 0)  # type: ignore[union-attr]
+    first = next(i for i in range(2) if here.nodes[i].node.view.round.rank == 0)  # type: ignore[union-attr]
     here.workers[first].saved = True
     assert not here.has_drained(first)
     assert here.control.unsaved(asked) == [1]

@@ -18,6 +18,7 @@ from redelastic.monitoring.events import Left
 from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.replies import Beat
 from redelastic.rendezvous.view import Round, View
+from redelastic.rendezvous.watch import Watch
 from tests.support.agent_job import DRAINED, AgentJob
 from tests.support.torchrun_job import PATIENT, Job
 
@@ -41,12 +42,11 @@ def test_the_last_line_of_a_clean_drain_says_that_it_was_one(server: RedisServer
 def test_that_this_node_leaves_is_no_news_to_it(caplog: pytest.LogCaptureFixture) -> None:
     def hear(node: str) -> list[str]:
         cause = Left(node=node, cause="drained", reason="SIGTERM").as_cause()
-        view = View("run")
-        view.become("a-1-abc")
-        view.apply_round(Round(1, 0, 2, "host", 1, 1, 0, again=False))
+        watch = Watch("run", "a-1-abc")
+        watch.update(View.enter, Round(1, 0, 2, "host", 1, 1, 0, again=False))
         caplog.clear()
-        view.apply_wake_ups([("1-0", {"event": "broken", "epoch": "1", "cause": cause, "waiting": "0"})])
-        assert view.nodes_waiting == 1
+        told = {"event": "broken", "epoch": "1", "cause": cause, "waiting": "0"}
+        assert watch.update(View.apply_wake_up, "1-0", told).nodes_waiting == 1
         return [record.getMessage() for record in caplog.records]
 
     assert hear("a-1-abc") == []
@@ -54,11 +54,10 @@ def test_that_this_node_leaves_is_no_news_to_it(caplog: pytest.LogCaptureFixture
 
 
 def test_that_this_node_was_fenced_is_news_to_it(caplog: pytest.LogCaptureFixture) -> None:
-    view = View("run")
-    view.become("a-1-abc")
+    watch = Watch("run", "a-1-abc")
     mine = Round(1, 0, 2, "host", 1, 1, 0, again=False)
-    view.apply_round(mine)
-    view.apply_beat("a-1-abc", mine, Beat("fenced", 2, "", 0, "", 0, 0, "", 0))
+    watch.update(View.enter, mine)
+    watch.update(View.apply_beat, "a-1-abc", mine, Beat("fenced", 2, "", 0, "", 0, 0, "", 0))
     assert [record.getMessage() for record in caplog.records] == [
         "This node lost its lease: round 1 of run 'run' goes on without it."
     ]

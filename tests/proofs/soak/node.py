@@ -41,7 +41,7 @@ from redelastic.redis.sockets import Command
 from redelastic.redis.wire import PoolWire
 from redelastic.rendezvous.backend import create_backend
 from redelastic.rendezvous.handler import EPOCH_VARIABLE, RedisRendezvousHandler, create_handler
-from redelastic.rendezvous.membership import DrainedError, Membership
+from redelastic.rendezvous.node import DrainedError
 from redelastic.store import RedisStore, RoundBrokenError
 
 from .history import Writer
@@ -154,15 +154,15 @@ class Node:
             at = info.bootstrap_store_info
             assert at is not None
             told = {"rank": info.rank, "size": info.world_size, "master": f"{at.master_addr}:{at.master_port}"}
-            self._note("entered", epoch=epoch, node=handler.membership.node, **told)
-            worker = Worker(self._note, info, epoch, handler.membership.node, worker)
+            self._note("entered", epoch=epoch, node=handler.node.id, **told)
+            worker = Worker(self._note, info, epoch, handler.node.id, worker)
             why = self._train(handler)
             if why:
                 self._note("leaving", why=why)
                 finished = why == "finished"
                 handler.end(Left(cause="finished" if finished else "exited"), "closes" if finished else "goes on")
                 return
-            self._note("broken", epoch=epoch, why=cause(handler.membership.view._broken))
+            self._note("broken", epoch=epoch, why=cause(broken.why if (broken := handler.node.view.broken) else None))
             time.sleep(self._told["lag"])  # so long it takes to stop workers, who train until then
             worker.stop()
 
@@ -176,27 +176,28 @@ class Node:
                 self._note("closed")
             if self._asked_to_call.is_set():
                 self._asked_to_call.clear()
-                self._call(handler.membership)
+                self._call(handler)
             if self._asked_to_finish.is_set():
                 return "finished"
-            if handler.membership.view.closed:
-                self._note("heard", why=handler.membership.view.closed)
+            if handler.node.view.closed:
+                self._note("heard", why=handler.node.view.closed)
                 return "heard"
-            if any(drain.node == handler.membership.node for drain in handler.membership.view.drains):
+            if any(drain.node == handler.node.id for drain in handler.node.view.drains):
                 return "drained"
             time.sleep(POLL)
         return ""
 
-    def _call(self, membership: Membership) -> None:
+    def _call(self, handler: RedisRendezvousHandler) -> None:
         """As when workers have failed; a thread waits for the verdict, since this one has to see other things too."""
-        entered, number = membership.view.round, next(_calls)
+        node = handler.node
+        entered, number = node.view.round, next(_calls)
         assert entered is not None
         self._note("calls", call=number, epoch=entered.epoch)
-        membership.call_roll(time.monotonic())
+        node.call_roll(time.monotonic())
 
         def wait() -> None:
-            view, patience = membership.view, self._told["keep_alive_interval"] * self._told["attempts"]
-            if not view.wait_for_loss(patience) and view.round is entered and view._all_answered():
+            patience = self._told["keep_alive_interval"] * self._told["attempts"]
+            if not node.watch.wait_for_loss(patience) and node.view.round is entered and node.view.knows_who_lives:
                 self._note("answered", call=number, epoch=entered.epoch)
 
         threading.Thread(target=wait, daemon=True).start()

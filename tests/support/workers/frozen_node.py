@@ -25,8 +25,8 @@ class Node:
         assert isinstance(handler, RedisRendezvousHandler)
         store = handler.next_rendezvous().store
         assert isinstance(store, RedisStore)
-        self.handler, self.store, membership = handler, store, handler.membership
-        self._id, self._run, self._known = membership.node, [*membership.heartbeat.keys], membership.heartbeat.known()
+        self.handler, self.store, node = handler, store, handler.node
+        self._id, self._run, self._known = node.id, [*node.keys], node.known(node.view)
         self._store_keys = [store._keys.data]
 
     def ask(self, script: scripts.Script, *args: Any) -> Any:
@@ -36,7 +36,7 @@ class Node:
         return scripts.LEAVE(self.handler.backend.connection, self._run, [*self._known, "stops", "reason", "late"], 5.0)
 
     def join(self, after: int) -> Any:
-        args = [*self._known, after, "127.0.0.1 1", ""]
+        args: list[Any] = [*self._known, after, "127.0.0.1 1", ""]
         return scripts.JOIN(self.handler.backend.connection, [*self._run, *self._store_keys], args, 5.0)
 
     def beat(self) -> Any:

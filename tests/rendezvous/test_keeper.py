@@ -10,7 +10,8 @@ import redis
 
 from redelastic.monitoring.events import Left
 from redelastic.redis.errors import UnreachableError
-from redelastic.rendezvous.heartbeat import COARSE, RETRY_PAUSE, SPREAD
+from redelastic.rendezvous.candidate import Candidate
+from redelastic.rendezvous.keeper import COARSE, RETRY_PAUSE, SPREAD
 from tests.support.long_tests import quick_first
 from tests.support.nodes import NodeFactory
 from tests.support.rounds import join_all, until
@@ -21,8 +22,8 @@ class TestRegrouping:
         self, new_node: NodeFactory, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         beats: list[tuple[float, bool]] = []
-        member = new_node(keep_alive_interval=30).membership.heartbeat
-        monkeypatch.setattr(member, "is_due_in", lambda seconds, *, urgent: beats.append((seconds, urgent)))
+        member = new_node(keep_alive_interval=30).keeper
+        monkeypatch.setattr(member, "schedule", lambda seconds, *, urgent: beats.append((seconds, urgent)))
         for size in (1, 2, 16, 1000):
             beats.clear()
             for _ in range(1000):
@@ -36,20 +37,20 @@ class TestRegrouping:
     def test_who_does_not_look_finds_a_silent_member_if_nobody_else_does(
         self, new_node: NodeFactory, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("redelastic.rendezvous.heartbeat.MAX_LEASE_CHECKERS", 0)
+        monkeypatch.setattr("redelastic.rendezvous.keeper.MAX_LEASE_CHECKERS", 0)
         nodes = [new_node(1, 3, keep_alive_interval=1) for _ in range(3)]
         join_all(pool, *nodes)
-        nodes[0].membership.stop()
+        nodes[0].node.stop()
         until(lambda: nodes[1].num_nodes_waiting() and nodes[2].num_nodes_waiting(), "both survivors know")
 
     def test_a_join_puts_off_no_heartbeat_that_is_due_before(self, new_node: NodeFactory) -> None:
         """It may be the one that looks after the lease of another silent node (I7)."""
         node = new_node(1, 2, keep_alive_interval=30)
         node.next_rendezvous()
-        node.membership.heartbeat.is_due_in(20)
-        due = node.membership.heartbeat._next_beat
-        node.membership._ask_to_join(1, time.monotonic() + 5)
-        assert node.membership.heartbeat._next_beat == due
+        node.keeper.schedule(20)
+        due = node.keeper.due()
+        Candidate(node.keeper, 1, time.monotonic() + 5).ask()
+        assert node.keeper.due() == due
 
     def test_a_rounds_store_is_kept_though_others_keep_the_run(
         self, new_node: NodeFactory, client: redis.Redis
@@ -70,7 +71,7 @@ class TestRegrouping:
         _, info = join_all(pool, gone, stays)
         info.store.set("k", "v")
         data = stays.backend.keys.store(1).data
-        gone.membership.leave(Left(cause="exited"))
+        gone.node.leave(Left(cause="exited"))
         joining = pool.submit(stays.next_rendezvous)
         until(lambda: 0 < client.pttl(data) <= 60_000, "the round is over")
         beat_at = client.hget(stays.backend.keys.run, "beat_at")
@@ -93,14 +94,14 @@ class TestRegrouping:
         """Else each heartbeat of the slower one would look like the end of an outage, and begin every lease anew."""
         dead, slow = (new_node(1, 2, keep_alive_interval=interval, last_call_timeout=60) for interval in intervals)
         joining = pool.submit(dead.next_rendezvous)
-        until(lambda: dead.membership.view.standing == "candidate", "it is first")
+        until(lambda: dead.node.view.standing == "candidate", "it is first")
         slow.next_rendezvous()
         joining.result(60)
         keys = dead.backend.keys
         if is_forgotten:
             client.delete(*keys.types)
             until(lambda: client.scard(keys.members) == 2, "both have put their round back")
-        dead.membership.stop()
+        dead.node.stop()
         until(lambda: slow.num_nodes_waiting() > 0, "the death is known")
 
     def test_an_attempt_that_fails_is_repeated_soon_and_reads_from_the_beginning(
@@ -108,12 +109,12 @@ class TestRegrouping:
     ) -> None:
         node = new_node(1, 1, keep_alive_interval=30)
         node.next_rendezvous()
-        heartbeat = node.membership.heartbeat
+        keeper = node.keeper
 
         def fail(*_: object) -> None:
             raise UnreachableError("gone")
 
         with monkeypatch.context() as patched:
-            patched.setattr(heartbeat.connection, "read", fail)
-            assert heartbeat.pump("5-0", 0.01) == "0-0"
-        assert heartbeat._next_beat - time.monotonic() <= 2 * RETRY_PAUSE
+            patched.setattr(node.backend.connection, "read", fail)
+            assert keeper.pump("5-0", 0.01) == "0-0"
+        assert keeper.due()[0] - time.monotonic() <= 2 * RETRY_PAUSE
