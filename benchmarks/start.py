@@ -41,7 +41,7 @@ def time_starts(workers: int, repeat: int) -> dict[str, list[float]]:
         tree.adopt_orphans()
         handler: Any = None
         spec = WorkerSpec("worker", workers, handler, entrypoint=sys.executable, args=("-u", str(script)))
-        warm = WarmStart(spec, ["torch"], tree.environment, tree.spared, lambda: False)
+        warm = WarmStart(spec, ["torch"], tree.environment, tree, lambda: False)
         found: dict[str, list[float]] = {"redelastic": [], "as always": []}
         warm.prepare()
         for _ in range(repeat + 1):

@@ -125,7 +125,7 @@ class RedisElasticAgent(RegroupingAgent):
             note=self._note,
         )
         self._monitor = NodeMonitor(self._node, self._worker_group, self._assignment.visible, self._admission)
-        self._budget = Budget(self._node, self._monitor, self._options)
+        self._budget = Budget(self._node, self._options, self._monitor.allow)
         self._hangs = Hangs(self._note)
         self._unfit = True  # whether this node must prove its fitness before it joins
         self._verdict = ""  # why the job may not restart its workers
@@ -156,7 +156,7 @@ class RedisElasticAgent(RegroupingAgent):
                 self._tree.adopt_orphans()
             self._reporter.start()
             if self._options.preload:
-                given = self._options.preload, self._fixed_environment, self._tree.spared
+                given = self._options.preload, self._fixed_environment, self._tree
                 self._warm = WarmStart(self._worker_group.spec, *given, self._node.must_leave)
                 opened.callback(self._warm.close)
                 self._warm.prepare()
@@ -200,7 +200,7 @@ class RedisElasticAgent(RegroupingAgent):
 
     def _learn_restarts(self) -> None:
         """Read the job's restarts from Redis, which counts the other nodes' too and may have refunded one."""
-        self._monitor.job_restarts = self._control.restarts()
+        self._monitor.count_job_restarts(self._control.restarts())
 
     def _end_tree(self) -> None:
         """Kill what a shutdown cut short by a signal has left; if this is cut short too, the reaper does it."""
@@ -220,15 +220,15 @@ class RedisElasticAgent(RegroupingAgent):
     def _start_processes(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Start the workers' processes; returns their pids by local rank."""
         spec = worker_group.spec
+        reporters = self._workers.reporters if self._workers else ()
         self._workers = workers = Workers(
-            spec.local_world_size, self._options, self._interval, self._hangs.reporters, self._node.watch.notify
+            spec.local_world_size, self._options, self._interval, reporters, self._node.watch.notify
         )
         with self._tree.starting(), self._warm.starting() if self._warm else contextlib.nullcontext():
             pids: dict[int, Any] = super()._start_workers(worker_group)
         workers.started(pids)
         self._tree.look(pids.values())  # so that the reaper knows the workers
-        self._monitor.workers = workers
-        self._monitor.starts += 1
+        self._monitor.begin_group(workers)
         # torch ends the other workers when one has failed, and then reads what they have written
         close_within(self._pcontext, self._shutdown_timeout, remove_torn_errors)
         context: Any = self._pcontext
@@ -249,8 +249,7 @@ class RedisElasticAgent(RegroupingAgent):
             reporter=self._reporter,
             note=self._note,
         )
-        self._monitor.drains = self._drains
-        self._monitor.restarts = worker_group.spec.max_restarts - self._remaining_restarts
+        self._monitor.begin_round(self._drains, worker_group.spec.max_restarts - self._remaining_restarts)
         ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
         logs = {ranks[local_rank]: path for local_rank, path in workers.logs.items()}
         self._note(Started(size=size, rank=rank, survived=survived, logs=logs))
@@ -341,7 +340,7 @@ class RedisElasticAgent(RegroupingAgent):
     def _may_restart(self, result: RunResult) -> bool:
         self._leave_if_drained()  # a signal to all processes may have ended them
         self._unfit = True
-        self._verdict = self._budget.charge(result, final=False)
+        self._verdict = self._charge(result, final=False)
         # Not before it is known which worker failed first: of many logs only that worker's is sure to be sent.
         self._send_log(result)
         return super()._may_restart(result) and not self._verdict
@@ -370,8 +369,17 @@ class RedisElasticAgent(RegroupingAgent):
 
     def _give_up(self, result: RunResult) -> None:
         # An empty verdict now means that another node has been lost meanwhile.
-        if self._verdict and (verdict := self._budget.charge(result, final=True)):
+        if self._verdict and (verdict := self._charge(result, final=True)):
             raise RunStoppedError(f"Run {self._node.run_id!r} was stopped: {verdict}.")
+
+    def _charge(self, result: RunResult, *, final: bool) -> str:
+        """Count a failure of the workers; returns why the job may not go on, or ""."""
+        failure = self.failure(result)
+        charged = self._budget.charge(self._workers, result, failure, final=final) if self._workers else None
+        if charged is None:
+            return ""
+        self._monitor.count_job_restarts(charged.restarts)
+        return charged.verdict
 
     def _send_log(self, result: RunResult) -> None:
         """Send Redis the last log lines of the worker that failed first on this node."""
@@ -390,4 +398,6 @@ class RedisElasticAgent(RegroupingAgent):
 
     def failure(self, result: RunResult) -> Failed:
         """Describe the failure of the worker that failed first."""
-        return self._budget.failure(result)
+        if self._workers is None:
+            return Failed(message=result.state.name)
+        return self._workers.failure(result, self._monitor.worker_usage)

@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from torch.distributed.elastic.agent.server.api import RunResult
 from torch.distributed.elastic.multiprocessing import LogsSpecs
@@ -21,11 +21,10 @@ from redelastic.monitoring.events import Barred, Event, Failed, Left, Refused
 from redelastic.monitoring.sentences import consecutive_failures, worker_failure
 from redelastic.redis.errors import RedelasticError, UnavailableError, UnreachableError
 from redelastic.rendezvous.node import Node
+from redelastic.rendezvous.replies import Charge
+from redelastic.workers.group import Workers
 
 from .options import AgentOptions
-
-if TYPE_CHECKING:
-    from .monitor import NodeMonitor  # it imports this module
 
 log = logging.getLogger(__name__)
 
@@ -117,52 +116,47 @@ class Budget:
 
     Args:
         node: this one.
-        monitor: knows the workers, and reports the number of restarts.
         options: the limits.
+        allow: expects the agent's loop to take so long, in seconds.
     """
 
-    def __init__(self, node: Node, monitor: NodeMonitor, options: AgentOptions) -> None:
-        self._node, self._monitor, self._options = node, monitor, options
+    def __init__(self, node: Node, options: AgentOptions, allow: Callable[[float], None]) -> None:
+        self._node, self._options, self._allow = node, options, allow
 
-    def charge(self, result: RunResult, *, final: bool) -> str:
-        """Count a failure of this node's workers; returns why the job may not go on, or "".
+    def charge(self, workers: Workers, result: RunResult, failure: Failed, *, final: bool) -> Charge | None:
+        """Count a failure of this node's workers.
 
         Args:
-            result: of the workers.
-            final: whether to stop the run if no restart is left; otherwise this only says so.
+            workers: that failed.
+            result: of them.
+            failure: of the one that failed first.
+            final: whether to stop the run if no restart is left; otherwise the reply only says so.
+
+        Returns:
+            The counts, and why the job may not go on, or ""; None if the failure could not be counted.
         """
-        workers = self._monitor.workers
         if not final:
-            log.error("%s.", worker_failure(self.failure(result)))
-            if workers and workers.blame_a_peer(result):
+            log.error("%s.", worker_failure(failure))
+            if workers.blame_a_peer(result):
                 self._await_cause()
                 workers.follow_a_peer()
-        failed_at = (workers.first_failure if workers else None) or time.monotonic()
-        step = workers.highest_step if workers else -1
-        failure = self.failure(result)
-        self._monitor.allow(math.inf)  # for as long as Redis is away
+        failed_at = workers.first_failure or time.monotonic()
+        self._allow(math.inf)  # for as long as Redis is away
         try:
-            charged = self._node.charge(failed_at, step, failure, self._options.limits, final=final)
+            return self._node.charge(failed_at, workers.highest_step, failure, self._options.limits, final=final)
         except UnavailableError as e:
             log.warning("The failure could not be counted: %s", e)
-            return ""
-        self._monitor.job_restarts, _, verdict = charged
-        return verdict
+            return None
 
     def _await_cause(self) -> None:
         """Wait until a peer has failed, which was the cause: its worker may take longer to end than this node's."""
         held, until = self._node.view.round, time.monotonic() + CAUSE_TIMEOUT
         if held is None or held.size == 1:
             return
-        self._monitor.allow(CAUSE_TIMEOUT)
+        self._allow(CAUSE_TIMEOUT)
         log.info("A peer is the cause: waiting up to %g s for its node to report it.", CAUSE_TIMEOUT)
         while (left := until - time.monotonic()) > 0:
             view = self._node.view
             if view.nodes_waiting or view.member_lost or view.closed or view.drains:
                 return
             self._node.watch.wait_for_news(left)
-
-    def failure(self, result: RunResult) -> Failed:
-        """Describe the failure of the worker that failed first."""
-        workers = self._monitor.workers
-        return workers.failure(result, self._monitor.worker_usage) if workers else Failed(message=result.state.name)

@@ -56,13 +56,6 @@ class NodeMonitor:
         group: torch's group of workers, to describe.
         gpus: to watch.
         admission: knows whether this node is kept out.
-
-    Attributes:
-        workers, drains: of the current round; None before the first one.
-        starts: how often this node's workers were started.
-        restarts: of this node's workers that count against its limit: one caused by a lost node is refunded.
-        job_restarts: of the whole job.
-        due_by: when the agent's loop must have begun its next turn, on the monotonic clock in seconds.
     """
 
     def __init__(self, node: Node, group: WorkerGroup, gpus: Sequence[Gpu], admission: Admission) -> None:
@@ -75,10 +68,34 @@ class NodeMonitor:
         self._nvml_answered_at = math.inf
         self._gpus_hidden = why_hidden()
         self._time = TrainingTime()
-        self.workers: Workers | None = None
-        self.drains: Drains | None = None
-        self.starts = self.restarts = self.job_restarts = 0
-        self.due_by = math.inf
+        self._workers: Workers | None = None
+        self._drains: Drains | None = None
+        self._starts = self._restarts = self._job_restarts = 0
+        self._due_by = math.inf  # when the agent's loop must have begun its next turn, on the monotonic clock
+
+    # -- what the agent says
+
+    def begin_group(self, workers: Workers) -> None:
+        """This node's workers were started."""
+        self._workers = workers
+        self._starts += 1
+
+    def begin_round(self, drains: Drains, restarts: int) -> None:
+        """A round has begun for the workers.
+
+        Args:
+            drains: of the round.
+            restarts: of this node's workers that count against its limit: one caused by a lost node is refunded.
+        """
+        self._drains, self._restarts = drains, restarts
+
+    def count_job_restarts(self, restarts: int) -> None:
+        """The whole job has been restarted so often."""
+        self._job_restarts = restarts
+
+    def allow(self, seconds: float) -> None:
+        """Expect the loop's next turn within ``seconds``; ``STALL_TIMEOUT`` later the loop counts as dead."""
+        self._due_by = time.monotonic() + STALL_TIMEOUT + seconds
 
     # -- observing
 
@@ -115,17 +132,13 @@ class NodeMonitor:
     def _trains(self) -> bool:
         """Whether workers run in a round, and none hangs."""
         runs = self._node.status()["state"] == "running"
-        return runs and self._group.state == WorkerState.HEALTHY and not (self.workers and self.workers.hung)
+        return runs and self._group.state == WorkerState.HEALTHY and not (self._workers and self._workers.hung)
 
     def _forget_silent_gpus(self) -> None:
         silent = time.monotonic() - self._nvml_answered_at
         if silent > NVML_TIMEOUT:
             log.warning("NVML has not answered for %.0f s: this node does not report its GPUs until it does.", silent)
             self._gpu_usage, self._nvml_answered_at = {}, math.inf  # warn once
-
-    def allow(self, seconds: float) -> None:
-        """Expect the loop's next turn within ``seconds``; ``STALL_TIMEOUT`` later the loop counts as dead."""
-        self.due_by = time.monotonic() + STALL_TIMEOUT + seconds
 
     # -- describing
 
@@ -143,7 +156,7 @@ class NodeMonitor:
 
     def stalled(self) -> str:
         """Why the agent's loop counts as dead; empty while it is alive."""
-        late = time.monotonic() - self.due_by
+        late = time.monotonic() - self._due_by
         return f"the agent's loop is {late:.0f} s late" if late > 0 else ""
 
     def unready(self) -> str:
@@ -162,16 +175,16 @@ class NodeMonitor:
             return json.dumps(base)
 
     def _extended(self, base: Mapping[str, Any]) -> dict[str, Any]:
-        usage, workers = dict(self._usage), self.workers
+        usage, workers = dict(self._usage), self._workers
         each = usage.pop("workers", {})
         status = {**base, **self._own_state(), "agent": "redelastic"}
-        status["restarted"] = max(0, self.starts - 1)
+        status["restarted"] = max(0, self._starts - 1)
         status |= {"gpus_hidden": self._gpus_hidden} if self._gpus_hidden else {}
-        status |= {"restarts": self.restarts, "job_restarts": self.job_restarts, **usage, **self._gpu_usage}
+        status |= {"restarts": self._restarts, "job_restarts": self._job_restarts, **usage, **self._gpu_usage}
         described = [workers.describe(worker) for worker in self._group.workers] if workers and workers.pids else []
         return {**status, "workers": [{**one, **each.get(str(one["local_rank"]), {})} for one in described]}
 
     def _own_state(self) -> dict[str, str]:
         """The state that the node's status shows instead of running or waiting."""
-        draining = self.drains is not None and self.drains.own
+        draining = self._drains is not None and self._drains.own
         return {"state": "barred"} if self._admission.barred else {"state": "draining"} if draining else {}

@@ -180,11 +180,12 @@ class HangWatch:
         timeout: how long a worker may take from one call of ``progress`` to the next, in seconds; in a phase its own
             counts. Infinite: none hangs.
         start_timeout: how long it may take from its start to the first call, in seconds.
-        reporters: local ranks of workers that called it in an earlier group; workers that call it are added.
+        reporters: local ranks of workers that called it in an earlier group.
         interval: between calls of :meth:`look`, in seconds.
         clock: monotonic, in seconds; the system's, as the workers' is.
 
     Attributes:
+        reporters: local ranks of workers that have ever called it, in this group or an earlier one.
         idle: how long each worker had made no progress at the last look, in seconds, by local rank.
         silent: local ranks of workers that have never called ``progress``, in any group, though they had the time.
         due_in: how long after the last look the next worker may be found to hang, in seconds.
@@ -195,7 +196,7 @@ class HangWatch:
         board: ProgressBoard,
         timeout: float,
         start_timeout: float,
-        reporters: set[int],
+        reporters: Iterable[int],
         *,
         interval: float = 0.1,
         clock: Callable[[], float] = time.monotonic,
@@ -203,7 +204,7 @@ class HangWatch:
         self._board = board
         self._timeout = timeout
         self._start_timeout = start_timeout
-        self._reporters = reporters
+        self.reporters = set(reporters)
         self._longest = FROZEN_LOOKS * interval
         self._clock = clock
         self._looked_at = clock()
@@ -234,12 +235,12 @@ class HangWatch:
                 self._at[local_rank] = progress.at
                 idle = min(max(0.0, now - progress.at), elapsed)
             if progress.calls:
-                self._reporters.add(local_rank)
+                self.reporters.add(local_rank)
             self.idle[local_rank] = idle
             left = self._limit(progress) - idle
             if left >= 0:
                 self.due_in = min(self.due_in, left)
-            elif progress.limit or local_rank in self._reporters:
+            elif progress.limit or local_rank in self.reporters:
                 hung[local_rank] = idle
             else:
                 self.silent.append(local_rank)

@@ -44,7 +44,7 @@ class Workers:
         count: number of workers on this node.
         options: they define a hang.
         interval: the monitor interval, in seconds.
-        reporters: local ranks of workers that have ever reported progress; updated.
+        reporters: local ranks of workers that reported progress in an earlier group.
         notify: called when a worker has ended, from a thread.
 
     Attributes:
@@ -56,7 +56,7 @@ class Workers:
     """
 
     def __init__(
-        self, count: int, options: AgentOptions, interval: float, reporters: set[int], notify: Callable[[], None]
+        self, count: int, options: AgentOptions, interval: float, reporters: Iterable[int], notify: Callable[[], None]
     ) -> None:
         self.pids: dict[int, int] = {}
         self.logs: dict[int, str] = {}
@@ -119,6 +119,11 @@ class Workers:
     def highest_step(self) -> int:
         """The highest step that any of them reported; -1 for none."""
         return max((step for r in self.pids if (step := self.step(r)) is not None), default=-1)
+
+    @property
+    def reporters(self) -> frozenset[int]:
+        """Local ranks of workers that have ever reported progress, in this group or an earlier one."""
+        return frozenset(self._watch.reporters)
 
     def find_hung(self) -> tuple[list[int], list[int]]:
         """Find hung workers, and set :attr:`hung`; returns them and the workers that have never reported."""

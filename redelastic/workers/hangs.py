@@ -26,15 +26,11 @@ class Hangs:
 
     Args:
         note: records an event of this node.
-
-    Attributes:
-        reporters: local ranks of the workers that have ever called ``progress``.
     """
 
     def __init__(self, note: Callable[[Event], None]) -> None:
         self._note = note
         self._has_warned = False
-        self.reporters: set[int] = set()
 
     def find(self, workers: Workers, group: Sequence[Worker]) -> RunResult | None:
         """Look at the workers; returns the failure of the hung workers, or None.

@@ -40,7 +40,6 @@ class ProcessTree:
     Attributes:
         token: random, and in the environment of the workers and what they start.
         environment: what to add to the environment of a worker.
-        spared: pids that ``look``, ``stop`` and ``kill`` leave alone; the reaper ends them with the tree.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -48,7 +47,7 @@ class ProcessTree:
         self.token = os.urandom(16).hex()
         # An agent that is another agent's worker belongs to that agent's tree, and so do its own workers.
         self.environment = {TOKEN_VARIABLE: f"{os.environ.get(TOKEN_VARIABLE, '')} {self.token}".lstrip()}
-        self.spared: set[int] = set()
+        self._spared: set[int] = set()
         self._lock = threading.Lock()
         self._members: dict[int, Process] = {}  # as of the last look
         self._handles: dict[tuple[int, int], psutil.Process] = {}
@@ -57,6 +56,14 @@ class ProcessTree:
         self._dead: dict[tuple[int, int], float] = {}  # dead children that may be claimed -> when a look first saw them
         self._reaper_client = ReaperClient(self.token)
         self._reaper_client.brief(())
+
+    def spare(self, pid: int) -> None:
+        """Have ``look``, ``stop`` and ``kill`` leave a process alone; the reaper ends it with the tree."""
+        self._spared.add(pid)
+
+    def release(self, pid: int) -> None:
+        """Spare a process no longer."""
+        self._spared.discard(pid)
 
     def adopt_orphans(self) -> None:
         """Make this process the parent of all its descendants' orphans.
@@ -183,7 +190,7 @@ class ProcessTree:
     @property
     def _strangers(self) -> set[int]:
         """This process and its helpers, which a look must leave out."""
-        return {os.getpid(), *self.spared, *([self._reaper_client.pid] if self._reaper_client.pid else [])}
+        return {os.getpid(), *self._spared, *([self._reaper_client.pid] if self._reaper_client.pid else [])}
 
     def _tree_of(self, children: Iterable[Process], workers: Collection[int]) -> list[Process]:
         """This process' children that belong to the tree.

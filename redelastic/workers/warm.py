@@ -16,6 +16,7 @@ from torch.distributed.elastic.agent.server.api import WorkerSpec
 from redelastic.rendezvous.addresses import INTERFACE_VARIABLES
 from redelastic.torch_internals import starting_workers_with, substitute_local_rank
 
+from .processes import ProcessTree
 from .template import Fork, Template, TemplateError
 
 log = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ class WarmStart:
         spec: of the workers.
         modules: what to import in the template.
         environment: what workers have in addition to this process' own.
-        spared: gets the pid of the template, which is not a worker.
+        tree: of the workers, which has to spare the template.
         is_hurried: whether this node is about to leave, so that no template is worth waiting for.
     """
 
@@ -71,12 +72,12 @@ class WarmStart:
         spec: WorkerSpec,
         modules: Sequence[str],
         environment: Mapping[str, str],
-        spared: set[int],
+        tree: ProcessTree,
         is_hurried: Callable[[], bool],
     ) -> None:
         arguments = substitute_local_rank(spec.args, spec.local_world_size - 1)
         self._command = [str(spec.entrypoint), *arguments]
-        self._modules, self._own_environment, self._spared = modules, environment, spared
+        self._modules, self._own_environment, self._tree = modules, environment, tree
         self._is_hurried = is_hurried
         self._lock = threading.Lock()
         self._template: Template | None = None
@@ -176,7 +177,7 @@ class WarmStart:
         except OSError as e:
             self._give_up(f"the template could not be started: {e}")
         else:
-            self._spared.add(self._template.pid)
+            self._tree.spare(self._template.pid)
 
     def _settle(self, template: Template, timeout: float) -> bool:
         """Whether a template can fork, once it has imported everything; it has ``timeout`` seconds from its start."""
@@ -204,7 +205,7 @@ class WarmStart:
         if self._template is not None:
             self._template.close()
             if not self._template.lives():  # a living one stays spared
-                self._spared.discard(self._template.pid)
+                self._tree.release(self._template.pid)
             self._template = None
 
 

@@ -22,6 +22,7 @@ from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
 from redelastic.agent import AgentOptions, RedisElasticAgent
+from redelastic.agent.monitor import STALL_TIMEOUT
 from redelastic.monitoring.events import Barred, Drain, Hung, Left, Lost, Refused, Saved, Stopped
 from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.node import RunStoppedError
@@ -452,7 +453,7 @@ def test_livez_fails_when_the_loop_has_stalled(new_node: NodeFactory, tmp_path: 
     class Stalling(RedisElasticAgent):
         def _act_on_requests(self) -> None:
             super()._act_on_requests()
-            self._monitor.due_by = time.monotonic()  # as if STALL_TIMEOUT and more had passed
+            self._monitor.allow(-STALL_TIMEOUT)  # as if that and more had passed
             entered.set()
             assert release.wait(LIMIT)
 

@@ -78,9 +78,9 @@ class Workers:
         reporters: set[int] | None = None,
     ) -> None:
         self.board, self.now = board, 1000.0
-        self.reporters = {0, 1, 2} if reporters is None else reporters  # in earlier rounds
+        earlier = {0, 1, 2} if reporters is None else reporters
         start = timeout if start_timeout is None else start_timeout
-        self.watch = HangWatch(board, timeout, start, self.reporters, clock=lambda: self.now)
+        self.watch = HangWatch(board, timeout, start, earlier, clock=lambda: self.now)
         self.running = {0, 1, 2}
 
     def call(self, *local_ranks: int) -> None:
@@ -163,7 +163,7 @@ def test_a_worker_that_has_never_called_does_not_hang(board: ProgressBoard) -> N
     assert workers.after(1.9) == {}
     assert workers.watch.silent == [2]
     assert sorted(workers.after(1)) == [0, 1]
-    assert workers.reporters == {0, 1}
+    assert workers.watch.reporters == {0, 1}
 
 
 def test_a_worker_that_has_called_in_an_earlier_round_may_hang_before_its_first_call(board: ProgressBoard) -> None:
@@ -175,7 +175,7 @@ def test_a_worker_that_has_called_in_an_earlier_round_may_hang_before_its_first_
 
 def test_idle_time_counts_from_the_call_and_not_from_the_look_that_saw_it(board: ProgressBoard) -> None:
     workers = Workers(board, timeout=2)
-    workers.watch = HangWatch(board, 2, 2, workers.reporters, interval=1, clock=lambda: workers.now)
+    workers.watch = HangWatch(board, 2, 2, {0}, interval=1, clock=lambda: workers.now)
     workers.running = {0}
     workers.now += 0.3
     workers.call(0)

@@ -44,7 +44,7 @@ def test_the_tree_is_killed_and_nothing_else(
 ) -> None:
     worker = start(DAEMON)
     helper = psutil.Popen(["sleep", str(LIFE)], env={**os.environ, **tree.environment}, start_new_session=True)
-    tree.spared.add(helper.pid)
+    tree.spare(helper.pid)
     pids = said(tmp_path, "worker", "left")
     assert [p.pid for p in tree.look([worker.pid])] == [worker.pid], "a look follows only children"
     assert set(tree.kill([worker.pid])) == {p.pid for p in pids.values()}

@@ -41,7 +41,8 @@ def make(tmp_path: Path, spared: set[int]) -> Iterator[Callable[..., WarmStart]]
     def start(*modules: str, is_hurried: Callable[[], bool] = lambda: False) -> WarmStart:
         arguments = ("-u", str(tmp_path / "script.py"), "--rank=${local_rank}")
         spec: Any = SimpleNamespace(entrypoint=sys.executable, args=arguments, local_world_size=2)
-        made.append(WarmStart(spec, modules, {"OWN": "1"}, spared, is_hurried))
+        tree: Any = SimpleNamespace(spare=spared.add, release=spared.discard)
+        made.append(WarmStart(spec, modules, {"OWN": "1"}, tree, is_hurried))
         return made[-1]
 
     (tmp_path / "model.py").write_text(MODEL)
