@@ -310,5 +310,5 @@ def _cause(change: dict[str, str]) -> Event:
     return decode_cause(change.get("cause", "")) or UNKNOWN
 
 
-def _number(told: str | None) -> int:
-    return int(told) if told and told.isascii() and told.isdecimal() and len(told) < 16 else 0
+def _number(field: str | None) -> int:
+    return int(field) if field and field.isascii() and field.isdecimal() and len(field) < 16 else 0
