@@ -24,6 +24,7 @@ from redelastic.rendezvous.handler import RedisRendezvousHandler
 from redelastic.rendezvous.node import DrainedError, RunStoppedError
 from redelastic.torch_errors import torch_errors
 from redelastic.torch_internals import close_within, shut_down, shutdown_option
+from redelastic.workers.channels import Pause
 from redelastic.workers.drains import DrainFile, Drains
 from redelastic.workers.group import Workers
 from redelastic.workers.hangs import Hangs
@@ -248,11 +249,16 @@ class RedisElasticAgent(RegroupingAgent):
             size=size,
             reporter=self._reporter,
             note=self._note,
+            pause=self._pause_of_round(),
         )
         self._monitor.begin_round(self._drains, worker_group.spec.max_restarts - self._remaining_restarts)
         ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
         logs = {ranks[local_rank]: path for local_rank, path in workers.logs.items()}
         self._note(Started(size=size, rank=rank, survived=survived, logs=logs))
+
+    def _pause_of_round(self) -> Pause | None:
+        """How this round's workers leave it after a common step; None if they cannot."""
+        return None
 
     def _set_local_rank_env(self, worker_env: dict[str, Any], local_rank: int, spec: WorkerSpec) -> None:
         isolated = spec.virtual_local_rank and bool(self._assignment.gpus)

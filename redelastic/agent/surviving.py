@@ -20,7 +20,7 @@ from redelastic.rendezvous.addresses import INTERFACE_VARIABLES
 from redelastic.rendezvous.handler import DETECTION, EPOCH_VARIABLE, PREFIX_VARIABLE
 from redelastic.rendezvous.node import RunStoppedError
 from redelastic.torch_internals import starting_no_processes
-from redelastic.workers.channels import Parked, WorkerChannels
+from redelastic.workers.channels import Parked, Pause, WorkerChannels
 from redelastic.workers.group import LiveFailure
 
 from .agent import RedisElasticAgent
@@ -82,6 +82,10 @@ class SurvivingAgent(RedisElasticAgent):
             pids: dict[int, Any] = LocalElasticAgent._start_workers(self, worker_group)  # noqa: SLF001
         self._begin_round(worker_group, survived=bool(self._channels and self._channels.parked))
         return pids
+
+    def _pause_of_round(self) -> Pause | None:
+        spec = self._worker_group.spec
+        return Pause(self._channels, spec.local_world_size, self._epoch) if self._channels else None
 
     def _send_rounds(self, environments: dict[int, dict[str, str]]) -> Any:
         of_round = {name: os.environ[name] for name in ROUND_VARIABLES if name in os.environ}
@@ -182,4 +186,8 @@ class SurvivingAgent(RedisElasticAgent):
 
     def _left_by_themselves(self) -> dict[int, Parked]:
         parked = dict(self._channels.parked) if self._channels else {}
-        return {local_rank: one for local_rank, one in parked.items() if one.epoch == self._epoch}
+        return {rank: one for rank, one in parked.items() if one.epoch == self._epoch and not one.paused}
+
+    def _ended_to_regroup(self) -> bool:
+        """Workers end with 0 when all have finished; for a request they pause, unless the script handles its signal."""
+        return self._workers is not None and self._workers.signalled

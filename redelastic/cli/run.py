@@ -158,8 +158,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--admit",
         choices=["now", "saved", "checkpoint"],
         help="when to let this node into a round that trains, which restarts its workers: now; once they were asked to "
-        "save, and have (up to --drain-timeout); or after a checkpoint of the job's own (default: saved; now with "
-        "--survive)",
+        "save, and have (up to --drain-timeout), with --survive once all have paused after a common step; or after a "
+        "checkpoint of the job's own (default: saved)",
     )
     add(
         "--admit-interval",
@@ -281,7 +281,7 @@ def _options(arguments: argparse.Namespace) -> AgentOptions:
 
 def admission(arguments: argparse.Namespace, given: Mapping[str, Any]) -> dict[str, float]:
     """How this node is let in, as parameters of the rendezvous; ``given`` has those of ``--rdzv-conf``."""
-    mode = arguments.admit or ("now" if arguments.survive else "saved")
+    mode = arguments.admit or "saved"
     timeouts = {"now": 0.0, "saved": arguments.drain_timeout, "checkpoint": math.inf}
     if mode not in timeouts:  # argparse does not look at what PET_ADMIT says
         raise ValueError(f"--admit={mode} is invalid: it must be one of {', '.join(timeouts)}.")

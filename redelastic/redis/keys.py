@@ -17,6 +17,8 @@ MAX_KEY_PART: Final = 200
 _ROUND: Final = "round:"  # begins the name of a round's store
 # In a round's store, by rank: the last request to save that was fulfilled, by its id.
 SAVED: Final = "redelastic/saved/{}"
+# The same: the last request for which the node's workers have left the round after the common step.
+PAUSED: Final = "redelastic/paused/{}"
 
 # Braces would move the hash tag, glob characters would widen an ACL pattern, white space breaks tools that split on it.
 _FORBIDDEN: Final = re.compile(r"[\s{}*?\[\]\\^\x00-\x1f\x7f]")

@@ -19,7 +19,7 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousGracefulExitError,
 )
 
-from redelastic.monitoring.events import Failed, Left, decode_cause
+from redelastic.monitoring.events import Failed, Left, Regrouped, decode_cause
 from redelastic.monitoring.sentences import cause
 from redelastic.redis import scripts
 from redelastic.redis.connection import Connection, require_keys_of_types, sanitize
@@ -34,7 +34,7 @@ from redelastic.redis.keys import RunKeys, check_key_part
 
 from . import replies
 from .settings import Settings
-from .view import Round, Save, View
+from .view import Break, Round, Save, View
 from .watch import Watch
 
 log = logging.getLogger(__name__)
@@ -311,6 +311,12 @@ class Node:
         return self.connection.replicas_with(
             key, "completed_at", completed.completed_at, wanted=wanted, block=block, ttl=s.ttl
         )
+
+    def regroup(self) -> None:
+        """Have this node's agent join the next round, and with it all members, unless it is about to."""
+        view = self.view
+        if view.round and not view.broken:
+            self.watch.update(View.regroup, Break(view.round.epoch, Regrouped(node=view.node), 0, member_lost=False))
 
     def drain(self, reason: str, timeout: float) -> None:
         """Drain this node, as on a request to it; it drains even if Redis cannot be reached.

@@ -2,8 +2,11 @@
 
 It consists of two pipes of the agent, which the worker opens through `/proc/<agent>/fd`, and carries lines of JSON:
 
-- agent to worker: `{"round": {variable: value}}`, the environment of the next round; `{"abort": epoch}`, the end of one
-- worker to agent: `{"ready": true}`, once; `{"parked": epoch, "step": n, "why": text}`, when it has left a round
+- agent to worker: `{"round": {variable: value}}`, the environment of the next round; `{"abort": epoch}`, the end of
+  one; `{"pause": epoch}`, all ranks are about to leave it after a common step; `{"settle": epoch}`, to rank 0: choose
+  that step
+- worker to agent: `{"ready": true}`, once; `{"armed": epoch}`, it will leave the round after the chosen step;
+  `{"parked": epoch, "step": n, "why": text, "paused": bool}`, when it has left a round
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -25,7 +25,7 @@ from redelastic.torch_internals import restart_group_names, set_group_timeout
 
 from .channel import MAX_REASON, Channel
 from .cutter import Cutter
-from .state import RoundOverError, State
+from .state import PausedError, RoundOverError, State
 
 MEET_TIMEOUT: Final = timedelta(seconds=5)  # for all ranks of a round to be there
 # To make a group then. gloo waits five times that for a peer to connect. If the peer has died, there is no socket to
@@ -33,6 +33,7 @@ MEET_TIMEOUT: Final = timedelta(seconds=5)  # for all ranks of a round to be the
 MAKE_TIMEOUT: Final = timedelta(seconds=1.5)
 CUT_INTERVAL: Final = 0.01  # between two cuts of a group's sockets, in seconds
 IDLE_INTERVAL: Final = 3600.0  # between looks for a command, which wakes the thread anyway, in seconds
+LAST_STEP: Final = "redelastic/last_step"  # key of the round's store: the step after which all ranks pause
 EPOCH: Final = "REDELASTIC_EPOCH"  # variable of the round's number
 LAUNCHED: Final = ("RANK", "WORLD_SIZE")  # variables of every launcher
 
@@ -121,6 +122,10 @@ class _Survivor:
     """A worker that takes part in one round after the other.
 
     A thread receives the agent's commands; it cuts the group of a round that has ended.
+
+    For a planned change all ranks pause after a common step: no collective is cut, and no step is made twice. The
+    agents ask each worker, and tell rank 0's once all know; it names its next step. No rank can have come further,
+    since that step's collectives need rank 0. Each looks for the step after every commit from then on.
     """
 
     def __init__(self, channel: Channel, state: State, timeout: timedelta, *, verify: bool) -> None:
@@ -128,11 +133,24 @@ class _Survivor:
         self._rounds: queue.SimpleQueue[Mapping[str, str] | None] = queue.SimpleQueue()
         self._epoch = 0  # of the round that this worker is in, or was last
         self._over = 0  # epoch of the newest round that has ended
+        self._pauses = self._settles = 0  # epoch of the round that is to pause; in which this rank chooses the step
+        self._store: dist.Store | None = None  # of the round
         self._cutter: Cutter | None = None  # of the group, while there is one
-        state.end_with(self._is_over)
+        state.call_after_commit(self._leave_if_due)
 
     def _is_over(self) -> bool:
         return self._over >= self._epoch
+
+    def _leave_if_due(self, step: int) -> None:
+        if self._is_over():
+            raise RoundOverError(f"The round ended at step {step}.")
+        if self._pauses != self._epoch or self._store is None:
+            return
+        if self._settles == self._epoch:
+            self._settles = 0
+            self._store.set(LAST_STEP, str(step + 1))
+        elif self._store.check([LAST_STEP]) and step >= int(self._store.get(LAST_STEP)):
+            raise PausedError(f"All ranks pause after step {step}.")
 
     def run(self, train: TrainFunction) -> None:
         threading.Thread(target=self._listen, name="redelastic-channel", daemon=True).start()
@@ -144,17 +162,18 @@ class _Survivor:
             os.environ.update(environment)
             self._epoch = int(environment[EPOCH])
             cutter = self._cutter = Cutter()
-            why = self._take_part(train, cutter)
-            if why is not None:
+            left = self._take_part(train, cutter)
+            if left is not None:
                 cutter.hold()
             with contextlib.suppress(Exception):  # of a group that was cut while it was made
                 if dist.is_initialized():
                     dist.destroy_process_group()
-            self._cutter = None
+            self._cutter = self._store = None
             gc.collect()  # what holds the group in a cycle, such as a DDP of it
-            if why is None:
+            if left is None:
                 return
-            self._channel.send(parked=self._epoch, step=self._state.step, why=why[:MAX_REASON])
+            why, paused = left
+            self._channel.send(parked=self._epoch, step=self._state.step, why=why[:MAX_REASON], paused=paused)
         raise SystemExit("redelastic.survive(): the agent is gone.")
 
     def _listen(self) -> None:
@@ -166,18 +185,27 @@ class _Survivor:
                 if cutter is not None and cutting:
                     cutter.cut()
                 command = self._channel.receive(CUT_INTERVAL if cutting else IDLE_INTERVAL)
-                if command and "abort" in command:
-                    self._over = max(self._over, command["abort"])
-                elif command:
-                    self._rounds.put(command["round"])
+                if command:
+                    self._obey(command)
         self._over = self._epoch
         self._rounds.put(None)
         while (cutter := self._cutter) is not None:
             cutter.cut()
             threading.Event().wait(CUT_INTERVAL)
 
-    def _take_part(self, train: TrainFunction, cutter: Cutter) -> str | None:
-        """Train in one round; returns why this worker has left it, or None if all have finished.
+    def _obey(self, command: Mapping[str, Any]) -> None:
+        if "abort" in command:
+            self._over = max(self._over, command["abort"])
+        elif "pause" in command:
+            self._pauses = command["pause"]
+            self._channel.send(armed=self._pauses)
+        elif "settle" in command:
+            self._settles = command["settle"]
+        else:
+            self._rounds.put(command["round"])
+
+    def _take_part(self, train: TrainFunction, cutter: Cutter) -> tuple[str, bool] | None:
+        """Train in one round; returns why this worker has left it and whether it has paused; None if all have finished.
 
         No reference to the group is left when it returns: the error's frames hold some, until they are cleared.
         """
@@ -191,14 +219,14 @@ class _Survivor:
             cutter.mark()
             set_group_timeout(self._timeout)
             self._state.share(verify=self._verify)
+            self._store = store
             train(_round(store))
             _await_all(store, size)
         except Exception as e:
             if not _is_of_communication(e):
                 raise
-            why = f"{type(e).__name__}: {e}"
             traceback.clear_frames(e.__traceback__)
-            return why
+            return f"{type(e).__name__}: {e}", isinstance(e, PausedError)
         return None
 
 

@@ -45,6 +45,10 @@ class RoundOverError(Exception):
     """The round has ended; :func:`redelastic.survive` catches it and takes part in the next one."""
 
 
+class PausedError(RoundOverError):
+    """All ranks leave the round after a common step."""
+
+
 class Report(NamedTuple):
     """What a process says of its state when a round begins.
 
@@ -104,7 +108,7 @@ class State:
         self.step = 0
         self._survived = False
         self._whole = True
-        self._is_over: Callable[[], bool] = bool
+        self._after_commit: Callable[[int], object] = bool
         for entry in entries.values():
             if isinstance(entry, torch.optim.Optimizer):
                 entry.register_step_pre_hook(self._tear)
@@ -130,12 +134,11 @@ class State:
                 entry.commit()
         self.step, self._whole = new, True
         progress(new)
-        if self._is_over():
-            raise RoundOverError(f"The round ended at step {new}.")
+        self._after_commit(new)
 
-    def end_with(self, is_over: Callable[[], bool]) -> None:
-        """Have :meth:`commit` end the round once ``is_over`` says so."""
-        self._is_over = is_over
+    def call_after_commit(self, check: Callable[[int], object]) -> None:
+        """Have :meth:`commit` call ``check`` with the number of steps; it ends the round by a RoundOverError."""
+        self._after_commit = check
 
     def share(self, *, verify: bool = False) -> None:
         """Give all ranks of the default group the newest committed state; a collective.

@@ -22,12 +22,14 @@ class Parked(NamedTuple):
         epoch: of the round.
         step: number of steps that it has committed.
         why: what made it leave.
+        paused: whether it left after the step that all ranks had agreed upon.
         at: when the agent heard of it, on the monotonic clock in seconds.
     """
 
     epoch: int
     step: int
     why: str
+    paused: bool
     at: float
 
 
@@ -40,6 +42,7 @@ class WorkerChannels:
 
     Attributes:
         ready: local ranks of the workers that can enter a round.
+        armed: the last round that a worker will leave after an agreed step, by local rank.
         parked: the last round that a worker has left, by local rank.
 
     Raises:
@@ -48,6 +51,7 @@ class WorkerChannels:
 
     def __init__(self, workers: int, notify: Callable[[], None]) -> None:
         self.ready: set[int] = set()
+        self.armed: dict[int, int] = {}
         self.parked: dict[int, Parked] = {}
         self._notify = notify
         self._names: list[str] = []
@@ -86,6 +90,15 @@ class WorkerChannels:
         for local_rank in range(len(self._commands)):
             self._send(local_rank, {"abort": epoch})
 
+    def pause(self, epoch: int) -> None:
+        """Tell all workers that all ranks are about to leave a round after a common step."""
+        for local_rank in range(len(self._commands)):
+            self._send(local_rank, {"pause": epoch})
+
+    def settle(self, epoch: int) -> None:
+        """Have the first worker, which is rank 0, choose that step: every worker of the round knows that one comes."""
+        self._send(0, {"settle": epoch})
+
     def _send(self, local_rank: int, command: Mapping[str, Any]) -> None:
         os.write(self._commands[local_rank], json.dumps(command).encode() + b"\n")
 
@@ -108,10 +121,45 @@ class WorkerChannels:
             reply = json.loads(line)
             if "parked" in reply:
                 epoch, step, why = int(reply["parked"]), int(reply["step"]), clean(str(reply["why"]))[:MAX_REASON]
-                self.parked[local_rank] = Parked(epoch, step, why, time.monotonic())
+                self.parked[local_rank] = Parked(epoch, step, why, reply.get("paused") is True, time.monotonic())
+            elif "armed" in reply:
+                self.armed[local_rank] = int(reply["armed"])
             elif reply["ready"]:
                 self.ready.add(local_rank)
 
     def close(self) -> None:
         """Close the channels; workers that still run end."""
         self._closing.close()
+
+
+class Pause:
+    """How the workers of a round leave it after a common step, as one of its nodes has its own do.
+
+    Args:
+        channels: to this node's workers.
+        workers: how many there are.
+        epoch: of the round.
+    """
+
+    def __init__(self, channels: WorkerChannels, workers: int, epoch: int) -> None:
+        self._channels, self._workers, self._epoch = channels, range(workers), epoch
+        self._has_asked = self._has_settled = False
+
+    def arm(self) -> bool:
+        """Tell the workers that the step is about to be chosen; returns whether all of them know."""
+        if not self._has_asked:
+            self._has_asked = True
+            self._channels.pause(self._epoch)
+        return all(self._channels.armed.get(local_rank) == self._epoch for local_rank in self._workers)
+
+    def settle(self) -> None:
+        """Have rank 0, which is this node's first worker, choose the step: the workers of all nodes know."""
+        if not self._has_settled:
+            self._has_settled = True
+            self._channels.settle(self._epoch)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all of this node's workers have left the round."""
+        parked = self._channels.parked
+        return all(rank in parked and parked[rank].epoch == self._epoch for rank in self._workers)

@@ -1,4 +1,4 @@
-"""Drains and other saves: the workers of the whole job save, then a node leaves or is let in; and the drain file."""
+"""Drains and other saves: all workers of the job save or pause, then a node leaves or is let in; and the drain file."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from redelastic.agent.background import BackgroundReporter
 from redelastic.monitoring.control import RESAVE_INTERVAL
 from redelastic.monitoring.events import Event, Saved
 from redelastic.redis.connection import STREAM_START, place_of
-from redelastic.redis.keys import SAVED
+from redelastic.redis.keys import PAUSED, SAVED
 from redelastic.rendezvous.node import DrainedError, Node
 from redelastic.rendezvous.view import Drain, Save
 from redelastic.store import RedisStore, RoundBrokenError
 
+from .channels import Pause
 from .group import Workers
 
 log = logging.getLogger(__name__)
@@ -28,15 +29,72 @@ SHORTEST_PAUSE: Final = 0.01  # in seconds
 MAX_LOGGED_DRAINS: Final = 8  # how many draining nodes the log names in one round
 
 
+class Stage:
+    """What each node of a round has to do for a request, such as to have its workers save.
+
+    A node that has done it records the request's place in the run's stream in the round's store.
+
+    Args:
+        key: of what is recorded, with a place for the rank.
+        store: of the round.
+        rank: of this node.
+        size: number of nodes in the round.
+        reporter: queries the store in the background: it takes long while Redis is away.
+    """
+
+    def __init__(self, key: str, store: RedisStore, rank: int, size: int, reporter: BackgroundReporter) -> None:
+        self._key, self._store, self._rank, self._reporter = key, store, rank, reporter
+        self._announced = STREAM_START  # the last request for which this node has recorded that it is done
+        self._done = dict.fromkeys(range(size), STREAM_START)  # the last one that each other node has done, as known
+        self._done.pop(rank)
+        self._is_looking = False
+
+    def announce(self, place: tuple[int, int]) -> None:
+        """Record that this node has done what a request asks for."""
+        if place > self._announced:
+            self._announced = place
+            self._reporter.send(partial(self._record, place))
+
+    def _record(self, place: tuple[int, int]) -> None:
+        try:
+            self._store.set(self._key.format(self._rank), "{}-{}".format(*place))
+        except RoundBrokenError:
+            pass  # the members regroup, and no node waits for this
+        except Exception:
+            self._announced = STREAM_START  # the next look sends it again
+            raise
+
+    def is_done_by_others(self, place: tuple[int, int]) -> bool:
+        """Whether all other nodes are known to have done it; if not, the reporter looks."""
+        if not self._done:
+            return True
+        if place == STREAM_START:  # this node has not heard of the request
+            return False
+        missing = [rank for rank, done in self._done.items() if done < place]
+        if missing and not self._is_looking:
+            self._is_looking = True
+            self._reporter.send(partial(self._look, missing))
+        return not missing
+
+    def _look(self, ranks: list[int]) -> None:
+        try:
+            places = self._store.peek([self._key.format(rank) for rank in ranks])
+            self._done |= {rank: place_of(done or b"") for rank, done in zip(ranks, places, strict=True)}
+        finally:
+            self._is_looking = False
+
+
 class Drains:
     """The drains and other saves of one round, as seen by one of its nodes.
 
     A drain makes all workers of the round save, unless they were asked to moments ago: one save serves all nodes that
     drain together. So does a node that waits to be let in, or somebody who asks for a checkpoint. These requests are
-    ordered by the wake-ups that announce them. Each node records in the round's store the last one its workers have
-    saved for. A draining node leaves when all have saved for its own, its time is up, or the round is broken anyway;
-    rank 0 lets new nodes in when all have. If many nodes drain together, wake-ups announce only a few; the first of
-    these that leaves ends the round for the others too.
+    ordered by the wake-ups that announce them. A draining node leaves when all have saved for its own, its time is up,
+    or the round is broken anyway; rank 0 lets new nodes in when all have. If many nodes drain together, wake-ups
+    announce only a few; the first of these that leaves ends the round for the others too.
+
+    Workers that can pause keep their state in memory: they save only for a drain, and all leave the round after a
+    common step before the node leaves or is let in.
 
     Args:
         node: this one.
@@ -46,6 +104,7 @@ class Drains:
         size: number of nodes in the round.
         reporter: queries the store in the background.
         note: records an event of this node.
+        pause: of the workers, if they can.
     """
 
     def __init__(
@@ -58,9 +117,13 @@ class Drains:
         size: int,
         reporter: BackgroundReporter,
         note: Callable[[Event], None],
+        pause: Pause | None = None,
     ) -> None:
-        self._node, self._workers, self._store, self._rank = node, workers, store, rank
-        self._reporter, self._note = reporter, note
+        self._node, self._workers, self._rank, self._reporter = node, workers, rank, reporter
+        self._note, self._pause = note, pause
+        self._saved, self._paused = (Stage(key, store, rank, size, reporter) for key in (SAVED, PAUSED))
+        self._paused_at = math.inf  # when the workers had paused, on the monotonic clock
+        self._awaits_save = False  # whether the workers were asked to save, or do so by themselves
         self._until: dict[str, float] = {}  # node -> when its drain's time is up, on the monotonic clock
         self._by_signal = False  # whether they were also asked by signal
         self._heard_at = -math.inf  # when this node last heard of a request, on the same clock
@@ -71,10 +134,6 @@ class Drains:
         self._has_noted = True  # and whether the outcome has been noted
         self._heard_of = STREAM_START  # the last request to save that is no drain
         self._admitted = STREAM_START  # the last one for which new nodes were let in
-        self._announced = STREAM_START  # the last request for which the store says that this node's workers have saved
-        self._saved_for = dict.fromkeys(range(size), STREAM_START)  # the last request that each rank has saved for
-        self._saved_for.pop(rank)
-        self._counting = False  # whether the reporter is about to look
 
     @property
     def own(self) -> bool:
@@ -84,6 +143,8 @@ class Drains:
     @property
     def admits(self) -> bool:
         """Whether workers were asked to save, and new nodes are then let in: those that end now have saved for that."""
+        if self._pause:  # these never end for that
+            return False
         asked = any(save.node and save.timeout < math.inf for save in self._node.view.saves)
         return asked and time.monotonic() < self._late_at
 
@@ -107,18 +168,37 @@ class Drains:
         self._hear_of_all(drains, saves)
         if not drains and not saves:
             return
-        have_saved = self._workers.have_saved()
-        self._note_outcome(have_saved)
         last = max([drain.place for drain in drains] + [save.place for save in saves])
-        if have_saved and last > self._announced:
-            self._announced = last
-            self._reporter.send(partial(self._announce, last))
+        have_saved = not self._awaits_save or self._workers.have_saved()
+        self._note_outcome(have_saved)
+        if self._pause and (drains or any(save.node for save in saves)):
+            is_done, stage = self._advance_pause(self._pause, last, have_saved), self._paused
+        else:
+            is_done, stage = have_saved, self._saved
+        if is_done:
+            stage.announce(last)
         for drain in drains:
             if drain.node == self._node.id:
-                self._leave_if_done(drain, have_saved)
-        if self._rank == 0 and have_saved:
+                self._leave_if_done(drain, is_done and stage.is_done_by_others(drain.place))
+        if self._rank == 0 and is_done:
             for save in saves:
-                self._admit_if_saved(save)
+                if save.node and save.place > self._admitted and stage.is_done_by_others(save.place):
+                    self._admitted = save.place
+                    self._reporter.send(partial(self._admit, save))
+
+    def _advance_pause(self, pause: Pause, last: tuple[int, int], have_saved: bool) -> bool:
+        """Have the workers pause once all nodes' workers have saved; returns whether this node's have paused."""
+        if have_saved and pause.arm():
+            self._saved.announce(last)
+            if self._rank == 0 and self._saved.is_done_by_others(last):
+                pause.settle()
+        if not pause.is_over:
+            return False
+        now = time.monotonic()
+        self._paused_at = min(self._paused_at, now)
+        if now > max(self._paused_at, self.end) + self._node.settings.lease:  # the node that was to leave has not
+            self._node.regroup()
+        return True
 
     def _hear_of_all(self, drains: list[Drain], saves: list[Save]) -> None:
         for drain in drains:
@@ -143,11 +223,14 @@ class Drains:
     def _hear_of_save(self, save: Save) -> None:
         why = f"{save.node} waits to join" if save.node else save.reason
         self._heard_of, self._heard_at = save.place, time.monotonic()
-        if save.timeout < math.inf:
+        if self._pause and save.node and save.timeout < math.inf:
+            log.info("All workers pause after a common step: %s.", why)
+        elif save.timeout < math.inf:
             log.info("Workers are asked to save (%s): they have %g s.", why, save.timeout)
             self._ask(save.timeout, by_signal=False)
         elif self._heard_at - self._asked_at > RESAVE_INTERVAL:
             log.info("The workers' own next checkpoint is awaited: %s.", why)
+            self._awaits_save = True
             self._workers.await_own_save(leads=self._rank == 0)
 
     def _ask(self, timeout: float, *, by_signal: bool) -> None:
@@ -155,7 +238,7 @@ class Drains:
         now = time.monotonic()
         if now - self._asked_at > RESAVE_INTERVAL or (by_signal and not self._by_signal):
             self._asked_at, self._asked_for, self._has_noted, self._late_at = now, [], False, math.inf
-            self._by_signal = by_signal
+            self._by_signal, self._awaits_save = by_signal, True
             self._asked = self._workers.ask_to_save(by_signal=by_signal)
         self._late_at = min(self._late_at, now + timeout)
 
@@ -165,21 +248,10 @@ class Drains:
             self._has_noted = True
             self._note(Saved(drains=tuple(self._asked_for[:MAX_LOGGED_DRAINS]), asked=self._asked, late=is_late))
 
-    def _leave_if_done(self, own: Drain, have_saved: bool) -> None:
+    def _leave_if_done(self, own: Drain, all_have_saved: bool) -> None:
         over = time.monotonic() >= self._until[own.node]
-        if over or self._node.view.nodes_waiting > 0 or (have_saved and self._have_all_saved_for(own.place)):
+        if over or all_have_saved or self._node.view.nodes_waiting > 0:
             raise DrainedError(own.node, self._node.run_id, own.reason)
-        if own.place > STREAM_START:
-            self._count(own.place)
-
-    def _admit_if_saved(self, save: Save) -> None:
-        if not save.node or save.place <= self._admitted:
-            return
-        if self._have_all_saved_for(save.place):
-            self._admitted = save.place
-            self._reporter.send(partial(self._admit, save))
-        else:
-            self._count(save.place)
 
     def _admit(self, save: Save) -> None:
         try:
@@ -187,32 +259,8 @@ class Drains:
         except Exception:
             self._admitted = STREAM_START  # the next look sends it again
             raise
-
-    def _have_all_saved_for(self, place: tuple[int, int]) -> bool:
-        """Whether all other nodes are known to have saved for a request; it has no place until it was heard of."""
-        return not self._saved_for or (place > STREAM_START and min(self._saved_for.values()) >= place)
-
-    def _announce(self, place: tuple[int, int]) -> None:
-        try:
-            self._store.set(SAVED.format(self._rank), "{}-{}".format(*place))
-        except RoundBrokenError:
-            pass  # the members regroup, and no node waits for this
-        except Exception:
-            self._announced = STREAM_START  # the next look sends it again
-            raise
-
-    def _count(self, place: tuple[int, int]) -> None:
-        """Have the reporter look which nodes' workers have saved: it takes long while Redis is away."""
-        if not self._counting:
-            self._counting = True
-            self._reporter.send(partial(self._look, [rank for rank, saved in self._saved_for.items() if saved < place]))
-
-    def _look(self, ranks: list[int]) -> None:
-        try:
-            places = self._store.peek([SAVED.format(rank) for rank in ranks])
-            self._saved_for |= {rank: place_of(saved or b"") for rank, saved in zip(ranks, places, strict=True)}
-        finally:
-            self._counting = False
+        if self._pause:
+            self._node.regroup()  # the new node may have gone meanwhile
 
 
 class DrainFile:

@@ -18,7 +18,7 @@ class SurvivingJob(AgentJob):
     """Nodes whose workers run `workers/surviving.py`."""
 
     def begin(self, *names: str, options: tuple[str, ...] = (), **more: Any) -> None:
-        self.start(*names, script=SCRIPT, options=("--survive", *options), **more)
+        self.start(*names, script=SCRIPT, options=("--survive", "--admit=saved", *options), **more)
 
     def pids(self, epoch: int) -> dict[str, set[int]]:
         """The workers' processes in a round, by node."""
@@ -31,6 +31,10 @@ class SurvivingJob(AgentJob):
     def committed(self) -> list[int]:
         """Each step that rank 0 has made, in order."""
         return [line.step for line in self.lines("step") if line.rank == 0]
+
+    def begun(self, pid: int) -> list[int]:
+        """Each step that a process has begun, in order."""
+        return [line.step for line in self.lines("begin") if line.pid == pid]
 
     def end(self, *names: str) -> None:
         """Let the job finish; all must have the weights and the loss of a run in one process."""

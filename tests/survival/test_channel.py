@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from redelastic.survival.channel import VARIABLE, Channel
-from redelastic.workers.channels import WorkerChannels
+from redelastic.workers.channels import Pause, WorkerChannels
 from tests.support.waiting import Within
 
 until = Within(20)
@@ -39,6 +39,10 @@ def test_commands_and_replies_arrive(channels: WorkerChannels, monkeypatch: pyte
     assert first.receive(10) == {"round": {"RANK": "3", "ODD": "ä\n"}}
     assert first.receive(10) == {"abort": 7}
     assert second.receive(10) == {"abort": 7}
+    channels.pause(8)
+    channels.settle(8)
+    assert first.receive(10) == second.receive(10) == {"pause": 8}
+    assert first.receive(10) == {"settle": 8}
     assert second.receive(0.01) is None
     first.send(parked=7, step=12, why="\x1b[1ma peer is gone")
     until(lambda: 0 in channels.parked, "the worker has parked")
@@ -46,6 +50,28 @@ def test_commands_and_replies_arrive(channels: WorkerChannels, monkeypatch: pyte
     assert (parked.epoch, parked.step) == (7, 12)
     assert parked.why.endswith("a peer is gone")
     assert parked.why.isprintable()
+    assert not parked.paused
+
+
+def test_a_round_is_left_by_all_once_all_know_of_it(channels: WorkerChannels, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = workers = [enter(channels, local_rank, monkeypatch) for local_rank in range(2)]
+    pause = Pause(channels, 2, epoch=3)
+    assert not pause.arm()
+    first.send(armed=3)
+    second.send(armed=2)
+    until(lambda: channels.armed == {0: 3, 1: 2}, "one knows of it, one of an earlier one")
+    assert not pause.arm()
+    second.send(armed=3)
+    until(pause.arm, "both know")
+    for _ in range(2):
+        pause.settle()
+    assert [first.receive(10), first.receive(10), first.receive(0.01)] == [{"pause": 3}, {"settle": 3}, None]
+    assert [second.receive(10), second.receive(0.01)] == [{"pause": 3}, None]
+    for worker in workers:
+        assert not pause.is_over
+        worker.send(parked=3, step=5, why="", paused=True)
+    until(lambda: pause.is_over, "both have left")
+    assert all(parked.paused for parked in channels.parked.values())
 
 
 def test_what_is_no_reply_is_ignored(channels: WorkerChannels, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,8 +60,12 @@ def test_a_commit_counts_steps_and_ends_a_round_that_is_over() -> None:
     assert state.step == 10
     with pytest.raises(ValueError, match=r"commit\(10\) does not follow step 10"):
         state.commit(10)
-    state.end_with(lambda: True)
-    with pytest.raises(RoundOverError):
+
+    def end(step: int) -> None:
+        raise RoundOverError(f"after {step}")
+
+    state.call_after_commit(end)
+    with pytest.raises(RoundOverError, match="after 11"):
         state.commit()
     assert state.step == 11, "the step counts"
 

@@ -6,15 +6,19 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Final
 
 import psutil
 import pytest
 
 from redelastic.monitoring.events import Failed, Left, Started, Stopped
+from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
 from tests.support.agent_job import DRAINED, FAILED, STOPPED
 from tests.support.surviving_job import SurvivingJob
 from tests.support.torchrun_job import PATIENT
+
+EAGER: Final = {"last_call_timeout": 0}  # two nodes wait for no third
 
 pytestmark = pytest.mark.timeout(400)  # above what waits take together: they say what did not happen
 
@@ -75,16 +79,47 @@ def test_a_killed_worker_costs_the_others_nothing(job: SurvivingJob) -> None:
     assert not psutil.pid_exists(victim)
 
 
-@pytest.mark.fault("a drained node's peers survive", "they go on in the same processes")
-def test_a_drain_keeps_the_others_processes(job: SurvivingJob) -> None:
-    job.begin("a", "b", "c")
-    first = job.wait_round("abc")
+@pytest.mark.fault(
+    "a node joins or drains whose peers survive", "they go on in the same processes; no step is made twice"
+)
+def test_planned_changes_cost_no_step(job: SurvivingJob) -> None:
+    job.begin("a", "b", conf=EAGER)
+    first = job.wait_round("ab")
     before = job.pids(first)
-    job.nodes["b"].terminate()
-    assert job.wait_end("b") == DRAINED
-    second = job.wait_round("ac", first)
-    assert job.pids(second) == {name: before[name] for name in "ac"}
-    job.end("a", "c")
+    job.begin("c", conf=EAGER)
+    second = job.wait_round("abc", first)
+    assert {name: pids for name, pids in job.pids(second).items() if name != "c"} == before
+    leaver = job.by_rank(second)[0].name
+    job.nodes[leaver].terminate()
+    assert job.wait_end(leaver) == DRAINED
+    left = [name for name in "abc" if name != leaver]
+    third = job.wait_round(left, second)
+    assert job.pids(third) == {name: job.pids(second)[name] for name in left}
+    job.end(*left)
+    for pid in set().union(*before.values()):
+        steps = job.begun(pid)
+        assert steps == list(range(len(steps))), "each once"
+    [newcomer] = job.pids(second)["c"]
+    begun = job.begun(newcomer)
+    assert begun == list(range(begun[0], begun[-1] + 1))
+
+
+@pytest.mark.fault(
+    "a new node for which all workers have paused is gone", "they go on without it, in the same processes"
+)
+def test_a_pause_for_a_node_that_is_gone(server: RedisServer, tmp_path: Path) -> None:
+    with SurvivingJob(server, tmp_path, "2:3", nproc=2, conf=PATIENT) as job:
+        job.begin("a", "b", conf=EAGER)
+        first = job.wait_round("ab")
+        before = job.pids(first)
+        asked = {"event": "save", "node": "c-1-0", "timeout": "30000", "epoch": str(first)}
+        with server.get_client() as client:
+            client.xadd(RunKeys(job.run_id).wake, asked)
+        second = job.wait_round("ab", first)
+        assert job.pids(second) == before
+        job.end("a", "b")
+        for pid in set().union(*before.values()):
+            assert job.begun(pid) == list(range(len(job.begun(pid)))), "each once"
 
 
 @pytest.mark.fault("a node is frozen whose peers survive, and thaws", "it goes on with its process, in the next round")

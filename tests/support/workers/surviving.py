@@ -88,6 +88,7 @@ def main(directory: Path) -> None:
         nonlocal final_loss
         ddp = DistributedDataParallel(model)
         for batch in batches:
+            record("begin", step=state.step)
             if told("fail"):
                 (directory / f"fail-{node}").unlink()
                 raise ValueError(f"the worker of node {node} was told to fail at step {state.step}")
