@@ -90,6 +90,7 @@ class Campaign:
             assert after[name] == before[name], f"{kind}: {name} survives in its processes" + self.job.report()
         self._sample(kept)
         if kind in PLANNED:
+            self._check_each_step_once({pid for name in kept for pid in after[name]}, struck)
             struck = max(line.time for line in self.job.lines("step") if line.epoch == epoch)
         return kind, self._recovered(kept, epoch, struck)
 
@@ -155,6 +156,15 @@ class Campaign:
                 assert line.step == expected, f"not step {expected}: {line}"
                 next_step[line.pid] = line.step + 1
                 newest = max(newest, line.step + 1)
+
+    def _check_each_step_once(self, pids: set[int], since: float) -> None:
+        """These workers have not even begun a step twice since then."""
+        begun: defaultdict[int, list[int]] = defaultdict(list)
+        for line in self.job.lines("begin"):
+            if line.pid in pids and line.time >= since:
+                begun[line.pid].append(line.step)
+        for steps in begun.values():
+            assert steps == list(range(steps[0], steps[0] + len(steps))), steps
 
     # -- faults
 
