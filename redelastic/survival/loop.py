@@ -152,6 +152,10 @@ class _Survivor:
         elif self._store.check([LAST_STEP]) and step >= int(self._store.get(LAST_STEP)):
             raise PausedError(f"All ranks pause after step {step}.")
 
+    def _raise_if_over(self) -> None:
+        if self._is_over():
+            raise RoundOverError("The round ended before this worker had entered it.")
+
     def run(self, train: TrainFunction) -> None:
         threading.Thread(target=self._listen, name="redelastic-channel", daemon=True).start()
         self._channel.send(ready=True)
@@ -210,10 +214,11 @@ class _Survivor:
         No reference to the group is left when it returns: the error's frames hold some, until they are cleared.
         """
         try:
-            if self._is_over():
-                raise RoundOverError("The round ended before this worker could enter it.")  # noqa: TRY301
+            self._raise_if_over()
             store, rank, size = next(dist.rendezvous("env://", timeout=MEET_TIMEOUT))
+            self._raise_if_over()  # no abort ends one of these waits, and together they outlast --park-timeout
             store.wait([_count_in(store, size, "met")], MEET_TIMEOUT)
+            self._raise_if_over()
             restart_group_names()
             dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=MAKE_TIMEOUT)
             cutter.mark()
