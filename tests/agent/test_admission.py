@@ -87,7 +87,7 @@ def test_a_checkpoint_is_asked_for_and_a_run_saves_before_it_is_stopped(server: 
         (("--drain-timeout=90",), {"admit_timeout": 90.0, "admit_interval": 10.0}),
         (("--admit=now", "--admit-interval=0"), {"admit_timeout": 0.0, "admit_interval": 0.0}),
         (("--admit=checkpoint",), {"admit_timeout": float("inf"), "admit_interval": 10.0}),
-        (("--survive",), {"admit_timeout": 0.0, "admit_interval": 0.0}),
+        (("--survive",), {"admit_timeout": 30.0, "admit_interval": 0.0}),
         (("--rdzv-conf=admit_timeout=5",), {"admit_interval": 10.0}),
         (("--rdzv-conf=admit_timeout=5", "--admit=now"), {"admit_timeout": 0.0, "admit_interval": 10.0}),
     ],
