@@ -420,7 +420,7 @@ def test_standalone_needs_nothing(tmp_path: Path) -> None:
             str(train),
             str(tmp_path),
         ],
-        env=env | {"TEST_NODE": "a", "OMP_NUM_THREADS": "1"},
+        env=env | {"TEST_NODE": "a", "TEST_GLOO": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=LIMIT,

@@ -1,4 +1,4 @@
-"""Real torchrun over the plugin: unmodified DDP scripts on gloo, and every way in which a node can go or come.
+"""Real torchrun over the plugin: data-parallel scripts, and every way in which a node can go or come.
 
 Each test prints how long recovery from a fault took (`pytest -s`); none asserts it.
 """
@@ -42,7 +42,7 @@ def test_any_node_may_be_killed(server: RedisServer, tmp_path: Path) -> None:
 )
 def test_a_lost_node_costs_nobody_a_restart(server: RedisServer, tmp_path: Path) -> None:
     """torchrun's default is no restart at all, and gloo's workers fail before the dead node's lease has run out."""
-    with Job(server, tmp_path, "1:3", conf={"keep_alive_interval": 1}) as job:
+    with Job(server, tmp_path, "1:3", conf={"keep_alive_interval": 1}, gloo=True) as job:
         names = set("abc")
         job.start(*names, max_restarts=0)
         epoch = job.wait_round(names)

@@ -21,6 +21,7 @@ import pytest
 
 from redelastic.redis.server import RedisServer
 from tests.support import fault_matrix, launchers
+from tests.support.long_tests import LONG
 from tests.support.workers.train import reference
 
 if TYPE_CHECKING:
@@ -141,6 +142,7 @@ class Job:
         nproc: workers per node.
         conf: overrides of `CONF`.
         agent: whether to start nodes with `redelastic run` and our agent; else with torchrun.
+        gloo: whether workers of `train.py` use torch, as they do in long runs.
     """
 
     def __init__(
@@ -152,8 +154,9 @@ class Job:
         nproc: int = 1,
         conf: Mapping[str, float] | None = None,
         agent: bool = False,
+        gloo: bool = LONG,
     ) -> None:
-        self._agent = agent
+        self._agent, self._gloo = agent, gloo
         self.server, self.directory, self.nnodes, self.nproc = server, directory, nnodes, nproc
         self.min_nodes, self.max_nodes = (int(n) for n in nnodes.split(":"))
         self.run_id = f"job-{uuid.uuid4().hex[:12]}"
@@ -217,6 +220,8 @@ class Job:
         if earlier := self.nodes.get(name):
             earlier.process.wait(LIMIT)
         own = {"REDELASTIC_REDIS_URL": self.server.url, "OMP_NUM_THREADS": "1", "TEST_NODE": name}
+        if self._gloo:
+            own["TEST_GLOO"] = "1"
         environment = {**os.environ, **own, TOKEN: self._token, **(env or {})}
         self.nodes[name] = Node(name, command, environment, self.directory)
 

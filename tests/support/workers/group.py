@@ -1,4 +1,4 @@
-"""A process group with one collective, for workers in tests of the agent: importing torch takes 2 s.
+"""A process group with two collectives, for workers in tests of the agent: importing torch takes 2 s.
 
 Like gloo's: its first rank is at MASTER_ADDR, a collective waits for all, and fails once a peer has ended.
 """
@@ -9,14 +9,16 @@ import os
 import socket
 import struct
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 
 class Group:
     """The workers of a round; a collective raises ConnectionError when one of them has ended."""
 
     def __init__(self) -> None:
-        self.rank, self._size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         # The first rank's peers: all others; theirs: the first. File descriptors, since the system closes these when
         # this process ends, not earlier: of two that fail, the first is the one that failed by itself.
         self._peers: list[int] = []
@@ -31,7 +33,7 @@ class Group:
                 new = port.with_suffix(".new")
                 new.write_text(str(server.getsockname()[1]))
                 new.replace(port)
-                self._peers = [server.accept()[0].detach() for _ in range(1, self._size)]
+                self._peers = [server.accept()[0].detach() for _ in range(1, self.size)]
         else:
             while not port.exists():
                 time.sleep(0.02)
@@ -39,10 +41,17 @@ class Group:
 
     def maximum(self, *numbers: int) -> list[int]:
         """The elementwise maximum over all ranks' numbers."""
-        form = struct.Struct(f"{len(numbers)}q")
+        return self._reduce(max, "q", numbers)
+
+    def total(self, *numbers: float) -> list[float]:
+        """The elementwise sum over all ranks' numbers."""
+        return self._reduce(lambda *all_ranks: sum(all_ranks), "d", numbers)
+
+    def _reduce(self, reduction: Callable[..., Any], kind: str, numbers: tuple[Any, ...]) -> list[Any]:
+        form = struct.Struct(f"{len(numbers)}{kind}")
         if self.rank == 0:
             told = [numbers, *(form.unpack(_read(peer, form.size)) for peer in self._peers)]
-            numbers = tuple(map(max, zip(*told, strict=True)))
+            numbers = tuple(map(reduction, *told)) if len(told) > 1 else numbers
         for peer in self._peers:
             os.write(peer, form.pack(*numbers))
         return list(numbers) if self.rank == 0 else list(form.unpack(_read(self._peers[0], form.size)))

@@ -1,9 +1,8 @@
 """A training script for torchrun, free of redelastic except for the epoch: data-parallel, checkpoint, resume.
 
-Gradients are summed on gloo by hand: at their first step, DDP and an optimizer import as much again as torch itself.
-
 Step k trains on samples k*BATCH … k*BATCH+BATCH-1, dealt out by rank, whatever the world size: the weights after n
 steps are known (`reference`). Each checkpoint holds its lineage: the steps that made it and the epoch of each.
+Gradients are summed by `group.py`, or by torch and gloo if TEST_GLOO is set: importing torch takes 2 s.
 
 Usage: train.py DIRECTORY. Everything happens in that directory; files there steer it:
   finish       all ranks stop together after the step at which rank 0 saw it
@@ -14,76 +13,113 @@ Usage: train.py DIRECTORY. Everything happens in that directory; files there ste
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
 
-import torch
-import torch.distributed as dist
-
 BATCH: Final = 12
-WIDTH: Final = 4
+INPUTS: Final = (0.7, 1.1, 1.3, 1.9)  # the frequencies of a sample's inputs
+TARGET: Final = (1.0, -2.0, 3.0, 0.5)  # the weights to be learnt
 RATE: Final = 0.05
 PACE: Final = 0.1  # cost of a step beyond communication, in seconds
 
 
-def samples(step: int, rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """This rank's samples of the step, with their inputs and targets."""
-    indices = torch.arange(step * BATCH + rank, (step + 1) * BATCH, world)
-    inputs = torch.sin(indices[:, None].double() * torch.tensor([0.7, 1.1, 1.3, 1.9], dtype=torch.float64))
-    return indices, inputs, inputs @ torch.tensor([[1.0], [-2.0], [3.0], [0.5]], dtype=torch.float64)
+def samples(step: int, rank: int, world: int) -> range:
+    """The numbers of this rank's samples of the step."""
+    return range(step * BATCH + rank, (step + 1) * BATCH, world)
 
 
-def gradient(weights: torch.Tensor, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """What these samples contribute to the whole batch's gradient."""
-    weights = weights.detach().requires_grad_()
-    loss = ((inputs @ weights - targets) ** 2).sum() / BATCH
-    return torch.autograd.grad(loss, weights)[0]
+def gradient(weights: list[float], numbers: Iterable[int]) -> list[float]:
+    """What these samples contribute to the whole batch's gradient of the mean squared error."""
+    total = [0.0] * len(weights)
+    for number in numbers:
+        inputs = [math.sin(number * frequency) for frequency in INPUTS]
+        error = sum(i * (weight - target) for i, weight, target in zip(inputs, weights, TARGET, strict=True))
+        total = [t + 2 * error * i / BATCH for t, i in zip(total, inputs, strict=True)]
+    return total
+
+
+def moved(weights: list[float], total: list[float]) -> list[float]:
+    """The weights after a step."""
+    return [weight - RATE * t for weight, t in zip(weights, total, strict=True)]
 
 
 def reference(steps: int) -> list[float]:
     """The weights after this many steps in one process."""
-    weights = torch.zeros(WIDTH, 1, dtype=torch.float64)
+    weights = [0.0] * len(TARGET)
     for step in range(steps):
-        _, inputs, targets = samples(step, 0, 1)
-        weights -= RATE * gradient(weights, inputs, targets)
-    return [float(w) for w in weights.flatten()]
+        weights = moved(weights, gradient(weights, samples(step, 0, 1)))
+    return weights
+
+
+class Gloo:
+    """What this script needs of a process group, by torch."""
+
+    def __init__(self) -> None:
+        import torch  # takes 2 s
+        import torch.distributed as dist
+
+        self._torch, self._dist = torch, dist
+        dist.init_process_group("gloo")
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+
+    def total(self, *numbers: float) -> list[float]:
+        summed = self._torch.tensor(numbers, dtype=self._torch.float64)
+        self._dist.all_reduce(summed)
+        return [float(number) for number in summed]
+
+    def close(self) -> None:
+        self._dist.destroy_process_group()
+
+
+def new_group(directory: Path) -> Any:
+    """The process group of this round's workers."""
+    if os.environ.get("TEST_GLOO"):
+        return Gloo()
+    from group import Group  # type: ignore[import-not-found]  # beside this script, in no package here
+
+    group = Group()
+    group.connect(directory)
+    return group
 
 
 class Checkpoints:
     """One file per epoch: a worker of an older epoch cannot touch what a newer one wrote."""
 
     def __init__(self, directory: Path, epoch: int) -> None:
-        self._directory, self._epoch = directory, epoch
+        self._directory, self._own = directory, directory / f"checkpoint-{epoch:06}.json"
 
-    def newest(self) -> dict[str, Any]:
+    def adopt_newest(self) -> None:
+        """Make the newest one that of this epoch."""
         found = sorted(self._directory.glob("checkpoint-*.json"))
-        empty = {"lineage": [], "weights": [0.0] * WIDTH}
-        return dict(json.loads(found[-1].read_text())) if found else empty
+        empty = {"lineage": [], "weights": [0.0] * len(TARGET)}
+        self.write(json.loads(found[-1].read_text()) if found else empty)
+
+    def read(self) -> dict[str, Any]:
+        return dict(json.loads(self._own.read_text()))
 
     def write(self, state: dict[str, Any]) -> None:
-        path = self._directory / f"checkpoint-{self._epoch:06}.json"
-        new = path.with_suffix(".new")
+        new = self._own.with_suffix(".new")
         new.write_text(json.dumps(state))
-        new.replace(path)
+        new.replace(self._own)
 
 
 def main(directory: Path) -> None:
-    from record import Recorder  # type: ignore[import-not-found]  # beside this script, which is not in a package here
+    from record import Recorder  # type: ignore[import-not-found]  # beside this script
 
-    dist.init_process_group("gloo")
-    record, rank, world = Recorder(directory), dist.get_rank(), dist.get_world_size()
+    group = new_group(directory)
+    record, rank, world = Recorder(directory), group.rank, group.size
     epoch, node = int(os.environ["REDELASTIC_EPOCH"]), os.environ["TEST_NODE"]
     checkpoints = Checkpoints(directory, epoch)
-    broadcast = [checkpoints.newest() if rank == 0 else None]
-    dist.broadcast_object_list(broadcast)
-    state = broadcast[0]
-    assert state is not None
     if rank == 0:
-        checkpoints.write(state)
-    weights = torch.tensor(state["weights"], dtype=torch.float64).reshape(WIDTH, 1)
+        checkpoints.adopt_newest()
+    group.total(0)  # it is there now, and stays as it is until all have made a step
+    state = checkpoints.read()
+    weights: list[float] = state["weights"]
     lineage: list[list[int]] = state["lineage"]
     record("start", step=len(lineage))
     finishing = False
@@ -93,22 +129,19 @@ def main(directory: Path) -> None:
         if failure.exists():
             failure.unlink()
             raise RuntimeError(f"the worker of node {node} was told to fail at step {step}")
-        indices, inputs, targets = samples(step, rank, world)
-        total = gradient(weights, inputs, targets)
-        dist.all_reduce(total)
-        weights -= RATE * total
-        votes = torch.zeros(BATCH + 1)  # how often each sample of the step was used, and whether rank 0 wants to finish
-        votes[indices - step * BATCH] += 1
-        votes[BATCH] = rank == 0 and (directory / "finish").exists()
-        dist.all_reduce(votes)
-        assert votes[:BATCH].eq(1).all(), f"step {step} used its samples {votes.tolist()} times"
-        finishing = bool(votes[BATCH])
+        numbers = samples(step, rank, world)
+        weights = moved(weights, group.total(*gradient(weights, numbers)))
+        # how often each sample of the step was used, and whether rank 0 wants to finish
+        wants_to_finish = rank == 0 and (directory / "finish").exists()
+        *used, finish = group.total(*(step * BATCH + i in numbers for i in range(BATCH)), wants_to_finish)
+        assert used == [1] * BATCH, f"step {step} used its samples {used} times"
+        finishing = bool(finish)
         lineage.append([step, epoch, world])
         if rank == 0:
-            checkpoints.write({"lineage": lineage, "weights": weights.flatten().tolist()})
+            checkpoints.write({"lineage": lineage, "weights": weights})
         record("step", step=step)
         time.sleep(PACE)
-    dist.destroy_process_group()
+    group.close()
     while (directory / f"linger-{node}").exists() and not (directory / "release").exists():
         record("linger")
         time.sleep(PACE)
