@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import psutil
 import pytest
@@ -23,6 +23,7 @@ import pytest
 from redelastic.cli import main
 from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.addresses import INTERFACE_VARIABLES
+from tests.support import launchers
 from tests.support.long_tests import quick_first, quick_rows
 from tests.support.waiting import Within
 
@@ -40,6 +41,7 @@ OWN: Final = re.compile(
     r"TEST_TOKEN|MASTER_PORT|TORCHELASTIC_(RUN_ID|ERROR_FILE|TIMER_FILE)|REDELASTIC_(AGENT|WORKER|PID_NAMESPACE|EPOCH|KEY_PREFIX)"
 )
 until = Within(LIMIT)
+Process: TypeAlias = "subprocess.Popen[bytes] | launchers.Launcher"
 
 
 @dataclass
@@ -99,9 +101,9 @@ def survivors(token: str) -> list[psutil.Process]:
 
 
 @contextmanager
-def started(arguments: list[str], token: str, env: Mapping[str, str], **more: Any) -> Iterator[subprocess.Popen[str]]:
+def started(arguments: list[str], token: str, env: Mapping[str, str], *files: Any, **more: Any) -> Iterator[Process]:
     """A launcher, of which nothing is left afterwards."""
-    process = subprocess.Popen(arguments, start_new_session=True, text=True, env={**env, TOKEN: token}, **more)
+    process = launchers.start(arguments, {**env, TOKEN: token}, *files, **more)
     try:
         yield process
     finally:
@@ -118,7 +120,7 @@ def run(
     script: Sequence[str],
     env: Mapping[str, str] | None = None,
     *,
-    act: Callable[[subprocess.Popen[str], Path], None] | None = None,
+    act: Callable[[Process, Path], None] | None = None,
 ) -> Ended:
     """Run a launcher to its end; `act` may do something to it meanwhile."""
     out, err = directory.with_suffix(".out"), directory.with_suffix(".err")
@@ -129,9 +131,7 @@ def run(
         out.open("w") as o,
         err.open("w") as e,
         Path(__file__).open() as stdin,
-        started(
-            arguments, token, env=environment(given), stdin=stdin, stdout=o, stderr=e, cwd=directory.parent
-        ) as process,
+        started(arguments, token, environment(given), o, e, stdin=stdin, cwd=directory.parent) as process,
     ):
         if act is not None:
             act(process, directory)
@@ -286,7 +286,7 @@ def test_a_second_attempt(tmp_path: Path) -> None:
         assert not ended.workers(2)
 
 
-def waits(launcher: subprocess.Popen[str], directory: Path, attempt: str = "0-0") -> None:
+def waits(launcher: Process, directory: Path, attempt: str = "0-0") -> None:
     until(lambda: (directory / f"{attempt}-waits.json").exists() or launcher.poll() is not None, "the worker waits")
     assert launcher.poll() is None, "it ended"
 
@@ -296,7 +296,7 @@ def waits(launcher: subprocess.Popen[str], directory: Path, attempt: str = "0-0"
 def test_a_signal_is_handed_on(tmp_path: Path, number: signal.Signals) -> None:
     """The workers get the signal that ends the launcher; both then end with 1."""
 
-    def act(launcher: subprocess.Popen[str], directory: Path) -> None:
+    def act(launcher: Process, directory: Path) -> None:
         waits(launcher, directory)
         launcher.send_signal(number)
         until((directory / f"0-0-{number.name}.json").exists, "the worker got the signal")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import time
 from pathlib import Path
 from typing import Final
@@ -13,6 +12,7 @@ import pytest
 
 from redelastic.monitoring.events import Completed
 from redelastic.redis.server import RedisServer
+from tests.support import launchers
 from tests.support.agent_job import DRAINED, FAILED, REFUSED
 from tests.support.long_tests import quick_first, quick_rows
 from tests.support.torchrun_job import LIMIT, PATIENT
@@ -78,7 +78,7 @@ def test_a_refusal_outlives_redis(own_server: RedisServer, run_id: str, tmp_path
     where = [f"--rdzv-id={run_id}", f"--rdzv-endpoint={own_server.url}", "--rdzv-conf=read_timeout=1,close_timeout=1"]
     check = f"--health-command=kill -9 {own_server.pid}; echo the fan is broken; exit 3"
     command = [*OURS, *where, check, str(UNRULY), str(tmp_path)]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=LIMIT, check=False)
+    done = launchers.run(command, environment(), LIMIT)
     assert done.returncode == REFUSED
     [said] = [line for line in done.stderr.splitlines() if "the fan is broken" in line]
     assert said == f"redelastic run: This node does not join run {run_id!r}: command: the fan is broken."

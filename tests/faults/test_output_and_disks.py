@@ -17,6 +17,7 @@ from redelastic.monitoring.control import RunControl
 from redelastic.redis.connection import Connection
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
+from tests.support import launchers
 from tests.support.agent_job import FAILED, REFUSED, STOPPED, AgentJob
 from tests.support.long_tests import quick_first, quick_rows
 from tests.support.torchrun_job import LIMIT
@@ -32,7 +33,7 @@ pytestmark = pytest.mark.timeout(150)
 @pytest.mark.parametrize("how", quick_first(["--redirects=3", "--tee=3"]))
 def test_100_mb_of_output_into_files(tmp_path: Path, how: str) -> None:
     with (tmp_path / "console").open("wb") as console:
-        done = run(tmp_path, "flood", how, f"--log-dir={tmp_path / 'logs'}", stdout=console, capture_output=False)
+        done = run(tmp_path, "flood", how, f"--log-dir={tmp_path / 'logs'}", stdout=console)
     assert done.returncode == 0
     [log] = (tmp_path / "logs").rglob("stdout.log")
     assert log.stat().st_size == FLOOD
@@ -123,7 +124,9 @@ def _fill(pipe: int) -> None:
 @pytest.mark.parametrize("options", [(), ("--preload=json", "--redirects=3")], ids=["cold", "warm"])
 def test_closed_standard_streams_change_nothing(tmp_path: Path, closed: str, options: tuple[str, ...]) -> None:
     (tmp_path / "finish").touch()
-    assert _end_of(tmp_path, "wait", closed, f"--log-dir={tmp_path / 'logs'}", *options) == 0
+    node = [*OURS, "--standalone", f"--log-dir={tmp_path / 'logs'}", *options, str(UNRULY), str(tmp_path)]
+    shell = ["bash", "-c", f'exec "$@" {closed}', "bash", *node]
+    assert subprocess.run(shell, env=environment("wait"), timeout=LIMIT, check=False).returncode == 0
     assert (tmp_path / "a-started").exists()
 
 
@@ -134,14 +137,9 @@ def test_closed_standard_streams_change_nothing(tmp_path: Path, closed: str, opt
 )
 def test_a_full_stderr_does_not_change_the_exit_code(tmp_path: Path, options: tuple[str, ...], code: int) -> None:
     (tmp_path / "finish").touch()
-    assert _end_of(tmp_path, "fail_at_the_end", "2>/dev/full", *options) == code
-
-
-def _end_of(directory: Path, action: str, redirection: str, *options: str) -> int:
-    """The exit code of one node whose standard streams are redirected."""
-    node = [*OURS, "--standalone", *options, str(UNRULY), str(directory)]
-    shell = ["bash", "-c", f'exec "$@" {redirection}', "bash", *node]
-    return subprocess.run(shell, env=environment(action), timeout=LIMIT, check=False).returncode
+    command = [*OURS, "--standalone", *options, str(UNRULY), str(tmp_path)]
+    with Path("/dev/full").open("wb") as full, (tmp_path / "out").open("wb") as out:
+        assert launchers.start(command, environment("fail_at_the_end"), out, full).wait(LIMIT) == code
 
 
 # -- disks

@@ -15,6 +15,7 @@ from redelastic.monitoring.sentences import sentence
 from redelastic.redis.connection import Connection
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
+from tests.support import launchers
 from tests.support.agent_job import DRAINED, FAILED
 from tests.support.cgroups import limited_memory
 from tests.support.long_tests import quick_rows
@@ -31,7 +32,7 @@ def test_a_script_that_ends_at_once(tmp_path: Path, source: str, code: int) -> N
     script = tmp_path / "script.py"
     script.write_text(source)
     command = [*OURS, "--standalone", "--nproc-per-node=2", str(script)]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=LIMIT, check=False)
+    done = launchers.run(command, environment(), LIMIT)
     assert done.returncode == code
     begun, *rest = done.stderr.splitlines()
     assert "redelastic.rendezvous.handler] Node" in begun

@@ -13,6 +13,7 @@ import ctypes
 import importlib
 import json
 import os
+import re
 import runpy
 import select
 import signal
@@ -20,6 +21,7 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Mapping
@@ -29,9 +31,9 @@ from typing import Any, Final
 from tests.support.long_tests import LONG
 
 PREPARED: Final = ("torch.distributed.run", "redelastic.cli.run", "redelastic.agent.agent", "redelastic.plugin")
-READ_AT_THE_START: Final = ("PYTHON", "LD_", "MALLOC", "TORCH", "OMP_", "LOGLEVEL", "TZ", "LANG", "LC_")
+READ_AT_THE_START: Final = re.compile("PYTHON|LD_|MALLOC|TORCH(?!ELASTIC_)|OMP_|LOGLEVEL|TZ|LANG|LC_")
 NAMESPACES: Final = ("net", "mnt", "uts")
-_OUTPUTS: Final = (1, 2)
+_STREAMS: Final = (0, 1, 2)
 
 
 class Launcher:
@@ -89,10 +91,10 @@ class Template:
         is_module = command[:2] == [sys.executable, "-m"]
         return is_module and read_at_the_start(environment) == self._variables and here == there
 
-    def start(self, command: list[str], environment: Mapping[str, str], out: int, err: int) -> Launcher:
-        request = json.dumps({"module": command[2], "arguments": command[3:], "environment": dict(environment)})
+    def start(self, command: list[str], environment: Mapping[str, str], streams: list[int], cwd: Path) -> Launcher:
+        request = {"module": command[2], "arguments": command[3:], "environment": dict(environment), "cwd": str(cwd)}
         with self._lock:
-            socket.send_fds(self._socket, [request.encode()], [out, err])
+            socket.send_fds(self._socket, [json.dumps(request).encode()], streams)
             while "pid" not in (told := self._receive()):
                 pass
         return Launcher(self, told["pid"])
@@ -124,22 +126,49 @@ class Template:
 
 
 def read_at_the_start(environment: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environment.items() if name.startswith(READ_AT_THE_START)}
+    return {name: value for name, value in environment.items() if READ_AT_THE_START.match(name)}
 
 
 _template: Template | None = None
 
 
-def start(command: list[str], environment: Mapping[str, str], out: Any, err: Any) -> subprocess.Popen[bytes] | Launcher:
-    """Start a launcher in a session of its own, its output in these files."""
+def start(
+    command: list[str],
+    environment: Mapping[str, str],
+    out: Any,
+    err: Any,
+    *,
+    stdin: Any = None,
+    cwd: Path | None = None,
+) -> subprocess.Popen[bytes] | Launcher:
+    """Start a launcher in a session of its own, its output in these files; without a file for it, it has no input."""
     global _template  # noqa: PLW0603  # one for all tests of this process
     if not LONG and _template is None:
         _template = Template()
         atexit.register(_template.close)
-    into_files = all(stat.S_ISREG(os.fstat(file.fileno()).st_mode) for file in (out, err))
-    if _template is not None and into_files and _template.fits(command, environment):
-        return _template.start(command, environment, out.fileno(), err.fileno())
-    return subprocess.Popen(command, env=environment, stdout=out, stderr=err, start_new_session=True)
+    with contextlib.ExitStack() as opened:
+        streams = [stdin or opened.enter_context(Path(os.devnull).open("rb")), out, err]
+        into_files = not any(stat.S_ISFIFO(os.fstat(file.fileno()).st_mode) for file in streams)
+        if _template is not None and into_files and _template.fits(command, environment):
+            return _template.start(command, environment, [file.fileno() for file in streams], cwd or Path.cwd())
+        named = dict(zip(("stdin", "stdout", "stderr"), streams, strict=True))
+        return subprocess.Popen(command, env=environment, cwd=cwd, start_new_session=True, **named)
+
+
+def run(
+    command: list[str], environment: Mapping[str, str], limit: float, stdout: Any = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a launcher to its end, as ``subprocess.run`` does; without a file for it, its standard output is kept."""
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        launcher = start(command, environment, stdout or out, err)
+        try:
+            code = launcher.wait(limit)
+        finally:
+            launcher.kill()
+            launcher.wait(limit)
+        out.seek(0)
+        err.seek(0)
+        return subprocess.CompletedProcess(command, code, out.read().decode(), err.read().decode())
 
 
 # -- in that process
@@ -160,7 +189,7 @@ def serve(ours: socket.socket) -> dict[str, Any]:
                     status = {"ended": ended[0], "status": os.waitstatus_to_exitcode(ended[1])}
                     ours.send(json.dumps(status).encode())
         if ours in ready:
-            request, files, _, _ = socket.recv_fds(ours, 1_000_000, 2)
+            request, files, _, _ = socket.recv_fds(ours, 1_000_000, len(_STREAMS))
             if not request:
                 os._exit(0)
             parent = os.getpid()
@@ -182,7 +211,7 @@ def become(parent: int, files: list[int]) -> None:
     os.setsid()
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    for file, number in zip(files, _OUTPUTS, strict=True):
+    for file, number in zip(files, _STREAMS, strict=True):
         os.dup2(file, number)
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
 
@@ -195,6 +224,7 @@ def main() -> None:
     ours.detach()
     os.environ.clear()
     os.environ.update(told["environment"])
+    os.chdir(told["cwd"])
     sys.argv[:] = ["", *told["arguments"]]
     sys.orig_argv[:] = [sys.executable, "-m", told["module"], *told["arguments"]]
     sys.modules.pop(told["module"] if told["module"] in PREPARED else "", None)  # it is the main module now

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import psutil
 
+from tests.support import launchers
 from tests.support.agent_job import AgentJob
 from tests.support.torchrun_job import LIMIT
 
@@ -22,11 +23,10 @@ def environment(action: str = "") -> dict[str, str]:
     return env | {"OMP_NUM_THREADS": "1", "UNRULY": action}
 
 
-def run(directory: Path, action: str, *options: str, **more: Any) -> subprocess.CompletedProcess[str]:
+def run(directory: Path, action: str, *options: str, stdout: Any = None) -> subprocess.CompletedProcess[str]:
     """Run one node, whose worker misbehaves, on its own server."""
     command = [*OURS, "--standalone", *options, str(UNRULY), str(directory)]
-    more = {"capture_output": True} | more
-    return subprocess.run(command, env=environment(action), text=True, timeout=LIMIT, check=False, **more)
+    return launchers.run(command, environment(action), LIMIT, stdout)
 
 
 def lives(pid: int) -> bool:
