@@ -12,7 +12,7 @@ from redelastic.redis.server import RedisServer
 from tests.support.agent_job import DRAINED
 from tests.support.long_tests import quick_first
 from tests.support.torchrun_job import Node
-from tests.support.trainer_job import TrainerJob
+from tests.support.trainer_job import TrainerJob, preload
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -63,7 +63,7 @@ def finish(job: TrainerJob, *names: str) -> None:
 def test_nodes_die_and_drain(library: str, server: RedisServer, tmp_path: Path) -> None:
     needs(library)
     with TrainerJob(server, tmp_path, "1:3", agent=True, conf=LEASE) as job:
-        job.train(SCRIPTS[library], *"abc")
+        job.train(SCRIPTS[library], *"abc", options=preload(library))
         epoch = job.wait_held("abc")
         assert job.first_step(epoch) == 1
 

@@ -18,6 +18,8 @@ import torch.distributed as dist
 
 from redelastic import register_init_method
 
+# The last ones, which take 2 s, would be imported by each process: by its first optimizer, or with the test's module.
+PREPARED: Final = ("torch.distributed", "torch.nn.parallel", "torch._dynamo", "pytest", "hypothesis")
 LIMIT: Final = 90.0  # for a process to do its part, in seconds
 
 
@@ -52,7 +54,7 @@ class Processes:
 
     def __init__(self) -> None:
         self._context: Any = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch.distributed", "torch.nn.parallel"])
+        self._context.set_forkserver_preload([*PREPARED])
         self._made: list[tuple[Any, Any]] = []
 
     def start(self, function: Callable[..., Any], *arguments: Any, **environment: str) -> None:

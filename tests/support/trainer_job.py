@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
 
+from tests.support.long_tests import LONG
 from tests.support.torchrun_job import Job
 
 EXAMPLES: Final = Path(__file__).parents[2] / "examples"
@@ -19,8 +20,14 @@ ENVIRONMENT: Final = {
     "PET_SHUTDOWN_TIMEOUT": "300",  # a worker that does not end at SIGTERM fails the test
     "PET_DRAIN_TIMEOUT": "300",  # so does one that does not save
 }
+LIBRARIES: Final = {"transformers": "transformers.trainer", "lightning": "lightning,torch._dynamo"}
 HOLD: Final = 25  # the step after which workers wait
 START: Final = 150.0  # for workers to import their library, in seconds
+
+
+def preload(library: str) -> tuple[str, ...]:
+    """Options of `redelastic run` that have a node import a library once; in long runs each worker does."""
+    return () if LONG else (f"--preload={LIBRARIES.get(library, 'torch')}",)
 
 
 class TrainerJob(Job):
