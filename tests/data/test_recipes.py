@@ -16,7 +16,7 @@ import torch
 from redelastic.data import ElasticBatches
 from redelastic.redis.server import RedisServer
 from tests.support.agent_job import DRAINED
-from tests.support.trainer_job import TrainerJob
+from tests.support.trainer_job import TrainerJob, preload
 
 EXAMPLES: Final = Path(__file__).parents[2] / "examples"
 pytestmark = pytest.mark.timeout(600)
@@ -43,13 +43,13 @@ def reference(steps: int) -> list[float]:
 
 def test_a_job_that_loses_and_gains_nodes_learns_as_one_process(server: RedisServer, tmp_path: Path) -> None:
     with TrainerJob(server, tmp_path, "1:3", agent=True) as job:
-        job.train("train_batches.py", *"abc")
+        job.train("train_batches.py", *"abc", options=preload("torch"))
         epoch = job.wait_held("abc")
         killed, *others = job.by_rank(epoch)
         killed.kill()
         epoch = job.wait_held({node.name for node in others}, epoch)
         assert job.first_step(epoch) == 21
-        job.train("train_batches.py", "d")
+        job.train("train_batches.py", "d", options=preload("torch"))
         epoch = job.wait_held({"d", *(node.name for node in others)}, epoch)
         *_, drained = job.by_rank(epoch)
         drained.terminate()

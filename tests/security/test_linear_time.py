@@ -19,6 +19,7 @@ from redelastic.monitoring.history import replay
 from redelastic.monitoring.records import decode_status
 from redelastic.monitoring.sentences import cause, event_document
 from redelastic.monitoring.wording import clean, short
+from tests.support.long_tests import quick_rows
 
 PARTS: Final = (
     *("-1", "a-", "-1-", "1", " ", "a-1-0123456789ab ", "a-1-0123456789ab", "a-1-0123456789a", "\x1b[2J", "[red]", "<"),
@@ -74,8 +75,14 @@ def seconds(shown: Callable[[str], None], text: str) -> float:
 
 
 @pytest.mark.fault("texts of one tenant that are long, and all alike", "no tool is kept busy by them")
-@pytest.mark.parametrize("shown", [words, documents, causes, lines, files, tables], ids=lambda shown: shown.__name__)
-@pytest.mark.parametrize("part", PARTS, ids=ascii)
+@pytest.mark.parametrize(
+    ("part", "shown"),
+    [
+        *((part, shown) for shown in (words, documents, causes, lines, files) for part in PARTS),
+        *quick_rows([(part, tables) for part in PARTS], 5),  # rich takes seconds for some
+    ],
+    ids=lambda value: ascii(value) if isinstance(value, str) else value.__name__,
+)
 def test_any_text_costs_linear_time(shown: Callable[[str], None], part: str) -> None:
     text = part * MAX_TEXT
     few, many = seconds(shown, text[:FEW]), seconds(shown, text[: 16 * FEW])

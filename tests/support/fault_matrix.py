@@ -60,16 +60,13 @@ def note(what: str, value: float, unit: str = "s") -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     _running[:] = [item]
-    if fault := fault_of(item):
-        item.user_properties.append(("fault", fault))
+    item.user_properties.append(("faults", faults_of(item)))
 
 
-def fault_of(item: pytest.Item) -> list[str]:
-    """Section, fault and promise of a test; nothing if it has no row."""
-    if not (mark := item.get_closest_marker("fault")):
-        return []
+def faults_of(item: pytest.Item) -> list[list[str]]:
+    """Section, fault and promise of each row that a test shows."""
     title = (getattr(item, "module", None).__doc__ or "").strip().split("\n")[0]
-    return [title.rstrip("."), *mark.args]
+    return [[title.rstrip("."), *mark.args] for mark in item.iter_markers("fault")]
 
 
 def name_of(node_id: str) -> str:
@@ -77,10 +74,11 @@ def name_of(node_id: str) -> str:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    of = dict(report.user_properties).get("fault")
-    if of and report.when == "call" and report.passed:
+    faults: Any = dict(report.user_properties).get("faults", ())
+    if report.when == "call" and report.passed:
         figures = [value for name, value in report.user_properties if name == "measured"]
-        _results.append({"fault": of, "test": name_of(report.nodeid), "measured": figures})
+        for fault in faults:  # of several, a figure does not say which one it is of
+            _results.append({"fault": fault, "measured": figures if len(faults) == 1 else []})
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -128,8 +126,7 @@ def declared() -> dict[Fault, set[str]]:
 
     class Collected:
         def pytest_itemcollected(self, item: pytest.Item) -> None:
-            if fault := fault_of(item):
-                section, what, promise = fault
+            for section, what, promise in faults_of(item):
                 found.setdefault((section, what, promise), set()).add(name_of(item.nodeid))
 
     with contextlib.redirect_stdout(io.StringIO()) as said:

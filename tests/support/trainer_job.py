@@ -20,7 +20,7 @@ ENVIRONMENT: Final = {
     "PET_SHUTDOWN_TIMEOUT": "300",  # a worker that does not end at SIGTERM fails the test
     "PET_DRAIN_TIMEOUT": "300",  # so does one that does not save
 }
-LIBRARIES: Final = {"transformers": "transformers.trainer", "lightning": "lightning,torch._dynamo"}
+LIBRARIES: Final = {"transformers": "transformers.trainer", "lightning": "lightning", "torch": "torch._dynamo"}
 HOLD: Final = 25  # the step after which workers wait
 START: Final = 150.0  # for workers to import their library, in seconds
 
