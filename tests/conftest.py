@@ -22,6 +22,7 @@ from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.backend import create_backend
 from redelastic.rendezvous.handler import RedisRendezvousHandler, create_handler
+from tests.support import launchers
 from tests.support.long_tests import quick_first
 from tests.support.nodes import NodeFactory
 from tests.support.processes import Processes
@@ -47,13 +48,17 @@ _ROOM = 4e9  # bytes
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and so would ours
     for number in (signal.SIGHUP, signal.SIGQUIT):
         if signal.getsignal(number) is signal.SIG_IGN:  # under nohup, in the background: what tests start would, too
             signal.signal(number, lambda *_: None)
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or each process that a test starts would compile the package anew
     _keep_files_in_memory()
+    if (
+        getattr(config.option, "numprocesses", None) and launchers.ADDRESS not in os.environ
+    ):  # those of xdist inherit it
+        launchers.share()
 
 
 @pytest.hookimpl(trylast=True)

@@ -1,8 +1,10 @@
-"""Starts torchrun and `redelastic run` as forks of a process that has imported torch, which takes more than a second.
+"""Starts torchrun, `redelastic run` and other modules as forks of a process that has imported torch: that takes 2 s.
 
 Each launcher is a process of its own, in a session of its own, as one that is started anew. It is started anew where
 that makes a difference: in a long run, in other namespaces, with other variables that are read at the start, and where
 its output goes into a pipe.
+
+All processes of xdist share the one that imports. For each of them it forks a template, whose forks the launchers are.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -24,13 +27,18 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from tests.support.long_tests import LONG
 
-PREPARED: Final = ("torch.distributed.run", "redelastic.cli.run", "redelastic.agent.agent", "redelastic.plugin")
+PREPARED: Final = (
+    *("torch.distributed.run", "redelastic.cli.run", "redelastic.agent.agent", "redelastic.plugin"),
+    *("torch.nn.parallel", "torch._dynamo", "hypothesis"),  # what functions of tests and their modules import
+)
+ADDRESS: Final = "TEST_TEMPLATES"  # environment variable: of the socket of the process that forks templates
+ROOT: Final = Path(__file__).parents[2]
 READ_AT_THE_START: Final = re.compile("PYTHON|LD_|MALLOC|TORCH(?!ELASTIC_)|OMP_|LOGLEVEL|TZ|LANG|LC_")
 NAMESPACES: Final = ("net", "mnt", "uts")
 _STREAMS: Final = (0, 1, 2)
@@ -71,23 +79,21 @@ class Template:
     """The process that launchers are forked from; it ends with this one, and they end with it."""
 
     def __init__(self) -> None:
+        if ADDRESS not in os.environ:
+            share()
         self._lock = threading.Lock()
         self._statuses: dict[int, int] = {}
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._socket = ours
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        self._variables = read_at_the_start(environment)
-        command = [sys.executable, "-m", "tests.support.launchers", str(theirs.fileno())]
-        root = Path(__file__).parents[2]
-        with theirs:
-            self._process = subprocess.Popen(
-                command, cwd=root, env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
-            )
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        atexit.register(self._socket.close)
+        self._socket.connect(os.environ[ADDRESS])
+        told = json.loads(self._socket.recv(100_000))
+        self._pid: int = told["template"]
+        self._variables: dict[str, str] = told["variables"]
 
     def fits(self, command: list[str], environment: Mapping[str, str]) -> bool:
         """Whether a launcher that is forked differs in nothing from one that is started anew."""
         here = [Path(f"/proc/thread-self/ns/{name}").stat().st_ino for name in NAMESPACES]
-        there = [Path(f"/proc/{self._process.pid}/ns/{name}").stat().st_ino for name in NAMESPACES]
+        there = [Path(f"/proc/{self._pid}/ns/{name}").stat().st_ino for name in NAMESPACES]
         is_module = command[:2] == [sys.executable, "-m"]
         return is_module and read_at_the_start(environment) == self._variables and here == there
 
@@ -112,10 +118,6 @@ class Template:
                 return None
             select.select([self._socket], [], [], min(left, 0.05))
 
-    def close(self) -> None:
-        self._socket.close()
-        self._process.wait()
-
     def _receive(self) -> dict[str, int]:
         message = self._socket.recv(1000)
         assert message, "the process that launchers are forked from has ended"
@@ -129,7 +131,34 @@ def read_at_the_start(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if READ_AT_THE_START.match(name)}
 
 
+def share() -> None:
+    """Start the process that forks templates for this process and those that it starts; it ends with this one."""
+    folder = tempfile.TemporaryDirectory()
+    atexit.register(folder.cleanup)
+    os.environ[ADDRESS] = f"{folder.name}/socket"
+    lives, lifeline = os.pipe()  # nobody else has the end that this process keeps
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(os.environ[ADDRESS])
+    listener.listen(100)
+    inherited = [listener.fileno(), lives]
+    command = [sys.executable, "-m", __name__, *map(str, inherited)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, pass_fds=inherited, stdin=subprocess.DEVNULL)
+    listener.close()
+    os.close(lives)
+    atexit.register(process.wait)
+    atexit.register(os.close, lifeline)  # first
+
+
 _template: Template | None = None
+
+
+def template() -> Template:
+    """The one of this process."""
+    global _template  # noqa: PLW0603  # one for all tests of this process
+    if _template is None:
+        _template = Template()
+    return _template
 
 
 def start(
@@ -142,15 +171,11 @@ def start(
     cwd: Path | None = None,
 ) -> subprocess.Popen[bytes] | Launcher:
     """Start a launcher in a session of its own, its output in these files; without a file for it, it has no input."""
-    global _template  # noqa: PLW0603  # one for all tests of this process
-    if not LONG and _template is None:
-        _template = Template()
-        atexit.register(_template.close)
     with contextlib.ExitStack() as opened:
         streams = [stdin or opened.enter_context(Path(os.devnull).open("rb")), out, err]
         into_files = not any(stat.S_ISFIFO(os.fstat(file.fileno()).st_mode) for file in streams)
-        if _template is not None and into_files and _template.fits(command, environment):
-            return _template.start(command, environment, [file.fileno() for file in streams], cwd or Path.cwd())
+        if not LONG and into_files and template().fits(command, environment):
+            return template().start(command, environment, [file.fileno() for file in streams], cwd or Path.cwd())
         named = dict(zip(("stdin", "stdout", "stderr"), streams, strict=True))
         return subprocess.Popen(command, env=environment, cwd=cwd, start_new_session=True, **named)
 
@@ -171,23 +196,43 @@ def run(
         return subprocess.CompletedProcess(command, code, out.read().decode(), err.read().decode())
 
 
-# -- in that process
+# -- in the process that imports, in templates, and in their forks
+
+
+def make_templates(listener: socket.socket, lifeline: int) -> socket.socket:
+    """Fork a template for each process that connects, until the first one ends; returns, in each, its connection."""
+    watched: list[Any] = [listener, lifeline, woken := _watch_children()]
+    variables = read_at_the_start(os.environ)
+    while True:
+        ready, _, _ = select.select(watched, [], [])
+        if lifeline in ready:
+            os._exit(0)
+        if woken in ready:
+            for _ in _ended_children(woken):
+                pass
+        if listener in ready:
+            connection, _ = listener.accept()
+            for name in PREPARED:  # once somebody needs them
+                importlib.import_module(name)
+            gc.freeze()  # a collection would write to all of it, in each fork
+            parent = os.getpid()
+            if os.fork() == 0:
+                end_with(parent)
+                listener.close()
+                os.close(lifeline)
+                connection.send(json.dumps({"template": os.getpid(), "variables": variables}).encode())
+                return connection
+            connection.close()
 
 
 def serve(ours: socket.socket) -> dict[str, Any]:
     """Fork what is asked for, until nobody asks any more; returns, in each fork, what it is to run."""
-    woken, wake = os.pipe2(os.O_NONBLOCK)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(wake)
+    watched: list[Any] = [ours, woken := _watch_children()]
     while True:
-        watched: list[Any] = [ours, woken]
         ready, _, _ = select.select(watched, [], [])
         if woken in ready:
-            os.read(woken, 1000)
-            with contextlib.suppress(ChildProcessError):
-                while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                    status = {"ended": ended[0], "status": os.waitstatus_to_exitcode(ended[1])}
-                    ours.send(json.dumps(status).encode())
+            for pid, status in _ended_children(woken):
+                ours.send(json.dumps({"ended": pid, "status": status}).encode())
         if ours in ready:
             request, files, _, _ = socket.recv_fds(ours, 1_000_000, len(_STREAMS))
             if not request:
@@ -198,16 +243,38 @@ def serve(ours: socket.socket) -> dict[str, Any]:
                     os.close(file)
                 ours.send(json.dumps({"pid": pid}).encode())
                 continue
-            become(parent, files)
+            end_with(parent)
+            become(files)
             told: dict[str, Any] = json.loads(request)
             return told
 
 
-def become(parent: int, files: list[int]) -> None:
-    """Make this fork what a new process is."""
+def _watch_children() -> int:
+    """The end of a pipe that can be read from when a child has ended."""
+    woken, wake = os.pipe2(os.O_NONBLOCK)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake)
+    return woken
+
+
+def _ended_children(woken: int) -> Iterator[tuple[int, int]]:
+    """The pid and the exit status of each child that has ended."""
+    with contextlib.suppress(BlockingIOError):  # a template's first look at what woke its parent
+        os.read(woken, 1000)
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            yield ended[0], os.waitstatus_to_exitcode(ended[1])
+
+
+def end_with(parent: int) -> None:
+    """Have the kernel end this fork with its parent."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:
         os._exit(1)
+
+
+def become(files: list[int]) -> None:
+    """Make this fork what a new process is."""
     os.setsid()
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -217,18 +284,29 @@ def become(parent: int, files: list[int]) -> None:
 
 
 def main() -> None:
-    ours = socket.socket(fileno=int(sys.argv[1]))
-    for name in PREPARED:
-        importlib.import_module(name)
-    told = serve(ours)
-    ours.detach()
+    connection = make_templates(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]))
+    told = serve(connection)
+    connection.detach()
     os.environ.clear()
     os.environ.update(told["environment"])
     os.chdir(told["cwd"])
+    sys.path[0] = told["cwd"]
     sys.argv[:] = ["", *told["arguments"]]
     sys.orig_argv[:] = [sys.executable, "-m", told["module"], *told["arguments"]]
     sys.modules.pop(told["module"] if told["module"] in PREPARED else "", None)  # it is the main module now
-    runpy.run_module(told["module"], run_name="__main__", alter_sys=True)
+    code: Any = 0
+    try:
+        runpy.run_module(told["module"], run_name="__main__", alter_sys=True)
+    except SystemExit as e:
+        if not isinstance(e.code, int | None):
+            raise
+        code = e.code or 0
+    # As an interpreter ends, but for its modules: to clear torch's takes a fork as long as it has to run, or longer.
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":

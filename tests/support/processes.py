@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import multiprocessing
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,9 +17,8 @@ import torch
 import torch.distributed as dist
 
 from redelastic import register_init_method
+from tests.support import launchers
 
-# The last ones, which take 2 s, would be imported by each process: by its first optimizer, or with the test's module.
-PREPARED: Final = ("torch.distributed", "torch.nn.parallel", "torch._dynamo", "pytest", "hypothesis")
 LIMIT: Final = 90.0  # for a process to do its part, in seconds
 
 
@@ -32,36 +31,39 @@ class Outcome:
     seconds: float = 0.0
 
 
-def _child(pipe: Pipe, environment: dict[str, str], function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def main() -> None:
+    """Do as the process that started this one says on its standard input, which is a pipe."""
+    pipe: Pipe[Any, Any] = Pipe(os.dup(0))
+    sys.path[:] = pipe.recv()
+    environment, function, arguments = pipe.recv()
     os.environ.update({"GLOO_SOCKET_IFNAME": "lo"} | environment)
     torch.set_num_threads(1)
     register_init_method()
     started = time.monotonic()
     try:
-        outcome = Outcome(value=function(*arguments))
+        value, error = function(*arguments), ""
     except Exception as e:  # noqa: BLE001
-        outcome = Outcome(error=f"{type(e).__name__}: {e}")
-    outcome.seconds = time.monotonic() - started
-    pipe.send(outcome)
+        value, error = None, f"{type(e).__name__}: {e}"
+    pipe.send((value, error, time.monotonic() - started))
     pipe.recv()  # the others may still need this process
     if dist.is_initialized():
         dist.destroy_process_group()
-    atexit._run_exitfuncs()  # as at the end of a program; multiprocessing leaves it out
 
 
 class Processes:
     """Starts processes that have imported torch and no more; those that have not ended at the end are killed."""
 
     def __init__(self) -> None:
-        self._context: Any = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload([*PREPARED])
-        self._made: list[tuple[Any, Any]] = []
+        self._made: list[tuple[launchers.Launcher, Pipe[Any, Any]]] = []
 
     def start(self, function: Callable[..., Any], *arguments: Any, **environment: str) -> None:
-        ours, theirs = self._context.Pipe()
-        process = self._context.Process(target=_child, args=(theirs, environment, function, arguments))
-        process.start()
-        theirs.close()
+        ours, theirs = multiprocessing.Pipe()
+        command = [sys.executable, "-m", __name__]
+        with theirs:
+            streams = [theirs.fileno(), 1, 2]
+            process = launchers.template().start(command, os.environ, streams, launchers.ROOT)
+        ours.send(sys.path)
+        ours.send((environment, function, arguments))
         self._made.append((process, ours))
 
     def results(self) -> list[Outcome]:
@@ -70,15 +72,13 @@ class Processes:
         for _, pipe in self._made:
             assert pipe.poll(LIMIT), "a process hangs"
             try:
-                outcomes.append(pipe.recv())
+                outcomes.append(Outcome(*pipe.recv()))
             except EOFError:
                 outcomes.append(Outcome(error="killed"))
         for process, pipe in self._made:
-            # It may have been killed, though the forkserver may not know yet.
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it may have been killed
                 pipe.send("end")
-            process.join(LIMIT)
-            assert process.exitcode in (0, -signal.SIGKILL)
+            assert process.wait(LIMIT) in (0, -signal.SIGKILL)
         self._made.clear()
         return outcomes
 
@@ -90,4 +90,8 @@ class Processes:
     def kill(self) -> None:
         for process, _ in self._made:
             process.kill()
-            process.join()
+            process.wait(LIMIT)
+
+
+if __name__ == "__main__":
+    main()
