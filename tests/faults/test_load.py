@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -20,6 +18,7 @@ import torch.distributed as dist
 
 from redelastic.redis.server import RedisServer
 from redelastic.store import RedisStore
+from tests.support import launchers
 from tests.support.fault_matrix import UNITS, Measured
 from tests.support.long_tests import LONG
 
@@ -40,14 +39,8 @@ def ask(tmp_path: Path, measured: Measured) -> Answer:
     def run(question: str, *options: object, note: tuple[str, ...]) -> dict[str, float]:
         into = tmp_path / "load.json"
         command = [sys.executable, "-m", "benchmarks.load", question, "--limit", LIMIT, "--json", into, *options]
-        root = Path(__file__).parents[2]
-        process = subprocess.Popen([*map(str, command)], cwd=root, start_new_session=True, stdout=subprocess.PIPE)
-        try:
-            said, _ = process.communicate(timeout=LIMIT + 30)
-        finally:
-            if process.poll() is None:  # what it has started ends with it: the server, and processes that are daemons
-                os.killpg(process.pid, signal.SIGKILL)
-        assert process.returncode == 0, said.decode()
+        done = launchers.run([*map(str, command)], os.environ | {"OMP_NUM_THREADS": "1"}, LIMIT + 30)
+        assert done.returncode == 0, done.stderr
         found = json.loads(into.read_text())["load"][question]
         for what in note:
             value, unit = found[what]

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from redelastic.host import checks, gpu_probe
 from redelastic.host.checks import Node, gpu
-from tests.support import checking
+from tests.support import checking, launchers
 from tests.support.checking import gone
 from tests.support.fake_nvml import install_device_nodes
 from tests.support.servers import wait_until
@@ -26,7 +26,7 @@ node = checking.node
 
 def probe(kind: str, expected: int) -> subprocess.CompletedProcess[str]:
     argv = [sys.executable, "-m", "redelastic.host.gpu_probe", kind, str(expected)]
-    return subprocess.run(argv, capture_output=True, text=True, timeout=100, check=False)
+    return launchers.run(argv, os.environ | {"OMP_NUM_THREADS": "1"}, 100)
 
 
 def test_the_probe_finds_a_device_well() -> None:

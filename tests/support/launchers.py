@@ -189,8 +189,9 @@ def run(
         try:
             code = launcher.wait(limit)
         finally:
-            launcher.kill()
-            launcher.wait(limit)
+            if launcher.poll() is None:
+                os.killpg(launcher.pid, signal.SIGKILL)
+                launcher.wait(limit)
         out.seek(0)
         err.seek(0)
         return subprocess.CompletedProcess(command, code, out.read().decode(), err.read().decode())
