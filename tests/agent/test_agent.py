@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -28,11 +27,12 @@ from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.node import RunStoppedError
 from redelastic.rendezvous.view import View
 from redelastic.workers.signals import SAME_REQUEST_SECONDS
+from tests.support import launchers
 from tests.support.agent_job import AWARE, DRAINED, REFUSED, STOPPED, AgentJob
 from tests.support.long_tests import quick_first
 from tests.support.nodes import NodeFactory
 from tests.support.servers import reserved_port
-from tests.support.torchrun_job import LIMIT, PATIENT, Job
+from tests.support.torchrun_job import LIMIT, PATIENT, TRAIN, Job
 from tests.support.worker_processes import lives
 
 pytestmark = pytest.mark.timeout(300)
@@ -405,27 +405,12 @@ def test_its_heartbeat_tells_how_a_node_is(server: RedisServer, tmp_path: Path) 
 
 
 def test_standalone_needs_nothing(tmp_path: Path) -> None:
-    """An embedded server, two workers, unmodified DDP."""
-    train = Path(__file__).parents[1] / "support" / "workers" / "train.py"
+    """An embedded server, and two workers on gloo."""
     (tmp_path / "finish").touch()
     env = {name: value for name, value in os.environ.items() if name != "REDELASTIC_REDIS_URL"}
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "redelastic",
-            "run",
-            "--standalone",
-            "--nproc-per-node=2",
-            str(train),
-            str(tmp_path),
-        ],
-        env=env | {"TEST_NODE": "a", "TEST_GLOO": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        check=False,
-    )
+    env |= {"TEST_NODE": "a", "TEST_GLOO": "1", "OMP_NUM_THREADS": "1"}
+    arguments = ["--standalone", "--nproc-per-node=2", str(TRAIN), str(tmp_path)]
+    done = launchers.run([sys.executable, "-m", "redelastic", "run", *arguments], env, LIMIT)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in (tmp_path / "record.jsonl").read_text().splitlines()]
     assert [line["rank"] for line in lines if line["event"] == "end"] in ([0, 1], [1, 0])

@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 
 import redelastic
 
@@ -139,6 +138,8 @@ def whole(folder: Path, *files: str) -> None:
         elif path.suffix == ".json":
             path.write_text("{}")
         elif path.name == ".metadata":
+            import torch.distributed.checkpoint as dcp  # takes more than a second, in each process of xdist
+
             with warnings.catch_warnings():  # that it is alone
                 warnings.simplefilter("ignore")
                 dcp.save({"w": torch.zeros(1000)}, checkpoint_id=path.parent, no_dist=True)
