@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 
 from tests.support.agent_job import AgentJob
-from tests.support.workers.surviving import reference
+from tests.support.workers.surviving import reference, samples_of
 
 SCRIPT: Final = Path(__file__).parent / "workers" / "surviving.py"
 
@@ -17,8 +18,9 @@ SCRIPT: Final = Path(__file__).parent / "workers" / "surviving.py"
 class SurvivingJob(AgentJob):
     """Nodes whose workers run `workers/surviving.py`."""
 
-    def begin(self, *names: str, options: tuple[str, ...] = (), **more: Any) -> None:
-        self.start(*names, script=SCRIPT, options=("--survive", "--admit=saved", *options), **more)
+    def begin(self, *names: str, survive: bool = True, options: tuple[str, ...] = (), **more: Any) -> None:
+        """Start nodes; without `survive`, each round starts the workers anew, and they go on from a checkpoint."""
+        self.start(*names, script=SCRIPT, options=(*(["--survive"] if survive else []), *options), **more)
 
     def pids(self, epoch: int) -> dict[str, set[int]]:
         """The workers' processes in a round, by node."""
@@ -37,12 +39,26 @@ class SurvivingJob(AgentJob):
         return [line.step for line in self.lines("begin") if line.pid == pid]
 
     def end(self, *names: str) -> None:
-        """Let the job finish; all must have the weights and the loss of a run in one process."""
+        """Let the job finish; all must have the weights of one process, and every step its samples and its loss."""
         self.tell("finish")
         for name in names:
             assert self.wait_end(name) == 0, self.report()
             for local_rank in range(self.nproc):
                 final = json.loads((self.directory / f"final-{name}-{local_rank}.json").read_text())
-                weights, loss = reference(final["step"])
+                weights, losses = reference(final["step"])
                 assert final["weights"] == pytest.approx(weights, abs=1e-10), name
-                assert final["loss"] == pytest.approx(loss, abs=1e-10), name
+        self.check_samples(losses)
+
+    def check_samples(self, losses: list[float]) -> None:
+        """The steps that count are those of one process. Of a step that was made again, the last time counts."""
+        made: dict[int, int] = {}
+        for line in self.lines("step"):
+            made[line.step] = max(line.epoch, made.get(line.step, 0))
+        assert sorted(made) == list(range(len(losses)))
+        used: dict[int, Counter[int]] = {step: Counter() for step in made}
+        for line in self.lines():
+            if made.get(line.step) == line.epoch and line.event == "samples":
+                used[line.step].update(line.samples)
+            elif made.get(line.step) == line.epoch and line.event == "step":
+                assert line.loss == pytest.approx(losses[line.step], abs=1e-10), line
+        assert used == {step: Counter(samples_of(step)) for step in made}

@@ -11,7 +11,7 @@ import sys
 import time
 import uuid
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -78,6 +78,8 @@ class Line:
     group_rank: int
     restart: int
     step: int = -1
+    samples: Sequence[int] = ()
+    loss: float = float("nan")
 
 
 class Node:

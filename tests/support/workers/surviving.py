@@ -1,6 +1,6 @@
 """A training script whose processes survive: DDP and Adam in float64, the same batch whatever the world size.
 
-Usage: surviving.py DIRECTORY. Files there steer it:
+Usage: surviving.py DIRECTORY. A new process begins with the newest checkpoint there. Files steer it:
   finish         all ranks stop together after the step at which rank 0 saw it
   fail-NODE      the worker of that node raises a ValueError at its next step, and takes the file away
   lonely-NODE    each step of all ranks fails: they wait for a message that nobody sends
@@ -15,9 +15,10 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -26,8 +27,12 @@ from torch.nn.parallel import DistributedDataParallel
 import redelastic
 from redelastic.data import ElasticBatches, MicroBatch
 
-SAMPLES: Final = 600
+Record = Callable[..., None]  # what a worker does, with its name
+
+SAMPLES: Final = 62  # the last of an epoch's six steps has two: one for each of two ranks, and none for a third
 BATCH: Final = 12
+MICRO_BATCH: Final = 4
+SAVE_EVERY: Final = 10
 PACE: Final = 0.05  # cost of a step beyond communication, in seconds
 
 
@@ -35,16 +40,16 @@ def make() -> tuple[torch.nn.Module, torch.optim.Optimizer, ElasticBatches]:
     """The model, its optimizer and its data before the first step."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)).double()
-    batches = ElasticBatches(SAMPLES, global_batch=BATCH, micro_batch=BATCH, epochs=None)
+    batches = ElasticBatches(SAMPLES, global_batch=BATCH, micro_batch=MICRO_BATCH, epochs=None)
     return model, torch.optim.Adam(model.parameters(), lr=0.01), batches
 
 
-def loss_of(model: torch.nn.Module, batch: MicroBatch) -> torch.Tensor:
-    """The loss of a rank's samples of a step; its mean over the ranks is the loss of the whole batch."""
-    indices = torch.tensor(batch.indices, dtype=torch.float64)
+def loss_of(model: torch.nn.Module, samples: list[int]) -> torch.Tensor:
+    """The sum of the samples' losses."""
+    indices = torch.tensor(samples, dtype=torch.float64)
     inputs = torch.sin(indices[:, None] * torch.tensor([0.7, 1.1, 1.3, 1.9], dtype=torch.float64))
     targets = inputs @ torch.tensor([[1.0], [-2.0], [3.0], [0.5]], dtype=torch.float64)
-    loss: torch.Tensor = batch.loss_factor * ((model(inputs) - targets) ** 2).sum()
+    loss: torch.Tensor = ((model(inputs) - targets) ** 2).sum()
     return loss
 
 
@@ -53,71 +58,111 @@ def weights(model: torch.nn.Module) -> list[float]:
     return [float(w) for p in model.parameters() for w in p.detach().flatten()]
 
 
+def samples_of(step: int) -> list[int]:
+    """All samples of a step."""
+    _, _, batches = make()
+    return [index for batch in batches.batches(step, 0, 1) for index in batch.indices]
+
+
 @functools.cache
-def reference(steps: int) -> tuple[list[float], float]:
-    """The weights after this many steps in one process, and the loss of the last one."""
-    model, optimizer, batches = make()
-    loss = torch.tensor(0.0)
+def reference(steps: int) -> tuple[list[float], list[float]]:
+    """The weights after this many steps in one process, and the loss of each step."""
+    model, optimizer, _ = make()
+    losses = []
     for step in range(steps):
-        optimizer.zero_grad()
-        [batch] = batches.batches(step, 0, 1)
-        loss = loss_of(model, batch)
+        samples = samples_of(step)
+        loss = loss_of(model, samples) / len(samples)
         loss.backward()
         optimizer.step()
-    return weights(model), float(loss.detach())
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return weights(model), losses
+
+
+class Training:
+    """What a worker has while it lives."""
+
+    def __init__(self, directory: Path, recorder: Callable[[Path], Any]) -> None:
+        self._directory, self._checkpoint, self._recorder = directory, directory / "checkpoint.pt", recorder
+        self._node = os.environ["TEST_NODE"]
+        self.model, self._optimizer, self._batches = make()
+        self._entries: dict[str, Any] = {"model": self.model, "optimizer": self._optimizer, "batches": self._batches}
+        self.state = redelastic.State(**self._entries)
+        if self._checkpoint.exists():
+            saved = torch.load(self._checkpoint)
+            for name, entry in self._entries.items():
+                entry.load_state_dict(saved[name])
+            self.state.step = self._batches.step
+
+    def _save(self) -> None:
+        new = self._checkpoint.with_suffix(".new")
+        torch.save({name: entry.state_dict() for name, entry in self._entries.items()}, new)
+        new.replace(self._checkpoint)
+
+    def _told(self, what: str) -> bool:
+        return (self._directory / f"{what}-{self._node}").exists()
+
+    def train(self, this: redelastic.Round) -> None:
+        with contextlib.closing(self._recorder(self._directory)) as record:
+            record("start", step=self.state.step)
+            ddp = DistributedDataParallel(self.model)
+            self._optimizer.zero_grad()  # the last round may have ended between two micro-batches
+            step: list[MicroBatch] = []
+            for batch in self._batches:
+                step.append(batch)
+                if batch.last:
+                    self._obey(record)
+                    if self._make(step, ddp, this, record):
+                        return
+                    step = []
+
+    def _obey(self, record: Record) -> None:
+        if self._told("fail"):
+            (self._directory / f"fail-{self._node}").unlink()
+            raise ValueError(f"the worker of node {self._node} was told to fail at step {self.state.step}")
+        if self._told("stuck"):
+            record("stuck")
+            while self._told("stuck"):
+                time.sleep(PACE)
+
+    def _make(self, step: list[MicroBatch], ddp: torch.nn.Module, this: redelastic.Round, record: Record) -> bool:
+        """Make a step; returns whether it was the last."""
+        samples = [index for batch in step if not batch.padding for index in batch.indices]
+        record("samples", step=self.state.step, samples=samples)  # if any rank completes the step, all have said it
+        total = 0.0
+        for batch in step:
+            with batch.sync(ddp):
+                loss = loss_of(ddp, batch.indices) * batch.loss_factor
+                loss.backward()
+            total += float(loss.detach())
+        finish = this.rank == 0 and (self._directory / "finish").exists()
+        wanted = [finish, self._told("lonely"), redelastic.should_checkpoint(), total / this.size]
+        votes = torch.tensor(wanted, dtype=torch.float64)
+        dist.all_reduce(votes)
+        if votes[1]:
+            receiving = dist.irecv(torch.zeros(1), (this.rank + 1) % this.size)
+            assert receiving is not None
+            receiving.wait(timedelta(milliseconds=100))
+        if this.rank == 0 and (votes[2] or self.state.step % SAVE_EVERY == 0):
+            self._save()  # what is committed, without this step
+        self._optimizer.step()
+        record("step", step=self.state.step, loss=float(votes[3]))
+        self._optimizer.zero_grad()
+        time.sleep(PACE)
+        self.state.commit()
+        return bool(votes[0])
 
 
 def main(directory: Path) -> None:
     """Train until there is a file ``finish``."""
     from record import Recorder  # type: ignore[import-not-found]  # beside this script
 
-    node = os.environ["TEST_NODE"]
-    model, optimizer, batches = make()
-    state = redelastic.State(model=model, optimizer=optimizer, batches=batches)
-    final_loss = 0.0
-
-    def told(what: str) -> bool:
-        return (directory / f"{what}-{node}").exists()
-
-    def train(this: redelastic.Round) -> None:
-        with contextlib.closing(Recorder(directory)) as record:
-            record("start", step=state.step)
-            make_steps(this, record)
-
-    def make_steps(this: redelastic.Round, record: Recorder) -> None:
-        nonlocal final_loss
-        ddp = DistributedDataParallel(model)
-        for batch in batches:
-            record("begin", step=state.step)
-            if told("fail"):
-                (directory / f"fail-{node}").unlink()
-                raise ValueError(f"the worker of node {node} was told to fail at step {state.step}")
-            if told("stuck"):
-                record("stuck")
-                while told("stuck"):
-                    time.sleep(PACE)
-            optimizer.zero_grad()
-            loss = loss_of(ddp, batch)
-            loss.backward()
-            finish = this.rank == 0 and (directory / "finish").exists()
-            votes = torch.tensor([finish, told("lonely"), loss.detach() / this.size], dtype=torch.float64)
-            dist.all_reduce(votes)
-            if votes[1]:
-                receiving = dist.irecv(torch.zeros(1), (this.rank + 1) % this.size)
-                assert receiving is not None
-                receiving.wait(timedelta(milliseconds=100))
-            optimizer.step()
-            record("step", step=state.step)
-            time.sleep(PACE)
-            state.commit()
-            if votes[0]:
-                final_loss = float(votes[2])
-                return
-
-    redelastic.survive(train, state, verify=True)
-    Recorder(directory)("end", step=state.step)
-    final = directory / f"final-{node}-{os.environ['LOCAL_RANK']}.json"
-    final.write_text(json.dumps({"step": state.step, "weights": weights(model), "loss": final_loss}))
+    training = Training(directory, Recorder)
+    redelastic.survive(training.train, training.state, verify=True)
+    step = training.state.step
+    Recorder(directory)("end", step=step)
+    final = directory / f"final-{os.environ['TEST_NODE']}-{os.environ['LOCAL_RANK']}.json"
+    final.write_text(json.dumps({"step": step, "weights": weights(training.model)}))
 
 
 if __name__ == "__main__":
