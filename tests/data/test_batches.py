@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
@@ -96,13 +97,13 @@ def test_kills_torn_steps_and_resumes_lose_and_repeat_nothing(
     assert batches.steps is not None
     reference = [counted([batches.batches(step, 0, 1)]) for step in range(batches.steps)]
     committed: list[list[int]] = []
-    saved = json.dumps(batches.state_dict())
+    saved, saved_steps = json.dumps(batches.state_dict()), 0
     for size in [*schedule, 3]:
         ranks = [copy.copy(batches) for _ in range(size)]
         for rank in ranks:
-            rank.step = 0
             rank.load_state_dict(json.loads(saved))
-        del committed[ranks[0].step :]  # the steps after the save are undone
+            assert rank.step == saved_steps
+        del committed[saved_steps:]  # the steps after the save are undone
         until = None if size == 3 else ranks[0].step + data.draw(st.integers(0, 4))
         steps = zip(*(whole_steps(rank, number, size) for number, rank in enumerate(ranks)), strict=True)
         for parts in steps:
@@ -112,7 +113,7 @@ def test_kills_torn_steps_and_resumes_lose_and_repeat_nothing(
             for rank in ranks:
                 rank.commit()
             if data.draw(st.booleans()):
-                saved = json.dumps(ranks[size // 2].state_dict())
+                saved, saved_steps = json.dumps(ranks[size // 2].state_dict()), len(committed)
     assert committed == reference
 
 
@@ -191,8 +192,23 @@ def test_samples_of_similar_length_come_together() -> None:
 
     assert padding(grouped) < 0.1
     assert padding(plain) > 0.4
-    means = [float(lengths[counted([grouped.batches(step, 0, 1)])].double().mean()) for step in range(16)]
-    assert means != sorted(means), "steps grow in length"
+    means = [float(lengths[counted([grouped.batches(step, 0, 1)])].double().mean()) for step in range(128)]
+    windows = [means[start : start + 16] for start in range(0, 128, 16)]
+    places = {tuple(sorted(range(16), key=window.__getitem__)) for window in windows}
+    assert len(places) == len(windows), "windows have their short samples at the same places"
+    assert tuple(range(16)) not in places, "steps grow in length"
+
+
+def test_what_is_left_out_depends_on_no_length() -> None:
+    lengths = list(range(100))
+    grouped, plain = (
+        ElasticBatches(100, global_batch=40, micro_batch=40, drop_last=True, order=order)
+        for order in (LengthGrouped(lengths), None)
+    )
+    used, by_chance = (
+        {index for step in range(2) for index in counted([batches.batches(step, 0, 1)])} for batches in (grouped, plain)
+    )
+    assert used == by_chance
 
 
 def test_shards_are_read_one_after_the_other() -> None:
@@ -207,8 +223,17 @@ def test_shards_are_read_one_after_the_other() -> None:
     assert [record for shard, record in records if shard == 3] == list(range(9))
 
 
+def test_epochs_take_the_shards_in_other_orders() -> None:
+    batches = ElasticBatches(8, global_batch=8, micro_batch=8, epochs=9, order=Shards([2] * 4))
+    orders = [[part.shard for part in batches.shard(epoch, 0, 1)] for epoch in range(9)]
+    assert len(set(map(tuple, orders))) > 4
+
+
 def test_ranges_join_neighbours_of_one_shard_alone() -> None:
-    assert Shards([3, 2]).ranges([1, 2, 3, 0]) == [ShardRange(0, 1, 3), ShardRange(1, 0, 1), ShardRange(0, 0, 1)]
+    shards = Shards([3, 2])
+    assert shards.ranges([1, 2, 3, 0]) == [ShardRange(0, 1, 3), ShardRange(1, 0, 1), ShardRange(0, 0, 1)]
+    assert shards.ranges([0, 4]) == [ShardRange(0, 0, 1), ShardRange(1, 1, 2)]
+    assert shards.ranges([0, 2]) == [ShardRange(0, 0, 1), ShardRange(0, 2, 3)]
 
 
 # -- loading
@@ -248,6 +273,17 @@ def test_it_is_a_batch_sampler_in_the_place_of_another(monkeypatch: pytest.Monke
     assert first == batches.batches(0, 1, 2)[0]
     loader = DataLoader(TensorDataset(torch.arange(50)), batch_sampler=[first.indices])
     assert next(iter(loader))[0].tolist() == first.indices
+
+
+def test_a_process_group_says_which_rank_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    batches = ElasticBatches(50, global_batch=10, micro_batch=10)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert next(iter(batches)) == batches.batches(0, 0, 1)[0]
+    finally:
+        dist.destroy_process_group()
 
 
 def test_no_sync_holds_until_the_last() -> None:
