@@ -6,14 +6,15 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pytest
 import torch
 
-from redelastic.data import ElasticBatches
+from redelastic.data import ElasticBatches, MicroBatch
 from redelastic.redis.server import RedisServer
 from tests.support.agent_job import DRAINED
 from tests.support.trainer_job import TrainerJob, preload
@@ -64,7 +65,7 @@ def test_a_job_that_loses_and_gains_nodes_learns_as_one_process(server: RedisSer
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("library", ["accelerate", "lightning"])
+@pytest.mark.parametrize("library", ["accelerate", "lightning", "transformers"])
 def test_trainers_of_two_sizes_learn_as_one_process(library: str, tmp_path: Path) -> None:
     if find_spec(library) is None:
         pytest.skip(f"{library} is not installed: pip install 'redelastic[integrations]'")
@@ -83,3 +84,37 @@ def test_trainers_of_two_sizes_learn_as_one_process(library: str, tmp_path: Path
         assert done.returncode == 0, done.stderr
         losses += map(float, re.findall(r"^loss ([0-9.]+)$", done.stdout, re.MULTILINE))
     torch.testing.assert_close(losses, reference(8), rtol=1e-4, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+def test_a_loader_of_torchdata_begins_at_the_step_and_its_own_state_elsewhere() -> None:
+    pytest.importorskip("torchdata", reason="torchdata is not installed: pip install torchdata")
+    page = (EXAMPLES.parent / "docs" / "how-to" / "data.md").read_text()
+    [recipe] = re.findall(r"```python\n(.*?)```", textwrap.dedent(page.partition('=== "torchdata"\n')[2]), re.DOTALL)
+    dataset = list(range(100, 150))
+    batches = ElasticBatches(dataset, global_batch=12, micro_batch=5)
+    loaders: list[Any] = []
+
+    def run(step: int, size: int) -> list[tuple[MicroBatch, list[int]]]:
+        taken = []
+
+        def train(batch: MicroBatch, samples: torch.Tensor) -> None:
+            taken.append((batch, samples.tolist()))
+            if batch.last:
+                batches.commit()
+
+        batches.step = step
+        given = {"batches": batches, "dataset": dataset, "rank": 0, "size": size, "train": train}
+        exec(recipe, given)  # noqa: S102
+        loaders.append(given["loader"])
+        return taken
+
+    for begin, size in ((0, 2), (1, 3), (4, 1)):
+        parts = [batch for step in range(begin, 5) for batch in batches.batches(step, 0, size)]
+        assert run(begin, size) == [(batch, [dataset[index] for index in batch.indices]) for batch in parts]
+
+    of_two, of_three, _ = loaders
+    for _ in zip(range(2), of_two, strict=False):  # a step of two ranks has two micro-batches
+        state = of_two.state_dict()
+    of_three.load_state_dict(state)
+    assert next(iter(of_three)).tolist() != [dataset[index] for index in batches.batches(1, 0, 3)[0].indices]
