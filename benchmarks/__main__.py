@@ -26,6 +26,7 @@ LIMITS: Final = {
     "recovery": 330,
     "agent": 240,
     "start": 120,
+    "data": 60,
     "load": 300,
 }
 BENCHMARKS: Final = tuple(LIMITS)
