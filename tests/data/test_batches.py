@@ -229,6 +229,11 @@ def test_epochs_take_the_shards_in_other_orders() -> None:
     assert len(set(map(tuple, orders))) > 4
 
 
+def test_a_rank_without_samples_reads_nothing() -> None:
+    batches = ElasticBatches(10, global_batch=8, micro_batch=4, order=Shards([10]))
+    assert [batches.shard(1, rank, 4) for rank in range(4)] == [[], [(0, 8, 9)], [], [(0, 9, 10)]]
+
+
 def test_ranges_join_neighbours_of_one_shard_alone() -> None:
     shards = Shards([3, 2])
     assert shards.ranges([1, 2, 3, 0]) == [ShardRange(0, 1, 3), ShardRange(1, 0, 1), ShardRange(0, 0, 1)]
