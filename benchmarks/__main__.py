@@ -24,6 +24,7 @@ LIMITS: Final = {
     "scale": 300,
     "store": 170,
     "recovery": 330,
+    "survive": 600,
     "agent": 240,
     "start": 120,
     "data": 60,

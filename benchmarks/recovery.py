@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing
@@ -24,6 +25,7 @@ from benchmarks.recovery_job import (
     C10DS,
     CRASHED,
     HOST_ROLE,
+    JOIN,
     OURS,
     PLUGIN,
     UNSHARED,
@@ -92,6 +94,8 @@ class Case:
 
     def quiet(self, contender: str) -> float:
         """For how many seconds after the fault, at least, everyone just waits for a lease to run out."""
+        if self.fault == JOIN:
+            return 0
         if contender in C10DS and self.fault == "freeze":
             return math.inf  # no worker fails when a peer freezes, and no agent looks
         if contender in C10DS:
@@ -140,11 +144,12 @@ class Runner:
     def __exit__(self, *exc_info: object) -> None:
         self._opened.close()
 
-    def job(self, contender: str, size: int, conf: Mapping[str, float]) -> Job:
+    def job(self, case: Case, contender: str) -> Job:
         """A job, which ends with the runner at the latest."""
+        size = case.nodes
         self.make_room(self._start.get(size, math.inf))
         began = time.monotonic()
-        job = Job(contender, size, conf)
+        job = Job(contender, size, case.conf, size - 1 if case.fault == JOIN else size)
         self._opened.callback(job.close)
         job.start()
         self._start[size] = time.monotonic() - began
@@ -161,7 +166,7 @@ class Runner:
         case, contender = turn
         found: Future[Recovery] = Future()
         try:
-            job = self.job(contender, case.nodes, case.conf)
+            job = self.job(case, contender)
         except (TimeLimitError, RuntimeError) as e:
             found.set_result(Recovery(missing=str(e).splitlines()[0]))
             return found
@@ -187,26 +192,32 @@ def _watched(job: Job, watch: Watch) -> Recovery:
         watch.over.set()
 
 
+def measure(progress: Progress, cases: list[Case]) -> dict[tuple[str, str], list[Recovery]]:
+    """Measure all cases, some of them several times; contenders take turns. The key is the row and the contender."""
+    found: defaultdict[tuple[str, str], list[Future[Recovery]]] = defaultdict(list)
+    with Runner() as runner:
+        for case, contender in _turns(cases):
+            progress(f"{case.row}: {contender}")
+            found[case.row, contender].append(runner.measure((case, contender)))
+        progress("those in which everybody waits")
+        return {key: [future.result() for future in futures] for key, futures in found.items()}
+
+
 def tables(progress: Progress, cases: list[Case]) -> Iterator[Table]:
-    """Measure; contenders take turns."""
+    """Measure each case once."""
     parts = {
         name: Table(f"recovery-{name}", title, "fault", unit="" if name == "restarts" else "s", base=OURS)
         for name, title in PARTS.items()
     }
     parts[TARGETED].targets = {case.row: case.target for case in cases if case.role != HOST_ROLE}
-    with Runner() as runner:
-        found: dict[tuple[str, str], Future[Recovery]] = {}
-        for case, contender in _turns(cases):
-            progress(f"{case.row}: {contender}")
-            found[case.row, contender] = runner.measure((case, contender))
-        progress("those in which everybody waits")
-        for case, (name, table) in product(cases, parts.items()):
-            if case.role == HOST_ROLE:
-                table.put(case.row, OURS, "no node hosts it")
-            for contender in case.contenders:
-                recovery = found[case.row, contender].result()
-                took: float | None = getattr(recovery, name)
-                table.put(case.row, contender, recovery.missing if took is None else took)
+    found = measure(progress, cases)
+    for case, (name, table) in product(cases, parts.items()):
+        if case.role == HOST_ROLE:
+            table.put(case.row, OURS, "no node hosts it")
+        for contender in case.contenders:
+            [recovery] = found[case.row, contender]
+            took: float | None = getattr(recovery, name)
+            table.put(case.row, contender, recovery.missing if took is None else took)
     yield from parts.values()
 
 

@@ -29,14 +29,17 @@ from redelastic.redis.server import RedisServer
 
 OURS, PLUGIN, C10D = "redelastic run", "torchrun, redis", "torchrun, c10d"
 AGENT_KILLED, CRASHED = "kill of the agent alone", "crash of a worker"
-# Done to a whole node, as if it were a machine, to its agent, or to its worker.
-FAULTS: Final = ("kill", "terminate", "freeze", AGENT_KILLED, CRASHED)
+JOIN: Final = "join"
+# Done to a whole node, as if it were a machine, to its agent, or to its worker; or it is started.
+FAULTS: Final = ("kill", "terminate", "freeze", AGENT_KILLED, CRASHED, JOIN)
 UNSHARED: Final = "c10d, unshared"  # with a fresh store for each round's workers, set by an environment variable
 C10DS: Final = (C10D, UNSHARED)
 PROCESSES: Final = Path(__file__).with_name("recovery_processes.py")
 CONTEXT.set_forkserver_preload(["torch.distributed.launcher.api", "redelastic.cli.run", run_node.__module__])
 WARM: Final = "redelastic run --preload torch"
-HOST_ROLE: Final = "the store's host"
+SURVIVING: Final = "redelastic run --survive"
+AGENTS: Final = (OURS, WARM, SURVIVING)  # with our agent
+HOST_ROLE, NEW = "the store's host", "a new node"
 HOST: Final = 1  # the node that serves c10d's store; its rank is not 0, since c10d ranks nodes of one host by pid
 LAST_CALL: Final = 2
 MAX_RESTARTS: Final = 3
@@ -64,8 +67,9 @@ class Recovery:
 
     Attributes:
         detected: the first of the survivors' workers ended.
-        grouped: the last survivor started its worker in a round of all survivors.
+        grouped: the last survivor started its worker in a round of all survivors, or began that round with the old one.
         stepped: every survivor made a step in it.
+        paused: the longest that a survivor was without a step, until then.
         restarts: the most times that any survivor started its worker.
         missing: why something did not happen.
     """
@@ -73,6 +77,7 @@ class Recovery:
     detected: float | None = None
     grouped: float | None = None
     stepped: float | None = None
+    paused: float | None = None
     restarts: int | None = None
     missing: str = ""
 
@@ -92,17 +97,19 @@ class Job:
     """Nodes of one contender with one worker each; all end with `close`, or when this process is killed.
 
     Args:
-        contender: `OURS`, `WARM`, `PLUGIN`, `C10D` or `UNSHARED`.
-        size: how many nodes; the job goes on with two of them, or with one of two.
+        contender: `OURS`, `WARM`, `SURVIVING`, `PLUGIN`, `C10D` or `UNSHARED`.
+        size: how many nodes at most; the job goes on with two of them, or with one of two.
         conf: settings beyond the contender's defaults.
+        first: how many of the nodes start it; None for all.
     """
 
-    def __init__(self, contender: str, size: int, conf: Mapping[str, float]) -> None:
-        self.contender, self.size = contender, size
+    def __init__(self, contender: str, size: int, conf: Mapping[str, float], first: int | None = None) -> None:
+        self.contender, self.size, self._first = contender, size, first or size
         self._conf = {"last_call_timeout": LAST_CALL, **conf}
         self._port = free_port() if contender in C10DS else None
         self._run_id = f"bench-{uuid.uuid4().hex[:12]}"
-        self._workers: dict[int, Worker] = {}
+        self._workers: list[Worker] = []  # with an entry for each round of one that survives
+        self._newest: dict[int, Worker] = {}  # by pid
         self._read = 0  # how much of the record
         self._over = threading.Event()
         self._opened = ExitStack()
@@ -110,7 +117,7 @@ class Job:
         self.server: RedisServer | None = None
 
     def start(self) -> None:
-        """Return once all nodes have made some steps together.
+        """Return once the first nodes have made some steps together.
 
         Raises:
             TimeLimitError: they did not do so in time.
@@ -125,10 +132,8 @@ class Job:
             self._opened.callback(self._end, reaper)
             self._record = self._directory / "record"
             self._record.touch()
-            for number in range(self.size):
-                given = (self._directory, f"{number}.log", self._env(), *self._command(number))
-                self.nodes.append(CONTEXT.Process(target=run_node, args=given))
-                self.nodes[-1].start()
+            for _ in range(self._first):
+                self._start_node()
             self._wait_for_steps()
         except BaseException:
             self.close()
@@ -138,6 +143,12 @@ class Job:
         """End all processes, and anyone watching them; idempotent."""
         self._over.set()
         self._opened.close()
+
+    def _start_node(self) -> None:
+        number = len(self.nodes)
+        given = (self._directory, f"{number}.log", self._env(), *self._command(number))
+        self.nodes.append(CONTEXT.Process(target=run_node, args=given))
+        self.nodes[-1].start()
 
     def _end(self, reaper: subprocess.Popen[bytes]) -> None:
         reaper.communicate()
@@ -155,7 +166,7 @@ class Job:
 
     def _command(self, number: int) -> list[str]:
         """What a node runs: a module and its arguments."""
-        command = ["redelastic", "run"] if self.contender in (OURS, WARM) else ["torch.distributed.run"]
+        command = ["redelastic", "run"] if self.contender in AGENTS else ["torch.distributed.run"]
         conf = dict(self._conf)
         if self.contender in C10DS:
             command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{self._port}"]
@@ -166,16 +177,24 @@ class Job:
         command.append(f"--rdzv-conf={','.join(f'{name}={value}' for name, value in conf.items())}")
         if self.contender == WARM:
             command.append("--preload=torch")
+        if self.contender == SURVIVING:
+            command.append("--survive")
         command += [f"--nnodes={min(2, self.size - 1)}:{self.size}", f"--max-restarts={MAX_RESTARTS}"]
-        return [*command, str(PROCESSES), "worker", str(self._record), str(number)]
+        return [
+            *command,
+            str(PROCESSES),
+            "survivor" if self.contender == SURVIVING else "worker",
+            str(self._record),
+            str(number),
+        ]
 
     def _settled(self) -> list[Worker]:
-        """The workers in a round of all nodes that have made some steps in it."""
-        return [w for w in self.workers() if w.world == self.size and len(w.steps) >= STEPS]
+        """The workers in a round of all first nodes that have made some steps in it."""
+        return [w for w in self.current() if w.world == self._first and len(w.steps) >= STEPS]
 
     def _wait_for_steps(self) -> None:
         deadline = time.monotonic() + START
-        while len(self._settled()) < self.size:
+        while len(self._settled()) < self._first:
             if ended := [number for number, node in enumerate(self.nodes) if not node.is_alive()]:
                 tail = (self._directory / f"{ended[0]}.log").read_text(errors="replace")[-2000:]
                 raise RuntimeError(f"node {ended[0]} ended before its first steps\n{tail}")
@@ -194,12 +213,13 @@ class Job:
         for line in whole.splitlines():
             told = json.loads(line)
             if "step" in told:
-                self._workers[told["pid"]].steps.append(told["step"])
+                self._newest[told["pid"]].steps.append(told["step"])
             elif "ready" in told:
-                self._workers[told["pid"]].ready = told["ready"]
+                self._newest[told["pid"]].ready = told["ready"]
             else:
-                self._workers[told["pid"]] = Worker(**told)
-        return list(self._workers.values())
+                self._newest[told["pid"]] = Worker(**told)
+                self._workers.append(self._newest[told["pid"]])
+        return self._workers
 
     def current(self) -> list[Worker]:
         """The newest worker of each node, by its rank."""
@@ -208,15 +228,22 @@ class Job:
 
     def by_role(self, role: str) -> int:
         """The node with a role."""
-        if role == HOST_ROLE:
-            return HOST
+        if role in (HOST_ROLE, NEW):
+            return HOST if role == HOST_ROLE else self.size - 1
         rank_0, *others = (w.node for w in self.current())
         return rank_0 if role == "rank 0" else next(node for node in others if node != HOST or self.size == 2)
 
     # -- hurting, and watching
 
     def hurt(self, fault: str, node: int) -> Watch:
-        """Do one of `FAULTS` to a node."""
+        """Do one of `FAULTS` to a node.
+
+        If its worker crashes and the others survive, they go on without it, until it has started another.
+        """
+        if fault == JOIN:
+            watch = Watch(self, None)
+            self._start_node()
+            return watch
         agent = psutil.Process(self.nodes[node].pid)
         tree = [agent, *agent.children(recursive=True)]
         hurt, number = {
@@ -226,7 +253,7 @@ class Job:
             AGENT_KILLED: ([agent], signal.SIGKILL),
             CRASHED: ([psutil.Process(w.pid) for w in self.current() if w.node == node], signal.SIGKILL),
         }[fault]
-        watch = Watch(self, None if fault == CRASHED else node)
+        watch = Watch(self, None if fault == CRASHED and self.contender != SURVIVING else node)
         _signal(hurt, number)
         if fault == "freeze":  # a frozen reaper never learns that its agent is gone
             self._opened.callback(_signal, tree, signal.SIGKILL)
@@ -250,7 +277,8 @@ class Watch:
         """``victim`` is the node that does not come back, if any."""
         self._job = job
         self._survivors = set(range(job.size)) - {victim}
-        self._old = [os.pidfd_open(w.pid) for w in job.current() if w.node != victim]
+        self._before = [w for w in job.current() if w.node != victim]
+        self._old = [os.pidfd_open(w.pid) for w in self._before]
         self.detected = threading.Event()
         self.over = threading.Event()
         self.fault = time.monotonic()
@@ -269,7 +297,7 @@ class Watch:
                 elif ends.poll(1000 * POLL):
                     found.detected = time.monotonic() - self.fault
                     self.detected.set()
-                if ended := sum(not self._job.nodes[node].is_alive() for node in self._survivors):
+                if ended := sum(not self._job.nodes[w.node].is_alive() for w in self._before):
                     found.missing = f"{ended} of {len(self._survivors)} others ended after {now - self.fault:.0f} s"
                     break
                 self._look(found)
@@ -284,4 +312,9 @@ class Watch:
                 self.over.set()
             if all(w.steps for w in whole.values()):
                 found.stepped = max(w.steps[0] for w in whole.values()) - self.fault
-                found.restarts = max(Counter(w.node for w in new).values())
+                known = {w.pid for w in self._before}
+                found.restarts = max(Counter(w.node for w in new if w.pid not in known).values(), default=0)
+                found.paused = max(
+                    whole[w.node].steps[0] - max(step for step in w.steps if step < whole[w.node].steps[0])
+                    for w in self._before
+                )

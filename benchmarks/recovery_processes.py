@@ -1,6 +1,6 @@
 """What `benchmarks.recovery` runs in separate processes: a node, its worker, and a reaper of them all.
 
-Usage: recovery_processes.py worker RECORD NODE, or reaper DIRECTORY. Nodes are forked.
+Usage: recovery_processes.py worker|survivor RECORD NODE, or reaper DIRECTORY. Nodes are forked.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import runpy
 import shutil
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Final, NoReturn
 
 import psutil
 
@@ -46,25 +46,47 @@ def node(directory: Path, log: str, env: Mapping[str, str], module: str, *argume
         atexit._run_exitfuncs()  # noqa: SLF001
 
 
-def worker(record: Path, number: str) -> None:
-    """Step with all others: per step one all_reduce and a line in the record, all times on the monotonic clock."""
+def worker(record: Path, number: str, *, survive: bool) -> None:
+    """Step with all others: per step one all_reduce and a line in the record, all times on the monotonic clock.
+
+    A worker that survives counts as another one in each round.
+    """
     file = os.open(record, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-    pid = os.getpid()
-    rank, world = int(os.environ["GROUP_RANK"]), int(os.environ["WORLD_SIZE"])
+    pid, born = os.getpid(), _born()
 
     def tell(**what: float) -> None:
         os.write(file, (json.dumps({"pid": pid, **what}) + "\n").encode())  # one write, so that lines stay whole
 
-    tell(node=int(number), rank=rank, world=world, born=_born())
+    def begin(born: float) -> None:
+        rank, world = int(os.environ["GROUP_RANK"]), int(os.environ["WORLD_SIZE"])
+        tell(node=int(number), rank=rank, world=world, born=born)
+
+    if not survive:
+        begin(born)
     import torch  # noqa: PLC0415
     import torch.distributed as dist  # noqa: PLC0415
 
-    tell(ready=time.monotonic())
-    dist.init_process_group("gloo")
-    while True:
-        dist.all_reduce(torch.ones(1))
-        tell(step=time.monotonic())
-        time.sleep(PACE)
+    def step(commit: Callable[[], None] = lambda: None) -> NoReturn:
+        while True:
+            dist.all_reduce(torch.ones(1))
+            tell(step=time.monotonic())
+            time.sleep(PACE)
+            commit()
+
+    if survive:
+        import redelastic  # noqa: PLC0415
+
+        def train(_: object) -> NoReturn:
+            begin(time.monotonic())
+            tell(ready=time.monotonic())
+            step(state.commit)
+
+        state = redelastic.State(model=torch.nn.Linear(1, 1))
+        redelastic.survive(train, state)
+    else:
+        tell(ready=time.monotonic())
+        dist.init_process_group("gloo")
+        step()
 
 
 def _born() -> float:
@@ -94,7 +116,7 @@ def _lives_in(directory: Path, process: psutil.Process) -> bool:
 
 if __name__ == "__main__":
     role, *given = sys.argv[1:]
-    if role == "worker":
-        worker(Path(given[0]), given[1])
+    if role in ("worker", "survivor"):
+        worker(Path(given[0]), given[1], survive=role == "survivor")
     else:
         reaper(Path(given[0]))
