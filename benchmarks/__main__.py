@@ -24,7 +24,7 @@ LIMITS: Final = {
     "scale": 300,
     "store": 170,
     "recovery": 330,
-    "survive": 600,
+    "survive": 900,
     "agent": 240,
     "start": 120,
     "data": 60,
