@@ -81,6 +81,7 @@ elastic.agent.server.local_elastic_agent  LocalElasticAgent._setup_healthcheck
 elastic.agent.server.local_elastic_agent  LocalElasticAgent._shutdown             death_sig
 elastic.agent.server.local_elastic_agent  LocalElasticAgent._exit_barrier
 elastic.agent.server.local_elastic_agent  LocalElasticAgent._initialize_workers   worker_group
+elastic.timer                             FileTimerServer.get_last_progress_time
 elastic.agent.server.local_elastic_agent  start_processes                         envs
 elastic.agent.server.api                  _RoleInstanceInfo                       role rank local_world_size
 elastic.agent.server.api                  WorkerSpec                              numa_options event_log_handler duplicate_stdout_filters duplicate_stderr_filters virtual_local_rank
@@ -133,9 +134,16 @@ def _why_missing(hook: Hook) -> str:
 # -- what differs between versions
 
 
-def shutdown_option(agent: type, timeout: float) -> dict[str, Any]:
-    """The keyword argument for the shutdown timeout of torch's agent, in seconds; it takes one from 2.12 on."""
-    return {"shutdown_timeout": timeout} if "shutdown_timeout" in inspect.signature(agent).parameters else {}
+def known_options(agent: type, **options: Any) -> dict[str, Any]:
+    """Those of the keyword arguments that torch's agent takes: ``shutdown_timeout`` only from 2.12 on, for example."""
+    known = inspect.signature(agent).parameters
+    return {name: value for name, value in options.items() if name in known}
+
+
+def watchdog_progress(agent: Any) -> float | None:
+    """When the file timer's server of torch's agent last looked at its timers, by ``time.time``; None without one."""
+    watchdog = getattr(agent, "_worker_watchdog", None)
+    return None if watchdog is None else float(watchdog.get_last_progress_time())
 
 
 def shut_down(shutdown: Callable[..., None], death_sig: signal.Signals, timeout: float) -> None:

@@ -8,10 +8,12 @@ import math
 import os
 import signal
 import time
-from multiprocessing import resource_tracker
+from functools import partial
+from multiprocessing import get_all_start_methods, resource_tracker
 from typing import Any, Final
 
 from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.health_check_server import HealthCheckServer
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsSpecs
 
@@ -23,8 +25,7 @@ from redelastic.monitoring.events import Failed, Log, Started
 from redelastic.rendezvous.handler import RedisRendezvousHandler
 from redelastic.rendezvous.node import DrainedError, RunStoppedError
 from redelastic.torch_errors import torch_errors
-from redelastic.torch_internals import close_within, shut_down, shutdown_option
-from redelastic.workers.channels import Pause
+from redelastic.torch_internals import close_within, known_options, shut_down, watchdog_progress
 from redelastic.workers.drains import DrainFile, Drains
 from redelastic.workers.group import Workers
 from redelastic.workers.hangs import Hangs
@@ -48,43 +49,51 @@ LAST_REPORTS_TIMEOUT: Final = 2.0  # for the last reports to Redis, in seconds
 class RedisElasticAgent(RegroupingAgent):
     """torch's agent, which also reports its node's state to Redis, drains, and detects hangs.
 
-    Contract: as torch's ``LocalElasticAgent``, with the same arguments and ``RunResult``. It does not control other
-    nodes: each agent decides for itself, based on the run's state in Redis.
+    Contract: as torch's ``LocalElasticAgent``, with the same arguments in the same places, and ``RunResult``. It does
+    not control other nodes: each agent decides for itself, based on the run's state in Redis.
 
     Args:
         spec: with a :class:`RedisRendezvousHandler`.
         logs_specs: where the workers' output goes.
-        options: the options that torch's agent lacks.
         start_method: how to start workers that are functions.
         exit_barrier_timeout: how long to wait for other nodes' workers to end, in seconds; None: for as long as the
             nodes live, or torch's ``TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT``.
         log_line_prefix_template: as torch's.
         shutdown_timeout: how long workers have between SIGTERM and SIGKILL, in seconds.
+        health_check_server: torch's, which its maker has started; it is stopped when :meth:`run` ends, and no endpoint
+            is started for torch's ``TORCHELASTIC_HEALTH_CHECK_PORT``.
+        uninterruptible_state_timeout: as torch's, from 2.13 on: how long a worker may hang in the kernel, in seconds.
+        options: the options that torch's agent lacks.
         owns_process: whether this process only runs this agent, so that any orphan that becomes its child belongs to
             the workers (:meth:`ProcessTree.adopt_orphans`).
 
     Raises:
         TypeError: the handler is of another type.
         ValueError: there are fewer GPUs than workers that need one each, or a GPU does not exist; or modules cannot be
-            preloaded here.
+            preloaded here; or there is no such start method.
         DriverError: the GPU driver does not answer, or fails.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0917 - torch's arguments
         self,
         spec: WorkerSpec,
         logs_specs: LogsSpecs,
-        options: AgentOptions | None = None,
-        *,
         start_method: str = "spawn",
         exit_barrier_timeout: float | None = None,
         log_line_prefix_template: str | None = None,
         shutdown_timeout: float = 30.0,
+        health_check_server: HealthCheckServer | None = None,
+        uninterruptible_state_timeout: float | None = None,
+        *,
+        options: AgentOptions | None = None,
         owns_process: bool = False,
     ) -> None:
         handler = spec.rdzv_handler
         if not isinstance(handler, RedisRendezvousHandler):
             raise TypeError(f"RedisElasticAgent needs a RedisRendezvousHandler, not a {type(handler).__name__}.")
+        if start_method not in get_all_start_methods():
+            known = ", ".join(get_all_start_methods())
+            raise ValueError(f"There is no start_method={start_method!r}, only {known}; name other options: options=….")
         self._options = options or AgentOptions()
         if self._options.preload:
             require_preloadable(spec, owns_process=owns_process)
@@ -101,11 +110,16 @@ class RedisElasticAgent(RegroupingAgent):
             start_method,
             300.0,  # torch's own barrier, which is not used
             log_line_prefix_template,
-            **shutdown_option(LocalElasticAgent, shutdown_timeout),
+            **known_options(
+                LocalElasticAgent,
+                shutdown_timeout=shutdown_timeout,
+                uninterruptible_state_timeout=uninterruptible_state_timeout,
+            ),
         )
         self._shutdown_timeout: float = shutdown_timeout  # type: ignore[assignment]  # torch declares an int
         if exit_barrier_timeout is not None:
             self._exit_limit = exit_barrier_timeout
+        self._given_server = health_check_server  # kept from torch's agent, which stops it when it restarts workers
         self._torch_signals = torch_signals()
         self._tree: ProcessTree  # set by run()
         self._reporter = BackgroundReporter()
@@ -125,8 +139,9 @@ class RedisElasticAgent(RegroupingAgent):
             checked=checks.Node(log_folder(logs_specs), spec.local_world_size, self._options.health_timeout),
             note=self._note,
         )
-        self._monitor = NodeMonitor(self._node, self._worker_group, self._assignment.visible, self._admission)
-        self._budget = Budget(self._node, self._options, self._monitor.allow)
+        self._monitor = NodeMonitor(self._membership, self._worker_group, self._assignment.visible, self._admission)
+        self._monitor.watchdog_progress = partial(watchdog_progress, self)
+        self._budget = Budget(self._membership, self._monitor, self._options)
         self._hangs = Hangs(self._note)
         self._unfit = True  # whether this node must prove its fitness before it joins
         self._verdict = ""  # why the job may not restart its workers
@@ -163,7 +178,11 @@ class RedisElasticAgent(RegroupingAgent):
                 self._warm.prepare()
                 opened.enter_context(repeat(self._warm.tend, TEMPLATE_CHECK_INTERVAL, "template"))
             opened.callback(self._reporter.close, LAST_REPORTS_TIMEOUT)
-            if (port := self._options.port) is not None:
+            port = self._options.port
+            if self._given_server is not None:
+                opened.callback(self._given_server.stop)
+                port = self._options.health_port
+            if port is not None:
                 endpoint = HealthEndpoint(self._monitor, host=self._options.health_host, port=port)
                 endpoint.start()
                 opened.callback(endpoint.stop)

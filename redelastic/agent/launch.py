@@ -196,9 +196,9 @@ def _agent(
     return agent(
         spec,
         config.logs_specs,
-        options,
         start_method=config.start_method,
         log_line_prefix_template=config.log_line_prefix_template,
         **timeouts,
+        options=options,
         owns_process=True,
     )

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+log = logging.getLogger(__name__)
 
 START_TIMEOUT: Final = 1800.0  # a large model may take this long to load and compile, in seconds
 TORCH_HEALTH_PORT: Final = "TORCHELASTIC_HEALTH_CHECK_PORT"
@@ -88,17 +92,14 @@ class AgentOptions:
 
     @property
     def port(self) -> int | None:
-        """Port of the HTTP endpoint; None: no endpoint.
-
-        Raises:
-            ValueError: torch's environment variable is not a number.
-        """
+        """Port of the HTTP endpoint; None: no endpoint. A wrong port in torch's variable is a warning, as in torch."""
         named = os.environ.get(TORCH_HEALTH_PORT)
         if self.health_port is not None or named is None:
             return self.health_port
-        if not named.isdecimal():
-            raise ValueError(f"The environment's {TORCH_HEALTH_PORT}={named!r} is not a port.")
-        return int(named)
+        if re.fullmatch("[0-9]{1,5}", named) and int(named) < 2**16:
+            return int(named)
+        log.warning("%s=%r is not a port: this node serves no health endpoint.", TORCH_HEALTH_PORT, named[:80])
+        return None
 
     @property
     def limits(self) -> tuple[int, int, int]:

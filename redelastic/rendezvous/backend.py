@@ -38,19 +38,19 @@ class RedisRendezvousBackend(RendezvousBackend):
     Args:
         client: a redis-py client of bytes, or a :class:`Connection`.
         run_id: id of the run.
-        key_prefix: prefix of all keys.
-        ttl: how long the state outlives its last change, in seconds.
+        key_prefix: prefix of all keys; None, as torch's etcd backend takes it: the default.
+        ttl: how long the state outlives its last change, in seconds; None: the default of a day.
 
     Raises:
         ValueError: the run id or prefix cannot be part of a key, or the client decodes replies.
     """
 
     def __init__(
-        self, client: Client | Connection, run_id: str, key_prefix: str = DEFAULT_PREFIX, ttl: float = DEFAULT_TTL
+        self, client: Client | Connection, run_id: str, key_prefix: str | None = None, ttl: float | None = None
     ) -> None:
-        self.keys = RunKeys(run_id, key_prefix)
+        self.keys = RunKeys(run_id, DEFAULT_PREFIX if key_prefix is None else key_prefix)
         self.connection = client if isinstance(client, Connection) else Connection(client)
-        self.ttl = ttl
+        self.ttl = DEFAULT_TTL if ttl is None else ttl
 
     @property
     def name(self) -> str:

@@ -92,6 +92,35 @@ def _unquoted(value: object) -> object:
     return value
 
 
+def _without_outer_quotes(config: Mapping[str, object]) -> Mapping[str, object]:
+    """The parameters without a pair of quotes around the whole of ``--rdzv-conf``, as a shell may leave it in place.
+
+    Raises:
+        ValueError: only the first of the two quotes is there.
+    """
+    given = [name for name in config if name not in _IGNORED]  # torchrun adds a timeout at the end
+    if not given or given[0][:1] not in ("'", '"'):
+        return config
+    first, last, quote = given[0], config[given[-1]], given[0][0]
+    if not isinstance(last, str) or not last.endswith(quote):
+        raise ValueError(f"--rdzv-conf begins with {quote} and does not end with it: remove it, or close the quotes.")
+    stripped = {**config, given[-1]: last[:-1]}
+    return {name[1:] if name == first else name: value for name, value in stripped.items()}
+
+
+def _is_tcp(value: object) -> bool:
+    """Whether a ``store_type`` of c10d's is "tcp": workers find each other by a TCPStore with this backend, too.
+
+    Raises:
+        ValueError: it is another.
+    """
+    if value is None or str(value).strip().lower() == "tcp":
+        return True
+    raise ValueError(
+        f"The rendezvous parameter store_type={_shown(value)} is for c10d: remove it. The rendezvous is in Redis."
+    )
+
+
 def _label(name: str, value: object) -> str:
     return check_key_part(name, value) if value != "" else ""
 
@@ -125,6 +154,9 @@ _CHECKS: Final[Mapping[str, Callable[[str, object], Any]]] = {
 }
 # torchrun adds `timeout` to every rendezvous, and c10d's users pass `is_host`; redelastic has no use for either.
 _IGNORED: Final = frozenset({"timeout", "is_host"})
+# Names that torch's other backends use, in `--rdzv-conf` and in URLs. The table of torch's `create_handler` calls the
+# `heartbeat_timeout` heartbeat.
+_ALIASES: Final = {"heartbeat": "heartbeat_timeout", "etcd_prefix": "key_prefix"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,12 +239,14 @@ class Settings:
         Raises:
             ValueError: a parameter is unknown or wrong; the message names it, its value and what is allowed.
         """
-        config = {name: _unquoted(value) for name, value in params.config.items() if name not in _IGNORED}
-        for name in config:
-            if name[:1] in "\"'":
-                raise ValueError(
-                    f"--rdzv-conf is quoted as a whole: write --rdzv-conf={name[1:]}=… without quotes around it all."
-                )
+        config: dict[str, object] = {}
+        for name, value in _without_outer_quotes(params.config).items():
+            if name in _IGNORED or (name == "store_type" and _is_tcp(value)):
+                continue
+            target = _ALIASES.get(name, name)
+            if target in config:
+                raise ValueError(f"The rendezvous parameter {target} is given under two of its names: give it once.")
+            config[target] = _unquoted(value)
         if unknown := sorted(config.keys() - _CHECKS.keys()):  # its value may be a secret
             raise ValueError(f"Unknown rendezvous parameter {unknown[0]!r}; allowed: {', '.join(sorted(_CHECKS))}.")
         checked = {name: _CHECKS[name](name, value) for name, value in config.items() if value is not None}
@@ -238,6 +272,7 @@ class Settings:
 
 # Parameters by their names in torch's legacy etcd URL.
 _URL_ALIASES: Final = {
+    **_ALIASES,
     "min_workers": "min_nodes",
     "max_workers": "max_nodes",
     "timeout": "join_timeout",

@@ -49,6 +49,9 @@ class RedisStore(Requests):
     A store stays usable until :meth:`close`, even if only torch's C++ still knows it. All objects for one store are the
     same store; each is safe to use from several threads and after a fork.
 
+    Nothing says when C++ lets go of a store. So one that is never closed stays in memory until its process ends: close
+    those that your own code makes again and again, with ``contextlib.closing(RedisStore(…))`` for example.
+
     Args:
         client: an endpoint or URL, a redis-py client of bytes, or a :class:`Connection`.
         run_id: id of the run.
@@ -414,7 +417,8 @@ class RedisStore(Requests):
 
     def _timed_out(self, timeout: float, keys: list[bytes]) -> dist.DistStoreError:
         limit = round(1000 * timeout)  # as in TCPStore's error; the time that has passed depends on Redis
-        return dist.DistStoreError(f"wait timeout after {limit}ms, keys: {_listed(keys)} of {self!r}")
+        shown = _listed([b"/" + key for key in keys])  # as TCPStore names a key
+        return dist.DistStoreError(f"wait timeout after {limit}ms, keys: {shown} of {self!r}")
 
     def _read_stream(
         self, stream: bytes, after: bytes, wake_after: bytes, seconds: float, longest: float | None = None

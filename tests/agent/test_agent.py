@@ -445,7 +445,8 @@ def test_livez_fails_when_the_loop_has_stalled(new_node: NodeFactory, tmp_path: 
     node = new_node(1, 1)
     spec = WorkerSpec("test", 1, node, entrypoint="sleep", args=("60",))
     with reserved_port() as port, ThreadPoolExecutor(1) as pool:
-        agent = Stalling(spec, DefaultLogsSpecs(str(tmp_path)), AgentOptions(health_port=port), shutdown_timeout=1)
+        options = AgentOptions(health_port=port)
+        agent = Stalling(spec, DefaultLogsSpecs(str(tmp_path)), shutdown_timeout=1, options=options)
         ended = pool.submit(agent.run)
         try:
             assert entered.wait(LIMIT)

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
+import socket
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
-from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.agent.server.api import WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.health_check_server import HealthCheckServer
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
 import redelastic.agent
-from redelastic.agent import RedisElasticAgent
+from redelastic.agent import AgentOptions, RedisElasticAgent
 from redelastic.redis.server import RedisServer
+from tests.support.nodes import NodeFactory
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -101,3 +107,51 @@ def test_another_handler_is_refused() -> None:
     spec = WorkerSpec(role="a", local_world_size=1, entrypoint="true", rdzv_handler=handler)
     with pytest.raises(TypeError, match="needs a RedisRendezvousHandler, not a DynamicRendezvousHandler"):
         RedisElasticAgent(spec, DefaultLogsSpecs())
+
+
+def test_torchs_arguments_have_their_places(new_node: NodeFactory, tmp_path: Path) -> None:
+    theirs, ours = (list(inspect.signature(agent).parameters) for agent in (LocalElasticAgent, RedisElasticAgent))
+    assert ours[: len(theirs)] == theirs
+    spec = WorkerSpec("test", 1, new_node(1, 1), entrypoint="true")
+    with pytest.raises(ValueError, match=r"no start_method=AgentOptions.* only .*spawn.*: options=…"):
+        RedisElasticAgent(spec, DefaultLogsSpecs(str(tmp_path)), AgentOptions())  # type: ignore[arg-type]
+    agent = RedisElasticAgent(spec, DefaultLogsSpecs(str(tmp_path)), "fork", 300, None, 5, None, 60)
+    assert agent.run().state == WorkerState.SUCCEEDED
+
+
+class NotedServer(HealthCheckServer):
+    """Notes when it is stopped, and by how many starts of workers that was preceded."""
+
+    def __init__(self, starts: Path) -> None:
+        super().__init__(lambda: int(time.time()), 0, 60)
+        self._starts, self.stopped = starts, list[str]()
+
+    def stop(self) -> None:
+        self.stopped.append(self._starts.read_text())
+
+
+def test_a_health_server_that_is_given_lives_as_long_as_the_agent(
+    new_node: NodeFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's agent stops it when it restarts workers, and starts another one if the environment names a port."""
+    starts = tmp_path / "starts"
+    script = ("-c", f"echo -n x >> {starts}; test $(cat {starts}) = xx")
+    spec = WorkerSpec("test", 1, new_node(1, 1), entrypoint="sh", args=script, max_restarts=1)
+    given = NotedServer(starts)
+    agent = RedisElasticAgent(spec, DefaultLogsSpecs(str(tmp_path)), health_check_server=given)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        monkeypatch.setenv("TORCHELASTIC_HEALTH_CHECK_PORT", str(taken.getsockname()[1]))
+        assert agent.run().state == WorkerState.SUCCEEDED
+    assert given.stopped == ["xx"]
+
+
+@pytest.mark.parametrize("value", ["abc", "", "-1", "65536", "9" * 5000, "²"])
+def test_a_wrong_port_in_torchs_variable_is_a_warning(
+    value: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_HEALTH_CHECK_PORT", value)
+    assert AgentOptions().port is None
+    assert f"TORCHELASTIC_HEALTH_CHECK_PORT={value[:80]!r} is not a port" in caplog.text
+    assert AgentOptions(health_port=0).port == 0
+    monkeypatch.setenv("TORCHELASTIC_HEALTH_CHECK_PORT", "8080")
+    assert AgentOptions().port == 8080

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 import threading
@@ -62,7 +63,7 @@ def running(new_node: NodeFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     spec = WorkerSpec("test", 1, new_node(1, 1), entrypoint="sleep", args=("600",))
     options = AgentOptions(drain_file=tmp_path / "notice", drain_timeout=0)
-    agent = RedisElasticAgent(spec, DefaultLogsSpecs(str(tmp_path)), options, shutdown_timeout=5)
+    agent = RedisElasticAgent(spec, DefaultLogsSpecs(str(tmp_path)), options=options, shutdown_timeout=5)
     with ThreadPoolExecutor(1) as pool:
         started = Running(agent, nvml, tmp_path / "notice", pool.submit(agent.run))
         yield started
@@ -101,6 +102,29 @@ def test_an_nvml_that_answers_again_is_told_again(running: Running, monkeypatch:
     running.nvml.silent = False
     running.nvml.released.set()
     until(lambda: running.status().get("gpus"), "it is back")
+
+
+@pytest.fixture
+def timers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Have the agent serve torch's file timers; returns the path of the pipe to them."""
+    monkeypatch.setenv("TORCHELASTIC_ENABLE_FILE_TIMER", "1")
+    monkeypatch.setenv("TORCHELASTIC_TIMER_FILE", str(tmp_path / "timers"))
+    return tmp_path / "timers"
+
+
+def test_livez_asks_torchs_file_timers(timers: Path, running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that stops in the middle of a request to them keeps all of them from being looked at."""
+    until(timers.exists, "the timers are served")
+    request = json.dumps({"pid": 1, "scope_id": "none", "expiration_time": -1, "signal": 0})
+    stalled = running.agent._monitor.stalled
+    with timers.open("w") as pipe:
+        assert stalled() == ""
+        pipe.write(request[:9])
+        pipe.flush()
+        monkeypatch.setattr(monitor, "WATCHDOG_TIMEOUT", 2.0)
+        until(lambda: "torch's file timers have not been looked at for" in stalled(), "they count as dead")
+        pipe.write(request[9:] + "\n")
+    until(lambda: stalled() == "", "they are alive again")
 
 
 def test_a_task_that_fails_is_complained_of_once_and_goes_on(caplog: pytest.LogCaptureFixture) -> None:

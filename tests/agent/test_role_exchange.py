@@ -51,6 +51,6 @@ def test_what_is_lost_when_it_was_seen_and_not_yet_read_is_told_again(connection
 
 def test_who_is_not_told_is_told_so(store: RedisStore) -> None:
     store.set_timeout(timedelta(seconds=0.5))
-    said = r"^Not all agents reported within 0.5 s; the last wait timeout after \d+ms, keys: a, b of "
+    said = r"^Not all agents reported within 0.5 s; the last wait timeout after \d+ms, keys: /a, /b of "
     with pytest.raises(DistStoreError, match=said):
         RoleExchange(store).multi_get(["a", "b"])

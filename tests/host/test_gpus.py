@@ -164,7 +164,7 @@ def test_the_agent_isolates_its_workers(new_node: NodeFactory, monkeypatch: pyte
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     tell = ("-c", f"echo $LOCAL_RANK $CUDA_VISIBLE_DEVICES > {tmp_path}/$RANK")
     spec = WorkerSpec("test", 3, new_node(1, 1), entrypoint="sh", args=tell, virtual_local_rank=True)
-    RedisElasticAgent(spec, DefaultLogsSpecs(str(tmp_path)), AgentOptions(share_gpus=True)).run()
+    RedisElasticAgent(spec, DefaultLogsSpecs(str(tmp_path)), options=AgentOptions(share_gpus=True)).run()
     assert [(tmp_path / str(rank)).read_text() for rank in range(3)] == ["0 0\n", "0 1\n", "0 0\n"]
 
 

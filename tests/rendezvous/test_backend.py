@@ -303,6 +303,14 @@ def test_a_plain_client_serves_too(client: redis.Redis, run_id: str) -> None:
     assert backend.connection.name.startswith("redis://127.0.0.1:")
 
 
+def test_without_a_prefix_and_a_ttl_it_has_the_default_ones(client: redis.Redis, run_id: str) -> None:
+    """torch's etcd backend takes None for both."""
+    plain, backend = RedisRendezvousBackend(client, run_id), RedisRendezvousBackend(client, run_id, None, None)
+    assert (backend.keys, backend.ttl) == (plain.keys, plain.ttl)
+    first(backend)
+    assert plain.get_state() == backend.get_state() is not None
+
+
 def test_a_client_that_decodes_is_refused(server: RedisServer, run_id: str) -> None:
     with pytest.raises(ValueError, match="decode_responses=True; create it without"):
         RedisRendezvousBackend(server.get_client(decode_responses=True), run_id)

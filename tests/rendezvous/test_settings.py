@@ -111,10 +111,24 @@ def test_etcds_protocol_is_known_as_such(value: str) -> None:
 
 @pytest.mark.parametrize("sign", ['"', "'"])
 @pytest.mark.parametrize("written", ["join_timeout=60", "join_timeout=60,read_timeout=2"])
-def test_quotes_around_the_whole_of_rdzv_conf_are_told(sign: str, written: str) -> None:
+def test_quotes_around_the_whole_of_rdzv_conf_are_removed(sign: str, written: str) -> None:
+    expected = settings(**_parse_rendezvous_config(written))
     config = _parse_rendezvous_config(f"{sign}{written}{sign}")
-    with pytest.raises(ValueError, match="--rdzv-conf is quoted as a whole: write --rdzv-conf=join_timeout=…"):
-        settings(**config)
+    assert settings(**config, timeout=900) == expected, "torchrun adds a timeout"
+    with pytest.raises(ValueError, match=f"--rdzv-conf begins with {sign} and does not end with it: remove it"):
+        settings(**_parse_rendezvous_config(f"{sign}{written}"))
+
+
+def test_names_of_torchs_other_backends() -> None:
+    """torch's table of parameters calls the heartbeat's timeout heartbeat; etcd's users have a prefix of its own."""
+    assert settings(heartbeat="3", etcd_prefix="jobs") == settings(heartbeat_timeout=3, key_prefix="jobs")
+    url = "redis://h?run_id=a&min_nodes=1&max_nodes=2&etcd_prefix=jobs&heartbeat=3"
+    assert parameters_from_url(url).config == {"key_prefix": "jobs", "heartbeat_timeout": "3"}
+    with pytest.raises(ValueError, match="key_prefix is given under two of its names: give it once"):
+        settings(etcd_prefix="jobs", key_prefix="others")
+    assert settings(store_type="tcp") == settings(store_type=None) == settings()
+    with pytest.raises(ValueError, match="store_type='file' is for c10d: remove it"):
+        settings(store_type="file")
 
 
 @pytest.mark.parametrize("name", ["ca_cert", "ssl_cert", "ssl_cert_key"])

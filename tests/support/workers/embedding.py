@@ -99,7 +99,7 @@ def run(
         monitor_interval=0.05,
     )
     options = AgentOptions(health_command="echo no hands; exit 1" if unfit else None)
-    agent = RedisElasticAgent(spec, DefaultLogsSpecs(), options, start_method=start_method, shutdown_timeout=20)
+    agent = RedisElasticAgent(spec, DefaultLogsSpecs(), start_method, shutdown_timeout=20, options=options)
     told: dict[str, Any] = {}
     began = time.monotonic()
     try:
