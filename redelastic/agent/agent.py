@@ -26,6 +26,7 @@ from redelastic.rendezvous.handler import RedisRendezvousHandler
 from redelastic.rendezvous.node import DrainedError, RunStoppedError
 from redelastic.torch_errors import torch_errors
 from redelastic.torch_internals import close_within, known_options, shut_down, watchdog_progress
+from redelastic.workers.channels import Pause
 from redelastic.workers.drains import DrainFile, Drains
 from redelastic.workers.group import Workers
 from redelastic.workers.hangs import Hangs
@@ -139,9 +140,9 @@ class RedisElasticAgent(RegroupingAgent):
             checked=checks.Node(log_folder(logs_specs), spec.local_world_size, self._options.health_timeout),
             note=self._note,
         )
-        self._monitor = NodeMonitor(self._membership, self._worker_group, self._assignment.visible, self._admission)
-        self._monitor.watchdog_progress = partial(watchdog_progress, self)
-        self._budget = Budget(self._membership, self._monitor, self._options)
+        watched = self._worker_group, self._assignment.visible, self._admission
+        self._monitor = NodeMonitor(self._node, *watched, partial(watchdog_progress, self))
+        self._budget = Budget(self._node, self._options, self._monitor.allow)
         self._hangs = Hangs(self._note)
         self._unfit = True  # whether this node must prove its fitness before it joins
         self._verdict = ""  # why the job may not restart its workers

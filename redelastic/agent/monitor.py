@@ -57,18 +57,19 @@ class NodeMonitor:
         group: torch's group of workers, to describe.
         gpus: to watch.
         admission: knows whether this node is kept out.
-
-    Attributes:
-        workers, drains: of the current round; None before the first one.
-        starts: how often this node's workers were started.
-        restarts: of this node's workers that count against its limit: one caused by a lost node is refunded.
-        job_restarts: of the whole job.
-        due_by: when the agent's loop must have begun its next turn, on the monotonic clock in seconds.
-        watchdog_progress: when torch's file timers were last looked at, by ``time.time``; None if there are none.
+        watchdog_progress: tells when torch's file timers were last looked at, by ``time.time``; None if there are none.
     """
 
-    def __init__(self, node: Node, group: WorkerGroup, gpus: Sequence[Gpu], admission: Admission) -> None:
+    def __init__(
+        self,
+        node: Node,
+        group: WorkerGroup,
+        gpus: Sequence[Gpu],
+        admission: Admission,
+        watchdog_progress: Callable[[], float | None],
+    ) -> None:
         self._node, self._group, self._admission = node, group, admission
+        self._watchdog_progress = watchdog_progress
         # Each has a thread of its own: NVML may not answer for minutes, and the reaper must learn of new processes.
         self._processes, self._gpus = Telemetry(), Telemetry(gpus)
         self._watches_gpus = bool(gpus)
@@ -77,11 +78,34 @@ class NodeMonitor:
         self._nvml_answered_at = math.inf
         self._gpus_hidden = why_hidden()
         self._time = TrainingTime()
-        self.workers: Workers | None = None
-        self.drains: Drains | None = None
-        self.starts = self.restarts = self.job_restarts = 0
-        self.due_by = math.inf
-        self.watchdog_progress: Callable[[], float | None] = lambda: None
+        self._workers: Workers | None = None
+        self._drains: Drains | None = None
+        self._starts = self._restarts = self._job_restarts = 0
+        self._due_by = math.inf  # when the agent's loop must have begun its next turn, on the monotonic clock
+
+    # -- what the agent says
+
+    def begin_group(self, workers: Workers) -> None:
+        """This node's workers were started."""
+        self._workers = workers
+        self._starts += 1
+
+    def begin_round(self, drains: Drains, restarts: int) -> None:
+        """A round has begun for the workers.
+
+        Args:
+            drains: of the round.
+            restarts: of this node's workers that count against its limit: one caused by a lost node is refunded.
+        """
+        self._drains, self._restarts = drains, restarts
+
+    def count_job_restarts(self, restarts: int) -> None:
+        """The whole job has been restarted so often."""
+        self._job_restarts = restarts
+
+    def allow(self, seconds: float) -> None:
+        """Expect the loop's next turn within ``seconds``; ``STALL_TIMEOUT`` later the loop counts as dead."""
+        self._due_by = time.monotonic() + STALL_TIMEOUT + seconds
 
     # -- observing
 
@@ -142,9 +166,9 @@ class NodeMonitor:
 
     def stalled(self) -> str:
         """Why the agent's loop counts as dead; empty while it is alive."""
-        if (late := time.monotonic() - self.due_by) > 0:
+        if (late := time.monotonic() - self._due_by) > 0:
             return f"the agent's loop is {late:.0f} s late"
-        looked_at = self.watchdog_progress()
+        looked_at = self._watchdog_progress()
         if looked_at is not None and (age := time.time() - looked_at) > WATCHDOG_TIMEOUT:
             return f"torch's file timers have not been looked at for {age:.0f} s"
         return ""

@@ -20,7 +20,9 @@ class SurvivingJob(AgentJob):
 
     def begin(self, *names: str, survive: bool = True, options: tuple[str, ...] = (), **more: Any) -> None:
         """Start nodes; without `survive`, each round starts the workers anew, and they go on from a checkpoint."""
-        self.start(*names, script=SCRIPT, options=(*(["--survive"] if survive else []), *options), **more)
+        self.start(
+            *names, script=SCRIPT, options=(*(["--survive", "--admit=saved"] if survive else []), *options), **more
+        )
 
     def pids(self, epoch: int) -> dict[str, set[int]]:
         """The workers' processes in a round, by node."""
@@ -36,7 +38,7 @@ class SurvivingJob(AgentJob):
 
     def begun(self, pid: int) -> list[int]:
         """Each step that a process has begun, in order."""
-        return [line.step for line in self.lines("begin") if line.pid == pid]
+        return [line.step for line in self.lines("samples") if line.pid == pid]
 
     def end(self, *names: str) -> None:
         """Let the job finish; all must have the weights of one process, and every step its samples and its loss."""

@@ -160,7 +160,7 @@ class Campaign:
     def _check_each_step_once(self, pids: set[int], since: float) -> None:
         """These workers have not even begun a step twice since then."""
         begun: defaultdict[int, list[int]] = defaultdict(list)
-        for line in self.job.lines("begin"):
+        for line in self.job.lines("samples"):
             if line.pid in pids and line.time >= since:
                 begun[line.pid].append(line.step)
         for steps in begun.values():

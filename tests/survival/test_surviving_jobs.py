@@ -42,15 +42,13 @@ NODE_KILLED: Final = pytest.mark.fault(
 WORKER_KILLED: Final = pytest.mark.fault(
     "a worker is killed whose peers survive", "they go on at once; its node joins when a new one is ready"
 )
-NODE_DRAINED: Final = pytest.mark.fault("a drained node's peers survive", "they go on in the same processes")
 
 
 @NODE_KILLED
 @WORKER_KILLED
-@NODE_DRAINED
 def test_processes_survive_whatever_ends_their_peers(server: RedisServer, tmp_path: Path) -> None:
     """In one job: each process takes seconds to start."""
-    with SurvivingJob(server, tmp_path, "1:3", conf=PATIENT) as job:
+    with SurvivingJob(server, tmp_path, "2:3", conf=PATIENT) as job:
         job.begin("a", "b", "c")
         epoch = job.wait_round("abc")
         before = job.pids(epoch)
@@ -64,18 +62,14 @@ def test_processes_survive_whatever_ends_their_peers(server: RedisServer, tmp_pa
         assert after["b"] != before["b"]
         assert [event.node for event in job.events(Failed)] == [job.events(Left)[0].node]
 
-        job.nodes["c"].terminate()
-        assert job.wait_end("c") == DRAINED
-        epoch = job.wait_round("ab", epoch)
-        assert job.pids(epoch) == {name: after[name] for name in "ab"}
-
         step = max(job.committed())
-        killed, stays = job.by_rank(epoch)
+        killed, *stay = job.by_rank(epoch)
         killed.kill()
-        epoch = job.wait_round([stays.name], epoch)
-        assert job.pids(epoch) == {stays.name: after[stays.name]}
+        left = [node.name for node in stay]
+        epoch = job.wait_round(left, epoch)
+        assert job.pids(epoch) == {name: after[name] for name in left}
         assert min(line.step for line in job.lines("start") if line.epoch == epoch) >= step
-        job.end(stays.name)
+        job.end(*left)
 
 
 @NODE_KILLED
@@ -121,11 +115,12 @@ def test_a_killed_worker_costs_the_others_nothing(job: SurvivingJob) -> None:
     assert not psutil.pid_exists(victim)
 
 
-@NODE_DRAINED
-@pytest.mark.long
-def test_a_drain_keeps_the_others_processes(job: SurvivingJob) -> None:
-    job.begin("a", "b", "c")
-    first = job.wait_round("abc")
+@pytest.mark.fault(
+    "a node joins or drains whose peers survive", "they go on in the same processes; no step is made twice"
+)
+def test_planned_changes_cost_no_step(job: SurvivingJob) -> None:
+    job.begin("a", "b", conf=EAGER)
+    first = job.wait_round("ab")
     before = job.pids(first)
     job.begin("c", conf=EAGER)
     second = job.wait_round("abc", first)
