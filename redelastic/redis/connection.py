@@ -65,10 +65,10 @@ class Connection:
         self.name = name or _describe(client, options)
         self.read_timeout = read_timeout
         self.served = False  # whether a script has run there: a server that refuses writes later may accept them again
-        attempt_timeout = options.get("socket_timeout") or 2 * ATTEMPT_TIMEOUT
-        self._pace = Pace(attempt_timeout)
+        self.attempt_timeout: float = options.get("socket_timeout") or ATTEMPT_TIMEOUT  # redis-py's default
+        self._pace = Pace(self.attempt_timeout)
         # A blocking read has to end before the socket's timeout, which detects a silent server.
-        self.max_block = attempt_timeout / 2
+        self.max_block = self.attempt_timeout / 2
 
     @classmethod
     def open(
@@ -244,6 +244,11 @@ class Connection:
         peer = self.call(_peer)
         address = source_address(peer) if isinstance(peer, str) else ""
         return None if not address or is_loopback(address) else address
+
+    def is_remote(self) -> bool:
+        """Whether Redis is on another host, as far as its address says. Raises as :meth:`local_address` does."""
+        peer = self.call(_peer)
+        return isinstance(peer, str) and not is_loopback(peer)
 
     def close(self) -> None:
         """Close the client's connections if this object owns it; a later call opens new ones."""

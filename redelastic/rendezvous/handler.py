@@ -27,10 +27,11 @@ from redelastic.monitoring.control import RunControl
 from redelastic.monitoring.events import Left, Unreached
 from redelastic.monitoring.sentences import sentence
 from redelastic.redis.errors import RedelasticError, UnreachableError
+from redelastic.redis.routes import is_loopback
 from redelastic.store import RedisStore
 from redelastic.torch_errors import torch_errors
 
-from .addresses import find_address, why_unreached
+from .addresses import LocalAddress, find_address, why_unreached
 from .backend import RedisRendezvousBackend, wait_for_backend
 from .bootstrap import BootstrapPort
 from .candidate import Candidate
@@ -58,6 +59,9 @@ class RedisRendezvousHandler(RendezvousHandler):
         backend: names the server and the run.
         settings: of the run.
 
+    Raises:
+        ValueError: the backend's client waits for a reply for as long as a lease, or longer.
+
     Attributes:
         node: this host's node of the run.
         keeper: keeps it in the run.
@@ -69,6 +73,7 @@ class RedisRendezvousHandler(RendezvousHandler):
 
     @torch_errors()
     def __init__(self, backend: RedisRendezvousBackend, settings: Settings) -> None:
+        _check_attempts(backend.connection.attempt_timeout, settings)
         self._backend = backend
         self._settings = settings
         self._address = find_address(settings.local_addr, backend.connection.local_address())
@@ -217,6 +222,11 @@ class RedisRendezvousHandler(RendezvousHandler):
         return self.node.view.nodes_lost
 
     @property
+    def address(self) -> LocalAddress:
+        """The address that this node announces to its peers."""
+        return self._address
+
+    @property
     def settings(self) -> Settings:
         """The run's settings."""
         return self._settings
@@ -304,6 +314,36 @@ class RedisRendezvousHandler(RendezvousHandler):
         )
 
 
+def _check_attempts(attempt_timeout: float, settings: Settings) -> None:
+    """Refuse a user's client that may wait for one reply until the lease has run out; warn of one that may come close.
+
+    Args:
+        attempt_timeout: how long the client waits for a reply, in seconds.
+        settings: of the run.
+    """
+    if attempt_timeout <= settings.attempt_timeout:
+        return
+    wrong = (
+        f"The Redis client of run {settings.run_id!r} waits up to socket_timeout={attempt_timeout:g} s for a reply, "
+        f"and the lease is {settings.lease:g} s: if its connection dies, this node loses its lease before it tries "
+        f"another. Create the client with socket_timeout={settings.attempt_timeout:g}, or raise keep_alive_interval."
+    )
+    if attempt_timeout >= settings.lease:
+        raise ValueError(wrong)
+    log.warning("%s", wrong.replace("this node loses", "this node may lose"))
+
+
+def _require_reachable(address: LocalAddress, backend: RedisRendezvousBackend, settings: Settings) -> None:
+    """Refuse to announce a loopback to nodes on other hosts: Redis is on another host, but no address leads there."""
+    found = settings.local_addr is None and settings.max_nodes > 1
+    if found and is_loopback(address.host) and backend.connection.is_remote():
+        raise ValueError(
+            f"This host has no address at which the other nodes of run {settings.run_id!r} could reach it, only "
+            "loopbacks and link-local ones (fe80::), which are valid on one link, by an interface that other hosts "
+            "call otherwise. Give its interface an IPv4 address, or an IPv6 address that is not link-local."
+        )
+
+
 @torch_errors()
 def create_handler(backend: RedisRendezvousBackend, params: RendezvousParameters) -> RendezvousHandler:
     """Make a handler; contract: torch's ``dynamic_rendezvous.create_handler``.
@@ -318,7 +358,8 @@ def create_handler(backend: RedisRendezvousBackend, params: RendezvousParameters
     Raises:
         RendezvousConnectionError: Redis could not be reached.
         ValueError: a parameter is unknown or wrong, or does not fit the backend's run; ``local_addr`` is not of
-            this host.
+            this host; the backend's client waits for a reply for as long as a lease; or the run has several nodes, and
+            this host has no address for the others.
     """
     settings = Settings.from_parameters(params)
     if (settings.run_id, settings.key_prefix) != (backend.keys.run_id, backend.keys.prefix):
@@ -327,7 +368,9 @@ def create_handler(backend: RedisRendezvousBackend, params: RendezvousParameters
             f"is for run {backend.keys.run_id!r} with {backend.keys.prefix!r}; use the same for both."
         )
     if settings.protocol == "native":
-        return RedisRendezvousHandler(backend, settings)
+        node = RedisRendezvousHandler(backend, settings)
+        _require_reachable(node.address, backend, settings)
+        return node
     store = RedisStore(
         backend.connection,
         settings.run_id,

@@ -319,6 +319,26 @@ def test_a_client_that_decodes_is_refused(server: RedisServer, run_id: str) -> N
 # -- create_backend and create_handler
 
 
+def test_a_client_that_waits_longer_than_a_lease_is_refused(
+    server: RedisServer, run_id: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On a connection that dies silently its node would lose the lease while it waits for one reply."""
+    lease = {"keep_alive_interval": 20, "keep_alive_max_attempt": 3}
+    params = parameters(server, run_id, **lease)
+    refusal = r"socket_timeout=60 s .* lease is 60 s: .* with socket_timeout=5,"
+    with server.get_client(socket_timeout=60) as client, pytest.raises(ValueError, match=refusal):
+        create_handler(RedisRendezvousBackend(client, run_id), params)
+    assert not caplog.records
+    with server.get_client(socket_timeout=59) as client:
+        handler = create_handler(RedisRendezvousBackend(client, run_id), params)
+        assert "this node may lose its lease before it tries another" in caplog.text
+        handler.shutdown()
+    caplog.clear()
+    with server.get_client(socket_timeout=5) as client:
+        create_handler(RedisRendezvousBackend(client, run_id), params).shutdown()
+    assert not caplog.records
+
+
 def parameters(server: RedisServer, run_id: str, low: int = 1, high: int = 1, **config: Any) -> RendezvousParameters:
     return RendezvousParameters("redis", server.url, run_id, low, high, **config)
 

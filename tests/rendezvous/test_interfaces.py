@@ -182,6 +182,34 @@ def test_a_loopback_says_nothing(network: Network) -> None:
 
 
 @pytest.mark.fault(
+    "a host has only link-local addresses, and Redis is on another one",
+    "a run of several nodes is refused there, with what to do",
+)
+def test_link_local_addresses_alone(network: Network, run_id: str) -> None:
+    """An interface of the other host has another name: such an address means nothing there."""
+    with network.inside("a"):
+        _ip(f"addr flush dev {LINK}", f"addr flush dev {LAN}", f"addr add fe80::7/64 dev {LAN} nodad")
+    with network.inside("b"):
+        _ip(f"addr add fe80::8/64 dev {LAN} nodad")
+        server = ServerOf6(f"fe80::8%{LAN}")
+        server.start()
+
+    def join(nodes: int) -> str:
+        params = RendezvousParameters("redis", server.url, f"{run_id}-{nodes}", 1, nodes)
+        handler = handler_from_parameters(params)
+        assert isinstance(handler, RedisRendezvousHandler)
+        handler.shutdown()
+        return handler.address.host
+
+    try:
+        with pytest.raises(ValueError, match=r"no address at which the other nodes of run .* Give its interface"):
+            on(network, "a", "", lambda: join(2))
+        assert on(network, "a", "", lambda: join(1)) == "127.0.0.1", "a node alone needs no other"
+    finally:
+        server.stop()
+
+
+@pytest.mark.fault(
     "the name of Redis means an IPv6 address first, on which it does not listen",
     "peers are told the address of the connection that came about",
 )
