@@ -52,10 +52,14 @@ class SurvivingJob(AgentJob):
         self.check_samples(losses)
 
     def check_samples(self, losses: list[float]) -> None:
-        """The steps that count are those of one process. Of a step that was made again, the last time counts."""
+        """The steps that count are those of one process. Of a step that was made again, the last time counts.
+
+        Steps behind the last one were made before a restart, whose round finished before it came to them again.
+        """
         made: dict[int, int] = {}
         for line in self.lines("step"):
-            made[line.step] = max(line.epoch, made.get(line.step, 0))
+            if line.step < len(losses):
+                made[line.step] = max(line.epoch, made.get(line.step, 0))
         assert sorted(made) == list(range(len(losses)))
         used: dict[int, Counter[int]] = {step: Counter() for step in made}
         for line in self.lines():
