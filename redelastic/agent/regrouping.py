@@ -29,11 +29,12 @@ from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError
 from redelastic.monitoring.events import Failed, Left
 from redelastic.rendezvous.handler import RedisRendezvousHandler
 from redelastic.store import RedisStore, RoundBrokenError
+from redelastic.store.exchange import Exchange
 from redelastic.torch_internals import exit_barrier_timeout, replace_agent_of_launcher
 from redelastic.workers.group import LiveFailure, fill_in_exit_codes
 from redelastic.workers.stacks import state_of
 
-from .exchange import EndExchange, RoleExchange
+from .exchange import EndExchange
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ class RegroupingAgent(LocalElasticAgent):
     """
 
     _charged = False  # whether a restart was spent on workers that failed in this round
-    _exchange: RoleExchange | None = None  # of this round
+    _exchange: Exchange | None = None  # of this round
     _finished: RunResult | None = None  # of this node's workers, once all have ended with 0 in this round
     _finished_at = math.inf  # on the monotonic clock
     _ends: EndExchange | None = None  # from then on, if there are other nodes
@@ -90,7 +91,7 @@ class RegroupingAgent(LocalElasticAgent):
             self._exchange.close()
         if self._handler is None or not isinstance(store, RedisStore):
             return super()._assign_worker_ranks(store, group_rank, group_world_size, spec)
-        self._exchange = RoleExchange(store)
+        self._exchange = Exchange(store)
         workers = super()._assign_worker_ranks(self._exchange, group_rank, group_world_size, spec)
         if group_rank == 0 and group_world_size > 1:
             self._exchange.keep_resending()

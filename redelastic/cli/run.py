@@ -96,6 +96,8 @@ def _run(argv: Sequence[str]) -> int:
             config, entrypoint, args = torchrun.config_from_args(arguments)
             if arguments.node_name is not None:
                 config.rdzv_configs["node_name"] = arguments.node_name
+            if arguments.join_secret_file is not None:
+                config.rdzv_configs["join_secret_file"] = arguments.join_secret_file
             config.rdzv_configs.update(admission(arguments, config.rdzv_configs))
             timeouts: dict[str, Any] = {
                 "shutdown_timeout": shutdown_timeout(config, arguments.shutdown_timeout),
@@ -147,6 +149,11 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         group.add_argument(*names, **{**action, **settings})
 
     add("--node-name", metavar="NAME", help="name of this node in status and events (default: its hostname)")
+    add(
+        "--join-secret-file",
+        metavar="FILE",
+        help="file with a secret of 16 bytes or more: this node trains only with nodes that have the same one",
+    )
     add(
         "--drain-timeout",
         type=float,

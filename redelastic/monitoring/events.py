@@ -193,6 +193,7 @@ Departure = Literal[
     "group",
     "exited",
     "restarts",
+    "secret",
 ]
 
 

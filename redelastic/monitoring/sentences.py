@@ -33,6 +33,7 @@ _DEPARTURES: Final = {
     "restarts": "starts its workers anew",
     "group": "makes another process group",
     "exited": "exited",
+    "secret": "does not have the others' join secret",
 }
 
 

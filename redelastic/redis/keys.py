@@ -19,6 +19,10 @@ _ROUND: Final = "round:"  # begins the name of a round's store
 SAVED: Final = "redelastic/saved/{}"
 # The same: the last request for which the node's workers have left the round after the common step.
 PAUSED: Final = "redelastic/paused/{}"
+# By the time at which the round was completed, and by rank: a node's proof that it has the join secret; rank 0's
+# attestation that it has verified all. After a failover there may be another round of the same epoch.
+PROVED: Final = "redelastic/proved/{}/{}"
+ATTESTED: Final = "redelastic/attested/{}"
 
 # Braces would move the hash tag, glob characters would widen an ACL pattern, white space breaks tools that split on it.
 _FORBIDDEN: Final = re.compile(r"[\s{}*?\[\]\\^\x00-\x1f\x7f]")

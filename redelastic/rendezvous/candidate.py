@@ -21,6 +21,7 @@ from .view import Round, View
 
 log = logging.getLogger(__name__)
 
+NO_WAIT: Final = 0.001  # in seconds: the shortest time for which a read of the wake-ups may block
 LONG_WAIT: Final = 10.0  # in seconds: after it the log says what the node waits for
 
 
@@ -57,7 +58,7 @@ class Candidate:
         if node.view.joining:  # an error ended the last attempt, whose requests must not count for this one
             node.try_to_leave(Left(cause="anew"))
         elif node.view.fenced:
-            node.renew_identity()
+            self._renew_identity()
         self._watch.update(View.ask)
         while True:
             self._raise_if_stopped_or_draining()
@@ -75,7 +76,7 @@ class Candidate:
                 case replies.Mismatch():
                     self._wait_while_refused(reply)
                 case replies.Left():
-                    node.renew_identity()
+                    self._renew_identity()
                 case _:  # Redis is away
                     node.stopped.wait(random.uniform(0.5, 1) * RETRY_PAUSE)
 
@@ -87,6 +88,12 @@ class Candidate:
             drained = DrainedError(node.id, node.run_id, drain.reason)
             node.try_to_leave(Left(cause="drained", reason=drain.reason))
             raise drained
+
+    def _renew_identity(self) -> None:
+        """Become another node."""
+        if self._settings.join_secret_file:  # a node without the secret is asked to drain before it is made to leave
+            self._heard = self._keeper.pump(self._heard, NO_WAIT)
+        self._node.renew_identity()
 
     def ask(self) -> replies.Join | None:
         """Ask once; None while Redis is away, for ``read_timeout`` or until the deadline."""

@@ -32,6 +32,7 @@ from redelastic.store import RedisStore
 from redelastic.torch_errors import torch_errors
 
 from .addresses import LocalAddress, find_address, why_unreached
+from .admittance import Admittance, read_secret
 from .backend import RedisRendezvousBackend, wait_for_backend
 from .bootstrap import BootstrapPort
 from .candidate import Candidate
@@ -80,6 +81,9 @@ class RedisRendezvousHandler(RendezvousHandler):
         self.node = Node(backend.connection, backend.keys, settings, self._address.host)
         self.keeper = Keeper(self.node)
         log.info("Node %s announces the address %s to its peers.", self.node.id, self._address)
+        control = RunControl(backend.connection, backend.keys)
+        path = settings.join_secret_file
+        self._admittance = Admittance(self.node, control, read_secret(path)) if path else None
         self._stores: list[RedisStore] = []
         self._bootstrap: BootstrapPort | None = None
         self._entered: Round | None = None
@@ -116,7 +120,14 @@ class RedisRendezvousHandler(RendezvousHandler):
             RendezvousConnectionError: Redis could not be reached, or it refuses the call.
             RendezvousStateError: the run's keys in Redis are corrupt.
             RendezvousError: other nodes of the run have another ``min_nodes`` or ``max_nodes``.
+            JoinSecretError: other nodes of the run have another join secret, or none.
         """
+        while (info := self._join_round()) is None:
+            pass
+        return info
+
+    def _join_round(self) -> RendezvousInfo | None:
+        """Join one round; None if some of its members do not have the join secret, or it broke meanwhile."""
         started = time.monotonic()
         self._raise_if_shut_down()
         self._close_bootstrap()  # a round never sees the keys of the one before
@@ -130,6 +141,8 @@ class RedisRendezvousHandler(RendezvousHandler):
         except Exception as e:
             self._record(f"{type(e).__name__}: {e}", NodeState.FAILED)
             raise
+        if info is None:
+            return None
         seconds = time.monotonic() - started
         message = (
             f"Node {self.node.id} is rank {entered.rank} of {entered.size} in round {entered.epoch} of run "
@@ -145,7 +158,7 @@ class RedisRendezvousHandler(RendezvousHandler):
                 f"This handler of run {self._settings.run_id!r} was shut down; create a new one."
             )
 
-    def _open_round(self, entered: Round) -> RendezvousInfo:
+    def _open_round(self, entered: Round) -> RendezvousInfo | None:
         s = self._settings
         store = RedisStore(
             self._backend.connection,
@@ -158,6 +171,8 @@ class RedisRendezvousHandler(RendezvousHandler):
         self._stores.append(store)
         while len(self._stores) > 2:  # a caller that finds the last round broken may still hold its store
             self._stores.pop(0).close()
+        if self._admittance is not None and not self._admittance.admit(entered, store):
+            return None
         if self.exports_environment:
             os.environ[EPOCH_VARIABLE], os.environ[PREFIX_VARIABLE] = str(entered.epoch), s.key_prefix
         self._address.export_interface()
@@ -295,6 +310,8 @@ class RedisRendezvousHandler(RendezvousHandler):
             return False
         finally:
             self._close_bootstrap()
+            if self._admittance is not None:
+                self._admittance.close()
             for store in self._stores:
                 store.close()
             self._backend.connection.close()

@@ -238,6 +238,11 @@ class Node:
             if not self.stopped.is_set():  # a node that is given up keeps the identity that left
                 self.renew_identity()
 
+    def expel(self, node: str, why: Left) -> None:
+        """Have another node leave the run; this ends that node's identity."""
+        stranger = self.known(View(node))  # nothing that the server would restore
+        self.call(scripts.LEAVE, self._keys_of(node), [*stranger, "goes on", *why.pairs()], None)
+
     def try_to_leave(self, why: Left) -> None:
         """Leave before an error is raised; if Redis is away, try until the lease has run out."""
         with contextlib.suppress(RedelasticError):

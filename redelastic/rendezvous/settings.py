@@ -77,6 +77,12 @@ def _path(name: str, value: object) -> str:
     return value
 
 
+def _secret_path(name: str, value: object) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"The rendezvous parameter {name}={_shown(value)} must be the path of a file.")
+    return value
+
+
 def _shown(value: object) -> str:
     try:
         shown = repr(value)
@@ -148,6 +154,7 @@ _CHECKS: Final[Mapping[str, Callable[[str, object], Any]]] = {
     "protocol": _protocol,
     "node_name": check_key_part,
     "topology": _label,
+    "join_secret_file": _secret_path,
     "ca_cert": _path,
     "ssl_cert": _path,
     "ssl_cert_key": _path,
@@ -190,6 +197,7 @@ class Settings:
         protocol: ``native``, or ``dynamic`` for torch's own state machine on Redis.
         node_name: what people call this host; its hostname by default.
         topology: label of the node's location; new nodes get ranks in the order of their labels.
+        join_secret_file: file of the secret that all nodes of the run have to have; None asks for none.
         ca_cert, ssl_cert, ssl_cert_key: files for TLS.
     """
 
@@ -214,6 +222,7 @@ class Settings:
     protocol: str = "native"
     node_name: str = field(default_factory=_hostname)
     topology: str = ""
+    join_secret_file: str | None = None
     ca_cert: str | None = None
     ssl_cert: str | None = None
     ssl_cert_key: str | None = None
@@ -262,6 +271,8 @@ class Settings:
                 f"min_nodes={settings.min_nodes} is above max_nodes={settings.max_nodes}: give --nnodes=MIN:MAX with "
                 "MIN <= MAX."
             )
+        if settings.join_secret_file and settings.protocol == "dynamic":
+            raise ValueError("The rendezvous parameter join_secret_file needs protocol=native: remove one of the two.")
         if settings.ttl < 2 * settings.lease:
             raise ValueError(
                 f"The rendezvous parameter ttl={settings.ttl:g} must be at least twice the lease of {settings.lease:g} "

@@ -8,10 +8,9 @@ from datetime import timedelta
 import pytest
 from torch.distributed import DistStoreError
 
-from redelastic.agent import exchange
-from redelastic.agent.exchange import RoleExchange
 from redelastic.redis.connection import Connection
-from redelastic.store import RedisStore
+from redelastic.store import RedisStore, exchange
+from redelastic.store.exchange import Exchange
 
 
 @pytest.fixture
@@ -21,7 +20,7 @@ def store(connection: Connection, run_id: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_what_is_lost_before_it_is_waited_for_is_told_again(store: RedisStore) -> None:
-    exchange = RoleExchange(store)
+    exchange = Exchange(store)
     exchange.multi_set(["a", "b"], ["1", "2"])
     store.delete_key("a")
     store.delete_key("b")
@@ -43,7 +42,7 @@ def test_what_is_lost_when_it_was_seen_and_not_yet_read_is_told_again(connection
                 lost.append(self.delete_key("a"))
             return super().multi_get(keys)
 
-    exchange = RoleExchange(Late(connection, run_id, timeout=timedelta(seconds=30)))
+    exchange = Exchange(Late(connection, run_id, timeout=timedelta(seconds=30)))
     exchange.set("a", "1")
     assert exchange.get("a") == b"1"
     assert lost == [True]
@@ -53,4 +52,4 @@ def test_who_is_not_told_is_told_so(store: RedisStore) -> None:
     store.set_timeout(timedelta(seconds=0.5))
     said = r"^Not all agents reported within 0.5 s; the last wait timeout after \d+ms, keys: /a, /b of "
     with pytest.raises(DistStoreError, match=said):
-        RoleExchange(store).multi_get(["a", "b"])
+        Exchange(store).multi_get(["a", "b"])
