@@ -46,7 +46,7 @@ class Small(AgentJob):
 def test_a_drain_during_an_evaluation_saves(library: str, server: RedisServer, tmp_path: Path) -> None:
     with Small(server, tmp_path, library, nproc=2) as job:
         job.train("a", "--drain-timeout=20")
-        job.wait("it evaluates", (tmp_path / "evaluates").exists)
+        job.wait("it evaluates", (tmp_path / "evaluates").exists, START)
         job.nodes["a"].terminate()
         assert job.wait_end("a") == DRAINED, job.report()
         job.tell("finish")
@@ -84,7 +84,7 @@ def test_a_drain_waits_for_a_save_in_the_background(server: RedisServer, tmp_pat
     with Small(server, tmp_path, "lightning") as job:
         job.tell("async")
         job.train("a", "--drain-timeout=100")
-        job.wait("it trains", lambda: len(job.said("steps")) > 4)
+        job.wait("it trains", lambda: len(job.said("steps")) > 4, START)
         asked_after = int(job.said("steps")[-1])
         job.nodes["a"].terminate()
         assert job.wait_end("a") == DRAINED, job.report()
