@@ -22,7 +22,7 @@ pytest_plugins = ["tests.support.failover_servers"]
 
 @contextlib.contextmanager
 def one_node_cluster() -> Iterator[RedisServer]:
-    with servers.redis_server("right", {"cluster-enabled": "yes"}) as server, server.get_client() as admin:
+    with servers.one_node_of_a_cluster("right") as server, server.get_client() as admin:
         admin.execute_command("CLUSTER ADDSLOTSRANGE", 0, 16383)
         wait_until(lambda: admin.execute_command("CLUSTER INFO")["cluster_state"] == "ok", "one node is a Cluster")
         yield server

@@ -317,7 +317,7 @@ def test_no_refused_login_shows_the_password(caplog: pytest.LogCaptureFixture) -
 
 
 def test_a_cluster_client_hides_it_too() -> None:
-    with servers.redis_server("right", {"cluster-enabled": "yes"}) as server, server.get_client() as admin:
+    with servers.one_node_of_a_cluster("right") as server, server.get_client() as admin:
         admin.execute_command("CLUSTER ADDSLOTSRANGE", 0, 16383)
         servers.wait_until(
             lambda: admin.execute_command("CLUSTER INFO")["cluster_state"] == "ok", "one node is a Cluster"

@@ -53,6 +53,13 @@ def redis_server(password: str | None = None, config: Mapping[str, str] | None =
     return server
 
 
+@contextlib.contextmanager
+def one_node_of_a_cluster(password: str) -> Iterator[RedisServer]:
+    """A server in cluster mode, alone. Its bus has a reserved port: port + 10000 may be a connection's already."""
+    with reserved_port() as bus, redis_server(password, {"cluster-enabled": "yes", "cluster-port": str(bus)}) as server:
+        yield server
+
+
 def port_of(server: RedisServer) -> int:
     return int(server.endpoint.rpartition(":")[2])
 
