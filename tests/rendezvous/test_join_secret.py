@@ -145,7 +145,7 @@ class TestNodes:
         refused, id_of_stranger = pool.submit(stranger.next_rendezvous), stranger.node.id
         until(lambda: all(node.num_nodes_waiting() for node in nodes), "the members know of the stranger")
         infos = join_all(pool, *nodes)
-        assert [(info.rank, info.world_size) for info in infos] == [(0, 2), (1, 2)]
+        assert sorted((info.rank, info.world_size) for info in infos) == [(0, 2), (1, 2)]
         said = r"rank 2 of round 2 has another join secret\. All nodes of a run need the same --join-secret-file"
         with pytest.raises(DrainedError, match=said):
             refused.result(LONG)
@@ -153,8 +153,8 @@ class TestNodes:
 
     def test_rank_0_has_another(self, secrets_of: Secrets, pool: ThreadPoolExecutor) -> None:
         """It is in the minority, and leaves by itself."""
-        stranger = secrets_of.node("theirs", 2, 3, topology="a")
-        nodes = [secrets_of.node("ours", 2, 3, topology="b") for _ in range(2)]
+        stranger = secrets_of.node("theirs", 2, 3, topology="a", last_call_timeout=LONG)
+        nodes = [secrets_of.node("ours", 2, 3, topology="b", last_call_timeout=LONG) for _ in range(2)]
         refused = pool.submit(stranger.next_rendezvous)
         infos = join_all(pool, *nodes)
         assert [info.world_size for info in infos] == [2, 2]
@@ -175,8 +175,9 @@ class TestNodes:
 
     def test_rank_0_has_none(self, secrets_of: Secrets, new_node: NodeFactory, pool: ThreadPoolExecutor) -> None:
         """The majority has the secret: it makes rank 0 leave."""
-        stranger = new_node(2, 3, topology="a")
-        nodes = [secrets_of.node("ours", 2, 3, topology="b", read_timeout=SOON) for _ in range(2)]
+        stranger = new_node(2, 3, topology="a", last_call_timeout=LONG)
+        config: dict[str, Any] = {"topology": "b", "last_call_timeout": LONG, "read_timeout": SOON}
+        nodes = [secrets_of.node("ours", 2, 3, **config) for _ in range(2)]
         joined = pool.submit(stranger.next_rendezvous)
         assert [info.world_size for info in join_all(pool, *nodes)] == [2, 2]
         assert joined.result(LONG).rank == 0
@@ -232,17 +233,17 @@ class TestReplay:
         self, secrets_of: Secrets, new_node: NodeFactory, pool: ThreadPoolExecutor, client: redis.Redis, keys: RunKeys
     ) -> None:
         """A stranger takes the place of a member, and shows what that member has shown before."""
-        nodes = [secrets_of.node("ours", 1, 2) for _ in range(2)]
-        join_all(pool, *nodes)
+        nodes = [secrets_of.node("ours", 1, 2, last_call_timeout=LONG) for _ in range(2)]
+        by_rank = dict(zip(ranks(join_all(pool, *nodes)), nodes, strict=True))
         proofs = client.hgetall(keys.store(1).data)
         completed_at = int(client.hget(keys.run, "completed_at") or 0)
         shown: Any = proofs[PROVED.format(completed_at, 1).encode()]
         assert ATTESTED.format(completed_at).encode() in proofs
-        nodes[1].end(Left(cause="drained"), "goes on")
+        by_rank[1].end(Left(cause="drained"), "goes on")
         stranger = new_node(1, 2)
         joined = pool.submit(stranger.next_rendezvous)
         until(lambda: client.zcard(keys.candidates) == 1, "the stranger waits")
-        regrouped = pool.submit(nodes[0].next_rendezvous)
+        regrouped = pool.submit(by_rank[0].next_rendezvous)
         store = joined.result(LONG).store
         completed_at = int(client.hget(keys.run, "completed_at") or 0)
         store.set(PROVED.format(completed_at, 1), shown)
