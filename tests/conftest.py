@@ -55,10 +55,8 @@ def pytest_configure(config: pytest.Config) -> None:
             signal.signal(number, lambda *_: None)
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or each process that a test starts would compile the package anew
     _keep_files_in_memory()
-    if (
-        getattr(config.option, "numprocesses", None) and launchers.ADDRESS not in os.environ
-    ):  # those of xdist inherit it
-        launchers.share()
+    if getattr(config.option, "numprocesses", None) and launchers.ADDRESS not in os.environ:
+        launchers.share()  # with the processes of xdist, which inherit the address
 
 
 @pytest.hookimpl(trylast=True)
@@ -179,7 +177,7 @@ def new_node(server: RedisServer, run_id: str) -> Iterator[NodeFactory]:
         min_nodes: int = 1, max_nodes: int = 4, *, url: str | None = None, **config: Any
     ) -> RedisRendezvousHandler:
         lease = {} if "keep_alive_interval" in config else {"keep_alive_interval": 0.3, "keep_alive_max_attempt": 20}
-        config = {"last_call_timeout": 0.2, "join_timeout": 20} | lease | config
+        config = {"last_call_timeout": 0.2, "join_timeout": 100} | lease | config
         params = RendezvousParameters(
             "redis", url or server.url, config.pop("run_id", run_id), min_nodes, max_nodes, **config
         )
