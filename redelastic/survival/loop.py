@@ -74,6 +74,8 @@ def survive(
     ``train`` must begin at ``state.step``, make what depends on the group (``DistributedDataParallel``) anew in each
     call, and call ``state.commit()`` after each step. It must let errors of collectives pass.
 
+    Objects that exist before the first call are not garbage-collected meanwhile (``gc.freeze``).
+
     Args:
         train: the training function.
         state: of the training.
@@ -89,7 +91,12 @@ def survive(
     if channel is None:
         _train_once(train, state, timeout, verify=verify)
     else:
-        _Survivor(channel, state, timeout, verify=verify).run(train)
+        gc.collect()
+        gc.freeze()  # the collection after each round would visit all objects of torch, for 150 ms
+        try:
+            _Survivor(channel, state, timeout, verify=verify).run(train)
+        finally:
+            gc.unfreeze()
 
 
 def _train_once(train: TrainFunction, state: State, timeout: timedelta, *, verify: bool) -> None:

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import runpy
 import sys
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
+import psutil
 import pytest
+import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 import redelastic
 from redelastic.agent.options import AgentOptions
 from redelastic.survival.loop import MAKE_TIMEOUT, MEET_TIMEOUT
 from redelastic.workers.channels import WorkerChannels
+from tests.support.long_tests import quick_first
 from tests.support.processes import Processes
 from tests.support.servers import reserved_port
 from tests.support.waiting import Within
@@ -55,6 +61,16 @@ def test_processes_of_another_launcher_train_once_in_a_group(processes: Processe
         assert processes.values() == [(0, 2, 1, False), (1, 2, 1, False)]
 
 
+def enter(channels: WorkerChannels, epoch: int, *ranks: int) -> dist.TCPStore:
+    """Have workers enter a round; returns its store, which ends with the returned object."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "2"}
+    agents = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    for rank in ranks:
+        channels.send_round(rank, {**place, **agents, "RANK": str(rank), "REDELASTIC_EPOCH": str(epoch)})
+    return store
+
+
 def _survive() -> tuple[int, int]:
     seen: list[redelastic.Round] = []
     redelastic.survive(seen.append, redelastic.State())
@@ -67,22 +83,68 @@ def test_a_group_that_was_cut_while_it_was_made_is_no_hindrance_to_the_next(proc
         processes.start(_survive, **channels.environment(local_rank))
     until(lambda: channels.ready == {0, 1}, "both are ready")
 
-    def enter(epoch: int, *ranks: int) -> dist.TCPStore:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "2"}
-        agents = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
-        for rank in ranks:
-            channels.send_round(rank, {**place, **agents, "RANK": str(rank), "REDELASTIC_EPOCH": str(epoch)})
-        return store
-
-    first = enter(1, 0)
+    first = enter(channels, 1, 0)
     empty = first.num_keys()
     until(lambda: first.num_keys() > empty, "the first waits for the second")
     channels.abort(1)
     until(lambda: 0 in channels.parked, "the first has left")
-    second = enter(2, 0, 1)
+    second = enter(channels, 2, 0, 1)
     assert processes.values() == [(0, 2), (1, 2)]
     del second  # the server of their store
+    channels.close()
+
+
+class Held(NamedTuple):
+    """What a worker holds when a round begins."""
+
+    descriptors: int
+    threads: int
+    megabytes: float
+
+
+def _train_in_rounds(last: int) -> tuple[Held, Held]:
+    """What this process held at the beginning of an early round and of the last one."""
+    model = torch.nn.Linear(1000, 1000)  # 4 MB, and its gradients
+    optimizer = torch.optim.Adam(model.parameters())
+    state = redelastic.State(model=model, optimizer=optimizer)
+    process, held = psutil.Process(), []
+
+    def train(this: redelastic.Round) -> None:
+        held.append(Held(process.num_fds(), process.num_threads(), process.memory_info().rss / 1e6))
+        ddp = DistributedDataParallel(model)
+        while True:
+            ddp(torch.ones(1, 1000)).sum().backward()
+            optimizer.step()
+            state.commit()
+            assert this.store is not None
+            this.store.set(f"stepped/{this.rank}", "")
+            if this.epoch == last:
+                return
+
+    redelastic.survive(train, state)
+    return held[14], held[-1]
+
+
+def _have_left(channels: WorkerChannels, epoch: int) -> bool:
+    return [parked.epoch for parked in channels.parked.values()] == [epoch] * 2
+
+
+@pytest.mark.parametrize("rounds", quick_first([30, 200]))
+def test_a_worker_holds_no_more_after_many_rounds(processes: Processes, rounds: int) -> None:
+    channels = WorkerChannels(2, lambda: None)
+    for local_rank in range(2):
+        processes.start(_train_in_rounds, rounds, **channels.environment(local_rank))
+    until(lambda: channels.ready == {0, 1}, "both are ready")
+    for epoch in range(1, rounds + 1):
+        store = enter(channels, epoch, 0, 1)
+        if epoch < rounds:
+            until(partial(store.check, ["train/stepped/0", "train/stepped/1"]), "both have made a step")
+            channels.abort(epoch)
+            until(partial(_have_left, channels, epoch), "both have left")
+    for early, late in processes.values():
+        assert late.descriptors <= early.descriptors
+        assert late.threads <= early.threads
+        assert late.megabytes < early.megabytes + 40  # what one round has and the next needs anew: 8
     channels.close()
 
 
