@@ -64,20 +64,22 @@ class Case:
     role: str
     nodes: int = 3
     conf: Mapping[str, float] = field(default_factory=dict)
+    state: int = 0  # of each worker that survives, in MB
     contenders: tuple[str, ...] = CONTENDERS
 
     @property
     def lease(self) -> float:
         """Our lease, in seconds."""
-        interval, attempts = (self.conf.get(f"keep_alive_{name}", 0) for name in ("interval", "max_attempt"))
-        return interval * attempts or LEASE
+        return self.conf.get("keep_alive_interval", 2) * self.conf.get("keep_alive_max_attempt", 3)
 
     @property
     def row(self) -> str:
         """The case's row name in the tables."""
         nodes = f", {self.nodes} nodes" if self.nodes != 3 else ""
-        lease = f", lease {self.lease:g} s" if self.conf else ""
-        return f"{self.fault}, {self.role}{nodes}{lease}"
+        lease = f", lease {self.lease:g} s" if self.lease != LEASE else ""
+        roll_call = f", roll call {self.conf['roll_call_timeout']:g} s" if "roll_call_timeout" in self.conf else ""
+        state = f", state {self.state} MB" if self.state else ""
+        return f"{self.fault}, {self.role}{nodes}{lease}{roll_call}{state}"
 
     @property
     def target(self) -> float:
@@ -149,7 +151,7 @@ class Runner:
         size = case.nodes
         self.make_room(self._start.get(size, math.inf))
         began = time.monotonic()
-        job = Job(contender, size, case.conf, size - 1 if case.fault == JOIN else size)
+        job = Job(contender, size, case.conf, size - 1 if case.fault == JOIN else size, case.state)
         self._opened.callback(job.close)
         job.start()
         self._start[size] = time.monotonic() - began

@@ -101,10 +101,13 @@ class Job:
         size: how many nodes at most; the job goes on with two of them, or with one of two.
         conf: settings beyond the contender's defaults.
         first: how many of the nodes start it; None for all.
+        state: of each worker that survives, in MB.
     """
 
-    def __init__(self, contender: str, size: int, conf: Mapping[str, float], first: int | None = None) -> None:
-        self.contender, self.size, self._first = contender, size, first or size
+    def __init__(
+        self, contender: str, size: int, conf: Mapping[str, float], first: int | None = None, state: int = 0
+    ) -> None:
+        self.contender, self.size, self._first, self._state = contender, size, first or size, state
         self._conf = {"last_call_timeout": LAST_CALL, **conf}
         self._port = free_port() if contender in C10DS else None
         self._run_id = f"bench-{uuid.uuid4().hex[:12]}"
@@ -180,13 +183,8 @@ class Job:
         if self.contender == SURVIVING:
             command.append("--survive")
         command += [f"--nnodes={min(2, self.size - 1)}:{self.size}", f"--max-restarts={MAX_RESTARTS}"]
-        return [
-            *command,
-            str(PROCESSES),
-            "survivor" if self.contender == SURVIVING else "worker",
-            str(self._record),
-            str(number),
-        ]
+        worker = ["survivor", str(self._state)] if self.contender == SURVIVING else ["worker"]
+        return [*command, str(PROCESSES), *worker, str(self._record), str(number)]
 
     def _settled(self) -> list[Worker]:
         """The workers in a round of all first nodes that have made some steps in it."""

@@ -1,6 +1,6 @@
 """What `benchmarks.recovery` runs in separate processes: a node, its worker, and a reaper of them all.
 
-Usage: recovery_processes.py worker|survivor RECORD NODE, or reaper DIRECTORY. Nodes are forked.
+Usage: recovery_processes.py worker RECORD NODE, survivor MEGABYTES RECORD NODE, or reaper DIRECTORY. Nodes are forked.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ def node(directory: Path, log: str, env: Mapping[str, str], module: str, *argume
         atexit._run_exitfuncs()  # noqa: SLF001
 
 
-def worker(record: Path, number: str, *, survive: bool) -> None:
+def worker(record: Path, number: str, megabytes: int | None = None) -> None:
     """Step with all others: per step one all_reduce and a line in the record, all times on the monotonic clock.
 
-    A worker that survives counts as another one in each round.
+    A worker that survives has a state of so many megabytes; it counts as another one in each round.
     """
     file = os.open(record, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     pid, born = os.getpid(), _born()
@@ -61,7 +61,7 @@ def worker(record: Path, number: str, *, survive: bool) -> None:
         rank, world = int(os.environ["GROUP_RANK"]), int(os.environ["WORLD_SIZE"])
         tell(node=int(number), rank=rank, world=world, born=born)
 
-    if not survive:
+    if megabytes is None:
         begin(born)
     import torch  # noqa: PLC0415
     import torch.distributed as dist  # noqa: PLC0415
@@ -73,7 +73,7 @@ def worker(record: Path, number: str, *, survive: bool) -> None:
             time.sleep(PACE)
             commit()
 
-    if survive:
+    if megabytes is not None:
         import redelastic  # noqa: PLC0415
 
         def train(_: object) -> NoReturn:
@@ -81,7 +81,8 @@ def worker(record: Path, number: str, *, survive: bool) -> None:
             tell(ready=time.monotonic())
             step(state.commit)
 
-        state = redelastic.State(model=torch.nn.Linear(1, 1))
+        model = torch.nn.ParameterList(torch.zeros(250_000) for _ in range(megabytes))  # 1 MB each
+        state = redelastic.State(model=model)
         redelastic.survive(train, state)
     else:
         tell(ready=time.monotonic())
@@ -116,7 +117,9 @@ def _lives_in(directory: Path, process: psutil.Process) -> bool:
 
 if __name__ == "__main__":
     role, *given = sys.argv[1:]
-    if role in ("worker", "survivor"):
-        worker(Path(given[0]), given[1], survive=role == "survivor")
+    if role == "survivor":
+        worker(Path(given[1]), given[2], int(given[0]))
+    elif role == "worker":
+        worker(Path(given[0]), given[1])
     else:
         reaper(Path(given[0]))
