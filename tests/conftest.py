@@ -34,6 +34,9 @@ hypothesis.settings.register_profile("suite", deadline=None, suppress_health_che
 hypothesis.settings.load_profile("suite")
 # TCPStore looks up the names of its sockets' ends, even for a line of its log: one lost answer would cost 5 s.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+os.environ.setdefault(
+    "TORCH_CPP_LOG_LEVEL", "ERROR"
+)  # as benchmarks.harness: launchers' environment is fixed from here
 _SLOW = (
     "agent",
     "faults",

@@ -88,14 +88,14 @@ class Template:
         self._socket.connect(os.environ[ADDRESS])
         told = json.loads(self._socket.recv(100_000))
         self._pid: int = told["template"]
-        self._variables: dict[str, str] = told["variables"]
+        self.variables: dict[str, str] = told["variables"]
 
     def fits(self, command: list[str], environment: Mapping[str, str]) -> bool:
         """Whether a launcher that is forked differs in nothing from one that is started anew."""
         here = [Path(f"/proc/thread-self/ns/{name}").stat().st_ino for name in NAMESPACES]
         there = [Path(f"/proc/{self._pid}/ns/{name}").stat().st_ino for name in NAMESPACES]
         is_module = command[:2] == [sys.executable, "-m"]
-        return is_module and read_at_the_start(environment) == self._variables and here == there
+        return is_module and read_at_the_start(environment) == self.variables and here == there
 
     def start(self, command: list[str], environment: Mapping[str, str], streams: list[int], cwd: Path) -> Launcher:
         request = {"module": command[2], "arguments": command[3:], "environment": dict(environment), "cwd": str(cwd)}

@@ -1,0 +1,17 @@
+"""The suite's own means of starting jobs quickly."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from tests.support import launchers
+
+
+def test_no_import_of_a_test_keeps_launchers_from_being_forked() -> None:
+    """All tests' modules are imported by now. One that sets a variable such as TORCH_… doubles the suite's time."""
+    template = launchers.template()
+    changed = launchers.read_at_the_start(os.environ).items() ^ template.variables.items()
+    assert {name for name, _ in changed} <= {"OMP_NUM_THREADS"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    assert template.fits([sys.executable, "-m", "redelastic", "run"], environment)
