@@ -101,6 +101,7 @@ elastic.rendezvous.dynamic_rendezvous     DynamicRendezvousHandler.from_backend 
 elastic.rendezvous.api                    RendezvousInfo                          store rank world_size bootstrap_store_info
 distributed_c10d                          _set_pg_timeout                         timeout
 distributed_c10d                          _World.group_count
+distributed_c10d                          _World.pg_names
 rendezvous                                _rendezvous_handlers
 rendezvous                                register_rendezvous_handler             scheme handler
 """  # noqa: E501
@@ -191,6 +192,28 @@ def restart_group_names() -> None:
     from torch.distributed import distributed_c10d  # noqa: PLC0415
 
     distributed_c10d._world.group_count = 0  # noqa: SLF001
+
+
+def abort_nccl() -> None:
+    """Abort the NCCL communicators of all groups; gloo has nothing to abort. Idempotent.
+
+    It is one NCCL group call: communicators that are aborted one after the other may wait for each other for ever.
+    """
+    from torch import device  # noqa: PLC0415
+    from torch.distributed import distributed_c10d  # noqa: PLC0415
+
+    gpu, world = device("cuda"), distributed_c10d._world  # noqa: SLF001
+    groups = [group for group in list(world.pg_names) if gpu in group._device_types]  # noqa: SLF001
+    backends: list[Any] = [group._get_backend(gpu) for group in groups]  # noqa: SLF001
+    nccl = [backend for backend in reversed(backends) if hasattr(backend, "_group_start")]  # the newest group first
+    if not nccl:
+        return
+    nccl[0]._group_start()  # noqa: SLF001
+    try:
+        for backend in nccl:
+            backend.abort()
+    finally:
+        nccl[0]._group_end()  # noqa: SLF001
 
 
 @contextlib.contextmanager

@@ -28,6 +28,7 @@ from .agent import RedisElasticAgent
 log = logging.getLogger(__name__)
 
 ROUND_VARIABLES: Final = (EPOCH_VARIABLE, PREFIX_VARIABLE, *INTERFACE_VARIABLES)  # that the handler sets for a round
+NCCL_ERRORS: Final = "TORCH_NCCL_ASYNC_ERROR_HANDLING"  # variable: 0 keeps NCCL's watchdog from ending the process
 LONG_WAIT: Final = 60.0  # after which the log says what the agent waits for, in seconds
 
 
@@ -99,6 +100,8 @@ class SurvivingAgent(RedisElasticAgent):
 
     def _set_local_rank_env(self, worker_env: dict[str, Any], local_rank: int, spec: WorkerSpec) -> None:
         super()._set_local_rank_env(worker_env, local_rank, spec)
+        if NCCL_ERRORS not in os.environ:
+            worker_env[NCCL_ERRORS] = "0"
         if self._channels:
             worker_env.update(self._channels.environment(local_rank))
 

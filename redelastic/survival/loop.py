@@ -21,7 +21,7 @@ import torch.distributed.nn.functional
 from torch import distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
-from redelastic.torch_internals import restart_group_names, set_group_timeout
+from redelastic.torch_internals import abort_nccl, restart_group_names, set_group_timeout
 
 from .channel import MAX_REASON, Channel
 from .cutter import Cutter
@@ -103,8 +103,7 @@ def _train_once(train: TrainFunction, state: State, timeout: timedelta, *, verif
     store = None
     if any(name in os.environ for name in LAUNCHED) and not dist.is_initialized():
         store, rank, size = next(dist.rendezvous("env://"))
-        backend = None if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+        dist.init_process_group(_backend(), store=store, rank=rank, world_size=size, timeout=timeout)
     if dist.is_initialized():
         state.share(verify=verify)
     train(_round(store))
@@ -112,16 +111,25 @@ def _train_once(train: TrainFunction, state: State, timeout: timedelta, *, verif
         dist.destroy_process_group()
 
 
-def _round(store: dist.Store | None) -> Round:
+def _backend() -> str | None:
+    """The default group's backend: gloo, and with GPUs NCCL for what is there, which is torch's choice for None."""
+    return None if torch.cuda.is_available() else "gloo"
+
+
+def _device() -> torch.device:
+    """Where this process computes."""
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    cuda = torch.cuda.is_available()
+    return torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _round(store: dist.Store | None) -> Round:
     return Round(
         rank=dist.get_rank() if dist.is_initialized() else 0,
         size=dist.get_world_size() if dist.is_initialized() else 1,
-        local_rank=local_rank,
+        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
         epoch=int(os.environ.get(EPOCH, "0")),
         store=None if store is None else dist.PrefixStore("train", store),
-        device=torch.device("cuda", local_rank) if cuda else torch.device("cpu"),
+        device=_device(),
     )
 
 
@@ -144,6 +152,7 @@ class _Survivor:
         self._store: dist.Store | None = None  # of the round
         self._cutter: Cutter | None = None  # of the group, while there is one
         state.call_after_commit(self._leave_if_due)
+        state.call_before_step(self._await_gradients)
 
     def _is_over(self) -> bool:
         return self._over >= self._epoch
@@ -159,9 +168,16 @@ class _Survivor:
         elif self._store.check([LAST_STEP]) and step >= int(self._store.get(LAST_STEP)):
             raise PausedError(f"All ranks pause after step {step}.")
 
+    def _await_gradients(self) -> None:
+        """Make no step from what an abort has left of the gradients: waiting for them on the GPU raises no error."""
+        device = _device()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+            self._raise_if_over()
+
     def _raise_if_over(self) -> None:
         if self._is_over():
-            raise RoundOverError("The round ended before this worker had entered it.")
+            raise RoundOverError("The round is over.")
 
     def run(self, train: TrainFunction) -> None:
         threading.Thread(target=self._listen, name="redelastic-channel", daemon=True).start()
@@ -176,6 +192,8 @@ class _Survivor:
             left = self._take_part(train, cutter)
             if left is not None:
                 cutter.hold()
+                if not left[1]:
+                    abort_nccl()  # or its end may wait for a peer
             with contextlib.suppress(Exception):  # of a group that was cut while it was made
                 if dist.is_initialized():
                     dist.destroy_process_group()
@@ -194,6 +212,7 @@ class _Survivor:
                 cutter = self._cutter
                 cutting = cutter is not None and self._is_over()
                 if cutter is not None and cutting:
+                    abort_nccl()
                     cutter.cut()
                 command = self._channel.receive(CUT_INTERVAL if cutting else IDLE_INTERVAL)
                 if command:
@@ -201,6 +220,7 @@ class _Survivor:
         self._over = self._epoch
         self._rounds.put(None)
         while (cutter := self._cutter) is not None:
+            abort_nccl()
             cutter.cut()
             threading.Event().wait(CUT_INTERVAL)
 
@@ -227,7 +247,7 @@ class _Survivor:
             store.wait([_count_in(store, size, "met")], MEET_TIMEOUT)
             self._raise_if_over()
             restart_group_names()
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=MAKE_TIMEOUT)
+            dist.init_process_group(_backend(), store=store, rank=rank, world_size=size, timeout=MAKE_TIMEOUT)
             cutter.mark()
             set_group_timeout(self._timeout)
             self._state.share(verify=self._verify)
@@ -265,7 +285,7 @@ def _is_of_communication(error: BaseException | None) -> bool:
     while error is not None:
         if isinstance(error, (RoundOverError, dist.DistNetworkError, dist.DistBackendError, dist.DistStoreError)):
             return True
-        if isinstance(error, RuntimeError) and "gloo" in str(error):
+        if isinstance(error, RuntimeError) and any(name in str(error) for name in ("gloo", "NCCL")):
             return True
         error = error.__cause__
     return False

@@ -109,11 +109,13 @@ class State:
         self._survived = False
         self._whole = True
         self._after_commit: Callable[[int], object] = bool
+        self._before_step: Callable[[], object] = bool
         for entry in entries.values():
             if isinstance(entry, torch.optim.Optimizer):
                 entry.register_step_pre_hook(self._tear)
 
     def _tear(self, *_: object) -> None:
+        self._before_step()
         self._whole = False
 
     def commit(self, step: SupportsIndex | None = None) -> None:
@@ -139,6 +141,10 @@ class State:
     def call_after_commit(self, check: Callable[[int], object]) -> None:
         """Have :meth:`commit` call ``check`` with the number of steps; it ends the round by a RoundOverError."""
         self._after_commit = check
+
+    def call_before_step(self, check: Callable[[], object]) -> None:
+        """Have each optimizer's ``step`` call ``check`` first; it ends the round by a RoundOverError."""
+        self._before_step = check
 
     def share(self, *, verify: bool = False) -> None:
         """Give all ranks of the default group the newest committed state; a collective.

@@ -70,6 +70,24 @@ def test_a_commit_counts_steps_and_ends_a_round_that_is_over() -> None:
     assert state.step == 11, "the step counts"
 
 
+def test_an_end_of_the_round_before_an_optimizers_step_leaves_the_state_whole() -> None:
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1)
+    state, before = State(model=model, optimizer=optimizer), fingerprint(model.state_dict())
+
+    def end() -> None:
+        raise RoundOverError("in the middle")
+
+    state.call_before_step(end)
+    model(torch.ones(1)).sum().backward()
+    with pytest.raises(RoundOverError, match="in the middle"):
+        optimizer.step()
+    assert fingerprint(model.state_dict()) == before
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    state.share()  # a torn one would be refused
+    dist.destroy_process_group()
+
+
 def test_a_commit_includes_the_data() -> None:
     batches = ElasticBatches(100, global_batch=10, micro_batch=5)
     state = State(batches=batches)

@@ -53,6 +53,8 @@ def test_processes_survive_whatever_ends_their_peers(server: RedisServer, tmp_pa
         epoch = job.wait_round("abc")
         before = job.pids(epoch)
         [victim] = before["b"]
+        variables = Path(f"/proc/{victim}/environ").read_bytes().split(b"\0")
+        assert b"TORCH_NCCL_ASYNC_ERROR_HANDLING=0" in variables, "NCCL's watchdog would end it"
         os.kill(victim, signal.SIGKILL)
         epoch = job.wait_round("ac", epoch)
         assert job.pids(epoch) == {name: before[name] for name in "ac"}

@@ -1,5 +1,7 @@
 """A training script whose processes survive: DDP and Adam in float64, the same batch whatever the world size.
 
+It trains on a GPU where there is one.
+
 Usage: surviving.py DIRECTORY. A new process begins with the newest checkpoint there. Files steer it:
   finish         all ranks stop together after the step at which rank 0 saw it
   fail-NODE      the worker of that node raises a ValueError at its next step, and takes the file away
@@ -33,22 +35,23 @@ SAMPLES: Final = 62  # the last of an epoch's six steps has two: one for each of
 BATCH: Final = 12
 MICRO_BATCH: Final = 4
 SAVE_EVERY: Final = 10
+DEVICE: Final = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
 PACE: Final = 0.05  # cost of a step beyond communication, in seconds
 
 
 def make() -> tuple[torch.nn.Module, torch.optim.Optimizer, ElasticBatches]:
     """The model, its optimizer and its data before the first step."""
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)).double()
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)).double().to(DEVICE)
     batches = ElasticBatches(SAMPLES, global_batch=BATCH, micro_batch=MICRO_BATCH, epochs=None)
     return model, torch.optim.Adam(model.parameters(), lr=0.01), batches
 
 
 def loss_of(model: torch.nn.Module, samples: list[int]) -> torch.Tensor:
     """The sum of the samples' losses."""
-    indices = torch.tensor(samples, dtype=torch.float64)
-    inputs = torch.sin(indices[:, None] * torch.tensor([0.7, 1.1, 1.3, 1.9], dtype=torch.float64))
-    targets = inputs @ torch.tensor([[1.0], [-2.0], [3.0], [0.5]], dtype=torch.float64)
+    numbers = functools.partial(torch.tensor, dtype=torch.float64, device=DEVICE)
+    inputs = torch.sin(numbers(samples)[:, None] * numbers([0.7, 1.1, 1.3, 1.9]))
+    targets = inputs @ numbers([[1.0], [-2.0], [3.0], [0.5]])
     loss: torch.Tensor = ((model(inputs) - targets) ** 2).sum()
     return loss
 
@@ -137,10 +140,10 @@ class Training:
             total += float(loss.detach())
         finish = this.rank == 0 and (self._directory / "finish").exists()
         wanted = [finish, self._told("lonely"), redelastic.should_checkpoint(), total / this.size]
-        votes = torch.tensor(wanted, dtype=torch.float64)
+        votes = torch.tensor(wanted, dtype=torch.float64, device=DEVICE)
         dist.all_reduce(votes)
         if votes[1]:
-            receiving = dist.irecv(torch.zeros(1), (this.rank + 1) % this.size)
+            receiving = dist.irecv(torch.zeros(1, device=DEVICE), (this.rank + 1) % this.size)
             assert receiving is not None
             receiving.wait(timedelta(milliseconds=100))
         if this.rank == 0 and (votes[2] or self.state.step % SAVE_EVERY == 0):
