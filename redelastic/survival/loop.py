@@ -83,7 +83,7 @@ def survive(
         verify: whether to compare a hash of the state's entries at the beginning of each round.
 
     Raises:
-        TornStateError, ValueError: as :meth:`State.share`.
+        TornStateError, ValueError, TypeError: as :meth:`State.share`.
         SystemExit: the agent is gone.
         Exception: of ``train``, if it is none of communication; the agent then starts the node's workers anew.
     """

@@ -12,6 +12,7 @@ from torch import distributed as dist
 
 from redelastic.worker import progress
 
+SHARDED: Final = ("placements", "sharding_spec")  # attributes of DTensor, of ShardedTensor
 BUCKET_BYTES: Final = 32 << 20  # small tensors travel together, up to this size
 
 
@@ -155,7 +156,11 @@ class State:
         Raises:
             TornStateError: as :func:`choose_source`, on all ranks.
             ValueError: ranks have other entries; or with ``verify``, an entry differs.
+            TypeError: an entry's tensors are sharded, as FSDP's.
         """
+        if not self._survived:
+            for name in self._entries:
+                self._parts(name)  # all ranks refuse what cannot be shared, and none waits for another
         rank = dist.get_rank()
         reports: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(reports, (Report(self._survived, self._whole, self.step), sorted(self._entries)))
@@ -177,11 +182,22 @@ class State:
         if verify:
             self._compare(names)
 
+    def _parts(self, name: str) -> tuple[Any, dict[Path, torch.Tensor]]:
+        skeleton, tensors = take_apart(self._entries[name].state_dict())
+        for path, tensor in tensors.items():
+            if any(hasattr(tensor, mark) for mark in SHARDED):
+                raise TypeError(
+                    f"{'.'.join(map(str, path))} of the entry {name!r} is a {type(tensor).__name__}: its parts are on "
+                    "several ranks, and lost with their node. Such a script resumes from a checkpoint: run it without "
+                    "redelastic.survive()."
+                )
+        return skeleton, tensors
+
     def _send(self, source: int) -> None:
         described: dict[str, Any] = {}
         tensors: list[torch.Tensor] = []
         for name in sorted(self._entries):
-            skeleton, found = take_apart(self._entries[name].state_dict())
+            skeleton, found = self._parts(name)
             described[name] = skeleton
             tensors += found.values()
         dist.broadcast_object_list([described], src=source)
@@ -196,7 +212,7 @@ class State:
         own: dict[str, tuple[Any, dict[Path, torch.Tensor]]] = {}
         tensors: list[torch.Tensor] = []
         for name in sorted(self._entries):
-            own[name] = take_apart(self._entries[name].state_dict())
+            own[name] = self._parts(name)
             filled[name] = {hole.path: hole.fill(own[name][1].get(hole.path)) for hole in _holes(described[name])}
             tensors += filled[name].values()
         for bucket in _buckets(tensors):

@@ -16,6 +16,8 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from redelastic.data import ElasticBatches
 from redelastic.survival.state import (
@@ -86,6 +88,17 @@ def test_an_end_of_the_round_before_an_optimizers_step_leaves_the_state_whole() 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     state.share()  # a torn one would be refused
     dist.destroy_process_group()
+
+
+def test_a_sharded_model_is_refused() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))  # in place
+        with pytest.raises(TypeError, match=r"0\.weight of the entry 'model' is a DTensor: its parts are on several"):
+            State(model=model).share()
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_commit_includes_the_data() -> None:
@@ -213,11 +226,15 @@ def test_a_step_that_nobody_has_whole_is_an_error_on_all_ranks(processes: Proces
 
 
 class Deadly(Counter):
-    """An entry whose process dies when it is to send its state."""
+    """An entry whose process dies when it is to send its state: when asked for it after the first time."""
+
+    asked = False
 
     def state_dict(self) -> dict[str, Any]:
-        os.kill(os.getpid(), signal.SIGKILL)
-        raise AssertionError
+        if self.asked:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.asked = True
+        return super().state_dict()
 
 
 def _lose_the_source(folder: str, rank: int) -> None:
