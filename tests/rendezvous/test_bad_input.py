@@ -251,7 +251,7 @@ def test_what_a_terminal_would_obey_is_no_part_of_the_log(
     why = Left(node="a", reason="\x1b[2J\nall is well\r").as_cause()
     told: dict[Any, Any] = {"event": "broken", "epoch": 1, "cause": why, "waiting": 1, "lost": 1}
     client.xadd(keys.wake, told)
-    servers.wait_until(node.num_nodes_waiting, "it has read that")
+    servers.wait_until(lambda: "all is well" in caplog.text, "its log says that")  # a moment after it has read it
     [said] = [record.getMessage() for record in caplog.records if "all is well" in record.getMessage()]
     assert said.isprintable()
 

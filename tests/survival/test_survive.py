@@ -23,7 +23,9 @@ from tests.support.processes import Processes
 from tests.support.servers import reserved_port
 from tests.support.waiting import Within
 
-until = Within(40)
+until = Within(90)
+
+pytestmark = pytest.mark.timeout(300)  # above what waits take together
 
 
 def test_a_process_of_its_own_trains_once(monkeypatch: pytest.MonkeyPatch) -> None:
