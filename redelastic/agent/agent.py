@@ -21,7 +21,7 @@ from redelastic.host import checks
 from redelastic.host.gpus import assign
 from redelastic.host.health_endpoint import HealthEndpoint
 from redelastic.monitoring.control import RunControl
-from redelastic.monitoring.events import Failed, Log, Started
+from redelastic.monitoring.events import Closed, Event, Failed, Log, Started
 from redelastic.rendezvous.handler import RedisRendezvousHandler
 from redelastic.rendezvous.node import DrainedError, RunStoppedError
 from redelastic.torch_errors import torch_errors
@@ -145,7 +145,7 @@ class RedisElasticAgent(RegroupingAgent):
         self._budget = Budget(self._node, self._options, self._monitor.allow)
         self._hangs = Hangs(self._note)
         self._unfit = True  # whether this node must prove its fitness before it joins
-        self._verdict = ""  # why the job may not restart its workers
+        self._verdict: Event | None = None  # why the job may not restart its workers
         self._asked_to_drain = False
 
     # -- from beginning to end
@@ -349,8 +349,8 @@ class RedisElasticAgent(RegroupingAgent):
         """Act on requests: end if the run was stopped; have workers save; leave if this node drains."""
         # This turn of the loop may take long: torch ends the other workers, or the agent waits for a lease to expire.
         self._monitor.allow(self._shutdown_timeout + self._rendezvous_handler.settings.lease)
-        if stopped := self._node.view.stopped:
-            raise RunStoppedError(f"Run {self._node.run_id!r} was stopped: {stopped}.")
+        if self._node.view.is_stopped:
+            raise RunStoppedError(self._node.run_id, self._node.view.closing)
         if self._drains:
             self._drains.advance()
 
@@ -369,7 +369,7 @@ class RedisElasticAgent(RegroupingAgent):
         self._verdict = self._charge(result, final=False)
         # Not before it is known which worker failed first: of many logs only that worker's is sure to be sent.
         self._send_log(result)
-        return super()._may_restart(result) and not self._verdict
+        return super()._may_restart(result) and self._verdict is None
 
     def _leave_if_drained(self) -> None:
         for drain in self._node.view.drains:
@@ -393,17 +393,20 @@ class RedisElasticAgent(RegroupingAgent):
         self._drains.advance()  # the drains may be new to it
         return time.monotonic() < self._drains.end + self._shutdown_timeout + lease
 
-    def _give_up(self, result: RunResult) -> None:
-        # An empty verdict now means that another node has been lost meanwhile.
-        if self._verdict and (verdict := self._charge(result, final=True)):
-            raise RunStoppedError(f"Run {self._node.run_id!r} was stopped: {verdict}.")
+    def _give_up(self, result: RunResult, *, lost: bool) -> None:
+        # A lost node explains a failure, but not that the job makes no progress. No verdict now means that another node
+        # has been lost or has left meanwhile.
+        idle = isinstance(self._verdict, Closed) and self._verdict.cause == "progress"
+        may_stop = idle or (self._verdict is not None and not lost)
+        if may_stop and (verdict := self._charge(result, final=True)):
+            raise RunStoppedError(self._node.run_id, verdict)
 
-    def _charge(self, result: RunResult, *, final: bool) -> str:
-        """Count a failure of the workers; returns why the job may not go on, or ""."""
+    def _charge(self, result: RunResult, *, final: bool) -> Event | None:
+        """Count a failure of the workers; returns why the job may not go on."""
         failure = self.failure(result)
         charged = self._budget.charge(self._workers, result, failure, final=final) if self._workers else None
         if charged is None:
-            return ""
+            return None
         self._monitor.count_job_restarts(charged.restarts)
         return charged.verdict
 

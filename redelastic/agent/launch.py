@@ -43,6 +43,7 @@ DRAINED: Final = (
 )
 STOPPED: Final = 76  # the job was stopped: by a person, or because its restart budget is used up
 REFUSED: Final = 77  # a health check found this node unfit
+NO_PROGRESS: Final = 78  # the job was stopped because it made no progress: a new run of it would make none either
 STANDALONE: Final = "standalone-"  # how the id of a run begins whose Redis is this process' own
 LAST_LOOK_TIMEOUT: Final = 1.0  # for the question what the run went through, in seconds
 DRAIN_FILE_INTERVAL: Final = 1.0  # between two looks for the drain file, in seconds
@@ -115,7 +116,9 @@ def launch(
         return DRAINED
     except (RunStoppedError, RefusedError, RendezvousError, DistNetworkError, OSError) as e:
         say(f"redelastic run: {e}")
-        return STOPPED if isinstance(e, RunStoppedError) else REFUSED if isinstance(e, RefusedError) else FAILED
+        if isinstance(e, RunStoppedError):
+            return NO_PROGRESS if e.without_progress else STOPPED
+        return REFUSED if isinstance(e, RefusedError) else FAILED
     except SignalException as e:
         ending = Left(cause="signal", signal=e.sigval.name), "goes on"
         say(f"redelastic run: ended by {e.sigval.name}")

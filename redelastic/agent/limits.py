@@ -20,7 +20,7 @@ from redelastic.monitoring.control import RunControl
 from redelastic.monitoring.events import Barred, Event, Failed, Left, Refused
 from redelastic.monitoring.sentences import consecutive_failures, worker_failure
 from redelastic.redis.errors import RedelasticError, UnavailableError, UnreachableError
-from redelastic.rendezvous.node import Node
+from redelastic.rendezvous.node import News, Node
 from redelastic.rendezvous.replies import Charge
 from redelastic.workers.group import Workers
 
@@ -122,6 +122,7 @@ class Budget:
 
     def __init__(self, node: Node, options: AgentOptions, allow: Callable[[float], None]) -> None:
         self._node, self._options, self._allow = node, options, allow
+        self._has_news = False  # whether workers of this node have ever told of progress
 
     def charge(self, workers: Workers, result: RunResult, failure: Failed, *, final: bool) -> Charge | None:
         """Count a failure of this node's workers.
@@ -133,7 +134,7 @@ class Budget:
             final: whether to stop the run if no restart is left; otherwise the reply only says so.
 
         Returns:
-            The counts, and why the job may not go on, or ""; None if the failure could not be counted.
+            The counts, and why the job may not go on; None if the failure could not be counted.
         """
         if not final:
             log.error("%s.", worker_failure(failure))
@@ -141,9 +142,12 @@ class Budget:
                 self._await_cause()
                 workers.follow_a_peer()
         failed_at = workers.first_failure or time.monotonic()
+        step, news = workers.highest_step, workers.news
+        self._has_news = self._has_news or news > News.NONE or bool(workers.reporters)
+        told = news if self._has_news else News.NEVER_ANY
         self._allow(math.inf)  # for as long as Redis is away
         try:
-            return self._node.charge(failed_at, workers.highest_step, failure, self._options.limits, final=final)
+            return self._node.charge(failed_at, step, told, failure, self._options.limits, final=final)
         except UnavailableError as e:
             log.warning("The failure could not be counted: %s", e)
             return None

@@ -12,6 +12,7 @@ from typing import Final
 
 log = logging.getLogger(__name__)
 
+MAX_IDLE_RESTARTS: Final = 20  # after as many restarts in a row without progress, another one would bring none either
 START_TIMEOUT: Final = 1800.0  # a large model may take this long to load and compile, in seconds
 TORCH_HEALTH_PORT: Final = "TORCHELASTIC_HEALTH_CHECK_PORT"
 
@@ -29,7 +30,8 @@ class AgentOptions:
             that is longer. After that, a worker that reported in an earlier round of this agent counts as hanging; for
             one that never has, the agent logs a warning with its stacks.
         max_job_restarts: how often the workers of the whole job may be restarted after failures.
-        max_idle_restarts: how many consecutive restarts may pass without progress.
+        max_idle_restarts: the job is stopped after this many consecutive restarts in which no worker has reported a
+            higher step than before. A job whose workers report no steps is not.
         max_failed_rounds: this host is excluded after this many consecutive rounds in which its workers failed first.
         health_checks: names of the checks that this node must pass before it joins.
         health_command: a further check, a command for ``/bin/sh -c``.
@@ -50,7 +52,7 @@ class AgentOptions:
     hang_timeout: float | None = None
     hang_start_timeout: float | None = None
     max_job_restarts: int | None = None
-    max_idle_restarts: int | None = None
+    max_idle_restarts: int | None = MAX_IDLE_RESTARTS
     max_failed_rounds: int | None = None
     health_checks: tuple[str, ...] = ("disk",)
     health_command: str | None = None

@@ -115,9 +115,10 @@ class RegroupingAgent(LocalElasticAgent):
                 self._handler.node.call_roll(time.monotonic())
             self._charged = self._may_restart(result)
             if not self._charged and self._handler is not None:
-                if self._wait_for_loss(self._handler):
+                lost = self._wait_for_loss(self._handler)
+                self._give_up(result, lost=lost)
+                if lost:
                     return RunResult(state=WorkerState.HEALTHY)  # num_nodes_waiting() is above 0: the agent regroups
-                self._give_up(result)
         if result.state == WorkerState.SUCCEEDED and self._handler is not None and not self._is_end_of_round(result):
             return RunResult(state=WorkerState.HEALTHY)
         return result
@@ -198,8 +199,8 @@ class RegroupingAgent(LocalElasticAgent):
         """Whether workers that have failed may be restarted."""
         return bool(self._remaining_restarts > 0)
 
-    def _give_up(self, result: RunResult) -> None:
-        """Called when failed workers may not be restarted, and no other node was lost."""
+    def _give_up(self, result: RunResult, *, lost: bool) -> None:
+        """Called when failed workers may not be restarted, unless another node was ``lost``."""
 
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
         """Run the workers to their end; contract: torch's ``ElasticAgent.run``.

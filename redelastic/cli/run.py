@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from redelastic.agent.options import MAX_IDLE_RESTARTS
 from redelastic.logs import say
 from redelastic.signals import handling
 
@@ -28,7 +29,8 @@ SUMMARY = "run one node of a job, with torchrun's flags and more"
 EPILOG = """\
 exit codes: 0 finished; 1 workers or the rendezvous failed, or a signal ended the agent; 2 wrong arguments;
 3 Redis cannot be reached at the start; 75 this node was drained (start another in its place); 76 the job was
-stopped, or its restarts are used up; 77 refused by a health check.
+stopped, or its restarts are used up; 77 refused by a health check; 78 the job was stopped because it makes no
+progress (do not start it again before the cause is found).
 
 SIGTERM and SIGUSR1 drain the node: all workers of the job are asked to save, then this node leaves and
 the others go on. A second SIGTERM, at least one second after the first, does not wait for the save.
@@ -199,7 +201,14 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="restart budget of the whole job; also the default of --max-restarts",
     )
-    add("--max-idle-restarts", type=int, metavar="N", help="maximum consecutive restarts without progress")
+    add(
+        "--max-idle-restarts",
+        type=int,
+        default=MAX_IDLE_RESTARTS,
+        metavar="N",
+        help="stop the job, with exit code 78, after N consecutive restarts in which no worker reported a higher step "
+        f"than before (default: {MAX_IDLE_RESTARTS}; 0: never)",
+    )
     add(
         "--max-failed-rounds",
         type=int,
@@ -271,6 +280,7 @@ def _options(arguments: argparse.Namespace) -> AgentOptions:
     for name in arguments.signals_to_handle.split(","):
         if name.strip() not in signal.Signals.__members__:
             raise ValueError(f"{name.strip()} in --signals-to-handle is no signal of this system.")
+    arguments.max_idle_restarts = arguments.max_idle_restarts or None
     if arguments.max_restarts is None:
         arguments.max_restarts = arguments.max_job_restarts or 0
     checks: list[str] = arguments.health_check or os.environ.get("PET_HEALTH_CHECK", "disk").split(",")

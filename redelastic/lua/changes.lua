@@ -34,6 +34,13 @@ local function refund()
     unblame()
     set('charged', nil)
     set('restarts', run.restarts - 1)
+  end
+end
+
+-- Takes back that this round brought no progress, since a member has left, or was lost before its workers had told a step.
+local function excuse(event)
+  if run.judged == run.epoch and (event ~= 'lost' or run.told ~= run.epoch) and not run.closed then
+    set('judged', nil)
     set('idle', math.max(0, run.idle - 1))
   end
 end
@@ -46,7 +53,7 @@ local function break_round(failed, event, node, ...)
   local first_gone = event ~= 'joined' and redis.call('SCARD', MEMBERS) == run.size - 1
   local first_lost = lost and not run.member_lost
   if first_lost then
-    set('member_lost', 1)
+    set('member_lost', event)
   end
   if not run.broken or first_gone or first_lost then
     local cause = as_json({ event, node, ... })
@@ -55,6 +62,7 @@ local function break_round(failed, event, node, ...)
   end
   if first_lost and not failed then
     refund()
+    excuse(event)
   end
 end
 

@@ -11,6 +11,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from enum import IntEnum
 from typing import Any, Literal, NamedTuple, NoReturn
 
 from torch.distributed.elastic.rendezvous.api import (
@@ -19,7 +20,7 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousGracefulExitError,
 )
 
-from redelastic.monitoring.events import Failed, Left, Regrouped, decode_cause
+from redelastic.monitoring.events import Event, Failed, Left, Regrouped, Stopped
 from redelastic.monitoring.sentences import cause
 from redelastic.redis import scripts
 from redelastic.redis.connection import Connection, require_keys_of_types, sanitize
@@ -42,8 +43,25 @@ log = logging.getLogger(__name__)
 RunThen = Literal["goes on", "closes", "stops"]
 
 
+class News(IntEnum):
+    """What workers have told of their progress when they fail, besides the number of their last step."""
+
+    NEVER_ANY = -1  # as ever: their script tells nothing, or these ranks do not
+    NONE = 0  # though they did in an earlier round
+    STEP = 1
+    PROGRESS = 2  # something that counts as progress whatever the number of the step
+
+
 class RunStoppedError(RendezvousClosedError):
-    """The run was stopped: no round follows, and running workers have to end."""
+    """The run was stopped: no round follows, and running workers have to end.
+
+    Attributes:
+        without_progress: whether it was, because the job made no progress.
+    """
+
+    def __init__(self, run_id: str, why: Event | None) -> None:
+        super().__init__(f"Run {run_id!r} was stopped: {sanitize(cause(why))}.")
+        self.without_progress = isinstance(why, Stopped) and why.cause == "progress"
 
 
 class DrainedError(RendezvousError):
@@ -281,7 +299,7 @@ class Node:
         view = self.view
         self.try_to_leave(Left(cause="closed"))
         if view.is_stopped:
-            raise RunStoppedError(f"Run {self.run_id!r} was stopped: {view.closed}.")
+            raise RunStoppedError(self.run_id, view.closing)
         message = f"Run {self.run_id!r} is closed ({view.closed}); use a new run id."
         if not spare:
             raise RendezvousClosedError(message)
@@ -339,28 +357,28 @@ class Node:
         self.call(scripts.ADMIT, self.keys, [self.view.epoch_held, "{}-{}".format(*save.place)], None)
 
     def charge(
-        self, failed_at: float, step: int, failure: Failed, limits: tuple[int, int, int], *, final: bool
+        self, failed_at: float, step: int, news: News, failure: Failed, limits: tuple[int, int, int], *, final: bool
     ) -> replies.Charge:
         """Count a failure of this node's workers in its round.
 
         Args:
             failed_at: when the first of them failed, on the monotonic clock in seconds.
             step: the last step that they reported, or -1.
+            news: what they told in this round.
             failure: which worker failed first, and how.
             limits: restarts of the job; restarts in a row without progress; rounds in a row in which a worker of this
                 host may fail first. -1 is no limit.
             final: whether to stop the run if a limit is used up; else the reply only says so.
 
         Returns:
-            Restarts of the job; rounds in a row in which this host failed first; why the run has to be stopped, or "".
+            Restarts of the job; rounds in a row in which this host failed first; why the run has to be stopped, if so.
         """
         caller = (self.id, self.settings.node_name, self.view.epoch_held)
 
         def args() -> list[Any]:  # another host may have failed while this one could not reach Redis
-            return [*caller, _ms_since(failed_at), step, *limits, int(final), *failure.pairs()]
+            return [*caller, _ms_since(failed_at), step, int(news), *limits, int(final), *failure.pairs()]
 
-        reply = replies.Charge(*replies.decoded(self.call(scripts.CHARGE, self.keys, args, None)))
-        return reply._replace(verdict=sanitize(cause(decode_cause(reply.verdict))))
+        return replies.decode_charge(self.call(scripts.CHARGE, self.keys, args, None))
 
     def call_roll(self, failed_at: float) -> None:
         """Call the roll, since workers of this node failed and a lost peer may be the cause; never fails.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
 
+from redelastic.monitoring.events import Event, decode_cause
 from redelastic.redis.connection import text
 
 
@@ -71,7 +72,7 @@ class Charge(NamedTuple):
 
     restarts: int
     failures: int
-    verdict: str
+    verdict: Event | None
 
 
 class RollCall(NamedTuple):
@@ -89,6 +90,12 @@ _OUTCOMES: Final[dict[str, Callable[..., Join]]] = {
     "mismatch": Mismatch,
     "left": Left,
 }
+
+
+def decode_charge(reply: Sequence[Any]) -> Charge:
+    """The reply of ``lua/charge.lua``."""
+    restarts, failures, verdict = decoded(reply)
+    return Charge(restarts, failures, decode_cause(verdict))
 
 
 def decode_join(reply: Sequence[Any]) -> Join:

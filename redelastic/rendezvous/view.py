@@ -167,11 +167,6 @@ class View:
         return sanitize(cause(self.closing))
 
     @property
-    def stopped(self) -> str:
-        """Why the run was stopped, with its running workers; empty while it was not."""
-        return self.closed if self.is_stopped else ""
-
-    @property
     def drains(self) -> list[Drain]:
         """Which nodes were asked to drain since this node entered its round, as far as known."""
         epoch = self.round.epoch if self.round else 0

@@ -19,6 +19,7 @@ from redelastic.agent.options import AgentOptions
 from redelastic.host.cgroups import oom_kills
 from redelastic.monitoring.events import Failed, Hung
 from redelastic.monitoring.sentences import idleness, out_of_memory
+from redelastic.rendezvous.node import News
 from redelastic.torch_internals import exit_codes
 
 from .board import FROZEN_LOOKS, HangWatch, ProgressBoard
@@ -72,6 +73,8 @@ class Workers:
         self._watch = HangWatch(self._board, timeout, self.start_timeout, reporters, interval=self._pause)
         self._started_at = math.inf
         self._deaths: Deaths | None = None
+        self._steps: dict[int, int] = {}  # the last one of each when it was looked at
+        self._counts_anew = False  # whether one of them has told a lower step than before
         self._blamed_at: float | None = None  # when they failed, if not when the first of them ended
         self._ooms = oom_kills()
 
@@ -121,12 +124,34 @@ class Workers:
         return max((step for r in self.pids if (step := self.step(r)) is not None), default=-1)
 
     @property
+    def news(self) -> News:
+        """What they have told of their progress.
+
+        Steps that start again, such as those of an epoch, do not show how far the job is; nor does a save by a script
+        that tells no steps. Both count as progress.
+        """
+        self._look_at_steps()
+        if self._counts_anew:
+            return News.PROGRESS
+        if self._steps:
+            return News.STEP
+        return News.PROGRESS if any(self._board.read(r).saves_done for r in self.pids) else News.NONE
+
+    def _look_at_steps(self) -> None:
+        for local_rank in self.pids:
+            step = self.step(local_rank)
+            if step is not None:
+                self._counts_anew = self._counts_anew or step < self._steps.get(local_rank, step)
+                self._steps[local_rank] = step
+
+    @property
     def reporters(self) -> frozenset[int]:
         """Local ranks of workers that have ever reported progress, in this group or an earlier one."""
         return frozenset(self._watch.reporters)
 
     def find_hung(self) -> tuple[list[int], list[int]]:
         """Find hung workers, and set :attr:`hung`; returns them and the workers that have never reported."""
+        self._look_at_steps()
         self.hung = self._watch.look(r for r in self.pids if not self.ended(r))
         return list(self.hung), self._watch.silent
 

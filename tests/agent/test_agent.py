@@ -28,7 +28,7 @@ from redelastic.rendezvous.node import RunStoppedError
 from redelastic.rendezvous.view import View
 from redelastic.workers.signals import SAME_REQUEST_SECONDS
 from tests.support import launchers
-from tests.support.agent_job import AWARE, DRAINED, REFUSED, STOPPED, AgentJob
+from tests.support.agent_job import AWARE, DRAINED, NO_PROGRESS, REFUSED, STOPPED, AgentJob
 from tests.support.long_tests import quick_first
 from tests.support.nodes import NodeFactory
 from tests.support.servers import reserved_port
@@ -333,16 +333,52 @@ def test_the_job_has_one_budget_of_restarts(server: RedisServer, tmp_path: Path)
         assert "the job has used up its 2 restarts: a-" in job.nodes["b"].stderr
 
 
-@pytest.mark.fault("workers fail without any progress", "the job stops")
+@pytest.mark.fault("workers fail at the same step, again and again", "the job stops, with an exit code of its own")
 def test_a_job_that_makes_no_progress_stops(server: RedisServer, tmp_path: Path) -> None:
     with AgentJob(server, tmp_path, "2:2", conf=PATIENT) as job:
-        job.tell("fail")
+        (tmp_path / "poison").write_text("2")
         job.begin("a", "b", options=("--max-idle-restarts=2",), max_restarts=9, may_end=True)
-        assert job.wait_end("a") == job.wait_end("b") == STOPPED
+        assert job.wait_end("a") == job.wait_end("b") == NO_PROGRESS
         state = job.control.state()
         assert isinstance(state.closed, Stopped)
-        assert (state.closed.cause, state.closed.restarts, state.closed.last_step) == ("progress", 2, None)
+        assert (state.closed.cause, state.closed.restarts, state.closed.last_step) == ("progress", 2, 1)
         assert state.epoch == 3
+        assert "was stopped: no progress in 2 restarts, still at step 1: " in job.nodes["a"].stderr
+
+
+@pytest.mark.fault("workers fail in each round, a step later than before", "the job goes on")
+def test_a_job_that_advances_by_a_step_in_each_round_goes_on(server: RedisServer, tmp_path: Path) -> None:
+    with AgentJob(server, tmp_path, "2:2", conf=PATIENT) as job:
+        job.tell("limp")
+        job.begin("a", "b", options=("--max-idle-restarts=1",), max_restarts=99)
+        job.wait("it has failed four times", lambda: int((job.redis("run") or {}).get("restarts", 0)) >= 4)
+        (tmp_path / "limp").unlink()
+        job.tell("finish")
+        assert job.wait_end("a") == job.wait_end("b") == 0
+
+
+@pytest.mark.fault(
+    "the node of rank 0 is killed in each round, at a step that an earlier round had made",
+    "the job stops, with an exit code of its own",
+)
+def test_a_job_that_loses_rank_0_and_makes_no_progress_stops(server: RedisServer, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "step"
+    checkpoint.write_text("1000")
+    with AgentJob(server, tmp_path, "1:2", conf=PATIENT) as job:
+        options = ("--max-idle-restarts=2",)
+        job.begin("a", options=options, max_restarts=9)
+        stays, epoch = "a", 0
+        for comes in "bcd":
+            job.begin(comes, options=options, max_restarts=9)
+            epoch = job.wait_round(stays + comes, epoch)
+            leader, other = job.by_rank(epoch)
+            stays, other.may_end = other.name, comes == "d"
+            checkpoint.write_text("0")
+            leader.kill()
+        assert job.wait_end(stays) == NO_PROGRESS
+        state = job.control.state()
+        assert isinstance(state.closed, Stopped)
+        assert (state.closed.cause, state.closed.restarts) == ("progress", 2)
 
 
 @pytest.mark.fault("a host's worker fails first, again and again", "it is kept out until it is readmitted")

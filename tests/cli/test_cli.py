@@ -19,6 +19,7 @@ from redelastic.monitoring.events import Event, Failed, Hung, Readmitted, Refuse
 from redelastic.redis.connection import Connection
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
+from redelastic.rendezvous.node import News
 from tests.support import commands
 from tests.support.commands import Cli, command, started, until
 from tests.support.nodes import NodeFactory
@@ -239,7 +240,7 @@ class TestClose:
         assert (done.code, done.json["before"], done.json["stopped"]) == (0, False, False)
         assert done.json["closed"]["reason"].endswith(": enough")
         until(lambda: node.node.view.closed, "the node hears of it")
-        assert not node.node.view.stopped
+        assert not node.node.view.is_stopped
         again = cli("close", run_id, "--reason", "enough", "--json")  # in the same words
         assert (again.code, again.json["before"]) == (0, True)
 
@@ -248,7 +249,7 @@ class TestClose:
         node.next_rendezvous()
         done = cli("close", run_id, "--stop")
         assert (done.code, "end their workers" in done.out) == (0, True)
-        until(lambda: node.node.view.stopped, "the node hears of it")
+        until(lambda: node.node.view.is_stopped, "the node hears of it")
         assert "was already closed (by" in cli("close", run_id, "--stop").out
 
     def test_stop_after_close(self, cli: Cli, new_node: NodeFactory, run_id: str) -> None:
@@ -258,7 +259,7 @@ class TestClose:
         done = cli("close", run_id, "--stop", "--json")
         assert (done.code, done.json["before"], done.json["stopped"]) == (0, True, True)
         assert done.json["closed"]["reason"].endswith(": enough")
-        until(lambda: node.node.view.stopped, "the node hears of it")
+        until(lambda: node.node.view.is_stopped, "the node hears of it")
         assert cli("close", run_id, "--json").json["stopped"]
 
 
@@ -269,7 +270,7 @@ class TestReadmit:
         control, run_id = RunControl(connection, keys), keys.run_id
         node = new_node(1, 1, node_name="host-1")
         node.next_rendezvous()
-        node.node.charge(time.monotonic(), 7, Failed(local_rank=0), (-1, -1, 1), final=True)
+        node.node.charge(time.monotonic(), 7, News.STEP, Failed(local_rank=0), (-1, -1, 1), final=True)
         assert control.state().barred == ["host-1"]
         woken: list[str] = []
         blocked = threading.Thread(target=lambda: woken.extend(_wake_ups(connection, keys)))
@@ -291,7 +292,7 @@ class TestReadmit:
     def test_others_are_named(self, cli: Cli, new_node: NodeFactory, run_id: str) -> None:
         node = new_node(1, 1, node_name="host-1")
         node.next_rendezvous()
-        node.node.charge(time.monotonic(), 7, Failed(local_rank=0), (-1, -1, 9), final=True)
+        node.node.charge(time.monotonic(), 7, News.STEP, Failed(local_rank=0), (-1, -1, 9), final=True)
         assert "hosts with failures: host-1 (1)" in cli("readmit", run_id, "host-2").err
         assert "was not excluded" in cli("readmit", run_id, "host-1").out
 

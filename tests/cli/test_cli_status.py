@@ -25,6 +25,7 @@ from redelastic.redis.connection import Connection
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.handler import RedisRendezvousHandler
+from redelastic.rendezvous.node import News
 from tests.support.commands import Cli, Done, command, form, started, until
 from tests.support.nodes import NodeFactory
 
@@ -174,7 +175,7 @@ class TestProblems:
     ) -> None:
         node = tell(new_node(1, 1, node_name="host-1"))
         node.next_rendezvous()
-        node.node.charge(time.monotonic(), 7, Failed(local_rank=0), (-1, -1, 1), final=True)
+        node.node.charge(time.monotonic(), 7, News.STEP, Failed(local_rank=0), (-1, -1, 1), final=True)
         RunControl(connection, keys).drain(node.node.id, "by spot", 10)
         out = cli(keys.run_id).out
         assert "! host host-1 is excluded" in out

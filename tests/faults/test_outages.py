@@ -18,11 +18,11 @@ from typing import Any, Final
 import pytest
 
 from redelastic.monitoring.control import RunControl
-from redelastic.monitoring.events import Failed, Left
+from redelastic.monitoring.events import Event, Failed, Left
 from redelastic.redis.errors import UnavailableError
 from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.handler import RedisRendezvousHandler
-from redelastic.rendezvous.node import RunThen
+from redelastic.rendezvous.node import News, RunThen
 from redelastic.rendezvous.view import View
 from tests.support.agent_job import AgentJob
 from tests.support.fault_matrix import Measured
@@ -227,7 +227,7 @@ def test_who_finishes_closes_a_run_that_is_forgotten(
     assert nodes[0].end(Left(cause="finished"), run_then)
     nodes[1].keeper.beat = beat  # type: ignore[method-assign]
     wait_until(lambda: nodes[1].node.view.closed, "the other has heard of it", 20)
-    assert bool(nodes[1].node.view.stopped) == (run_then == "stops")
+    assert bool(nodes[1].node.view.is_stopped) == (run_then == "stops")
     nodes[1].keeper.beat()
     assert nodes[1].num_nodes_waiting() == 0
 
@@ -245,19 +245,19 @@ def test_a_late_report_tells_who_failed_first(own_server: RedisServer, new_node:
         def fail_later() -> None:
             # Redis counts back from when a report reaches it: this is more than a busy machine takes to send one.
             wait_until(lambda: time.monotonic() > failed_at + 0.5, "what Redis can tell apart")
-            assert charge(second, time.monotonic()) == (1, 1, "")
+            assert charge(second, time.monotonic()) == (1, 1, None)
 
         lost = proxy.add(Fault(b"CAUSE", lose_request=True, meanwhile=fail_later))
-        assert charge(first, failed_at) == (1, 1, "")
+        assert charge(first, failed_at) == (1, 1, None)
         assert lost.fired.is_set()
-        assert charge(second, time.monotonic()) == (1, 0, "")
+        assert charge(second, time.monotonic()) == (1, 0, None)
         lost.release()
         first.shutdown()
 
 
-def charge(node: RedisRendezvousHandler, failed_at: float) -> tuple[int, int, str]:
+def charge(node: RedisRendezvousHandler, failed_at: float) -> tuple[int, int, Event | None]:
     """Restarts of the job, rounds in a row that this host has to answer for, and why the run is to be stopped."""
-    return node.node.charge(failed_at, -1, Failed(message="CAUSE"), (-1, -1, -1), final=False)
+    return node.node.charge(failed_at, -1, News.NEVER_ANY, Failed(message="CAUSE"), (-1, -1, -1), final=False)
 
 
 @pytest.mark.fault("Redis is killed and comes back empty", PROMISE)
@@ -293,7 +293,7 @@ def test_what_was_stopped_stays_stopped(own_server: RedisServer, new_node: NodeF
     nodes[0].set_closed()
     nodes[1].node.watch.update(View.apply_closing, "by hand", stop=True)
     own_server.get_client().flushall()
-    wait_until(lambda: all(node.node.view.stopped for node in nodes), "both know that it is stopped", 20)
+    wait_until(lambda: all(node.node.view.is_stopped for node in nodes), "both know that it is stopped", 20)
     assert state(nodes[0]).stopped  # type: ignore[union-attr]
 
 

@@ -89,7 +89,7 @@ class Crowd:
         for i, name in enumerate(self.names[:n]):
             limits = (-1, -1, -1, 0)
             host = name.split("-7-")[0]
-            self._send(scripts.CHARGE, name, name, host, 1, 20 if i == first else 10, -1, *limits)
+            self._send(scripts.CHARGE, name, name, host, 1, 20 if i == first else 10, -1, -1, *limits)
             self._send(scripts.NOTE, name, "log", name, *Log(lines=f"the last lines of {name}").pairs())
 
     def drain(self, *numbers: int) -> None:

@@ -28,6 +28,7 @@ from redelastic.monitoring.records import Node
 from redelastic.redis.errors import ACL_RULES
 from redelastic.redis.server import RedisServer
 from tests.support import servers
+from tests.support.agent_job import NO_PROGRESS
 from tests.support.examples_site import (
     AWARE,
     EXAMPLES,
@@ -179,6 +180,14 @@ def test_slurm(tmp_path: Path) -> None:
         assert (tmp_path / "scontrol.log").read_text().count("requeue") == 1
 
 
+@pytest.mark.fault("a Slurm job is stopped because it makes no progress", "it is not requeued")
+def test_slurm_does_not_requeue_a_job_that_makes_no_progress(tmp_path: Path) -> None:
+    with Site(tmp_path, srun="#!/bin/sh\nexit 78\n", scontrol=SCONTROL) as site:
+        slurm = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "3", "REDELASTIC_REDIS_URL": "redis://127.0.0.1:1"}
+        assert site.wait_end(site.start("bash", site.recipe("slurm.sbatch"), **slurm)) == NO_PROGRESS
+        assert not (tmp_path / "scontrol.log").exists()
+
+
 def _without(node: str, found: list[Node]) -> list[Node]:
     return found if all(one.id != node for one in found) else []
 
@@ -227,7 +236,9 @@ def test_kubernetes(tmp_path: Path, free_ports: list[int]) -> None:
         site.wait("one trains alone", lambda: members(control, 1))
         (tmp_path / "finish").touch()
         assert site.wait_end(pods[1].process) == 0
-    assert [job_action(spec, code) for code in (75, 76, 1, 137)] == ["Ignore", "FailJob", "Count", "Count"]
+    assert [job_action(spec, code) for code in (75, 76, 78, 1, 137)] == [
+        *("Ignore", "FailJob", "FailJob", "Count", "Count")
+    ]
 
 
 def manifests() -> dict[str, Any]:

@@ -328,7 +328,7 @@ class Model:
         s = world.state
         if node.phase == TRAINING and s.failed.get(node.name) != node.held:
             for ago, final in ((0, 0), (1, 0), (0, 1))[: 2 + bool(world.faults)]:  # a verdict may be the end of it all
-                failure = Charge(node.name, node.name[0], node.held, ago, node.held // 2, "failed", 1, 1, 2, final)
+                failure = Charge(node.name, node.name[0], node.held, ago, node.held // 2, 1, "failed", 1, 1, 2, final)
                 yield replace(self.request(world, failure, why="fails")[0], faults=world.faults - final)
         if node.name not in s.draining:
             yield self.request(world, Drain(node.name, "preempted", 1), why="drains")[0]

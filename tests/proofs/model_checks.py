@@ -15,7 +15,10 @@ def check_failures(s: State, old: State, request: Request, story: tuple[str, ...
             story,
         )
         assert before <= counted <= before + (old.charged != s.epoch and not old.member_lost), ("once a round", story)
-        assert (s.closed == old.closed) or (s.stop and request.final and s.charged == s.epoch), ("why stop", story)
+        assert (s.closed == old.closed) or (s.stop and request.final and s.epoch in (s.charged, s.judged)), (
+            "why stop",
+            story,
+        )
         return
     gone = [event for event in s.events if event.event in ("lost", "left") and event.node in old.members]
     given_back = 0

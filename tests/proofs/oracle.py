@@ -227,11 +227,11 @@ def charge(state: State, now: int, request: Charge) -> tuple[State, Reply]:
             record(s, "failed", node, "age_ms", request.ago, "message", request.reason)
         if s.member_lost is None:  # else it failed because of that
             _count(s, now - request.ago, request)
-        if s.charged == s.epoch:  # also when who was charged is lost by now
-            fields = _verdict(s, request)
-            verdict = cause("stopped", node, tuple(map(str, fields))) if fields else ""
-            if fields and request.final:
-                close_run(s, node, *fields, stop=True)
+        _judge(s, request)
+        fields = _verdict(s, request)
+        verdict = cause("stopped", node, tuple(map(str, fields))) if fields else ""
+        if fields and request.final:
+            close_run(s, node, *fields, stop=True)
     return s, (s.restarts or 0, s.failures.get(request.host, 0), verdict)
 
 
@@ -267,27 +267,32 @@ def _count(s: State, failed_at: int, request: Charge) -> None:
     s.limit = request.limit if request.limit >= 0 else None
     if s.charged != request.epoch:
         s.failures = {host: n for host, n in s.failures.items() if _stays(s, host, n, request)}
-        s.idle = (s.idle or 0) + 1 if s.restarts else 0  # before the first there is nothing to compare with
         s.restarts = (s.restarts or 0) + 1
         s.charged = request.epoch
         _blame(s, request.host, failed_at)
     elif s.failed_at is not None and failed_at < s.failed_at:  # it failed first, though it says so later
         unblame(s)
         _blame(s, request.host, failed_at)
+
+
+def _judge(s: State, request: Charge) -> None:
     step = min(request.step, 2**53 - 2)  # in Lua a number is exact below 2**53 only
-    if step >= (s.progress or 0):
-        s.progress, s.idle = step + 1, 0
+    counts = request.news >= 0 if s.broken is None else request.news >= 1 and s.member_lost == "lost"
+    if step >= (s.progress or 0) or request.news == 2:
+        s.progress, s.idle, s.judged = max(s.progress or 0, step + 1), 0, request.epoch
+    elif counts and s.judged != request.epoch:
+        s.idle, s.judged = (s.idle or 0) + 1, request.epoch
+    if request.news >= 1:
+        s.told = request.epoch
 
 
 def _verdict(s: State, request: Charge) -> tuple[str | int, ...]:
     """Why the run has to be stopped; empty if it does not have to be."""
     failure = "message", request.reason
-    assert s.idle is not None
-    assert s.restarts is not None
-    if request.patience >= 0 and s.idle >= max(1, request.patience):
-        last_step = "" if s.progress is None else s.progress - 1
-        return ("cause", "progress", "restarts", s.idle, "last_step", last_step, *failure)
-    if 0 <= request.budget < s.restarts:
+    if s.judged == s.epoch and (s.idle or 0) >= max(1, request.patience) and request.patience >= 0:
+        last_step = s.progress - 1 if s.progress else ""
+        return ("cause", "progress", "restarts", s.idle or 0, "last_step", last_step, *failure)
+    if s.charged == s.epoch and 0 <= request.budget < (s.restarts or 0):  # also when who was charged is lost by now
         return ("cause", "restarts", "restarts", request.budget, *failure)
     return ()
 

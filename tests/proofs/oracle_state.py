@@ -105,7 +105,7 @@ class State:
     closed: str | None = None
     stop: int | None = None  # whether the workers have to end too
     broken: str | None = None
-    member_lost: int | None = None
+    member_lost: str | None = None  # by which event the first member went
     deadline: int | None = None
     admit_from: int | None = None  # from when new nodes may be let in,
     admit_by: int | None = None  # until when at the latest,
@@ -126,6 +126,8 @@ class State:
     charged: int | None = None  # the last round whose failure counts
     restarts: int | None = None  # of the whole job
     idle: int | None = None  # how many of the last ones brought no progress
+    judged: int | None = None  # the last round that counted for or against that,
+    told: int | None = None  # and the last one whose workers had told a step when one failed
     progress: int | None = None  # the highest step that was ever reported, + 1
     failed_at: int | None = None  # when the first worker failed in the round `charged`,
     blamed: str | None = None  # and on which host
@@ -240,6 +242,7 @@ class Charge(NamedTuple):
     epoch: int
     ago: int
     step: int
+    news: int  # 2: workers told something that is progress, 1: a step, 0: nothing, -1: nor ever before
     reason: str
     budget: int  # restarts of the whole job
     patience: int  # of those in a row, how many may bring no progress

@@ -96,7 +96,7 @@ def settings_of(s: State) -> Settings:
 
 
 def wake(s: State, event: str, cause: str = "") -> None:
-    s.wake = (*s.wake, Wake(event, s.epoch or 0, len(s.candidates), s.member_lost or 0, cause))
+    s.wake = (*s.wake, Wake(event, s.epoch or 0, len(s.candidates), int(s.member_lost is not None), cause))
 
 
 def record(s: State, event: str, node: str, *fields: str | int) -> None:
@@ -158,12 +158,15 @@ def break_round(s: State, event: str, node: str, *fields: str | int, innocent: b
     first_gone = event != "joined" and len(s.members) == size_of(s) - 1
     first_lost = event not in {"joined", "regrouped"} and s.member_lost is None
     if first_lost:
-        s.member_lost = 1
+        s.member_lost = event
         if innocent and s.charged == s.epoch and s.closed is None:  # its peers failed because of it: they get it back
             assert s.restarts is not None
-            assert s.idle is not None
             unblame(s)
-            s.charged, s.restarts, s.idle = None, s.restarts - 1, max(0, s.idle - 1)
+            s.charged, s.restarts = None, s.restarts - 1
+        too_short = event != "lost" or s.told != s.epoch
+        if innocent and s.judged == s.epoch and too_short and s.closed is None:
+            assert s.idle is not None
+            s.judged, s.idle = None, max(0, s.idle - 1)
     if s.broken is None or first_gone or first_lost:
         why = cause(event, node, tuple(map(str, fields)))
         s.broken = s.broken or why

@@ -24,7 +24,7 @@ from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.candidate import Candidate
 from redelastic.rendezvous.keeper import Keeper
-from redelastic.rendezvous.node import Node
+from redelastic.rendezvous.node import News, Node
 from redelastic.rendezvous.replies import Complete
 from redelastic.rendezvous.settings import Settings
 from redelastic.rendezvous.view import View
@@ -102,7 +102,10 @@ def operations(connection: Connection, keys: RunKeys, dice: Dice) -> Iterator[Ca
 
     yield from (join, keeper.beat, hear)
     failure = Failed(message="why")
-    yield from (lambda: node.charge(time.monotonic(), 3, failure, (3, 3, 3), final=False), node.is_run_closed)
+    yield from (
+        lambda: node.charge(time.monotonic(), 3, News.STEP, failure, (3, 3, 3), final=False),
+        node.is_run_closed,
+    )
     yield from (
         control.state,
         lambda: replay(control.events()),

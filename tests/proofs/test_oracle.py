@@ -7,7 +7,7 @@ put above the test, repeats it exactly.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Final
 
 import pytest
@@ -49,6 +49,7 @@ sizes = st.sampled_from(((1, 1), (1, 2), (1, 4), (2, 2), (2, 3), (2, 4), (2, 5),
 durations = st.sampled_from((1, 400, 1999, 2000, 2500, 3000, 3001, 5999, 6000, 6001, 60_000, -1, -700, -10_000))
 run_thens = st.sampled_from(("goes on", "goes on", "goes on", "goes on", "closes", "stops"))
 steps = st.sampled_from((-1, -1, -1, 0, 0, 1, 2, 7, 2**63 - 1))
+whether_told = st.sampled_from((-1, 0, 1, 1, 2))  # what `Charge.news` says
 limits = st.tuples(*(st.sampled_from((-1, -1, 0, 1, 2, 3)) for _ in range(3)))
 admissions = st.sampled_from(((0, 0), (0, 0), (2500, 0), (2500, 4000), (0, 4000), (-1, 0), (-1, 4000)))
 finals = st.sampled_from((0, 0, 0, 0, 1))
@@ -185,26 +186,28 @@ class Equivalence(RuleBasedStateMachine):
         self.send_new(Drain(node, "gone?", 1000))
 
     @rule(
-        failures=st.lists(st.tuples(st.integers(0, 7), st.integers(0, 3), steps), min_size=1, max_size=4),
+        failures=st.lists(st.tuples(st.integers(0, 7), st.integers(0, 3), steps, whether_told), min_size=1, max_size=4),
         limits=limits,
         final=finals,
         then=st.sampled_from(("", "regroup", "regroup", "one goes", "one goes")),
     )
     def workers_fail(
-        self, failures: list[tuple[int, int, int]], limits: tuple[int, int, int], final: int, then: str
+        self, failures: list[tuple[int, int, int, int]], limits: tuple[int, int, int], final: int, then: str
     ) -> None:
         """On several nodes, which say so in another order than they failed; then a member that did not may go."""
-        for pick, ago, step in failures:
-            self.charge(self.present(pick), self.state.epoch or 0, (ago, step), limits, final)
+        for pick, *when in failures:
+            self.charge(self.present(pick), self.state.epoch or 0, when, limits, final)
         innocent = sorted(node for node in self.state.members if self.state.failed.get(node) != self.state.epoch)
         if then == "one goes" and innocent:
             self.send_new(Leave(innocent[0], ("reason", "went"), "goes on"))
         if then:
             self.all_candidates_ask_again(lost=False)
 
-    @rule(node=nodes, off=st.integers(-2, 1), ago=st.integers(0, 3), step=steps, limits=limits)
-    def charge_whatever_it_is(self, node: str, off: int, ago: int, step: int, limits: tuple[int, int, int]) -> None:
-        self.charge(node, max(0, (self.state.epoch or 0) + off), (ago, step), limits, 0)
+    @rule(node=nodes, off=st.integers(-2, 1), when=st.tuples(st.integers(0, 3), steps, whether_told), limits=limits)
+    def charge_whatever_it_is(
+        self, node: str, off: int, when: tuple[int, int, int], limits: tuple[int, int, int]
+    ) -> None:
+        self.charge(node, max(0, (self.state.epoch or 0) + off), when, limits, 0)
 
     @rule(
         pick=st.integers(0, 7),
@@ -236,8 +239,11 @@ class Equivalence(RuleBasedStateMachine):
     def readmit(self, host: str) -> None:
         self.send_new(Readmit(host, "by hand"))
 
-    def charge(self, node: str, epoch: int, when: tuple[int, int], limits: tuple[int, int, int], final: int) -> None:
-        self.send_new(Charge(node, HOSTS[node], epoch, *when, "exit code 1", *limits, final))
+    def charge(self, node: str, epoch: int, when: Sequence[int], limits: Sequence[int], final: int) -> None:
+        ago, step, told = when
+        budget, patience, limit = limits
+        failure = ago, step, told, "exit code 1"
+        self.send_new(Charge(node, HOSTS[node], epoch, *failure, budget, patience, limit, final))
 
     @rule(pick=st.integers(0, 7), lost=st.booleans())
     def member_regroups(self, pick: int, lost: bool) -> None:

@@ -91,7 +91,7 @@ class Job:
 
     def charge(self, node: str, epoch: int, failed_at: int, *, final: int) -> None:
         ago = self.now + 1 - failed_at
-        self.send(Charge(node, node[0], epoch, ago, -1, "died", self.budget, -1, LIMIT, final))
+        self.send(Charge(node, node[0], epoch, ago, -1, -1, "died", self.budget, -1, LIMIT, final))
 
     def regroup(self, epoch: int, gone: list[str]) -> None:
         """The `gone`, some of whom go only now, are replaced by new nodes on their hosts."""

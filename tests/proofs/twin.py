@@ -65,7 +65,7 @@ FIELDS: Final = (  # of the run's hash, and of the oracle's state alike
         "beat_at",
         "restoring",
     ),
-    *("drain_woke", "charged", "restarts", "idle", "progress", "failed_at", "blamed", "limit"),
+    *("drain_woke", "charged", "restarts", "idle", "judged", "told", "progress", "failed_at", "blamed", "limit"),
     *(
         "roll_called_at",
         "roll_called_by",
@@ -128,7 +128,7 @@ class Server:
         if isinstance(request, Close):
             args = [request.ttl, request.stop, "", "reason", request.why]
         if isinstance(request, Charge):
-            args = [*request[:5], *request[6:], "message", request.reason]
+            args = [*request[:6], *request[7:], "message", request.reason]
         if isinstance(request, Join):
             args += [request.after, request.endpoint, request.label, *request[6:]]
         if isinstance(request, Admit):

@@ -88,7 +88,7 @@ def test_a_beats_reply_to_an_older_identity_or_round_is_no_verdict() -> None:
     for asked_as, asked_in in (("a", new), ("b", old), ("b", None)):
         after = view.apply_beat(asked_as, asked_in, reply)
         assert not after.nodes_waiting
-        assert after.stopped, "that the run was stopped concerns every node"
+        assert after.is_stopped, "that the run was stopped concerns every node"
         assert bool(after.drain) == (asked_as == "b")
 
 

@@ -14,7 +14,7 @@ import pytest
 from redelastic.monitoring.events import Failed, Left, Started, Stopped
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
-from tests.support.agent_job import DRAINED, FAILED, STOPPED
+from tests.support.agent_job import DRAINED, FAILED, NO_PROGRESS, STOPPED
 from tests.support.surviving_job import SurvivingJob
 from tests.support.torchrun_job import PATIENT
 
@@ -72,6 +72,16 @@ def test_processes_survive_whatever_ends_their_peers(server: RedisServer, tmp_pa
         assert job.pids(epoch) == {name: after[name] for name in left}
         assert min(line.step for line in job.lines("start") if line.epoch == epoch) >= step
         job.end(*left)
+
+
+@pytest.mark.fault("a worker fails at the same step, again and again, and its peers' workers survive", "the job stops")
+def test_survivors_whose_peer_always_fails_at_the_same_step_stop(server: RedisServer, tmp_path: Path) -> None:
+    with SurvivingJob(server, tmp_path, "2:2", conf=PATIENT) as job:
+        (tmp_path / "poison-b").write_text("3")
+        job.begin("a", "b", options=("--max-idle-restarts=2",), may_end=True)
+        assert job.wait_end("a", 200) == job.wait_end("b") == NO_PROGRESS
+        [stopped] = job.events(Stopped)
+        assert (stopped.cause, stopped.restarts, stopped.last_step) == ("progress", 2, 3)
 
 
 @NODE_KILLED

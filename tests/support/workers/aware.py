@@ -3,7 +3,8 @@
 Usage: aware.py DIRECTORY. Files there steer it:
   finish     all ranks stop together after the step at which rank 0 saw it
   fail-NODE  the worker of that node fails at its next step, and takes the file away
-  fail       each worker fails at its first step, for as long as the file is there
+  poison     each worker fails at the step that this file names
+  limp       each worker fails at its second step; the next round begins with that one
   hang-NODE  the worker of that node hangs at its next step, and takes the file away
   end-after-save  all end with 0 once they have saved on request; the file is taken away
   no-save    nobody saves or reports progress
@@ -61,25 +62,34 @@ def take_to_its_ways(directory: Path, group: Group) -> None:
             signal.signal(number, handler)
 
 
+def fail_as_told(directory: Path, step: int, first: int) -> None:
+    """Fail or hang if this worker was told to; ``first`` is the first step of this round."""
+    poison, node = directory / "poison", os.environ["TEST_NODE"]
+    if poison.exists() and step == int(poison.read_text()):
+        raise RuntimeError(f"all workers were told to fail at step {step}")
+    if step > first and (directory / "limp").exists():
+        (directory / "step").write_text(json.dumps(step))
+        raise RuntimeError(f"all workers were told to fail after a step, at step {step}")
+    for what in ("fail", "hang"):
+        told = directory / f"{what}-{node}"
+        if told.exists():
+            told.unlink()
+            if what == "hang":
+                hang()
+            raise RuntimeError(f"the worker of node {node} was told to fail at step {step}")
+
+
 def main(directory: Path) -> None:
     group = Group()
     take_to_its_ways(directory, group)
     group.connect(directory)
-    record, node = Recorder(directory), os.environ["TEST_NODE"]
+    record = Recorder(directory)
     checkpoint = directory / "step"
     [step] = group.maximum(json.loads(checkpoint.read_text()) if group.rank == 0 and checkpoint.exists() else 0)
     record("start", step=step)
-    finishing = False
+    first, finishing = step, False
     while not finishing:
-        if (directory / "fail").exists():
-            raise RuntimeError(f"all workers were told to fail, at step {step}")
-        for what in ("fail", "hang"):
-            told = directory / f"{what}-{node}"
-            if told.exists():
-                told.unlink()
-                if what == "hang":
-                    hang()
-                raise RuntimeError(f"the worker of node {node} was told to fail at step {step}")
+        fail_as_told(directory, step, first)
         finish = group.rank == 0 and (directory / "finish").exists()
         saving, finishing = map(bool, group.maximum(redelastic.should_checkpoint(), finish))
         saves = not (directory / "no-save").exists()

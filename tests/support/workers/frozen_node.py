@@ -57,7 +57,7 @@ REQUESTS: Final[dict[str, Callable[[Node], Any]]] = {
     "beat": Node.beat,
     "drain": lambda node: node.ask(scripts.DRAIN, "late", 1000),
     "leave": Node.leave,
-    "charge": lambda node: node.ask(scripts.CHARGE, "host", 1, 0, 7, 0, 0, 0, 1, "message", "late"),
+    "charge": lambda node: node.ask(scripts.CHARGE, "host", 1, 0, 7, 1, 0, 0, 0, 1, "message", "late"),
 }
 JOINS: Final[dict[str, Callable[[Node], Any]]] = {
     "first join": lambda node: node.join(0),

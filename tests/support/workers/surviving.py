@@ -5,6 +5,7 @@ It trains on a GPU where there is one.
 Usage: surviving.py DIRECTORY. A new process begins with the newest checkpoint there. Files steer it:
   finish         all ranks stop together after the step at which rank 0 saw it
   fail-NODE      the worker of that node raises a ValueError at its next step, and takes the file away
+  poison-NODE    it does so at the step that this file names, again and again
   lonely-NODE    each step of all ranks fails: they wait for a message that nobody sends
   stuck-NODE     the worker of that node does not leave the next round that ends
 """
@@ -123,6 +124,8 @@ class Training:
         if self._told("fail"):
             (self._directory / f"fail-{self._node}").unlink()
             raise ValueError(f"the worker of node {self._node} was told to fail at step {self.state.step}")
+        if self._told("poison") and self.state.step == int((self._directory / f"poison-{self._node}").read_text()):
+            raise ValueError(f"the worker of node {self._node} always fails at step {self.state.step}")
         if self._told("stuck"):
             record("stuck")
             while self._told("stuck"):
