@@ -18,6 +18,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import LogsSpecs
 
 from redelastic.host import checks
+from redelastic.host.gpu_memory import GpuMemory
 from redelastic.host.gpus import assign
 from redelastic.host.health_endpoint import HealthEndpoint
 from redelastic.monitoring.control import RunControl
@@ -142,6 +143,7 @@ class RedisElasticAgent(RegroupingAgent):
         )
         watched = self._worker_group, self._assignment.visible, self._admission
         self._monitor = NodeMonitor(self._node, *watched, partial(watchdog_progress, self))
+        self._gpu_memory = GpuMemory(self._assignment.visible)
         self._budget = Budget(self._node, self._options, self._monitor.allow)
         self._hangs = Hangs(self._note)
         self._unfit = True  # whether this node must prove its fitness before it joins
@@ -241,6 +243,7 @@ class RedisElasticAgent(RegroupingAgent):
     def _start_processes(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Start the workers' processes; returns their pids by local rank."""
         spec = worker_group.spec
+        self._gpu_memory.await_free(self._node.must_leave)
         reporters = self._workers.reporters if self._workers else ()
         self._workers = workers = Workers(
             spec.local_world_size, self._options, self._interval, reporters, self._node.watch.notify

@@ -128,7 +128,7 @@ def _answer(load: Callable[[], Check], node: Node, is_hurried: Callable[[], bool
 
 
 def gpu(node: Node) -> str | None:
-    """Whether every visible GPU computes a small matmul correctly.
+    """Whether every visible GPU computes a small matmul correctly, and NVML recommends no recovery of it.
 
     A separate process asks them: a CUDA context in the agent would hold GPU memory for as long as it lives, and a GPU
     that hangs would take the agent with it. ``CUDA_VISIBLE_DEVICES`` says which GPUs must be there; without it, at

@@ -21,6 +21,15 @@ log = logging.getLogger(__name__)
 
 DEVICE_NODES: Final = ("nvidia[0-9]*", "kfd", "dxg")  # in /dev: where a GPU driver can be reached
 PROGRAM: Final = (sys.executable, "-m", "redelastic.host.devices")
+RECOVERIES: Final = {  # NVML_GPU_RECOVERY_ACTION_…; 0 is none
+    1: "a reset",
+    2: "a reboot of the host",
+    3: "an end of its peer-to-peer traffic",
+    4: "an end of its work, then a reset",
+    5: "a recovery of the IMEX domain",
+    6: "a reset of its bus",
+    7: "a reboot of the system",
+}
 DRIVER_TIMEOUT: Final = 60.0  # to list its GPUs, in seconds: without persistence mode the driver starts each first
 
 
@@ -45,6 +54,7 @@ class Device:
         uuid, model: None if the GPU does not answer.
         instances: its MIG devices.
         fault: why it cannot be used; empty if it can.
+        recovery: what it needs before it takes new work, as NVML recommends; empty if nothing.
     """
 
     index: int
@@ -52,6 +62,7 @@ class Device:
     model: str | None = None
     instances: tuple[Instance, ...] = ()
     fault: str = ""
+    recovery: str = ""
 
 
 @dataclass(frozen=True)
@@ -170,7 +181,17 @@ def _device(nvml: Any, index: int) -> Device | None:
             return None  # a scheduler's cgroup hides it from this job, and CUDA does not count it either
         return Device(index, fault=str(e))
     fault = "it is in MIG mode but has no MIG device (create one with nvidia-smi mig -cgi … -C)"
-    return Device(index, uuid, model, instances, fault if in_mig_mode and not instances else "")
+    fault = fault if in_mig_mode and not instances else ""
+    return Device(index, uuid, model, instances, fault, _recovery(nvml, handle))
+
+
+def _recovery(nvml: Any, handle: Any) -> str:
+    try:
+        [found] = nvml.nvmlDeviceGetFieldValues(handle, [nvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION])
+    except (AttributeError, nvml.NVMLError):
+        return ""  # this pynvml, driver or model does not know of it
+    action = int(found.value.uiVal) if found.nvmlReturn == nvml.NVML_SUCCESS else 0
+    return RECOVERIES.get(action, f"recovery action {action}") if action else ""
 
 
 def _instances(nvml: Any, handle: Any, uuid: str) -> Iterator[Instance]:

@@ -1,4 +1,4 @@
-"""A program of its own: asks every visible device for a small matmul. Exit status 0: all are well.
+"""A program of its own: asks NVML what the GPUs need, and each visible device for a small matmul. 0: all are well.
 
 ``python -m redelastic.host.gpu_probe KIND EXPECTED``: KIND is ``cuda`` (or a stand-in for it, such as ``cpu``),
 EXPECTED how many devices must be there (0: at least one GPU, if torch is built for GPUs). Each line about a device
@@ -8,8 +8,27 @@ was killed.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+
+
+def ask_nvml() -> None:
+    """Ask NVML whether a GPU needs a reset, or the like, before it takes new work.
+
+    Raises:
+        SystemExit: one of those visible does.
+    """
+    from redelastic.host.devices import list_devices  # noqa: PLC0415 - if NVML hangs, the parent can kill the probe
+    from redelastic.host.gpus import assign  # noqa: PLC0415
+
+    inventory = list_devices()
+    visible = set()
+    with contextlib.suppress(ValueError):  # CUDA does not see the GPUs that are named: it says so itself
+        visible = {gpu.index for gpu in assign(1, share=True, environ=os.environ, ask=lambda: inventory).visible}
+    for device in inventory.devices or ():
+        if device.recovery and device.index in visible:
+            raise SystemExit(f"GPU {device.index} ({device.uuid}) needs {device.recovery}, says NVML")
 
 
 def ask_devices(kind: str, expected: int) -> None:
@@ -43,4 +62,6 @@ def ask_devices(kind: str, expected: int) -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == "cuda":
+        ask_nvml()
     ask_devices(sys.argv[1], int(sys.argv[2]))

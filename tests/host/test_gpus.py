@@ -9,17 +9,20 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.agent.server.api import WorkerSpec, WorkerState
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
 from redelastic.agent import AgentOptions, RedisElasticAgent
-from redelastic.host import devices, telemetry
+from redelastic.host import devices, gpu_memory, gpu_probe, telemetry
 from redelastic.host.devices import DriverError, Inventory, list_devices, take_inventory
-from redelastic.host.gpus import VISIBLE, Assignment, assign, why_hidden
-from tests.support.fake_nvml import FakeGpu, FakeMig, FakeNvml, install_device_nodes, install_driver, pynvml
+from redelastic.host.gpu_memory import GpuMemory
+from redelastic.host.gpus import VISIBLE, Assignment, Gpu, assign, why_hidden
+from tests.support.fake_nvml import MIB, FakeGpu, FakeMig, FakeNvml, install_device_nodes, install_driver, pynvml
 from tests.support.nodes import NodeFactory
 
 A, B, C, D = (f"GPU-{letter * 8}-0000-0000-0000-000000000000" for letter in "abcd")
@@ -72,7 +75,7 @@ def isolated(assignment: Assignment, local_rank: int, **torchs: str) -> dict[str
 
 
 def test_the_fake_has_what_our_code_calls_and_the_real_module_has_it_too() -> None:
-    source = "".join(inspect.getsource(module) for module in (devices, telemetry))
+    source = "".join(inspect.getsource(module) for module in (devices, gpu_memory, telemetry))
     used = set(re.findall(r"nvml\.((?:nvml|NVML)\w+)", source))
     assert len(used) > 15
     for name in used:
@@ -166,6 +169,120 @@ def test_the_agent_isolates_its_workers(new_node: NodeFactory, monkeypatch: pyte
     spec = WorkerSpec("test", 3, new_node(1, 1), entrypoint="sh", args=tell, virtual_local_rank=True)
     RedisElasticAgent(spec, DefaultLogsSpecs(str(tmp_path)), options=AgentOptions(share_gpus=True)).run()
     assert [(tmp_path / str(rank)).read_text() for rank in range(3)] == ["0 0\n", "0 1\n", "0 0\n"]
+
+
+# -- what NVML recommends
+
+
+@pytest.mark.fault(
+    "NVML recommends a reset of a GPU, or a reboot", "the health check `gpu` refuses the node, by its name"
+)
+@pytest.mark.parametrize(
+    ("action", "needed"), [(1, "a reset"), (2, "a reboot of the host"), (4, "an end of its work, then a reset")]
+)
+def test_the_probe_names_a_gpu_that_needs_a_recovery(
+    install: Install, monkeypatch: pytest.MonkeyPatch, action: int, needed: str
+) -> None:
+    install(FakeGpu(A), FakeGpu(B, recovery=action))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with pytest.raises(SystemExit, match=rf"^GPU 1 \({B}\) needs {needed}, says NVML$"):
+        gpu_probe.ask_nvml()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    gpu_probe.ask_nvml()
+
+
+@pytest.mark.parametrize("gpu", [FakeGpu(A), FakeGpu(A, recovery=None), FakeGpu(A, broken={"*": 999})])
+def test_a_gpu_whose_recovery_nvml_does_not_tell_is_not_refused(
+    install: Install, monkeypatch: pytest.MonkeyPatch, gpu: FakeGpu
+) -> None:
+    install(gpu)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    gpu_probe.ask_nvml()
+
+
+def test_an_older_pynvml_knows_no_recovery(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(FakeGpu(A, recovery=1))
+    monkeypatch.delattr(FakeNvml, "nvmlDeviceGetFieldValues")
+    gpu_probe.ask_nvml()
+
+
+# -- memory that is not free yet
+
+
+class Memory:
+    """GPU memory of earlier workers, which the driver frees while the agent pauses, each time for 10 s of its clock."""
+
+    def __init__(self, install: Install, frees_after: int, leaves_after: int = 99) -> None:
+        self.paused, self._frees_after, self._leaves_after = 0, frees_after, leaves_after
+        self._gpu = FakeGpu(B)
+        install(FakeGpu(A), self._gpu)
+        self._watched = GpuMemory([Gpu("1", 1, B)], pause=self._pause, clock=lambda: 10.0 * self.paused)
+
+    def _pause(self, _seconds: float) -> None:
+        self.paused += 1
+        if self.paused == self._frees_after:
+            self._gpu.used = 11 * MIB
+
+    def start_workers(self) -> None:
+        self._watched.await_free(lambda: self.paused >= self._leaves_after)
+        self._gpu.used = 900 * MIB
+
+
+@pytest.mark.fault("GPU memory is not free yet when workers start anew", "they wait for it, up to 30 s")
+def test_new_workers_wait_until_the_memory_of_earlier_ones_is_free(
+    install: Install, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory = Memory(install, frees_after=2)
+    with caplog.at_level("INFO"):
+        memory.start_workers()
+        assert memory.paused == 0, "the first ones wait for nothing"
+        memory.start_workers()
+    assert memory.paused == 2
+    assert caplog.messages == ["Waiting up to 30 s for the memory of earlier workers, on GPU 1 (890 MiB)."]
+
+
+def test_new_workers_do_not_wait_for_ever(install: Install, caplog: pytest.LogCaptureFixture) -> None:
+    memory = Memory(install, frees_after=99)
+    memory.start_workers()
+    memory.start_workers()
+    assert memory.paused == 3
+    assert caplog.messages == ["The memory of earlier workers is not free after 30 s, on GPU 1 (890 MiB)."]
+
+
+def test_new_workers_of_a_node_that_has_to_leave_do_not_wait(install: Install) -> None:
+    memory = Memory(install, frees_after=99, leaves_after=1)
+    memory.start_workers()
+    memory.start_workers()
+    assert memory.paused == 1
+
+
+def test_nobody_waits_for_the_memory_of_a_gpu_that_nvml_does_not_tell_of(install: Install) -> None:
+    memory = Memory(install, frees_after=99)
+    memory.start_workers()
+    install(FakeGpu(A, broken={"*": pynvml.NVML_ERROR_UNKNOWN}))
+    memory.start_workers()
+    assert memory.paused == 0
+
+
+def test_the_agent_waits_for_gpu_memory_before_it_starts_workers_anew(
+    new_node: NodeFactory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    waits, failed = "Waiting up to 30 s for the memory of earlier workers, on GPU 0 (890 MiB).", tmp_path / "failed"
+
+    class SlowDriver(FakeNvml):
+        def nvmlDeviceGetMemoryInfo(self, handle: Any, version: Any = None) -> Any:  # noqa: N802, ARG002
+            held = failed.exists() and waits not in caplog.messages
+            return SimpleNamespace(used=900 * MIB if held else 10 * MIB, total=1000 * MIB)
+
+    install_driver(monkeypatch, tmp_path, f"nvml = FakeNvml(FakeGpu({A!r}))")
+    monkeypatch.setitem(sys.modules, "pynvml", SlowDriver(FakeGpu(A)))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    fails_once = ("-c", f"test -e {failed} && exit 0; : > {failed}; exit 1")
+    spec = WorkerSpec("test", 1, new_node(1, 1), entrypoint="sh", args=fails_once, max_restarts=1)
+    with caplog.at_level("INFO"):
+        result = RedisElasticAgent(spec, DefaultLogsSpecs(str(tmp_path))).run()
+    assert result.state == WorkerState.SUCCEEDED
+    assert caplog.messages.count(waits) == 1
 
 
 # -- CUDA_VISIBLE_DEVICES

@@ -40,6 +40,7 @@ class FakeGpu:
     utilization: int = 42
     temperature: int = 61
     ecc: int = 0
+    recovery: int | None = 0  # the action that NVML recommends; None: the model does not tell
     mig: list[FakeMig | None] | None = None  # None: no MIG mode; a None in the list: an empty place
     broken: dict[str, int] = field(default_factory=dict)
     xids: list[int] = field(default_factory=list)
@@ -119,6 +120,12 @@ class FakeNvml:
     def nvmlDeviceGetTotalEccErrors(self, handle: Any, errorType: int, counterType: int) -> int:  # noqa: N802, N803
         assert (errorType, counterType) == (pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC)
         return int(self._check(handle, "nvmlDeviceGetTotalEccErrors").ecc)
+
+    def nvmlDeviceGetFieldValues(self, handle: Any, fieldIds: list[int]) -> list[Any]:  # noqa: N802, N803
+        assert fieldIds == [pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION]
+        action = self._check(handle, "nvmlDeviceGetFieldValues").recovery
+        told = pynvml.NVML_ERROR_NOT_SUPPORTED if action is None else pynvml.NVML_SUCCESS
+        return [SimpleNamespace(nvmlReturn=told, value=SimpleNamespace(uiVal=action or 0))]
 
     def nvmlDeviceGetMigMode(self, device: Any) -> list[int]:  # noqa: N802
         gpu = self._check(device, "nvmlDeviceGetMigMode")
