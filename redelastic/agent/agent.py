@@ -256,7 +256,7 @@ class RedisElasticAgent(RegroupingAgent):
         # torch ends the other workers when one has failed, and then reads what they have written
         close_within(self._pcontext, self._shutdown_timeout, remove_torn_errors)
         context: Any = self._pcontext
-        workers.logs = log_files(context.stdouts, context.stderrs)
+        workers.logs, workers.error_files = log_files(context.stdouts, context.stderrs), dict(context.error_files)
         return pids
 
     def _begin_round(self, worker_group: WorkerGroup, *, survived: bool = False) -> None:
@@ -275,7 +275,7 @@ class RedisElasticAgent(RegroupingAgent):
             pause=self._pause_of_round(),
         )
         self._monitor.begin_round(self._drains, worker_group.spec.max_restarts - self._remaining_restarts)
-        ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
+        workers.ranks = ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
         logs = {ranks[local_rank]: path for local_rank, path in workers.logs.items()}
         self._note(Started(size=size, rank=rank, survived=survived, logs=logs))
 
@@ -332,16 +332,27 @@ class RedisElasticAgent(RegroupingAgent):
 
     def _check_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._act_on_requests()
+        if self._workers:
+            self._budget.await_cause(self._workers)  # before torch ends the workers that have not failed
         result = super()._check_workers(worker_group)
         if result.failures and self._workers:
+            if self._workers.cause is None:
+                self._budget.await_cause(self._workers, result)
             self._workers.explain(result, self._monitor.worker_usage)
         if result.state == WorkerState.HEALTHY and self._workers:
-            return self._hangs.find(self._workers, worker_group.workers) or result
+            return self._find_raised(self._workers) or self._hangs.find(self._workers, worker_group.workers) or result
         if result.state == WorkerState.SUCCEEDED and not self._node.view.closed and self._ended_to_regroup():
             # A script may save and exit with 0 because of the request, its work unfinished. The draining node leaves,
             # or a new one comes, and all regroup; workers whose work is finished then exit at once.
             return RunResult(state=WorkerState.HEALTHY)
         return result
+
+    def _find_raised(self, workers: Workers) -> RunResult | None:
+        """Whether a round that is over had its cause here: a worker that has raised, but takes long to end."""
+        raised = workers.find_raised() if self._node.view.nodes_waiting else []
+        group = self._worker_group.workers
+        failures = {group[r].global_rank: workers.raised_failure(group[r]) for r in raised}
+        return RunResult(state=WorkerState.FAILED, failures=failures) if failures else None
 
     def _ended_to_regroup(self) -> bool:
         signalled = self._workers is not None and self._workers.signalled
@@ -407,7 +418,7 @@ class RedisElasticAgent(RegroupingAgent):
     def _charge(self, result: RunResult, *, final: bool) -> Event | None:
         """Count a failure of the workers; returns why the job may not go on."""
         failure = self.failure(result)
-        charged = self._budget.charge(self._workers, result, failure, final=final) if self._workers else None
+        charged = self._budget.charge(self._workers, failure, final=final) if self._workers else None
         if charged is None:
             return None
         self._monitor.count_job_restarts(charged.restarts)
@@ -418,9 +429,9 @@ class RedisElasticAgent(RegroupingAgent):
         if not result.failures or not self._workers:
             return
         failed_at = self._first_failure() or time.monotonic()
-        rank, failure = min(result.failures.items(), key=lambda item: item[1].timestamp)
+        rank, failure = self._workers.first_of(result)
         node, path = self._node.id, self._workers.logs.get(failure.local_rank, "")
-        last = last_lines(path) if path else ""
+        last = last_lines(path, self._workers.log_start(path)) if path else ""
 
         def task() -> None:
             age_ms = round(1000 * max(0.0, time.monotonic() - failed_at))

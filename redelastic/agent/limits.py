@@ -124,12 +124,11 @@ class Budget:
         self._node, self._options, self._allow = node, options, allow
         self._has_news = False  # whether workers of this node have ever told of progress
 
-    def charge(self, workers: Workers, result: RunResult, failure: Failed, *, final: bool) -> Charge | None:
+    def charge(self, workers: Workers, failure: Failed, *, final: bool) -> Charge | None:
         """Count a failure of this node's workers.
 
         Args:
             workers: that failed.
-            result: of them.
             failure: of the one that failed first.
             final: whether to stop the run if no restart is left; otherwise the reply only says so.
 
@@ -138,9 +137,6 @@ class Budget:
         """
         if not final:
             log.error("%s.", worker_failure(failure))
-            if workers.blame_a_peer(result):
-                self._await_cause()
-                workers.follow_a_peer()
         failed_at = workers.first_failure or time.monotonic()
         step, news = workers.highest_step, workers.news
         self._has_news = self._has_news or news > News.NONE or bool(workers.reporters)
@@ -152,15 +148,25 @@ class Budget:
             log.warning("The failure could not be counted: %s", e)
             return None
 
-    def _await_cause(self) -> None:
-        """Wait until a peer has failed, which was the cause: its worker may take longer to end than this node's."""
-        held, until = self._node.view.round, time.monotonic() + CAUSE_TIMEOUT
-        if held is None or held.size == 1:
+    def await_cause(self, workers: Workers, result: RunResult | None = None) -> None:
+        """Wait, once workers have failed because of a peer, until it has failed: it may take longer to end.
+
+        The peer may be another worker of this node, or a worker of another node, which then reports the failure.
+
+        Args:
+            workers: of this node.
+            result: as for :meth:`Workers.find_cause`.
+        """
+        if not workers.find_cause(result):
             return
+        held, until = self._node.view.round, time.monotonic() + CAUSE_TIMEOUT
         self._allow(CAUSE_TIMEOUT)
-        log.info("A peer is the cause: waiting up to %g s for its node to report it.", CAUSE_TIMEOUT)
-        while (left := until - time.monotonic()) > 0:
+        log.info("A peer is the cause: waiting up to %g s for its failure.", CAUSE_TIMEOUT)
+        while workers.find_cause(result) and (left := until - time.monotonic()) > 0:
             view = self._node.view
-            if view.nodes_waiting or view.member_lost or view.closed or view.drains:
-                return
+            is_alone = (held is None or held.size == 1) and (result or all(map(workers.ended, workers.pids)))
+            if is_alone or view.nodes_waiting or view.member_lost or view.closed or view.drains:
+                break
             self._node.watch.wait_for_news(left)
+        if workers.find_cause(result):
+            workers.follow_a_peer()

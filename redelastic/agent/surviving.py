@@ -185,7 +185,10 @@ class SurvivingAgent(RedisElasticAgent):
             workers[rank].global_rank: LiveFailure(workers[rank], Failed(message=parked.why))
             for rank, parked in left.items()
         }
-        return RunResult(WorkerState.FAILED, failures=failures)
+        result = RunResult(WorkerState.FAILED, failures=failures)
+        if self._workers:
+            self._budget.await_cause(self._workers, result)
+        return result
 
     def _left_by_themselves(self) -> dict[int, Parked]:
         parked = dict(self._channels.parked) if self._channels else {}

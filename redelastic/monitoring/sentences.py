@@ -221,7 +221,7 @@ def worker_failure(event: events.WorkerFailure) -> str:
     if event.oom_kills:
         return f"{worker} {out_of_memory(event)}"
     if event.signal:
-        return f"{worker} was ended by {event.signal}"
+        return f"{worker} was ended by {event.signal}" + (f": {event.message}" if event.message else "")
     if event.exit_code is not None:
         return f"{worker} exited with {event.exit_code}" + (f": {event.message}" if event.message else "")
     return f"{worker} {event.message}" if event.local_rank is not None else event.message or "its workers failed"

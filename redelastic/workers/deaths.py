@@ -1,4 +1,4 @@
-"""Deaths: when each worker ended, as the kernel reports it: the agent checks at once, and knows the first failure."""
+"""Deaths: when each worker ended, as the kernel reports it: the agent checks at once, and knows who failed first."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ class Deaths:
         return local_rank in self._ended or (not self.sees_all and _has_ended(self._pids[local_rank]))
 
     @property
-    def first_failure(self) -> float | None:
-        """When the first worker ended by a signal or with a status other than 0, on the monotonic clock in seconds."""
-        return min((at for at, failed in list(self._ended.values()) if failed), default=None)
+    def failed(self) -> dict[int, float]:
+        """When workers ended by a signal or with a status other than 0: on the monotonic clock, by local rank."""
+        return {local_rank: at for local_rank, (at, failed) in list(self._ended.items()) if failed}
 
     def _watch(self) -> None:
         while self._ranks:

@@ -24,8 +24,8 @@ from redelastic.torch_internals import exit_codes
 
 from .board import FROZEN_LOOKS, HangWatch, ProgressBoard
 from .deaths import Deaths, signal_name
-from .last_words import last_exception, names_a_peer
-from .logs import tail
+from .last_words import error_in, last_exception, names_a_peer
+from .logs import own_log, tail
 from .stacks import catches, dump_stacks, speaker_of
 
 log = logging.getLogger(__name__)
@@ -51,6 +51,9 @@ class Workers:
     Attributes:
         pids: of the workers that were started, by local rank.
         logs: log files of the workers that write to one, by local rank.
+        error_files: to which torch has them write the exception that ends them, by local rank.
+        ranks: of the workers in the job, by local rank.
+        cause: local rank of the worker that failed first, once :meth:`find_cause` has found it.
         signalled: whether one of them was asked to save by signal alone: if it then ends with 0, its work may go on.
         hung: how long each hung worker has made no progress, in seconds, by local rank.
         start_timeout: how long a worker may take to report its first progress, in seconds.
@@ -61,6 +64,9 @@ class Workers:
     ) -> None:
         self.pids: dict[int, int] = {}
         self.logs: dict[int, str] = {}
+        self.error_files: Mapping[int, str] = {}
+        self.ranks: Mapping[int, int] = {}
+        self.cause: int | None = None
         self.signalled = False
         self.hung: dict[int, float] = {}
         self._by_signal = True  # whether the last request to save was made by signal, too
@@ -73,9 +79,9 @@ class Workers:
         self._watch = HangWatch(self._board, timeout, self.start_timeout, reporters, interval=self._pause)
         self._started_at = math.inf
         self._deaths: Deaths | None = None
-        self._steps: dict[int, int] = {}  # the last one of each when it was looked at
-        self._counts_anew = False  # whether one of them has told a lower step than before
-        self._blamed_at: float | None = None  # when they failed, if not when the first of them ended
+        self._failed_at: float | None = None  # when the cause was raised, or what a peer caused
+        self._words: dict[int, str] = {}  # of workers that have ended
+        self._own_log = own_log()
         self._ooms = oom_kills()
 
     def environment(self, local_rank: int) -> dict[str, str]:
@@ -107,10 +113,10 @@ class Workers:
 
         It is later for workers that failed because of a peer: see :meth:`follow_a_peer`.
         """
-        if self._blamed_at is not None:
-            return self._blamed_at
+        if self._failed_at is not None:
+            return self._failed_at
         if not self.hung:
-            return self._deaths.first_failure if self._deaths else None
+            return min(self._deaths.failed.values(), default=None) if self._deaths else None
         last = [self._board.read(local_rank).at or self._started_at for local_rank in self.hung]
         return min(time.monotonic(), max(self._started_at, min(last)))
 
@@ -216,18 +222,67 @@ class Workers:
         asks, speaker = self._board.read(local_rank).asks, speaker_of(self._board, local_rank, pid)
         return not self.ended(local_rank) and (asks or (self._by_signal and catches(speaker, SAVE_SIGNAL)))
 
-    def blame_a_peer(self, result: RunResult) -> bool:
-        """Whether the last words of all workers that failed say that a peer is gone."""
-        failures = result.failures.values()
-        return bool(failures) and all(names_a_peer(self._last_words(failure)) for failure in failures)
+    def find_cause(self, result: RunResult | None = None) -> bool:
+        """Find the worker that failed first, of those that have failed by now, and set :attr:`cause`.
+
+        That is the one that raised first, even if it ends later; not one whose last words say that a peer is gone.
+
+        Args:
+            result: in which torch has reported failures, if they were not known before it ended the other workers.
+
+        Returns:
+            Whether a peer, on this node or another one, is the cause of all failures so far.
+        """
+        failed = self._deaths.failed if self._deaths else {}
+        if result is not None:
+            _, first = self.first_of(result)
+            failed = {first.local_rank: failed.get(first.local_rank, time.monotonic())}
+            if isinstance(first, LiveFailure):
+                self._words.setdefault(first.local_rank, first.message)
+        if not failed:
+            return False
+        found = [(names_a_peer(self._last_words(r)), self._raised_at(r, at), r) for r, at in failed.items()]
+        follows, self._failed_at, self.cause = min(found)
+        return follows
 
     def follow_a_peer(self) -> None:
         """Count their failure from now on: the peer's, which was their cause, comes first."""
-        self._blamed_at = time.monotonic()
+        self._failed_at = time.monotonic()
 
-    def _last_words(self, failure: ProcessFailure) -> str:
-        message = "" if failure.exitcode < 0 else _message(failure)
-        return message or last_exception(tail(self.logs.get(failure.local_rank, "")))
+    def find_raised(self) -> list[int]:
+        """Find running workers that have raised by themselves, and are about to end; sets :attr:`cause`."""
+        errors = {r: error for r in self.pids if not self.ended(r) and (error := error_in(self.error_files.get(r, "")))}
+        raised = [r for r, error in errors.items() if not names_a_peer(error.message)]
+        if raised:
+            now = time.monotonic()
+            self._failed_at, self.cause = min((self._raised_at(r, now), r) for r in raised)
+        return raised
+
+    def raised_failure(self, worker: Worker) -> ProcessFailure:
+        """A worker that has raised and not ended, in the form in which torch reports a failure."""
+        error = error_in(self.error_files.get(worker.local_rank, ""))
+        return LiveFailure(worker, Failed(exit_code=UNKNOWN_EXIT_CODE, message=error.message if error else ""))
+
+    def _raised_at(self, local_rank: int, ended_at: float) -> float:
+        """When a worker raised the exception that ended it, on the monotonic clock in seconds; its end if not known."""
+        error = error_in(self.error_files.get(local_rank, ""))
+        if error is None:
+            return ended_at
+        age = time.time() - error.at  # on this host's clock, which wrote it
+        return min(ended_at, max(self._started_at, time.monotonic() - age))
+
+    def _last_words(self, local_rank: int) -> str:
+        """How a worker that has ended says why; read once, since others may write to the same log."""
+        if local_rank not in self._words:
+            error, path = error_in(self.error_files.get(local_rank, "")), self.logs.get(local_rank, "")
+            log = "" if error else tail(path, start=self.log_start(path))
+            self._words[local_rank] = error.message if error else last_exception(log, self.ranks.get(local_rank))
+        return self._words[local_rank]
+
+    def log_start(self, path: str) -> int:
+        """Where this group's lines begin in a log, in bytes: the agent's own log has earlier ones."""
+        name, size = self._own_log
+        return size if path == name else 0
 
     def failure(self, result: RunResult, usage: Mapping[str, Any]) -> Failed:
         """Describe the failure of the worker that failed first.
@@ -238,17 +293,29 @@ class Workers:
         """
         if not result.failures:
             return Failed(message=f"worker group is {result.state.name}")
-        rank, failure = min(result.failures.items(), key=lambda item: item[1].timestamp)
+        rank, failure = self.first_of(result)
         worker: dict[str, Any] = {"local_rank": failure.local_rank, "rank": rank, "pid": failure.pid}
         if isinstance(failure, LiveFailure):
             return replace(failure.failed, **worker)
+        # An uncaught exception ends Python with 1, and C++ with SIGABRT; other logs may end with one that was handled.
+        words = self._last_words(failure.local_rank) if failure.exitcode in {1, -signal.SIGABRT} else ""
         if failure.exitcode < 0:
-            return Failed(**worker, signal=signal_name(-failure.exitcode), **self._starved(failure, usage))
-        return Failed(**worker, exit_code=failure.exitcode, message=_message(failure))
+            how = {"signal": signal_name(-failure.exitcode), **self._starved(failure, usage)}
+            return Failed(**worker, **how, message=words)
+        return Failed(**worker, exit_code=failure.exitcode, message=_message(failure) or words)
+
+    def first_of(self, result: RunResult) -> tuple[int, ProcessFailure]:
+        """The rank and the failure of the worker that failed first."""
+        first = {rank: failure for rank, failure in result.failures.items() if failure.local_rank == self.cause}
+        return min((first or result.failures).items(), key=lambda item: item[1].timestamp)
 
     def explain(self, result: RunResult, usage: Mapping[str, Any]) -> None:
-        """Add to the failure report what torch does not know: that the first worker was killed for lack of memory."""
-        failure = min(result.failures.values(), key=lambda one: one.timestamp)
+        """Add to torch's report which worker was first, and that it was killed for lack of memory."""
+        rank, failure = self.first_of(result)
+        failure.timestamp = min(one.timestamp for one in result.failures.values())  # torch's report names the first
+        rest = dict(result.failures)
+        result.failures.clear()
+        result.failures.update({rank: failure, **rest})
         if starved := self._starved(failure, usage):
             failure.message = f"It {out_of_memory(Failed(**starved))}"
 

@@ -51,7 +51,7 @@ def log_files(stdouts: Mapping[int, str], stderrs: Mapping[int, str]) -> dict[in
         stdouts: as torch's ``PContext`` has them: a path, or empty for the agent's own stream.
         stderrs: likewise.
     """
-    own = _file_of(2)
+    own, _ = own_log()
     found = {rank: path or own for rank, path in stderrs.items()}
     for rank, path in stdouts.items():
         if found.get(rank, os.devnull) == os.devnull:
@@ -59,23 +59,31 @@ def log_files(stdouts: Mapping[int, str], stderrs: Mapping[int, str]) -> dict[in
     return {rank: path for rank, path in sorted(found.items()) if path and path != os.devnull}
 
 
-def _file_of(descriptor: int) -> str:
-    """The file behind a descriptor of this process, such as Slurm's output file; empty if there is none."""
+def own_log() -> tuple[str, int]:
+    """The file that this process' stderr goes to, such as Slurm's output file, and its size; empty if there is none."""
     try:
-        return str(Path(f"/proc/self/fd/{descriptor}").readlink()) if stat.S_ISREG(os.fstat(descriptor).st_mode) else ""
+        status = os.fstat(2)
+        return (str(Path("/proc/self/fd/2").readlink()), status.st_size) if stat.S_ISREG(status.st_mode) else ("", 0)
     except OSError:
-        return ""
+        return "", 0
 
 
-def tail(path: str, length: int = TAIL) -> str:
+def tail(path: str, length: int = TAIL, start: int = 0) -> str:
     """The last lines of a file as a terminal shows them, without secrets; empty if it cannot be read.
 
     A line that is too long loses its beginning.
+
+    Args:
+        path: of the file.
+        length: of the text, in characters.
+        start: where the lines begin that count, in bytes.
     """
     try:
         with Path(path).open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - READ_BYTES))
+            size = file.seek(0, os.SEEK_END) - start
+            if size < 0:  # somebody has cut the file
+                start, size = 0, size + start
+            file.seek(start + max(0, size - READ_BYTES))
             text = file.read(READ_BYTES).decode(errors="replace")
     except OSError:
         return ""
@@ -90,11 +98,16 @@ def tail(path: str, length: int = TAIL) -> str:
     return text.partition("\n")[2] or f"…{text}"
 
 
-def last_lines(path: str) -> str:
-    """The last lines of a worker's log; of torch's ``stderr.log``, after a few of the ``stdout.log`` beside it."""
+def last_lines(path: str, start: int = 0) -> str:
+    """The last lines of a worker's log; of torch's ``stderr.log``, after a few of the ``stdout.log`` beside it.
+
+    Args:
+        path: of the log.
+        start: as for :func:`tail`.
+    """
     log = Path(path)
     out = tail(str(log.with_name("stdout.log")), STDOUT_TAIL) if log.name == "stderr.log" else ""
-    return "\n".join(filter(None, (out and f"stdout.log:\n{out}\n{log.name}:", tail(path))))
+    return "\n".join(filter(None, (out and f"stdout.log:\n{out}\n{log.name}:", tail(path, start=start))))
 
 
 def redacted(text: str, environ: Mapping[str, str]) -> str:

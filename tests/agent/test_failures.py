@@ -17,7 +17,7 @@ import pytest
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from redelastic.agent import AgentOptions
-from redelastic.monitoring.events import Closed, Hung, Unwatched, decode_cause
+from redelastic.monitoring.events import Closed, Failed, Hung, Unwatched, decode_cause
 from redelastic.monitoring.logs import first_failure
 from redelastic.monitoring.sentences import sentence
 from redelastic.redis.server import RedisServer
@@ -116,6 +116,9 @@ from group import Group
 directory, guilty = Path(sys.argv[1]), os.environ["TEST_NODE"] == "a"
 if os.environ["REDELASTIC_EPOCH"] != "1":
     sys.exit()
+if os.environ["LOCAL_RANK"] != "0":
+    time.sleep(600)
+os.environ.update(RANK=os.environ["GROUP_RANK"], WORLD_SIZE="2")
 group = Group()
 group.connect(directory)
 if not guilty:
@@ -132,13 +135,83 @@ finally:
         while other.exists() and other.read_text().rpartition(")")[2].split()[0] not in "ZX":
             time.sleep(0.01)
 """)
-    with AgentJob(server, tmp_path, "2:2", conf=PATIENT) as job:
+    with AgentJob(server, tmp_path, "2:2", conf=PATIENT, nproc=2) as job:
         job.start("a", "b", script=script, arguments=[str(UNRULY.parent)])
         assert [job.wait_end(name) for name in "ab"] == [0, 0], job.report()
         assert job.redis("run")["blamed"] == "a"
-        found = first_failure(job.control.events())
+        events = job.control.events()
+        found = first_failure(events)
         assert found is not None
         assert "ValueError: bad batch" in found.tail
+        [failed] = [event for event in events if isinstance(event, Failed) and event.node == found.node]
+        assert (failed.local_rank, failed.message) == (0, "ValueError: bad batch")
+
+
+@pytest.mark.fault(
+    "of two workers of a node one raises, ends late, and the other one fails first", "the cause is named"
+)
+def test_the_worker_that_raised_first_is_named(server: RedisServer, tmp_path: Path) -> None:
+    script = tmp_path / "slow_exit.py"
+    script.write_text("""
+import os, sys, time
+from pathlib import Path
+directory, rank = Path(sys.argv[1]), int(os.environ["RANK"])
+if os.environ["REDELASTIC_EPOCH"] != "1":
+    sys.exit()
+if rank == 1:
+    (directory / "pid.new").write_text(str(os.getpid()))
+    (directory / "pid.new").rename(directory / "pid")
+    raise ConnectionResetError("Connection reset by peer")
+while not (directory / "pid").exists():
+    time.sleep(0.01)
+try:
+    raise ValueError("bad batch")
+finally:
+    other = Path("/proc", (directory / "pid").read_text(), "stat")
+    while other.exists() and other.read_text().rpartition(")")[2].split()[0] not in "ZX":
+        time.sleep(0.01)
+""")
+    with AgentJob(server, tmp_path, "1:1", nproc=2) as job:
+        job.start("a", script=script, options=(f"--log-dir={tmp_path / 'logs'}", "--redirects=3"))
+        assert job.wait_end("a") == 0, job.report()
+        [failed] = job.events(Failed)
+        assert (failed.rank, failed.message) == (0, "ValueError: bad batch")
+        found = first_failure(job.control.events())
+        assert found is not None
+        assert (found.rank, "ValueError: bad batch" in found.tail) == (0, True)
+
+
+@pytest.mark.fault(
+    "a worker raises and does not end; its peer fails, and says nothing of a peer",
+    "its host is blamed, by the time in torch's error file",
+)
+def test_a_worker_that_has_raised_is_blamed_before_it_ends(server: RedisServer, tmp_path: Path) -> None:
+    script = tmp_path / "no_exit.py"
+    script.write_text("""
+import atexit, os, sys, time
+from pathlib import Path
+from torch.distributed.elastic.multiprocessing.errors import record
+raised = Path(sys.argv[1], "raised")
+def wait():
+    raised.touch()
+    time.sleep(600)
+@record
+def main():
+    if os.environ["REDELASTIC_EPOCH"] != "1":
+        return
+    if os.environ["TEST_NODE"] == "a":
+        atexit.register(wait)
+        raise ValueError("bad batch")
+    while not raised.exists():
+        time.sleep(0.01)
+    raise ValueError("out of step")
+main()
+""")
+    with AgentJob(server, tmp_path, "2:2", conf=PATIENT) as job:
+        job.start("a", "b", script=script)
+        assert [job.wait_end(name) for name in "ab"] == [0, 0], job.report()
+        assert job.redis("run")["blamed"] == "a"
+        assert {event.message for event in job.events(Failed)} == {"ValueError: bad batch", "ValueError: out of step"}
 
 
 @pytest.mark.parametrize("wrapper", [False, True])
