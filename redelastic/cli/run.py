@@ -9,9 +9,10 @@ import os
 import re
 import shutil
 import signal
+import threading
 import uuid
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -55,6 +56,8 @@ HELP = {
 ADMIT_INTERVAL: Final = 10.0  # in seconds
 DRAINED: Final = 75  # as in agent/launch.py, which is slow to import
 
+_leaving: Final = threading.Event()  # set once a signal has asked this process to leave
+
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; torchrun's parser has to come last.
@@ -72,21 +75,35 @@ def _leave(number: int, _frame: object) -> None:
     for drain_signal in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(drain_signal, signal.SIG_IGN)  # a second one must not interrupt the clean-up
     say(f"redelastic {NAME}: drained by {signal.Signals(number).name}, while it ran no workers")
+    _leaving.set()
     raise SystemExit(DRAINED)
 
 
-def _run(argv: Sequence[str]) -> int:
-    from redelastic.logs import set_up_logging
-    from redelastic.monitoring.wording import clean
-    from redelastic.torch_internals import exit_barrier_timeout, require_torch, shutdown_timeout
-
+@contextmanager
+def _importing() -> Iterator[None]:
+    """Leave after the block if a module that it imports has swallowed the exit."""
     try:
-        require_torch()
-    except ImportError as e:
-        say(f"redelastic {NAME}: {e}")
-        return common.USAGE
-    import torch.distributed.run as torchrun
-    from torch.distributed.elastic.rendezvous.api import RendezvousError
+        yield
+    finally:
+        if _leaving.is_set():
+            raise SystemExit(DRAINED)
+
+
+def _run(argv: Sequence[str]) -> int:
+    with _importing():
+        from redelastic.logs import set_up_logging
+        from redelastic.monitoring.wording import clean
+        from redelastic.torch_internals import exit_barrier_timeout, require_torch, shutdown_timeout
+
+        try:
+            require_torch()
+        except ImportError as e:
+            say(f"redelastic {NAME}: {e}")
+            return common.USAGE
+        import torch.distributed.run as torchrun
+        from torch.distributed.elastic.rendezvous.api import RendezvousError
+
+        from redelastic.agent.launch import launch
 
     arguments = make_parser().parse_args(argv)
     set_up_logging(logging.getLogger())
@@ -108,8 +125,6 @@ def _run(argv: Sequence[str]) -> int:
         except (AssertionError, RuntimeError, ValueError, OSError) as e:  # what torchrun's own checks raise
             say(f"redelastic {NAME}: {e}")
             return common.USAGE
-
-        from redelastic.agent.launch import launch
 
         try:
             return launch(config, options, entrypoint, args, **timeouts)
