@@ -43,7 +43,7 @@ DRAINED: Final = (
 )
 STOPPED: Final = 76  # the job was stopped: by a person, or because its restart budget is used up
 REFUSED: Final = 77  # a health check found this node unfit
-NO_PROGRESS: Final = 78  # the job was stopped because it made no progress: a new run of it would make none either
+UNUSED: Final = 78  # this node was a spare until the run ended, and has trained nothing
 STANDALONE: Final = "standalone-"  # how the id of a run begins whose Redis is this process' own
 LAST_LOOK_TIMEOUT: Final = 1.0  # for the question what the run went through, in seconds
 DRAIN_FILE_INTERVAL: Final = 1.0  # between two looks for the drain file, in seconds
@@ -109,6 +109,8 @@ def launch(
             say(f"{failed}")
             return FAILED
         ending = Left(cause="finished"), "closes"
+        if not handler.node.view.epoch_held:
+            return UNUSED
         _say_end(handler)
     except DrainedError as e:
         ending = Left(cause="drained", reason=e.reason), "goes on"

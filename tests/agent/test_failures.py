@@ -22,7 +22,7 @@ from redelastic.monitoring.logs import first_failure
 from redelastic.monitoring.sentences import sentence
 from redelastic.redis.server import RedisServer
 from redelastic.workers.group import Workers
-from tests.support.agent_job import DRAINED, AgentJob
+from tests.support.agent_job import DRAINED, UNUSED, AgentJob
 from tests.support.long_tests import quick_first
 from tests.support.torchrun_job import LIMIT, PATIENT, Job
 from tests.support.unruly_job import UNRULY, Unruly
@@ -336,3 +336,15 @@ def test_without_pidfds_a_worker_that_has_ended_does_not_hang(monkeypatch: pytes
                 assert workers.ended(0)
             finally:
                 workers.close()
+
+
+@pytest.mark.fault("a job is started again under a run id that is in use", "the second says at once that it is a spare")
+def test_a_second_start_under_the_same_run_id_says_that_it_trains_nothing(server: RedisServer, tmp_path: Path) -> None:
+    with AgentJob(server, tmp_path, "1:1", conf=PATIENT) as job:
+        job.begin("a")
+        job.wait_round("a")
+        job.begin("b", may_end=True)
+        job.wait("it says so", lambda: "is a spare: all 1 places of run" in job.nodes["b"].stderr)
+        job.tell("finish")
+        assert (job.wait_end("a"), job.wait_end("b")) == (0, UNUSED)
+        assert "has trained nothing: it was a spare until the run ended" in job.nodes["b"].stderr
