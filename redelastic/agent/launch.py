@@ -9,6 +9,7 @@ import signal
 import sys
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,8 +28,9 @@ from redelastic.agent.options import AgentOptions
 from redelastic.agent.surviving import SurvivingAgent
 from redelastic.logs import say
 from redelastic.monitoring.control import RunControl
-from redelastic.monitoring.events import Left, Lost
-from redelastic.monitoring.wording import count
+from redelastic.monitoring.events import Closed, Left, Lost, Stopped
+from redelastic.monitoring.failure import last_failure, lines
+from redelastic.monitoring.wording import clean, count
 from redelastic.redis.errors import RedelasticError
 from redelastic.rendezvous.handler import RedisRendezvousHandler, handler_from_parameters
 from redelastic.rendezvous.node import DrainedError, RunStoppedError, RunThen
@@ -107,6 +109,7 @@ def launch(
             _copy_error(failed)
             ending = Left(cause="failed", **agent.failure(result).of_worker()), "stops"
             say(f"{failed}")
+            _say_why(handler, Stopped(cause="failed", node=handler.node.id))
             return FAILED
         ending = Left(cause="finished"), "closes"
         if not handler.node.view.epoch_held:
@@ -119,8 +122,8 @@ def launch(
     except (RunStoppedError, RefusedError, RendezvousError, DistNetworkError, OSError) as e:
         say(f"redelastic run: {e}")
         if isinstance(e, RunStoppedError):
-            return NO_PROGRESS if e.without_progress else STOPPED
-        return REFUSED if isinstance(e, RefusedError) else FAILED
+            _say_why(handler)
+        return STOPPED if isinstance(e, RunStoppedError) else REFUSED if isinstance(e, RefusedError) else FAILED
     except SignalException as e:
         ending = Left(cause="signal", signal=e.sigval.name), "goes on"
         say(f"redelastic run: ended by {e.sigval.name}")
@@ -141,6 +144,24 @@ def _say_end(handler: RedisRendezvousHandler) -> None:
         losses = sum(isinstance(event, Lost) for event in control.events())
         rounds = count(held.epoch, "round")
         say(f"redelastic run: finished: {rounds}, {losses} {'loss' if losses == 1 else 'losses'}{hint}")
+
+
+def _say_why(handler: RedisRendezvousHandler, ended: Closed | None = None) -> None:
+    """Say why the last round failed, as every other place does.
+
+    Args:
+        handler: of this node.
+        ended: the run's end, which this node is about to report.
+    """
+    with contextlib.suppress(RedelasticError):  # Redis is away: the agent has logged what it knows of its own workers
+        control = RunControl(handler.backend.connection, handler.backend.keys, LAST_LOOK_TIMEOUT)
+        if (failure := last_failure(control.events())) is None:
+            return
+        if failure.ended is None and failure.next_epoch is None:
+            failure = replace(failure, ended=ended)
+        say(f"redelastic run: round {failure.epoch} failed")
+        for name, line in lines(failure):
+            say(f"  {name:<6} {clean(line)}")
 
 
 @contextlib.contextmanager

@@ -12,14 +12,15 @@ from .common import NO, OK, UNKNOWN, add_run_argument, add_server_arguments, ope
 from .output import add_json_argument, moment, open_console, write_json, write_line
 
 if TYPE_CHECKING:
+    from redelastic.monitoring.failure import RoundFailure
     from redelastic.monitoring.logs import Failure, Place
 
 NAME: Final = "logs"
 SUMMARY: Final = "where each rank's log is; the last lines of the worker that failed first"
 DESCRIPTION: Final = """\
 Where each rank of the last round writes its log, and on which node. With
---failed: the last lines of the worker that failed first, in the latest round in
-which one failed by itself. Rounds that lost a node are skipped: their workers
+--failed: why the latest round failed in which a worker failed by itself, and
+the last lines of the worker that failed first. Rounds that lost a node are skipped: their workers
 fail because a peer is gone. Only `redelastic run` reports this. A worker whose
 output goes to a terminal or a pipe has no log: use --log-dir with --redirects=3
 or --tee=3. Known secrets in those lines are hidden.
@@ -37,14 +38,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json_argument(
         parser,
         "run, logs: a list of rank, node, epoch, path; failed: the worker that failed\n"
-        "first, or null: rank, node, epoch, path, time, tail (the last lines).",
+        "first, or null: rank, node, epoch, path, time, tail (the last lines); failure: why\n"
+        "that round failed, as in redelastic status, or null.",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; see :data:`DESCRIPTION`."""
     control = open_run(arguments)
-    from redelastic.monitoring.logs import document, failures, first_failure, places
+    from redelastic.monitoring.logs import document, explanation, failures, first_failure, places
 
     events, run = control.events(), control.state()
     rank = arguments.rank
@@ -53,20 +55,31 @@ def run(arguments: argparse.Namespace) -> int:
         failed = first_failure(events)
     else:
         failed = next((one for one in reversed(failures(events)) if one.rank == rank), None)
+    why = explanation(events, failed) if rank is None else None
     code, nothing = OK, ""
     if rank is not None and not found and failed is None:
         code, nothing = UNKNOWN, f"no agent has reported a log of rank {rank} in run {arguments.run!r}."
-    elif arguments.failed and failed is None:
+    elif arguments.failed and failed is None and why is None:
         code, nothing = NO, f"no agent has reported a failed worker in run {arguments.run!r}."
-    elif not found and failed is None:
+    elif not found and failed is None and not arguments.failed:
         code, nothing = NO, f"no agent has reported a log in run {arguments.run!r} (see redelastic logs --help)."
     if arguments.json:
-        write_json(document(arguments.run, found, failed))
+        write_json(document(arguments.run, found, failed, why))
     elif nothing:
         say(f"redelastic {NAME}: {clean(nothing)}")
     else:
+        if arguments.failed and why:
+            _show_reason(why)
         _show(found, failed, arguments)
     return code
+
+
+def _show_reason(why: RoundFailure) -> None:
+    from redelastic.monitoring.failure import lines
+
+    write_line(f"round {why.epoch} failed at {moment(why.time, full=True)}")
+    for name, line in lines(why):
+        write_line(f"  {name:<6} {line}")
 
 
 def _show(found: list[Place], failed: Failure | None, arguments: argparse.Namespace) -> None:

@@ -120,7 +120,9 @@ async def _run(request: Request) -> Response:
         found = event_document(event) if event else None
     elif "logs" in asked:
         events = watch.event_log.events
-        found = logs.document(watch.keys.run_id, logs.places(events, watch.nodes), logs.first_failure(events))
+        failed = logs.first_failure(events)
+        why = logs.explanation(events, failed)
+        found = logs.document(watch.keys.run_id, logs.places(events, watch.nodes), failed, why)
     else:
         found = watch.report
     if found is None:

@@ -90,6 +90,7 @@ def details(run: Run, report: Mapping[str, Any], history: History | None, origin
         "lease": run.lease,
         "problems": [clean(short(problem)) for problem in report["problems"]],
         "waits_for": clean(short(report["waits_for"])),
+        **({"failure": _failure(report["failure"])} if report["failure"] else {}),
         "nodes": {
             node.id: _node(node, fields, run, place)
             for place, (node, fields) in enumerate(zip(run.nodes, report["nodes"], strict=True))
@@ -97,6 +98,11 @@ def details(run: Run, report: Mapping[str, Any], history: History | None, origin
         "timeline": _live_timeline(run, report, history, origin) if history else {},
         "events": fold(without_regrouped(history.events)) if history else {},
     }
+
+
+def _failure(failure: Mapping[str, Any]) -> Document:
+    lines = [[name, clean(short(line))] for name, line in failure["lines"]]
+    return {"round": failure["epoch"], "time": _moment(failure["time"]), "lines": lines}
 
 
 def saved(run_id: str, history: History) -> Document:

@@ -290,10 +290,12 @@ class Failed(WorkerFailure):
 
     Attributes:
         age_ms: time since the first of them did.
+        follows: whether the last words of all of them say that a peer is gone: then the cause is elsewhere.
     """
 
     event: str = "failed"
     age_ms: int | None = _count()
+    follows: bool = _field(False, "1".__eq__)
 
 
 @dataclass(frozen=True, kw_only=True)

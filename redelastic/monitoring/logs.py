@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .events import Event, Log, Lost, Started
+from .events import Event, Failed, Log, Lost, Started
+from .failure import RoundFailure, failure_of, last_failure
+from .failure import document as failure_document
 from .records import Node
 
 
@@ -93,13 +95,25 @@ def first_failure(events: Iterable[Event]) -> Failure | None:
     with_losses = {event.epoch for event in kept if isinstance(event, Lost)}
     found = failures(kept)
     found = [one for one in found if one.epoch not in with_losses] or found
-    return next((one for one in found if one.epoch == found[-1].epoch), None)
+    found = [one for one in found if one.epoch == found[-1].epoch]
+    why = failure_of(kept, found[0].epoch) if found else None
+    blamed = why.cause if why else None
+    of_cause = (
+        one for one in found if isinstance(blamed, Failed) and (one.node, one.rank) == (blamed.node, blamed.rank)
+    )
+    return next(of_cause, next(iter(found), None))
 
 
-def document(run_id: str, found: list[Place], failed: Failure | None) -> dict[str, Any]:
+def explanation(events: Sequence[Event], failed: Failure | None) -> RoundFailure | None:
+    """Why the round of a failed worker failed; without such a worker, why the last round that failed did."""
+    return failure_of(events, failed.epoch) if failed else last_failure(events)
+
+
+def document(run_id: str, found: list[Place], failed: Failure | None, why: RoundFailure | None) -> dict[str, Any]:
     """What ``redelastic logs --json`` prints."""
     return {
         "run": run_id,
         "logs": [asdict(one) for one in found],
         "failed": failed and asdict(failed),
+        "failure": failure_document(why),
     }

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from .event_log import without_regrouped
+from .failure import document as failure_document
+from .failure import last_failure
 from .records import APPLICATION_XIDS
 from .sentences import cause, cause_document, consecutive_failures, event_document
 from .wording import count, duration, number, whole
@@ -68,6 +70,7 @@ def describe(run: Run, events: Sequence[Event], now: float, history: History | N
         "ettr": history.ettr if history else None,
         "failures": dict(run.failures),
         "barred": list(run.barred),
+        "failure": _recent_failure(run, events),
         "problems": [],
         "nodes": nodes,
         "events": [event_document(event) for event in without_regrouped(events)[-EVENTS:]],
@@ -75,6 +78,12 @@ def describe(run: Run, events: Sequence[Event], now: float, history: History | N
     document["verdict"] = _verdict(run, document)
     document["problems"] = _problems(run)
     return document
+
+
+def _recent_failure(run: Run, events: Sequence[Event]) -> dict[str, Any] | None:
+    """Why the last round failed, or the one before: a failure that later rounds have outlived is history."""
+    found = last_failure(events)
+    return failure_document(found) if found and found.epoch >= run.epoch - 1 else None
 
 
 def _verdict(run: Run, document: Mapping[str, Any]) -> str:

@@ -25,7 +25,7 @@ from redelastic.torch_internals import exit_codes
 from .board import FROZEN_LOOKS, HangWatch, ProgressBoard
 from .deaths import Deaths, signal_name
 from .last_words import error_in, last_exception, names_a_peer
-from .logs import own_log, tail
+from .logs import own_log, redacted, tail
 from .stacks import catches, dump_stacks, speaker_of
 
 log = logging.getLogger(__name__)
@@ -80,6 +80,7 @@ class Workers:
         self._started_at = math.inf
         self._deaths: Deaths | None = None
         self._failed_at: float | None = None  # when the cause was raised, or what a peer caused
+        self._follows = False  # whether a peer is the cause of all failures
         self._words: dict[int, str] = {}  # of workers that have ended
         self._own_log = own_log()
         self._ooms = oom_kills()
@@ -242,8 +243,8 @@ class Workers:
         if not failed:
             return False
         found = [(names_a_peer(self._last_words(r)), self._raised_at(r, at), r) for r, at in failed.items()]
-        follows, self._failed_at, self.cause = min(found)
-        return follows
+        self._follows, self._failed_at, self.cause = min(found)
+        return self._follows
 
     def follow_a_peer(self) -> None:
         """Count their failure from now on: the peer's, which was their cause, comes first."""
@@ -261,7 +262,8 @@ class Workers:
     def raised_failure(self, worker: Worker) -> ProcessFailure:
         """A worker that has raised and not ended, in the form in which torch reports a failure."""
         error = error_in(self.error_files.get(worker.local_rank, ""))
-        return LiveFailure(worker, Failed(exit_code=UNKNOWN_EXIT_CODE, message=error.message if error else ""))
+        words = redacted(error.message, os.environ) if error else ""
+        return LiveFailure(worker, Failed(exit_code=UNKNOWN_EXIT_CODE, message=words))
 
     def _raised_at(self, local_rank: int, ended_at: float) -> float:
         """When a worker raised the exception that ended it, on the monotonic clock in seconds; its end if not known."""
@@ -296,13 +298,14 @@ class Workers:
         rank, failure = self.first_of(result)
         worker: dict[str, Any] = {"local_rank": failure.local_rank, "rank": rank, "pid": failure.pid}
         if isinstance(failure, LiveFailure):
-            return replace(failure.failed, **worker)
+            return replace(failure.failed, **worker, follows=self._follows)
         # An uncaught exception ends Python with 1, and C++ with SIGABRT; other logs may end with one that was handled.
         words = self._last_words(failure.local_rank) if failure.exitcode in {1, -signal.SIGABRT} else ""
         if failure.exitcode < 0:
             how = {"signal": signal_name(-failure.exitcode), **self._starved(failure, usage)}
-            return Failed(**worker, **how, message=words)
-        return Failed(**worker, exit_code=failure.exitcode, message=_message(failure) or words)
+            return Failed(**worker, **how, message=words, follows=self._follows)
+        words = redacted(_message(failure), os.environ) or words
+        return Failed(**worker, exit_code=failure.exitcode, message=words, follows=self._follows)
 
     def first_of(self, result: RunResult) -> tuple[int, ProcessFailure]:
         """The rank and the failure of the worker that failed first."""

@@ -48,7 +48,9 @@ def test_the_log_of_the_worker_that_failed_first(server: RedisServer, tmp_path: 
         assert "told to fail" in Path(failed["path"]).read_text()
         done = command("logs", job.run_id, "--failed", "--endpoint", server.url)
         assert done.code == 0
-        assert done.out.startswith(f"rank {failed['rank']} on b-")
+        assert done.out.startswith(f"round {epoch} failed at ")
+        assert f"\nrank {failed['rank']} on b-" in done.out
+        assert "told to fail" not in done.out
         assert f"was {HIDDEN} at step" in done.out
         of_rank = command("logs", job.run_id, f"--rank={failed['rank']}", "--endpoint", server.url)
         assert failed["path"] in of_rank.out

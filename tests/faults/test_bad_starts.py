@@ -61,7 +61,7 @@ def test_nodes_that_are_there_before_redis(tmp_path: Path, agent: bool) -> None:
     with RedisServer() as server, Job(server, tmp_path, "2:2", agent=agent) as job:
         server.kill()
         job.start("a", "b")
-        said = "Waiting for it, up to the join_timeout of 60 s"
+        said = "Waiting for it, up to the join_timeout of 60 s; `redelastic server` starts one here."
         job.wait("they say that they wait", lambda: all(said in node.stderr for node in job.nodes.values()))
         assert not any(node.process.poll() for node in job.nodes.values())
         server.start()

@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from redelastic.cli.output import event_table, styled
+from redelastic.cli.output import event_table, moment, styled
 from redelastic.monitoring.wording import clean, count, duration, short, size
 
 Document = Mapping[str, Any]
@@ -109,6 +109,8 @@ class Screen:
         ]
         if document["waits_for"] and document["phase"] not in {"dead", "empty"}:
             parts.append(styled(("not complete: " + document["waits_for"], "yellow")))
+        if document["failure"]:
+            parts += _failure_card(document["failure"])
         parts += wrong
         parts += [Text(line, "dim") for line in _hidden_gpus(document["nodes"])]
         if document["nodes"]:
@@ -131,6 +133,18 @@ class Screen:
             wrong = sum(1 for node in nodes if node["problems"]) - sum(1 for node in shown if node["problems"])
             also = f", {wrong} of them with problems" if wrong else ""
             yield Text(f"and {count(hidden, 'more node')}{also} (--all)", "dim")
+
+
+def _failure_card(failure: Document) -> Iterator[RenderableType]:
+    """Why a round failed, one row for each fact."""
+    at = moment(failure["time"], full=False)
+    yield styled(("! ", "bold red"), (f"round {failure['epoch']} failed at {at}", "bold"))
+    table = Table.grid(padding=(0, 1, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, line in failure["lines"]:
+        table.add_row(styled((f"  {name:<6}", "dim")), styled(line))
+    yield table
 
 
 def _facts(document: Document) -> Text:

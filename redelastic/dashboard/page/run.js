@@ -2,6 +2,7 @@
 
 import { badge, count, duration, h, looks, number, percent, rough, say, shape, speed, whose } from "./dom.js";
 import { eventList } from "./events.js";
+import { failureCard } from "./failure.js";
 import { nodesTable } from "./nodes.js";
 import { timeline } from "./timeline.js";
 
@@ -12,11 +13,12 @@ export function runView(id) {
   const why = h("p", { class: "verdict-why" });
   const figures = h("dl", { class: "figures" });
   const problems = h("ul", { class: "problems" });
+  const failure = failureCard();
   const lanes = timeline();
   const nodes = nodesTable(id);
   const events = eventList((event) => textOf(id, event));
   const gone = h("p", { class: "card none", hidden: true });
-  const known = h("div", {}, figures, problems,
+  const known = h("div", {}, figures, problems, failure.element,
     h("section", { class: "card", "aria-label": "Timeline" }, lanes.element),
     h("section", { class: "card", "aria-label": "Nodes" }, nodes.element),
     h("section", { class: "card", "aria-label": "Events" }, events.element));
@@ -58,6 +60,7 @@ export function runView(id) {
     const wrong = troubles(run);
     problems.hidden = wrong.length === 0;
     problems.replaceChildren(...wrong);
+    failure.update(run.failure);
     lanes.update(run.timeline ?? {}, live);
     nodes.update(run, live);
     events.update(run.events ?? {});

@@ -1,0 +1,258 @@
+"""Why a round failed, and what came of it: one cause for a round, from the run's events."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Final
+
+from . import events as kinds
+from .events import Event
+from .sentences import cause, cause_document, sentence, worker_failure
+from .wording import count, duration, short
+
+OTHERS: Final = 3  # how many of the nodes that suffered are described
+MAX_WORDS: Final = 160  # characters of what one of them says
+_FAULTY: Final = frozenset({"failed", "exited", "signal"})  # reasons to leave that are faults
+
+
+@dataclass(frozen=True)
+class RoundFailure:
+    """A round that failed.
+
+    Attributes:
+        epoch: of the round.
+        time: when it failed, on the server's clock, in seconds since 1970.
+        cause: what broke it: a worker's failure, or the loss or exit of a node; None if that is not known, because all
+            workers that failed say that a peer is gone.
+        log: path of the failed worker's log, on its node; empty if it has none, or no worker is the cause.
+        others: failures of other nodes' workers, which only followed.
+        stopped: number of the round's nodes, other than the cause's, whose workers ended with it; None if not known.
+        charged: whether it counts as a restart of the job; None if no agent counted it.
+        excluded: whether the cause's host was excluded.
+        ended: the run's end, if it ended because of it or before another round.
+        next_epoch: of the round after it; None if there is none yet.
+        down: time until that round was complete, in seconds.
+    """
+
+    epoch: int
+    time: float
+    cause: Event | None
+    log: str
+    others: Sequence[kinds.Failed]
+    stopped: int | None
+    charged: bool | None
+    excluded: bool
+    ended: kinds.Closed | None
+    next_epoch: int | None
+    down: float | None
+
+
+def last_failure(events: Sequence[Event]) -> RoundFailure | None:
+    """The last round that failed; None if none did.
+
+    Args:
+        events: of the run, oldest first.
+    """
+    for epoch in _epochs_with_faults(events):
+        if found := failure_of(events, epoch):
+            return found
+    return None
+
+
+def failure_of(events: Sequence[Event], epoch: int) -> RoundFailure | None:
+    """How a round failed; None if it did not, as far as the events tell.
+
+    Args:
+        events: of the run, oldest first.
+        epoch: of the round.
+    """
+    own = list(_of_round(events, epoch))
+    members = next((event.members for event in own if isinstance(event, kinds.Completed)), ())
+    faults = sorted((one for one in own if _is_fault(one, members)), key=_since)
+    planned = any(isinstance(one, kinds.Left) and one.breaks and one.cause not in _FAULTY for one in own)
+    if not faults or (planned and _follows(faults[0])):
+        return None
+    first = None if _follows(faults[0]) else faults[0]
+    failed = [one for one in own if isinstance(one, kinds.Failed)]
+    node = first.node if first else ""
+    ended = next((one for one in own if isinstance(one, kinds.Closed)), None)
+    after = next((one for one in events if isinstance(one, kinds.Completed) and one.epoch > epoch), None)
+    began = max(0.0, faults[0].time - _age(faults[0]))
+    return RoundFailure(
+        epoch=epoch,
+        time=began,
+        cause=first,
+        log=_log(own, first),
+        others=[one for one in failed if one.node != node],
+        stopped=len({*members} - {node}) if members else None,
+        charged=not any(isinstance(one, kinds.Lost) for one in faults) if failed else None,
+        excluded=any(isinstance(one, kinds.Barred) and one.node == node for one in own),
+        ended=ended if after is None or ended is None or ended.time <= after.time else None,
+        next_epoch=after.epoch if after else None,
+        down=max(0.0, after.time - began) if after else None,
+    )
+
+
+def _epochs_with_faults(events: Sequence[Event]) -> Iterator[int]:
+    """Epochs of rounds that may have failed, the newest first."""
+    seen = set[int]()
+    for event in reversed(events):
+        if isinstance(event, kinds.Failed | kinds.Lost | kinds.Left) and event.epoch not in seen:
+            seen.add(event.epoch)
+            yield event.epoch
+
+
+def _of_round(events: Sequence[Event], epoch: int) -> Iterator[Event]:
+    for event in events:
+        if event.epoch == epoch:
+            yield from event.each()
+
+
+def _is_fault(event: Event, members: Sequence[str]) -> bool:
+    was_member = not members or event.node in members  # they are not known if the round began before the events kept
+    match event:
+        case kinds.Failed():
+            return True
+        case kinds.Lost():
+            return event.breaks or was_member
+        case kinds.Left():
+            return event.cause in _FAULTY and (event.breaks or was_member)
+    return False
+
+
+def _follows(event: Event) -> bool:
+    return isinstance(event, kinds.Failed) and event.follows
+
+
+def _age(event: Event) -> float:
+    """How long before its event a fault began, in seconds: measured on one host, so the server's clock can date it."""
+    match event:
+        case kinds.Failed():
+            return (event.age_ms or 0) / 1000
+        case kinds.Lost():
+            return (event.silent_ms or 0) / 1000
+    return 0.0
+
+
+def _since(event: Event) -> tuple[bool, bool, float]:
+    """The order of causes.
+
+    A node that does not answer a roll call was gone before the failure for which the roll was called. A failure that
+    follows a peer's is no cause.
+    """
+    called = isinstance(event, kinds.Lost) and event.cause == "roll_call"
+    return _follows(event), not called, event.time - _age(event)
+
+
+def _log(own: Sequence[Event], first: Event | None) -> str:
+    if not isinstance(first, kinds.Failed) or first.rank is None:
+        return ""
+    for event in own:
+        if isinstance(event, kinds.Log) and (event.node, event.rank) == (first.node, first.rank) and event.path:
+            return event.path
+    started = (event for event in own if isinstance(event, kinds.Started) and event.node == first.node)
+    return next((event.logs[first.rank] for event in started if first.rank in event.logs), "")
+
+
+# -- as text
+
+
+def lines(failure: RoundFailure) -> list[tuple[str, str]]:
+    """The failure in words, for every place that shows it: pairs of what a line is about, and the line."""
+    found = [("cause", _cause_line(failure.cause))]
+    if isinstance(failure.cause, kinds.Failed):
+        found.append(("log", failure.log or "none: the output went to a terminal or a pipe"))
+    if suffered := _others_line(failure):
+        found.append(("others", suffered))
+    found.append(("then", _then_line(failure)))
+    return [(name, short(text)) for name, text in found]
+
+
+def _cause_line(first: Event | None) -> str:
+    match first:
+        case None:
+            return "not known: every worker that failed says that a peer is gone, and no other failure was reported"
+        case kinds.Failed():
+            return f"{first.node}: {worker_failure(first)}"
+        case kinds.Lost() if first.cause != "conflict":
+            return f"{cause(first)}; why is not known"
+        case _:
+            return cause(first)
+
+
+def _others_line(failure: RoundFailure) -> str:
+    told = [f"{one.node} (rank {_rank(one)}): {_words(one)}" for one in failure.others[:OTHERS]]
+    if (more := len(failure.others) - len(told)) > 0:
+        told.append(count(more, "more node"))
+    text = f"workers failed because of it on {'; '.join(told)}" if told else ""
+    if failure.cause is None:
+        return text.replace("because of it on", "on")
+    if rest := (failure.stopped or 0) - len(failure.others):
+        stopped = f"{count(rest, 'node')} had to end healthy workers" if rest > 0 else ""
+        text = "; ".join(filter(None, (text, stopped)))
+    return text
+
+
+def _words(one: kinds.Failed) -> str:
+    """What a worker says, or how it ended."""
+    ended = one.signal or ("" if one.exit_code is None else f"exited with {one.exit_code}")
+    text = one.message or ended or sentence(one)
+    return text if len(text) <= MAX_WORDS else text[:MAX_WORDS] + "…"
+
+
+def _rank(one: kinds.Failed) -> str:
+    return "?" if one.rank is None else str(one.rank)
+
+
+def _then_line(failure: RoundFailure) -> str:
+    done = []
+    if failure.charged is not None:
+        done.append("one restart of the job was charged" if failure.charged else "no restart was charged")
+    if failure.excluded:
+        done.append("the host was excluded")
+    if failure.ended is not None:
+        done.append(f"the run was {failure.ended.event}: {_end(failure.ended)}")
+    elif failure.next_epoch is not None:
+        done.append(f"round {failure.next_epoch} followed {duration(failure.down or 0)} later")
+    else:
+        done.append("the next round is not complete yet")
+    return "; ".join(done)
+
+
+def _end(ended: kinds.Closed) -> str:
+    """Why the run ended, without the failure, which the line about the cause has."""
+    match ended.cause:
+        case "failed":
+            return f"{ended.node} had no restart left" if ended.node else "no restart was left"
+        case "restarts":
+            return f"the job had used up its {count(ended.restarts or 0, 'restart')}"
+        case "progress":
+            return f"{count(ended.restarts or 0, 'restart')} had brought no progress"
+        case _:
+            return cause(ended)
+
+
+def document(failure: RoundFailure | None) -> dict[str, Any] | None:
+    """The failure as JSON; ``lines``, the same in words; None if there is none."""
+    if failure is None:
+        return None
+    worker: dict[str, Any] = {f.name: None for f in fields(kinds.WorkerFailure) if f.name not in _NOT_THE_WORKERS}
+    if isinstance(failure.cause, kinds.WorkerFailure):
+        worker = {name: getattr(failure.cause, name) for name in worker}
+    return {
+        "epoch": failure.epoch,
+        "time": failure.time,
+        "cause": failure.cause.event if failure.cause else None,
+        "node": failure.cause.node if failure.cause else None,
+        **worker,
+        "log": failure.log,
+        "others": [{"node": one.node, "text": sentence(one)} for one in failure.others],
+        **{name: value for name, value in asdict(failure).items() if name in _AS_THEY_ARE},
+        "ended": cause_document(failure.ended),
+        "lines": [list(line) for line in lines(failure)],
+    }
+
+
+_NOT_THE_WORKERS: Final = frozenset(f.name for f in fields(Event))
+_AS_THEY_ARE: Final = frozenset({"stopped", "charged", "excluded", "next_epoch", "down"})

@@ -1,0 +1,165 @@
+"""Why a round failed: one cause, what only followed, and what was done, from events whose truth is known."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from redelastic.dashboard import view
+from redelastic.monitoring.events import Event, decode
+from redelastic.monitoring.failure import document, last_failure, lines
+from redelastic.monitoring.history import replay
+from redelastic.monitoring.report import describe
+from redelastic.redis.server import RedisServer
+from tests.support.agent_job import AgentJob
+from tests.support.torchrun_job import LIMIT, PATIENT
+
+A, B, C = (f"{name}-7-0123456789ab" for name in "abc")
+PEER = "RuntimeError: Connection closed by peer"
+
+
+def event(seconds: float, kind: str, node: str = "", epoch: int = 1, **more: Any) -> Event:
+    values = {"event": kind, "epoch": str(epoch), "size": "3", "node": node}
+    return decode(f"{round(1000 * (1_700_000_000 + seconds))}-0", values | {k: str(v) for k, v in more.items()})
+
+
+def completed(seconds: float, epoch: int = 1, members: Sequence[str] = (A, B, C)) -> Event:
+    return event(seconds, "completed", members[0], epoch, members=" ".join(members))
+
+
+def worker(rank: int, message: str = "", code: int = 1, **more: Any) -> dict[str, Any]:
+    return {"local_rank": 0, "rank": rank, "pid": 9, "exit_code": code, "message": message} | more
+
+
+RAISED = event(13, "failed", A, age_ms=3000, **worker(0, "ValueError: bad"))
+FOLLOWED = event(13.2, "failed", B, age_ms=0, follows=1, **worker(1, PEER))
+
+
+def told(*events: Event) -> dict[str, str]:
+    failure = last_failure([completed(0), *events])
+    assert failure is not None
+    return dict(lines(failure))
+
+
+def test_the_worker_that_raised_first_is_the_cause() -> None:
+    log = event(13.1, "log", A, rank=0, path="/logs/0.log")
+    found = told(RAISED, log, FOLLOWED, completed(14, 2))
+    assert found == {
+        "cause": "a-7: worker 0 (rank 0, pid 9) exited with 1: ValueError: bad",
+        "log": "/logs/0.log",
+        "others": f"workers failed because of it on b-7 (rank 1): {PEER}; 1 node had to end healthy workers",
+        "then": "one restart of the job was charged; round 2 followed 4.0 s later",
+    }
+
+
+def test_the_order_is_that_of_the_failures_and_not_of_the_reports() -> None:
+    late = event(14, "failed", C, age_ms=3500, **worker(2, "KeyError: 1"))
+    assert told(RAISED, late)["cause"].startswith("a-7: ")
+    assert told(RAISED, event(14, "failed", C, age_ms=4500, **worker(2)))["cause"].startswith("c-7: ")
+
+
+def test_without_the_peers_failure_the_cause_is_not_known() -> None:
+    found = told(FOLLOWED)
+    assert found["cause"].startswith("not known: every worker that failed says that a peer is gone")
+    assert found["others"] == f"workers failed on b-7 (rank 1): {PEER}"
+    assert "log" not in found
+
+
+@pytest.mark.parametrize(
+    ("lost", "cause"),
+    [
+        ({"cause": "roll_call", "silent_ms": 500, "asked_by": B}, "c-7 did not answer the roll call of b-7"),
+        ({"cause": "lease", "silent_ms": 6000}, "c-7 lost its lease after 6.0 s"),
+    ],
+)
+def test_a_lost_node_is_the_cause_of_what_fails_after_it(lost: dict[str, Any], cause: str) -> None:
+    failed = event(13, "failed", B, age_ms=200, **worker(1, "RuntimeError: step failed"))
+    found = told(failed, event(14, "lost", C, breaks=1, **lost), completed(15, 2, [A, B]))
+    assert found["cause"].startswith(cause)
+    assert found["cause"].endswith("; why is not known")
+    assert "b-7 (rank 1): RuntimeError: step failed" in found["others"]
+    assert found["then"].startswith("no restart was charged; round 2 followed ")
+
+
+def test_a_spare_that_is_lost_is_no_cause() -> None:
+    assert last_failure([completed(0, members=[A, B]), event(13, "lost", C, cause="lease", silent_ms=6000)]) is None
+
+
+def test_a_node_that_is_lost_later_is_no_cause() -> None:
+    found = told(RAISED, event(30, "lost", C, cause="lease", silent_ms=6000))
+    assert found["cause"].startswith("a-7: worker 0")
+    assert "no restart was charged" in found["then"], "as the script that counts has it"
+
+
+def test_a_round_that_was_left_on_purpose_has_not_failed() -> None:
+    left = event(12, "left", C, cause="drained", breaks=1)
+    assert last_failure([completed(0), left, FOLLOWED, completed(14, 2, [A, B])]) is None
+    assert last_failure([completed(0), event(12, "left", C, cause="finished", breaks=1)]) is None
+
+
+def test_what_was_done_is_told() -> None:
+    barred = event(13.3, "barred", A, failures=2)
+    assert "the host was excluded; the next round is not complete yet" in told(RAISED, barred)["then"]
+    ended = event(13.4, "stopped", A, cause="restarts", restarts=1, **worker(0))
+    assert told(RAISED, ended)["then"].endswith("the run was stopped: the job had used up its 1 restart")
+
+
+def test_how_a_worker_ended_is_told() -> None:
+    hung = event(20, "failed", A, age_ms=9000, local_rank=0, rank=0, pid=9, idle_ms=9000, step=7)
+    assert told(hung)["cause"].endswith("made no progress for 9.0 s, since step 7")
+    killed = event(20, "failed", A, local_rank=0, rank=0, pid=9, signal="SIGKILL")
+    assert told(killed)["cause"].endswith("was ended by SIGKILL")
+    assert told(killed)["log"] == "none: the output went to a terminal or a pipe"
+    aborted = event(20, "failed", A, local_rank=0, rank=0, pid=9, signal="SIGABRT", message="what():  watchdog")
+    assert told(aborted)["cause"].endswith("was ended by SIGABRT: what():  watchdog")
+
+
+def test_the_last_round_that_failed_counts() -> None:
+    again = event(23, "failed", B, 2, **worker(1, "KeyError: 2"))
+    failure = last_failure([completed(0), RAISED, completed(14, 2), again])
+    assert failure is not None
+    assert (failure.epoch, document(failure)["message"]) == (2, "KeyError: 2")  # type: ignore[index]
+    assert last_failure([completed(0)]) is None
+
+
+def test_every_place_says_the_same(server: RedisServer, tmp_path: Path) -> None:
+    """The agents' last lines, `status`, `logs --failed` and the dashboard, about a job that fails for good."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, time\nif os.environ['TEST_NODE'] == 'b':\n    time.sleep(600)\nraise ValueError('bad batch')\n"
+    )
+    with AgentJob(server, tmp_path, "2:2", conf=PATIENT) as job:
+        logs = (f"--log-dir={tmp_path / 'logs'}", "--redirects=3")
+        job.start("a", "b", script=script, max_restarts=0, may_end=True, options=logs)
+        codes = [job.wait_end(name) for name in "ab"]
+        run, events = job.control.state(), job.control.events()
+        failure = last_failure(events)
+        assert failure is not None, job.report()
+        said = lines(failure)
+        told = dict(said)
+        assert codes == [1, 76]
+        assert "exited with 1: ValueError: bad batch" in told["cause"]
+        assert told["log"].endswith("stderr.log")
+        assert told["others"] == "1 node had to end healthy workers"
+        assert "the run was stopped: a-" in told["then"]
+        history = replay(events)
+        report = describe(run, events, history.end, history)
+        page = view.details(run, report, history, history.start)
+        assert page["failure"]["lines"] == [list(line) for line in said]
+
+        def command(*words: str) -> str:
+            full = [sys.executable, "-m", "redelastic", *words, "--endpoint", server.url]
+            return subprocess.run(full, capture_output=True, text=True, timeout=LIMIT, check=False).stdout
+
+        shown = {"status": command("status", job.run_id), "logs": command("logs", job.run_id, "--failed")}
+        shown |= {name: job.nodes[name].stderr for name in "ab"}
+        for place, text in shown.items():
+            for name, line in said:
+                assert f"  {name:<6} {line}" in text, (place, text)
+        assert "ValueError: bad batch" in json.loads(command("logs", job.run_id, "--json"))["failure"]["message"]
