@@ -31,8 +31,9 @@ from redelastic.workers.channels import Pause
 from redelastic.workers.drains import DrainFile, Drains
 from redelastic.workers.group import Workers
 from redelastic.workers.hangs import Hangs
-from redelastic.workers.logs import last_lines, log_files
+from redelastic.workers.logs import log_files
 from redelastic.workers.processes import ProcessTree
+from redelastic.workers.relays import RelayedLogs, without_relays
 from redelastic.workers.signals import TORCH_SIGNALS, drain_on_signals, torch_signals
 from redelastic.workers.warm import WarmStart, require_preloadable
 
@@ -118,6 +119,9 @@ class RedisElasticAgent(RegroupingAgent):
                 uninterruptible_state_timeout=uninterruptible_state_timeout,
             ),
         )
+        self._relayed = RelayedLogs(self._logs_specs)
+        if not callable(spec.entrypoint):  # torch opens a function's output as a file that can seek
+            self._logs_specs = self._relayed
         self._shutdown_timeout: float = shutdown_timeout  # type: ignore[assignment]  # torch declares an int
         if exit_barrier_timeout is not None:
             self._exit_limit = exit_barrier_timeout
@@ -256,7 +260,9 @@ class RedisElasticAgent(RegroupingAgent):
         # torch ends the other workers when one has failed, and then reads what they have written
         close_within(self._pcontext, self._shutdown_timeout, remove_torn_errors)
         context: Any = self._pcontext
-        workers.logs, workers.error_files = log_files(context.stdouts, context.stderrs), dict(context.error_files)
+        workers.relays, workers.error_files = self._relayed.relays, dict(context.error_files)
+        files = (without_relays(paths, workers.relays) for paths in (context.stdouts, context.stderrs))
+        workers.logs = log_files(*files)
         return pids
 
     def _begin_round(self, worker_group: WorkerGroup, *, survived: bool = False) -> None:
@@ -431,7 +437,7 @@ class RedisElasticAgent(RegroupingAgent):
         failed_at = self._first_failure() or time.monotonic()
         rank, failure = self._workers.first_of(result)
         node, path = self._node.id, self._workers.logs.get(failure.local_rank, "")
-        last = last_lines(path, self._workers.log_start(path)) if path else ""
+        last = self._workers.last_lines(failure.local_rank)
 
         def task() -> None:
             age_ms = round(1000 * max(0.0, time.monotonic() - failed_at))

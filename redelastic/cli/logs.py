@@ -22,8 +22,9 @@ Where each rank of the last round writes its log, and on which node. With
 --failed: why the latest round failed in which a worker failed by itself, and
 the last lines of the worker that failed first. Rounds that lost a node are skipped: their workers
 fail because a peer is gone. Only `redelastic run` reports this. A worker whose
-output goes to a terminal or a pipe has no log: use --log-dir with --redirects=3
-or --tee=3. Known secrets in those lines are hidden.
+output goes to a terminal or a pipe has no log file: use --log-dir with
+--redirects=3 or --tee=3. Of what goes to a pipe, as in a container, the agent
+keeps the last lines. Known secrets in those lines are hidden.
 
 Exit code: 0; 1 if there is nothing to show; 3 if Redis cannot be reached; 4 if
 there is no such run or rank."""

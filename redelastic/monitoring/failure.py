@@ -162,7 +162,7 @@ def lines(failure: RoundFailure) -> list[tuple[str, str]]:
     """The failure in words, for every place that shows it: pairs of what a line is about, and the line."""
     found = [("cause", _cause_line(failure.cause))]
     if isinstance(failure.cause, kinds.Failed):
-        found.append(("log", failure.log or "none: the output went to a terminal or a pipe"))
+        found.append(("log", failure.log or "no file: the output went to a terminal or a pipe"))
     if suffered := _others_line(failure):
         found.append(("others", suffered))
     found.append(("then", _then_line(failure)))
@@ -189,7 +189,7 @@ def _others_line(failure: RoundFailure) -> str:
     if failure.cause is None:
         return text.replace("because of it on", "on")
     if rest := (failure.stopped or 0) - len(failure.others):
-        stopped = f"{count(rest, 'node')} had to end healthy workers" if rest > 0 else ""
+        stopped = f"the workers of {count(rest, 'more node')} ended with it" if rest > 0 else ""
         text = "; ".join(filter(None, (text, stopped)))
     return text
 

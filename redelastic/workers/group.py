@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from itertools import chain
 from typing import Any, Final
 
 from torch.distributed.elastic.agent.server.api import RunResult, Worker
@@ -25,7 +26,8 @@ from redelastic.torch_internals import exit_codes
 from .board import FROZEN_LOOKS, HangWatch, ProgressBoard
 from .deaths import Deaths, signal_name
 from .last_words import error_in, last_exception, names_a_peer
-from .logs import own_log, redacted, tail
+from .logs import last_lines, own_log, redacted, tail
+from .relays import FLUSH_TIMEOUT, Relay
 from .stacks import catches, dump_stacks, speaker_of
 
 log = logging.getLogger(__name__)
@@ -52,6 +54,7 @@ class Workers:
         pids: of the workers that were started, by local rank.
         logs: log files of the workers that write to one, by local rank.
         error_files: to which torch has them write the exception that ends them, by local rank.
+        relays: of the output of the workers that has no file, by local rank: of stderr first.
         ranks: of the workers in the job, by local rank.
         cause: local rank of the worker that failed first, once :meth:`find_cause` has found it.
         signalled: whether one of them was asked to save by signal alone: if it then ends with 0, its work may go on.
@@ -65,6 +68,7 @@ class Workers:
         self.pids: dict[int, int] = {}
         self.logs: dict[int, str] = {}
         self.error_files: Mapping[int, str] = {}
+        self.relays: Mapping[int, list[Relay]] = {}
         self.ranks: Mapping[int, int] = {}
         self.cause: int | None = None
         self.signalled = False
@@ -277,11 +281,20 @@ class Workers:
         """How a worker that has ended says why; read once, since others may write to the same log."""
         if local_rank not in self._words:
             error, path = error_in(self.error_files.get(local_rank, "")), self.logs.get(local_rank, "")
-            log = "" if error else tail(path, start=self.log_start(path))
+            log = "" if error else tail(path, start=self._log_start(path))
+            for relay in self.relays.get(local_rank, ())[:1] if not error else ():
+                log = relay.end() or log
             self._words[local_rank] = error.message if error else last_exception(log, self.ranks.get(local_rank))
         return self._words[local_rank]
 
-    def log_start(self, path: str) -> int:
+    def last_lines(self, local_rank: int) -> str:
+        """The last lines that a worker has written, to its log or through relays."""
+        ends = [relay.end() for relay in self.relays.get(local_rank, ())]
+        if path := self.logs.get(local_rank, ""):
+            ends.append(last_lines(path, self._log_start(path)))
+        return "\n".join(filter(None, reversed(ends)))
+
+    def _log_start(self, path: str) -> int:
         """Where this group's lines begin in a log, in bytes: the agent's own log has earlier ones."""
         name, size = self._own_log
         return size if path == name else 0
@@ -364,6 +377,10 @@ class Workers:
     def close(self) -> None:
         """Release the agent's side; the processes are not touched."""
         self._board.close()
+        until = time.monotonic() + FLUSH_TIMEOUT
+        for relay in chain.from_iterable(self.relays.values()):
+            relay.close(until)
+        self.relays = {}
 
 
 def _message(failure: ProcessFailure) -> str:

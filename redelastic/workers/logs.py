@@ -87,8 +87,19 @@ def tail(path: str, length: int = TAIL, start: int = 0) -> str:
             text = file.read(READ_BYTES).decode(errors="replace")
     except OSError:
         return ""
+    return end_of(text, length, cut=size > READ_BYTES)
+
+
+def end_of(text: str, length: int = TAIL, *, cut: bool) -> str:
+    """The last lines of an output as a terminal shows them, without secrets.
+
+    Args:
+        text: at least ``SEARCHED_TAIL`` characters of it, or all.
+        length: of the result, in characters.
+        cut: whether its beginning is missing.
+    """
     text = "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n"))
-    if size > READ_BYTES or len(text) > SEARCHED_TAIL:
+    if cut or len(text) > SEARCHED_TAIL:
         first, *lines = text[-SEARCHED_TAIL:].split("\n")
         text = "\n".join([first[length:], *lines])  # at its start a secret may be cut in two
     text = redacted(text, os.environ).strip("\n")

@@ -53,7 +53,7 @@ def test_the_worker_that_raised_first_is_the_cause() -> None:
     assert found == {
         "cause": "a-7: worker 0 (rank 0, pid 9) exited with 1: ValueError: bad",
         "log": "/logs/0.log",
-        "others": f"workers failed because of it on b-7 (rank 1): {PEER}; 1 node had to end healthy workers",
+        "others": f"workers failed because of it on b-7 (rank 1): {PEER}; the workers of 1 more node ended with it",
         "then": "one restart of the job was charged; round 2 followed 4.0 s later",
     }
 
@@ -115,7 +115,7 @@ def test_how_a_worker_ended_is_told() -> None:
     assert told(hung)["cause"].endswith("made no progress for 9.0 s, since step 7")
     killed = event(20, "failed", A, local_rank=0, rank=0, pid=9, signal="SIGKILL")
     assert told(killed)["cause"].endswith("was ended by SIGKILL")
-    assert told(killed)["log"] == "none: the output went to a terminal or a pipe"
+    assert told(killed)["log"] == "no file: the output went to a terminal or a pipe"
     aborted = event(20, "failed", A, local_rank=0, rank=0, pid=9, signal="SIGABRT", message="what():  watchdog")
     assert told(aborted)["cause"].endswith("was ended by SIGABRT: what():  watchdog")
 
@@ -146,7 +146,7 @@ def test_every_place_says_the_same(server: RedisServer, tmp_path: Path) -> None:
         assert codes == [1, 76]
         assert "exited with 1: ValueError: bad batch" in told["cause"]
         assert told["log"].endswith("stderr.log")
-        assert told["others"] == "1 node had to end healthy workers"
+        assert told["others"] == "the workers of 1 more node ended with it"
         assert "the run was stopped: a-" in told["then"]
         history = replay(events)
         report = describe(run, events, history.end, history)
