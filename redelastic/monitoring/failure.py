@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
+from itertools import takewhile
 from typing import Any, Final
 
 from . import events as kinds
@@ -48,14 +49,16 @@ class RoundFailure:
     down: float | None
 
 
-def last_failure(events: Sequence[Event]) -> RoundFailure | None:
+def last_failure(events: Sequence[Event], since: int = 0) -> RoundFailure | None:
     """The last round that failed; None if none did.
 
     Args:
         events: of the run, oldest first.
+        since: epoch of the first round that counts.
     """
-    for epoch in _epochs_with_faults(events):
-        if found := failure_of(events, epoch):
+    recent = list(takewhile(lambda event: event.epoch >= since, reversed(events)))[::-1]
+    for epoch in _epochs_with_faults(recent):
+        if found := failure_of(recent, epoch):
             return found
     return None
 
@@ -98,7 +101,10 @@ def _epochs_with_faults(events: Sequence[Event]) -> Iterator[int]:
     """Epochs of rounds that may have failed, the newest first."""
     seen = set[int]()
     for event in reversed(events):
-        if isinstance(event, kinds.Failed | kinds.Lost | kinds.Left) and event.epoch not in seen:
+        faulty = isinstance(event, kinds.Failed | kinds.Lost) or (
+            isinstance(event, kinds.Left) and event.cause in _FAULTY
+        )
+        if faulty and event.epoch not in seen:
             seen.add(event.epoch)
             yield event.epoch
 

@@ -82,8 +82,7 @@ def describe(run: Run, events: Sequence[Event], now: float, history: History | N
 
 def _recent_failure(run: Run, events: Sequence[Event]) -> dict[str, Any] | None:
     """Why the last round failed, or the one before: a failure that later rounds have outlived is history."""
-    found = last_failure(events)
-    return failure_document(found) if found and found.epoch >= run.epoch - 1 else None
+    return failure_document(last_failure(events, run.epoch - 1))
 
 
 def _verdict(run: Run, document: Mapping[str, Any]) -> str:

@@ -23,6 +23,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from redelastic.agent import AgentOptions, RedisElasticAgent
 from redelastic.agent.monitor import STALL_TIMEOUT
 from redelastic.monitoring.events import Barred, Drain, Hung, Left, Lost, Refused, Saved, Stopped
+from redelastic.monitoring.failure import last_failure
 from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.node import RunStoppedError
 from redelastic.rendezvous.view import View
@@ -306,6 +307,9 @@ def test_an_agent_that_is_killed_takes_its_workers_along(server: RedisServer, tm
         assert lost.node == node
         assert lost.cause == "roll_call"
         assert job.control.state().restarts == 0, "it costs nobody a restart"
+        failure = last_failure(job.control.events())
+        assert failure is not None
+        assert (failure.cause, failure.charged) == (lost, False), "a fault, and not the workers' that fail after it"
 
         job.start("d")  # a supervisor starts it anew
         job.wait_round("acd", epoch)
