@@ -24,7 +24,7 @@ from redelastic.redis.server import RedisServer
 from redelastic.workers.group import Workers
 from tests.support.agent_job import DRAINED, UNUSED, AgentJob
 from tests.support.long_tests import quick_first
-from tests.support.torchrun_job import LIMIT, PATIENT, Job
+from tests.support.torchrun_job import CALM, LIMIT, PATIENT, Job
 from tests.support.unruly_job import UNRULY, Unruly
 
 pytestmark = pytest.mark.timeout(180)
@@ -135,7 +135,7 @@ finally:
         while other.exists() and other.read_text().rpartition(")")[2].split()[0] not in "ZX":
             time.sleep(0.01)
 """)
-    with AgentJob(server, tmp_path, "2:2", conf=PATIENT, nproc=2) as job:
+    with AgentJob(server, tmp_path, "2:2", conf=CALM, nproc=2) as job:
         job.start("a", "b", script=script, arguments=[str(UNRULY.parent)])
         assert [job.wait_end(name) for name in "ab"] == [0, 0], job.report()
         assert job.redis("run")["blamed"] == "a"
@@ -207,7 +207,7 @@ def main():
     raise ValueError("out of step")
 main()
 """)
-    with AgentJob(server, tmp_path, "2:2", conf=PATIENT) as job:
+    with AgentJob(server, tmp_path, "2:2", conf=CALM) as job:
         job.start("a", "b", script=script)
         assert [job.wait_end(name) for name in "ab"] == [0, 0], job.report()
         assert job.redis("run")["blamed"] == "a"
@@ -340,7 +340,7 @@ def test_without_pidfds_a_worker_that_has_ended_does_not_hang(monkeypatch: pytes
 
 @pytest.mark.fault("a job is started again under a run id that is in use", "the second says at once that it is a spare")
 def test_a_second_start_under_the_same_run_id_says_that_it_trains_nothing(server: RedisServer, tmp_path: Path) -> None:
-    with AgentJob(server, tmp_path, "1:1", conf=PATIENT) as job:
+    with AgentJob(server, tmp_path, "1:1", conf=CALM) as job:
         job.begin("a")
         job.wait_round("a")
         job.begin("b", may_end=True)

@@ -43,6 +43,7 @@ AT_ONCE: Final = ("--admit=now", "--admit-interval=0")  # new nodes wait for nob
 PATIENT: Final[Mapping[str, float]] = {
     "keep_alive_max_attempt": 15
 }  # leases of 6 s outlast the pause of a busy machine
+CALM: Final[Mapping[str, float]] = {"keep_alive_max_attempt": 75, "roll_call_timeout": 20}  # no pause is a loss
 
 # Kills all processes of a job once this pipe is closed: at the end of a test, and when pytest itself is killed.
 _REAPER: Final = """
