@@ -281,7 +281,8 @@ class RedisElasticAgent(RegroupingAgent):
             pause=self._pause_of_round(),
         )
         self._monitor.begin_round(self._drains, worker_group.spec.max_restarts - self._remaining_restarts)
-        workers.ranks = ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
+        ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
+        workers.begin_round(ranks)
         logs = {ranks[local_rank]: path for local_rank, path in workers.logs.items()}
         self._note(Started(size=size, rank=rank, survived=survived, logs=logs))
 

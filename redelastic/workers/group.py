@@ -85,6 +85,7 @@ class Workers:
         self._deaths: Deaths | None = None
         self._failed_at: float | None = None  # when the cause was raised, or what a peer caused
         self._follows = False  # whether a peer is the cause of all failures
+        self._is_judged = False  # whether the first failure has been found for good
         self._words: dict[int, str] = {}  # of workers that have ended
         self._own_log = own_log()
         self._ooms = oom_kills()
@@ -98,6 +99,16 @@ class Workers:
         self._started_at = time.monotonic()
         self._watch.look(pids)
         self.pids, self._deaths = dict(pids), Deaths(pids, self._notify)
+
+    def begin_round(self, ranks: Mapping[int, int]) -> None:
+        """Begin a round, whose failures are all to come: the workers may have survived the one before.
+
+        Args:
+            ranks: of the workers in the job, by local rank.
+        """
+        self.ranks, self.cause = ranks, None
+        self._failed_at, self._follows, self._is_judged = None, False, False
+        self._words.clear()
 
     @property
     def pause(self) -> float:
@@ -236,8 +247,11 @@ class Workers:
             result: in which torch has reported failures, if they were not known before it ended the other workers.
 
         Returns:
-            Whether a peer, on this node or another one, is the cause of all failures so far.
+            Whether a peer, on this node or another one, is the cause of all failures so far; False once torch has ended
+            the other workers, which are no causes.
         """
+        if self._is_judged:
+            return False
         failed = self._deaths.failed if self._deaths else {}
         if result is not None:
             _, first = self.first_of(result)
@@ -284,7 +298,9 @@ class Workers:
             log = "" if error else tail(path, start=self._log_start(path))
             for relay in self.relays.get(local_rank, ())[:1] if not error else ():
                 log = relay.end() or log
-            self._words[local_rank] = error.message if error else last_exception(log, self.ranks.get(local_rank))
+            self._words[local_rank] = (
+                redacted(error.message, os.environ) if error else last_exception(log, self.ranks.get(local_rank))
+            )
         return self._words[local_rank]
 
     def last_lines(self, local_rank: int) -> str:
@@ -327,6 +343,7 @@ class Workers:
 
     def explain(self, result: RunResult, usage: Mapping[str, Any]) -> None:
         """Add to torch's report which worker was first, and that it was killed for lack of memory."""
+        self._is_judged = True
         rank, failure = self.first_of(result)
         failure.timestamp = min(one.timestamp for one in result.failures.values())  # torch's report names the first
         rest = dict(result.failures)
