@@ -5,9 +5,13 @@ FROM python:3.11.15-slim-bookworm
 ARG TORCH_INDEX=
 RUN pip install --no-cache-dir ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} torch==2.13.0
 
+# All else in the versions, and with the hashes, of the lock file, which `.ci/lock` renews
+COPY image.lock /src/
+RUN pip install --no-cache-dir --no-deps --require-hashes -r /src/image.lock
+
 COPY pyproject.toml README.md LICENSE /src/
 COPY redelastic /src/redelastic
-RUN pip install --no-cache-dir '/src[demo,gpu]'
+RUN pip install --no-cache-dir --no-deps --no-build-isolation /src && pip check
 
 RUN useradd --create-home node && install --directory --owner=node /checkpoints
 USER node

@@ -181,6 +181,19 @@ def test_actions_are_pinned_by_hash() -> None:
     assert [line for line in used if not re.search(r"@[0-9a-f]{40} # v\d", line)] == []
 
 
+def test_the_job_that_may_publish_runs_no_code_of_the_repository() -> None:
+    """Only actions that are pinned by hash see the identity that PyPI trusts."""
+    yaml: Any = pytest.importorskip("yaml", reason="PyYAML is not installed")
+    workflow = yaml.safe_load(read(".github/workflows/publish.yml"))
+    assert workflow["permissions"] == {}
+    trusted = {name: job for name, job in workflow["jobs"].items() if "id-token" in job["permissions"]}
+    assert list(trusted) == ["publish"]
+    assert trusted["publish"]["environment"] == "pypi"
+    used = [step["uses"].partition("@")[0] for step in trusted["publish"]["steps"]]
+    assert used == ["actions/download-artifact", "pypa/gh-action-pypi-publish"]
+    assert trusted["publish"]["steps"][-1]["with"] == {"attestations": True}, "and no password"
+
+
 def test_no_sentence_is_parsed() -> None:
     """What crosses a process is data: nobody who reads events or records matches text."""
     readers = [*(SOURCE / "monitoring").glob("*.py"), *(SOURCE / "dashboard").glob("*.py"), SOURCE / "cli" / "drain.py"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -10,9 +11,15 @@ from pathlib import Path
 from typing import Final
 
 import pytest
+from packaging.requirements import Requirement
 
 import redelastic
 from redelastic.redis.server import RedisServer
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 ROOT: Final = Path(__file__).parents[2]
 
@@ -92,3 +99,32 @@ def test_the_wheel_alone_runs_a_job(
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"sum 2 of {site / 'redelastic' / '__init__.py'}\n"
+
+
+class TestImage:
+    """What the Dockerfile installs."""
+
+    def test_has_all_from_the_lock_file(self) -> None:
+        """All but torch: pip downloads nothing else, not even for the build of the wheel."""
+        installs = re.findall(r"pip install --no-cache-dir (.+)", (ROOT / "Dockerfile").read_text())
+        assert len(installs) == 3, "each one is named here"
+        assert re.search(r" torch==[0-9.]+$", installs[0])
+        assert installs[1] == "--no-deps --require-hashes -r /src/image.lock"
+        assert installs[2] == "--no-deps --no-build-isolation /src && pip check", "and nothing is missing"
+
+    def test_lock_file_has_hashes_and_fits_the_requirements(self) -> None:
+        lock = (ROOT / "image.lock").read_text().replace("\\\n", "")
+        lines = [line.split() for line in lock.splitlines() if not line.startswith("#")]
+        pins = dict(line[0].split("==") for line in lines)
+        for _, *hashes in lines:
+            assert hashes
+            assert [word for word in hashes if not re.fullmatch("--hash=sha256:[0-9a-f]{64}", word)] == []
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+        extras = project["project"]["optional-dependencies"]
+        texts = [*project["project"]["dependencies"], *extras["server"], *extras["demo"], *extras["gpu"]]
+        texts += project["build-system"]["requires"]
+        wanted = [need for need in map(Requirement, texts) if need.name not in ("torch", "redelastic")]
+        assert "torch" not in pins
+        for need in wanted:
+            if need.marker is None or need.marker.evaluate({"python_version": "3.11"}):
+                assert need.specifier.contains(pins[need.name]), need

@@ -175,3 +175,14 @@ def test_that_user_can_do_nothing_else(every_server: RedisServer, run_id: str) -
         assert admin.dump(OTHERS) == before
         admin.delete(OTHERS)
         assert client.hset(own, "epoch", "1") == 1
+
+
+@pytest.mark.fault("a user with SECURITY.md's rules", "can write lines into Redis' log that look like Redis' own")
+def test_that_user_can_forge_lines_of_the_log(every_server: RedisServer, run_id: str) -> None:
+    """As SECURITY.md says: no rule takes `redis.log` from who may run scripts. Once a server can, the row has to go."""
+    user = as_user_of(every_server, run_id)
+    forged = f"1:M 01 Jan 2030 00:00:00.000 * DB saved on disk by {run_id}"
+    with redis.Redis.from_url(user.url) as client:
+        client.eval("redis.log(redis.LOG_WARNING, ARGV[1])", 0, f"a script's\n{forged}")
+    log = Path(f"/proc/{every_server.pid}/cwd/redis.log").read_text()
+    assert forged in log.splitlines()

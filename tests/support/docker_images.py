@@ -18,7 +18,11 @@ from redelastic.redis.server import find_binary
 _COMMANDS: Final = ("cat", "cut", "getent", "grep", "install", "sh", "useradd")  # what containers call
 _REDIS: Final = 999  # its user and group
 _PYTHON: Final = f"python{sys.version_info[0]}.{sys.version_info[1]}"
-_PIP: Final = f"#!/usr/local/bin/{_PYTHON}\nimport sys\nfrom pip._internal.cli.main import main\nsys.exit(main())\n"
+# What the lock file names is there, but in the versions of this environment: there is no registry to get others from.
+_PIP: Final = (
+    f"#!/usr/local/bin/{_PYTHON}\nimport sys\nfrom pip._internal.cli.main import main\n"
+    "sys.exit('--require-hashes' not in sys.argv and main())\n"
+)
 # All that pip may need is there, even the build backend; "no-build-isolation = false" is pip's "no isolation".
 _PIP_CONF: Final = "[global]\nno-index = true\nroot-user-action = ignore\n[install]\nno-build-isolation = false\n"
 # Left out of the environment: redelastic, which the Dockerfile installs, and large parts that no node needs.
