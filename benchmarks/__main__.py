@@ -28,6 +28,7 @@ LIMITS: Final = {
     "agent": 240,
     "start": 120,
     "data": 60,
+    "join_secret": 90,
     "load": 300,
 }
 BENCHMARKS: Final = tuple(LIMITS)
