@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import signal
-import threading
+import sys
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -105,11 +105,17 @@ def _run(argv: Sequence[str]) -> int:
 
         from redelastic.agent.launch import launch
 
-    arguments = make_parser().parse_args(argv)
-    set_up_logging(logging.getLogger())
+    from . import config_file
+
+    parser = make_parser()
     with ExitStack() as opened:
         try:
+            arguments = config_file.parse(parser, argv)
+            set_up_logging(logging.getLogger())
             options = _options(arguments)
+            if arguments.print_config:
+                sys.stdout.write(config_file.to_toml(parser, arguments))
+                return common.OK
             _check_script(arguments)
             _place(arguments, opened)
             config, entrypoint, args = torchrun.config_from_args(arguments)
@@ -165,6 +171,17 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         names = dict.fromkeys((option, "--" + option[2:].replace("-", "_")))
         group.add_argument(*names, **{**action, **settings})
 
+    add(
+        "--config",
+        metavar="FILE",
+        help="TOML file with options by their names, such as hang-timeout = 300, and the script as training-script and "
+        "training-script-args; flags and variables PET_… outweigh it",
+    )
+    group.add_argument(
+        "--print-config",
+        action="store_true",
+        help="print the options that would hold, as such a file, and exit; secrets are hidden",
+    )
     add("--node-name", metavar="NAME", help="name of this node in status and events (default: its hostname)")
     add(
         "--join-secret-file",
@@ -299,6 +316,7 @@ def _options(arguments: argparse.Namespace) -> AgentOptions:
     if arguments.max_restarts is None:
         arguments.max_restarts = arguments.max_job_restarts or 0
     checks: list[str] = arguments.health_check or os.environ.get("PET_HEALTH_CHECK", "disk").split(",")
+    arguments.health_check = checks
     given: dict[str, Any] = {
         name: getattr(arguments, name)
         for name in (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,11 @@ import pytest
 
 from redelastic.agent import launch as launch_module
 from redelastic.cli import main
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 SCRIPT = str(Path(__file__))
 
@@ -136,3 +142,150 @@ def test_the_restarts_of_a_node_are_those_of_the_job_unless_given(
 def test_an_empty_drain_file_is_none(launched: list[Any]) -> None:
     assert main(["run", *PLACE, "--drain-file=", SCRIPT]) == 0
     assert launched[1].drain_file is None
+
+
+def write(folder: Path, text: str) -> str:
+    file = folder / "job.toml"
+    file.write_text(text)
+    return str(file)
+
+
+FILE = f"""
+rdzv-endpoint = "127.0.0.1:1"
+rdzv_id = "night"             # underscores are as good, as on the command line
+nnodes = "2:4"
+nproc-per-node = 3
+drain-timeout = 7
+hang-timeout = 0.5
+max-job-restarts = 9
+health-check = ["network", "disk"]
+share-gpus = true
+drain-file = "/drain"
+duplicate-stdout-filters = ["loss", "step"]
+training-script = "{SCRIPT}"
+training-script-args = ["--lr", "0.1"]
+"""
+
+
+class TestConfigFile:
+    def test_is_as_good_as_flags(self, launched: list[Any], tmp_path: Path) -> None:
+        assert main(["run", "--config", write(tmp_path, FILE)]) == 0
+        from_file = launched[:]
+        launched.clear()
+        flags = ["--nnodes=2:4", "--nproc-per-node=3", "--drain-timeout=7", "--hang-timeout=0.5", "--rdzv-id=night"]
+        flags += ["--max-job-restarts=9", "--health-check=network", "--health-check=disk", "--share-gpus"]
+        flags += ["--drain-file=/drain", "--duplicate-stdout-filters=loss,step", "--rdzv-endpoint=127.0.0.1:1"]
+        assert main(["run", *flags, SCRIPT, "--lr", "0.1"]) == 0
+        assert from_file[1:] == launched[1:]
+        for name in ("min_nodes", "max_nodes", "nproc_per_node", "rdzv_endpoint", "run_id", "max_restarts"):
+            assert getattr(from_file[0], name) == getattr(launched[0], name), name
+        assert from_file[0].duplicate_stdout_filters == launched[0].duplicate_stdout_filters == ["loss", "step"]
+
+    def test_flags_outweigh_variables_and_these_the_file(
+        self, launched: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for name, value in {"NNODES": "3", "DRAIN_TIMEOUT": "8", "SHARE_GPUS": "0", "HEALTH_CHECK": "memory"}.items():
+            monkeypatch.setenv(f"PET_{name}", value)
+        monkeypatch.setenv("PET_CONFIG", write(tmp_path, FILE))
+        assert main(["run", "--drain-timeout=9"]) == 0
+        config, options, _ = launched
+        assert (config.min_nodes, config.nproc_per_node) == (3, 3)
+        assert (options.drain_timeout, options.hang_timeout, options.share_gpus) == (9, 0.5, False)
+        assert options.health_checks == ("memory",)
+        launched.clear()
+        assert main(["run", "--health-check=none", "--health-check=gpu"]) == 0
+        assert launched[1].health_checks == ("gpu",), "a flag adds nothing to the file's list"
+
+    def test_a_script_on_the_command_line_comes_with_its_own_arguments(
+        self, capfd: pytest.CaptureFixture[str], tmp_path: Path
+    ) -> None:
+        assert main(["run", "--config", write(tmp_path, FILE), "--print-config", "other.py"]) == 0
+        printed = tomllib.loads(capfd.readouterr().out)
+        assert printed["training-script"] == "other.py"
+        assert "training-script-args" not in printed
+
+    @pytest.mark.parametrize(
+        ("text", "told"),
+        [
+            ("hang-timout = 3", "job.toml: hang-timout is no option; did you mean hang-timeout? see"),
+            ("config = 'x'", "job.toml: config is no option"),
+            ("[rdzv-conf]\nttl = 3", 'job.toml: rdzv-conf must be a text, not a table: write rdzv-conf = "…".'),
+            ("nnodes = true", "job.toml: nnodes must be a text, not a boolean"),
+            ("hang_timeout = '3'", "job.toml: hang_timeout must be a number, not a text: write hang_timeout = 1.5."),
+            ("hang-timeout = true", "job.toml: hang-timeout must be a number, not a boolean"),
+            ("max-job-restarts = 3.5", "job.toml: max-job-restarts must be a whole number, not a number"),
+            (
+                "share-gpus = 1",
+                "job.toml: share-gpus must be true or false, not a whole number: write share-gpus = true.",
+            ),
+            ("health-check = 'disk'", "job.toml: health-check must be a list of texts, not a text"),
+            ("health-check = [1]", "job.toml: health-check must be a list of texts, not a list"),
+            ("drain-file = 2026-01-01", "job.toml: drain-file must be a text, not a date or time"),
+            ("admit = 'never'", "job.toml: admit is 'never': it must be one of now, saved, checkpoint."),
+            ("hang-timeout = 1\nhang_timeout = 1", "job.toml: hang-timeout is there twice, once with underscores"),
+            ("drain-timeout = -1", "drain_timeout=-1"),
+            ("nnodes = ", "job.toml', is not TOML: Invalid value (at "),
+        ],
+    )
+    @pytest.mark.usefixtures("launched")
+    def test_what_is_wrong_is_said(
+        self, text: str, told: str, capfd: pytest.CaptureFixture[str], tmp_path: Path
+    ) -> None:
+        assert main(["run", *PLACE, f"--config={write(tmp_path, text)}", SCRIPT]) == 2
+        said = capfd.readouterr().err
+        assert told in said
+        assert said.count("\n") == 1
+
+    def test_a_file_that_is_not_there_is_said(self, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+        assert main(["run", f"--config={tmp_path}/job.toml", SCRIPT]) == 2
+        assert "/job.toml', cannot be read: No such file or directory." in capfd.readouterr().err
+
+    @pytest.mark.usefixtures("launched")
+    def test_a_script_is_still_needed(self, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+        with pytest.raises(SystemExit, match="2"):
+            main(["run", "--config", write(tmp_path, "nnodes = 1")])
+        assert "the following arguments are required: training_script" in capfd.readouterr().err
+
+
+class TestPrintedConfig:
+    def test_can_be_given_back(self, capfd: pytest.CaptureFixture[str], launched: list[Any], tmp_path: Path) -> None:
+        args = ["--text", 'a "quoted" \\ backslash, a\ttab, \x7f, é, 😀']
+        flags = ["--nnodes=2", "--hang-timeout=2.5", "--survive", "--health-check=a", "--health-check=b"]
+        line = ["run", *PLACE, *flags, "--drain-file=/drain", "--duplicate-stderr-filters=a,,b", SCRIPT, *args]
+        assert main([*line[:1], "--print-config", *line[1:]]) == 0
+        assert launched == [], "nothing runs"
+        printed = capfd.readouterr().out
+        assert tomllib.loads(printed)["training-script-args"] == args
+        assert main(["run", "--config", write(tmp_path, printed), "--print-config"]) == 0
+        assert capfd.readouterr().out == printed
+        for again in (["run", "--config", str(tmp_path / "job.toml")], line):
+            assert main(again) == 0
+        assert launched[1:3] == launched[4:6]
+        assert launched[0].duplicate_stderr_filters == launched[3].duplicate_stderr_filters == ["a,b"]
+
+    def test_tells_defaults_and_variables_without_a_script(
+        self, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("PET_DRAIN_TIMEOUT", "8")
+        assert main(["run", "--print-config", "--max-job-restarts=4"]) == 0
+        printed = tomllib.loads(capfd.readouterr().out)
+        assert (printed["drain-timeout"], printed["health-check"], printed["share-gpus"]) == (8.0, ["disk"], False)
+        assert (printed["max-job-restarts"], printed["max-restarts"]) == (4, 4)
+        assert printed.keys().isdisjoint({"rdzv-id", "master-addr", "training-script", "config", "help"})
+
+    def test_has_no_secret(self, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("WANDB_API_KEY", "c4n4ry-of-wandb")
+        url = "rediss://user:c4n4ry-of-redis@127.0.0.1:1/2"
+        args = ["--key=c4n4ry-of-wandb", "--store=http://me:c4n4ry-of-http@host", "--api-key=c4n4ry-of-arguments"]
+        assert main(["run", "--print-config", f"--rdzv-endpoint={url}", "--rdzv-id=x", SCRIPT, *args]) == 0
+        printed = capfd.readouterr().out
+        assert "c4n4ry" not in printed
+        assert '# rdzv-endpoint = "rediss://127.0.0.1:1/2"  # its login belongs in REDELASTIC_REDIS_URL\n' in printed
+        assert {"rdzv-endpoint", "training-script-args"}.isdisjoint(tomllib.loads(printed))
+
+    def test_wrong_options_are_told(self, capfd: pytest.CaptureFixture[str]) -> None:
+        assert main(["run", "--print-config", "--nnodes=0", SCRIPT]) == 2
+        assert main(["run", "--print-config", "--rdzv-endpoint=redis://user:c4n4ry@h:x", SCRIPT]) == 2
+        said = capfd.readouterr()
+        assert said.out == ""
+        assert "c4n4ry" not in said.err
