@@ -147,7 +147,8 @@ def documented(kind: type) -> tuple[str, dict[str, str]]:
 METRICS: Final = """\
 # Metrics
 
-`redelastic run --health-port=8080` serves them at `/metrics`, each with the labels `run_id` and `node`.
+`redelastic run --health-port=8080` serves them at `/metrics`, each with the labels `run_id` and `node`, the
+node's name (`--node-name`), which stays the same when it starts again. Give each agent of a host a name of its own.
 A value that is not known has no sample. [grafana.json](../examples/grafana.json) is a Grafana dashboard on them.
 
 | metric | type | more labels | meaning |

@@ -301,10 +301,13 @@ class _StatusCollector(Collector):
     def collect(self) -> Iterator[_Family]:
         status = self._node.status()
         workers, gpus = status.get("workers") or (), status.get("gpus") or ()
-        common = {"run_id": status.get("run_id", ""), "node": status.get("node", "")}
+        # By its name: its id is a new one after each restart.
+        common = {"run_id": status.get("run_id", ""), "node": status.get("name", "")}
         state = status.get("state")
 
-        yield _info("node_info", "Name of the node.", common, ("name",), [status])
+        yield _info(
+            "node_info", "Id of the node, as events have it.", common, ("id",), [{"id": status.get("node", "")}]
+        )
         one_of = _info("node_state", "1 for the state that the node is in.", common, ("state",), ())
         for each in dict.fromkeys([*STATES, state] if state else ()):
             one_of.add_metric(_values(common, ("state",), {"state": each}), float(each == state))

@@ -60,7 +60,7 @@ STATUS: Mapping[str, Any] = {
     ],
 }
 TIMEOUT = 30.0  # for what takes milliseconds, in seconds
-RUN = {"run_id": "job", "node": "host-1-ab"}
+RUN = {"run_id": "job", "node": "alpha"}
 
 
 class FakeNode:
@@ -133,7 +133,7 @@ def test_livez_and_readyz_say_why_not(endpoint: HealthEndpoint, node: FakeNode) 
 def test_metrics_carry_the_whole_status_in_base_units(endpoint: HealthEndpoint) -> None:
     gpu = {"index": "0", "uuid": "GPU-1"}
     assert metrics(endpoint) == {
-        ("node_info", labels(name="alpha")): 1,
+        ("node_info", labels(id="host-1-ab")): 1,
         **{
             ("node_state", labels(state=state)): float(state == "draining")
             for state in ("waiting", "running", "draining", "barred", "refused")
@@ -166,6 +166,13 @@ def test_metrics_carry_the_whole_status_in_base_units(endpoint: HealthEndpoint) 
     }
 
 
+def test_a_node_that_starts_again_goes_on_with_its_series(endpoint: HealthEndpoint, node: FakeNode) -> None:
+    """Its id is a new one, which must not make new series of all its metrics."""
+    before = metrics(endpoint)
+    node.asked = lambda: {**STATUS, "node": "host-1-cd"}
+    assert {name for (name, _), _ in before.items() ^ metrics(endpoint).items()} == {"node_info"}
+
+
 def test_metrics_follow_the_conventions(endpoint: HealthEndpoint) -> None:
     families = list(text_string_to_metric_families(ask(endpoint, "/metrics")[1]))
     assert all(family.name.startswith("redelastic_") and family.documentation for family in families)
@@ -177,7 +184,7 @@ def test_metrics_follow_the_conventions(endpoint: HealthEndpoint) -> None:
 def test_metrics_of_a_status_that_knows_little(endpoint: HealthEndpoint, node: FakeNode) -> None:
     node.asked = dict
     nobody = frozenset({("run_id", ""), ("node", "")})
-    assert metrics(endpoint) == {("node_info", nobody | {("name", "")}): 1}
+    assert metrics(endpoint) == {("node_info", nobody | {("id", "")}): 1}
     node.asked = lambda: {"epoch": "seven", "cpu": None, "workers": [{}], "gpus": None, "state": "odd"}
     found = metrics(endpoint)
     assert found["node_state", nobody | {("state", "odd")}] == 1
