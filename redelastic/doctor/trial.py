@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import statistics
 import time
@@ -37,6 +38,9 @@ def try_rendezvous(endpoint: Endpoint, corner: Corner) -> Iterator[Finding]:
         UnreachableError: the server stopped answering.
     """
     handlers: list[RedisRendezvousHandler] = []
+    log = logging.getLogger(RedisRendezvousHandler.__module__)
+    level = log.level
+    log.setLevel(logging.ERROR)  # what nodes tell of themselves is for jobs; the findings say it here
     try:
         handlers += (_node(endpoint, corner) for _ in range(2))
         started = time.perf_counter()
@@ -61,6 +65,7 @@ def try_rendezvous(endpoint: Endpoint, corner: Corner) -> Iterator[Finding]:
     finally:
         for handler in handlers:
             handler.end(Left(cause="finished"), "closes", timeout=0)  # a single attempt: its keys are removed anyway
+        log.setLevel(level)
 
 
 def _node(endpoint: Endpoint, corner: Corner) -> RedisRendezvousHandler:

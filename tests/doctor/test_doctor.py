@@ -126,6 +126,25 @@ def test_what_a_server_is_set_to(config: dict[str, str], name: str, level: str, 
         assert said in finding.advice
 
 
+def test_the_tutorials_server_has_the_warnings_that_the_tutorial_quotes() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "tutorial.md").read_text()
+    [lines] = re.findall(r"printf '(.+)' \| redis-server -", page)
+    config = dict(line.split(" ", 1) for line in lines.replace("\\n", "\n").splitlines())
+    del config["requirepass"]  # it has one of its own
+    with RedisServer(config=config) as server:
+        found = look(server.url.replace(HOST, "0.0.0.0"))  # noqa: S104  # leads to this host, and is no loopback address
+    warnings = [one for one in found.values() if one.group == "server" and one.level not in {"ok", "note"}]
+    assert {one.name for one in warnings} == {"encryption", "persistence"}
+    said = "".join(f"  {one.name}: {one.found}\n    {one.advice}\n" for one in warnings)
+    assert f"```text\n2 warnings\n{said}```" in page
+
+
+def test_its_nodes_say_nothing_of_themselves(own_server: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
+    """People read the findings, and nothing of what a job's log tells."""
+    assert look(own_server.url)["rendezvous"].level == "ok"
+    assert caplog.records == []
+
+
 def test_a_full_server_is_a_problem_said_where_it_shows() -> None:
     with RedisServer(config={"maxmemory": "1mb"}) as server, server.get_client() as client:
         found = look(server.url)
