@@ -24,7 +24,7 @@ else:
 SCRIPT: Final = "training_script"
 ARGUMENTS: Final = "training_script_args"
 LISTS: Final = ("health_check", "duplicate_stdout_filters", "duplicate_stderr_filters", ARGUMENTS)  # of texts
-_NOT_IN_FILES: Final = ("help", "config", "print_config")
+_NOT_IN_FILES: Final = ("help", "config", "print_config", "print_completion", argparse.SUPPRESS)  # one is newer torch's
 _WITHOUT_EFFECT: Final = ("master_addr", "master_port", "node_rank")
 # What a value may be, in words and as an example, by the type that it has to have.
 _KINDS: Final = {

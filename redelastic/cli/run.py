@@ -273,7 +273,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--preload",
         metavar="MODULE,…",
-        help="import these modules once and fork workers from that process (such as torch)",
+        help="import these modules once and fork workers from that process (such as torch); if one cannot be, "
+        "a warning says why, and workers start as new processes",
     )
     if "--shutdown-timeout" not in parser._option_string_actions:  # noqa: SLF001  # torchrun has it since torch 2.12
         add(

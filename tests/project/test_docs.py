@@ -135,6 +135,11 @@ def test_the_quoted_errors_are_what_is_printed(page: str, prompt: str, output: s
     assert (done.out + done.err) == output, page
 
 
+def test_a_failed_preload_is_called_what_the_log_calls_it() -> None:
+    [warning] = re.findall(r'log.warning\("(Nothing is preloaded[^%:]+): %s', (SOURCE / "workers/warm.py").read_text())
+    assert f"`{warning}`" in read("docs/reference/agent.md")
+
+
 # -- options, settings, and the like
 
 
