@@ -117,6 +117,7 @@ def _run(argv: Sequence[str]) -> int:
                 sys.stdout.write(config_file.to_toml(parser, arguments))
                 return common.OK
             _check_script(arguments)
+            _make_log_dir(arguments)
             _place(arguments, opened)
             config, entrypoint, args = torchrun.config_from_args(arguments)
             if arguments.node_name is not None:
@@ -353,6 +354,17 @@ def _check_script(arguments: argparse.Namespace) -> None:
             raise ValueError(f"No executable {script!r} on PATH or in {Path.cwd()}.")
     elif not (arguments.module or Path(script).exists()):
         raise ValueError(f"No script {script!r} in {Path.cwd()}; use -m for a module, --no-python for a command.")
+
+
+def _make_log_dir(arguments: argparse.Namespace) -> None:
+    """Make the folder for the workers' logs, as torch would, whose error names no option."""
+    if arguments.log_dir and arguments.log_dir != os.devnull and not arguments.logs_specs:
+        try:
+            Path(arguments.log_dir).mkdir(parents=True, exist_ok=True)
+        except OSError as e:
+            raise ValueError(
+                f"--log-dir={arguments.log_dir} cannot be made: {e.strerror or e}. Name one that can be written."
+            ) from e
 
 
 def _place(arguments: argparse.Namespace, opened: ExitStack) -> None:

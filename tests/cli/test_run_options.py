@@ -116,6 +116,24 @@ def test_what_cannot_run_is_refused(given: tuple[str, ...], told: str, capfd: py
     assert told in capfd.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("name", "why"), [("file", "File exists"), ("file/logs", "Not a directory"), ("x" * 300, "File name too long")]
+)
+@pytest.mark.usefixtures("launched")
+def test_a_log_dir_that_cannot_be_made_says_why(
+    name: str, why: str, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    assert main(["run", *PLACE, f"--log-dir={tmp_path}/{name}", SCRIPT]) == 2
+    assert f"--log-dir={tmp_path}/{name} cannot be made: {why}. Name one that can" in capfd.readouterr().err
+
+
+def test_a_log_dir_is_made(launched: list[Any], tmp_path: Path) -> None:
+    assert main(["run", *PLACE, f"--log-dir={tmp_path}/new/logs", SCRIPT]) == 0
+    assert launched[0].logs_specs.root_log_dir == f"{tmp_path}/new/logs"
+    assert (tmp_path / "new" / "logs").is_dir()
+
+
 def test_the_shutdown_timeout_is_known_on_every_torch(launched: list[Any]) -> None:
     assert main(["run", *PLACE, "--shutdown-timeout=2", SCRIPT]) == 0
     assert launched[2] == {"shutdown_timeout": 2, "exit_barrier_timeout": None}
