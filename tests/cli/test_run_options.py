@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -198,6 +199,13 @@ class TestConfigFile:
         for name in ("min_nodes", "max_nodes", "nproc_per_node", "rdzv_endpoint", "run_id", "max_restarts"):
             assert getattr(from_file[0], name) == getattr(launched[0], name), name
         assert from_file[0].duplicate_stdout_filters == launched[0].duplicate_stdout_filters == ["loss", "step"]
+
+    def test_that_the_reference_shows_is_taken(self, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+        page = (Path(__file__).parents[2] / "docs" / "reference" / "agent.md").read_text()
+        [text] = re.findall(r"```toml\n(.+?)```", page, re.DOTALL)
+        assert main(["run", "--config", write(tmp_path, text), "--print-config"]) == 0
+        printed, shown = tomllib.loads(capfd.readouterr().out), tomllib.loads(text)
+        assert printed == printed | shown | {"nproc-per-node": "8"}
 
     def test_flags_outweigh_variables_and_these_the_file(
         self, launched: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
