@@ -22,6 +22,7 @@ NO: Final = 1  # the answer is no: something is wrong
 USAGE: Final = 2  # argparse's own
 UNREACHABLE: Final = 3  # Redis does not answer, or refuses this client
 UNKNOWN: Final = 4  # no such run or node
+UNMEASURED: Final = 5  # something could not be measured
 
 TIMEOUT: Final = 5.0  # for a command's calls, in seconds: a person waits for it
 COMMAND_TIMEOUT: Final = 120.0  # for all of a command that does not wait for anything, in seconds

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 PIPE_WIDTH: Final = 10_000  # columns where there is no terminal: nothing is wrapped or cut
 MAX_REASON: Final = 1_000  # characters, as in `control`: a longer one would not be repeated in full
 _STYLES: Final = {
-    "green": ("completed", "started", "readmitted"),
+    "green": ("completed", "started", "readmitted", "preflight"),
     "yellow": ("drain", "left", "outage"),
-    "red": ("lost", "failed", "hung", "refused", "barred", "unreached", "stopped"),
+    "red": ("lost", "failed", "hung", "refused", "barred", "unreached", "stopped", "outlier"),
 }
 EVENT_STYLES: Final = {event: style for style, events in _STYLES.items() for event in events}
 

@@ -8,6 +8,7 @@ Anyone with write access may have put anything there: a value that is not of its
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, Final, Literal, get_args
@@ -36,6 +37,17 @@ def _time_in(entry: str) -> float:
     """The time of a stream's entry, in seconds since 1970; at most :data:`LATEST`."""
     ms = entry.partition("-")[0]
     return min(int(ms) / 1000, LATEST) if ms.isascii() and ms.isdecimal() and len(ms) <= MAX_DIGITS else 0.0
+
+
+def _decimal(text: str) -> float | None:
+    """A measured value that redelastic wrote; None if it is none."""
+    if len(text) > 2 * MAX_DIGITS or not set(text) <= set("0123456789.e+-"):
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if 0 <= value < math.inf else None
 
 
 def _signed(text: str) -> int | None:
@@ -519,6 +531,44 @@ class Unreached(Event):
     reason: str = _text(MAX_REASON)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Preflight(Event):
+    """The hosts that are to form a round have measured themselves and their links.
+
+    Attributes:
+        hosts: how many took part.
+        outliers: names of those that stand out.
+        excluded: whether these are excluded until they are readmitted.
+    """
+
+    event: str = "preflight"
+    hosts: int | None = _count()
+    outliers: tuple[str, ...] = _field((), lambda text: tuple(text[:MAX_TEXT].split()))
+    excluded: bool = _flag()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outlier(Event):
+    """A host, which is the event's node, stands out in a preflight.
+
+    Attributes:
+        measure: by which it stands out.
+        value: of the host, if there is one.
+        median: of all hosts.
+        required: the worst value allowed, if it misses that.
+        unit: of these values.
+        reason: what failed, if there is no value.
+    """
+
+    event: str = "outlier"
+    measure: str = _text(MAX_NAME)
+    value: float | None = _field(None, _decimal)
+    median: float | None = _field(None, _decimal)
+    required: float | None = _field(None, _decimal)
+    unit: str = _text(MAX_NAME)
+    reason: str = _text(MAX_REASON)
+
+
 BY_SCRIPTS: Final[tuple[type[Event], ...]] = (  # in the atomic step that makes the change, so exactly once
     *(
         Joined,
@@ -547,6 +597,8 @@ BY_AGENTS: Final[tuple[type[Event], ...]] = (
     Refused,
     Barred,
     Unreached,
+    Preflight,
+    Outlier,
 )  # at least once
 KINDS: Final[Mapping[str, type[Event]]] = {
     str(kind.__dataclass_fields__["event"].default): kind for kind in (*BY_SCRIPTS, *BY_AGENTS)

@@ -204,6 +204,22 @@ def _(event: events.Unreached) -> str:
     )
 
 
+@sentence.register
+def _(event: events.Preflight) -> str:
+    named = ", ".join(event.outliers[:NAMES]) + (", …" if len(event.outliers) > NAMES else "")
+    found = f"{count(len(event.outliers), 'outlier')}: {named}" if event.outliers else "no outlier"
+    return f"{count(event.hosts or 0, 'host')}, {found}" + (", excluded until readmitted" if event.excluded else "")
+
+
+@sentence.register
+def _(event: events.Outlier) -> str:
+    if event.value is None:
+        return f"{event.measure}: {event.reason}"
+    beside = "median" if event.required is None else "required"
+    other = event.median if event.required is None else event.required
+    return f"{event.measure} {event.value:.3g} {event.unit}, {beside} {'?' if other is None else f'{other:.3g}'}"
+
+
 def cause(event: events.Event | None, default: str = "no reason given") -> str:
     """Why a round is broken or a run closed: what happened, and to which node."""
     if event is None:

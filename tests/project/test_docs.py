@@ -34,7 +34,18 @@ MIB = 2**20
 OTHERS = {
     *("--help", "--version", "--system-site-packages", "--index-url", "--dist", "--from-file", "--build", "--scale"),
     *("--rm", "--no-recreate", "--volumes", "--profile", "--quick", "--seed", "--minutes", "--server-faults"),
-    *("--operations", "--rendezvous", "--checkpoint", "--pace", "--strict", "--keep", "--no-cache-dir", "--no-deps"),
+    *(
+        "--operations",
+        "--rendezvous",
+        "--checkpoint",
+        "--pace",
+        "--strict",
+        "--keep",
+        "--no-cache-dir",
+        "--no-deps",
+        "--simulated",
+    ),
+    "--real",
 }
 
 
@@ -162,8 +173,8 @@ def test_the_settings_are_those_of_the_page() -> None:
 
 def test_the_exit_codes_are_those_of_the_page() -> None:
     told = {int(cells[0]) for cells in rows("docs/reference/exit-codes.md") if cells[0].isdecimal()}
-    agent = {launch.OK, launch.FAILED, launch.DRAINED, launch.STOPPED, launch.REFUSED, launch.UNUSED}
-    assert told == agent | {common.NO, common.USAGE, common.UNREACHABLE, common.UNKNOWN, 130}
+    agent = {launch.OK, launch.FAILED, launch.DRAINED, launch.STOPPED, launch.REFUSED}
+    assert told == agent | {common.NO, common.USAGE, common.UNREACHABLE, common.UNKNOWN, common.UNMEASURED, 130}
 
 
 def test_scripts_record_the_events_that_are_defined() -> None:

@@ -1,0 +1,177 @@
+"""One host's part in a preflight: it meets the others, goes through the steps with them, and gets what came of it."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final
+
+from torch.distributed.elastic.rendezvous.api import RendezvousParameters
+
+from redelastic.monitoring.control import RunControl
+from redelastic.monitoring.events import Left, Outlier, Preflight
+from redelastic.monitoring.sentences import sentence
+from redelastic.redis.errors import RedelasticError
+from redelastic.redis.keys import RunKeys
+from redelastic.rendezvous.handler import RedisRendezvousHandler, handler_from_parameters
+from redelastic.store import RedisStore
+
+from .figures import measure_of
+from .meeting import Meeting
+from .probe import STORE_TTL, Probe
+from .schedule import Report, Step
+from .verdict import Verdict, judge
+
+SUFFIX: Final = "-preflight"  # of the run in which the hosts of a job meet
+READY_TIMEOUT: Final = 120.0  # for the import of torch, in seconds
+MAX_EVENTS: Final = 16  # of outliers, in the job's log
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How a preflight measures; all hosts need the same.
+
+    Attributes:
+        timeout: time limit of each measure, in seconds.
+        folders: in which files are written.
+        backend: of the links: ``gloo`` (CPU) or ``nccl`` (GPUs).
+        size: of the tensor of the all-reduce, in bytes.
+        required: the worst value allowed, by measure.
+        exclude: whether outliers are kept out of the job until they are readmitted.
+    """
+
+    timeout: float = 30.0
+    folders: tuple[str, ...] = ()
+    backend: str = "gloo"
+    size: int = 64 << 20
+    required: Mapping[str, float] = field(default_factory=dict)
+    exclude: bool = False
+
+
+def preflight(params: RendezvousParameters, options: Options) -> dict[str, Any]:
+    """Take part in a preflight of a job's hosts.
+
+    Args:
+        params: of the job's rendezvous.
+        options: how to measure.
+
+    Returns:
+        What came of it, the same on all hosts but for ``self``: see :func:`_document`.
+
+    Raises:
+        RendezvousError: the hosts did not meet: too few came in time, or Redis cannot be reached or refuses the login.
+        DistError: Redis could not be reached while they measured.
+        ValueError: a parameter is wrong.
+    """
+    given = RendezvousParameters(
+        "redis",
+        params.endpoint,
+        params.run_id + SUFFIX,
+        params.min_nodes,
+        params.max_nodes,
+        params.local_addr,
+        **params.config,
+    )
+    handler = handler_from_parameters(given)
+    if not isinstance(handler, RedisRendezvousHandler):
+        raise ValueError("A preflight needs the native rendezvous: remove protocol=dynamic.")  # noqa: TRY004
+    handler.exports_environment = False
+    try:
+        return _take_part(handler, params, options)
+    finally:
+        handler.end(Left(cause="finished"), "goes on")
+
+
+def _take_part(handler: RedisRendezvousHandler, params: RendezvousParameters, options: Options) -> dict[str, Any]:
+    settings, started = handler.settings, time.monotonic()
+    handler.address.export_interface()
+    tls = {name: getattr(settings, name) for name in ("ca_cert", "ssl_cert", "ssl_cert_key")}
+    keys: dict[str, Any] = {"run_id": settings.run_id, "key_prefix": settings.key_prefix}
+    probe = Probe({"backend": options.backend, "endpoint": params.endpoint, "tls": tls, **keys})
+    with contextlib.closing(probe):
+        probe.wait_until_ready(READY_TIMEOUT)  # a probe that is not will say so in its first step
+        info = handler.next_rendezvous()
+        entered = handler.node.view.round
+        assert entered is not None  # noqa: S101 - it has just been entered
+        name = f"preflight-{entered.epoch}-{entered.completed_at}"  # not the round's: the loss of a host would end it
+        connection = handler.backend.connection
+        store = RedisStore(connection, **keys, name=name, timeout=settings.read_timeout, ttl=STORE_TTL)
+        with contextlib.closing(store):
+            meeting = Meeting(store, info.rank, settings.node_name, info.world_size)
+            step: Step | None = meeting.first()
+            while step is not None:
+                measures = 2 + len(options.folders) if step.kind == "own" else 1
+                deadline = time.monotonic() + measures * options.timeout
+                group = f"{name}/{meeting.number}"
+                found = _measure(probe, step, info.rank, options, group) if info.rank in step.hosts else {}
+                step = meeting.report(found, deadline)
+            document, is_own = meeting.agree(lambda steps, names: _document(steps, names, options))
+            if is_own:  # the first to know tells the job
+                _tell(RunControl(connection, RunKeys(params.run_id, settings.key_prefix)), document)
+    return {**document, "self": document["hosts"][info.rank], "seconds": round(time.monotonic() - started, 3)}
+
+
+def _measure(probe: Probe, step: Step, host: int, options: Options, group: str) -> Report:
+    """Do this host's part of a step."""
+
+    def ask(do: str, **more: Any) -> dict[str, Any]:
+        return probe.ask(time.monotonic() + options.timeout, do=do, **more)
+
+    if step.kind == "own":
+        answers = {name: ask(name) for name in ("compute", "memory")}
+        answers |= {f"write:{folder}": ask("write", folder=folder) for folder in options.folders}
+        return {name: answer.get("value", answer.get("error", "")) for name, answer in answers.items()}
+    if step.kind == "pairs":
+        pair = next(pair for pair in step.pairs if host in pair)
+        return ask("link", group=f"{group}/{pair[0]}", rank=pair.index(host), size=2)
+    rank = step.hosts.index(host)
+    return ask("all_reduce", group=group, rank=rank, size=len(step.hosts), bytes=options.size)
+
+
+def _document(steps: list[Step], names: list[str], options: Options) -> dict[str, Any]:
+    """What came of it, as JSON.
+
+    Returns:
+        hosts: by their number, each with name, figures by measure, and whether it is an outlier; medians by measure;
+        outliers, with text in words; links that are bad where neither end is known to be; unmeasured: what no host
+        could measure, in words; group: the all-reduce; excluded: whether outliers are.
+    """
+    verdict: Verdict = judge(len(names), steps, options.required)
+    outliers = []
+    for found in verdict.outliers:
+        fields = {**asdict(found), "host": names[found.host], "number": found.host}
+        fields["unit"] = measure_of(found.measure).unit if found.value is not None else ""
+        outliers.append({**fields, "text": sentence(outlier_event(fields))})
+    bad = {found.host for found in verdict.outliers}
+    return {
+        "hosts": [
+            {"host": name, "number": number, "figures": dict(verdict.figures[number]), "outlier": number in bad}
+            for number, name in enumerate(names)
+        ],
+        "medians": dict(verdict.medians),
+        "outliers": outliers,
+        "links": [
+            {**asdict(link), "source": names[link.source], "target": names[link.target]} for link in verdict.links
+        ],
+        "unmeasured": list(verdict.unmeasured),
+        "group": dict(verdict.group),
+        "excluded": options.exclude,
+    }
+
+
+def outlier_event(fields: Mapping[str, Any]) -> Outlier:
+    """An outlier of a document as an event of the job."""
+    known = ("measure", "value", "median", "required", "unit", "reason")
+    return Outlier(node=fields["host"], **{name: fields[name] for name in known})
+
+
+def _tell(control: RunControl, document: Mapping[str, Any]) -> None:
+    """Record in the job's log what came of it; the measuring does not depend on that."""
+    outliers = document["outliers"]
+    names = tuple(dict.fromkeys(outlier["host"] for outlier in outliers))
+    with contextlib.suppress(RedelasticError):
+        for outlier in outliers[:MAX_EVENTS]:
+            control.note(outlier_event(outlier))
+        control.note(Preflight(hosts=len(document["hosts"]), outliers=names, excluded=document["excluded"]))

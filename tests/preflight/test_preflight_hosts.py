@@ -1,0 +1,103 @@
+"""`redelastic preflight` as real processes: on one host, and on hosts that are slow, throttled, cut off or hang."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from redelastic.cli import common
+from redelastic.monitoring.control import RunControl
+from redelastic.monitoring.events import Outlier, Preflight
+from redelastic.redis.connection import Connection
+from redelastic.redis.keys import RunKeys
+from redelastic.redis.server import RedisServer
+from tests.support.commands import command
+from tests.support.namespaces import Network, NetworkServer
+from tests.support.preflight_draws import FAULTS
+from tests.support.preflight_job import Hosts
+
+NAMES = ("vm-a", "vm-b", "vm-c")
+OPTIONS = ("--nnodes=3", "--timeout=60", "--size=1")
+
+
+def test_three_hosts_measure_themselves_and_each_other(
+    server: RedisServer, connection: Connection, run_id: str, tmp_path: Path
+) -> None:
+    options = (*OPTIONS, f"--path={tmp_path}", "--require=send=1000000")
+    with Hosts(server, server.url, run_id, tmp_path, *options) as hosts:
+        hosts.start(*NAMES)
+        ended = hosts.results(*NAMES)
+    assert {one.code for one in ended.values()} == {common.NO}, ended
+    document = ended["vm-a"].document
+    assert sorted(host["host"] for host in document["hosts"]) == sorted(NAMES)
+    measures = {"compute", "memory", f"write:{tmp_path}", "send", "receive", "latency"}
+    assert all(set(host["figures"]) == measures for host in document["hosts"])
+    assert set(document["medians"]) == measures
+    assert document["unmeasured"] == []
+    assert document["group"]["hosts"] == len(NAMES)
+    missed = {found["host"] for found in document["outliers"] if found["measure"] == "send"}
+    assert missed == set(NAMES)  # nothing sends as fast as that
+    for name, one in ended.items():
+        assert one.document["self"]["host"] == name
+        assert {**one.document, "self": {}, "seconds": 0} == {**document, "self": {}, "seconds": 0}
+    events = RunControl(connection, RunKeys(run_id)).events()
+    assert isinstance(events[-1], Preflight)
+    assert set(events[-1].outliers) == set(NAMES)
+    assert all(isinstance(event, Outlier) for event in events[:-1])
+    assert any(event.measure == "send" and event.required == 1e6 for event in events[:-1] if isinstance(event, Outlier))
+    assert not list(tmp_path.glob(".redelastic-*"))
+
+
+def test_a_missing_host_is_waited_for_and_nothing_is_measured(server: RedisServer, run_id: str, tmp_path: Path) -> None:
+    options = ("--nnodes=2", "--rdzv-conf=join_timeout=3")
+    with Hosts(server, server.url, run_id, tmp_path, *options) as hosts:
+        hosts.start("vm-a")
+        alone = hosts.results("vm-a")["vm-a"]
+    assert alone.code == common.UNMEASURED
+    assert "fewer than 2 nodes joined" in alone.errors
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("--nnodes=0", "--nnodes=0 is invalid"),
+        ("--require=speed=1", "--require=speed=1 is invalid"),
+        ("--timeout=0", "--timeout=0 is out of range"),
+        ("--size=0", "--size=0 is out of range"),
+        ("--rdzv-conf=x", "--rdzv-conf=x is invalid"),
+    ],
+)
+def test_a_wrong_option_is_refused(argument: str, message: str) -> None:
+    done = command("preflight", "--rdzv-id=j", "--nnodes=2", argument)
+    assert done.code == common.USAGE
+    assert message in done.err
+
+
+@pytest.fixture
+def network() -> Iterator[Network]:
+    with ExitStack() as opened:
+        try:
+            made = opened.enter_context(Network("redis", *NAMES, "vm-d"))
+        except OSError as e:
+            pytest.skip(f"network namespaces need Linux, root, and `ip` of the Debian package iproute2: {e}")
+        opened.enter_context(made.inside("redis"))
+        yield made
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kind", FAULTS)
+def test_the_bad_host_is_named_and_no_other(network: Network, run_id: str, tmp_path: Path, kind: str) -> None:
+    names = (*NAMES, "vm-d")
+    with NetworkServer(network.addresses["redis"]) as server, ExitStack() as faults:
+        endpoint = f"redis://:{server.password}@{server.endpoint}"
+        options = ("--nnodes=4", "--timeout=20", "--size=1")
+        hosts = faults.enter_context(Hosts(server, endpoint, run_id, tmp_path, *options, network=network))
+        FAULTS[kind](network, hosts, "vm-c", names, faults)
+        others = [name for name in names if name != "vm-c"]
+        for one in hosts.results(*others).values():
+            assert {found["host"] for found in one.document["outliers"]} == {"vm-c"}, one
+            assert one.code == common.NO

@@ -1,0 +1,106 @@
+"""A preflight of real processes, each a host: on this machine's loopback, or each on a host of a network."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import psutil
+from typing_extensions import Self
+
+from redelastic.preflight.host import SUFFIX
+from redelastic.redis.keys import RunKeys
+from redelastic.redis.server import RedisServer
+from tests.support import launchers
+from tests.support.namespaces import Network
+from tests.support.servers import wait_until
+
+LIMIT: Final = 200.0  # for a preflight to end, in seconds
+
+
+@dataclass
+class Ended:
+    """How a host's command ended: its exit code, and what it printed."""
+
+    code: int
+    document: dict[str, Any]
+    errors: str
+
+
+class Hosts:
+    """The hosts of one preflight; those that have not ended at the end are killed.
+
+    Args:
+        server: that they meet by.
+        endpoint: of it.
+        run_id: of the job.
+        folder: for their output.
+        options: of the command, beside where and who.
+        network: on whose hosts they are; None: all on this one.
+    """
+
+    def __init__(
+        self,
+        server: RedisServer,
+        endpoint: str,
+        run_id: str,
+        folder: Path,
+        *options: str,
+        network: Network | None = None,
+    ) -> None:
+        self._server, self._run_id, self._folder, self._network = server, run_id, folder, network
+        self._arguments = ["--json", "--rdzv-endpoint", endpoint, "--rdzv-id", run_id, *options]
+        self._started: dict[str, Any] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exc_info: object) -> None:
+        for process in self._started.values():
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)  # its probe ends when its input is closed
+                process.wait(LIMIT)
+
+    def start(self, *names: str) -> None:
+        for name in names:
+            local = () if self._network else ("--local-addr", "127.0.0.1")
+            command = [sys.executable, "-m", "redelastic", "preflight", *self._arguments, *local, "--node-name", name]
+            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+            out, err = (self._folder / f"{name}.{kind}" for kind in ("out", "err"))
+            with self._network.inside(name) if self._network else nullcontext(), out.open("w") as o, err.open("w") as e:
+                self._started[name] = launchers.start(command, environment, o, e)
+
+    def pid(self, name: str) -> int:
+        return int(self._started[name].pid)
+
+    def wait_for_step(self, number: int) -> None:
+        """Wait until the hosts have decided on this step."""
+        pattern = RunKeys(self._run_id + SUFFIX).store("preflight").data + "-*"
+        with self._server.get_client() as client:
+
+            def is_decided() -> bool:
+                kinds = ((key, client.type(key)) for key in client.keys(pattern))
+                return any(client.hexists(key, f"{number - 1}/next") for key, kind in kinds if kind == b"hash")
+
+            wait_until(is_decided, f"step {number}", LIMIT)
+
+    def freeze(self, name: str) -> None:
+        """Stop a host's processes, as if it hung."""
+        process = psutil.Process(self.pid(name))
+        for one in (process, *process.children(recursive=True)):
+            one.suspend()
+
+    def results(self, *names: str) -> dict[str, Ended]:
+        """Wait for these hosts; what their commands said."""
+        ended = {}
+        for name in names:
+            code = self._started[name].wait(LIMIT)
+            out, errors = ((self._folder / f"{name}.{kind}").read_text() for kind in ("out", "err"))
+            ended[name] = Ended(code, json.loads(out) if out else {}, errors)
+        return ended
