@@ -8,6 +8,7 @@ import math
 import os
 import signal
 import time
+from collections.abc import Callable
 from functools import partial
 from multiprocessing import get_all_start_methods, resource_tracker
 from typing import Any, Final
@@ -69,6 +70,7 @@ class RedisElasticAgent(RegroupingAgent):
         options: the options that torch's agent lacks.
         owns_process: whether this process only runs this agent, so that any orphan that becomes its child belongs to
             the workers (:meth:`ProcessTree.adopt_orphans`).
+        preflight: called before each rendezvous, while no worker runs: it measures this host where that is due.
 
     Raises:
         TypeError: the handler is of another type.
@@ -90,6 +92,7 @@ class RedisElasticAgent(RegroupingAgent):
         *,
         options: AgentOptions | None = None,
         owns_process: bool = False,
+        preflight: Callable[[], object] | None = None,
     ) -> None:
         handler = spec.rdzv_handler
         if not isinstance(handler, RedisRendezvousHandler):
@@ -131,6 +134,7 @@ class RedisElasticAgent(RegroupingAgent):
         self._reporter = BackgroundReporter()
         self._warm: WarmStart | None = None
         self._owns_process = owns_process
+        self._preflight = preflight
         self._rendezvous_handler = handler
         self._node = handler.node
         self._control = RunControl(handler.backend.connection, handler.backend.keys)
@@ -217,6 +221,10 @@ class RedisElasticAgent(RegroupingAgent):
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         self._monitor.allow(math.inf)
+        if self._preflight is not None:
+            self._admission.wait_to_be_readmitted()
+            self._preflight()
+            self._admission.wait_to_be_readmitted()  # it may have been found to be an outlier
         if self._unfit:
             self._admission.require()
         if self._warm:  # joining interrupts the other nodes, so import first

@@ -25,12 +25,13 @@ from redelastic.agent.agent import RedisElasticAgent
 from redelastic.agent.background import repeat
 from redelastic.agent.limits import RefusedError
 from redelastic.agent.options import AgentOptions
+from redelastic.agent.preflights import Preflights
 from redelastic.agent.surviving import SurvivingAgent
 from redelastic.logs import say
 from redelastic.monitoring.control import RunControl
-from redelastic.monitoring.events import Closed, Left, Lost, Stopped
-from redelastic.monitoring.failure import last_failure, lines
-from redelastic.monitoring.wording import clean, count
+from redelastic.monitoring.events import Left, Lost
+from redelastic.monitoring.wording import count
+from redelastic.preflight.options import Options
 from redelastic.redis.errors import RedelasticError
 from redelastic.rendezvous.handler import RedisRendezvousHandler, handler_from_parameters
 from redelastic.rendezvous.node import DrainedError, RunStoppedError, RunThen
@@ -59,6 +60,7 @@ def launch(
     *,
     shutdown_timeout: float = 30.0,
     exit_barrier_timeout: float | None = None,
+    preflight: Options | None = None,
 ) -> int:
     """Run one node of a job in this process.
 
@@ -69,6 +71,7 @@ def launch(
         args: of the entry point.
         shutdown_timeout: how long workers have between SIGTERM and SIGKILL, in seconds.
         exit_barrier_timeout: as :class:`RedisElasticAgent` takes it.
+        preflight: how to measure this host before rounds; None: not at all.
 
     Returns:
         The exit code.
@@ -96,7 +99,8 @@ def launch(
     ending: tuple[Left, RunThen] = (Left(cause="exited"), "goes on")
     try:
         timeouts = {"shutdown_timeout": shutdown_timeout, "exit_barrier_timeout": exit_barrier_timeout}
-        agent = _agent(config, options, handler, entrypoint, args, **timeouts)
+        before = None if preflight is None else Preflights(handler, parameters, preflight)
+        agent = _agent(config, options, handler, entrypoint, args, preflight=before, **timeouts)
         metrics.initialize_metrics(metrics.MetricsConfig(config.metrics_cfg))
         try:
             result = agent.run()
@@ -199,7 +203,7 @@ def _agent(
     handler: RedisRendezvousHandler,
     entrypoint: Callable[..., Any] | str,
     args: Sequence[Any],
-    **timeouts: Any,
+    **more: Any,
 ) -> RedisElasticAgent:
     spec = WorkerSpec(
         role=config.role,
@@ -224,7 +228,7 @@ def _agent(
         config.logs_specs,
         start_method=config.start_method,
         log_line_prefix_template=config.log_line_prefix_template,
-        **timeouts,
+        **more,
         options=options,
         owns_process=True,
     )

@@ -78,7 +78,7 @@ class Admission:
             DrainedError, RendezvousClosedError, UnavailableError: as :meth:`Node.wait_while`; or Redis
                 refuses to say whether this host is excluded.
         """
-        self._wait_to_be_readmitted()
+        self.wait_to_be_readmitted()
         options, must_leave = self._options, self._node.must_leave
         if unfit := checks.run_checks(options.health_checks, options.health_command, self._checked, must_leave):
             refused = RefusedError(f"This node does not join run {self._node.run_id!r}: {unfit}.")
@@ -89,8 +89,9 @@ class Admission:
                 raise refused from e
             raise refused
 
-    def _wait_to_be_readmitted(self) -> None:
-        limit = self._options.max_failed_rounds
+    def wait_to_be_readmitted(self) -> None:
+        """Wait while this host is excluded; raises as :meth:`require`."""
+        limit = self._options.failed_rounds_limit
         if limit is None:
             return
         try:

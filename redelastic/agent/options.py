@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from redelastic.monitoring.events import EXCLUDED
+
 log = logging.getLogger(__name__)
 
 MAX_IDLE_RESTARTS: Final = 20  # after as many restarts in a row without progress, another one would bring none either
@@ -33,6 +35,7 @@ class AgentOptions:
         max_idle_restarts: the job is stopped after this many consecutive restarts in which no worker has reported a
             higher step than before. A job whose workers report no steps is not.
         max_failed_rounds: this host is excluded after this many consecutive rounds in which its workers failed first.
+        exclude: whether this host is excluded, too, when a preflight has found it to be an outlier.
         health_checks: names of the checks that this node must pass before it joins.
         health_command: a further check, a command for ``/bin/sh -c``.
         health_timeout: how long one check may take.
@@ -54,6 +57,7 @@ class AgentOptions:
     max_job_restarts: int | None = None
     max_idle_restarts: int | None = MAX_IDLE_RESTARTS
     max_failed_rounds: int | None = None
+    exclude: bool = False
     health_checks: tuple[str, ...] = ("disk",)
     health_command: str | None = None
     health_timeout: float = 60.0
@@ -104,8 +108,13 @@ class AgentOptions:
         return None
 
     @property
+    def failed_rounds_limit(self) -> int | None:
+        """The count of failures from which on this host is excluded; None: it never is."""
+        return EXCLUDED if self.max_failed_rounds is None and self.exclude else self.max_failed_rounds
+
+    @property
     def limits(self) -> tuple[int, int, int]:
         """Restart limits, as :meth:`redelastic.rendezvous.node.Node.charge` takes them."""
-        limits = (self.max_job_restarts, self.max_idle_restarts, self.max_failed_rounds)
+        limits = (self.max_job_restarts, self.max_idle_restarts, self.failed_rounds_limit)
         restarts, idle_restarts, rounds = (-1 if limit is None else limit for limit in limits)
         return restarts, idle_restarts, rounds

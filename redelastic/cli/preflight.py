@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import re
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,7 @@ from .output import add_json_argument, open_console, write_json
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
-    from redelastic.preflight.host import Options
+    from redelastic.preflight.options import Options
 
 NAME = "preflight"
 SUMMARY = "measure the hosts of a job and their links, and name the bad one"
@@ -42,12 +43,18 @@ MAX_ROWS: Final = 32  # hosts of a table; with more, it has only the outliers
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     add = parser.add_argument
-    add("--rdzv-endpoint", metavar="URL", default="", help="host:port or URL of Redis (default: as redelastic run)")
+    add(
+        "--rdzv-endpoint",
+        metavar="URL",
+        default="",
+        help="host:port or URL of Redis (default: $REDELASTIC_REDIS_URL, or localhost)",
+    )
     add("--rdzv-id", metavar="ID", required=True, help="run id of the job; the hosts meet in ID-preflight")
     add("--nnodes", metavar="N", required=True, help="how many hosts take part: N, or MIN:MAX")
     add("--rdzv-conf", metavar="NAME=VALUE,…", default="", help="settings of the rendezvous, as for redelastic run")
     add("--local-addr", metavar="ADDRESS", help="this host's address, name or interface for its peers")
     add("--node-name", metavar="NAME", help="this host's name (default: its hostname)")
+    add("--exclude", action="store_true", help="keep hosts that stand out out of the job until they are readmitted")
     add_measure_arguments(parser)
     add_json_argument(
         parser,
@@ -81,7 +88,7 @@ def options_of(arguments: argparse.Namespace) -> Options:
     Raises:
         ValueError: an option is wrong.
     """
-    from redelastic.preflight.host import Options
+    from redelastic.preflight.options import Options
 
     required = {}
     for text in arguments.require:
@@ -95,7 +102,7 @@ def options_of(arguments: argparse.Namespace) -> Options:
         raise ValueError(f"--size={arguments.size} is out of range: it must be 1 to 16384.")
     folders = tuple(str(Path(folder).absolute()) for folder in arguments.path)
     measures: dict[str, Any] = {"backend": arguments.backend, "required": required, "folders": folders}
-    return Options(timeout=arguments.timeout, size=arguments.size << 20, **measures)
+    return Options(timeout=arguments.timeout, size=arguments.size << 20, exclude=arguments.exclude, **measures)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -109,14 +116,18 @@ def run(arguments: argparse.Namespace) -> int:
         say(f"redelastic {NAME}: {e}")
         return USAGE
     set_up_logging(logging.getLogger())
+    logging.getLogger("redelastic.rendezvous").setLevel(
+        logging.ERROR
+    )  # it says that hosts leave, as they do at the end
     from torch.distributed import DistError
     from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousError
 
-    from redelastic.preflight.host import preflight
+    from redelastic.preflight.host import Host
 
     options = options_of(arguments)
     try:
-        found = preflight(_parameters(arguments), options)
+        with contextlib.closing(Host(_parameters(arguments), options)) as host:
+            found = host.run()
     except RendezvousConnectionError as e:
         say(f"redelastic {NAME}: {clean(str(e))}")
         return UNREACHABLE
@@ -185,5 +196,7 @@ def show(found: Mapping[str, Any]) -> None:
         console.print(Text(clean(f"link {where}: {link['measure']}: {figure}; which end is bad is not known"), "red"))
     for what in found["unmeasured"]:
         console.print(Text(clean(f"not measured: {what}"), "yellow"))
+    if found["excluded"]:
+        console.print("excluded until `redelastic readmit`, where nodes run with --exclude or --max-failed-rounds")
     verdict = "no outlier" if not found["outliers"] else count(len({o["number"] for o in found["outliers"]}), "outlier")
     console.print(f"{count(len(hosts), 'host')}, {verdict}, {found['seconds']:.1f} s")

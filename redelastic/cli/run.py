@@ -24,6 +24,7 @@ from . import common
 
 if TYPE_CHECKING:
     from redelastic.agent import AgentOptions
+    from redelastic.preflight.options import Options
 
 NAME = "run"
 SUMMARY = "run one node of a job, with torchrun's flags and more"
@@ -125,7 +126,8 @@ def _run(argv: Sequence[str]) -> int:
             if arguments.join_secret_file is not None:
                 config.rdzv_configs["join_secret_file"] = arguments.join_secret_file
             config.rdzv_configs.update(admission(arguments, config.rdzv_configs))
-            timeouts: dict[str, Any] = {
+            more: dict[str, Any] = {
+                "preflight": _preflight(arguments),
                 "shutdown_timeout": shutdown_timeout(config, arguments.shutdown_timeout),
                 "exit_barrier_timeout": exit_barrier_timeout(arguments.exit_barrier_timeout),
             }
@@ -134,7 +136,7 @@ def _run(argv: Sequence[str]) -> int:
             return common.USAGE
 
         try:
-            return launch(config, options, entrypoint, args, **timeouts)
+            return launch(config, options, entrypoint, args, **more)
         except RendezvousError as e:
             say(f"redelastic {NAME}: {clean(str(e))}")  # it may quote what the server said
             return common.UNREACHABLE
@@ -249,6 +251,19 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         help="exclude a host whose workers failed first in N consecutive rounds",
     )
     add(
+        "--preflight",
+        flag=True,
+        help="measure all hosts before the first round, and after one in which a worker or a node failed",
+    )
+    add("--exclude", flag=True, help="with --preflight: exclude hosts that stand out, as --max-failed-rounds does")
+    add(
+        "--preflight-path",
+        action="append",
+        default=[],
+        metavar="FOLDER",
+        help="with --preflight: write here, too; may be repeated",
+    )
+    add(
         "--health-check",
         action="append",
         metavar="NAME",
@@ -323,12 +338,29 @@ def _options(arguments: argparse.Namespace) -> AgentOptions:
         name: getattr(arguments, name)
         for name in (
             *("drain_timeout", "drain_file", "hang_timeout", "hang_start_timeout", "max_job_restarts"),
-            *("max_idle_restarts", "max_failed_rounds", "health_command", "health_timeout"),
+            *("max_idle_restarts", "max_failed_rounds", "exclude", "health_command", "health_timeout"),
             *("health_port", "health_host", "share_gpus", "survive", "park_timeout"),
         )
     }
     modules = tuple(name.strip() for name in (arguments.preload or "").split(",") if name.strip())
     return AgentOptions(health_checks=tuple(c for c in checks if c != "none"), preload=modules, **given)
+
+
+def _preflight(arguments: argparse.Namespace) -> Options | None:
+    """How to measure this host before rounds; None: not at all."""
+    from redelastic.host.devices import has_driver
+    from redelastic.preflight.options import Options
+
+    if not arguments.preflight:
+        if arguments.exclude or arguments.preflight_path:
+            raise ValueError("--exclude and --preflight-path need --preflight.")
+        return None
+    for option in ("standalone", "survive"):
+        if getattr(arguments, option):
+            raise ValueError(f"--preflight does not work with --{option}: leave one out.")
+    folders = tuple(str(Path(folder).absolute()) for folder in arguments.preflight_path)
+    backend = "nccl" if has_driver() else "gloo"
+    return Options(folders=folders, backend=backend, exclude=arguments.exclude)
 
 
 def admission(arguments: argparse.Namespace, given: Mapping[str, Any]) -> dict[str, float]:

@@ -14,7 +14,7 @@ from redelastic.redis.connection import Connection, Entries, place_of, require_k
 from redelastic.redis.errors import CorruptStateError, UnavailableError
 from redelastic.redis.keys import DEFAULT_TTL, SAVED, RunKeys, check_key_part
 
-from .events import MAX_REASON, MAX_TEXT, Event, decode, decode_cause, number_in
+from .events import EXCLUDED, MAX_REASON, MAX_TEXT, Event, decode, decode_cause, number_in
 from .records import Node, Run, decode_run, ids_in, pairs_of
 
 T = TypeVar("T")
@@ -196,6 +196,17 @@ class RunControl:
     def restarts(self) -> int:
         """The job's restarts after worker failures, except where a node was lost meanwhile."""
         return _count_of(self._call(lambda client: client.hget(self._keys.run, "restarts")))
+
+    def exclude(self, name: str, ttl: float = DEFAULT_TTL) -> None:
+        """Keep a host out of the run until it is readmitted, if its nodes heed that.
+
+        Args:
+            name: the host's name.
+            ttl: how long to remember this if no node has joined yet, in seconds.
+        """
+        key = self._keys.failures
+        self._call(lambda client: client.execute_command("HSET", key, name, EXCLUDED))
+        self._call(lambda client: client.execute_command("PEXPIRE", key, round(1000 * ttl)))
 
     def readmit(self, name: str, by: str) -> bool:
         """Forget a host's failures, record that as an event, and wake its nodes that are barred for them.

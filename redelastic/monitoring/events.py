@@ -21,6 +21,7 @@ MAX_REASON: Final = 1_000  # characters of a reason that is written
 MAX_MEMBERS: Final = 2 << 20  # characters: some 10,000 node ids
 MAX_FIELDS: Final = 64  # items of a cause's list
 MAX_MERGED: Final = 64  # nodes of a merged event, as in ``lua/events.lua``
+EXCLUDED: Final = 1_000_000  # failures that count for a host that a preflight has excluded
 LATEST: Final = 4_102_444_800.0  # the year 2100, in seconds since 1970: no server has written a later id by itself
 
 Cause = Literal["lease", "roll_call", "conflict"]

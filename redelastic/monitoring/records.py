@@ -12,7 +12,7 @@ from redelastic.redis.connection import text
 from redelastic.redis.errors import CorruptStateError
 from redelastic.redis.keys import MAX_KEY_PART, RunKeys
 
-from .events import MAX_TEXT, Event, decode_cause, number_in
+from .events import EXCLUDED, MAX_TEXT, Event, decode_cause, number_in
 
 MAX_STATUS: Final = 65_536  # in bytes: longer statuses are not read; redelastic writes at most 8,192
 # Xid errors that NVIDIA attributes to the application, not the GPU; its Kubernetes device plugin ignores these too:
@@ -223,7 +223,7 @@ def decode_run(keys: RunKeys, reply: Sequence[Any], statuses: Mapping[str, bytes
         restarts=number("restarts"),
         idle=number("idle"),
         failures=failed,
-        barred=sorted(name for name, count in failed.items() if limit and count >= limit),
+        barred=sorted(name for name, count in failed.items() if count >= (limit or EXCLUDED)),
         nodes=tuple(node_of(node) for node in ids_in(reply)),
         time=now / 1000,
     )

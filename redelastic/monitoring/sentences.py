@@ -259,6 +259,8 @@ def out_of_memory(event: events.WorkerFailure) -> str:
 
 def consecutive_failures(failures: int) -> str:
     """Why a host is excluded."""
+    if failures >= events.EXCLUDED:
+        return "a preflight has found it to be an outlier"
     return f"its workers failed first in {count(failures, 'consecutive round')}"
 
 

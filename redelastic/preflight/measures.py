@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -20,7 +19,6 @@ WRITE_BYTES: Final = 64 << 20
 CHUNK_BYTES: Final = 8 << 20
 WRITE_S: Final = 3.0  # after which no more is written
 ROUND_TRIPS: Final = 20
-WARM_UP: Final = 3
 SEND_BYTES: Final = (1 << 20, 256 << 20)  # of the first transfer, and at most
 SEND_S: Final = 0.3  # a transfer that takes as long is the last
 
@@ -100,7 +98,7 @@ def link(rank: int, device: torch.device) -> dict[str, float]:
 
 def _round_trip(rank: int, word: torch.Tensor) -> float:
     times = []
-    for _ in range(WARM_UP + ROUND_TRIPS):
+    for _ in range(ROUND_TRIPS):
         started = time.perf_counter()
         for sender in (0, 1):
             if sender == rank:
@@ -109,7 +107,7 @@ def _round_trip(rank: int, word: torch.Tensor) -> float:
                 dist.recv(word, sender)
         word.sum().item()  # with NCCL, sends and receives go on in the background
         times.append(time.perf_counter() - started)
-    return statistics.median(times[WARM_UP:])
+    return min(times)  # what else a busy host does comes between some of them
 
 
 def _send(peer: int, word: torch.Tensor) -> float:

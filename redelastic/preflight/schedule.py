@@ -12,6 +12,8 @@ from .pairing import Tried, next_pairs, rounds_for
 Kind = Literal["own", "pairs", "group"]
 Report = Mapping[str, Any]  # of one host: figures, or an error in words; it comes from another host and is not trusted
 
+SLOW: Final = 0.7  # of the median of the hosts' best links: below it a link is measured again with others
+
 LABELS: Final[Mapping[Kind, str]] = {
     "own": "the measures of its own",
     "pairs": "a round of pairs",
@@ -61,7 +63,8 @@ class Link:
 def next_step(hosts: int, steps: Sequence[Step]) -> Step | None:
     """The step that follows; None after the last.
 
-    A host that was silent once takes no further part: it costs the others the time limit of one step.
+    A host that was silent once takes no further part: it costs the others the time limit of one step. Where a host has
+    no fast link after the last round of pairs, there is one more: it may have been slow by chance.
 
     Args:
         hosts: how many there are.
@@ -76,11 +79,23 @@ def next_step(hosts: int, steps: Sequence[Step]) -> Step | None:
     links = links_of(steps)
     rounds = sum(step.kind == "pairs" for step in steps)
     tried = [Tried(link.hosts, quality) for link, quality in _qualities(links)]
-    if rounds < rounds_for(hosts) and (pairs := next_pairs(live, tried)):
+    if rounds < rounds_for(hosts) + _needs_another(tried) and (pairs := next_pairs(live, tried)):
         return Step("pairs", tuple(sorted(host for pair in pairs for host in pair)), tuple(pairs))
     linked = {host for link in links if not link.error for host in link.hosts}
     group = tuple(host for host in live if host in linked)
     return Step("group", group) if len(group) > 1 else None
+
+
+def _needs_another(tried: Sequence[Tried]) -> bool:
+    best: dict[int, list[float]] = {}
+    for link in tried:
+        for host in link.hosts:
+            best.setdefault(host, []).append(link.quality)
+    if not best:
+        return False
+    slow = SLOW * statistics.median(max(qualities) for qualities in best.values())
+    # One that has failed with several partners takes the time limit each time, and would fail again.
+    return any(max(found) < slow and (max(found) > 0 or len(found) == 1) for found in best.values())
 
 
 def links_of(steps: Sequence[Step]) -> list[Link]:

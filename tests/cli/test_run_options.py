@@ -137,7 +137,7 @@ def test_a_log_dir_is_made(launched: list[Any], tmp_path: Path) -> None:
 
 def test_the_shutdown_timeout_is_known_on_every_torch(launched: list[Any]) -> None:
     assert main(["run", *PLACE, "--shutdown-timeout=2", SCRIPT]) == 0
-    assert launched[2] == {"shutdown_timeout": 2, "exit_barrier_timeout": None}
+    assert launched[2] == {"shutdown_timeout": 2, "exit_barrier_timeout": None, "preflight": None}
     with pytest.raises(SystemExit, match="2"):
         main(["run", *PLACE, "--shutdown-timeout=x", SCRIPT])
 
@@ -156,6 +156,17 @@ def test_the_restarts_of_a_node_are_those_of_the_job_unless_given(
 ) -> None:
     assert main(["run", *PLACE, *given, SCRIPT]) == 0
     assert launched[0].max_restarts == restarts
+
+
+def test_a_preflight_measures_as_the_options_say(launched: list[Any]) -> None:
+    given = ("--preflight", "--exclude", "--preflight-path=/a", "--preflight-path=/b")
+    assert main(["run", *PLACE, *given, SCRIPT]) == 0
+    preflight = launched[2]["preflight"]
+    assert (preflight.folders, preflight.exclude) == (("/a", "/b"), True)
+    assert launched[1].exclude
+    assert launched[1].failed_rounds_limit == 1_000_000
+    assert main(["run", *PLACE, *given, "--max-failed-rounds=3", SCRIPT]) == 0
+    assert launched[4].failed_rounds_limit == 3
 
 
 def test_an_empty_drain_file_is_none(launched: list[Any]) -> None:

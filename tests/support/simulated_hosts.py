@@ -60,6 +60,8 @@ class Site:
     def _report(self, step: Step, host: int) -> Report:
         if step.kind == "own":
             return {"compute": self._noisy(COMPUTE * self.hosts[host].compute), "memory": self._noisy(MEMORY)}
+        if step.kind == "group" and not all(self.hosts[one].send and self.hosts[one].receive for one in step.hosts):
+            return {"error": "RuntimeError: no connection"}
         if step.kind == "group":
             return {"seconds": self._noisy(0.1), "bandwidth": self._noisy(RATE)}
         pair = next(pair for pair in step.pairs if host in pair)
