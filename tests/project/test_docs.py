@@ -45,7 +45,7 @@ OTHERS = {
         "--no-deps",
         "--simulated",
     ),
-    "--real",
+    *("--real", "--simulated"),
 }
 
 

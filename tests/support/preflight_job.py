@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,10 +68,11 @@ class Hosts:
                 os.killpg(process.pid, signal.SIGKILL)  # its probe ends when its input is closed
                 process.wait(LIMIT)
 
-    def start(self, *names: str) -> None:
+    def start(self, *names: str, options: Sequence[str] = ()) -> None:
         for name in names:
             local = () if self._network else ("--local-addr", "127.0.0.1")
-            command = [sys.executable, "-m", "redelastic", "preflight", *self._arguments, *local, "--node-name", name]
+            command = [sys.executable, "-m", "redelastic", "preflight", *self._arguments, *local, *options]
+            command += ["--node-name", name]
             environment = {**os.environ, "OMP_NUM_THREADS": "1"}
             out, err = (self._folder / f"{name}.{kind}" for kind in ("out", "err"))
             with self._network.inside(name) if self._network else nullcontext(), out.open("w") as o, err.open("w") as e:
