@@ -58,11 +58,14 @@ class Hosts:
         self._server, self._run_id, self._folder, self._network = server, run_id, folder, network
         self._arguments = ["--json", "--rdzv-endpoint", endpoint, "--rdzv-id", run_id, *options]
         self._started: dict[str, Any] = {}
+        self._frozen: list[psutil.Process] = []
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_exc_info: object) -> None:
+        for frozen in self._frozen:
+            frozen.kill()
         for process in self._started.values():
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)  # its probe ends when its input is closed
@@ -95,7 +98,8 @@ class Hosts:
     def freeze(self, name: str) -> None:
         """Stop a host's processes, as if it hung."""
         process = psutil.Process(self.pid(name))
-        for one in (process, *process.children(recursive=True)):
+        self._frozen += [process, *process.children(recursive=True)]
+        for one in self._frozen:
             one.suspend()
 
     def results(self, *names: str) -> dict[str, Ended]:
