@@ -8,7 +8,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from multiprocessing import get_all_start_methods, resource_tracker
 from typing import Any, Final
@@ -43,6 +43,7 @@ from .limits import Admission, Budget, log_folder
 from .monitor import NodeMonitor
 from .options import AgentOptions
 from .regrouping import RegroupingAgent, remove_torn_errors
+from .training_time import TrainingTime
 
 log = logging.getLogger(__name__)
 
@@ -149,9 +150,10 @@ class RedisElasticAgent(RegroupingAgent):
             checked=checks.Node(log_folder(logs_specs), spec.local_world_size, self._options.health_timeout),
             note=self._note,
         )
+        self._time = TrainingTime(self._node, self._control, self._reporter.send)
         watched = self._worker_group, self._assignment.visible, self._admission
-        self._monitor = NodeMonitor(self._node, *watched, partial(watchdog_progress, self))
-        self._gpu_memory = GpuMemory(self._assignment.visible)
+        watchdog = partial(watchdog_progress, self)
+        self._monitor = NodeMonitor(self._node, *watched, watchdog, training_time=self._time)
         self._budget = Budget(self._node, self._options, self._monitor.allow)
         self._hangs = Hangs(self._note)
         self._unfit = True  # whether this node must prove its fitness before it joins
@@ -292,7 +294,9 @@ class RedisElasticAgent(RegroupingAgent):
         ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
         workers.begin_round(ranks)
         logs = {ranks[local_rank]: path for local_rank, path in workers.logs.items()}
-        self._note(Started(size=size, rank=rank, survived=survived, logs=logs))
+        last_step, since = self._time.begin_round(workers, rank)
+        started = Started(size=size, rank=rank, survived=survived, logs=logs)
+        self._note(replace(started, last_step=last_step, since_progress_ms=since))
 
     def _pause_of_round(self) -> Pause | None:
         """How this round's workers leave it after a common step; None if they cannot."""

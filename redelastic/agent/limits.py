@@ -8,6 +8,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -139,9 +140,8 @@ class Budget:
         if not final:
             log.error("%s.", worker_failure(failure))
         failed_at = workers.first_failure or time.monotonic()
-        step, news = workers.highest_step, workers.news
-        self._has_news = self._has_news or news > News.NONE or bool(workers.reporters)
-        told = news if self._has_news else News.NEVER_ANY
+        if workers.progress_at is not None:
+            failure = replace(failure, idle_before_ms=round(1000 * max(0.0, failed_at - workers.progress_at)))
         self._allow(math.inf)  # for as long as Redis is away
         try:
             return self._node.charge(failed_at, step, told, failure, self._options.limits, final=final)

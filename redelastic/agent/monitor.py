@@ -21,32 +21,13 @@ from redelastic.workers.processes import ProcessTree
 
 from .background import repeat
 from .limits import Admission
+from .training_time import TrainingTime
 
 log = logging.getLogger(__name__)
 
 NVML_TIMEOUT: Final = 10.0  # how long NVML's last answer is reported if no other follows, in seconds
 STALL_TIMEOUT: Final = 30.0  # how late the agent's loop may be before it counts as dead, in seconds
 WATCHDOG_TIMEOUT: Final = 60.0  # how old the last look at torch's file timers may be, in seconds; as in torch's agent
-
-
-class TrainingTime:
-    """How long a node has trained since its agent began, for ``/metrics``; one thread calls :meth:`look`."""
-
-    def __init__(self) -> None:
-        self._looked_at = time.monotonic()
-        self._training = self._whole = 0.0
-
-    def look(self, *, trains: bool) -> None:
-        """Attribute the time since the last look to what the node is doing now."""
-        now = time.monotonic()
-        passed, self._looked_at = now - self._looked_at, now
-        self._whole += passed
-        self._training += passed if trains else 0.0
-
-    def fields(self) -> dict[str, Any]:
-        """Both times in seconds, and their ratio if there is one, for the health endpoint."""
-        times = {"training_time": self._training, "node_time": self._whole}
-        return times | ({"ettr": self._training / self._whole} if self._whole else {})
 
 
 class NodeMonitor:
@@ -58,6 +39,7 @@ class NodeMonitor:
         gpus: to watch.
         admission: knows whether this node is kept out.
         watchdog_progress: tells when torch's file timers were last looked at, by ``time.time``; None if there are none.
+        training_time: to keep up to date.
     """
 
     def __init__(
@@ -67,9 +49,11 @@ class NodeMonitor:
         gpus: Sequence[Gpu],
         admission: Admission,
         watchdog_progress: Callable[[], float | None],
+        *,
+        training_time: TrainingTime,
     ) -> None:
         self._node, self._group, self._admission = node, group, admission
-        self._watchdog_progress = watchdog_progress
+        self._watchdog_progress, self._time = watchdog_progress, training_time
         # Each has a thread of its own: NVML may not answer for minutes, and the reaper must learn of new processes.
         self._processes, self._gpus = Telemetry(), Telemetry(gpus)
         self._watches_gpus = bool(gpus)
@@ -77,7 +61,6 @@ class NodeMonitor:
         self._gpu_usage: dict[str, Any] = {}
         self._nvml_answered_at = math.inf
         self._gpus_hidden = why_hidden()
-        self._time = TrainingTime()
         self._workers: Workers | None = None
         self._drains: Drains | None = None
         self._starts = self._restarts = self._job_restarts = 0
@@ -121,7 +104,7 @@ class NodeMonitor:
 
         def sample_processes() -> None:
             now = pids()
-            self._time.look(trains=self._trains())
+            self._time.look()
             self._usage = self._processes.sample(trees(tree.look(now.values()), now))
             self._forget_silent_gpus()
 
@@ -132,17 +115,13 @@ class NodeMonitor:
             if self._watches_gpus:
                 self._nvml_answered_at = time.monotonic()
                 opened.enter_context(repeat(self._sample_gpus, interval, "gpus"))
+            opened.callback(self._time.look)  # the workers' last steps
             yield
 
     def _sample_gpus(self) -> None:
         sample = self._gpus.sample({})
         self._gpu_usage = {name: sample[name] for name in ("gpus",) if name in sample}
         self._nvml_answered_at = time.monotonic()
-
-    def _trains(self) -> bool:
-        """Whether workers run in a round, and none hangs."""
-        runs = self._node.status()["state"] == "running"
-        return runs and self._group.state == WorkerState.HEALTHY and not (self._workers and self._workers.hung)
 
     def _forget_silent_gpus(self) -> None:
         silent = time.monotonic() - self._nvml_answered_at

@@ -22,8 +22,9 @@ NAME: Final = "timeline"
 SUMMARY: Final = "draw a run: nodes over time, rounds, failures, where the time went"
 DESCRIPTION: Final = """\
 Draw a run's nodes and rounds from its events: which node trained when, what
-broke each round, and how much of the nodes' time went into training, waiting,
-and getting from a fault to the next round.
+broke each round, and how much of the nodes' time went into training, steps that
+were made again, starting, waiting, and getting from the last step of a round to
+the next round.
 
 The file is one HTML page that loads nothing: it opens from disk in any browser,
 which also prints it or saves it as PDF.
@@ -51,11 +52,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "run, start, end, complete (whether the run's beginning is known:\n"
         "Redis keeps some 10,000 events), closed, outages, seconds (of all nodes, by state),\n"
         "ettr (effective training time ratio: the share of them in which nodes trained,\n"
-        "spares not counted), nodes (id, name, gone, spans: state, start, end,\n"
-        "epoch, rank), events,\n"
+        "spares not counted; null: no worker has called redelastic.progress()), redone (the\n"
+        "share in which they made steps again), nodes (id, name, gone, spans: state, start,\n"
+        "end, epoch, rank), events,\n"
         "rounds (epoch, size, completed_at, because, members: rank by node, started_at,\n"
         "broken_at, broken_by, fault_at: when that began, down: from the fault to the\n"
-        "next round, restart: until its workers ran).",
+        "next round, restart: until its workers ran, last_progress_at).",
     )
 
 
@@ -138,7 +140,10 @@ def _document(run_id: str, history: History) -> dict[str, Any]:
     rounds = [{**vars(this), "broken_by": this.broken_by and event_document(this.broken_by)} for this in history.rounds]
     return {
         "run": run_id,
-        **{name: getattr(history, name) for name in ("start", "end", "complete", "outages", "seconds", "ettr")},
+        **{
+            name: getattr(history, name)
+            for name in ("start", "end", "complete", "outages", "seconds", "ettr", "redone")
+        },
         "closed": history.closed and event_document(history.closed),
         "nodes": nodes,
         "rounds": rounds,

@@ -28,6 +28,7 @@ class UnknownNodeError(LookupError):
     """No node of the run matches, or several do."""
 
 
+STEP_EVENTS: Final = 256  # newest events in which to look for a step: the starts of 10,000 nodes make 172
 RESAVE_INTERVAL: Final = 10.0  # seconds after which another request makes workers save again
 
 
@@ -197,16 +198,12 @@ class RunControl:
         """The job's restarts after worker failures, except where a node was lost meanwhile."""
         return _count_of(self._call(lambda client: client.hget(self._keys.run, "restarts")))
 
-    def exclude(self, name: str, ttl: float = DEFAULT_TTL) -> None:
-        """Keep a host out of the run until it is readmitted, if its nodes heed that.
-
-        Args:
-            name: the host's name.
-            ttl: how long to remember this if no node has joined yet, in seconds.
-        """
-        key = self._keys.failures
-        self._call(lambda client: client.execute_command("HSET", key, name, EXCLUDED))
-        self._call(lambda client: client.execute_command("PEXPIRE", key, round(1000 * ttl)))
+    def last_step(self) -> int | None:
+        """The highest step that the newest events know; None if they know none."""
+        steps = [
+            s for e in self.events(count=STEP_EVENTS) for s in (getattr(e, "step", None), getattr(e, "last_step", None))
+        ]
+        return max((step for step in steps if step is not None), default=None)
 
     def readmit(self, name: str, by: str) -> bool:
         """Forget a host's failures, record that as an event, and wake its nodes that are barred for them.

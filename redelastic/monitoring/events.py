@@ -303,12 +303,12 @@ class Failed(WorkerFailure):
 
     Attributes:
         age_ms: time since the first of them did.
-        follows: whether the last words of all of them say that a peer is gone: then the cause is elsewhere.
+        idle_before_ms: time from the last progress of the node's workers until then; not known if they made none.
     """
 
     event: str = "failed"
     age_ms: int | None = _count()
-    follows: bool = _field(False, "1".__eq__)
+    idle_before_ms: int | None = _count()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -417,13 +417,38 @@ class Started(Event):
     Attributes:
         rank: of the node.
         survived: whether they are the processes of an earlier round, as far as known.
+        last_step: the highest step that the node's workers have reported, in earlier rounds.
+        since_progress_ms: time since their last progress there.
         logs: paths of the workers' logs on the node, by the workers' ranks.
     """
 
     event: str = "started"
     rank: int | None = _count()
     survived: bool = _field(False, "1".__eq__)
+    last_step: int | None = _count()
+    since_progress_ms: int | None = _count()
     logs: Mapping[int, str] = _field({}, _logs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progressed(Event):
+    """The workers of rank 0 make their first step of a round, or their first one that no earlier round had made.
+
+    Attributes:
+        step: that they have reported.
+        last_step: the highest step that was reported in earlier rounds; not known if none is known.
+        since_progress_ms: time since they reported the step.
+    """
+
+    event: str = "progressed"
+    step: int | None = _count()
+    last_step: int | None = _count()
+    since_progress_ms: int | None = _count()
+
+    @property
+    def redone(self) -> bool:
+        """Whether an earlier round had made this step."""
+        return self.step is not None and self.last_step is not None and self.step <= self.last_step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -591,6 +616,7 @@ BY_SCRIPTS: Final[tuple[type[Event], ...]] = (  # in the atomic step that makes 
 )
 BY_AGENTS: Final[tuple[type[Event], ...]] = (
     Started,
+    Progressed,
     Saved,
     Hung,
     Unwatched,

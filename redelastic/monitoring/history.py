@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any, Final, Literal, get_args
@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, get_args
 from . import events as kinds
 from .events import Event
 
-State = Literal["training", "starting", "regrouping", "waiting", "unknown"]
+State = Literal["training", "redone", "starting", "regrouping", "waiting", "unknown"]
 STATES: Final[tuple[State, ...]] = get_args(State)
 
 _RESENT_WITHIN: Final = 60.0  # in seconds, which a call and its retries take: the same report within it is a repeat
@@ -22,10 +22,11 @@ class Span:
     """What a node did for a while.
 
     Attributes:
-        state: ``training``: member of a round that stands; as far as is known, its workers run. ``starting``: member
-            whose agent has not yet reported that they do. ``regrouping``: was a member, from the fault that broke the
-            round until the next one. ``waiting``: joined, and not in the last round. ``unknown``: there, but what
-            it did was before the oldest event kept.
+        state: ``training``: member of a round whose workers make new steps, from the first one on. ``redone``: the
+            same, but an earlier round had made these steps. ``starting``: member of a round without a step yet.
+            ``regrouping``: was a member, from the last step of the round that broke until the next round. ``waiting``:
+            joined, and not in the last round. ``unknown``: there, but what it did was before the oldest event kept; or
+            its workers run, and no worker of the run has reported a step.
         start, end: on the server's clock, in seconds since 1970.
         epoch: of the node's round; 0 for none.
         rank: in that round; None if not known.
@@ -71,6 +72,7 @@ class RoundHistory:
         started_at: when the last of its members reported that its workers run; None if none did.
         broken_at: when it was known to be broken; None if it stands, or stood until the run ended.
         fault_at: when the fault began: a node that lost its lease was silent for 6 s before.
+        last_progress_at: when its workers last made progress; None if that is not known after its end.
         broken_by: what broke it.
         down: time from the fault until the next round was completed, or the run closed or ended; in seconds.
         restart: time from the fault until the workers of the next round ran, in seconds; None if no agent reported it.
@@ -84,6 +86,7 @@ class RoundHistory:
     started_at: float | None = None
     broken_at: float | None = None
     fault_at: float | None = None
+    last_progress_at: float | None = None
     broken_by: Event | None = None
     down: float | None = None
     restart: float | None = None
@@ -101,6 +104,7 @@ class History:
         events: all of them, without those that an agent sent again.
         outages: when the server was away: from, until.
         closed: when and why the run was closed; None while it is open.
+        reports_steps: whether workers are known to have reported a step: else nobody knows when they trained.
     """
 
     start: float
@@ -111,6 +115,7 @@ class History:
     events: Sequence[Event]
     outages: Sequence[tuple[float, float]]
     closed: Event | None
+    reports_steps: bool
 
     @property
     def seconds(self) -> dict[State, float]:
@@ -125,11 +130,20 @@ class History:
         """Effective training time ratio: the share of the nodes' time spent training, 0 to 1; None if unknown.
 
         A node's time counts from its join until it is gone, except while it is a spare beside a round that stands.
-        Training ends when a fault begins: when a lost node was last heard of, or a hung worker last made progress.
+        Training begins with a round's first step. In a round that broke it ends with the last one. Steps that an
+        earlier round had made do not count.
         """
+        return self._share("training")
+
+    @property
+    def redone(self) -> float | None:
+        """The share of the same time in which the nodes made steps again, 0 to 1; None if unknown."""
+        return self._share("redone")
+
+    def _share(self, state: State) -> float | None:
         seconds = self.seconds
         counted = sum(seconds.values()) - seconds["unknown"] - self._spare_seconds()
-        return seconds["training"] / counted if counted > 0 else None
+        return seconds[state] / counted if self.reports_steps and counted > 0 else None
 
     def _spans(self) -> Iterator[Span]:
         return (span for node in self.nodes for span in node.spans)
@@ -214,6 +228,7 @@ class _Replay:
         self._start = first.time
         self._complete = first.epoch == 0
         self._agents = {one.node for event in events if isinstance(event, kinds.Started) for one in event.each()}
+        self._reports_steps = any(isinstance(event, kinds.Progressed) for event in events)
         self._nodes: dict[str, NodeHistory] = {}
         self._open: dict[str, Span] = {}
         self._members: set[str] = set()  # nodes that hold the last round
@@ -251,6 +266,8 @@ class _Replay:
                 self._complete_round(event)
             case kinds.Started():
                 self._start_workers(event)
+            case kinds.Progressed():
+                self._progress(event)
             case kinds.Outage():
                 self._outages.append((max(self._start, event.time - (event.away_ms or 0) / 1000), event.time))
             case kinds.Closed() if not self._closed:
@@ -259,6 +276,8 @@ class _Replay:
 
     def _apply_to_round(self, event: Event) -> None:
         """Apply an event to the last round."""
+        if isinstance(event, kinds.Failed) and event.idle_before_ms is not None:
+            _note_progress(self._rounds[-1:], event.time - _age(event) - event.idle_before_ms / 1000)
         if event.breaks or (isinstance(event, kinds.Failed | kinds.Hung) and event.node in self._members):
             self._break(event)
         if isinstance(event, kinds.Regrouped):
@@ -273,7 +292,8 @@ class _Replay:
         self._members = set(members)
         for node in members:
             self._nodes.setdefault(node, NodeHistory(node))
-            self._enter(node, "starting" if node in self._agents else "training", event.time, this)
+            is_known = self._reports_steps or node in self._agents
+            self._enter(node, "starting" if is_known else "unknown", event.time, this)
 
     def _start_workers(self, event: kinds.Started) -> None:
         node, this = event.node, self._rounds[-1] if self._rounds else None
@@ -286,8 +306,20 @@ class _Replay:
         if event.rank is not None:
             self._set_rank(node, this, event.rank)
         this.started_at = event.time
-        if self._open[node].state in {"starting", "unknown"} and this.broken_at is None:
-            self._enter(node, "training", event.time, this)
+        if event.since_progress_ms is not None:
+            _note_progress(self._rounds[-2:-1], event.time - event.since_progress_ms / 1000)
+        if not self._reports_steps and self._open[node].state == "starting":
+            self._enter(node, "unknown", event.time, this)
+
+    def _progress(self, event: kinds.Progressed) -> None:
+        this = self._rounds[-1] if self._rounds else None
+        if this is None or this.epoch != event.epoch or this.broken_at is not None:
+            return
+        at = event.time - (event.since_progress_ms or 0) / 1000
+        if at < (this.completed_at or self._start):
+            return  # of the round before: its node heard of this one later
+        for node in self._members:
+            self._enter(node, "redone" if event.redone else "training", at, this)
 
     def _regroup(self, event: kinds.Regrouped) -> None:
         node, this = event.node, self._rounds[-1] if self._rounds else None
@@ -352,9 +384,37 @@ class _Replay:
             if this.fault_at is not None:
                 this.down = max(0.0, ((later and later.completed_at) or over) - this.fault_at)
                 this.restart = later.started_at - this.fault_at if later and later.started_at else None
+        last = {this.epoch: this.last_progress_at for this in self._rounds if this.last_progress_at is not None}
         nodes = list(self._nodes.values())
+        for each in nodes:
+            each.spans = _put_back(each.spans, last)
         start = min([self._start, *(node.spans[0].start for node in nodes if node.spans)])
-        return History(start, end, self._complete, nodes, self._rounds, self._events, self._outages, self._closed)
+        of_run = self._complete, nodes, self._rounds, self._events, self._outages, self._closed
+        return History(start, end, *of_run, self._reports_steps)
+
+
+def _note_progress(rounds: Sequence[RoundHistory], at: float) -> None:
+    """Note when workers last made progress in a round, if it was in that one."""
+    for this in rounds:
+        if at >= (this.completed_at or 0):
+            this.last_progress_at = max(at, this.last_progress_at or at)
+
+
+def _put_back(spans: Sequence[Span], last_progress: Mapping[int, float]) -> list[Span]:
+    """A node's spans, in which a round's steps end with its last progress, by the round's epoch; then it regroups."""
+    put_back: list[Span] = []
+    for span in spans:
+        rest, at = span, last_progress.get(span.epoch, span.end)
+        if span.state in {"training", "redone"} and at < span.end:
+            if at > span.start:
+                put_back.append(replace(span, end=at))
+            rest = replace(span, state="regrouping", start=max(at, span.start))
+        before = put_back[-1] if put_back else None
+        if before and (before.state, before.epoch) == ("regrouping", rest.epoch) and rest.state == "regrouping":
+            before.end = rest.end
+        else:
+            put_back.append(rest)
+    return put_back
 
 
 def _last_if_none(rank: int | None) -> float:

@@ -68,6 +68,7 @@ def describe(run: Run, events: Sequence[Event], now: float, history: History | N
         "step": step,
         "idle": min((worker["idle"] for worker in workers if worker["idle"] is not None), default=None),
         "ettr": history.ettr if history else None,
+        "redone": history.redone if history else None,
         "failures": dict(run.failures),
         "barred": list(run.barred),
         "failure": _recent_failure(run, events),

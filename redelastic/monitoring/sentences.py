@@ -147,6 +147,13 @@ def _(event: events.Started) -> str:
 
 
 @sentence.register
+def _(event: events.Progressed) -> str:
+    if event.redone:
+        return f"its workers make steps again: step {event.step}; an earlier round had come to step {event.last_step}"
+    return f"its workers make new steps: step {_known(event.step)}"
+
+
+@sentence.register
 def _(event: events.Save) -> str:
     if event.timeout_ms is None:
         return "waits to be let in until the workers have saved by themselves"

@@ -146,25 +146,14 @@ class Workers:
         return max((step for r in self.pids if (step := self.step(r)) is not None), default=-1)
 
     @property
-    def news(self) -> News:
-        """What they have told of their progress.
+    def progress_calls(self) -> int:
+        """How often they have called ``progress`` in all."""
+        return sum(self._board.read(local_rank).calls for local_rank in self.pids)
 
-        Steps that start again, such as those of an epoch, do not show how far the job is; nor does a save by a script
-        that tells no steps. Both count as progress.
-        """
-        self._look_at_steps()
-        if self._counts_anew:
-            return News.PROGRESS
-        if self._steps:
-            return News.STEP
-        return News.PROGRESS if any(self._board.read(r).saves_done for r in self.pids) else News.NONE
-
-    def _look_at_steps(self) -> None:
-        for local_rank in self.pids:
-            step = self.step(local_rank)
-            if step is not None:
-                self._counts_anew = self._counts_anew or step < self._steps.get(local_rank, step)
-                self._steps[local_rank] = step
+    @property
+    def progress_at(self) -> float | None:
+        """When one of them last made progress, on the monotonic clock in seconds; None if none has."""
+        return max((at for r in self.pids if (at := self._board.read(r).at) is not None), default=None)
 
     @property
     def reporters(self) -> frozenset[int]:

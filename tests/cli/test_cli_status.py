@@ -18,7 +18,7 @@ from rich.console import Console
 
 from redelastic.cli.status.view import Screen
 from redelastic.monitoring.control import RunControl
-from redelastic.monitoring.events import Event, Failed, Hung, Left
+from redelastic.monitoring.events import Event, Failed, Hung, Left, Progressed
 from redelastic.monitoring.records import Node, Run
 from redelastic.monitoring.report import describe
 from redelastic.redis.connection import Connection
@@ -189,10 +189,18 @@ class TestProblems:
         [node] = cli(run_id, "--json").json["nodes"]
         assert node["gpus_hidden"] == "redelastic[gpu] is not installed"
 
-    def test_effective_training_time(self, cli: Cli, new_node: NodeFactory, run_id: str) -> None:
-        new_node(1, 1).next_rendezvous()
-        until(lambda: 0.5 < (cli(run_id, "--json").json["ettr"] or 0) <= 1, "it trains for longer than it waited")
-        assert re.search(r"effective training time [0-9.]+%", cli(run_id).out)
+    def test_effective_training_time(
+        self, cli: Cli, new_node: NodeFactory, connection: Connection, keys: RunKeys
+    ) -> None:
+        node = new_node(1, 1)
+        node.next_rendezvous()
+        assert cli(keys.run_id, "--json").json["ettr"] is None
+        assert "effective training time not known: no worker has called redelastic.progress()" in cli(keys.run_id).out
+        RunControl(connection, keys).note(Progressed(node=node.node.id, step=1, last_step=5))
+        until(lambda: cli(keys.run_id, "--json").json["redone"], "steps are made again")
+        RunControl(connection, keys).note(Progressed(node=node.node.id, step=6, last_step=5))
+        until(lambda: 0 < (cli(keys.run_id, "--json").json["ettr"] or 0) <= 1, "new steps are made")
+        assert re.search(r"effective training time [0-9.]+% \([0-9.]+% redone\)", cli(keys.run_id).out)
 
     def test_events_of_a_regroup_hide_no_loss(
         self, cli: Cli, new_node: NodeFactory, pool: ThreadPoolExecutor, run_id: str

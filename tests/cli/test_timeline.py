@@ -20,7 +20,8 @@ import redis
 
 from redelastic import cli
 from redelastic.dashboard.standalone import page
-from redelastic.monitoring.events import Closed, Event, Hung, Lost
+from redelastic.monitoring.control import RunControl
+from redelastic.monitoring.events import Closed, Event, Hung, Lost, Progressed
 from redelastic.monitoring.history import History, replay
 from redelastic.monitoring.sentences import cause, detail_of
 from redelastic.monitoring.wording import short
@@ -166,6 +167,7 @@ class TestCommand:
     ) -> None:
         node = new_node(1, 1)
         node.next_rendezvous()
+        RunControl(node.backend.connection, keys).note(Progressed(node=node.node.id, step=1))
         code, out, err = command("--json")
         assert (code, err) == (0, "")
         told = json.loads(out)

@@ -33,7 +33,7 @@ from tests.support.crowds import Crowd
 from tests.support.scenes import START, Story, many_nodes
 
 TOKEN = "a-token-of-enough-characters"
-OF_THE_MOMENT = {"age", "ettr", "heard", "lease", "time", "verdict"}
+OF_THE_MOMENT = {"age", "ettr", "heard", "lease", "redone", "time", "verdict"}
 
 
 def has_ipv6_loopback() -> bool:
@@ -340,6 +340,7 @@ class TestView:
             ("joined", 50),
             ("completed", None),
             ("started", 50),
+            ("progressed", None),
         ]
 
     def test_what_many_nodes_are_told_of_together_is_seen_of_each(self) -> None:

@@ -15,7 +15,7 @@ from redelastic.dashboard import view
 from redelastic.dashboard.standalone import PAGE
 from redelastic.monitoring.control import UnknownRunError
 from redelastic.monitoring.events import KINDS, Event, decode
-from redelastic.monitoring.history import replay
+from redelastic.monitoring.history import STATES, replay
 from redelastic.monitoring.records import Run
 from redelastic.monitoring.report import describe
 from redelastic.redis.errors import CorruptStateError
@@ -38,6 +38,12 @@ def page_of(dice: Dice, events: list[Event]) -> dict[str, Any]:
     report = describe(run, events, history.end, history)
     details = view.details(run, report, history, history.start)
     return {"now": history.end} | view.overview(run, report, history, None) | details
+
+
+def test_the_page_knows_every_state_of_a_node() -> None:
+    script, style = ((PAGE / name).read_text() for name in ("timeline.js", "style.css"))
+    assert f"const STATES = {json.dumps(STATES)};" in script
+    assert [state for state in STATES if f".{state} {{ fill: var(--{state})" not in style] == []
 
 
 def named(name: str, place: str) -> list[Event]:

@@ -121,7 +121,7 @@ def test_what_many_nodes_do_at_once_is_told_together_and_in_its_order(crowd: Cro
     assert history.complete
     assert [*history.rounds[-1].members] == crowd.names
     assert len(history.nodes) == N
-    assert {node.spans[-1].state for node in history.nodes} == {"training"}
+    assert {node.spans[-1].epoch for node in history.nodes} == {1}
 
 
 def test_those_that_are_new_and_those_that_regroup_are_told_apart(crowd: Crowd, control: RunControl) -> None:

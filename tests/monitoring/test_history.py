@@ -19,12 +19,15 @@ from redelastic.monitoring.events import (
     BY_SCRIPTS,
     KINDS,
     Closed,
+    Completed,
     Drain,
     Event,
+    Failed,
     Hung,
     Left,
     Lost,
     Outage,
+    Progressed,
     Readmitted,
     Saved,
     Started,
@@ -103,6 +106,16 @@ def told(seen: Sequence[tuple[int, oracle_state.State]]) -> list[Event]:
     return events
 
 
+def with_steps(events: Sequence[Event]) -> list[Event]:
+    """The same events if the workers made a step as soon as each round was complete."""
+    told: list[Event] = []
+    for event in events:
+        told.append(event)
+        if isinstance(event, Completed):
+            told.append(Progressed(id=event.id + "1", time=event.time, epoch=event.epoch, node=event.node, step=0))
+    return told
+
+
 def check_spans(history: History) -> None:
     for node in history.nodes:
         times = [time for span in node.spans for time in (span.start, span.end)]
@@ -122,7 +135,7 @@ class TestAgainstTheOracle:
             for now, state in seen:
                 if not state.events:
                     continue
-                history = replay(events[: len(state.events)], now / 1000 + 1)
+                history = replay(with_steps(events[: len(state.events)]), now / 1000 + 1)
                 check_spans(history)
                 present = {node.id: node.spans[-1].state for node in history.nodes if node.gone is None}
                 broken = state.broken is not None
@@ -237,36 +250,42 @@ class TestReplay:
         a, b, c = (story.node(name) for name in "abc")
         story.join(0, [a])
         story.join(4, [b])
-        story.complete(10, [a, b], "max_nodes")
+        story.complete(10, [a, b], "max_nodes", steps=False)
         story.tell(12, Started(node=a, rank=0))
         story.tell(13, Started(node=b, rank=1))
+        story.tell(16, Progressed(node=a, step=1, since_progress_ms=500))
         story.join(20, [c])  # a spare: it breaks nothing
         story.lose(40, b, 6500)
         story.regroup(41, [a])
-        story.complete(41.5, [a, c], "max_nodes")
-        story.tell(42, Started(node=a, rank=0))
+        story.complete(41.5, [a, c], "max_nodes", steps=False)
+        story.tell(42, Started(node=a, rank=0, last_step=20, since_progress_ms=10_000))
         story.tell(44, Started(node=c, rank=1))
+        story.tell(45, Progressed(node=a, step=16, last_step=20))
+        story.tell(47, Progressed(node=a, step=21, last_step=20))
         story.tell(50, Left(node=a, cause="finished"))
         story.tell(50, Closed(node=a, cause="finished"))
         history = replay(story.events(), START + 60)
         assert spans(history, "a") == [
             ("waiting", 0, 10, 0, None),
-            ("starting", 10, 12, 1, 0),
-            ("training", 12, 33.5, 1, 0),
-            ("regrouping", 33.5, 41.5, 1, 0),
-            ("starting", 41.5, 42, 2, 0),
-            ("training", 42, 50, 2, 0),
+            ("starting", 10, 15.5, 1, 0),
+            ("training", 15.5, 32, 1, 0),  # until the last step, which is known from the next round's start
+            ("regrouping", 32, 41.5, 1, 0),
+            ("starting", 41.5, 45, 2, 0),
+            ("redone", 45, 47, 2, 0),
+            ("training", 47, 50, 2, 0),
         ]
-        assert spans(history, "b")[-1] == ("regrouping", 33.5, 40, 1, 1)  # silent, as the reason says
+        assert spans(history, "b")[-1] == ("regrouping", 32, 40, 1, 1)
         assert spans(history, "c") == [
             ("waiting", 20, 41.5, 0, None),
-            ("starting", 41.5, 44, 2, 1),
-            ("training", 44, 60, 2, 1),
+            ("starting", 41.5, 45, 2, 1),
+            ("redone", 45, 47, 2, 1),
+            ("training", 47, 60, 2, 1),
         ]
         assert history.seconds == {
-            "training": pytest.approx(21.5 + 20.5 + 8 + 16),
-            "starting": pytest.approx(2 + 3 + 0.5 + 2.5),
-            "regrouping": pytest.approx(8 + 6.5),
+            "training": pytest.approx(16.5 + 16.5 + 3 + 13),
+            "redone": pytest.approx(2 + 2),
+            "starting": pytest.approx(5.5 + 5.5 + 3.5 + 3.5),
+            "regrouping": pytest.approx(9.5 + 8),
             "waiting": pytest.approx(10 + 6 + 21.5),
             "unknown": 0,
         }
@@ -375,6 +394,23 @@ class TestReplay:
             check_spans(replay(events))
 
 
+def fault(what: Event, *, then: bool = True, since_ms: int = 5000) -> list[Event]:
+    """Of two nodes one, or its workers, fails after 50 s, 30 s after the first step; then steps are made again."""
+    story = Story()
+    a, b = story.node("a"), story.node("b")
+    story.join(0, [a, b])
+    story.complete(10, [a, b], start=10)
+    story.tell(50, replace(what, node=b))
+    if then:
+        rest = [a] if isinstance(what, Lost) else [a, b]
+        story.regroup(50.5, rest)
+        story.complete(52, rest, steps=False)
+        story.tell(55, Started(node=a, rank=0, last_step=40, since_progress_ms=since_ms))
+        story.tell(60, Progressed(node=a, step=11, last_step=40))
+        story.tell(75, Progressed(node=a, step=41, last_step=40))
+    return story.events()
+
+
 class TestEffectiveTrainingTime:
     def test_it_is_the_share_of_the_nodes_time_in_which_they_trained(self) -> None:
         story = Story()
@@ -398,13 +434,74 @@ class TestEffectiveTrainingTime:
         history = replay(story.events(), START + 100)
         assert history.ettr == pytest.approx((50 + 20) / (70 + 40))
 
-    def test_workers_that_start_do_not_train(self) -> None:
+    def test_training_begins_with_the_first_step(self) -> None:
         story = Story()
         a = story.node("a")
         story.join(0, [a])
-        story.complete(10, [a])
-        story.tell(30, Started(node=a, rank=0))
-        assert replay(story.events(), START + 50).ettr == pytest.approx(20 / 50)
+        story.complete(10, [a], steps=False)
+        story.tell(20, Started(node=a, rank=0))
+        story.tell(30.5, Progressed(node=a, step=1, since_progress_ms=500))
+        history = replay(story.events(), START + 50)
+        assert history.ettr == pytest.approx(20 / 50)
+        assert history.seconds["starting"] == pytest.approx(20)
+
+    def test_of_a_script_that_reports_no_step_it_is_not_known(self) -> None:
+        story = Story()
+        a = story.node("a")
+        story.join(0, [a])
+        story.complete(10, [a], steps=False)
+        story.tell(20, Started(node=a, rank=0))
+        history = replay(story.events(), START + 50)
+        assert history.ettr is None
+        assert history.seconds["starting"] == pytest.approx(10)
+        assert history.seconds["unknown"] == pytest.approx(30)
+
+    def test_steps_that_an_earlier_round_had_made_are_no_training(self) -> None:
+        history = replay(fault(Failed(age_ms=0, idle_before_ms=0)), START + 100)
+        assert [span[:3] for span in spans(history, "a")] == [
+            ("waiting", 0, 10),
+            ("starting", 10, 20),
+            ("training", 20, 50),
+            ("regrouping", 50, 52),
+            ("starting", 52, 60),
+            ("redone", 60, 75),
+            ("training", 75, 100),
+        ]
+        assert history.ettr == pytest.approx((30 + 25) / 100)
+
+    @pytest.mark.parametrize(
+        "what",
+        [
+            Failed(age_ms=1000, idle_before_ms=9000, exit_code=1),  # an exit 9 s after the last step
+            Failed(age_ms=10_000, idle_before_ms=0, idle_ms=10_000),  # a hang, told as failure first
+            Hung(idle_ms=10_000),
+            Lost(cause="lease", silent_ms=10_000),
+        ],
+        ids=lambda event: event.event,
+    )
+    def test_it_is_put_back_to_the_last_step_before_a_fault(self, what: Event) -> None:
+        history = replay(fault(what, then=False), START + 51)
+        trained = sum(span.end - span.start for span in history.nodes[0].spans if span.state == "training")
+        assert trained == pytest.approx(20)
+
+    def test_it_is_put_back_to_what_the_next_round_knows_of_the_last_step(self) -> None:
+        history = replay(fault(Lost(cause="lease", silent_ms=2000), since_ms=10_000), START + 100)
+        assert [span[:3] for span in spans(history, "b")] == [
+            ("waiting", 0, 10),
+            ("starting", 10, 20),
+            ("training", 20, 45),
+            ("regrouping", 45, 50),
+        ]
+
+    def test_what_is_told_late_of_a_round_counts_for_no_other(self) -> None:
+        story = Story()
+        a = story.node("a")
+        story.join(0, [a])
+        story.complete(10, [a], steps=False)
+        story.regroup(20, [a])
+        story.complete(30, [a], steps=False)
+        story.tell(31, Progressed(node=a, step=5, since_progress_ms=5000))
+        assert replay(story.events(), START + 50).seconds["training"] == 0
 
     def test_nothing_is_said_of_no_time(self) -> None:
         assert replay(three_nodes()[:1]).ettr is None
@@ -419,7 +516,7 @@ class TestEffectiveTrainingTime:
     def test_it_is_what_its_definition_says(self, sizes: tuple[int, int]) -> None:
         spares = 0
         for seed in range(SEQUENCES // 3):
-            events = told(Walk(seed, sizes).seen)
+            events = with_steps(told(Walk(seed, sizes).seen))
             for first, last in ((0, len(events)), (0, len(events) // 2), (len(events) // 3, len(events))):
                 whole = replay(events[first:last] or events, events[-1].time + 7)
                 for history in (whole, whole.since(whole.start + (whole.end - whole.start) / 3)):
@@ -443,7 +540,8 @@ def by_definition(history: History) -> Any:
     )
     counted = sum(span.end - span.start for span in spans if span.state != "unknown") - spare
     trained = sum(span.end - span.start for span in spans if span.state == "training")
-    return pytest.approx(trained / counted) if counted > 1e-6 else history.ettr  # nobody was there but spares
+    is_known = counted > 1e-6 and history.reports_steps  # else nobody was there but spares, or there was no round
+    return pytest.approx(trained / counted) if is_known else history.ettr
 
 
 class TestExtended:
@@ -456,7 +554,7 @@ class TestExtended:
 
     @pytest.mark.parametrize("seed", range(20))
     def test_random_runs(self, seed: int) -> None:
-        events = told(Walk(seed, (1, 4)).seen)
+        events = with_steps(told(Walk(seed, (1, 4)).seen))
         for length in range(1, len(events), 5):
             self.check(events[:length])
 

@@ -20,7 +20,8 @@ from rich.console import Console
 from redelastic.agent import launch
 from redelastic.cli import common
 from redelastic.cli.status.view import Screen
-from redelastic.monitoring.events import BY_SCRIPTS, KINDS, Completed, Failed, Lost, Started
+from redelastic.monitoring.events import BY_SCRIPTS, KINDS, Completed, Lost, Progressed, Started
+from redelastic.monitoring.history import replay
 from redelastic.monitoring.records import Node, Run
 from redelastic.monitoring.report import describe
 from redelastic.rendezvous.settings import Settings
@@ -106,7 +107,7 @@ def member(rank: int, name: str, pid: int, cpu: float) -> Node:
 
 def of(at: str, node: str, epoch: int) -> dict[str, Any]:
     """When an event happened, today, and to which node."""
-    seconds = datetime.fromisoformat(f"{datetime.now(timezone.utc):%Y-%m-%d}T20:14:{at}+00:00").timestamp()
+    seconds = datetime.fromisoformat(f"{datetime.now(timezone.utc):%Y-%m-%d}T20:14:{at or '00'}+00:00").timestamp()
     return {"time": seconds, "epoch": epoch, "size": 2, "node": f"{node}-{0:012x}"}
 
 
@@ -118,16 +119,19 @@ def test_the_quoted_status_is_what_is_printed(monkeypatch: pytest.MonkeyPatch) -
         deadline=None, lease=1.5, restarts=0, idle=0, failures={}, barred=(),
         nodes=(member(0, "alpha", 5521, 0), member(1, "beta", 5522, 4)),
     )  # fmt: skip
+    first = tuple(of("", name, 1)["node"] for name in ("alpha-5521", "beta-5522", "gamma-5520"))
     events = (
-        Failed(**of("54.779", "beta-5522", 1), local_rank=1, rank=3, pid=5543, exit_code=1),
+        Completed(**of("01.000", "alpha-5521", 1), because="max_nodes", members=first),
+        Progressed(**of("04.000", "alpha-5521", 1), step=1),
         Lost(**of("55.257", "gamma-5520", 1), cause="lease", silent_ms=1500),
-        Completed(**of("55.257", "alpha-5521", 2), because="all_joined"),
+        Completed(**of("55.257", "alpha-5521", 2), because="all_joined", members=first[:2]),
         Started(**of("55.271", "alpha-5521", 2), rank=0),
         Started(**of("55.271", "beta-5522", 2), rank=1),
+        Progressed(**of("57.690", "alpha-5521", 2), step=37, last_step=36),
     )
     out = io.StringIO()
     screen = Screen(Console(file=out, width=100, highlight=False, markup=False), rows=25, workers=False)
-    screen.print(describe(run, events, time.time()))
+    screen.print(describe(run, events, time.time(), replay(events, events[2].time + 7.7)))
     printed = "".join(f"{line.rstrip()}\n" for line in out.getvalue().splitlines())
     assert f"```console\n$ redelastic status night\n{printed}```" in read("docs/how-to/on-call.md")
 

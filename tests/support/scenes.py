@@ -19,6 +19,7 @@ from redelastic.monitoring.events import (
     Left,
     Lost,
     Outage,
+    Progressed,
     Refused,
     Regrouped,
     Saved,
@@ -58,9 +59,26 @@ class Story:
     def lose(self, at: float, node: str, silent_ms: int = 6000) -> None:
         self.tell(at, Lost(node=node, cause="lease", silent_ms=silent_ms))
 
-    def complete(self, at: float, members: Sequence[str], because: Because = "all_joined", start: float = 0) -> None:
-        """A round, its members by rank; with ``start`` they have agents, and take that long to start."""
+    def complete(
+        self,
+        at: float,
+        members: Sequence[str],
+        because: Because = "all_joined",
+        start: float = 0,
+        *,
+        steps: bool = True,
+        redone: float = 0,
+    ) -> None:
+        """A round, its members by rank; with ``start`` they have agents, and take that long to make the first step.
+
+        For ``redone`` seconds they make steps again. Without ``steps`` nobody reports any.
+        """
         self.tell(at, Completed(node=members[0], because=because, members=tuple(members), size=len(members)))
+        if steps:
+            last_step = 99 if redone else None
+            self.tell(at + start, Progressed(node=members[0], step=90, last_step=last_step))
+        if redone:
+            self.tell(at + start + redone, Progressed(node=members[0], step=100, last_step=99))
         for rank, node in enumerate(members if start else ()):
             self.tell(at + start * self.random.uniform(0.6, 1), Started(node=node, rank=rank))
 
@@ -155,7 +173,7 @@ def three_nodes() -> list[Event]:
     story.complete(1.6, [a, b, c], "max_nodes", start=6)
     story.lose(60, b, 6200)
     story.regroup(60.1, [a, c], within=0.4)
-    story.complete(60.6, [a, c], start=6)
+    story.complete(60.6, [a, c], start=6, redone=9)
     story.join(95, [d], breaks=True)
     story.regroup(95.1, [a, c], within=0.4)
     story.complete(95.6, [a, d, c], "max_nodes", start=6)
@@ -166,7 +184,7 @@ def three_nodes() -> list[Event]:
     story.tell(226, Saved(node=c, drains=(c,)))
     story.tell(227, Left(node=c, cause="drained", reason="by ops@bastion: spot instance ends"))
     story.regroup(227.1, [a, d], within=0.3)
-    story.complete(227.6, [a, d], start=6)
+    story.complete(227.6, [a, d], start=6, redone=12)
     story.tell(300, Left(node=a, cause="finished"))
     story.tell(300, Closed(node=a, cause="finished"))
     story.tell(301, Left(node=d, cause="finished"))

@@ -11,7 +11,7 @@ from typing import Final
 import psutil
 import pytest
 
-from redelastic.monitoring.events import Failed, Left, Started, Stopped
+from redelastic.monitoring.events import Failed, Left, Progressed, Started, Stopped
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
 from tests.support.agent_job import DRAINED, FAILED, NO_PROGRESS, STOPPED
@@ -72,6 +72,9 @@ def test_processes_survive_whatever_ends_their_peers(server: RedisServer, tmp_pa
         assert job.pids(epoch) == {name: after[name] for name in left}
         assert min(line.step for line in job.lines("start") if line.epoch == epoch) >= step
         job.end(*left)
+        progressed = job.events(Progressed)
+        assert progressed[-1].epoch == epoch
+        assert not any(event.redone for event in progressed), progressed
 
 
 @pytest.mark.fault("a worker fails at the same step, again and again, and its peers' workers survive", "the job stops")

@@ -24,7 +24,8 @@ the node's workers; lag: steps behind the run's highest; idle: the longest time
 since one of its workers made progress; cpu: percent of one core; gpu: number,
 lowest and highest utilisation, fullest memory, highest temperature; G: GiB.
 Effective training time (ETTR) is the share of the nodes' time, spares excluded,
-that went into training since the run began.
+in which workers made new steps, since the run began; redone: in which they made
+steps again. Both follow from redelastic.progress(step), as the reference says.
 
 Verdicts: running; forming and regrouping (a round is being completed); closed;
 stopped (workers were ended too); empty (no node is there); dead (all nodes have
@@ -52,13 +53,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser,
         "run, time, verdict, phase, epoch, size, min_nodes, max_nodes, age,\n"
         "broken, closed, stopped, deadline, lease, waits_for, restarts,\n"
-        "restarts_without_progress, step, idle, ettr, failures, barred, failure, problems (of\n"
-        "the run), nodes, events. failure, of the last round or the one before, or null: epoch,\n"
-        "time, cause (failed, lost, left; null: not known), node, rank and more of the worker,\n"
-        "log, others, stopped, charged, excluded, ended, next_epoch, down, lines (in words). A\n"
-        "node: id, name, host, pid, rank, standing (member, candidate, spare), state, draining,\n"
-        "heard, lease, agent, restarts, cpu, memory, memory_available, memory_total, step, lag,\n"
-        "idle, workers, gpus, gpus_hidden (why\n"
+        "restarts_without_progress, step, idle, ettr, redone, failures, barred, problems\n"
+        "(of the run), nodes, events. A node: id, name, host, pid, rank, standing (member, candidate,\n"
+        "spare), state, draining, heard, lease, agent, restarts, cpu, memory,\n"
+        "memory_available, memory_total, step, lag, idle, workers, gpus, gpus_hidden (why\n"
         "its GPUs are not shown), problems.\n"
         "With --watch: one document per line, with trouble (why it is out of date).",
     )

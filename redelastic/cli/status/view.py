@@ -160,7 +160,10 @@ def _facts(document: Document) -> Text:
         facts.append(count(document["restarts"], "restart"))
     facts.append(f"lease {document['lease']:g} s")
     if document["ettr"] is not None:
-        facts.append(f"effective training time {100 * document['ettr']:.1f}%")
+        redone = f" ({100 * document['redone']:.1f}% redone)" if document["redone"] else ""
+        facts.append(f"effective training time {100 * document['ettr']:.1f}%{redone}")
+    elif document["epoch"]:
+        facts.append("effective training time not known: no worker has called redelastic.progress()")
     return Text(clean(" · ".join(facts)), "dim")
 
 

@@ -78,6 +78,13 @@ export const count = (n, thing) => `${number(n)} ${thing}${n === 1 ? "" : "s"}`;
 export const number = (n) => n.toLocaleString("en-US");
 export const whose = (event) => (event.count > 1 ? `${event.node} and ${count(event.count - 1, "more node")}` : event.node);
 export const percent = (share) => `${(100 * share).toFixed(share > 0.9995 || share === 0 ? 0 : 1)} %`;
+
+// What goes with a run's effective training time: of how long it is a share, or why it is not known.
+export function trained(run, time) {
+  if (run.ettr === undefined) return "not known: no worker has called redelastic.progress()";
+  return `of ${time}${run.partial ? " that are known" : ""}${run.redone ? `; ${percent(run.redone)} made steps again` : ""}`;
+}
+
 export const clock = (time) => new Date(1000 * time).toLocaleTimeString("en-GB");
 
 export function speed(perSecond) {

@@ -1,6 +1,6 @@
 // One run: how it stands, its timeline, its nodes and its events.
 
-import { badge, count, duration, h, looks, number, percent, rough, say, shape, speed, whose } from "./dom.js";
+import { badge, count, duration, h, looks, number, percent, rough, say, shape, speed, trained, whose } from "./dom.js";
 import { eventList } from "./events.js";
 import { failureCard } from "./failure.js";
 import { nodesTable } from "./nodes.js";
@@ -72,7 +72,7 @@ export function runView(id) {
     const now = live.now;
     say(figure.round.value, shown.round === undefined ? "–" : number(shown.round));
     say(figure.round.note, shown.round_at === undefined ? "" : phase === "running" ? `up ${rough(now - shown.round_at)}` : `formed ${rough(now - shown.round_at)} ago`);
-    say(figure.ettr.note, shown.since === undefined ? "" : `of ${rough(now - shown.since)}${shown.partial ? " that are known" : ""}`);
+    say(figure.ettr.note, shown.since === undefined ? "" : trained(shown, rough(now - shown.since)));
     say(figure.fault.note, shown.fault ? `${whose(shown.fault)}, ${rough(now - shown.fault.time)} ago` : "");
     lanes.tick(live);
     nodes.tick(live);

@@ -1,6 +1,6 @@
 // The page that `redelastic timeline` writes: a run as it was then. It loads nothing and follows nothing.
 
-import { badge, count, duration, h, moment, number, percent } from "./dom.js";
+import { badge, count, duration, h, moment, number, percent, trained } from "./dom.js";
 import { eventList } from "./events.js";
 import { timeline } from "./timeline.js";
 
@@ -11,7 +11,7 @@ const inAll = run.broken ? `${count(run.broken, "fault")}, in all` : "";
 const figures = [
   ["Rounds", number(run.rounds), run.broken ? `${number(run.broken)} broken` : ""],
   ["Nodes", number(run.largest), "in the largest round"],
-  ["Effective training time", run.ettr === undefined ? "–" : percent(run.ettr), `of ${duration(run.end - run.start)}`],
+  ["Effective training time", run.ettr === undefined ? "–" : percent(run.ettr), trained(run, duration(run.end - run.start))],
   ["Fault to next round", run.down === undefined ? "–" : duration(run.down), inAll],
   ["Fault to running workers", run.restart === undefined ? "–" : duration(run.restart), inAll],
   ["Redis away", run.away ? duration(run.away) : "never", ""],

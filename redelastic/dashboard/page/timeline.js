@@ -2,9 +2,10 @@
 
 import { badge, count, duration, h, looks, moment, number, percent, s, say } from "./dom.js";
 
-const STATES = ["training", "starting", "regrouping", "waiting", "unknown"];
-const NAMES = ["training", "starting workers", "fault to next round", "waiting, spare", "not known"];
-const THICK = [0.74, 0.74, 0.74, 0.3, 0.14];
+const STATES = ["training", "redone", "starting", "regrouping", "waiting", "unknown"];
+const NAMES = ["training", "steps made again", "starting, until the first step", "last step to next round", "waiting, spare", "not known"];
+const THICK = [0.74, 0.74, 0.74, 0.74, 0.3, 0.14];
+const REGROUPING = STATES.indexOf("regrouping");
 const TOP = 22;
 const BOTTOM = 24;
 const ROUND_GAP = 26; // pixels between two numbers of rounds
@@ -78,7 +79,7 @@ export function timeline(tallest = 460) {
       parts.push(s("rect", { class: "outage", x: x(Math.max(start, from)), y: TOP, width: Math.max(1, x(Math.min(end, until)) - x(Math.max(start, from))), height: tall }));
     }
     paths.forEach((d, i) => { if (d) parts.push(s("path", { class: STATES[i], d })); });
-    if (paths[2]) parts.push(s("path", { class: "hatch", d: paths[2], fill: "url(#hatch)" }));
+    if (paths[REGROUPING]) parts.push(s("path", { class: "hatch", d: paths[REGROUPING], fill: "url(#hatch)" }));
     parts.push(...roundLines(data.rounds ?? {}, start, end, x, tall), ...axis(start, end, x, TOP + tall));
     if (labelled) rows.forEach((row, i) => parts.push(label(row, i, height, left)));
     const { marks, counts } = marksOf(data, rows, start, end, x, height);
