@@ -437,11 +437,8 @@ class RedisElasticAgent(RegroupingAgent):
     def _charge(self, result: RunResult, *, final: bool) -> Event | None:
         """Count a failure of the workers; returns why the job may not go on."""
         failure = self.failure(result)
-        charged = self._budget.charge(self._workers, failure, final=final) if self._workers else None
-        if charged is None:
-            return None
-        self._monitor.count_job_restarts(charged.restarts)
-        return charged.verdict
+        charged = self._budget.charge(self._workers, result, failure, final=final) if self._workers else None
+        return charged.verdict if charged else ""
 
     def _send_log(self, result: RunResult) -> None:
         """Send Redis the last log lines of the worker that failed first on this node."""

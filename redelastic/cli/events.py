@@ -52,7 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser,
         "run, events: a list of id, time, event, node, epoch, size (of the\n"
         "round), nodes (all of them, if one event covers several), breaks (whether all\n"
-        "members had to regroup), text, detail, and the fields of its kind.\n"
+        "members had to regroup), fault (whether something went wrong), text, detail, and\n"
+        "the fields of its kind.\n"
         "With --follow: one event per line instead of a list, each with the version.",
     )
 

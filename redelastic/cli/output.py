@@ -29,9 +29,9 @@ MAX_REASON: Final = 1_000  # characters, as in `control`: a longer one would not
 _STYLES: Final = {
     "green": ("completed", "started", "readmitted", "preflight"),
     "yellow": ("drain", "left", "outage"),
-    "red": ("lost", "failed", "hung", "refused", "barred", "unreached", "stopped", "outlier"),
 }
-EVENT_STYLES: Final = {event: style for style, events in _STYLES.items() for event in events}
+EVENT_STYLES: Final = {event: style for style, events in _STYLES.items() for event in events}  # of what is no fault
+_PHASE_STYLES: Final = {"running": "green", "dead": "red", "corrupt": "red", "empty": ""}
 
 
 def add_json_argument(parser: argparse.ArgumentParser, fields: str) -> None:
@@ -108,7 +108,7 @@ def event_table(
         table.add_column(no_wrap=True, min_width=width)
     table.add_column(overflow="fold")
     for event in events:
-        style = EVENT_STYLES.get(event["event"], "")
+        style = "red" if event["fault"] else EVENT_STYLES.get(event["event"], "")
         table.add_row(
             Text(moment(event["time"], full=full), "dim"),
             Text(clean(event["event"]) or "?", style),
@@ -117,6 +117,13 @@ def event_table(
             Text(clean(short(event["text"]))),
         )
     return table
+
+
+def phase_style(phase: str, *, failed: bool) -> str:
+    """The colour of a run's phase; red if it is dead, or was closed because of a fault."""
+    if phase in {"closed", "stopped"}:
+        return "red" if failed else ""
+    return _PHASE_STYLES.get(phase, "yellow")
 
 
 def styled(*parts: str | tuple[str, str]) -> Text:

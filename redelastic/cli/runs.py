@@ -9,7 +9,7 @@ from redelastic.monitoring.wording import clean, duration
 from redelastic.redis.keys import RunKeys
 
 from .common import OK, add_server_arguments, open_connection
-from .output import add_json_argument, open_console, write_json, write_line
+from .output import add_json_argument, open_console, phase_style, write_json, write_line
 
 NAME = "list"
 SUMMARY = "list the runs on a Redis"
@@ -20,16 +20,15 @@ ended recently (within their ttl).
 Exit code: 0; 3 if Redis cannot be reached, or if this user may see only one
 run's keys."""
 
-PHASE_STYLES = {"running": "green", "stopped": "red", "dead": "red", "empty": "red", "closed": "", "corrupt": "red"}
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     add_server_arguments(parser)
     add_json_argument(
         parser,
-        "runs: a list of run, phase (as in `redelastic status`, or corrupt), epoch,\n"
-        "size (of the last round), members, candidates, spares, age (of that round).",
+        "runs: a list of run, phase (as in `redelastic status`, or corrupt), failed\n"
+        "(whether a fault closed it), epoch, size (of the last round), members, candidates,\n"
+        "spares, age (of that round).",
     )
 
 
@@ -78,6 +77,6 @@ def _show(runs: list[dict[str, Any]]) -> None:
         counts = [str("?" if one[name] is None else one[name]) for name in ("epoch", "members", "candidates", "spares")]
         age = "-" if one["age"] is None else duration(one["age"])
         table.add_row(
-            Text(clean(one["run"])), Text(one["phase"], PHASE_STYLES.get(one["phase"], "yellow")), *counts, age
+            Text(clean(one["run"])), Text(one["phase"], phase_style(one["phase"], failed=one["failed"])), *counts, age
         )
     open_console().print(table)

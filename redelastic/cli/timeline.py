@@ -75,6 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
         _check(out)
     control = common.open_run(arguments)
     from redelastic.monitoring.event_log import EventLog
+    from redelastic.monitoring.events import is_fault
 
     state = control.state()
     event_log = EventLog(control)
@@ -94,8 +95,9 @@ def run(arguments: argparse.Namespace) -> int:
         output.write_json(_document(arguments.run, history))
     if out is not None:
         size = _write(out, history, arguments.run)
-        faults = sum(this.broken_at is not None for this in history.rounds)
-        summary = f"{count(len(history.nodes), 'node')}, {count(len(history.rounds), 'round')}, {faults} broken"
+        broken = [this.broken_by for this in history.rounds if this.broken_at is not None]
+        summary = f"{count(len(history.nodes), 'node')}, {count(len(history.rounds), 'round')}, {len(broken)} broken"
+        summary += f", {sum(map(is_fault, broken))} by faults" if broken else ""
         say(f"{out}: {summary}; {size:,} bytes")
     return common.OK
 

@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Any, Final
 
 from redelastic.monitoring.event_log import last_fault, without_regrouped
-from redelastic.monitoring.events import Completed, Event
+from redelastic.monitoring.events import FAULTS, Closed, Completed, Drain, Event, is_fault
 from redelastic.monitoring.history import STATES, History, NodeHistory
 from redelastic.monitoring.records import Node, Run
 from redelastic.monitoring.sentences import cause, detail_of, sentence
@@ -25,7 +25,7 @@ EVENTS: Final = 250  # lines
 MARKS: Final = 1_000  # faults and the like on the timeline, one per node
 SPANS: Final = 20_000  # on the timeline, or four per node if that is more: what a round may need for each
 ROUNDS: Final = 500  # on the timeline
-MARKED: Final = frozenset({"lost", "hung", "failed", "drain", "refused", "barred", "stopped", "closed"})
+MARKED: Final = (*FAULTS, Drain, Closed)  # kinds
 FOLDED: Final = frozenset({"joined", "started", "left", "saved"})  # events that every node has: shared lines
 WINDOW: Final = 60.0  # over which steps per second are averaged, in seconds
 GIB: Final = 2**30
@@ -59,6 +59,7 @@ def overview(run: Run, report: Mapping[str, Any], history: History | None, speed
     return _known(
         run=run.run_id,
         phase=report["phase"],
+        failed=is_fault(run.closed) or None,
         why=_why(run, report),
         round=run.epoch or None,
         round_at=_moment(run.time - run.age) if run.age is not None else None,
@@ -115,9 +116,11 @@ def saved(run_id: str, history: History) -> Document:
         end=_moment(history.end),
         partial=None if history.complete else True,
         closed=clean(short(cause(history.closed))) or None,
+        failed=is_fault(history.closed) or None,
         rounds=len(history.rounds),
         largest=max((this.size for this in history.rounds), default=0),
         broken=len(broken),
+        faults=sum(is_fault(this.broken_by) for this in broken),
         ettr=_figures(history.ettr),
         redone=_figures(history.redone) or None,
         down=sum(this.down or 0 for this in broken) if broken else None,
@@ -233,7 +236,7 @@ def _timeline(
         },
         outages=[[at(start), at(end)] for start, end in history.outages],
         marks={
-            f"{event.id}.{i}": [at(one.time), one.event, one.node, clean(short(sentence(one)))]
+            f"{event.id}.{i}": [at(one.time), one.event, one.node, clean(short(sentence(one))), is_fault(one)]
             for event, i, one in islice(_marked(history), marks)
         },
     )
@@ -242,7 +245,7 @@ def _timeline(
 def _marked(history: History) -> Iterator[tuple[Event, int, Event]]:
     """The events that the timeline marks, the newest first: each with its number among the nodes that it merges."""
     for event in reversed(history.events):
-        if event.event in MARKED:
+        if isinstance(event, MARKED):
             for i, one in enumerate(event.each()):
                 yield event, i, one
 
@@ -285,6 +288,7 @@ def _event(event: Event) -> Document:
     return _known(
         time=event.time,
         event=clean(event.event) or "?",
+        fault=is_fault(event) or None,
         round=event.epoch,
         size=event.size if isinstance(event, Completed) else None,
         node=clean(short(event.node)),

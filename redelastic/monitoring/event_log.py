@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from .control import RunControl
-from .events import LATEST, Event, Failed, Hung, Lost, Regrouped
+from .events import FAULTS, LATEST, Event, Regrouped
 from .history import History, replay
 from .records import Run
 
@@ -91,5 +91,5 @@ def without_regrouped(events: Iterable[Event]) -> list[Event]:
 
 
 def last_fault(events: Sequence[Event]) -> Event | None:
-    """The newest event that cost training time: a node lost, or workers that failed or hung."""
-    return next((event for event in reversed(events) if isinstance(event, Lost | Failed | Hung)), None)
+    """The newest fault, not what followed from it."""
+    return next((event for event in reversed(events) if isinstance(event, FAULTS)), None)

@@ -630,7 +630,21 @@ BY_AGENTS: Final[tuple[type[Event], ...]] = (
 KINDS: Final[Mapping[str, type[Event]]] = {
     str(kind.__dataclass_fields__["event"].default): kind for kind in (*BY_SCRIPTS, *BY_AGENTS)
 }
+FAULTS: Final = (Lost, Failed, Hung, Refused, Barred, Unreached, Missing)  # whatever follows from them
+_BAD_DEPARTURES: Final = frozenset({"failed", "refused", "barred", "timeout", "replicas", "secret"})
+_BAD_ENDINGS: Final = frozenset({"failed", "restarts", "progress"})
 _COMMON: Final = frozenset(f.name for f in fields(Event))
+
+
+def is_fault(event: Event | None) -> bool:
+    """Whether something went wrong, rather than as asked or planned."""
+    match event:
+        case Left():
+            return event.cause in _BAD_DEPARTURES
+        case Closed():
+            return event.cause in _BAD_ENDINGS
+        case _:
+            return isinstance(event, FAULTS)
 
 
 def _own(kind: type[Event]) -> list[Any]:

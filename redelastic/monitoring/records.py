@@ -85,7 +85,7 @@ class Run:
         stopped: whether workers have to end too.
         deadline: time until the rendezvous completes with the nodes that have joined; None if none is set.
         lease: how long a silent node stays.
-        restarts: of the job, after worker failures.
+        restarts: that the job has made, after worker failures.
         idle: how many of the latest restarts brought no progress.
         failures: how many rounds in a row a host's workers were the first to fail, by the host's name.
         barred: names of hosts that are excluded for their failures.
@@ -207,6 +207,8 @@ def decode_run(keys: RunKeys, reply: Sequence[Any], statuses: Mapping[str, bytes
             status=decode_status(node, statuses.get(node)),
         )
 
+    # Redis counts a restart when workers fail; it is made when the next round is complete, if that happens.
+    restart_is_due = "charged" in run and number("charged") == number("epoch")
     failed = {name: count for name, value in failures.items() if (count := number_in(value)) is not None}
     return Run(
         run_id=keys.run_id,
@@ -220,7 +222,7 @@ def decode_run(keys: RunKeys, reply: Sequence[Any], statuses: Mapping[str, bytes
         stopped="stop" in run,
         deadline=(number("deadline") - now) / 1000 if "deadline" in run else None,
         lease=lease / 1000,
-        restarts=number("restarts"),
+        restarts=max(0, number("restarts") - restart_is_due),
         idle=number("idle"),
         failures=failed,
         barred=sorted(name for name, count in failed.items() if count >= (limit or EXCLUDED)),

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from .event_log import without_regrouped
-from .failure import document as failure_document
-from .failure import last_failure
+from .events import is_fault
 from .records import APPLICATION_XIDS
 from .sentences import cause, cause_document, consecutive_failures, event_document
 from .wording import count, duration, number, whole
@@ -32,13 +31,15 @@ def phase_of(run: Run) -> str:
 
 def unread(run_id: str, phase: str) -> dict[str, Any]:
     """The entry in a list of runs for one that cannot be read."""
-    return {"run": run_id, "phase": phase} | dict.fromkeys(("epoch", "size", "members", "candidates", "spares", "age"))
+    unknown = ("failed", "epoch", "size", "members", "candidates", "spares", "age")
+    return {"run": run_id, "phase": phase} | dict.fromkeys(unknown)
 
 
 def summary(run: Run) -> dict[str, Any]:
     """The entry for a run in a list of runs."""
     groups = {name: len(getattr(run, name)) for name in ("members", "candidates", "spares")}
-    return {"run": run.run_id, "phase": phase_of(run), "epoch": run.epoch, "size": run.size, **groups, "age": run.age}
+    state = {"phase": phase_of(run), "failed": is_fault(run.closed)}
+    return {"run": run.run_id, **state, "epoch": run.epoch, "size": run.size, **groups, "age": run.age}
 
 
 def describe(run: Run, events: Sequence[Event], now: float, history: History | None = None) -> dict[str, Any]:
@@ -53,8 +54,6 @@ def describe(run: Run, events: Sequence[Event], now: float, history: History | N
     nodes = [_node(node, run) for node in run.nodes]
     workers = [worker for node in nodes for worker in node["workers"]]
     step = max((worker["step"] for worker in workers if worker["step"] is not None), default=None)
-    for node in nodes:
-        node["lag"] = step - node["step"] if step is not None and node["step"] is not None else None
     document = {
         "run": run.run_id,
         "time": now,
@@ -146,7 +145,6 @@ def _node(node: Node, run: Run) -> dict[str, Any]:
         "restarts": whole(status.get("restarts")),
         **{name: number(status.get(name)) for name in USAGE},
         "step": min(steps, default=None),
-        "lag": None,
         "idle": max(idle, default=None),
         "workers": workers,
         "gpus": gpus,

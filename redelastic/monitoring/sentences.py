@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict
 from functools import singledispatch
 from typing import Any, Final
@@ -194,7 +195,8 @@ def _(event: events.Unwatched) -> str:
 def _(event: events.Log) -> str:
     if event.rank is None:
         return ""
-    return f"rank {event.rank} failed {(event.age_ms or 0) / 1000:.3f} s ago; its log: {event.path}"
+    failed_at = "" if event.age_ms is None else f" failed at {_time_of_day(event.time - event.age_ms / 1000)};"
+    return f"rank {event.rank}{failed_at or ','} its log: {event.path}"
 
 
 @sentence.register
@@ -294,8 +296,8 @@ def detail_of(event: events.Event) -> str:
 
 
 def event_document(event: events.Event) -> dict[str, Any]:
-    """An event as JSON: its fields; ``text``, what happened in words; ``detail``, lines such as stacks."""
-    return {**asdict(event), "text": reason_of(event), "detail": detail_of(event)}
+    """An event as JSON: its fields; ``fault``; ``text``, what happened in words; ``detail``, lines such as stacks."""
+    return {**asdict(event), "fault": events.is_fault(event), "text": reason_of(event), "detail": detail_of(event)}
 
 
 def cause_document(event: events.Event | None) -> dict[str, Any] | None:
@@ -305,11 +307,17 @@ def cause_document(event: events.Event | None) -> dict[str, Any] | None:
     fields = asdict(event)
     for name in ("id", "time", "epoch", "size", "nodes", "breaks"):
         del fields[name]
-    return {**fields, "text": cause(event)}
+    return {**fields, "fault": events.is_fault(event), "text": cause(event)}
 
 
 def _seconds(ms: int | None) -> str:
     return "an unknown time" if ms is None else f"{ms / 1000:.1f} s"
+
+
+def _time_of_day(at: float) -> str:
+    """A time on the server's clock, as it is read in any time zone."""
+    ms = max(0, round(1000 * at))
+    return f"{time.strftime('%H:%M:%S', time.gmtime(ms // 1000))}.{ms % 1000:03d} UTC"
 
 
 def _known(number: int | None) -> str:

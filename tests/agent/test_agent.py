@@ -334,6 +334,7 @@ def test_the_job_has_one_budget_of_restarts(server: RedisServer, tmp_path: Path)
         assert state.phase == "stopped"
         assert isinstance(state.closed, Stopped)
         assert (state.closed.cause, state.closed.restarts, state.closed.exit_code) == ("restarts", 2, 1)
+        assert state.restarts == 2, "the third failure led to none"
         assert "the job has used up its 2 restarts: a-" in job.nodes["b"].stderr
 
 
@@ -345,7 +346,8 @@ def test_a_job_that_makes_no_progress_stops(server: RedisServer, tmp_path: Path)
         assert job.wait_end("a") == job.wait_end("b") == NO_PROGRESS
         state = job.control.state()
         assert isinstance(state.closed, Stopped)
-        assert (state.closed.cause, state.closed.restarts, state.closed.last_step) == ("progress", 2, 1)
+        assert (state.closed.cause, state.closed.restarts, state.closed.last_step) == ("progress", 2, None)
+        assert state.restarts == 2
         assert state.epoch == 3
         assert "was stopped: no progress in 2 restarts, still at step 1: " in job.nodes["a"].stderr
 

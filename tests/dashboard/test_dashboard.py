@@ -357,7 +357,7 @@ class TestView:
         assert lanes.keys() == set(nodes)
         assert all(next(reversed(lane["spans"].values()))[2] > 0 for node, lane in lanes.items() if node in nodes[:150])
         marks = page["timeline"]["marks"].values()
-        assert {(event, node) for _, event, node, _ in marks} == {("lost", node) for node in nodes[:150]}
+        assert {(event, node, fault) for _, event, node, _, fault in marks} == {("lost", n, True) for n in nodes[:150]}
         lines = [line for line in page["events"].values() if line["event"] == "lost"]
         assert sum(line.get("count", 1) for line in lines) == 150
         assert [page["events"][event.id]["count"] for event in together] == [64, 64, 5], "the first one broke the round"

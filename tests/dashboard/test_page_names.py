@@ -14,7 +14,7 @@ import pytest
 from redelastic.dashboard import view
 from redelastic.dashboard.standalone import PAGE
 from redelastic.monitoring.control import UnknownRunError
-from redelastic.monitoring.events import KINDS, Event, decode
+from redelastic.monitoring.events import FAULTS, KINDS, Event, decode
 from redelastic.monitoring.history import STATES, replay
 from redelastic.monitoring.records import Run
 from redelastic.monitoring.report import describe
@@ -44,6 +44,13 @@ def test_the_page_knows_every_state_of_a_node() -> None:
     script, style = ((PAGE / name).read_text() for name in ("timeline.js", "style.css"))
     assert f"const STATES = {json.dumps(STATES)};" in script
     assert [state for state in STATES if f".{state} {{ fill: var(--{state})" not in style] == []
+
+
+def test_the_page_knows_what_is_a_fault() -> None:
+    script = (PAGE / "dom.js").read_text()
+    kinds = [kind.event for kind in FAULTS]
+    assert [kind for kind in kinds if f'{kind}: ["bad", ' not in script] == []
+    assert [kind for kind in ("closed", "stopped", "left") if f'{kind}: ["calm", ' not in script] == []
 
 
 def named(name: str, place: str) -> list[Event]:

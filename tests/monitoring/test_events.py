@@ -8,7 +8,21 @@ from typing import Any
 
 import pytest
 
-from redelastic.monitoring.events import KINDS, Event, Lost, decode, decode_cause
+from redelastic.monitoring.events import (
+    FAULTS,
+    KINDS,
+    Closed,
+    Drain,
+    Event,
+    Left,
+    Log,
+    Lost,
+    Outage,
+    Stopped,
+    decode,
+    decode_cause,
+    is_fault,
+)
 from redelastic.monitoring.sentences import cause, detail_of, event_document, sentence
 
 VALUES: dict[str, Any] = {
@@ -57,6 +71,39 @@ def test_each_has_words_and_is_json(kind: type[Event]) -> None:
         assert "None" not in sentence(event) + cause(event) + detail_of(event)
         assert json.loads(json.dumps(event_document(event)))["event"] == event.event
     assert sentence(full(kind))
+
+
+@pytest.mark.parametrize("kind", FAULTS, ids=lambda kind: kind.__name__)
+def test_what_goes_wrong_is_a_fault(kind: type[Event]) -> None:
+    assert is_fault(full(kind))
+
+
+@pytest.mark.parametrize(
+    ("event", "wrong"),
+    [
+        (Left(cause="failed"), True),
+        (Left(cause="drained"), False),
+        (Left(cause="restarts"), False),  # its workers start anew
+        (Closed(cause="finished"), False),
+        (Closed(cause="failed"), True),
+        (Stopped(cause="asked"), False),
+        (Stopped(cause="restarts"), True),
+        (Stopped(cause="progress"), True),
+        (Drain(), False),
+        (Outage(), False),
+        (Event(event="what a later version records"), False),
+        (None, False),
+    ],
+)
+def test_an_end_is_a_fault_if_a_fault_led_to_it(event: Event | None, wrong: bool) -> None:
+    assert is_fault(event) == wrong
+    assert event is None or event_document(event)["fault"] == wrong
+
+
+def test_a_log_tells_when_its_worker_failed() -> None:
+    log = Log(time=1_700_000_000.5, rank=3, age_ms=1250, path="/logs/3")
+    assert sentence(log) == "rank 3 failed at 22:13:19.250 UTC; its log: /logs/3"
+    assert sentence(replace(log, age_ms=None)) == "rank 3, its log: /logs/3"
 
 
 @pytest.mark.parametrize("text", ["why", "{}", "[1]", '["lost"]', '["lost", 3]', "[" * 100_000, '["x", "y", "z"]'])

@@ -20,9 +20,9 @@ SUMMARY = "show the state of a run, and what is wrong with it"
 DESCRIPTION = """\
 The state of a run: a verdict, what is wrong (lines with "!"), the nodes by rank,
 and the last events. heard: time since the last heartbeat; step: the lowest of
-the node's workers; lag: steps behind the run's highest; idle: the longest time
-since one of its workers made progress; cpu: percent of one core; gpu: number,
-lowest and highest utilisation, fullest memory, highest temperature; G: GiB.
+the node's workers; idle: the longest time since one of its workers made progress;
+cpu: percent of one core; gpu: number, lowest and highest utilisation, fullest
+memory, highest temperature; G: GiB; restarts: those that were made.
 Effective training time (ETTR) is the share of the nodes' time, spares excluded,
 in which workers made new steps, since the run began; redone: in which they made
 steps again. Both follow from redelastic.progress(step), as the reference says.
@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "restarts_without_progress, step, idle, ettr, redone, failures, barred, problems\n"
         "(of the run), nodes, events. A node: id, name, host, pid, rank, standing (member, candidate,\n"
         "spare), state, draining, heard, lease, agent, restarts, cpu, memory,\n"
-        "memory_available, memory_total, step, lag, idle, workers, gpus, gpus_hidden (why\n"
+        "memory_available, memory_total, step, idle, workers, gpus, gpus_hidden (why\n"
         "its GPUs are not shown), problems.\n"
         "With --watch: one document per line, with trouble (why it is out of date).",
     )

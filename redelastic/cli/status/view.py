@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from redelastic.cli.output import event_table, moment, styled
+from redelastic.cli.output import event_table, phase_style, styled
 from redelastic.monitoring.wording import clean, count, duration, short, size
 
 Document = Mapping[str, Any]
@@ -22,9 +22,6 @@ Document = Mapping[str, Any]
 WIDE: Final = 110  # columns from which there is room for everything
 PROBLEMS: Final = 10  # lines
 
-PHASE_STYLES: Final = {"running": "bold green", "closed": "bold"} | dict.fromkeys(
-    ("stopped", "empty", "dead"), "bold red"
-)
 STATE_STYLES: Final = {"running": "green", "silent": "red", "hung": "red", "barred": "red", "refused": "red"}
 
 
@@ -102,9 +99,10 @@ class Screen:
 
     def _picture(self, document: Document, rows: int | None, problems: int) -> Group:
         wrong = _problem_lines(document, problems)
-        style = PHASE_STYLES.get(document["phase"], "bold yellow")
+        phase, failed = document["phase"], bool(document["closed"] and document["closed"]["fault"])
+        style = "yellow" if wrong and phase == "running" else phase_style(phase, failed=failed)
         parts: list[RenderableType] = [
-            styled((document["verdict"], "bold yellow" if wrong and document["phase"] == "running" else style)),
+            styled((document["verdict"], f"bold {style}".rstrip())),
             _facts(document),
         ]
         if document["waits_for"] and document["phase"] not in {"dead", "empty"}:
@@ -267,10 +265,6 @@ def _step(line: _Line, _: bool) -> Text:
     return Text("" if step is None else str(step))
 
 
-def _lag(line: _Line, _: bool) -> Text:
-    return Text(str(line.get("lag") or ""), "yellow")
-
-
 def _idle(line: _Line, _: bool) -> Text:
     idle = line.get("idle")
     return Text("" if idle is None else duration(idle))
@@ -330,7 +324,6 @@ COLUMNS: Final = (
     _Column("state", _state, right=False),
     _Column("heard", _heard),
     _Column("step", _step),
-    _Column("lag", _lag),
     _Column("idle", _idle),
     _Column("restarts", _restarts, wide=True),
     _Column("cpu", _cpu),

@@ -51,15 +51,20 @@ const LOOKS = {
   save: ["calm", "diamond"], admitted: ["good", "ring"],
   outage: ["warn", "square"], cleared: ["warn", "square"], saved: ["calm", "tick"], left: ["calm", "ring"], joined: ["calm", "ring"],
   waiting: ["calm", "ring"], spare: ["calm", "ring"], closed: ["calm", "tick"], empty: ["calm", "ring"],
-  silent: ["bad", "cross"], dead: ["bad", "cross"], lost: ["bad", "cross"], stopped: ["bad", "square"],
+  silent: ["bad", "cross"], dead: ["bad", "cross"], lost: ["bad", "cross"], missing: ["bad", "cross"], stopped: ["calm", "square"],
+  progressed: ["calm", "disc"],
   log: ["calm", "square"], hung: ["bad", "square"], failed: ["bad", "triangle"], barred: ["bad", "diamond"], refused: ["bad", "diamond"],
   corrupt: ["bad", "square"], unreadable: ["bad", "square"], unreached: ["bad", "square"],
 };
 
-export const looks = (state) => LOOKS[state] ?? ["calm", "ring"];
+// fault: whether something went wrong: a run may be closed, and a node may leave, for that or as asked.
+export function looks(state, fault = false) {
+  const [tone, form] = LOOKS[state] ?? ["calm", "ring"];
+  return fault ? ["bad", form === "tick" ? "square" : form] : [tone, form];
+}
 
-export function badge(state, words = state) {
-  const [tone, form] = looks(state);
+export function badge(state, words = state, fault = false) {
+  const [tone, form] = looks(state, fault);
   return h("span", { class: `badge ${tone}` }, shape(form), h("span", {}, words));
 }
 

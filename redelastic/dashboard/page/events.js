@@ -39,7 +39,7 @@ function line(textOf, id, event) {
   const at = new Date(1000 * event.time);
   const row = h("li", {},
     h("time", { datetime: Number.isNaN(at.getTime()) ? null : at.toISOString() }, moment(event.time)),
-    badge(event.event),
+    badge(event.event, event.event, event.fault),
     h("span", { class: "event-text" }, subject ? h("b", {}, subject) : "", subject && text ? " " : "", text ?? ""));
   if (event.detail) {
     const text_ = h("pre", { tabindex: 0 }, "…");

@@ -17,7 +17,6 @@ const COLUMNS = [
   { name: "state", title: "State", key: (n) => 10 * wrong(n) + SEVERITY[looks(n.state)[0]] },
   { name: "lease", title: "Lease left", kind: "num", key: (n) => n.until },
   { name: "step", title: "Step", kind: "num", key: (n) => low(n.step), text: (n) => (n.step === undefined ? "" : number(n.step)) },
-  { name: "lag", title: "Behind", kind: "num wide", key: (n) => low(n.step), text: (n, t) => (n.step === undefined || n.step >= t.step ? "" : number(t.step - n.step)) },
   { name: "idle", title: "Idle", kind: "num", key: (n) => high(n.idle), text: (n) => (n.idle === undefined ? "" : duration(n.idle)) },
   { name: "cpu", title: "CPU", kind: "num wide", key: (n) => high(n.cpu), text: (n) => (n.cpu === undefined ? "" : `${number(n.cpu)} %`) },
   { name: "memory", title: "Memory", kind: "num wide", key: (n) => high(n.memory), text: (n) => (n.memory === undefined ? "" : `${n.memory.toFixed(1)} GiB`) },
@@ -93,7 +92,7 @@ export function nodesTable(run) {
       if (before.nextSibling !== row.element) before.after(row.element);
       before = row.element;
     }
-    for (const column of ["step", "lag", "idle", "cpu", "memory", "gpus"]) {
+    for (const column of ["step", "idle", "cpu", "memory", "gpus"]) {
       table.classList.toggle(`no-${column}`, !has[column]);
     }
     table.setAttribute("aria-rowcount", order.length + 1);
@@ -104,7 +103,7 @@ export function nodesTable(run) {
     if (!shownRun || shownRun.nodes !== run_.nodes || shownRun.step !== run_.step) {
       shownRun = run_;
       const nodes = Object.values(run_.nodes);
-      has.step = has.lag = nodes.some((n) => n.step !== undefined);
+      has.step = nodes.some((n) => n.step !== undefined);
       has.idle = nodes.some((n) => n.idle !== undefined);
       for (const name of ["cpu", "memory", "gpus"]) has[name] = nodes.some((n) => n[name] !== undefined);
       say(heading, count(nodes.length, "node"));

@@ -31,6 +31,7 @@ export function runView(id) {
     figures.append(h("div", {}, h("dt", {}, title), value, note));
   }
   let phase = null;
+  let failed = false;
   let shown = null;
 
   function update(run, live) {
@@ -39,10 +40,10 @@ export function runView(id) {
     say(gone, run.gone);
     known.hidden = run.phase === undefined;
     if (run.phase === undefined) return;
-    if (phase !== run.phase) {
-      phase = run.phase;
-      state.replaceChildren(badge(phase));
-      state.className = `verdict ${looks(phase)[0]}`;
+    if (phase !== run.phase || failed !== run.failed) {
+      ({ phase, failed } = run);
+      state.replaceChildren(badge(phase, phase, failed));
+      state.className = `verdict ${looks(phase, failed)[0]}`;
     }
     const reasons = phase === "running" ? [] : [run.why, ["dead", "empty"].includes(phase) ? "" : run.waits_for];
     say(why, reasons.filter(Boolean).join(" – "));
@@ -73,7 +74,7 @@ export function runView(id) {
     say(figure.round.value, shown.round === undefined ? "–" : number(shown.round));
     say(figure.round.note, shown.round_at === undefined ? "" : phase === "running" ? `up ${rough(now - shown.round_at)}` : `formed ${rough(now - shown.round_at)} ago`);
     say(figure.ettr.note, shown.since === undefined ? "" : trained(shown, rough(now - shown.since)));
-    say(figure.fault.note, shown.fault ? `${whose(shown.fault)}, ${rough(now - shown.fault.time)} ago` : "");
+    say(figure.fault.note, shown.fault ? [whose(shown.fault), `${rough(now - shown.fault.time)} ago`].filter(Boolean).join(", ") : "");
     lanes.tick(live);
     nodes.tick(live);
   }

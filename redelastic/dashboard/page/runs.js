@@ -65,7 +65,7 @@ function runRow(id, open) {
     update(run) {
       row.run = run;
       element.classList.toggle("over", OVER.includes(run.phase));
-      state.replaceChildren(badge(run.phase));
+      state.replaceChildren(badge(run.phase, run.phase, run.failed));
       say(why, run.why);
       why.hidden = !run.why;
       why.classList.toggle("bad", run.phase === "running");

@@ -93,7 +93,7 @@ export function timeline(tallest = 460) {
       item.hidden = !seconds[i];
       say(share, all ? percent(seconds[i] / all) : "");
     });
-    legend.replaceChildren(...items.map(({ item }) => item), ...Object.entries(counts).reverse().map(([event, n]) => h("li", {}, badge(event), h("b", {}, number(n)))));
+    legend.replaceChildren(...items.map(({ item }) => item), ...Object.entries(counts).reverse().map(([event, { n, fault }]) => h("li", {}, badge(event, event, fault), h("b", {}, number(n)))));
     if (data.outages?.length) legend.append(h("li", {}, h("span", { class: "swatch outage" }), "Redis away"));
     const words = STATES.map((_, i) => seconds[i] && `${NAMES[i]} ${percent(seconds[i] / all)}`).filter(Boolean);
     svg.setAttribute("aria-label", `Timeline of ${rows.length} hosts over ${duration(scale.end - scale.start)}: ${words.join(", ")}. The events below say what happened.`);
@@ -219,14 +219,14 @@ function marksOf(data, rows, start, end, x, height) {
   rows.forEach((row, i) => row.ids.forEach((id) => places.set(id, i)));
   const marks = [];
   const counts = {};
-  for (const [at, event, node, reason] of Object.values(data.marks ?? {})) {
+  for (const [at, event, node, reason, fault] of Object.values(data.marks ?? {})) {
     if (at < start || at > end || !places.has(node)) continue;
-    const [tone, form] = looks(event);
+    const [tone, form] = looks(event, fault);
     const y = TOP + (places.get(node) + 0.5) * height;
     const group = s("g", { class: `mark ${tone} ${form}`, transform: `translate(${x(at).toFixed(1)} ${y.toFixed(1)})` }, s("path", { class: "halo", d: MARKS[form] }), s("path", { class: "form", d: MARKS[form] }));
     group.append(s("title", {}, `${node.replace(/-[0-9a-f]{12}$/, "")}: ${event}, ${reason} (${moment(data.origin + at)})`));
     marks.push(group);
-    counts[event] = (counts[event] ?? 0) + 1;
+    counts[event] = { n: (counts[event]?.n ?? 0) + 1, fault: fault || counts[event]?.fault };
   }
   return { marks, counts };
 }
