@@ -32,6 +32,8 @@ LONGEST_TTL: Final = 1e9  # in seconds
 LONGEST_BLOCK: Final = 5.0  # in seconds, after which queue_pop looks again: the one that was woken may have died
 KEPT_APART: Final = 4096  # in bytes: longer items have a key of their own until they have arrived (lua/queue_pop.lua)
 MOST_KEYS: Final = 2**18  # of a call: up to three words each, and Redis 6.2 takes 2**20 words
+# Torch's first process group has its addresses there: in 0//<device>//0/<rank> with gloo, in 0//<device>//0 with NCCL.
+_OF_FIRST_GROUP: Final = re.compile(rb"(?:^|/)0//[a-z0-9]+//0(?:/[0-9]+)?$")
 _LONGEST: Final = 2**29  # in bytes: Redis accepts no more, unless its proto-max-bulk-len was changed
 
 # torch's C++ keeps only its own half of a store: once Python's half is gone, every call dies in an assertion. So a
@@ -51,6 +53,9 @@ class RedisStore(Requests):
 
     Nothing says when C++ lets go of a store. So one that is never closed stays in memory until its process ends: close
     those that your own code makes again and again, with ``contextlib.closing(RedisStore(…))`` for example.
+
+    A store is for one process group, and for one start of a job: a second one is refused, since it would find the
+    addresses of the first. Give each start a run id or a name of its own.
 
     Args:
         client: an endpoint or URL, a redis-py client of bytes, or a :class:`Connection`.
@@ -140,9 +145,21 @@ class RedisStore(Requests):
     # -- reading and writing
 
     def set(self, key: Text, value: Text) -> None:
-        """Write a value."""
-        full = self._key(key)
-        self._once(scripts.STORE_SET, [self._streams + full], [full, _bytes("value", value)])
+        """Write a value.
+
+        Raises:
+            DistStoreError: a process group begins on this store, which has the addresses of an earlier group, such as
+                one of an earlier start of the job: the processes would find those. A round's store has no earlier one.
+        """
+        full, encoded = self._key(key), _bytes("value", value)
+        if self._epoch is not None or b"//" not in full or not _OF_FIRST_GROUP.search(full):
+            self._once(scripts.STORE_SET, [self._streams + full], [full, encoded])
+        elif self._once(scripts.STORE_COMPARE_SET, [self._streams + full], [full, b"", encoded]) != encoded:
+            raise dist.DistStoreError(
+                f"{self!r} has the addresses of an earlier process group, such as one of an earlier start of this job "
+                f"(the key {text(full)!r}): give each start a run id or a store name of its own, or delete the key "
+                f"{self._keys.base!r} in Redis before the start."
+            )
 
     def multi_set(self, keys: Sequence[Text], values: Sequence[Text]) -> None:
         """Write several values at once."""

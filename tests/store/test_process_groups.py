@@ -112,6 +112,25 @@ def test_a_group_is_destroyed_and_made_again(server: RedisServer, run_id: str, p
     assert processes.values() == [[3.0] * 3] * 2
 
 
+def _once_more(url: str, run_id: str, rank: int, size: int) -> float:
+    _init(url, run_id, rank, size)
+    return total()
+
+
+def test_a_second_start_on_the_store_of_the_first_is_told(
+    server: RedisServer, run_id: str, processes: Processes
+) -> None:
+    for rank in range(2):
+        processes.start(_once_more, server.url, run_id, rank, 2)
+    assert processes.values() == [3.0] * 2
+    for rank in range(2):
+        processes.start(_once_more, server.url, run_id, rank, 2)
+    for rank, outcome in enumerate(processes.results()):
+        assert outcome.error.startswith("DistStoreError: ")
+        assert f"the key '0//cpu//0/{rank}'" in outcome.error
+        assert f"delete the key 'redelastic:{{{run_id}}}:store:default'" in outcome.error
+
+
 # -- init_method="redis://…"
 
 

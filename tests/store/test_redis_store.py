@@ -109,6 +109,30 @@ def test_a_store_that_cannot_connect_raises_torchs_error(run_id: str) -> None:
     assert type(raised.value.__cause__) is UnavailableError
 
 
+@pytest.mark.parametrize("key", ["0//cpu//0/3", "0//cuda//0", "default_pg/0//cpu//0/12"])
+def test_the_addresses_of_a_process_group_are_written_once(store: RedisStore, key: str) -> None:
+    view = store.prefixed("p")
+    for each in (store, view):
+        each.set(key, "here")
+        with pytest.raises(dist.DistStoreError, match="give each start"):
+            each.set(key, "elsewhere")
+        assert each.get(key) == b"here"
+
+
+@pytest.mark.parametrize("key", ["0//cpu//1/0", "10//cpu//0/0", "0//1//cpu//0/0", "0//cpu//0/last"])
+def test_other_keys_are_written_again(store: RedisStore, key: str) -> None:
+    store.set(key, "a")
+    store.set(key, "b")
+    assert store.get(key) == b"b"
+
+
+def test_groups_of_a_round_may_write_their_addresses_again(server: RedisServer, run_id: str) -> None:
+    with opened(server, run_id, epoch=1) as store:
+        for value in ("a", "b"):
+            store.set("0//cpu//0/0", value)
+        assert store.get("0//cpu//0/0") == b"b"
+
+
 @pytest.mark.parametrize("text", ["no number", "1.5", str(2**63), "", " 1"])
 def test_add_to_a_corrupt_number_names_the_key(store: RedisStore, text: str) -> None:
     store.set("the-key", text)
