@@ -25,6 +25,9 @@ from .handler import EPOCH_VARIABLE, EXIT_TIMEOUT, PREFIX_VARIABLE, RedisRendezv
 from .settings import Settings, parameters_from_url
 
 RUN_VARIABLE: Final = "TORCHELASTIC_RUN_ID"
+# Outside an agent a thread of the training process beats, and cannot while a call such as `pickle.load` holds the
+# interpreter's lock. So the lease is a minute.
+MISSED_BEATS: Final = "30"
 
 # By process, server, prefix and run: a process stays a member of its run until it exits, or makes its next group there.
 _handlers: Final[dict[tuple[int, str, str, str], RedisRendezvousHandler]] = {}
@@ -44,6 +47,11 @@ def register_init_method() -> None:
     other by a rendezvous of their own in the run ``run_id`` of the URL, of ``WORLD_SIZE`` processes, or of
     ``min_nodes`` to ``max_nodes``; rank and world size may come from the environment, from the URL, or from that
     rendezvous.
+
+    Such a process renews its lease itself, and does not while a call holds Python's interpreter lock: ``pickle.load``
+    of millions of objects, or an extension. So ``keep_alive_max_attempt`` is 30 there, and the lease a minute. A longer
+    call breaks the group: it trains on, but makes no new one. In return, the others' waits for a process that was
+    killed take up to a minute, and so does a new start under the same run id after all processes were killed.
     """
     for scheme in SCHEMES:
         if scheme not in _rendezvous_handlers:
@@ -63,6 +71,7 @@ def _rendezvous(url: str, timeout: timedelta = default_pg_timeout, **_unused: An
     epoch = _number(EPOCH_VARIABLE, os.environ.get(EPOCH_VARIABLE))
     if size is not None and not options.keys() & {"min_nodes", "max_nodes", "min_workers", "max_workers"}:
         options |= {"min_nodes": str(size), "max_nodes": str(size)}
+    options.setdefault("keep_alive_max_attempt", MISSED_BEATS)
     options.setdefault("last_call_timeout", "0")
     options.setdefault("join_timeout", options.pop("timeout", str(timeout.total_seconds())))
     params = parameters_from_url(f"{base}?{urlencode(options)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import signal
@@ -276,6 +277,25 @@ def test_a_process_killed_in_the_middle_ends_the_wait_of_the_others(
         assert "lost its lease" in outcome.error
         assert "Round 1" in outcome.error
         assert outcome.seconds < LEASE + SOON
+
+
+def _hold_the_lock(url: str, rank: int, size: int) -> float:
+    """Rank 0 lets no thread of its process run for three default leases, while the other waits for it in the store."""
+    _join_as(url, rank, size)
+    if rank == 0:
+        ctypes.PyDLL(None).sleep(3)
+    group: Any = dist.new_group([0, 1])
+    number = torch.tensor([1.0])
+    dist.all_reduce(number, group=group)
+    return float(number)
+
+
+def test_a_call_that_holds_the_interpreter_s_lock_does_not_break_the_group(
+    server: RedisServer, run_id: str, processes: Processes
+) -> None:
+    for rank in range(2):
+        processes.start(_hold_the_lock, f"{server.url}?run_id={run_id}&keep_alive_interval=0.3", rank, 2)
+    assert processes.values() == [2.0] * 2
 
 
 def test_workers_of_our_agents_join_the_store_of_their_round(
