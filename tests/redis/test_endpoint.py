@@ -11,6 +11,7 @@ from urllib.parse import quote
 import pytest
 import redis
 from redis.cluster import RedisCluster
+from redis.sentinel import SentinelConnectionPool
 
 from redelastic.redis.connection import Connection
 from redelastic.redis.endpoint import SCHEMES, URL_VARIABLE, Endpoint, parse_endpoint
@@ -292,6 +293,18 @@ def test_a_client_gets_every_part() -> None:
     assert {name: options[name] for name in expected} == expected
     socket_file = parse_endpoint("unix://:p@/run/s?db=2").open(1).get_connection_kwargs()
     assert (socket_file["path"], socket_file["password"], socket_file["db"]) == ("/run/s", "p", 2)
+
+
+@pytest.mark.parametrize(("attempt", "each"), [(6, 2), (0.5, 0.5), (2, 1)])
+def test_silent_sentinels_together_take_an_attempt(attempt: float, each: float) -> None:
+    """They are asked one after the other: of three, two that are silent would outlast a lease."""
+    client = parse_endpoint("redis+sentinel://a,b,c/master").open(attempt)
+    assert isinstance(client, redis.Redis)
+    assert isinstance(client.connection_pool, SentinelConnectionPool)
+    for sentinel in client.connection_pool.sentinel_manager.sentinels:
+        options = sentinel.get_connection_kwargs()
+        assert options["socket_timeout"] == options["socket_connect_timeout"] == each
+    assert client.get_connection_kwargs()["socket_timeout"] == attempt
 
 
 def test_no_refused_login_shows_the_password(caplog: pytest.LogCaptureFixture) -> None:
