@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
+import threading
 import traceback
 from collections.abc import Iterator
 
@@ -19,3 +21,31 @@ def causes(error: BaseException, handled: BaseException | None) -> Iterator[Base
     while below is not None and below is not handled:
         yield below
         below = below.__cause__ or below.__context__
+
+
+class Latch:
+    """As :class:`threading.Event`, but a signal handler's exception in the middle of a wait leaves it usable.
+
+    An ``Event`` may stay locked then, so that all threads that wait for it or set it hang.
+    """
+
+    def __init__(self) -> None:
+        self._is_set, self._gate = False, threading.Lock()
+        self._gate.acquire()
+
+    def is_set(self) -> bool:
+        """Whether it was set."""
+        return self._is_set
+
+    def set(self) -> None:
+        """Release all threads that wait, and those that will."""
+        self._is_set = True
+        with contextlib.suppress(RuntimeError):  # it was set before
+            self._gate.release()
+
+    def wait(self, timeout: float) -> bool:
+        """Wait until it is set, for ``timeout`` seconds at most; returns whether it is."""
+        # An exception between the two calls keeps the gate closed: threads that wait by then do so for all their time.
+        if not self._is_set and self._gate.acquire(timeout=max(0.0, timeout)):
+            self._gate.release()
+        return self._is_set

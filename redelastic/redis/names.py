@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Final, TypeAlias
 
+from .interrupts import Latch
+
 Addresses: TypeAlias = "Sequence[tuple[int, int, int, str, Any]]"  # as socket.getaddrinfo returns them
 _Place: TypeAlias = "tuple[str, int]"
 
@@ -56,7 +58,7 @@ class _LookUp:
     """A look-up in a thread of its own; ``done`` is set once it has ended."""
 
     def __init__(self, place: _Place) -> None:
-        self.place, self.started, self.done = place, time.monotonic(), threading.Event()
+        self.place, self.started, self.done = place, time.monotonic(), Latch()
         self.found: Addresses = []
         self.error: OSError | None = None
 

@@ -11,6 +11,8 @@ from typing import Final, TypeVar
 
 import redis.exceptions as rx
 
+from .interrupts import Latch
+
 T = TypeVar("T")
 
 EARLY_PAUSE: Final = (0.1, 0.4)  # in seconds, between two tries of a process while an outage is short
@@ -37,7 +39,7 @@ class Pace:
         self._become_up()
 
     def _become_up(self) -> None:
-        self.is_up, self._pid, self._changed = True, os.getpid(), threading.Condition()
+        self.is_up, self._pid, self._lock, self._returned = True, os.getpid(), threading.RLock(), Latch()
 
     def run(self, operation: Callable[[], T]) -> T:
         """Run an operation in this thread's turn.
@@ -59,26 +61,26 @@ class Pace:
         if isinstance(error, rx.ResponseError):
             self._note_success()
         elif isinstance(error, _OUTAGE) and self.is_up:
-            with self._changed:
+            with self._lock:
                 self._since = self._next_turn = time.monotonic()  # the first try after a lost connection is not delayed
-                self._why, self.is_up = str(error), False
+                self._why, self._returned, self.is_up = str(error), Latch(), False
 
     def _note_success(self) -> None:
         if not self.is_up:
-            with self._changed:
+            with self._lock:
                 self.is_up = True
-                self._changed.notify_all()
+                self._returned.set()
 
     def _wait_for_turn(self) -> None:
         if self._pid != os.getpid():  # another thread of the parent may hold the lock
             self._become_up()
         if self.is_up:
             return
-        with self._changed:
-            now = time.monotonic()
+        with self._lock:
+            now, returned = time.monotonic(), self._returned
             wait = max(0.0, self._next_turn - now)
             if has_turn := wait <= self._longest_wait:
                 pause = EARLY_PAUSE if now - self._since < self._short_outage else self._late_pause
                 self._next_turn = now + wait + random.uniform(*pause)
-            if not self._changed.wait_for(lambda: self.is_up, min(wait, self._longest_wait)) and not has_turn:
-                raise rx.ConnectionError(self._why)
+        if not returned.wait(min(wait, self._longest_wait)) and not has_turn:
+            raise rx.ConnectionError(self._why)

@@ -6,14 +6,20 @@ import contextlib
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import Any
 
 import pytest
 
 from redelastic.redis.errors import UnreachableError
+from redelastic.redis.keys import RunKeys
+from redelastic.redis.names import look_up
 from redelastic.redis.server import RedisServer
+from redelastic.store import RedisStore
 from tests.support import servers
 from tests.support.calls import ATTEMPT, increment, opened, takes
+from tests.support.interrupts import gets_through, interrupt_everywhere
 from tests.support.peers import peer
 from tests.support.servers import HOST, Cluster, SentinelGroup, Shard, port_of, wait_until
 
@@ -58,6 +64,72 @@ def test_a_cluster_whose_addresses_all_change() -> None:
         old.kill()
         assert connection.call(increment) == 1
         connection.close()
+
+
+def move_slot(slot: int, source: RedisServer, target: RedisServer, password: str) -> None:
+    """Move a slot of a Cluster as its tools do."""
+    with source.get_client() as giver, target.get_client() as taker:
+        ids = [each.execute_command("CLUSTER MYID") for each in (giver, taker)]
+        taker.execute_command("CLUSTER SETSLOT", slot, "IMPORTING", ids[0])
+        giver.execute_command("CLUSTER SETSLOT", slot, "MIGRATING", ids[1])
+        while keys := giver.execute_command("CLUSTER GETKEYSINSLOT", slot, 1):
+            to_taker = (HOST, port_of(target), "", 0, 5000, "AUTH", password)
+            giver.execute_command("MIGRATE", *to_taker, "KEYS", *keys)
+        for each in (taker, giver):
+            each.execute_command("CLUSTER SETSLOT", slot, "NODE", ids[1])
+
+
+@pytest.mark.fault(
+    "a run's slot moves to another node of the Cluster", "I8: calls wait until it has moved; each takes effect once"
+)
+def test_a_slot_that_moves(replicated_cluster: Cluster, run_id: str) -> None:
+    base = RunKeys(run_id).store("default").base
+    source = replicated_cluster.owner(base)
+    target = next(server for server in replicated_cluster.servers[:3] if server is not source)
+    with source.get_client() as client:
+        slot = client.execute_command("CLUSTER KEYSLOT", base)
+    with closing(RedisStore(replicated_cluster.url, run_id, timeout=30)) as store, ThreadPoolExecutor(1) as pool:
+        over, sums = threading.Event(), [store.add("sum", 1)]
+
+        def keep_adding() -> None:
+            while not over.is_set():
+                sums.append(store.add("sum", 1))
+
+        adding = pool.submit(keep_adding)
+        try:
+            for giver, taker in ((source, target), (target, source)):
+                move_slot(slot, giver, taker, replicated_cluster.password)
+                enough = len(sums) + 5
+                wait_until(lambda: adding.done() or len(sums) >= enough, "calls go on", 30)  # noqa: B023
+        finally:
+            over.set()
+        adding.result(60)
+    assert sums == list(range(1, len(sums) + 1))
+
+
+@pytest.mark.fault(
+    "the name of Redis leads to another server, the one before becomes its replica", "clients ask the name again"
+)
+def test_a_name_that_leads_to_another_server(monkeypatch: pytest.MonkeyPatch, run_id: str) -> None:
+    """As a managed Redis fails over, whose address is a name."""
+    answer, name = socket.getaddrinfo, "redis.example"
+
+    def look_up(host: str, *args: Any, **options: Any) -> Any:
+        if host != name:
+            return answer(host, *args, **options)
+        if options.get("flags", 0) & socket.AI_NUMERICHOST:
+            raise socket.gaierror(socket.EAI_NONAME, "not a number")
+        return [(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, "", (HOST, port_of(behind[-1])))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    with servers.redis_server("right", {}) as new, servers.redis_server("right", {}) as old:
+        behind = [old]
+        with closing(RedisStore(f"redis://:right@{name}:1", run_id)) as store:
+            assert store.add("sum", 1) == 1
+            behind.append(new)
+            with old.get_client() as admin:
+                admin.replicaof(HOST, port_of(new))
+            assert store.add("sum", 1) == 1, "the new master has no data"
 
 
 def test_a_failover_in_a_cluster_whose_named_endpoint_is_gone(
@@ -130,3 +202,14 @@ def test_a_look_up_ends_with_its_caller_s_time(silent_name_server: threading.Eve
     silent_name_server.set()
     with takes(0.5, 2), pytest.raises(UnreachableError, match="did not answer"):
         opened("redis://never-known.invalid:1", attempt=ATTEMPT, connect=0.5)
+
+
+def test_an_interrupt_amid_a_look_up_holds_up_no_other_thread(silent_name_server: threading.Event) -> None:
+    silent_name_server.set()
+
+    def ask() -> None:
+        with contextlib.suppress(socket.gaierror):
+            look_up("not-known.invalid", 1, 0.01)
+
+    ask()  # from now on all share one look-up, which does not end
+    assert interrupt_everywhere(ask, lambda: gets_through(ask)) > 10

@@ -8,9 +8,11 @@ import sys
 import pytest
 
 from redelastic.redis.server import RedisServer
+from tests.support.servers import HOST
 
 CAMPAIGN = """
-import random, signal, sys
+import random, signal, socket, sys, threading, time
+import redis
 from redelastic import RedisStore
 from redelastic.redis.connection import Connection
 
@@ -21,7 +23,16 @@ def handler(*_):
     if armed:
         raise random.choice((Interrupt, Late))
 
-url, wanted = sys.argv[1], int(sys.argv[2])
+url, wanted, troubled = sys.argv[1], int(sys.argv[2]), "troubled" in sys.argv
+answer, silent = socket.getaddrinfo, False
+
+def look_up(host, *args, **options):
+    if silent and host == "localhost" and not options.get("flags", 0) & socket.AI_NUMERICHOST:
+        time.sleep(1.5)  # longer than callers wait for it
+        raise socket.gaierror(socket.EAI_AGAIN, "no answer")
+    return answer(host, *args, **options)
+
+socket.getaddrinfo = look_up
 armed = False
 signal.signal(signal.SIGALRM, handler)
 random.seed(wanted)
@@ -55,11 +66,30 @@ def connect():
     opened.append((store, connection))
     call(store)
 
+def make_trouble():
+    global silent
+    silent = random.random() < 0.3
+    match random.randrange(4):
+        case 0: admin.client_kill_filter(_type="normal", skipme=True)
+        case 1: admin.execute_command("CLIENT", "PAUSE", 50)
+
+def beat():
+    global beats
+    while True:
+        check(store.check(["k1"]), True)
+        beats += 1
+        time.sleep(0.01)
+
 opened = []
 connect()
-interrupts = tries = 0
+interrupts = tries = beats = 0
+if troubled:
+    admin = redis.Redis.from_url(url.replace("localhost", "127.0.0.1"), socket_timeout=20)
+    threading.Thread(target=beat, daemon=True).start()
 while interrupts < wanted:
     tries += 1
+    if troubled:
+        make_trouble()
     try:
         armed = True
         signal.setitimer(signal.ITIMER_REAL, random.uniform(0.00005, 0.003), 0.05)  # again: a destructor may swallow it
@@ -77,6 +107,9 @@ while interrupts < wanted:
         for former in opened.pop(0):
             former.close()
 signal.setitimer(signal.ITIMER_REAL, 0)
+silent, seen = False, beats
+while troubled and beats == seen:  # another thread is not held up
+    time.sleep(0.01)
 print(interrupts, "interrupts")
 """
 
@@ -87,6 +120,16 @@ print(interrupts, "interrupts")
 )
 @pytest.mark.parametrize("count", [1_000, pytest.param(100_000, marks=[pytest.mark.long, pytest.mark.timeout(2400)])])
 def test_no_call_meets_what_an_interrupt_left(own_server: RedisServer, count: int) -> None:
-    program = [sys.executable, "-c", CAMPAIGN, own_server.url.removesuffix("/0"), str(count)]
-    done = subprocess.run(program, capture_output=True, text=True, check=False, timeout=60 + count / 50)
+    run_campaign(own_server.url.removesuffix("/0"), str(count), limit=60 + count / 50)
+
+
+@pytest.mark.parametrize("count", [50, pytest.param(2_000, marks=[pytest.mark.long, pytest.mark.timeout(1200)])])
+def test_nor_if_connections_break_redis_stands_still_and_look_ups_hang(own_server: RedisServer, count: int) -> None:
+    url = own_server.url.removesuffix("/0").replace(HOST, "localhost")
+    run_campaign(url, str(count), "troubled", limit=60 + count / 2)
+
+
+def run_campaign(url: str, count: str, *options: str, limit: float) -> None:
+    program = [sys.executable, "-c", CAMPAIGN, url, count, *options]
+    done = subprocess.run(program, capture_output=True, text=True, check=False, timeout=limit)
     assert (done.returncode, done.stdout) == (0, f"{count} interrupts\n"), done.stderr

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import redis.exceptions as rx
 
 from redelastic.redis.connection import Connection
 from redelastic.redis.endpoint import parse_endpoint
 from redelastic.redis.errors import UnreachableError
-from redelastic.redis.pace import EARLY_PAUSE
+from redelastic.redis.pace import EARLY_PAUSE, Pace
 from tests.support.calls import increment
+from tests.support.interrupts import gets_through, interrupt_everywhere
 from tests.support.peers import peer
 from tests.support.servers import HOST
 
@@ -36,3 +39,22 @@ def test_the_threads_of_a_process_share_the_tries_of_an_outage() -> None:
             list(threads.map(call, range(THREADS)))
         took = time.monotonic() - started
         assert away.accepted <= THREADS + took / EARLY_PAUSE[0]  # the first try of each thread, and those in turn
+
+
+def test_an_interrupt_amid_an_outage_holds_up_no_other_thread() -> None:
+    """A node's heartbeats come from another thread than the one that signal handlers run in."""
+    pace = Pace(0.01)
+
+    def fail() -> None:
+        raise rx.ConnectionError("away")
+
+    def try_twice() -> None:
+        for _ in range(2):  # the second try waits for its turn
+            with contextlib.suppress(rx.ConnectionError):
+                pace.run(fail)
+
+    def come_back() -> None:
+        gets_through(lambda: pace.note(rx.ResponseError("here again")))
+        assert pace.is_up
+
+    assert interrupt_everywhere(try_twice, come_back) > 20
