@@ -8,6 +8,7 @@ import math
 import os
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from multiprocessing import get_all_start_methods, resource_tracker
@@ -154,6 +155,7 @@ class RedisElasticAgent(RegroupingAgent):
         watched = self._worker_group, self._assignment.visible, self._admission
         watchdog = partial(watchdog_progress, self)
         self._monitor = NodeMonitor(self._node, *watched, watchdog, training_time=self._time)
+        self._gpu_memory = GpuMemory(self._assignment.visible)
         self._budget = Budget(self._node, self._options, self._monitor.allow)
         self._hangs = Hangs(self._note)
         self._unfit = True  # whether this node must prove its fitness before it joins
@@ -437,8 +439,8 @@ class RedisElasticAgent(RegroupingAgent):
     def _charge(self, result: RunResult, *, final: bool) -> Event | None:
         """Count a failure of the workers; returns why the job may not go on."""
         failure = self.failure(result)
-        charged = self._budget.charge(self._workers, result, failure, final=final) if self._workers else None
-        return charged.verdict if charged else ""
+        charged = self._budget.charge(self._workers, failure, final=final) if self._workers else None
+        return charged.verdict if charged else None
 
     def _send_log(self, result: RunResult) -> None:
         """Send Redis the last log lines of the worker that failed first on this node."""

@@ -29,8 +29,9 @@ from redelastic.agent.preflights import Preflights
 from redelastic.agent.surviving import SurvivingAgent
 from redelastic.logs import say
 from redelastic.monitoring.control import RunControl
-from redelastic.monitoring.events import Left, Lost
-from redelastic.monitoring.wording import count
+from redelastic.monitoring.events import Closed, Left, Lost, Stopped
+from redelastic.monitoring.failure import last_failure, lines
+from redelastic.monitoring.wording import clean, count
 from redelastic.preflight.options import Options
 from redelastic.redis.errors import RedelasticError
 from redelastic.rendezvous.handler import RedisRendezvousHandler, handler_from_parameters
@@ -46,7 +47,8 @@ DRAINED: Final = (
 )
 STOPPED: Final = 76  # the job was stopped: by a person, or because its restart budget is used up
 REFUSED: Final = 77  # a health check found this node unfit
-UNUSED: Final = 78  # this node was a spare until the run ended, and has trained nothing
+NO_PROGRESS: Final = 78  # the job was stopped because it made no progress: a new run of it would make none either
+UNUSED: Final = 79  # this node was a spare until the run ended, and has trained nothing
 STANDALONE: Final = "standalone-"  # how the id of a run begins whose Redis is this process' own
 LAST_LOOK_TIMEOUT: Final = 1.0  # for the question what the run went through, in seconds
 DRAIN_FILE_INTERVAL: Final = 1.0  # between two looks for the drain file, in seconds
@@ -127,7 +129,7 @@ def launch(
         say(f"redelastic run: {e}")
         if isinstance(e, RunStoppedError):
             _say_why(handler)
-        return STOPPED if isinstance(e, RunStoppedError) else REFUSED if isinstance(e, RefusedError) else FAILED
+        return _code_of(e)
     except SignalException as e:
         ending = Left(cause="signal", signal=e.sigval.name), "goes on"
         say(f"redelastic run: ended by {e.sigval.name}")
@@ -135,6 +137,12 @@ def launch(
     finally:
         handler.end(*ending)
     return OK
+
+
+def _code_of(error: Exception) -> int:
+    if isinstance(error, RunStoppedError):
+        return NO_PROGRESS if error.without_progress else STOPPED
+    return REFUSED if isinstance(error, RefusedError) else FAILED
 
 
 def _say_end(handler: RedisRendezvousHandler) -> None:

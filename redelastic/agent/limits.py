@@ -142,6 +142,9 @@ class Budget:
         failed_at = workers.first_failure or time.monotonic()
         if workers.progress_at is not None:
             failure = replace(failure, idle_before_ms=round(1000 * max(0.0, failed_at - workers.progress_at)))
+        step, news = workers.highest_step, workers.news
+        self._has_news = self._has_news or news > News.NONE or bool(workers.reporters)
+        told = news if self._has_news else News.NEVER_ANY
         self._allow(math.inf)  # for as long as Redis is away
         try:
             return self._node.charge(failed_at, step, told, failure, self._options.limits, final=final)

@@ -10,6 +10,7 @@ import re
 import shutil
 import signal
 import sys
+import threading
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -31,8 +32,9 @@ SUMMARY = "run one node of a job, with torchrun's flags and more"
 EPILOG = """\
 exit codes: 0 finished; 1 workers or the rendezvous failed, or a signal ended the agent; 2 wrong arguments;
 3 Redis cannot be reached at the start; 75 this node was drained (start another in its place); 76 the job was
-stopped, or its restarts are used up; 77 refused by a health check; 78 the run has
-finished, but this node was a spare to the end, and has trained nothing.
+stopped, or its restarts are used up; 77 refused by a health check; 78 the job was stopped because it makes no
+progress (do not start it again before the cause is found); 79 the run has finished, but this node was a spare
+to the end, and has trained nothing.
 
 SIGTERM and SIGUSR1 drain the node: all workers of the job are asked to save, then this node leaves and
 the others go on. A second SIGTERM, at least one second after the first, does not wait for the save.

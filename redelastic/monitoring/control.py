@@ -205,6 +205,17 @@ class RunControl:
         ]
         return max((step for step in steps if step is not None), default=None)
 
+    def exclude(self, name: str, ttl: float = DEFAULT_TTL) -> None:
+        """Keep a host out of the run until it is readmitted, if its nodes heed that.
+
+        Args:
+            name: the host's name.
+            ttl: how long to remember this if no node has joined yet, in seconds.
+        """
+        key = self._keys.failures
+        self._call(lambda client: client.execute_command("HSET", key, name, EXCLUDED))
+        self._call(lambda client: client.execute_command("PEXPIRE", key, round(1000 * ttl)))
+
     def readmit(self, name: str, by: str) -> bool:
         """Forget a host's failures, record that as an event, and wake its nodes that are barred for them.
 

@@ -304,11 +304,13 @@ class Failed(WorkerFailure):
     Attributes:
         age_ms: time since the first of them did.
         idle_before_ms: time from the last progress of the node's workers until then; not known if they made none.
+        follows: whether the last words of all of them say that a peer is gone: then the cause is elsewhere.
     """
 
     event: str = "failed"
     age_ms: int | None = _count()
     idle_before_ms: int | None = _count()
+    follows: bool = _field(False, "1".__eq__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -630,7 +632,7 @@ BY_AGENTS: Final[tuple[type[Event], ...]] = (
 KINDS: Final[Mapping[str, type[Event]]] = {
     str(kind.__dataclass_fields__["event"].default): kind for kind in (*BY_SCRIPTS, *BY_AGENTS)
 }
-FAULTS: Final = (Lost, Failed, Hung, Refused, Barred, Unreached, Missing)  # whatever follows from them
+FAULTS: Final = (Lost, Failed, Hung, Refused, Barred, Unreached, Missing, Outlier)  # whatever follows from them
 _BAD_DEPARTURES: Final = frozenset({"failed", "refused", "barred", "timeout", "replicas", "secret"})
 _BAD_ENDINGS: Final = frozenset({"failed", "restarts", "progress"})
 _COMMON: Final = frozenset(f.name for f in fields(Event))

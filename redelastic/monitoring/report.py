@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from .event_log import without_regrouped
 from .events import is_fault
+from .failure import document as failure_document
+from .failure import last_failure
 from .records import APPLICATION_XIDS
 from .sentences import cause, cause_document, consecutive_failures, event_document
 from .wording import count, duration, number, whole

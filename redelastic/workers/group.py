@@ -83,6 +83,8 @@ class Workers:
         self._watch = HangWatch(self._board, timeout, self.start_timeout, reporters, interval=self._pause)
         self._started_at = math.inf
         self._deaths: Deaths | None = None
+        self._steps: dict[int, int] = {}  # the last one of each when it was looked at
+        self._counts_anew = False  # whether one of them has told a lower step than before
         self._failed_at: float | None = None  # when the cause was raised, or what a peer caused
         self._follows = False  # whether a peer is the cause of all failures
         self._is_judged = False  # whether the first failure has been found for good
@@ -154,6 +156,27 @@ class Workers:
     def progress_at(self) -> float | None:
         """When one of them last made progress, on the monotonic clock in seconds; None if none has."""
         return max((at for r in self.pids if (at := self._board.read(r).at) is not None), default=None)
+
+    @property
+    def news(self) -> News:
+        """What they have told of their progress.
+
+        Steps that start again, such as those of an epoch, do not show how far the job is; nor does a save by a script
+        that tells no steps. Both count as progress.
+        """
+        self._look_at_steps()
+        if self._counts_anew:
+            return News.PROGRESS
+        if self._steps:
+            return News.STEP
+        return News.PROGRESS if any(self._board.read(r).saves_done for r in self.pids) else News.NONE
+
+    def _look_at_steps(self) -> None:
+        for local_rank in self.pids:
+            step = self.step(local_rank)
+            if step is not None:
+                self._counts_anew = self._counts_anew or step < self._steps.get(local_rank, step)
+                self._steps[local_rank] = step
 
     @property
     def reporters(self) -> frozenset[int]:

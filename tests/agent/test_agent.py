@@ -346,7 +346,7 @@ def test_a_job_that_makes_no_progress_stops(server: RedisServer, tmp_path: Path)
         assert job.wait_end("a") == job.wait_end("b") == NO_PROGRESS
         state = job.control.state()
         assert isinstance(state.closed, Stopped)
-        assert (state.closed.cause, state.closed.restarts, state.closed.last_step) == ("progress", 2, None)
+        assert (state.closed.cause, state.closed.restarts, state.closed.last_step) == ("progress", 2, 1)
         assert state.restarts == 2
         assert state.epoch == 3
         assert "was stopped: no progress in 2 restarts, still at step 1: " in job.nodes["a"].stderr

@@ -108,7 +108,10 @@ def test_a_new_rank_0_knows_which_steps_are_made_again(server: RedisServer, tmp_
         job.tell("begin-2")
         first = job.let_go(2, 30)
         assert (first.node[0], first.last_step, first.redone) == ("c", last, True)
-        job.let_go(2, FAILS_AFTER + 1)
+        job.tell(f"go-2-{FAILS_AFTER + 1}")
+        [new] = job.wait("there are new steps", lambda: [e for e in job.events(Progressed)[1:] if not e.redone])
+        assert new.step is not None
+        assert new.step > last
         for name in names:
             assert job.wait_end(name) == 0
         history = job.history()

@@ -132,7 +132,7 @@ class TestPhases:
         for restarts in (0, 1):
             node.next_rendezvous()
             assert cli(run_id, "--json").json["restarts"] == restarts
-            node.node.charge(time.monotonic(), 7, Failed(local_rank=0), (-1, -1, -1), final=True)
+            node.node.charge(time.monotonic(), 7, News.STEP, Failed(local_rank=0), (-1, -1, -1), final=True)
             assert cli(run_id, "--json").json["restarts"] == restarts
 
     def test_empty(self, cli: Cli, new_node: NodeFactory, run_id: str) -> None:

@@ -177,7 +177,15 @@ def test_the_settings_are_those_of_the_page() -> None:
 
 def test_the_exit_codes_are_those_of_the_page() -> None:
     told = {int(cells[0]) for cells in rows("docs/reference/exit-codes.md") if cells[0].isdecimal()}
-    agent = {launch.OK, launch.FAILED, launch.DRAINED, launch.STOPPED, launch.REFUSED}
+    agent = {
+        launch.OK,
+        launch.FAILED,
+        launch.DRAINED,
+        launch.STOPPED,
+        launch.REFUSED,
+        launch.NO_PROGRESS,
+        launch.UNUSED,
+    }
     assert told == agent | {common.NO, common.USAGE, common.UNREACHABLE, common.UNKNOWN, common.UNMEASURED, 130}
 
 

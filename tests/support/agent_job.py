@@ -13,7 +13,7 @@ from redelastic.redis.server import RedisServer
 from tests.support.torchrun_job import Job
 
 E = TypeVar("E", bound=Event)
-FAILED, DRAINED, STOPPED, REFUSED, UNUSED = 1, 75, 76, 77, 78  # exit codes
+FAILED, DRAINED, STOPPED, REFUSED, NO_PROGRESS, UNUSED = 1, 75, 76, 77, 78, 79  # exit codes
 AWARE: Final = Path(__file__).parent / "workers" / "aware.py"
 
 

@@ -53,10 +53,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser,
         "run, time, verdict, phase, epoch, size, min_nodes, max_nodes, age,\n"
         "broken, closed, stopped, deadline, lease, waits_for, restarts,\n"
-        "restarts_without_progress, step, idle, ettr, redone, failures, barred, problems\n"
-        "(of the run), nodes, events. A node: id, name, host, pid, rank, standing (member, candidate,\n"
-        "spare), state, draining, heard, lease, agent, restarts, cpu, memory,\n"
-        "memory_available, memory_total, step, idle, workers, gpus, gpus_hidden (why\n"
+        "restarts_without_progress, step, idle, ettr, redone, failures, barred, failure, problems\n"
+        "(of the run), nodes, events. failure, of the last round or the one before, or null: epoch,\n"
+        "time, cause (failed, lost, left; null: not known), node, rank and more of the worker,\n"
+        "log, others, stopped, charged, excluded, ended, next_epoch, down, lines (in words). A\n"
+        "node: id, name, host, pid, rank, standing (member, candidate, spare), state, draining,\n"
+        "heard, lease, agent, restarts, cpu, memory, memory_available, memory_total, step,\n"
+        "idle, workers, gpus, gpus_hidden (why\n"
         "its GPUs are not shown), problems.\n"
         "With --watch: one document per line, with trouble (why it is out of date).",
     )

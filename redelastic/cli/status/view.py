@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from redelastic.cli.output import event_table, phase_style, styled
+from redelastic.cli.output import event_table, moment, phase_style, styled
 from redelastic.monitoring.wording import clean, count, duration, short, size
 
 Document = Mapping[str, Any]

@@ -55,6 +55,7 @@ const LOOKS = {
   progressed: ["calm", "disc"],
   log: ["calm", "square"], hung: ["bad", "square"], failed: ["bad", "triangle"], barred: ["bad", "diamond"], refused: ["bad", "diamond"],
   corrupt: ["bad", "square"], unreadable: ["bad", "square"], unreached: ["bad", "square"],
+  preflight: ["good", "tick"], outlier: ["bad", "diamond"],
 };
 
 // fault: whether something went wrong: a run may be closed, and a node may leave, for that or as asked.
