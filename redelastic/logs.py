@@ -69,6 +69,18 @@ def set_up_logging(logger: logging.Logger) -> None:
     logger.setLevel(os.environ.get("LOGLEVEL", "WARNING").upper())
 
 
+@contextlib.contextmanager
+def only_errors_of(name: str) -> Iterator[None]:
+    """Within the block, leave out a logger's lines below the level ERROR."""
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
 class _BackgroundStream(io.TextIOBase):
     """A stream that never blocks: a thread writes its text to a file, in order, as fast as the file's reader allows."""
 

@@ -107,7 +107,7 @@ def options_of(arguments: argparse.Namespace) -> Options:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; see :data:`DESCRIPTION`."""
-    from redelastic.logs import set_up_logging
+    from redelastic.logs import only_errors_of, set_up_logging
     from redelastic.torch_internals import require_torch
 
     try:
@@ -116,9 +116,6 @@ def run(arguments: argparse.Namespace) -> int:
         say(f"redelastic {NAME}: {e}")
         return USAGE
     set_up_logging(logging.getLogger())
-    logging.getLogger("redelastic.rendezvous").setLevel(
-        logging.ERROR
-    )  # it says that hosts leave, as they do at the end
     from torch.distributed import DistError
     from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousError
 
@@ -126,7 +123,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     options = options_of(arguments)
     try:
-        with contextlib.closing(Host(_parameters(arguments), options)) as host:
+        quiet = only_errors_of("redelastic.rendezvous")  # it says that hosts leave, as they do at the end
+        with quiet, contextlib.closing(Host(_parameters(arguments), options)) as host:
             found = host.run()
     except RendezvousConnectionError as e:
         say(f"redelastic {NAME}: {clean(str(e))}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import socket
 import statistics
 import time
@@ -13,6 +12,7 @@ from typing import Final
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
+from redelastic.logs import only_errors_of
 from redelastic.monitoring.events import Left
 from redelastic.redis.connection import Connection, text
 from redelastic.redis.endpoint import Endpoint
@@ -37,10 +37,12 @@ def try_rendezvous(endpoint: Endpoint, corner: Corner) -> Iterator[Finding]:
     Raises:
         UnreachableError: the server stopped answering.
     """
+    with only_errors_of(RedisRendezvousHandler.__module__):  # the findings say here what nodes say of themselves
+        yield from _try(endpoint, corner)
+
+
+def _try(endpoint: Endpoint, corner: Corner) -> Iterator[Finding]:
     handlers: list[RedisRendezvousHandler] = []
-    log = logging.getLogger(RedisRendezvousHandler.__module__)
-    level = log.level
-    log.setLevel(logging.ERROR)  # what nodes tell of themselves is for jobs; the findings say it here
     try:
         handlers += (_node(endpoint, corner) for _ in range(2))
         started = time.perf_counter()
@@ -65,7 +67,6 @@ def try_rendezvous(endpoint: Endpoint, corner: Corner) -> Iterator[Finding]:
     finally:
         for handler in handlers:
             handler.end(Left(cause="finished"), "closes", timeout=0)  # a single attempt: its keys are removed anyway
-        log.setLevel(level)
 
 
 def _node(endpoint: Endpoint, corner: Corner) -> RedisRendezvousHandler:

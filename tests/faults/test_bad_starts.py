@@ -41,7 +41,10 @@ USAGE, UNREACHABLE = 2, 3  # exit codes
         (("--standalone", "--signals-to-handle=SIGTERM,SIGFOO", str(UNRULY)), "SIGFOO in --signals-to-handle is no"),
         (("--standalone", "--health-port=70000", str(UNRULY)), "70000"),
         (("--standalone", "--log-dir=/proc/here", "--redirects=3", str(UNRULY)), "/proc/here"),
-        (("--standalone", f"--log-dir={UNRULY}", "--redirects=3", str(UNRULY)), f"{UNRULY} is a file"),
+        (
+            ("--standalone", f"--log-dir={UNRULY}", "--redirects=3", str(UNRULY)),
+            f"{UNRULY} cannot be made: File exists",
+        ),
     ],
 )
 def test_bad_arguments_are_one_line(
