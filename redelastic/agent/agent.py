@@ -9,7 +9,6 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from multiprocessing import get_all_start_methods, resource_tracker
 from typing import Any, Final
@@ -297,8 +296,9 @@ class RedisElasticAgent(RegroupingAgent):
         workers.begin_round(ranks)
         logs = {ranks[local_rank]: path for local_rank, path in workers.logs.items()}
         last_step, since = self._time.begin_round(workers, rank)
-        started = Started(size=size, rank=rank, survived=survived, logs=logs)
-        self._note(replace(started, last_step=last_step, since_progress_ms=since))
+        self._note(
+            Started(size=size, rank=rank, survived=survived, logs=logs, last_step=last_step, since_progress_ms=since)
+        )
 
     def _pause_of_round(self) -> Pause | None:
         """How this round's workers leave it after a common step; None if they cannot."""

@@ -649,6 +649,19 @@ def is_fault(event: Event | None) -> bool:
             return isinstance(event, FAULTS)
 
 
+def fault_age(event: Event) -> float:
+    """How long before its event a fault began, in seconds: measured on one host, so the server's clock can date it."""
+    match event:
+        case Lost():
+            return (event.silent_ms or 0) / 1000
+        case Hung():
+            return (event.idle_ms or 0) / 1000
+        case Failed():
+            return (event.age_ms or 0) / 1000
+        case _:
+            return 0.0
+
+
 def _own(kind: type[Event]) -> list[Any]:
     return [f for f in fields(kind) if f.name not in _COMMON]
 

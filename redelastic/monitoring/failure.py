@@ -8,7 +8,7 @@ from itertools import takewhile
 from typing import Any, Final
 
 from . import events as kinds
-from .events import Event
+from .events import Event, fault_age
 from .sentences import cause, cause_document, sentence, worker_failure
 from .wording import count, duration, short
 
@@ -81,7 +81,7 @@ def failure_of(events: Sequence[Event], epoch: int) -> RoundFailure | None:
     node = first.node if first else ""
     ended = next((one for one in own if isinstance(one, kinds.Closed)), None)
     after = next((one for one in events if isinstance(one, kinds.Completed) and one.epoch > epoch), None)
-    began = max(0.0, faults[0].time - _age(faults[0]))
+    began = max(0.0, faults[0].time - fault_age(faults[0]))
     return RoundFailure(
         epoch=epoch,
         time=began,
@@ -131,16 +131,6 @@ def _follows(event: Event) -> bool:
     return isinstance(event, kinds.Failed) and event.follows
 
 
-def _age(event: Event) -> float:
-    """How long before its event a fault began, in seconds: measured on one host, so the server's clock can date it."""
-    match event:
-        case kinds.Failed():
-            return (event.age_ms or 0) / 1000
-        case kinds.Lost():
-            return (event.silent_ms or 0) / 1000
-    return 0.0
-
-
 def _since(event: Event) -> tuple[bool, bool, float]:
     """The order of causes.
 
@@ -148,7 +138,7 @@ def _since(event: Event) -> tuple[bool, bool, float]:
     follows a peer's is no cause.
     """
     called = isinstance(event, kinds.Lost) and event.cause == "roll_call"
-    return _follows(event), not called, event.time - _age(event)
+    return _follows(event), not called, event.time - fault_age(event)
 
 
 def _log(own: Sequence[Event], first: Event | None) -> str:

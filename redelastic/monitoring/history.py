@@ -277,7 +277,7 @@ class _Replay:
     def _apply_to_round(self, event: Event) -> None:
         """Apply an event to the last round."""
         if isinstance(event, kinds.Failed) and event.idle_before_ms is not None:
-            _note_progress(self._rounds[-1:], event.time - _age(event) - event.idle_before_ms / 1000)
+            _note_progress(self._rounds[-1:], event.time - kinds.fault_age(event) - event.idle_before_ms / 1000)
         if event.breaks or (isinstance(event, kinds.Failed | kinds.Hung) and event.node in self._members):
             self._break(event)
         if isinstance(event, kinds.Regrouped):
@@ -354,7 +354,7 @@ class _Replay:
         if this is None or this.broken_at is not None or self._closed:
             return
         this.broken_at, this.broken_by = event.time, event
-        this.fault_at = max(this.completed_at or self._start, event.time - _age(event))
+        this.fault_at = max(this.completed_at or self._start, event.time - kinds.fault_age(event))
         for node in self._members:
             self._enter(node, "regrouping", this.fault_at, this)
 
@@ -419,16 +419,3 @@ def _put_back(spans: Sequence[Span], last_progress: Mapping[int, float]) -> list
 
 def _last_if_none(rank: int | None) -> float:
     return float("inf") if rank is None else rank
-
-
-def _age(event: Event) -> float:
-    """How long before its event a fault began, in seconds."""
-    match event:
-        case kinds.Lost():
-            return (event.silent_ms or 0) / 1000
-        case kinds.Hung():
-            return (event.idle_ms or 0) / 1000
-        case kinds.Failed():
-            return (event.age_ms or 0) / 1000
-        case _:
-            return 0.0

@@ -149,6 +149,7 @@ class _Survivor:
         self._epoch = 0  # of the round that this worker is in, or was last
         self._over = 0  # epoch of the newest round that has ended
         self._pauses = self._settles = 0  # epoch of the round that is to pause; in which this rank chooses the step
+        self._device = torch.device("cpu")
         self._store: dist.Store | None = None  # of the round
         self._cutter: Cutter | None = None  # of the group, while there is one
         state.call_after_commit(self._leave_if_due)
@@ -170,9 +171,8 @@ class _Survivor:
 
     def _await_gradients(self) -> None:
         """Make no step from what an abort has left of the gradients: waiting for them on the GPU raises no error."""
-        device = _device()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
             self._raise_if_over()
 
     def _raise_if_over(self) -> None:
@@ -187,7 +187,7 @@ class _Survivor:
             if cutter is not None:
                 cutter.release()
             os.environ.update(environment)
-            self._epoch = int(environment[EPOCH])
+            self._epoch, self._device = int(environment[EPOCH]), _device()
             cutter = self._cutter = Cutter()
             left = self._take_part(train, cutter)
             if left is not None:
