@@ -12,8 +12,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, Final
 
-from redelastic.monitoring.event_log import last_fault, without_regrouped
+from redelastic.monitoring.event_log import without_regrouped
 from redelastic.monitoring.events import FAULTS, Closed, Completed, Drain, Event, is_fault
+from redelastic.monitoring.failure import last_fault
 from redelastic.monitoring.history import STATES, History, NodeHistory
 from redelastic.monitoring.records import Node, Run
 from redelastic.monitoring.sentences import cause, detail_of, sentence

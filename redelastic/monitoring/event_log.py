@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from .control import RunControl
-from .events import FAULTS, LATEST, Event, Regrouped
+from .events import LATEST, Event, Regrouped
 from .history import History, replay
 from .records import Run
 
@@ -88,8 +88,3 @@ def last_heard(run: Run) -> float:
 def without_regrouped(events: Iterable[Event]) -> list[Event]:
     """The events except ``regrouped``, of which each round has one per member."""
     return [event for event in events if not isinstance(event, Regrouped)]
-
-
-def last_fault(events: Sequence[Event]) -> Event | None:
-    """The newest fault, not what followed from it."""
-    return next((event for event in reversed(events) if isinstance(event, FAULTS)), None)

@@ -63,6 +63,17 @@ def last_failure(events: Sequence[Event], since: int = 0) -> RoundFailure | None
     return None
 
 
+def last_fault(events: Sequence[Event]) -> Event | None:
+    """The newest fault, not what followed from it; None if there is none.
+
+    Args:
+        events: of the run, oldest first.
+    """
+    newest = next((event for event in reversed(events) if isinstance(event, kinds.FAULTS)), None)
+    why = failure_of(events, newest.epoch) if isinstance(newest, kinds.Failed) else None
+    return why.cause if why and why.cause else newest
+
+
 def failure_of(events: Sequence[Event], epoch: int) -> RoundFailure | None:
     """How a round failed; None if it did not, as far as the events tell.
 

@@ -13,7 +13,7 @@ import pytest
 
 from redelastic.dashboard import view
 from redelastic.monitoring.events import Event, decode
-from redelastic.monitoring.failure import document, last_failure, lines
+from redelastic.monitoring.failure import document, last_failure, last_fault, lines
 from redelastic.monitoring.history import replay
 from redelastic.monitoring.report import describe
 from redelastic.redis.server import RedisServer
@@ -62,6 +62,16 @@ def test_the_order_is_that_of_the_failures_and_not_of_the_reports() -> None:
     late = event(14, "failed", C, age_ms=3500, **worker(2, "KeyError: 1"))
     assert told(RAISED, late)["cause"].startswith("a-7: ")
     assert told(RAISED, event(14, "failed", C, age_ms=4500, **worker(2)))["cause"].startswith("c-7: ")
+
+
+def test_the_last_fault_is_no_failure_that_followed() -> None:
+    assert last_fault([completed(0)]) is None
+    assert last_fault([completed(0), RAISED, FOLLOWED, completed(14, 2)]) == RAISED
+    lost = event(13, "lost", C, cause="roll_call", silent_ms=500, breaks=1)
+    assert last_fault([completed(0), lost, event(13.1, "failed", B, age_ms=0, **worker(1))]) == lost
+    hung = event(20, "hung", A, epoch=2, idle_ms=6000)
+    assert last_fault([completed(0), RAISED, completed(14, 2), hung]) == hung
+    assert last_fault([completed(0), FOLLOWED]) == FOLLOWED, "nobody knows more"
 
 
 def test_without_the_peers_failure_the_cause_is_not_known() -> None:
