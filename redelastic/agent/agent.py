@@ -43,7 +43,7 @@ from .limits import Admission, Budget, log_folder
 from .monitor import NodeMonitor
 from .options import AgentOptions
 from .regrouping import RegroupingAgent, remove_torn_errors
-from .training_time import TrainingTime
+from .training_time import Earlier, TrainingTime
 
 log = logging.getLogger(__name__)
 
@@ -252,8 +252,14 @@ class RedisElasticAgent(RegroupingAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._close_workers()
         pids = self._start_processes(worker_group)
-        self._begin_round(worker_group)
+        self._begin_round(worker_group, self._begin_time(worker_group))
         return pids
+
+    def _begin_time(self, worker_group: WorkerGroup) -> Earlier:
+        """Count the time of the workers from here on as the new round's."""
+        if self._workers is None:
+            raise AssertionError
+        return self._time.begin_round(self._workers, int(worker_group.group_rank or 0))
 
     def _start_processes(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Start the workers' processes; returns their pids by local rank."""
@@ -276,7 +282,7 @@ class RedisElasticAgent(RegroupingAgent):
         workers.logs = log_files(*files)
         return pids
 
-    def _begin_round(self, worker_group: WorkerGroup, *, survived: bool = False) -> None:
+    def _begin_round(self, worker_group: WorkerGroup, earlier: Earlier, *, survived: bool = False) -> None:
         """Watch the run for this round's workers, which have started, or have ``survived`` the round before."""
         workers, rank, size = self._workers, int(worker_group.group_rank or 0), int(worker_group.group_world_size or 0)
         if workers is None:
@@ -295,10 +301,7 @@ class RedisElasticAgent(RegroupingAgent):
         ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
         workers.begin_round(ranks)
         logs = {ranks[local_rank]: path for local_rank, path in workers.logs.items()}
-        last_step, since = self._time.begin_round(workers, rank)
-        self._note(
-            Started(size=size, rank=rank, survived=survived, logs=logs, last_step=last_step, since_progress_ms=since)
-        )
+        self._note(Started(size=size, rank=rank, survived=survived, logs=logs, **earlier._asdict()))
 
     def _pause_of_round(self) -> Pause | None:
         """How this round's workers leave it after a common step; None if they cannot."""

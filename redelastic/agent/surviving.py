@@ -79,9 +79,10 @@ class SurvivingAgent(RedisElasticAgent):
         """Have the workers enter the round; torch's agent computes their environments as for new processes."""
         held = self._node.view.round
         self._epoch = held.epoch if held else self._epoch
+        earlier = self._begin_time(worker_group)  # before the workers make a step of the round
         with starting_no_processes(self._send_rounds):
             pids: dict[int, Any] = LocalElasticAgent._start_workers(self, worker_group)  # noqa: SLF001
-        self._begin_round(worker_group, survived=bool(self._channels and self._channels.parked))
+        self._begin_round(worker_group, earlier, survived=bool(self._channels and self._channels.parked))
         return pids
 
     def _pause_of_round(self) -> Pause | None:

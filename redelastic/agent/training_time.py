@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from redelastic.monitoring.control import RunControl
 from redelastic.monitoring.events import Progressed
@@ -36,6 +36,18 @@ class _Round:
     redone: bool | None = None
 
 
+class Earlier(NamedTuple):
+    """What a node's workers did before a round, as the event ``started`` tells it.
+
+    Attributes:
+        last_step: the highest step that they have reported; None for none.
+        since_progress_ms: time since their last progress; None if they made none.
+    """
+
+    last_step: int | None
+    since_progress_ms: int | None
+
+
 class TrainingTime:
     """How long a node has trained since its agent began; on rank 0's node also the steps for the run's history.
 
@@ -56,22 +68,18 @@ class TrainingTime:
         self._last_step: int | None = None  # the highest one of all rounds
         self._progress_at: float | None = None  # the last one, on the monotonic clock
 
-    def begin_round(self, workers: Workers, rank: int) -> tuple[int | None, int | None]:
-        """The workers are in a new round.
+    def begin_round(self, workers: Workers, rank: int) -> Earlier:
+        """The workers are about to enter a round: what they report from now on counts as its.
 
         Args:
             workers: of this node: new ones, or those of the round before.
             rank: of this node.
-
-        Returns:
-            The highest step that this node's workers have reported before, and the time since their last progress
-            in ms.
         """
         with self._lock:
             self._count()
             survived = self._round is not None and self._round.workers is workers
             self._round = _Round(workers, rank == 0, workers.progress_calls if survived else 0, self._last_step)
-            return self._last_step, None if self._progress_at is None else _ms_since(self._progress_at)
+            return Earlier(self._last_step, None if self._progress_at is None else _ms_since(self._progress_at))
 
     def look(self) -> None:
         """Count the time since the last look, and report the round's first step, or its first new one."""
