@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from redelastic.monitoring.events import Closed
+from redelastic.monitoring.events import Closed, Stopped
 from redelastic.monitoring.sentences import cause, cause_document
 
 from .checkpoint import add_timeout_argument, ask_to_save
@@ -49,7 +49,8 @@ def run(arguments: argparse.Namespace) -> int:
         saves = ask_to_save(control, f"the run is about to be stopped {reason}", arguments.timeout)
     why = control.close(reason, stop=arguments.stop)
     stopped = arguments.stop or earlier.stopped
-    before = earlier.closed is not None or why != Closed(cause="asked", reason=reason)
+    asked = (Stopped if arguments.stop else Closed)(cause="asked", reason=reason)
+    before = earlier.closed is not None or why != asked
     message = (
         f"Run {arguments.run!r} was already closed ({cause(why)})" if before else f"Run {arguments.run!r} is closed"
     )
