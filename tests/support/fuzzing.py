@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 from collections.abc import Callable, Iterator
 from typing import Any, Final, cast
+
+import redis
 
 from redelastic.monitoring.control import RunControl
 from redelastic.monitoring.events import KINDS, Event, decode
@@ -98,7 +101,8 @@ def status_text(dice: Dice) -> bytes | None:
     return dice.raw() if roll < 0.2 else (dice.spoil(text) if roll < 0.6 else text).encode("utf-8", "surrogatepass")
 
 
-def hostile_event(dice: Dice) -> Event:
+def hostile_entry(dice: Dice) -> tuple[str, dict[str, str]]:
+    """The id and the fields of an event."""
     kind = dice.choice((*KINDS, "x", "constructor", "__proto__"))
     fields = {"event": kind, "node": dice.choice(NODES), "epoch": str(dice.randrange(4)), "size": "2"}
     own = KINDS[kind].__dataclass_fields__ if kind in KINDS else {}
@@ -111,8 +115,61 @@ def hostile_event(dice: Dice) -> Event:
     place = f"{dice.randrange(99_999)}-{dice.randrange(3)}"
     if dice.random() < 0.1:
         place = dice.choice((f"{1_700_000_000_000 + dice.randrange(100_000)}-0", "0-1", *LARGE_IDS))
-    return decode(place, fields)
+    return place, fields
+
+
+def hostile_event(dice: Dice) -> Event:
+    return decode(*hostile_entry(dice))
 
 
 def hostile_history(dice: Dice) -> list[Event]:
     return sorted((hostile_event(dice) for _ in range(1 + dice.randrange(12))), key=lambda event: event.time)
+
+
+def spoil_keys(dice: Dice, client: redis.Redis, keys: RunKeys) -> None:
+    """Leave some of the run's record as it is, and put anything into the rest."""
+    pipe = client.pipeline(transaction=False)
+    store = keys.store(2)
+    for key in (*keys.types, keys.state, store.data, store.waits):
+        if dice.random() < 0.06:
+            pipe.delete(key)
+            getattr(pipe, dice.choice(("set", "rpush", "sadd")))(key, dice.raw())
+    for _ in range(1 + dice.randrange(3)):
+        pipe.hset(keys.run, dice.choice((*RECORD, "draining " + NODES[0], dice.told())), dice.raw())
+        zset = dice.choice((keys.ranks, keys.leases, keys.candidates))
+        pipe.zadd(
+            zset,
+            {
+                dice.choice((dice.raw(), *(node.encode() for node in NODES))): dice.choice(
+                    (0, 5, math.inf, -math.inf, 1e300, 0.5)
+                )
+            },
+        )
+        pipe.hset(keys.state, mapping={"token": dice.raw(), "state": dice.raw()})
+        pipe.hset(store.data, dice.choice((b"n", b"text", dice.raw())), dice.raw())
+        pipe.hset(keys.failures, dice.choice((b"a", dice.raw())), dice.raw())
+        pipe.xadd(
+            keys.wake,
+            {dice.choice((b"event", dice.raw())): dice.choice((b"drain", dice.raw())), b"timeout": dice.raw()},
+        )
+        pipe.xadd(keys.events, {dice.choice((b"event", dice.raw())): dice.raw()})
+        if dice.random() < 0.2:
+            entry: Any = {"event": dice.choice((*KINDS, dice.raw())), "node": dice.raw()}
+            pipe.xadd(dice.choice((keys.wake, keys.events)), entry, id=dice.choice(LARGE_IDS))
+        pipe.set(keys.status(NODES[0]), dice.raw())
+    pipe.execute(raise_on_error=False)
+
+
+def plant(client: redis.Redis, keys: RunKeys) -> None:
+    """A run of three nodes, two of them in round 2."""
+    now = int(client.time()[0]) * 1000
+    pipe = client.pipeline(transaction=False)
+    store = keys.store(2)
+    pipe.delete(*keys.types, keys.state, store.data, store.waits)
+    sound = {k: v for k, v in RECORD.items() if k not in ("closed", "stop", "broken", "restoring", "deadline")}
+    pipe.hset(keys.run, mapping=sound | {"beat_at": now, "completed_at": now})  # type: ignore[arg-type]
+    pipe.zadd(keys.ranks, {NODES[0]: 0, NODES[1]: 1})
+    pipe.sadd(keys.members, *NODES[:2])
+    pipe.zadd(keys.candidates, {NODES[2]: 1})
+    pipe.zadd(keys.leases, dict.fromkeys(NODES, now + 60_000))
+    pipe.execute(raise_on_error=False)

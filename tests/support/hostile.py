@@ -6,6 +6,8 @@ import math
 import random
 from typing import Any, Final
 
+from tests.proofs.oracle_state import PROTOCOL
+
 CANARY: Final = "s3cr3t-c4n4ry"  # a password that no message may contain
 
 WORDS: Final = [
@@ -89,6 +91,7 @@ FIELDS: Final = (  # of a node's status
     *("temperature", "ecc", "xid", "xids", "lost", "node", "run_id", "job_restarts", "redis_away", "workers", "gpus"),
 )
 RECORD: Final = {  # of a run
+    "protocol": str(PROTOCOL),
     **dict.fromkeys(("max", "limit"), "3"),
     **dict.fromkeys(("epoch", "size", "charged", "arrivals", "failed a-1-0123456789ab"), "2"),
     **dict.fromkeys(("min", "stop", "restarts", "idle", "failed_at", "restoring", "member_lost", "deadline"), "1"),
