@@ -46,6 +46,7 @@ class Browser:
             options.add_argument(flag)
         options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
         self.driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
+        self.driver.set_page_load_timeout(60)
 
     def open(self, url: str, width: int = 1280, height: int = 900) -> None:
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}

@@ -210,6 +210,7 @@ function nodePanel(run) {
       content.replaceChildren(h("p", {}, `Could not be read: ${error.message}`));
     } finally {
       asking = false;
+      if (shown !== id) refresh(); // another node was opened meanwhile
     }
   }
 
