@@ -151,7 +151,7 @@ def test_any_name_and_any_time(own_server: RedisServer, tmp_path: Path) -> None:
             run_id, name = keys.run_id, named.get(keys)
             browser.open(f"{url}runs/{quote(run_id)}")
             until(lambda: browser.text("#live") in ("Live", "Away"), f"the page shows {run_id}", 60)
-            page = look(browser, run_id)
+            page, rows = look(browser, run_id), browser.rows()
             done = command("timeline", run_id, own, f"--out={file}")
             status, document = command("status", run_id, own), command("status", run_id, own, "--json")
             assert {done.code, status.code, document.code} <= {0, 1, 3}, (done, status)
@@ -163,6 +163,7 @@ def test_any_name_and_any_time(own_server: RedisServer, tmp_path: Path) -> None:
                 continue
             assert browser.text("h1") == run_id
             assert (done.code, NOT_FOUND.findall(page)) == (0, []), run_id
+            assert name in rows, run_id
             assert name in status.out
             assert name in [node["name"] for node in document.json["nodes"]]
         browser.open(url)
