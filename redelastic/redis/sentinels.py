@@ -9,7 +9,7 @@ from typing import Any
 import redis
 from redis.sentinel import MasterNotFoundError, Sentinel
 
-from .sockets import OURS
+from .sockets import make_client
 
 
 class Sentinels(Sentinel):
@@ -19,9 +19,9 @@ class Sentinels(Sentinel):
     """
 
     def __init__(self, sentinels: Sequence[tuple[str, int]], **options: Any) -> None:
-        super().__init__(sentinels, **options)
+        super().__init__((), **options)
         self._known: _Group | None = None
-        _use_ours(self)
+        _ask(self, sentinels)
 
     def discover_master(self, service_name: str) -> tuple[str, int]:
         """See redis-py."""
@@ -48,12 +48,12 @@ class Sentinels(Sentinel):
 
 class _Group(Sentinel):
     def __init__(self, places: list[tuple[str, int]], **options: Any) -> None:
-        super().__init__(places, **options)
+        super().__init__((), **options)
         self.places = places
-        _use_ours(self)
+        _ask(self, places)
 
 
-def _use_ours(group: Sentinel) -> None:
-    for sentinel in group.sentinels:
-        pool = sentinel.connection_pool
-        pool.connection_class = OURS[pool.connection_class]
+def _ask(group: Sentinel, places: Sequence[tuple[str, int]]) -> None:
+    """Have a group ask the sentinels at these places, over connections of ours."""
+    options = group.sentinel_kwargs
+    group.sentinels = [make_client({**options, "host": host, "port": port}) for host, port in places]
