@@ -98,7 +98,7 @@ class Endpoint:
             "socket_timeout": attempt_timeout,
             "socket_connect_timeout": attempt_timeout,
             "socket_keepalive": True,
-            "socket_keepalive_options": keepalive(2 * attempt_timeout),  # within a lease
+            "socket_keepalive_options": keepalive(attempt_timeout),  # half a lease
             "protocol": 2,
             "driver_info": None,  # saves two round trips on each connect
             "retry": Retry(NoBackoff(), 0),  # `connection.Connection` retries: it knows which calls may be repeated

@@ -223,8 +223,16 @@ def make_client(options: dict[str, Any]) -> redis.Redis:
 
 
 def keepalive(silence: float) -> dict[int, int]:
-    """Options of a TCP socket with which the kernel notices a dead peer after some ``silence``, in seconds."""
-    wanted = {"TCP_KEEPIDLE": max(1, round(silence / 2)), "TCP_KEEPINTVL": max(1, round(silence / 6)), "TCP_KEEPCNT": 3}
+    """Options of a TCP socket with which the kernel gives up a peer after ``silence``, in seconds, and its next probe.
+
+    It probes an idle peer. What was sent and is not confirmed counts too, but no reply that takes long.
+    """
+    wanted = {
+        "TCP_KEEPIDLE": max(1, round(silence / 2)),
+        "TCP_KEEPINTVL": max(1, round(silence / 6)),
+        "TCP_KEEPCNT": 3,
+        "TCP_USER_TIMEOUT": round(1000 * silence),
+    }
     return {getattr(socket, name): value for name, value in wanted.items() if hasattr(socket, name)}
 
 
