@@ -30,7 +30,6 @@ from .wire import Client
 
 URL_VARIABLE: Final = "REDELASTIC_REDIS_URL"
 DEFAULT_PORT: Final = 6379
-_SHORTEST_SHARE: Final = 1.0  # of an attempt, for one of several sentinels, in seconds
 SCHEMES: Final = ("redis", "rediss", "unix", "redis+sentinel", "rediss+sentinel", "redis+cluster", "rediss+cluster")
 _FORMS: Final = (
     "host[:port], redis://[user:password@]host[:port][/db], rediss://…, unix://[user:password@]/path.sock[?db=N], "
@@ -131,9 +130,6 @@ class Endpoint:
     def _client(self, options: dict[str, Any]) -> redis.Redis:
         if self.scheme.endswith("+sentinel"):
             own = {"username": self.sentinel_username, "password": self.sentinel_password, "db": 0}
-            # All silent ones together, which are asked in turn, take an attempt and not each of them.
-            share = max(_SHORTEST_SHARE, options["socket_timeout"] / len(self.hosts))
-            own |= dict.fromkeys(("socket_timeout", "socket_connect_timeout"), min(share, options["socket_timeout"]))
             sentinels = Sentinels(self.hosts, sentinel_kwargs={**options, **own}, **options)
             kind = MasterTlsConnection if self.tls else MasterConnection
             master: redis.Redis = sentinels.master_for(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Final
 
 import redis
 from redis.sentinel import MasterNotFoundError, Sentinel
 
 from .sockets import make_client
+
+_SHORTEST_SHARE: Final = 1.0  # of an attempt, for one of several sentinels, in seconds
 
 
 class Sentinels(Sentinel):
@@ -55,5 +57,8 @@ class _Group(Sentinel):
 
 def _ask(group: Sentinel, places: Sequence[tuple[str, int]]) -> None:
     """Have a group ask the sentinels at these places, over connections of ours."""
-    options = group.sentinel_kwargs
+    # All silent ones together, which are asked in turn, take an attempt and not each of them.
+    attempt = group.sentinel_kwargs["socket_timeout"]
+    share = min(attempt, max(_SHORTEST_SHARE, attempt / len(places)))
+    options = {**group.sentinel_kwargs, "socket_timeout": share, "socket_connect_timeout": share}
     group.sentinels = [make_client({**options, "host": host, "port": port}) for host, port in places]
