@@ -22,8 +22,9 @@ class Sentinels(Sentinel):
 
     def __init__(self, sentinels: Sequence[tuple[str, int]], **options: Any) -> None:
         super().__init__((), **options)
-        self._known: _Group | None = None
-        _ask(self, sentinels)
+        self.sentinels = self._make_clients(sentinels)
+        self._known: Sentinel | None = None
+        self._known_places: list[tuple[str, int]] = []
 
     def discover_master(self, service_name: str) -> tuple[str, int]:
         """See redis-py."""
@@ -44,21 +45,14 @@ class Sentinels(Sentinel):
         reply: Any = sentinel.sentinel_sentinels(service_name)
         others = [(other["ip"], other["port"]) for other in reply]
         places = sorted([*others, (own["host"], own["port"])])
-        if self._known is None or self._known.places != places:
-            self._known = _Group(places, sentinel_kwargs=self.sentinel_kwargs)
+        if self._known_places != places:
+            known = Sentinel((), sentinel_kwargs=self.sentinel_kwargs)
+            known.sentinels = self._make_clients(places)
+            self._known, self._known_places = known, places
 
-
-class _Group(Sentinel):
-    def __init__(self, places: list[tuple[str, int]], **options: Any) -> None:
-        super().__init__((), **options)
-        self.places = places
-        _ask(self, places)
-
-
-def _ask(group: Sentinel, places: Sequence[tuple[str, int]]) -> None:
-    """Have a group ask the sentinels at these places, over connections of ours."""
-    # All silent ones together, which are asked in turn, take an attempt and not each of them.
-    attempt = group.sentinel_kwargs["socket_timeout"]
-    share = min(attempt, max(_SHORTEST_SHARE, attempt / len(places)))
-    options = {**group.sentinel_kwargs, "socket_timeout": share, "socket_connect_timeout": share}
-    group.sentinels = [make_client({**options, "host": host, "port": port}) for host, port in places]
+    def _make_clients(self, places: Sequence[tuple[str, int]]) -> list[redis.Redis]:
+        """Clients of sentinels, which are asked in turn: all silent ones together take an attempt, not each of them."""
+        attempt = self.sentinel_kwargs["socket_timeout"]
+        share = min(attempt, max(_SHORTEST_SHARE, attempt / len(places)))
+        options = {**self.sentinel_kwargs, "socket_timeout": share, "socket_connect_timeout": share}
+        return [make_client({**options, "host": host, "port": port}) for host, port in places]
