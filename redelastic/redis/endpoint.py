@@ -16,12 +16,20 @@ from redis.cluster import ClusterNode, RedisCluster
 from redis.retry import Retry
 
 from .sentinels import Sentinels
-from .sockets import OURS, TcpConnection, TlsConnection, keepalive
+from .sockets import (
+    MasterConnection,
+    MasterPool,
+    MasterTlsConnection,
+    Pool,
+    TcpConnection,
+    TlsConnection,
+    keepalive,
+    make_client,
+)
 from .wire import Client
 
 URL_VARIABLE: Final = "REDELASTIC_REDIS_URL"
 DEFAULT_PORT: Final = 6379
-_SHORTEST_SHARE: Final = 1.0  # of an attempt, for one of several sentinels, in seconds
 SCHEMES: Final = ("redis", "rediss", "unix", "redis+sentinel", "rediss+sentinel", "redis+cluster", "rediss+cluster")
 _FORMS: Final = (
     "host[:port], redis://[user:password@]host[:port][/db], rediss://…, unix://[user:password@]/path.sock[?db=N], "
@@ -89,7 +97,7 @@ class Endpoint:
             "socket_timeout": attempt_timeout,
             "socket_connect_timeout": attempt_timeout,
             "socket_keepalive": True,
-            "socket_keepalive_options": keepalive(2 * attempt_timeout),  # within a lease
+            "socket_keepalive_options": keepalive(attempt_timeout),  # half a lease
             "protocol": 2,
             "driver_info": None,  # saves two round trips on each connect
             "retry": Retry(NoBackoff(), 0),  # `connection.Connection` retries: it knows which calls may be repeated
@@ -105,9 +113,7 @@ class Endpoint:
         if self.scheme.endswith("+cluster"):
             return self._cluster(options)
         options |= {"db": self.db, "max_connections": 2**31}  # every blocked thread holds a connection
-        client = self._client(options)
-        client.connection_pool.connection_class = OURS[client.connection_pool.connection_class]
-        return client
+        return self._client(options)
 
     def _cluster(self, options: dict[str, Any]) -> RedisCluster:
         options.pop("ssl", None)
@@ -116,6 +122,7 @@ class Endpoint:
             startup_nodes=[ClusterNode(host, port) for host, port in self.hosts],
             dynamic_startup_nodes=False,  # what the user named stays valid when all discovered addresses change
             connection_class=TlsConnection if self.tls else TcpConnection,
+            connection_pool_class=Pool,
             max_connections=2**31,
             **options,
         )
@@ -123,17 +130,17 @@ class Endpoint:
     def _client(self, options: dict[str, Any]) -> redis.Redis:
         if self.scheme.endswith("+sentinel"):
             own = {"username": self.sentinel_username, "password": self.sentinel_password, "db": 0}
-            # All silent ones together, which are asked in turn, take an attempt and not each of them.
-            share = max(_SHORTEST_SHARE, options["socket_timeout"] / len(self.hosts))
-            own |= dict.fromkeys(("socket_timeout", "socket_connect_timeout"), min(share, options["socket_timeout"]))
             sentinels = Sentinels(self.hosts, sentinel_kwargs={**options, **own}, **options)
-            master: redis.Redis = sentinels.master_for(self.service)
+            kind = MasterTlsConnection if self.tls else MasterConnection
+            master: redis.Redis = sentinels.master_for(
+                self.service, connection_pool_class=MasterPool, connection_class=kind
+            )
             return master
         if self.scheme == "unix":
             del options["socket_keepalive"], options["socket_keepalive_options"]
-            return redis.Redis(unix_socket_path=self.path, **options)
+            return make_client({**options, "path": self.path})
         [(host, port)] = self.hosts
-        return redis.Redis(host=host, port=port, **options)
+        return make_client({**options, "host": host, "port": port})
 
 
 def parse_endpoint(

@@ -7,6 +7,7 @@ import signal
 import threading
 import traceback
 from collections.abc import Iterator
+from typing import Any
 
 
 def is_of_handler(error: BaseException) -> bool:
@@ -30,8 +31,7 @@ class Latch:
     """
 
     def __init__(self) -> None:
-        self._is_set, self._gate = False, threading.Lock()
-        self._gate.acquire()
+        self._is_set, self._gates = False, set[Any]()  # a lock for each thread that waits: nobody else's wait needs it
 
     def is_set(self) -> bool:
         """Whether it was set."""
@@ -40,12 +40,17 @@ class Latch:
     def set(self) -> None:
         """Release all threads that wait, and those that will."""
         self._is_set = True
-        with contextlib.suppress(RuntimeError):  # it was set before
-            self._gate.release()
+        for gate in tuple(self._gates):
+            with contextlib.suppress(RuntimeError):  # another thread sets it too
+                gate.release()
 
     def wait(self, timeout: float) -> bool:
         """Wait until it is set, for ``timeout`` seconds at most; returns whether it is."""
-        # An exception between the two calls keeps the gate closed: threads that wait by then do so for all their time.
-        if not self._is_set and self._gate.acquire(timeout=max(0.0, timeout)):
-            self._gate.release()
+        if not self._is_set:
+            gate = threading.Lock()
+            gate.acquire()
+            self._gates.add(gate)
+            if not self._is_set:  # it might have been set before it knew of this thread
+                gate.acquire(timeout=max(0.0, timeout))
+            self._gates.discard(gate)
         return self._is_set

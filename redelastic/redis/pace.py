@@ -68,8 +68,8 @@ class Pace:
     def _note_success(self) -> None:
         if not self.is_up:
             with self._lock:
-                self.is_up = True
                 self._returned.set()
+                self.is_up = True  # the last: if an exception comes before, the next success sets it again
 
     def _wait_for_turn(self) -> None:
         if self._pid != os.getpid():  # another thread of the parent may hold the lock

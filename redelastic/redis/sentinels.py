@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Final
 
 import redis
 from redis.sentinel import MasterNotFoundError, Sentinel
 
-from .sockets import OURS
+from .sockets import make_client
+
+_SHORTEST_SHARE: Final = 1.0  # of an attempt, for one of several sentinels, in seconds
 
 
 class Sentinels(Sentinel):
@@ -19,9 +21,10 @@ class Sentinels(Sentinel):
     """
 
     def __init__(self, sentinels: Sequence[tuple[str, int]], **options: Any) -> None:
-        super().__init__(sentinels, **options)
-        self._known: _Group | None = None
-        _use_ours(self)
+        super().__init__((), **options)
+        self.sentinels = self._make_clients(sentinels)
+        self._known: Sentinel | None = None
+        self._known_places: list[tuple[str, int]] = []
 
     def discover_master(self, service_name: str) -> tuple[str, int]:
         """See redis-py."""
@@ -42,18 +45,14 @@ class Sentinels(Sentinel):
         reply: Any = sentinel.sentinel_sentinels(service_name)
         others = [(other["ip"], other["port"]) for other in reply]
         places = sorted([*others, (own["host"], own["port"])])
-        if self._known is None or self._known.places != places:
-            self._known = _Group(places, sentinel_kwargs=self.sentinel_kwargs)
+        if self._known_places != places:
+            known = Sentinel((), sentinel_kwargs=self.sentinel_kwargs)
+            known.sentinels = self._make_clients(places)
+            self._known, self._known_places = known, places
 
-
-class _Group(Sentinel):
-    def __init__(self, places: list[tuple[str, int]], **options: Any) -> None:
-        super().__init__(places, **options)
-        self.places = places
-        _use_ours(self)
-
-
-def _use_ours(group: Sentinel) -> None:
-    for sentinel in group.sentinels:
-        pool = sentinel.connection_pool
-        pool.connection_class = OURS[pool.connection_class]
+    def _make_clients(self, places: Sequence[tuple[str, int]]) -> list[redis.Redis]:
+        """Clients of sentinels, which are asked in turn: all silent ones together take an attempt, not each of them."""
+        attempt = self.sentinel_kwargs["socket_timeout"]
+        share = min(attempt, max(_SHORTEST_SHARE, attempt / len(places)))
+        options = {**self.sentinel_kwargs, "socket_timeout": share, "socket_connect_timeout": share}
+        return [make_client({**options, "host": host, "port": port}) for host, port in places]

@@ -6,13 +6,15 @@ import contextlib
 import select
 import socket
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, TypeAlias
 
 import hiredis
+import redis
 import redis.connection as rc
 import redis.exceptions as rx
-from redis.sentinel import SentinelManagedConnection, SentinelManagedSSLConnection
+from redis.sentinel import SentinelConnectionPool, SentinelManagedConnection, SentinelManagedSSLConnection
 
 from .interrupts import is_of_handler
 from .names import look_up
@@ -196,18 +198,41 @@ class MasterTlsConnection(WholeConnection, SentinelManagedSSLConnection, Bounded
     """To the master that sentinels name, over TLS."""
 
 
-OURS: Final[dict[Any, Any]] = {
-    rc.Connection: TcpConnection,
-    rc.SSLConnection: TlsConnection,
-    rc.UnixDomainSocketConnection: UnixConnection,
-    SentinelManagedConnection: MasterConnection,
-    SentinelManagedSSLConnection: MasterTlsConnection,
-}
+class Pool(redis.ConnectionPool):
+    """A pool that holds its idle connections only: one in use that its user has lost is closed.
+
+    A signal handler's exception may come before its user has it, or before it is given back. redis-py's pool would keep
+    such a connection open until the pool is closed.
+    """
+
+    def reset(self) -> None:
+        """Forget all connections; see redis-py."""
+        super().reset()
+        self._in_use_connections: Any = weakref.WeakSet()
+
+
+class MasterPool(Pool, SentinelConnectionPool):
+    """Connections to the master that sentinels name."""
+
+
+def make_client(options: dict[str, Any]) -> redis.Redis:
+    """A client over these connections: to a socket file, if the options of redis-py have a ``path``, or to a server."""
+    kind = UnixConnection if "path" in options else TlsConnection if options.get("ssl") else TcpConnection
+    options = {name: value for name, value in options.items() if name != "ssl"}
+    return redis.Redis.from_pool(Pool(kind, **options))
 
 
 def keepalive(silence: float) -> dict[int, int]:
-    """Options of a TCP socket with which the kernel notices a dead peer after some ``silence``, in seconds."""
-    wanted = {"TCP_KEEPIDLE": max(1, round(silence / 2)), "TCP_KEEPINTVL": max(1, round(silence / 6)), "TCP_KEEPCNT": 3}
+    """Options of a TCP socket with which the kernel gives up a peer after ``silence``, in seconds, and its next probe.
+
+    It probes an idle peer. What was sent and is not confirmed counts too, but no reply that takes long.
+    """
+    wanted = {
+        "TCP_KEEPIDLE": max(1, round(silence / 2)),
+        "TCP_KEEPINTVL": max(1, round(silence / 6)),
+        "TCP_KEEPCNT": 3,
+        "TCP_USER_TIMEOUT": round(1000 * silence),
+    }
     return {getattr(socket, name): value for name, value in wanted.items() if hasattr(socket, name)}
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import logging
 import os
 import threading
 import time
-import weakref
 from datetime import timedelta
+from multiprocessing.util import Finalize
 from typing import Final
 
 from torch.distributed.elastic.events import NodeState, construct_and_record_rdzv_event
@@ -55,6 +54,8 @@ class RedisRendezvousHandler(RendezvousHandler):
     """An event-driven rendezvous that lives on leases.
 
     Contract: ``torch.distributed.elastic.rendezvous.RendezvousHandler``; guarantees I1 to I8 of PROTOCOL.md.
+    Once it has joined, its node stays in the run until it is shut down or its process exits, even if nothing refers to
+    it.
 
     Args:
         backend: names the server and the run.
@@ -90,8 +91,7 @@ class RedisRendezvousHandler(RendezvousHandler):
         self._not_yet_reached = False  # whether a connection to rank 0 of that round is still to be tried
         self.ending: tuple[Left, RunThen] = Left(cause="finished"), "closes"
         self._shut_down = self._has_left = False
-        self._pid = os.getpid()
-        _handlers.add(self)
+        self._at_exit: Finalize | None = None
 
     def get_backend(self) -> str:
         """The backend's name, ``redis``."""
@@ -130,6 +130,11 @@ class RedisRendezvousHandler(RendezvousHandler):
         """Join one round; None if some of its members do not have the join secret, or it broke meanwhile."""
         started = time.monotonic()
         self._raise_if_shut_down()
+        if self._at_exit is None:
+            # If a signal ends torchrun, it does not shut its handler down, since that would close the run: the node
+            # only leaves. Unlike atexit's, this runs in multiprocessing's forks, too, but in no fork of this process.
+            leave = Left(cause="exited"), "goes on", EXIT_TIMEOUT
+            self._at_exit = Finalize(None, self.end, leave, exitpriority=0)
         self._close_bootstrap()  # a round never sees the keys of the one before
         self._bootstrap = BootstrapPort(self.node.host)
         try:
@@ -315,7 +320,8 @@ class RedisRendezvousHandler(RendezvousHandler):
             for store in self._stores:
                 store.close()
             self._backend.connection.close()
-            _handlers.discard(self)
+            if self._at_exit is not None:
+                self._at_exit.cancel()
         self._has_left = True
         return True
 
@@ -434,16 +440,3 @@ def handler_from_url(url: str) -> RendezvousHandler:
         ValueError: a part of the URL is missing, unknown or wrong.
     """
     return handler_from_parameters(parameters_from_url(url))
-
-
-# When a signal ends torchrun, it does not shut its handler down, since that would close the run: the node only leaves.
-_handlers: weakref.WeakSet[RedisRendezvousHandler] = weakref.WeakSet()
-
-
-def _leave_at_exit() -> None:
-    for handler in list(_handlers):
-        if handler._pid == os.getpid():  # noqa: SLF001  # a forked process has its parent's handlers too
-            handler.end(Left(cause="exited"), "goes on", EXIT_TIMEOUT)
-
-
-atexit.register(_leave_at_exit)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Final
 from urllib.parse import parse_qsl, urlencode
@@ -31,11 +31,37 @@ MISSED_BEATS: Final = "30"
 
 # By process, server, prefix and run: a process stays a member of its run until it exits, or makes its next group there.
 _handlers: Final[dict[tuple[int, str, str, str], RedisRendezvousHandler]] = {}
-# By process, endpoint, prefix, run and epoch: the store of the agents' round, which all groups of a process share.
-_stores: Final[dict[tuple[int, str, str, str, int], RedisStore]] = {}
-# How many groups a process has made in its agents' round. All workers make the same groups, and torch uses the same key
-# names for each: a group must not find the keys of the previous one.
-_groups: Final[Counter[tuple[int, str, int]]] = Counter()
+KEPT_STORES: Final = 2  # of the last rounds: torch's C++ may still hold the last but one
+
+
+@dataclass
+class _Worker:
+    """This process as a worker of its agents: the stores of its last rounds, over one connection.
+
+    Attributes:
+        stores: by epoch.
+        groups: how many groups it has made in the last round. All workers make the same groups, and torch uses the same
+            key names for each: a group must not find the keys of the previous one.
+    """
+
+    connection: Connection
+    stores: dict[int, RedisStore] = field(default_factory=dict)
+    groups: int = 0
+
+    def next_store(self, epoch: int, settings: Settings) -> RedisStore:
+        """The store of the next group in a round."""
+        if epoch not in self.stores:
+            self.groups = 0
+            self.stores[epoch] = RedisStore(
+                self.connection, settings.run_id, epoch=epoch, key_prefix=settings.key_prefix, ttl=settings.ttl
+            )
+            while len(self.stores) > KEPT_STORES:
+                self.stores.pop(next(iter(self.stores))).close()
+        self.groups += 1
+        return self.stores[epoch].prefixed(f"worker/{self.groups}")
+
+
+_workers: Final[dict[tuple[int, str, str, str], _Worker]] = {}  # by process, endpoint, prefix and run
 
 
 def register_init_method() -> None:
@@ -81,12 +107,12 @@ def _rendezvous(url: str, timeout: timedelta = default_pg_timeout, **_unused: An
     settings = Settings.from_parameters(params)
     is_worker = settings.run_id == os.environ.get(RUN_VARIABLE)
     if is_worker and epoch is not None and rank is not None and size is not None:
-        store = _store_of_round(params.endpoint, settings, epoch, timeout)
-        place = (os.getpid(), settings.run_id, epoch)
-        _groups[place] += 1
-        view = store.prefixed(f"worker/{_groups[place]}")
-        view.set_timeout(timeout)
-        yield view, rank, size
+        place = (os.getpid(), params.endpoint, settings.key_prefix, settings.run_id)
+        if place not in _workers:
+            _workers[place] = _Worker(_connection(params.endpoint, settings, timeout))
+        store = _workers[place].next_store(epoch, settings)
+        store.set_timeout(timeout)
+        yield store, rank, size
     else:
         yield _join(_connection(params.endpoint, settings, timeout), settings, rank, timeout)
     raise RuntimeError("A process group cannot regroup by itself; restart the workers in the next round.")
@@ -97,16 +123,6 @@ def _connection(endpoint: str, settings: Settings, timeout: timedelta) -> Connec
     return Connection.open(
         settings.endpoint(endpoint), settings.attempt_timeout, settings.read_timeout, timeout.total_seconds()
     )
-
-
-def _store_of_round(endpoint: str, settings: Settings, epoch: int, timeout: timedelta) -> RedisStore:
-    place = (os.getpid(), endpoint, settings.key_prefix, settings.run_id, epoch)
-    if place not in _stores:
-        connection = _connection(endpoint, settings, timeout)
-        _stores[place] = RedisStore(
-            connection, settings.run_id, epoch=epoch, key_prefix=settings.key_prefix, ttl=settings.ttl
-        )
-    return _stores[place]
 
 
 def _join(connection: Connection, settings: Settings, rank: int | None, timeout: timedelta) -> tuple[Store, int, int]:

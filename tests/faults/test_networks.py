@@ -6,6 +6,10 @@ REDELASTIC_LONG=1 has jobs of torchrun and of `redelastic run` meet every fault.
 
 from __future__ import annotations
 
+import errno
+import os
+import select
+import socket
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -381,3 +385,18 @@ def test_a_redis_that_never_answers(network: Network, redis: RedisServer, tmp_pa
         said = job.nodes["a"].stderr
         assert f"Redis at redis://{redis.endpoint} could not be reached within" in said
         assert redis.url not in said
+
+
+@pytest.mark.fault(
+    "an idle connection is forgotten on its way, without a reset", "the kernel gives it up within a lease"
+)
+def test_an_idle_connection_that_is_forgotten(network: Network, redis: RedisServer) -> None:
+    with network.inside("a"):
+        connection = Connection.open(redis.url, attempt_timeout=1.0)
+        [descriptor] = [each.fd for each in psutil.Process().net_connections("tcp") if each.raddr]
+        with socket.socket(fileno=os.dup(descriptor)) as channel, off_redis(network, "a"):
+            look = select.poll()
+            look.register(channel, select.POLLIN)
+            assert look.poll(1000 * LIMIT), "it is an idle connection no longer"
+            assert channel.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == errno.ETIMEDOUT
+        connection.close()

@@ -14,6 +14,7 @@ from redelastic import RedisStore
 from redelastic.redis.connection import Connection
 from redelastic.redis.errors import UnavailableError
 from redelastic.redis.server import RedisServer
+from tests.support.calls import takes
 from tests.support.faulty_proxy import Fault as Faulty
 from tests.support.faulty_proxy import FaultyProxy
 from tests.support.long_tests import quick_first
@@ -32,6 +33,7 @@ from tests.support.server_faults import (
     read_only,
     told,
 )
+from tests.support.servers import frozen
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -117,9 +119,20 @@ def test_a_value_takes_longer_than_an_attempt(write: str, own_server: RedisServe
         connection = Connection.open(url, attempt_timeout=0.5)
         store = RedisStore(connection, run_id, timeout=30)
         getattr(store, write)("key", value)
+        with own_server.get_client() as admin:
+            assert int(admin.info("stats")["total_net_input_bytes"]) < 1.5 * len(value), "it was sent once"
         assert store.get("key") == value
         store.close()
         connection.close()
+
+
+def test_a_value_of_which_nothing_more_arrives_is_given_up(own_server: RedisServer, run_id: str) -> None:
+    connection = Connection.open(own_server.url, attempt_timeout=0.5)
+    store = RedisStore(connection, run_id, timeout=1)
+    with frozen(own_server), takes(1, 2), pytest.raises(dist.DistNetworkError, match="Timeout"):
+        store.set("key", b"v" * 2**25)
+    store.close()
+    connection.close()
 
 
 @pytest.mark.fault(

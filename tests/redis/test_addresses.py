@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import socket
 import threading
 from collections.abc import Iterator
@@ -10,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any
 
+import psutil
 import pytest
 
 from redelastic.redis.errors import UnreachableError
@@ -18,7 +21,7 @@ from redelastic.redis.names import look_up
 from redelastic.redis.server import RedisServer
 from redelastic.store import RedisStore
 from tests.support import servers
-from tests.support.calls import ATTEMPT, increment, opened, takes
+from tests.support.calls import ATTEMPT, LONG, increment, opened, takes
 from tests.support.interrupts import gets_through, interrupt_everywhere
 from tests.support.peers import peer
 from tests.support.servers import HOST, Cluster, SentinelGroup, Shard, port_of, wait_until
@@ -145,8 +148,9 @@ def test_a_failover_in_a_cluster_whose_named_endpoint_is_gone(
         connection.close()
 
 
-def test_sentinels_that_the_user_did_not_name(sentinels: SentinelGroup) -> None:
-    """The one that the user named is gone: those that it knew name the master."""
+@pytest.mark.parametrize("silent", [0, pytest.param(1, marks=pytest.mark.long)])
+def test_sentinels_that_the_user_did_not_name(sentinels: SentinelGroup, silent: int) -> None:
+    """The one that the user named is gone: those that it knew name the master; silent ones share an attempt."""
 
     def serve(connection: socket.socket) -> None:
         with socket.create_connection((HOST, sentinels.sentinel_ports[0])) as upstream:
@@ -155,17 +159,32 @@ def test_sentinels_that_the_user_did_not_name(sentinels: SentinelGroup) -> None:
                 connection.sendall(upstream.recv(2**16))
 
     named = True
-    with peer(serve) as first:
+    with peer(serve) as first, contextlib.ExitStack() as stack:
         hosts = ",".join(f"{HOST}:{port}" for port in sentinels.sentinel_ports)
-        connection = opened(sentinels.url.replace(hosts, f"{HOST}:{first.port}"))
+        connection = opened(sentinels.url.replace(hosts, f"{HOST}:{first.port}"), attempt=LONG)
         assert connection.call(lambda client: client.ping())
         named = False
         for opened_socket in first.sockets:
             with contextlib.suppress(OSError):
                 opened_socket.shutdown(socket.SHUT_RDWR)
+        for port in sorted(sentinels.sentinel_ports[1:])[:silent]:
+            stack.enter_context(stopped(port))
         connection.close()
-        assert connection.call(lambda client: client.ping())
+        with takes(0, silent * LONG / 3 + 1):
+            assert connection.call(lambda client: client.ping())
         connection.close()
+
+
+@contextlib.contextmanager
+def stopped(port: int) -> Iterator[None]:
+    """The process that listens on a port stands still."""
+    listening = (each for each in psutil.net_connections("tcp") if each.status == psutil.CONN_LISTEN)
+    [process] = {each.pid for each in listening if each.pid and each.laddr and each.laddr.port == port}
+    os.kill(process, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(process, signal.SIGCONT)
 
 
 @pytest.fixture

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+import psutil
 import pytest
 import redis
 from redis.backoff import NoBackoff
@@ -286,6 +288,22 @@ def test_a_frozen_server_is_noticed_and_waited_for(own_server: RedisServer) -> N
             with takes(ATTEMPT, ATTEMPT), pytest.raises(UnreachableError):
                 connection.read({b"stream": "0-0"}, 60)
         assert [w.result(LONG) for w in waiting] == [b"2"] * 4  # what was on its way arrived once
+    connection.close()
+
+
+@pytest.mark.parametrize("attempt", [1.0, 3.0, 30.0])
+def test_the_kernel_gives_up_a_silent_peer_within_a_lease(own_server: RedisServer, attempt: float) -> None:
+    connection = opened(own_server.url, attempt=attempt)
+    used = psutil.Process().net_connections("tcp")
+    [descriptor] = [each.fd for each in used if each.raddr and each.raddr.port == servers.port_of(own_server)]
+    with socket.socket(fileno=os.dup(descriptor)) as channel:
+
+        def option(name: str) -> int:
+            return channel.getsockopt(socket.IPPROTO_TCP, getattr(socket, name))
+
+        assert channel.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert option("TCP_USER_TIMEOUT") == 1000 * attempt, "of what was sent, and of probes"
+        assert option("TCP_KEEPIDLE") + option("TCP_KEEPINTVL") <= 2 * attempt, "a probe was sent, and is late"
     connection.close()
 
 

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 
 import pytest
 
+from redelastic.redis.connection import Connection
+from redelastic.redis.interrupts import Latch
 from redelastic.redis.server import RedisServer
-from tests.support.servers import HOST
+from tests.support.interrupts import SOON, interrupt_everywhere
+from tests.support.servers import HOST, wait_until
 
 CAMPAIGN = """
 import random, signal, socket, sys, threading, time
 import redis
 from redelastic import RedisStore
 from redelastic.redis.connection import Connection
+from redelastic.redis.interrupts import Latch
 
 class Interrupt(Exception): pass
 class Late(TimeoutError): pass  # redis-py takes it for a lost connection
@@ -133,3 +140,40 @@ def run_campaign(url: str, count: str, *options: str, limit: float) -> None:
     program = [sys.executable, "-c", CAMPAIGN, url, count, *options]
     done = subprocess.run(program, capture_output=True, text=True, check=False, timeout=limit)
     assert (done.returncode, done.stdout) == (0, f"{count} interrupts\n"), done.stderr
+
+
+@pytest.mark.filterwarnings("ignore:Exception ignored in. <socket")  # closed by its destructor: nobody else has it
+def test_an_interrupt_leaves_no_connection_that_nobody_uses(own_server: RedisServer) -> None:
+    with closing(Connection.open(own_server.url)) as connection, own_server.get_client() as admin:
+
+        def call() -> None:
+            connection.exchange((b"PING",))
+            connection.call(lambda client: client.ping())
+
+        assert interrupt_everywhere(call, lambda: None) > 100, "most of them while it connects"
+        assert interrupt_everywhere(call, call) > 20, "with connections that are there"
+        wait_until(lambda: len(admin.client_list()) <= 3, "the wire's, redis-py's and this are left")
+
+
+def test_an_interrupt_of_one_wait_holds_up_no_other() -> None:
+    with ThreadPoolExecutor(9) as pool:
+
+        def join_and_set(latch: Latch) -> list[Future[bool]]:
+            time.sleep(0.01)  # the wait that is interrupted has begun by then, or there is nothing to see
+            others = [pool.submit(latch.wait, 2 * SOON) for _ in range(8)]
+            time.sleep(0.01)  # and so have these
+            latch.set()
+            return others
+
+        def begin() -> tuple[Latch, Future[list[Future[bool]]]]:
+            latch = Latch()
+            return latch, pool.submit(join_and_set, latch)
+
+        running = begin()
+
+        def check() -> None:
+            nonlocal running
+            assert all(other.result(SOON) for other in running[1].result(SOON))
+            running = begin()
+
+        assert interrupt_everywhere(lambda: running[0].wait(SOON), check) > 3

@@ -23,14 +23,24 @@ from tests.support.rounds import join_all, until
 class TestProcesses:
     SCRIPT = textwrap.dedent(
         """
-        import os, sys, time
+        import gc, multiprocessing, os, sys, time
         from redelastic import handler_from_url
-        if sys.argv[2] == "fork" and (child := os.fork()):
+
+        def work():
+            print(handler_from_url(sys.argv[1]).next_rendezvous().rank, flush=True)  # nobody holds the handler
+            gc.collect()
+            os.read(0, 1)
+
+        if sys.argv[2] == "multiprocessing":
+            child = multiprocessing.get_context("fork").Process(target=work)
+            child.start()
+            os.close(1)
+            child.join()
+        elif sys.argv[2] == "fork" and (child := os.fork()):
             os.close(1)
             sys.exit(os.waitpid(child, 0)[1])
-        handler = handler_from_url(sys.argv[1])
-        print(handler.next_rendezvous().rank, flush=True)
-        sys.stdin.read()
+        else:
+            work()
         """
     )
 
@@ -41,20 +51,22 @@ class TestProcesses:
             [sys.executable, "-c", self.SCRIPT, url, how], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
-    @pytest.mark.parametrize("how", quick_first(["SIGKILL", "fork", "exit", "SIGTERM", "SIGSTOP"], 2))
+    @pytest.mark.parametrize(
+        "how", quick_first(["SIGKILL", "fork", "multiprocessing", "exit", "SIGTERM", "SIGSTOP"], 2)
+    )
     def test_a_process_that_goes_is_missed(
         self, how: str, server: RedisServer, run_id: str, new_node: NodeFactory
     ) -> None:
-        process = self.start(server.url, run_id, how, keep_alive_interval=30 if how == "fork" else 0.3)
+        process = self.start(server.url, run_id, how, keep_alive_interval=0.3 if how.startswith("SIG") else 30)
         try:
             node = new_node(1, 2, last_call_timeout=90)  # a process that imports torch may take long
             assert node.next_rendezvous().world_size == 2
             assert process.stdout is not None
             process.stdout.readline()
-            if how in ("exit", "fork"):
-                process.communicate("", timeout=60)
-            else:
+            if how.startswith("SIG"):
                 process.send_signal(getattr(signal, how))
+            else:
+                process.communicate("", timeout=60)
             until(node.num_nodes_waiting, f"the other knows of the {how}")
             assert node.next_rendezvous().world_size == 1
         finally:

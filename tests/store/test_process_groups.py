@@ -321,22 +321,28 @@ def test_a_first_connect_takes_the_caller_s_time(monkeypatch: pytest.MonkeyPatch
         )
 
 
-def _connections_after_groups(url: str) -> list[int]:
-    counts = []
-    for _ in range(3):
-        _join(url)
-        dist.destroy_process_group()
+def _kept_after_groups(url: str) -> list[tuple[int, int]]:
+    """Connections and stores of a process after each round, with two groups in each."""
+    kept = []
+    for epoch in range(1, 7):
+        os.environ[EPOCH_VARIABLE] = str(epoch)
+        for _ in range(2):
+            _join(url)
+            dist.destroy_process_group()
+        gc.collect()
         with redis.Redis.from_url(url) as admin:
-            counts.append(len(admin.client_list()))
-    return counts
+            kept.append((len(admin.client_list()), sum(isinstance(each, RedisStore) for each in gc.get_objects())))
+    return kept
 
 
-def test_all_groups_of_a_worker_share_a_connection(own_server: RedisServer, run_id: str, processes: Processes) -> None:
-    """Recoveries within a process make one group after the other."""
-    environment = {"TORCHELASTIC_RUN_ID": run_id, "REDELASTIC_EPOCH": "1", "WORLD_SIZE": "1", "RANK": "0"}
-    processes.start(_connections_after_groups, own_server.url, **environment)
-    [counts] = processes.values()
-    assert len(set(counts)) == 1, counts
+def test_a_worker_keeps_one_connection_and_its_last_stores(
+    own_server: RedisServer, run_id: str, processes: Processes
+) -> None:
+    """Recoveries within a process make one group after the other, round for round."""
+    environment = {"TORCHELASTIC_RUN_ID": run_id, "WORLD_SIZE": "1", "RANK": "0"}
+    processes.start(_kept_after_groups, own_server.url, **environment)
+    [kept] = processes.values()
+    assert len(set(kept[1:])) == 1, kept
 
 
 def _join_beside(url: str) -> tuple[str | None, str | None]:
