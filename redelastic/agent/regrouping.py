@@ -23,7 +23,6 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsSpecs, SubprocessContext
 from torch.distributed.elastic.multiprocessing.api import LogsDest
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError
 
 from redelastic.monitoring.events import Failed, Left
@@ -31,7 +30,7 @@ from redelastic.rendezvous.handler import RedisRendezvousHandler
 from redelastic.store import RedisStore, RoundBrokenError
 from redelastic.store.exchange import Exchange
 from redelastic.torch_internals import exit_barrier_timeout, replace_agent_of_launcher
-from redelastic.workers.group import LiveFailure, fill_in_exit_codes
+from redelastic.workers.blame import failed_alive, fill_in_exit_codes
 from redelastic.workers.stacks import state_of
 
 from .exchange import EndExchange
@@ -236,10 +235,7 @@ def _failed(workers: Sequence[Worker]) -> RunResult:
     """
     stuck = [worker for worker in workers if state_of(worker.id) == "D"] or workers  # all, if they have just woken up
     why = f"hangs in the kernel (state D), for longer than {UNINTERRUPTIBLE_TIMEOUT} allows"
-    failures: dict[int, ProcessFailure] = {
-        worker.global_rank: LiveFailure(worker, Failed(message=why)) for worker in stuck
-    }
-    return RunResult(WorkerState.FAILED, failures=failures)
+    return failed_alive(dict.fromkeys(stuck, Failed(message=why)))
 
 
 def install_agent_in_torchrun() -> None:
