@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import math
 import os
 import re
 from dataclasses import dataclass, field, replace
@@ -77,17 +78,18 @@ class Endpoint:
     def _shown_hosts(self) -> str:
         return ",".join(f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in self.hosts)
 
-    def open(self, attempt_timeout: float) -> Client:
+    def open(self, attempt_timeout: float, connect_timeout: float = math.inf) -> Client:
         """Make a client. It connects on first use.
 
         Args:
             attempt_timeout: how long one attempt at connecting or at one command may take, in seconds.
+            connect_timeout: how long one attempt at connecting may take, if that is less.
         """
         options: dict[str, Any] = {
             "username": self.username,
             "password": self.password,
             "socket_timeout": attempt_timeout,
-            "socket_connect_timeout": attempt_timeout,
+            "socket_connect_timeout": min(attempt_timeout, connect_timeout),
             "socket_keepalive": True,
             "socket_keepalive_options": keepalive(2 * attempt_timeout),  # within a lease
             "protocol": 2,
@@ -125,7 +127,7 @@ class Endpoint:
             own = {"username": self.sentinel_username, "password": self.sentinel_password, "db": 0}
             # All silent ones together, which are asked in turn, take an attempt and not each of them.
             share = max(_SHORTEST_SHARE, options["socket_timeout"] / len(self.hosts))
-            own |= dict.fromkeys(("socket_timeout", "socket_connect_timeout"), min(share, options["socket_timeout"]))
+            own |= {name: min(share, options[name]) for name in ("socket_timeout", "socket_connect_timeout")}
             sentinels = Sentinels(self.hosts, sentinel_kwargs={**options, **own}, **options)
             master: redis.Redis = sentinels.master_for(self.service)
             return master
