@@ -242,7 +242,7 @@ class RedisElasticAgent(RegroupingAgent):
 
     def _end_tree(self) -> None:
         """Kill what a shutdown cut short by a signal has left; if this is cut short too, the reaper does it."""
-        self._tree.kill(self._pids().values())
+        self._tree.stop(self._pids().values())
         self._tree.close()
 
     def _close_workers(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import math
 import time
@@ -31,6 +30,7 @@ from redelastic.store import RedisStore, RoundBrokenError
 from redelastic.store.exchange import Exchange
 from redelastic.torch_internals import exit_barrier_timeout, replace_agent_of_launcher
 from redelastic.workers.blame import failed_alive, fill_in_exit_codes
+from redelastic.workers.last_words import error_in
 from redelastic.workers.stacks import state_of
 
 from .exchange import EndExchange
@@ -142,7 +142,6 @@ class RegroupingAgent(LocalElasticAgent):
             self._ends = EndExchange(
                 self._round_store, rank, size, is_patient=lambda: watch.away < timeout, notify=watch.notify
             )
-            self._ends.start()
             log.info("This node's workers have finished; it waits for the other nodes' workers.")
         limit = self._exit_limit
         if limit is not None and time.monotonic() - self._finished_at > limit and not (self._ends and self._ends.done):
@@ -281,17 +280,7 @@ def remove_torn_errors(context: Any) -> None:
     Args:
         context: the ``PContext`` of workers that have ended.
     """
-    for path in map(Path, context.error_files.values()):
+    for path in context.error_files.values():
         with contextlib.suppress(OSError):
-            if path.is_file() and not _is_whole(path.read_bytes()):
-                path.unlink()
-
-
-def _is_whole(error: bytes) -> bool:
-    try:
-        data = json.loads(error)
-        message = data["message"]
-        int(data.get("timestamp", 0) if isinstance(message, str) else message["extraInfo"]["timestamp"])
-    except (ValueError, LookupError, TypeError, AttributeError):
-        return False
-    return True
+            if Path(path).is_file() and error_in(path) is None:
+                Path(path).unlink()
