@@ -24,7 +24,7 @@ from torch.distributed.elastic.multiprocessing import LogsSpecs, SubprocessConte
 from torch.distributed.elastic.multiprocessing.api import LogsDest
 from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError
 
-from redelastic.monitoring.events import Failed, Left
+from redelastic.monitoring.events import Failed, Left, is_fault
 from redelastic.rendezvous.handler import RedisRendezvousHandler
 from redelastic.store import RedisStore, RoundBrokenError
 from redelastic.store.exchange import Exchange
@@ -131,11 +131,16 @@ class RegroupingAgent(LocalElasticAgent):
 
         Raises:
             RendezvousTimeoutError: the other nodes' workers have not ended within the exit barrier's timeout.
+            RendezvousClosedError: another node's workers have failed for good.
         """
         handler, group = self._handler, self._worker_group
         rank, size = int(group.group_rank or 0), int(group.group_world_size or 0)
-        if handler is None or size <= 1 or handler.node.view.closed:  # another node knows that all have ended
+        if handler is None or size <= 1:
             return True
+        if closing := handler.node.view.closing:
+            if is_fault(closing):
+                handler.node.raise_closed()
+            return True  # another node knows that all have ended
         if self._finished is None:
             self._finished, self._finished_at = result, time.monotonic()
             watch, timeout = handler.node.watch, handler.settings.read_timeout
