@@ -242,7 +242,7 @@ class RedisElasticAgent(RegroupingAgent):
 
     def _end_tree(self) -> None:
         """Kill what a shutdown cut short by a signal has left; if this is cut short too, the reaper does it."""
-        self._tree.kill(self._pids().values())
+        self._tree.stop(self._pids().values())
         self._tree.close()
 
     def _close_workers(self) -> None:
@@ -277,9 +277,9 @@ class RedisElasticAgent(RegroupingAgent):
         # torch ends the other workers when one has failed, and then reads what they have written
         close_within(self._pcontext, self._shutdown_timeout, remove_torn_errors)
         context: Any = self._pcontext
-        workers.relays, workers.error_files = self._relayed.relays, dict(context.error_files)
-        files = (without_relays(paths, workers.relays) for paths in (context.stdouts, context.stderrs))
-        workers.logs = log_files(*files)
+        workers.blame.relays, workers.blame.error_files = self._relayed.relays, dict(context.error_files)
+        files = (without_relays(paths, self._relayed.relays) for paths in (context.stdouts, context.stderrs))
+        workers.blame.logs = log_files(*files)
         return pids
 
     def _begin_round(self, worker_group: WorkerGroup, earlier: Earlier, *, survived: bool = False) -> None:
@@ -299,8 +299,8 @@ class RedisElasticAgent(RegroupingAgent):
         )
         self._monitor.begin_round(self._drains, worker_group.spec.max_restarts - self._remaining_restarts)
         ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
-        workers.begin_round(ranks)
-        logs = {ranks[local_rank]: path for local_rank, path in workers.logs.items()}
+        workers.blame.begin_round(ranks)
+        logs = {ranks[local_rank]: path for local_rank, path in workers.blame.logs.items()}
         self._note(Started(size=size, rank=rank, survived=survived, logs=logs, **earlier._asdict()))
 
     def _pause_of_round(self) -> Pause | None:
@@ -360,23 +360,19 @@ class RedisElasticAgent(RegroupingAgent):
             self._budget.await_cause(self._workers)  # before torch ends the workers that have not failed
         result = super()._check_workers(worker_group)
         if result.failures and self._workers:
-            if self._workers.cause is None:
+            if self._workers.blame.cause is None:
                 self._budget.await_cause(self._workers, result)
-            self._workers.explain(result, self._monitor.worker_usage)
+            self._workers.blame.explain(result, self._monitor.worker_usage)
         if result.state == WorkerState.HEALTHY and self._workers:
-            return self._find_raised(self._workers) or self._hangs.find(self._workers, worker_group.workers) or result
+            group = worker_group.workers
+            # A round that is over may have had its cause here: a worker that has raised, but takes long to end.
+            raised = self._workers.blame.find_raised(group) if self._node.view.nodes_waiting else None
+            return raised or self._hangs.find(self._workers, group) or result
         if result.state == WorkerState.SUCCEEDED and not self._node.view.closed and self._ended_to_regroup():
             # A script may save and exit with 0 because of the request, its work unfinished. The draining node leaves,
             # or a new one comes, and all regroup; workers whose work is finished then exit at once.
             return RunResult(state=WorkerState.HEALTHY)
         return result
-
-    def _find_raised(self, workers: Workers) -> RunResult | None:
-        """Whether a round that is over had its cause here: a worker that has raised, but takes long to end."""
-        raised = workers.find_raised() if self._node.view.nodes_waiting else []
-        group = self._worker_group.workers
-        failures = {group[r].global_rank: workers.raised_failure(group[r]) for r in raised}
-        return RunResult(state=WorkerState.FAILED, failures=failures) if failures else None
 
     def _ended_to_regroup(self) -> bool:
         signalled = self._workers is not None and self._workers.signalled
@@ -450,9 +446,10 @@ class RedisElasticAgent(RegroupingAgent):
         if not result.failures or not self._workers:
             return
         failed_at = self._first_failure() or time.monotonic()
-        rank, failure = self._workers.first_of(result)
-        node, path = self._node.id, self._workers.logs.get(failure.local_rank, "")
-        last = self._workers.last_lines(failure.local_rank)
+        blame = self._workers.blame
+        rank, failure = blame.first_of(result)
+        node, path = self._node.id, blame.logs.get(failure.local_rank, "")
+        last = blame.last_lines(failure.local_rank)
 
         def task() -> None:
             age_ms = round(1000 * max(0.0, time.monotonic() - failed_at))
@@ -464,4 +461,4 @@ class RedisElasticAgent(RegroupingAgent):
         """Describe the failure of the worker that failed first."""
         if self._workers is None:
             return Failed(message=result.state.name)
-        return self._workers.failure(result, self._monitor.worker_usage)
+        return self._workers.blame.failure(result, self._monitor.worker_usage)

@@ -42,9 +42,6 @@ class EndExchange:
         self._is_patient, self._notify = is_patient, notify
         self._over = threading.Event()
         self.done = False
-
-    def start(self) -> None:
-        """Start the thread."""
         threading.Thread(target=self._learn, name="redelastic-ends", daemon=True).start()
 
     def close(self) -> None:

@@ -159,18 +159,18 @@ class Budget:
 
         Args:
             workers: of this node.
-            result: as for :meth:`Workers.find_cause`.
+            result: as for :meth:`Blame.find_cause`.
         """
-        if not workers.find_cause(result):
+        if not workers.blame.find_cause(result):
             return
         held, until = self._node.view.round, time.monotonic() + CAUSE_TIMEOUT
         self._allow(CAUSE_TIMEOUT)
         log.info("A peer is the cause: waiting up to %g s for its failure.", CAUSE_TIMEOUT)
-        while workers.find_cause(result) and (left := until - time.monotonic()) > 0:
+        while workers.blame.find_cause(result) and (left := until - time.monotonic()) > 0:
             view = self._node.view
             is_alone = (held is None or held.size == 1) and (result or all(map(workers.ended, workers.pids)))
             if is_alone or view.nodes_waiting or view.member_lost or view.closed or view.drains:
                 break
             self._node.watch.wait_for_news(left)
-        if workers.find_cause(result):
-            workers.follow_a_peer()
+        if workers.blame.find_cause(result):
+            workers.blame.follow_a_peer()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import math
 import time
@@ -23,15 +22,15 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsSpecs, SubprocessContext
 from torch.distributed.elastic.multiprocessing.api import LogsDest
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError
 
-from redelastic.monitoring.events import Failed, Left
+from redelastic.monitoring.events import Failed, Left, is_fault
 from redelastic.rendezvous.handler import RedisRendezvousHandler
 from redelastic.store import RedisStore, RoundBrokenError
 from redelastic.store.exchange import Exchange
 from redelastic.torch_internals import exit_barrier_timeout, replace_agent_of_launcher
-from redelastic.workers.group import LiveFailure, fill_in_exit_codes
+from redelastic.workers.blame import failed_alive, fill_in_exit_codes
+from redelastic.workers.last_words import error_in
 from redelastic.workers.stacks import state_of
 
 from .exchange import EndExchange
@@ -132,18 +131,22 @@ class RegroupingAgent(LocalElasticAgent):
 
         Raises:
             RendezvousTimeoutError: the other nodes' workers have not ended within the exit barrier's timeout.
+            RendezvousClosedError: another node's workers have failed for good.
         """
         handler, group = self._handler, self._worker_group
         rank, size = int(group.group_rank or 0), int(group.group_world_size or 0)
-        if handler is None or size <= 1 or handler.node.view.closed:  # another node knows that all have ended
+        if handler is None or size <= 1:
             return True
+        if closing := handler.node.view.closing:
+            if is_fault(closing):
+                handler.node.raise_closed()
+            return True  # another node knows that all have ended
         if self._finished is None:
             self._finished, self._finished_at = result, time.monotonic()
             watch, timeout = handler.node.watch, handler.settings.read_timeout
             self._ends = EndExchange(
                 self._round_store, rank, size, is_patient=lambda: watch.away < timeout, notify=watch.notify
             )
-            self._ends.start()
             log.info("This node's workers have finished; it waits for the other nodes' workers.")
         limit = self._exit_limit
         if limit is not None and time.monotonic() - self._finished_at > limit and not (self._ends and self._ends.done):
@@ -236,10 +239,7 @@ def _failed(workers: Sequence[Worker]) -> RunResult:
     """
     stuck = [worker for worker in workers if state_of(worker.id) == "D"] or workers  # all, if they have just woken up
     why = f"hangs in the kernel (state D), for longer than {UNINTERRUPTIBLE_TIMEOUT} allows"
-    failures: dict[int, ProcessFailure] = {
-        worker.global_rank: LiveFailure(worker, Failed(message=why)) for worker in stuck
-    }
-    return RunResult(WorkerState.FAILED, failures=failures)
+    return failed_alive(dict.fromkeys(stuck, Failed(message=why)))
 
 
 def install_agent_in_torchrun() -> None:
@@ -285,17 +285,7 @@ def remove_torn_errors(context: Any) -> None:
     Args:
         context: the ``PContext`` of workers that have ended.
     """
-    for path in map(Path, context.error_files.values()):
+    for path in context.error_files.values():
         with contextlib.suppress(OSError):
-            if path.is_file() and not _is_whole(path.read_bytes()):
-                path.unlink()
-
-
-def _is_whole(error: bytes) -> bool:
-    try:
-        data = json.loads(error)
-        message = data["message"]
-        int(data.get("timestamp", 0) if isinstance(message, str) else message["extraInfo"]["timestamp"])
-    except (ValueError, LookupError, TypeError, AttributeError):
-        return False
-    return True
+            if Path(path).is_file() and error_in(path) is None:
+                Path(path).unlink()

@@ -11,7 +11,6 @@ from typing import Any, Final
 
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousGracefulExitError
 
 from redelastic.monitoring.events import Failed, Left
@@ -20,8 +19,8 @@ from redelastic.rendezvous.addresses import INTERFACE_VARIABLES
 from redelastic.rendezvous.handler import DETECTION, EPOCH_VARIABLE, PREFIX_VARIABLE
 from redelastic.rendezvous.node import RunStoppedError
 from redelastic.torch_internals import starting_no_processes
+from redelastic.workers.blame import failed_alive
 from redelastic.workers.channels import Parked, Pause, WorkerChannels
-from redelastic.workers.group import LiveFailure
 
 from .agent import RedisElasticAgent
 
@@ -182,11 +181,7 @@ class SurvivingAgent(RedisElasticAgent):
         if time.monotonic() - first.at <= self._rendezvous_handler.settings.lease + DETECTION:
             return result
         workers = worker_group.workers
-        failures: dict[int, ProcessFailure] = {
-            workers[rank].global_rank: LiveFailure(workers[rank], Failed(message=parked.why))
-            for rank, parked in left.items()
-        }
-        result = RunResult(WorkerState.FAILED, failures=failures)
+        result = failed_alive({workers[rank]: Failed(message=parked.why) for rank, parked in left.items()})
         if self._workers:
             self._budget.await_cause(self._workers, result)
         return result

@@ -27,6 +27,9 @@ STREAM_START: Final = (0, 0)  # a place before every entry of a stream
 ATTEMPT_TIMEOUT: Final = 5.0
 READ_TIMEOUT: Final = 60.0
 CONNECT_TIMEOUT: Final = 10.0
+LOST_PACKET: Final = (
+    1.2  # what one attempt at connecting gets at least, in seconds: TCP sends a lost packet again after 1 s
+)
 
 
 class Connection:
@@ -85,8 +88,9 @@ class Connection:
             attempt_timeout: how long one attempt at a call may take, in seconds. A long request or reply may take
                 longer, as long as some of it gets through.
             read_timeout: how long a call may take with all its retries, in seconds.
-            connect_timeout: how long to try to connect, in seconds; the last attempt may end an ``attempt_timeout``
-                later. None is 10 s, or ``read_timeout`` if that is less.
+            connect_timeout: how long to try to connect, in seconds. The last attempt may take 1.2 s even if that is
+                longer, or an ``attempt_timeout`` if the server says nothing. None is 10 s, or ``read_timeout`` if that
+                is less.
 
         Raises:
             UnavailableError: no Redis answers there within ``connect_timeout``, or it refuses the connection.
@@ -96,7 +100,7 @@ class Connection:
         opened: list[Client] = []
 
         def connect() -> Client:
-            client = endpoint.open(attempt_timeout)
+            client = endpoint.open(attempt_timeout, max(timeout, LOST_PACKET))
             client.ping()
             opened.append(client)
             return client

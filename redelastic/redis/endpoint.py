@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import math
 import os
 import re
 from dataclasses import dataclass, field, replace
@@ -85,17 +86,18 @@ class Endpoint:
     def _shown_hosts(self) -> str:
         return ",".join(f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in self.hosts)
 
-    def open(self, attempt_timeout: float) -> Client:
+    def open(self, attempt_timeout: float, connect_timeout: float = math.inf) -> Client:
         """Make a client. It connects on first use.
 
         Args:
             attempt_timeout: how long one attempt at connecting or at one command may take, in seconds.
+            connect_timeout: how long one attempt at connecting may take, if that is less.
         """
         options: dict[str, Any] = {
             "username": self.username,
             "password": self.password,
             "socket_timeout": attempt_timeout,
-            "socket_connect_timeout": attempt_timeout,
+            "socket_connect_timeout": min(attempt_timeout, connect_timeout),
             "socket_keepalive": True,
             "socket_keepalive_options": keepalive(attempt_timeout),  # half a lease
             "protocol": 2,

@@ -52,7 +52,7 @@ class Sentinels(Sentinel):
 
     def _make_clients(self, places: Sequence[tuple[str, int]]) -> list[redis.Redis]:
         """Clients of sentinels, which are asked in turn: all silent ones together take an attempt, not each of them."""
-        attempt = self.sentinel_kwargs["socket_timeout"]
-        share = min(attempt, max(_SHORTEST_SHARE, attempt / len(places)))
-        options = {**self.sentinel_kwargs, "socket_timeout": share, "socket_connect_timeout": share}
+        given = self.sentinel_kwargs
+        share = max(_SHORTEST_SHARE, given["socket_timeout"] / len(places))
+        options = given | {name: min(share, given[name]) for name in ("socket_timeout", "socket_connect_timeout")}
         return [make_client({**options, "host": host, "port": port}) for host, port in places]

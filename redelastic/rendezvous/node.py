@@ -20,7 +20,7 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousGracefulExitError,
 )
 
-from redelastic.monitoring.events import Event, Failed, Left, Regrouped, Stopped
+from redelastic.monitoring.events import Event, Failed, Left, Regrouped, Stopped, is_fault
 from redelastic.monitoring.sentences import cause
 from redelastic.redis import scripts
 from redelastic.redis.connection import Connection, require_keys_of_types, sanitize
@@ -293,7 +293,7 @@ class Node:
 
         Raises:
             RunStoppedError: the run was stopped.
-            RendezvousGracefulExitError: for a spare.
+            RendezvousGracefulExitError: for a spare of a run that has not failed.
             RendezvousClosedError: else.
         """
         view = self.view
@@ -301,7 +301,7 @@ class Node:
         if view.is_stopped:
             raise RunStoppedError(self.run_id, view.closing)
         message = f"Run {self.run_id!r} is closed ({view.closed}); use a new run id."
-        if not spare:
+        if not spare or is_fault(view.closing):
             raise RendezvousClosedError(message)
         if not view.epoch_held:
             log.warning("Node %s has trained nothing: it was a spare until the run ended (%s).", self.id, view.closed)

@@ -9,25 +9,19 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from itertools import chain
 from typing import Any, Final
 
-from torch.distributed.elastic.agent.server.api import RunResult, Worker
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.agent.server.api import Worker
 
 from redelastic.agent.options import AgentOptions
-from redelastic.host.cgroups import oom_kills
-from redelastic.monitoring.events import Failed, Hung
-from redelastic.monitoring.sentences import idleness, out_of_memory
+from redelastic.monitoring.events import Hung
 from redelastic.rendezvous.node import News
-from redelastic.torch_internals import exit_codes
 
+from .blame import Blame
 from .board import FROZEN_LOOKS, HangWatch, ProgressBoard
-from .deaths import Deaths, signal_name
-from .last_words import error_in, last_exception, names_a_peer
-from .logs import last_lines, own_log, redacted, tail
-from .relays import FLUSH_TIMEOUT, Relay
+from .deaths import Deaths
+from .relays import FLUSH_TIMEOUT
 from .stacks import catches, dump_stacks, speaker_of
 
 log = logging.getLogger(__name__)
@@ -36,7 +30,6 @@ SAVE_SIGNAL: Final = signal.SIGUSR1  # asks workers that handle it to save
 PAUSE_FACTOR: Final = 10  # times the monitor interval: between checks of workers whose ends the kernel reports
 LONGEST_PAUSE: Final = 1.0  # between these checks, in seconds
 SHORTEST_PAUSE: Final = 0.01  # in seconds
-UNKNOWN_EXIT_CODE: Final = 1  # the exit code of a worker that cannot be killed
 STACKS_TIMEOUT: Final = 10.0  # for the stacks of hung workers, in seconds
 
 
@@ -52,11 +45,7 @@ class Workers:
 
     Attributes:
         pids: of the workers that were started, by local rank.
-        logs: log files of the workers that write to one, by local rank.
-        error_files: to which torch has them write the exception that ends them, by local rank.
-        relays: of the output of the workers that has no file, by local rank: of stderr first.
-        ranks: of the workers in the job, by local rank.
-        cause: local rank of the worker that failed first, once :meth:`find_cause` has found it.
+        blame: which of them failed first, and why.
         signalled: whether one of them was asked to save by signal alone: if it then ends with 0, its work may go on.
         hung: how long each hung worker has made no progress, in seconds, by local rank.
         start_timeout: how long a worker may take to report its first progress, in seconds.
@@ -66,11 +55,7 @@ class Workers:
         self, count: int, options: AgentOptions, interval: float, reporters: Iterable[int], notify: Callable[[], None]
     ) -> None:
         self.pids: dict[int, int] = {}
-        self.logs: dict[int, str] = {}
-        self.error_files: Mapping[int, str] = {}
-        self.relays: Mapping[int, list[Relay]] = {}
-        self.ranks: Mapping[int, int] = {}
-        self.cause: int | None = None
+        self.blame = Blame()
         self.signalled = False
         self.hung: dict[int, float] = {}
         self._by_signal = True  # whether the last request to save was made by signal, too
@@ -85,12 +70,6 @@ class Workers:
         self._deaths: Deaths | None = None
         self._steps: dict[int, int] = {}  # the last one of each when it was looked at
         self._counts_anew = False  # whether one of them has told a lower step than before
-        self._failed_at: float | None = None  # when the cause was raised, or what a peer caused
-        self._follows = False  # whether a peer is the cause of all failures
-        self._is_judged = False  # whether the first failure has been found for good
-        self._words: dict[int, str] = {}  # of workers that have ended
-        self._own_log = own_log()
-        self._ooms = oom_kills()
 
     def environment(self, local_rank: int) -> dict[str, str]:
         """The variables to add to the environment of a worker."""
@@ -101,16 +80,7 @@ class Workers:
         self._started_at = time.monotonic()
         self._watch.look(pids)
         self.pids, self._deaths = dict(pids), Deaths(pids, self._notify)
-
-    def begin_round(self, ranks: Mapping[int, int]) -> None:
-        """Begin a round, whose failures are all to come: the workers may have survived the one before.
-
-        Args:
-            ranks: of the workers in the job, by local rank.
-        """
-        self.ranks, self.cause = ranks, None
-        self._failed_at, self._follows, self._is_judged = None, False, False
-        self._words.clear()
+        self.blame.started(self._deaths)
 
     @property
     def pause(self) -> float:
@@ -129,10 +99,10 @@ class Workers:
     def first_failure(self) -> float | None:
         """When the first worker failed, on the monotonic clock in seconds; for a hang, when it last made progress.
 
-        It is later for workers that failed because of a peer: see :meth:`follow_a_peer`.
+        It is later for workers that failed because of a peer: see :meth:`Blame.follow_a_peer`.
         """
-        if self._failed_at is not None:
-            return self._failed_at
+        if self.blame.failed_at is not None:
+            return self.blame.failed_at
         if not self.hung:
             return min(self._deaths.failed.values(), default=None) if self._deaths else None
         last = [self._board.read(local_rank).at or self._started_at for local_rank in self.hung]
@@ -250,128 +220,6 @@ class Workers:
         asks, speaker = self._board.read(local_rank).asks, speaker_of(self._board, local_rank, pid)
         return not self.ended(local_rank) and (asks or (self._by_signal and catches(speaker, SAVE_SIGNAL)))
 
-    def find_cause(self, result: RunResult | None = None) -> bool:
-        """Find the worker that failed first, of those that have failed by now, and set :attr:`cause`.
-
-        That is the one that raised first, even if it ends later; not one whose last words say that a peer is gone.
-
-        Args:
-            result: in which torch has reported failures, if they were not known before it ended the other workers.
-
-        Returns:
-            Whether a peer, on this node or another one, is the cause of all failures so far; False once torch has ended
-            the other workers, which are no causes.
-        """
-        if self._is_judged:
-            return False
-        failed = self._deaths.failed if self._deaths else {}
-        if result is not None:
-            _, first = self.first_of(result)
-            failed = {first.local_rank: failed.get(first.local_rank, time.monotonic())}
-            if isinstance(first, LiveFailure):
-                self._words.setdefault(first.local_rank, first.message)
-        if not failed:
-            return False
-        found = [(names_a_peer(self._last_words(r)), self._raised_at(r, at), r) for r, at in failed.items()]
-        self._follows, self._failed_at, self.cause = min(found)
-        return self._follows
-
-    def follow_a_peer(self) -> None:
-        """Count their failure from now on: the peer's, which was their cause, comes first."""
-        self._failed_at = time.monotonic()
-
-    def find_raised(self) -> list[int]:
-        """Find running workers that have raised by themselves, and are about to end; sets :attr:`cause`."""
-        errors = {r: error for r in self.pids if not self.ended(r) and (error := error_in(self.error_files.get(r, "")))}
-        raised = [r for r, error in errors.items() if not names_a_peer(error.message)]
-        if raised:
-            now = time.monotonic()
-            self._failed_at, self.cause = min((self._raised_at(r, now), r) for r in raised)
-        return raised
-
-    def raised_failure(self, worker: Worker) -> ProcessFailure:
-        """A worker that has raised and not ended, in the form in which torch reports a failure."""
-        error = error_in(self.error_files.get(worker.local_rank, ""))
-        words = redacted(error.message, os.environ) if error else ""
-        return LiveFailure(worker, Failed(exit_code=UNKNOWN_EXIT_CODE, message=words))
-
-    def _raised_at(self, local_rank: int, ended_at: float) -> float:
-        """When a worker raised the exception that ended it, on the monotonic clock in seconds; its end if not known."""
-        error = error_in(self.error_files.get(local_rank, ""))
-        if error is None:
-            return ended_at
-        age = time.time() - error.at  # on this host's clock, which wrote it
-        return min(ended_at, max(self._started_at, time.monotonic() - age))
-
-    def _last_words(self, local_rank: int) -> str:
-        """How a worker that has ended says why; read once, since others may write to the same log."""
-        if local_rank not in self._words:
-            error, path = error_in(self.error_files.get(local_rank, "")), self.logs.get(local_rank, "")
-            log = "" if error else tail(path, start=self._log_start(path))
-            for relay in self.relays.get(local_rank, ())[:1] if not error else ():
-                log = relay.end() or log
-            self._words[local_rank] = (
-                redacted(error.message, os.environ) if error else last_exception(log, self.ranks.get(local_rank))
-            )
-        return self._words[local_rank]
-
-    def last_lines(self, local_rank: int) -> str:
-        """The last lines that a worker has written, to its log or through relays."""
-        ends = [relay.end() for relay in self.relays.get(local_rank, ())]
-        if path := self.logs.get(local_rank, ""):
-            ends.append(last_lines(path, self._log_start(path)))
-        return "\n".join(filter(None, reversed(ends)))
-
-    def _log_start(self, path: str) -> int:
-        """Where this group's lines begin in a log, in bytes: the agent's own log has earlier ones."""
-        name, size = self._own_log
-        return size if path == name else 0
-
-    def failure(self, result: RunResult, usage: Mapping[str, Any]) -> Failed:
-        """Describe the failure of the worker that failed first.
-
-        Args:
-            result: of the group.
-            usage: what each worker used at the last sample, by local rank.
-        """
-        if not result.failures:
-            return Failed(message=f"worker group is {result.state.name}")
-        rank, failure = self.first_of(result)
-        worker: dict[str, Any] = {"local_rank": failure.local_rank, "rank": rank, "pid": failure.pid}
-        if isinstance(failure, LiveFailure):
-            return replace(failure.failed, **worker, follows=self._follows)
-        # An uncaught exception ends Python with 1, and C++ with SIGABRT; other logs may end with one that was handled.
-        words = self._last_words(failure.local_rank) if failure.exitcode in {1, -signal.SIGABRT} else ""
-        if failure.exitcode < 0:
-            how = {"signal": signal_name(-failure.exitcode), **self._starved(failure, usage)}
-            return Failed(**worker, **how, message=words, follows=self._follows)
-        words = redacted(_message(failure), os.environ) or words
-        return Failed(**worker, exit_code=failure.exitcode, message=words, follows=self._follows)
-
-    def first_of(self, result: RunResult) -> tuple[int, ProcessFailure]:
-        """The rank and the failure of the worker that failed first."""
-        first = {rank: failure for rank, failure in result.failures.items() if failure.local_rank == self.cause}
-        return min((first or result.failures).items(), key=lambda item: item[1].timestamp)
-
-    def explain(self, result: RunResult, usage: Mapping[str, Any]) -> None:
-        """Add to torch's report which worker was first, and that it was killed for lack of memory."""
-        self._is_judged = True
-        rank, failure = self.first_of(result)
-        failure.timestamp = min(one.timestamp for one in result.failures.values())  # torch's report names the first
-        rest = dict(result.failures)
-        result.failures.clear()
-        result.failures.update({rank: failure, **rest})
-        if starved := self._starved(failure, usage):
-            failure.message = f"It {out_of_memory(Failed(**starved))}"
-
-    def _starved(self, failure: ProcessFailure, usage: Mapping[str, Any]) -> dict[str, Any]:
-        """How the kernel killed a worker for lack of memory; empty if nothing suggests that it did."""
-        ooms = oom_kills() - self._ooms if failure.exitcode == -signal.SIGKILL else 0
-        if ooms <= 0:
-            return {}
-        memory = usage.get(str(failure.local_rank), {}).get("memory")
-        return {"oom_kills": ooms, "memory": memory}
-
     def hang(self, worker: Worker) -> Hung:
         """Describe how a worker hangs."""
         local_rank = worker.local_rank
@@ -385,17 +233,13 @@ class Workers:
             phase=progress.phase,
         )
 
-    def hang_failure(self, worker: Worker) -> ProcessFailure:
-        """A hang, in the form in which torch reports a failure."""
-        return LiveFailure(worker, Failed(**self.hang(worker).of_worker()))
-
     def describe(self, worker: Worker) -> dict[str, Any]:
         """One worker, for the node's status."""
         local_rank = worker.local_rank
         state = "exited" if self.ended(local_rank) else "hung" if local_rank in self.hung else "running"
         status: dict[str, Any] = {"local_rank": local_rank, "rank": worker.global_rank}
         status |= {"pid": self.pids.get(local_rank), "state": state}
-        if log := self.logs.get(local_rank):
+        if log := self.blame.logs.get(local_rank):
             status["log"] = log
         if (step := self.step(local_rank)) is not None:
             status["step"] = step
@@ -407,41 +251,6 @@ class Workers:
         """Release the agent's side; the processes are not touched."""
         self._board.close()
         until = time.monotonic() + FLUSH_TIMEOUT
-        for relay in chain.from_iterable(self.relays.values()):
+        for relay in chain.from_iterable(self.blame.relays.values()):
             relay.close(until)
-        self.relays = {}
-
-
-def _message(failure: ProcessFailure) -> str:
-    """The message that the worker wrote to its error file, if any."""
-    message: Any = failure.message  # torch declares a str
-    if isinstance(message, dict):
-        return str(message.get("message", ""))
-    return "" if "To enable traceback" in message else str(message)
-
-
-class LiveFailure(ProcessFailure):
-    """A worker that hangs. Its exit code is the one with which the agent ended it: see :func:`fill_in_exit_codes`.
-
-    Args:
-        worker: torch's.
-        failed: how it hangs.
-    """
-
-    def __init__(self, worker: Worker, failed: Failed) -> None:
-        super().__init__(local_rank=worker.local_rank, pid=worker.id, exitcode=UNKNOWN_EXIT_CODE, error_file="")
-        self.failed = failed
-        self.message = failed.message or idleness(failed)
-
-
-def fill_in_exit_codes(result: RunResult, context: object) -> None:
-    """Fill in how the hung workers ended, once they have.
-
-    Args:
-        result: of their group.
-        context: torch's ``PContext`` that ran them.
-    """
-    codes = exit_codes(context)
-    for failure in result.failures.values():
-        if isinstance(failure, LiveFailure):
-            failure.exitcode = codes.get(failure.local_rank, UNKNOWN_EXIT_CODE)
+        self.blame.relays = {}

@@ -7,11 +7,12 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerState
+from torch.distributed.elastic.agent.server.api import RunResult, Worker
 
-from redelastic.monitoring.events import MAX_TEXT, Event, Unwatched
+from redelastic.monitoring.events import MAX_TEXT, Event, Failed, Unwatched
 from redelastic.monitoring.sentences import sentence
 
+from .blame import failed_alive
 from .group import Workers
 from .stacks import merged
 
@@ -52,8 +53,7 @@ class Hangs:
             rank, where = group[local_rank].global_rank, stacks[local_rank]
             log.error("Stacks of worker %s (rank %s), which hangs:\n%s", local_rank, rank, where)
         self._note(replace(workers.hang(group[hung[0]]), hung=len(hung), stacks=merged(stacks, MAX_TEXT)))
-        failures = {group[local_rank].global_rank: workers.hang_failure(group[local_rank]) for local_rank in hung}
-        return RunResult(state=WorkerState.FAILED, failures=failures)
+        return failed_alive({group[r]: Failed(**workers.hang(group[r]).of_worker()) for r in hung})
 
     def _warn(self, workers: Workers, silent: Sequence[Worker]) -> None:
         """Warn that workers have never reported; runs in a thread of its own."""

@@ -54,16 +54,16 @@ class Error(NamedTuple):
 
 
 def error_in(path: str) -> Error | None:
-    """Read an error file; None if there is none, or it is not whole."""
+    """Read an error file; None if there is none, or it is not whole: torch could not read it either."""
     try:
         with Path(path).open(encoding="utf-8") as file:
             changed, content = os.fstat(file.fileno()).st_mtime, json.load(file)
         message: Any = content["message"]
         if isinstance(message, str):
-            second = int(content["timestamp"])
+            second = int(content.get("timestamp", changed))
         else:
-            second, message = int(message["extraInfo"]["timestamp"]), message["message"]
-    except (OSError, ValueError, LookupError, TypeError):
+            second, message = int(message["extraInfo"]["timestamp"]), message.get("message", "")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None
     # The file has full seconds only. It is written at once, unless the disk is slow or has a clock of its own.
     return Error(str(message), changed if second <= changed < second + 1 else second + 1)

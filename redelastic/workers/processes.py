@@ -58,7 +58,7 @@ class ProcessTree:
         self._reaper_client.brief(())
 
     def spare(self, pid: int) -> None:
-        """Have ``look``, ``stop`` and ``kill`` leave a process alone; the reaper ends it with the tree."""
+        """Have ``look`` and ``stop`` leave a process alone; the reaper ends it with the tree."""
         self._spared.add(pid)
 
     def release(self, pid: int) -> None:
@@ -141,8 +141,14 @@ class ProcessTree:
                 say_at = math.inf
             left = reaper.wait(left, now + 0.1) or self._find(workers)
 
-    def stop(self, workers: Collection[int], grace: float) -> list[int]:
-        """End what is left of the tree: SIGTERM first, then :meth:`kill` what is alive after ``grace`` seconds.
+    def stop(self, workers: Collection[int] = (), grace: float = 0.0) -> list[int]:
+        """End what is left of the tree: SIGTERM first, then SIGKILL, repeatedly, until nothing is left.
+
+        What is left after ``reaper.KILL_TIMEOUT`` is logged: SIGKILL ends it as soon as the kernel lets go of it.
+
+        Args:
+            workers: their pids, as for ``look``; their exit status stays for the code that started them.
+            grace: between the two signals, in seconds; 0: SIGKILL at once.
 
         Returns:
             The pids of what was left, in order.
@@ -155,19 +161,6 @@ class ProcessTree:
             names = ", ".join(map(_describe, sorted(ended.left)))
             log.error("Processes of the workers are still there %g s after SIGKILL: %s.", reaper.KILL_TIMEOUT, names)
         return sorted(ended.asked | ended.killed)
-
-    def kill(self, workers: Collection[int] = ()) -> list[int]:
-        """SIGKILL what is left of the tree, repeatedly, until nothing is left.
-
-        What is left after ``reaper.KILL_TIMEOUT`` is logged: SIGKILL ends it as soon as the kernel lets go of it.
-
-        Args:
-            workers: their pids, as for ``look``; their exit status stays for the code that started them.
-
-        Returns:
-            The pids killed, in order.
-        """
-        return self.stop(workers, 0.0)
 
     def close(self) -> None:
         """Stop the reaper, and stop adopting; anything left of the tree then outlives this process."""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec, WorkerState
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousTimeoutError
 
 from redelastic.agent import AgentOptions, RedisElasticAgent
 from redelastic.agent.regrouping import RegroupingAgent
@@ -35,11 +35,13 @@ class Site:
         self._new_node, self._pool = new_node, pool
         self.nodes: list[RedisRendezvousHandler] = []
 
-    def start(self, script: str, sizes: tuple[int, int], kind: type[RegroupingAgent], **more: Any) -> Future[RunResult]:
+    def start(
+        self, script: str, sizes: tuple[int, int], kind: type[RegroupingAgent], *, max_restarts: int = 3, **more: Any
+    ) -> Future[RunResult]:
         node = self._new_node(*sizes, keep_alive_interval=0.4)
         self.nodes.append(node)
         spec = WorkerSpec(
-            "test", 1, node, entrypoint="sh", args=("-c", BEGINS + script, str(self.folder)), max_restarts=3
+            "test", 1, node, entrypoint="sh", args=("-c", BEGINS + script, str(self.folder)), max_restarts=max_restarts
         )
         spec.monitor_interval = 0.05
         agent = kind(spec, DefaultLogsSpecs(str(self.folder / f"logs-{len(self.nodes)}")), **more)
@@ -83,6 +85,23 @@ def test_what_has_finished_runs_again_with_what_fails_last(site: Site, kind: typ
     [closed] = site.closings()
     assert closed.cause == "finished"
     assert closed.epoch == 2
+
+
+@pytest.mark.fault(
+    "a worker fails for good after those of the other nodes have finished", "no node reports success, and none waits"
+)
+@pytest.mark.parametrize("kind", [RegroupingAgent, RedisElasticAgent])
+def test_what_has_finished_fails_with_what_fails_for_good(site: Site, kind: type[RegroupingAgent]) -> None:
+    fails = 'test "$RANK" = 0 && exit 0; ' + await_file("fail") + "exit 3"
+    ends = [site.start(fails, (2, 2), kind, max_restarts=0) for _ in range(2)]
+    until(lambda: site.ran(0, 1) and site.ran(1, 1), "both run")
+    until(lambda: site.control.state().phase == "running", "the round stands")
+    last = next(i for i, node in enumerate(site.nodes) if node.node.view.round and node.node.view.round.rank == 1)
+    site.tell("fail")
+    assert ends[last].result(60).state == WorkerState.FAILED
+    site.nodes[last].shutdown()  # as torch's launcher does
+    with pytest.raises(RendezvousClosedError, match="failed"):
+        ends[1 - last].result(60)
 
 
 @pytest.mark.fault(

@@ -130,7 +130,6 @@ def test_a_node_that_has_finished_does_not_press_a_redis_that_refuses_writes() -
     over = threading.Event()
     store: Any = SimpleNamespace(set=refuse, wait=refuse)
     ends = EndExchange(store, 0, 2, is_patient=lambda: len(asked) < 5, notify=over.set)
-    ends.start()
     assert over.wait(LIMIT)
     assert ends.done
     assert len(asked) == 5

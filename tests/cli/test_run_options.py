@@ -135,11 +135,20 @@ def test_a_log_dir_is_made(launched: list[Any], tmp_path: Path) -> None:
     assert (tmp_path / "new" / "logs").is_dir()
 
 
-def test_the_shutdown_timeout_is_known_on_every_torch(launched: list[Any]) -> None:
-    assert main(["run", *PLACE, "--shutdown-timeout=2", SCRIPT]) == 0
-    assert launched[2] == {"shutdown_timeout": 2, "exit_barrier_timeout": None, "preflight": None}
+@pytest.mark.parametrize(
+    ("given", "known"),
+    [
+        ("--shutdown-timeout=2", {"shutdown_timeout": 2, "exit_barrier_timeout": None}),
+        ("--exit-barrier-timeout=5", {"shutdown_timeout": 30, "exit_barrier_timeout": 5}),
+    ],
+)
+def test_torchs_newest_timeouts_are_known_on_every_torch(
+    launched: list[Any], given: str, known: dict[str, float | None]
+) -> None:
+    assert main(["run", *PLACE, given, SCRIPT]) == 0
+    assert launched[2] == {**known, "preflight": None}
     with pytest.raises(SystemExit, match="2"):
-        main(["run", *PLACE, "--shutdown-timeout=x", SCRIPT])
+        main(["run", *PLACE, f"{given}x", SCRIPT])
 
 
 @pytest.mark.parametrize(

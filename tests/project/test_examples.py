@@ -25,7 +25,9 @@ from typing_extensions import Self
 
 from redelastic.monitoring.control import RunControl, UnknownRunError
 from redelastic.monitoring.records import Node
+from redelastic.redis.connection import Connection
 from redelastic.redis.errors import ACL_RULES
+from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
 from tests.support import servers
 from tests.support.agent_job import NO_PROGRESS
@@ -185,6 +187,17 @@ def test_slurm_does_not_requeue_a_job_that_makes_no_progress(tmp_path: Path) -> 
     with Site(tmp_path, srun="#!/bin/sh\nexit 78\n", scontrol=SCONTROL) as site:
         slurm = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "3", "REDELASTIC_REDIS_URL": "redis://127.0.0.1:1"}
         assert site.wait_end(site.start("bash", site.recipe("slurm.sbatch"), **slurm)) == NO_PROGRESS
+        assert not (tmp_path / "scontrol.log").exists()
+
+
+@pytest.mark.fault("somebody closes the run of a Slurm job, whose workers then fail", "the job fails, unfinished")
+def test_slurm_does_not_take_a_run_that_somebody_closed_for_finished(
+    server: RedisServer, connection: Connection, tmp_path: Path
+) -> None:
+    RunControl(connection, RunKeys("slurm-7-0")).close("by hand", stop=False)
+    with Site(tmp_path, srun="#!/bin/sh\nexit 1\n", scontrol=SCONTROL) as site:
+        slurm = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "3", "REDELASTIC_REDIS_URL": server.url}
+        assert site.wait_end(site.start("bash", site.recipe("slurm.sbatch"), **slurm)) == 1
         assert not (tmp_path / "scontrol.log").exists()
 
 

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import psutil
 import pytest
@@ -53,6 +54,17 @@ def test_connecting_is_tried_no_longer_than_one_call_unless_told_otherwise(
 ) -> None:
     with takes(expected - 0.2, expected + 1.5), pytest.raises(UnreachableError):
         Connection.open("redis://127.0.0.1:1", read_timeout=read, connect_timeout=connect)
+
+
+def test_a_host_that_drops_every_packet_is_given_up_long_before_an_attempt_would_be_over() -> None:
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full, ExitStack() as opened_here:
+        for _ in range(3):  # Linux drops what comes once the queue is full
+            waiting = opened_here.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(full.getsockname())
+        url = f"redis://127.0.0.1:{full.getsockname()[1]}"
+        with takes(0.5, 5), pytest.raises(UnreachableError, match="Timeout connecting"):
+            Connection.open(url, attempt_timeout=LONG, connect_timeout=0.5)
 
 
 @pytest.mark.parametrize(

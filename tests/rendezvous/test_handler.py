@@ -314,6 +314,17 @@ class TestClosing:
         with pytest.raises(RendezvousClosedError, match="use a new run id"):
             nodes[1].next_rendezvous()  # I5
 
+    def test_a_spare_of_a_run_that_failed_has_not_succeeded(
+        self, new_node: NodeFactory, pool: ThreadPoolExecutor, client: redis.Redis, keys: RunKeys
+    ) -> None:
+        member = new_node(1, 1)
+        join_all(pool, member)
+        spare = pool.submit(new_node(1, 1).next_rendezvous)
+        until_joined(client, keys, 1)
+        member.end(Left(cause="failed"), "closes")
+        with pytest.raises(RendezvousClosedError, match="failed"):
+            spare.result(LONG)
+
     def test_it_ends_a_forming_group(
         self, new_node: NodeFactory, pool: ThreadPoolExecutor, client: redis.Redis, keys: RunKeys
     ) -> None:

@@ -89,7 +89,7 @@ Start = Callable[..., "subprocess.Popen[bytes]"]
 def tree() -> Iterator[ProcessTree]:
     made = ProcessTree()
     yield made
-    made.kill()
+    made.stop()
     made.close()
 
 
@@ -110,7 +110,7 @@ def start(tree: ProcessTree, tmp_path: Path) -> Iterator[Start]:
         return made[-1]
 
     yield start
-    tree.kill()
+    tree.stop()
     for worker in made:
         worker.kill()
         worker.communicate()

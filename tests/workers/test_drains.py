@@ -35,6 +35,7 @@ class Workers:
     """They have saved what they were asked to once the test says so."""
 
     def __init__(self) -> None:
+        self.can_be_asked = 1
         self.asked = 0
         self.signalled = 0
         self.saved = False
@@ -43,7 +44,7 @@ class Workers:
         self.asked += 1
         self.signalled += by_signal
         self.saved = False
-        return 1
+        return self.can_be_asked
 
     def await_own_save(self, *, leads: bool) -> None:
         self.leads = leads
@@ -149,9 +150,10 @@ def test_a_node_that_has_not_heard_of_its_own_drain_waits_for_the_others(site: C
     assert not here.has_drained(0)
 
 
-def test_of_one_drain_the_event_says_for_whom(site: Callable[[int], Site]) -> None:
+def test_of_one_drain_the_event_says_for_whom_and_how_many_were_asked(site: Callable[[int], Site]) -> None:
     here = site(2)
     leaving = here.nodes[0].node
+    here.workers[0].can_be_asked = 0
     leaving.drain("SIGTERM", 600)
     until(lambda: here.nodes[1].node.view.drains, "the other has heard of it")
     assert not here.has_drained(0) | here.has_drained(1), "they are asked to save only now"
@@ -159,6 +161,7 @@ def test_of_one_drain_the_event_says_for_whom(site: Callable[[int], Site]) -> No
         workers.saved = True
     until(lambda: here.has_drained(0) or here.has_drained(1), "both have saved, and it leaves")
     assert [event.drains for event in here.saved] == [(leaving.id,)] * 2
+    assert {event.node: event.asked for event in here.saved} == {leaving.id: 0, here.nodes[1].node.id: 1}
 
 
 def test_a_save_for_a_drain_that_came_to_nothing_does_not_count_for_a_later_one(

@@ -47,10 +47,10 @@ def test_the_tree_is_killed_and_nothing_else(
     tree.spare(helper.pid)
     pids = said(tmp_path, "worker", "left")
     assert [p.pid for p in tree.look([worker.pid])] == [worker.pid], "a look follows only children"
-    assert set(tree.kill([worker.pid])) == {p.pid for p in pids.values()}
+    assert set(tree.stop([worker.pid])) == {p.pid for p in pids.values()}
     assert not lives(pids["left"])
     assert worker.wait() == -signal.SIGKILL, "its status was left to whoever started it"
-    assert tree.kill() == []
+    assert tree.stop() == []
     assert all(map(lives, (foreign, helper, reaper_of(psutil.Process(), tree.token))))
     helper.kill()
     helper.wait()
@@ -74,7 +74,7 @@ def test_a_dead_workers_session_belongs(tree: ProcessTree, start: Start, tmp_pat
     left = said(tmp_path, "worker", "left")["left"]
     ended(worker)
     assert (left.environ(), left.ppid() == worker.pid) == ({}, False)
-    assert tree.kill([worker.pid]) == [left.pid]
+    assert tree.stop([worker.pid]) == [left.pid]
     assert not lives(left)
 
 
@@ -88,7 +88,7 @@ def test_what_was_seen_once_is_known_for_ever(tree: ProcessTree, start: Start, t
     until(lambda: left.ppid() not in (worker.pid, int((tmp_path / "went").read_text())), "that it is an orphan")
     assert (os.getsid(left.pid), left.environ()) == (left.pid, {})
     until(lambda: [p.pid for p in tree.look([])] == [left.pid], "that the parent is gone")
-    assert tree.kill() == [left.pid]
+    assert tree.stop() == [left.pid]
     assert not lives(left)
 
 
@@ -98,7 +98,7 @@ def test_a_function_that_was_forked_is_known_by_its_pid_alone(tree: ProcessTree,
         time.sleep(LIFE)
         os._exit(0)
     assert [p.pid for p in tree.look([pid])] == [pid]
-    assert tree.kill([pid]) == [pid]
+    assert tree.stop([pid]) == [pid]
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
     assert lives(foreign)
 
@@ -122,7 +122,7 @@ def test_a_process_that_got_a_members_pid_is_not_taken_for_it(tree: ProcessTree,
     began = reaper.processes()[worker.pid].start
     ended(worker)
     stranger = reuse(worker.pid, began, ["sleep", str(LIFE)])
-    assert tree.kill() == []
+    assert tree.stop() == []
     assert lives(stranger)
     stranger.kill()
     stranger.wait()
@@ -134,7 +134,7 @@ def test_a_workers_pid_that_another_process_has_by_now_is_no_evidence(tree: Proc
     )
     stranger = psutil.Process(int(shell.stdout))  # an orphan, and no child of this process
     assert tree.look([stranger.pid]) == []
-    assert tree.kill([stranger.pid]) == []
+    assert tree.stop([stranger.pid]) == []
     assert lives(stranger)
     stranger.kill()
 
@@ -249,7 +249,7 @@ def test_what_does_not_die_is_named(
     with monkeypatch.context() as deaf:
         deaf.setattr(reaper, "KILL_TIMEOUT", 0.0)
         deaf.setattr(os, "kill", lambda *_: None)  # as with a process that hangs in the kernel
-        tree.kill([worker.pid])
+        tree.stop([worker.pid])
     assert f"{worker.pid} (python" in caplog.text
     assert "still there 0 s after SIGKILL" in caplog.text
 
@@ -271,7 +271,7 @@ def test_what_is_left_may_end_by_itself(tree: ProcessTree, start: Start, tmp_pat
     tree.wait([worker.pid], time.monotonic() + DEADLINE, is_hurried)
     assert asked[0], "it is waited for"
     assert (tmp_path / "uploaded").exists()
-    assert tree.kill() == []
+    assert tree.stop() == []
 
 
 def test_an_agent_in_a_hurry_names_what_is_left_and_waits_no_longer(

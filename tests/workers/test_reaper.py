@@ -81,7 +81,7 @@ def fork():
     return pid
 
 look = lambda *more: [p.pid for p in tree.look([*(w.pid for w in workers), *more])]
-kill = lambda: tree.kill([w.pid for w in workers])
+kill = lambda: tree.stop([w.pid for w in workers])
 for line in sys.stdin:
     print(json.dumps(eval(line)), flush=True)
 """
