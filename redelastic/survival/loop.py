@@ -202,7 +202,8 @@ class _Survivor:
             if left is None:
                 return
             why, paused = left
-            self._channel.send(parked=self._epoch, step=self._state.step, why=why[:MAX_REASON], paused=paused)
+            with contextlib.suppress(OSError):  # the agent is gone: the thread that listens ends this
+                self._channel.send(parked=self._epoch, step=self._state.step, why=why[:MAX_REASON], paused=paused)
         raise SystemExit("redelastic.survive(): the agent is gone.")
 
     def _listen(self) -> None:
