@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import redelastic
 from redelastic.agent.options import AgentOptions
-from redelastic.survival.loop import MAKE_TIMEOUT, MEET_TIMEOUT
+from redelastic.survival.loop import CONNECT_TIMEOUT, MAKE_TIMEOUT, MEET_TIMEOUT
 from redelastic.workers.channels import WorkerChannels
 from tests.support.long_tests import quick_first
 from tests.support.processes import Processes
@@ -152,7 +152,7 @@ def test_a_worker_holds_no_more_after_many_rounds(processes: Processes, rounds: 
 
 def test_a_group_that_cannot_be_made_is_given_up_before_its_workers_have_to_have_parked() -> None:
     gloo_waits_for_a_connection = 5 * MAKE_TIMEOUT
-    longest = max(MEET_TIMEOUT, gloo_waits_for_a_connection)
+    longest = max(2 * CONNECT_TIMEOUT, MEET_TIMEOUT, gloo_waits_for_a_connection)
     assert longest.total_seconds() <= 0.8 * AgentOptions().park_timeout
 
 
