@@ -183,7 +183,7 @@ class _Survivor:
 
     def run(self, train: TrainFunction) -> None:
         threading.Thread(target=self._listen, name="redelastic-channel", daemon=True).start()
-        self._channel.send(ready=True)
+        self._channel.send(parked="", paused=False)
         cutter: Cutter | None = None
         while (environment := self._rounds.get()) is not None:
             if cutter is not None:
@@ -205,7 +205,7 @@ class _Survivor:
                 return
             why, paused = left
             with contextlib.suppress(OSError):  # the agent is gone: the thread that listens ends this
-                self._channel.send(parked=self._epoch, step=self._state.step, why=why[:MAX_REASON], paused=paused)
+                self._channel.send(parked=why[:MAX_REASON], paused=paused)
         raise SystemExit("redelastic.survive(): the agent is gone.")
 
     def _listen(self) -> None:

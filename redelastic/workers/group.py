@@ -24,6 +24,7 @@ from redelastic.rendezvous.node import News
 from redelastic.torch_internals import exit_codes
 
 from .board import FROZEN_LOOKS, HangWatch, ProgressBoard
+from .channels import Parked
 from .deaths import Deaths, signal_name
 from .last_words import error_in, last_exception, names_a_peer
 from .logs import last_lines, own_log, redacted, tail
@@ -57,6 +58,7 @@ class Workers:
         relays: of the output of the workers that has no file, by local rank: of stderr first.
         ranks: of the workers in the job, by local rank.
         cause: local rank of the worker that failed first, once :meth:`find_cause` has found it.
+        parked: the workers that survive and are in no round, by local rank.
         signalled: whether one of them was asked to save by signal alone: if it then ends with 0, its work may go on.
         hung: how long each hung worker has made no progress, in seconds, by local rank.
         start_timeout: how long a worker may take to report its first progress, in seconds.
@@ -71,6 +73,7 @@ class Workers:
         self.relays: Mapping[int, list[Relay]] = {}
         self.ranks: Mapping[int, int] = {}
         self.cause: int | None = None
+        self.parked: Mapping[int, Parked] = {}
         self.signalled = False
         self.hung: dict[int, float] = {}
         self._by_signal = True  # whether the last request to save was made by signal, too
@@ -392,7 +395,12 @@ class Workers:
     def describe(self, worker: Worker) -> dict[str, Any]:
         """One worker, for the node's status."""
         local_rank = worker.local_rank
-        state = "exited" if self.ended(local_rank) else "hung" if local_rank in self.hung else "running"
+        states = {
+            "exited": self.ended(local_rank),
+            "hung": local_rank in self.hung,
+            "parked": local_rank in self.parked,
+        }
+        state = next((state for state, holds in states.items() if holds), "running")
         status: dict[str, Any] = {"local_rank": local_rank, "rank": worker.global_rank}
         status |= {"pid": self.pids.get(local_rank), "state": state}
         if log := self.logs.get(local_rank):
