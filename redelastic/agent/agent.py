@@ -282,8 +282,8 @@ class RedisElasticAgent(RegroupingAgent):
         workers.blame.logs = log_files(*files)
         return pids
 
-    def _begin_round(self, worker_group: WorkerGroup, earlier: Earlier, *, survived: bool = False) -> None:
-        """Watch the run for this round's workers, which have started, or have ``survived`` the round before."""
+    def _begin_round(self, worker_group: WorkerGroup, earlier: Earlier) -> None:
+        """Watch the run for this round's workers, which have started, or have survived the round before."""
         workers, rank, size = self._workers, int(worker_group.group_rank or 0), int(worker_group.group_world_size or 0)
         if workers is None:
             raise AssertionError
@@ -301,7 +301,7 @@ class RedisElasticAgent(RegroupingAgent):
         ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
         workers.blame.begin_round(ranks)
         logs = {ranks[local_rank]: path for local_rank, path in workers.blame.logs.items()}
-        self._note(Started(size=size, rank=rank, survived=survived, logs=logs, **earlier._asdict()))
+        self._note(Started(size=size, rank=rank, logs=logs, **earlier._asdict()))
 
     def _pause_of_round(self) -> Pause | None:
         """How this round's workers leave it after a common step; None if they cannot."""

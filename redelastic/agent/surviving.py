@@ -60,19 +60,22 @@ class SurvivingAgent(RedisElasticAgent):
         self._close_workers()
         self._channels = WorkerChannels(spec.local_world_size, self._node.watch.notify)
         self._start_processes(worker_group)
+        if self._workers:
+            self._workers.parked = self._channels.parked
         self._keeps = True
         self._await_ready()
 
     def _await_ready(self) -> None:
         """Wait until all workers are ready, one has ended, or this node is to leave."""
         warn_at = time.monotonic() + LONG_WAIT
-        while self._channels and self._workers and len(self._channels.ready) < len(self._workers.pids):
-            if self._node.must_leave() or any(map(self._workers.ended, self._workers.pids)):
+        workers = self._workers
+        while workers and workers.pids.keys() - workers.parked.keys():
+            if self._node.must_leave() or any(map(workers.ended, workers.pids)):
                 return
             if time.monotonic() > warn_at:
                 warn_at = math.inf
                 log.warning("The workers have not called redelastic.survive() yet; this node joins when they have.")
-            self._node.watch.wait_for_news(self._workers.pause)
+            self._node.watch.wait_for_news(workers.pause)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Have the workers enter the round; torch's agent computes their environments as for new processes."""
@@ -81,7 +84,7 @@ class SurvivingAgent(RedisElasticAgent):
         earlier = self._begin_time(worker_group)  # before the workers make a step of the round
         with starting_no_processes(self._send_rounds):
             pids: dict[int, Any] = LocalElasticAgent._start_workers(self, worker_group)  # noqa: SLF001
-        self._begin_round(worker_group, earlier, survived=bool(self._channels and self._channels.parked))
+        self._begin_round(worker_group, earlier)
         return pids
 
     def _pause_of_round(self) -> Pause | None:
@@ -146,21 +149,17 @@ class SurvivingAgent(RedisElasticAgent):
             return False
         channels.abort(self._epoch)
         deadline = time.monotonic() + self._options.park_timeout
-        while missing := [rank for rank in workers.pids if not self._has_parked(rank)]:
+        while missing := workers.pids.keys() - workers.parked.keys():
             if any(map(workers.ended, workers.pids)):
                 return False
             if time.monotonic() > deadline:
                 log.warning(
                     "Local rank %s has not left round %s within %g s: this node's workers start anew.",
-                    *(", ".join(map(str, missing)), self._epoch, self._options.park_timeout),
+                    *(", ".join(map(str, sorted(missing))), self._epoch, self._options.park_timeout),
                 )
                 return False
             self._node.watch.wait_for_news(min(workers.pause, max(0.0, deadline - time.monotonic())))
         return not any(map(workers.ended, workers.pids))
-
-    def _has_parked(self, local_rank: int) -> bool:
-        parked = self._channels.parked.get(local_rank) if self._channels else None
-        return parked is not None and parked.epoch == self._epoch
 
     # -- failures
 
@@ -187,8 +186,8 @@ class SurvivingAgent(RedisElasticAgent):
         return result
 
     def _left_by_themselves(self) -> dict[int, Parked]:
-        parked = dict(self._channels.parked) if self._channels else {}
-        return {rank: one for rank, one in parked.items() if one.epoch == self._epoch and not one.paused}
+        parked = dict(self._workers.parked) if self._workers else {}
+        return {rank: one for rank, one in parked.items() if not one.paused}
 
     def _ended_to_regroup(self) -> bool:
         """Workers end with 0 when all have finished; for a request they pause, unless the script handles its signal."""

@@ -40,10 +40,12 @@ class Earlier(NamedTuple):
     """What a node's workers did before a round, as the event ``started`` tells it.
 
     Attributes:
+        survived: whether the processes are the same.
         last_step: the highest step that they have reported; None for none.
         since_progress_ms: time since their last progress; None if they made none.
     """
 
+    survived: bool
     last_step: int | None
     since_progress_ms: int | None
 
@@ -79,7 +81,8 @@ class TrainingTime:
             self._count()
             survived = self._round is not None and self._round.workers is workers
             self._round = _Round(workers, rank == 0, workers.progress_calls if survived else 0, self._last_step)
-            return Earlier(self._last_step, None if self._progress_at is None else _ms_since(self._progress_at))
+            since = None if self._progress_at is None else _ms_since(self._progress_at)
+            return Earlier(survived, self._last_step, since)
 
     def look(self) -> None:
         """Count the time since the last look, and report the round's first step, or its first new one."""

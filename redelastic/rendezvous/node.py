@@ -335,11 +335,11 @@ class Node:
             key, "completed_at", completed.completed_at, wanted=wanted, block=block, ttl=s.ttl
         )
 
-    def regroup(self) -> None:
-        """Have this node's agent join the next round, and with it all members, unless it is about to."""
+    def regroup(self, epoch: int) -> None:
+        """Have this node's agent join the next round, and with it all members, unless it has left that of ``epoch``."""
         view = self.view
-        if view.round and not view.broken:
-            self.watch.update(View.regroup, Break(view.round.epoch, Regrouped(node=view.node), 0, member_lost=False))
+        if view.round and view.round.epoch == epoch and not view.broken:
+            self.watch.update(View.regroup, Break(epoch, Regrouped(node=view.node), 0, member_lost=False))
 
     def drain(self, reason: str, timeout: float) -> None:
         """Drain this node, as on a request to it; it drains even if Redis cannot be reached.

@@ -224,6 +224,8 @@ class View:
 
     def regroup(self, news: Break) -> View:
         """Regroup: this node's round is broken."""
+        if self.round and self.round.epoch != news.epoch:
+            return self
         return replace(self, broken=news, member_lost=self.member_lost or news.member_lost)
 
     # -- what the node hears

@@ -5,8 +5,8 @@ It consists of two pipes of the agent, which the worker opens through `/proc/<ag
 - agent to worker: `{"round": {variable: value}}`, the environment of the next round; `{"abort": epoch}`, the end of
   one; `{"pause": epoch}`, all ranks are about to leave it after a common step; `{"settle": epoch}`, to rank 0: choose
   that step
-- worker to agent: `{"ready": true}`, once; `{"armed": epoch}`, it will leave the round after the chosen step;
-  `{"parked": epoch, "step": n, "why": text, "paused": bool}`, when it has left a round
+- worker to agent: `{"parked": why, "paused": bool}`, it can enter a round: at first, and when it has left one;
+  `{"armed": epoch}`, it will leave the round after the chosen step
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ import gc
 import os
 import queue
 import threading
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from .cutter import Cutter
 from .state import PausedError, RoundOverError, State
 
 MEET_TIMEOUT: Final = timedelta(seconds=5)  # for all ranks of a round to be there
+CONNECT_TIMEOUT: Final = timedelta(seconds=1)  # of one try to reach the round's store; torch tries twice at a time
 # To make a group then. gloo waits five times that for a peer to connect. If the peer has died, there is no socket to
 # cut: the wait has to end before the node starts its workers anew after --park-timeout.
 MAKE_TIMEOUT: Final = timedelta(seconds=1.5)
@@ -181,7 +183,7 @@ class _Survivor:
 
     def run(self, train: TrainFunction) -> None:
         threading.Thread(target=self._listen, name="redelastic-channel", daemon=True).start()
-        self._channel.send(ready=True)
+        self._channel.send(parked="", paused=False)
         cutter: Cutter | None = None
         while (environment := self._rounds.get()) is not None:
             if cutter is not None:
@@ -202,7 +204,8 @@ class _Survivor:
             if left is None:
                 return
             why, paused = left
-            self._channel.send(parked=self._epoch, step=self._state.step, why=why[:MAX_REASON], paused=paused)
+            with contextlib.suppress(OSError):  # the agent is gone: the thread that listens ends this
+                self._channel.send(parked=why[:MAX_REASON], paused=paused)
         raise SystemExit("redelastic.survive(): the agent is gone.")
 
     def _listen(self) -> None:
@@ -241,8 +244,7 @@ class _Survivor:
         No reference to the group is left when it returns: the error's frames hold some, until they are cleared.
         """
         try:
-            self._raise_if_over()
-            store, rank, size = next(dist.rendezvous("env://", timeout=MEET_TIMEOUT))
+            store, rank, size = self._connect()
             self._raise_if_over()  # no abort ends one of these waits, and together they outlast --park-timeout
             store.wait([_count_in(store, size, "met")], MEET_TIMEOUT)
             self._raise_if_over()
@@ -260,6 +262,20 @@ class _Survivor:
             traceback.clear_frames(e.__traceback__)
             return f"{type(e).__name__}: {e}", isinstance(e, PausedError)
         return None
+
+    def _connect(self) -> tuple[dist.Store, int, int]:
+        """Connect to the round's store; nothing ends a wait for rank 0's agent if that has just died."""
+        until = time.monotonic() + MEET_TIMEOUT.total_seconds()
+        while True:
+            self._raise_if_over()
+            try:
+                store, rank, size = next(dist.rendezvous("env://", timeout=CONNECT_TIMEOUT))
+            except dist.DistError:
+                if time.monotonic() > until:
+                    raise
+            else:
+                store.set_timeout(MEET_TIMEOUT)
+                return store, rank, size
 
 
 def _count_in(store: dist.Store, size: int, place: str) -> str:

@@ -175,7 +175,8 @@ class State:
             if rank == source:
                 self._send(source)
             else:
-                self._whole = False  # until all of it has arrived
+                # Whoever is behind, or new, is torn until all of it has arrived; other survivors get what they have.
+                self._whole = self._survived and known[rank] == known[source]
                 self._receive(source)
             self.step = known[source].step
         self._survived = self._whole = True

@@ -1,4 +1,4 @@
-"""The agent's side of `redelastic/survival/channel.py`: which workers are ready, and which have left their round."""
+"""The agent's side of `redelastic/survival/channel.py`: which workers can enter a round."""
 
 from __future__ import annotations
 
@@ -16,18 +16,14 @@ from redelastic.survival.channel import MAX_REASON, VARIABLE
 
 
 class Parked(NamedTuple):
-    """A worker has left a round, and waits for the next one.
+    """A worker waits for a round.
 
     Attributes:
-        epoch: of the round.
-        step: number of steps that it has committed.
-        why: what made it leave.
-        paused: whether it left after the step that all ranks had agreed upon.
+        why: what made it leave the last one; empty if it was in none.
+        paused: whether it left that after the step that all ranks had agreed upon.
         at: when the agent heard of it, on the monotonic clock in seconds.
     """
 
-    epoch: int
-    step: int
     why: str
     paused: bool
     at: float
@@ -41,16 +37,14 @@ class WorkerChannels:
         notify: called after each message of a worker, from a thread.
 
     Attributes:
-        ready: local ranks of the workers that can enter a round.
         armed: the last round that a worker will leave after an agreed step, by local rank.
-        parked: the last round that a worker has left, by local rank.
+        parked: the workers that are in no round, by local rank.
 
     Raises:
         OSError: no file descriptor is left.
     """
 
     def __init__(self, workers: int, notify: Callable[[], None]) -> None:
-        self.ready: set[int] = set()
         self.armed: dict[int, int] = {}
         self.parked: dict[int, Parked] = {}
         self._notify = notify
@@ -83,6 +77,7 @@ class WorkerChannels:
 
     def send_round(self, local_rank: int, environment: Mapping[str, str]) -> None:
         """Have a worker enter a round."""
+        self.parked.pop(local_rank, None)
         self._send(local_rank, {"round": dict(environment)})
 
     def abort(self, epoch: int) -> None:
@@ -120,12 +115,10 @@ class WorkerChannels:
         with contextlib.suppress(ValueError, KeyError, TypeError):  # whatever a script has written there
             reply = json.loads(line)
             if "parked" in reply:
-                epoch, step, why = int(reply["parked"]), int(reply["step"]), clean(str(reply["why"]))[:MAX_REASON]
-                self.parked[local_rank] = Parked(epoch, step, why, reply.get("paused") is True, time.monotonic())
-            elif "armed" in reply:
+                why = clean(str(reply["parked"]))[:MAX_REASON]
+                self.parked[local_rank] = Parked(why, reply["paused"] is True, time.monotonic())
+            else:
                 self.armed[local_rank] = int(reply["armed"])
-            elif reply["ready"]:
-                self.ready.add(local_rank)
 
     def close(self) -> None:
         """Close the channels; workers that still run end."""
@@ -161,5 +154,4 @@ class Pause:
     @property
     def is_over(self) -> bool:
         """Whether all of this node's workers have left the round."""
-        parked = self._channels.parked
-        return all(rank in parked and parked[rank].epoch == self._epoch for rank in self._workers)
+        return len(self._channels.parked) == len(self._workers)

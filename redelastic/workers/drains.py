@@ -121,6 +121,7 @@ class Drains:
     ) -> None:
         self._node, self._workers, self._rank, self._reporter = node, workers, rank, reporter
         self._note, self._pause = note, pause
+        self._epoch = node.view.epoch_held  # of the round
         self._saved, self._paused = (Stage(key, store, rank, size, reporter) for key in (SAVED, PAUSED))
         self._paused_at = math.inf  # when the workers had paused, on the monotonic clock
         self._awaits_save = False  # whether the workers were asked to save, or do so by themselves
@@ -197,7 +198,7 @@ class Drains:
         now = time.monotonic()
         self._paused_at = min(self._paused_at, now)
         if now > max(self._paused_at, self.end) + self._node.settings.lease:  # the node that was to leave has not
-            self._node.regroup()
+            self._node.regroup(self._epoch)
         return True
 
     def _hear_of_all(self, drains: list[Drain], saves: list[Save]) -> None:
@@ -260,7 +261,7 @@ class Drains:
             self._admitted = STREAM_START  # the next look sends it again
             raise
         if self._pause:
-            self._node.regroup()  # the new node may have gone meanwhile
+            self._node.regroup(self._epoch)  # the new node may have gone meanwhile
 
 
 class DrainFile:

@@ -20,6 +20,7 @@ from redelastic.rendezvous.node import News
 
 from .blame import Blame
 from .board import FROZEN_LOOKS, HangWatch, ProgressBoard
+from .channels import Parked
 from .deaths import Deaths
 from .relays import FLUSH_TIMEOUT
 from .stacks import catches, dump_stacks, speaker_of
@@ -46,6 +47,7 @@ class Workers:
     Attributes:
         pids: of the workers that were started, by local rank.
         blame: which of them failed first, and why.
+        parked: the workers that survive and are in no round, by local rank.
         signalled: whether one of them was asked to save by signal alone: if it then ends with 0, its work may go on.
         hung: how long each hung worker has made no progress, in seconds, by local rank.
         start_timeout: how long a worker may take to report its first progress, in seconds.
@@ -56,6 +58,7 @@ class Workers:
     ) -> None:
         self.pids: dict[int, int] = {}
         self.blame = Blame()
+        self.parked: Mapping[int, Parked] = {}
         self.signalled = False
         self.hung: dict[int, float] = {}
         self._by_signal = True  # whether the last request to save was made by signal, too
@@ -236,7 +239,12 @@ class Workers:
     def describe(self, worker: Worker) -> dict[str, Any]:
         """One worker, for the node's status."""
         local_rank = worker.local_rank
-        state = "exited" if self.ended(local_rank) else "hung" if local_rank in self.hung else "running"
+        states = {
+            "exited": self.ended(local_rank),
+            "hung": local_rank in self.hung,
+            "parked": local_rank in self.parked,
+        }
+        state = next((state for state, holds in states.items() if holds), "running")
         status: dict[str, Any] = {"local_rank": local_rank, "rank": worker.global_rank}
         status |= {"pid": self.pids.get(local_rank), "state": state}
         if log := self.blame.logs.get(local_rank):

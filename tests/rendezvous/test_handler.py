@@ -261,6 +261,18 @@ class TestRegrouping:
         assert regrouping.result(LONG).world_size == 2
         assert [nodes[0].nodes_lost, nodes[1].nodes_lost] == [1, 1]
 
+    def test_a_late_wish_to_regroup_breaks_no_later_round(
+        self, new_node: NodeFactory, pool: ThreadPoolExecutor
+    ) -> None:
+        """A new node is let in, and the next round may be complete before the agent that let it in goes on."""
+        nodes = [new_node(2, 2) for _ in range(2)]
+        for _ in range(2):
+            join_all(pool, *nodes)
+        nodes[0].node.regroup(1)
+        assert nodes[0].num_nodes_waiting() == 0
+        nodes[0].node.regroup(2)
+        assert nodes[0].num_nodes_waiting() == 1
+
     def test_a_loss_is_told_though_the_round_was_broken_before(
         self, new_node: NodeFactory, pool: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
     ) -> None:

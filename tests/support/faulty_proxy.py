@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import select
 import socket
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -224,3 +225,10 @@ class FaultyProxy:
             upstream.sendall(request)
             upstream.recv(1 << 20)
             fault.arrived.set()
+
+
+if __name__ == "__main__":  # a proxy that can be frozen: it prints its port, and ends with its standard input
+    with FaultyProxy(sys.argv[1], int(sys.argv[2])) as running:
+        sys.stdout.write(f"{running.port}\n")
+        sys.stdout.flush()
+        sys.stdin.read()

@@ -169,12 +169,13 @@ def start(
     *,
     stdin: Any = None,
     cwd: Path | None = None,
+    fork: bool = not LONG,
 ) -> subprocess.Popen[bytes] | Launcher:
     """Start a launcher in a session of its own, its output in these files; without a file for it, it has no input."""
     with contextlib.ExitStack() as opened:
         streams = [stdin or opened.enter_context(Path(os.devnull).open("rb")), out, err]
         into_files = not any(stat.S_ISFIFO(os.fstat(file.fileno()).st_mode) for file in streams)
-        if not LONG and into_files and template().fits(command, environment):
+        if fork and into_files and template().fits(command, environment):
             return template().start(command, environment, [file.fileno() for file in streams], cwd or Path.cwd())
         named = dict(zip(("stdin", "stdout", "stderr"), streams, strict=True))
         return subprocess.Popen(command, env=environment, cwd=cwd, start_new_session=True, **named)

@@ -86,12 +86,12 @@ class Line:
 class Node:
     """One torchrun: the agent's process, and its workers in sessions of their own."""
 
-    def __init__(self, name: str, command: list[str], env: dict[str, str], directory: Path) -> None:
+    def __init__(self, name: str, command: list[str], env: dict[str, str], directory: Path, *, fork: bool) -> None:
         self.name = name
         self.may_end = False  # whether the test expects it to end or has killed it
         self._err, self._out = directory / f"{name}.err", directory / f"{name}.out"
         with self._err.open("wb") as err, self._out.open("wb") as out:
-            self.process = launchers.start(command, env, out, err)
+            self.process = launchers.start(command, env, out, err, fork=fork)
 
     @property
     def stderr(self) -> str:
@@ -146,6 +146,7 @@ class Job:
         conf: overrides of `CONF`.
         agent: whether to start nodes with `redelastic run` and our agent; else with torchrun.
         gloo: whether workers of `train.py` use torch, as they do in long runs.
+        fork: whether launchers are forks of a process that has imported torch, as they are not in long runs.
     """
 
     def __init__(
@@ -158,8 +159,9 @@ class Job:
         conf: Mapping[str, float] | None = None,
         agent: bool = False,
         gloo: bool = LONG,
+        fork: bool = not LONG,
     ) -> None:
-        self._agent, self._gloo = agent, gloo
+        self._agent, self._gloo, self._fork = agent, gloo, fork
         self.server, self.directory, self.nnodes, self.nproc = server, directory, nnodes, nproc
         self.min_nodes, self.max_nodes = (int(n) for n in nnodes.split(":"))
         self.run_id = f"job-{uuid.uuid4().hex[:12]}"
@@ -226,7 +228,7 @@ class Job:
         if self._gloo:
             own["TEST_GLOO"] = "1"
         environment = {**os.environ, **own, TOKEN: self._token, **(env or {})}
-        self.nodes[name] = Node(name, command, environment, self.directory)
+        self.nodes[name] = Node(name, command, environment, self.directory, fork=self._fork)
 
     def note(self, text: str) -> float:
         """Print what happens (`pytest -s` shows it), and return the time."""

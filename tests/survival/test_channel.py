@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -32,22 +33,24 @@ def enter(channels: WorkerChannels, local_rank: int, monkeypatch: pytest.MonkeyP
 
 def test_commands_and_replies_arrive(channels: WorkerChannels, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = (enter(channels, local_rank, monkeypatch) for local_rank in range(2))
-    second.send(ready=True)
-    until(lambda: channels.ready == {1}, "the worker is ready")
+    second.send(parked="", paused=False)
+    until(lambda: channels.parked.keys() == {1}, "the worker is ready")
+    channels.send_round(1, {"RANK": "4"})
+    assert channels.parked == {}
     channels.send_round(0, {"RANK": "3", "ODD": "ä\n"})
     channels.abort(7)
     assert first.receive(10) == {"round": {"RANK": "3", "ODD": "ä\n"}}
     assert first.receive(10) == {"abort": 7}
+    assert second.receive(10) == {"round": {"RANK": "4"}}
     assert second.receive(10) == {"abort": 7}
     channels.pause(8)
     channels.settle(8)
     assert first.receive(10) == second.receive(10) == {"pause": 8}
     assert first.receive(10) == {"settle": 8}
     assert second.receive(0.01) is None
-    first.send(parked=7, step=12, why="\x1b[1ma peer is gone")
+    first.send(parked="\x1b[1ma peer is gone", paused=False)
     until(lambda: 0 in channels.parked, "the worker has parked")
     parked = channels.parked[0]
-    assert (parked.epoch, parked.step) == (7, 12)
     assert parked.why.endswith("a peer is gone")
     assert parked.why.isprintable()
     assert not parked.paused
@@ -69,18 +72,20 @@ def test_a_round_is_left_by_all_once_all_know_of_it(channels: WorkerChannels, mo
     assert [second.receive(10), second.receive(0.01)] == [{"pause": 3}, None]
     for worker in workers:
         assert not pause.is_over
-        worker.send(parked=3, step=5, why="", paused=True)
+        worker.send(parked="", paused=True)
     until(lambda: pause.is_over, "both have left")
     assert all(parked.paused for parked in channels.parked.values())
 
 
 def test_what_is_no_reply_is_ignored(channels: WorkerChannels, monkeypatch: pytest.MonkeyPatch) -> None:
     channel = enter(channels, 0, monkeypatch)
-    for odd in ("nonsense", [1], {}, {"parked": "x"}, {"parked": {}, "step": 1, "why": ""}):
-        channel.send(parked=odd)
-    channel.send(ready=False, parked=None)
-    channel.send(ready=True)
-    until(lambda: channels.ready == {0}, "the worker is ready")
+    odd: Any
+    for odd in ("nonsense", [1], {}, None):
+        channel.send(armed=odd)
+        channel.send(odd=odd)
+    channel.send(parked="no word of a pause")
+    channel.send(armed=1)
+    until(lambda: channels.armed == {0: 1}, "the last one has arrived")
     assert channels.parked == {}
 
 

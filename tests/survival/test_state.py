@@ -226,14 +226,16 @@ def test_a_step_that_nobody_has_whole_is_an_error_on_all_ranks(processes: Proces
 
 
 class Deadly(Counter):
-    """An entry whose process dies when it is to send its state: when asked for it after the first time."""
+    """An entry whose process dies when it is to send its state: when asked for it more often than is ``allowed``."""
 
-    asked = False
+    def __init__(self, count: int, allowed: int = 1) -> None:
+        super().__init__(count)
+        self._left = allowed
 
     def state_dict(self) -> dict[str, Any]:
-        if self.asked:
+        if self._left == 0:
             os.kill(os.getpid(), signal.SIGKILL)
-        self.asked = True
+        self._left -= 1
         return super().state_dict()
 
 
@@ -255,6 +257,35 @@ def test_a_state_is_torn_whose_source_dies_before_all_of_it_has_arrived(processe
     source, receiver = processes.results()
     assert source.error == "killed"
     assert receiver.error.startswith("TornStateError: No process has the state of step 1")
+
+
+def _lose_one_of_two_sources(folder: str, rank: int) -> tuple[int, int]:
+    """Ranks 0 and 1 have the same state; 0 dies while it sends that to 2, which is new."""
+    entry = Deadly(0, allowed=2) if rank == 0 else Counter(0)
+    state = State(entry=entry)
+    if rank < 2:
+        _join(folder, rank, 2)
+        state.share()
+        dist.destroy_process_group()
+        entry.count = 7
+        state.commit()
+    (together := Path(folder, "together")).mkdir(exist_ok=True)
+    _join(str(together), rank, 3)
+    with contextlib.suppress(RuntimeError):
+        state.share()
+    dist.destroy_process_group()
+    (after := Path(folder, "after")).mkdir(exist_ok=True)
+    _join(str(after), rank - 1, 2)
+    state.share()
+    return state.step, entry.count
+
+
+def test_who_has_the_newest_step_keeps_it_when_its_source_dies(processes: Processes, tmp_path: Path) -> None:
+    for rank in range(3):
+        processes.start(_lose_one_of_two_sources, str(tmp_path), rank)
+    killed, survivor, newcomer = processes.results()
+    assert killed.error == "killed"
+    assert survivor.value == newcomer.value == (1, 7), (survivor, newcomer)
 
 
 def _disagree(folder: str, rank: int) -> None:

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import redelastic
 from redelastic.agent.options import AgentOptions
-from redelastic.survival.loop import MAKE_TIMEOUT, MEET_TIMEOUT
+from redelastic.survival.loop import CONNECT_TIMEOUT, MAKE_TIMEOUT, MEET_TIMEOUT
 from redelastic.workers.channels import WorkerChannels
 from tests.support.long_tests import quick_first
 from tests.support.processes import Processes
@@ -83,7 +83,7 @@ def test_a_group_that_was_cut_while_it_was_made_is_no_hindrance_to_the_next(proc
     channels = WorkerChannels(2, lambda: None)
     for local_rank in range(2):
         processes.start(_survive, **channels.environment(local_rank))
-    until(lambda: channels.ready == {0, 1}, "both are ready")
+    until(lambda: len(channels.parked) == 2, "both are ready")
 
     first = enter(channels, 1, 0)
     empty = first.num_keys()
@@ -127,22 +127,18 @@ def _train_in_rounds(last: int) -> tuple[Held, Held]:
     return held[14], held[-1]
 
 
-def _have_left(channels: WorkerChannels, epoch: int) -> bool:
-    return [parked.epoch for parked in channels.parked.values()] == [epoch] * 2
-
-
 @pytest.mark.parametrize("rounds", quick_first([30, 200]))
 def test_a_worker_holds_no_more_after_many_rounds(processes: Processes, rounds: int) -> None:
     channels = WorkerChannels(2, lambda: None)
     for local_rank in range(2):
         processes.start(_train_in_rounds, rounds, **channels.environment(local_rank))
-    until(lambda: channels.ready == {0, 1}, "both are ready")
+    until(lambda: len(channels.parked) == 2, "both are ready")
     for epoch in range(1, rounds + 1):
         store = enter(channels, epoch, 0, 1)
         if epoch < rounds:
             until(partial(store.check, ["train/stepped/0", "train/stepped/1"]), "both have made a step")
             channels.abort(epoch)
-            until(partial(_have_left, channels, epoch), "both have left")
+            until(lambda: len(channels.parked) == 2, "both have left")
     for early, late in processes.values():
         assert late.descriptors <= early.descriptors
         assert late.threads <= early.threads
@@ -152,7 +148,7 @@ def test_a_worker_holds_no_more_after_many_rounds(processes: Processes, rounds: 
 
 def test_a_group_that_cannot_be_made_is_given_up_before_its_workers_have_to_have_parked() -> None:
     gloo_waits_for_a_connection = 5 * MAKE_TIMEOUT
-    longest = max(MEET_TIMEOUT, gloo_waits_for_a_connection)
+    longest = max(2 * CONNECT_TIMEOUT, MEET_TIMEOUT, gloo_waits_for_a_connection)
     assert longest.total_seconds() <= 0.8 * AgentOptions().park_timeout
 
 

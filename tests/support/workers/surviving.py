@@ -8,6 +8,7 @@ Usage: surviving.py DIRECTORY. A new process begins with the newest checkpoint t
   poison-NODE    it does so at the step that this file names, again and again
   lonely-NODE    each step of all ranks fails: they wait for a message that nobody sends
   stuck-NODE     the worker of that node does not leave the next round that ends
+  linger         the exchange of state takes so many seconds longer
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ BATCH: Final = 12
 MICRO_BATCH: Final = 4
 SAVE_EVERY: Final = 10
 DEVICE: Final = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
-PACE: Final = 0.05  # cost of a step beyond communication, in seconds
+PACE: Final = float(os.environ.get("TEST_PACE", "0.05"))  # cost of a step beyond communication, in seconds
 
 
 def make() -> tuple[torch.nn.Module, torch.optim.Optimizer, ElasticBatches]:
@@ -83,6 +84,23 @@ def reference(steps: int) -> tuple[list[float], list[float]]:
     return weights(model), losses
 
 
+class Witness:
+    """An entry of the state that records the exchange of state."""
+
+    def __init__(self, directory: Path, recorder: Callable[[Path], Any]) -> None:
+        self._directory, self._recorder = directory, recorder
+
+    def state_dict(self) -> dict[str, Any]:
+        with contextlib.closing(self._recorder(self._directory)) as record:
+            record("shares")
+        with contextlib.suppress(FileNotFoundError):
+            time.sleep(float((self._directory / "linger").read_text()))
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        pass
+
+
 class Training:
     """What a worker has while it lives."""
 
@@ -91,7 +109,7 @@ class Training:
         self._node = os.environ["TEST_NODE"]
         self.model, self._optimizer, self._batches = make()
         self._entries: dict[str, Any] = {"model": self.model, "optimizer": self._optimizer, "batches": self._batches}
-        self.state = redelastic.State(**self._entries)
+        self.state = redelastic.State(**self._entries, witness=Witness(directory, recorder))
         if self._checkpoint.exists():
             saved = torch.load(self._checkpoint)
             for name, entry in self._entries.items():
