@@ -333,10 +333,15 @@ class RedisElasticAgent(RegroupingAgent):
         """Send SIGTERM, then SIGKILL after ``timeout`` seconds: to the workers, then to their remaining processes."""
         timeout = self._shutdown_timeout if timeout is None else timeout
         self._monitor.allow(3 * timeout)
+        self._explain_hang()
         roots = self._pids().values()
         shut_down(super()._shutdown, death_sig, timeout)
         if ended := self._tree.stop(roots, timeout):
             log.warning("Ended processes that the workers had left behind: %s.", ", ".join(map(str, ended)))
+
+    def _explain_hang(self) -> None:
+        if self._workers:
+            self._hangs.explain(self._workers)
 
     def _pids(self) -> dict[int, int]:
         context = self._pcontext

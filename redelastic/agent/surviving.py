@@ -145,6 +145,7 @@ class SurvivingAgent(RedisElasticAgent):
         channels, workers = self._channels, self._workers
         if channels is None or workers is None:
             return False
+        self._explain_hang()
         channels.abort(self._epoch)
         deadline = time.monotonic() + self._options.park_timeout
         while missing := [rank for rank in workers.pids if not self._has_parked(rank)]:

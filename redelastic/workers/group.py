@@ -18,6 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from redelastic.agent.options import AgentOptions
 from redelastic.host.cgroups import oom_kills
+from redelastic.monitoring.collectives import LastCollectives
 from redelastic.monitoring.events import Failed, Hung
 from redelastic.monitoring.sentences import idleness, out_of_memory
 from redelastic.rendezvous.node import News
@@ -27,6 +28,7 @@ from .board import FROZEN_LOOKS, HangWatch, ProgressBoard
 from .deaths import Deaths, signal_name
 from .last_words import error_in, last_exception, names_a_peer
 from .logs import last_lines, own_log, redacted, tail
+from .records import last_collectives
 from .relays import FLUSH_TIMEOUT, Relay
 from .stacks import catches, dump_stacks, speaker_of
 
@@ -38,6 +40,7 @@ LONGEST_PAUSE: Final = 1.0  # between these checks, in seconds
 SHORTEST_PAUSE: Final = 0.01  # in seconds
 UNKNOWN_EXIT_CODE: Final = 1  # the exit code of a worker that cannot be killed
 STACKS_TIMEOUT: Final = 10.0  # for the stacks of hung workers, in seconds
+RECORDS_TIMEOUT: Final = 1.0  # for what their flight recorders hold, in seconds
 
 
 class Workers:
@@ -89,6 +92,8 @@ class Workers:
         self._follows = False  # whether a peer is the cause of all failures
         self._is_judged = False  # whether the first failure has been found for good
         self._words: dict[int, str] = {}  # of workers that have ended
+        self._round_began = 0.0  # in seconds since 1970
+        self._is_explained = False  # whether the round's collectives have been asked for
         self._own_log = own_log()
         self._ooms = oom_kills()
 
@@ -111,6 +116,7 @@ class Workers:
         self.ranks, self.cause = ranks, None
         self._failed_at, self._follows, self._is_judged = None, False, False
         self._words.clear()
+        self._round_began, self._is_explained = time.time(), False
 
     @property
     def pause(self) -> float:
@@ -192,6 +198,15 @@ class Workers:
     def stacks(self, local_ranks: Iterable[int]) -> dict[int, str]:
         """Stacks of some of them, by local rank."""
         return dump_stacks(self._board, {r: self.pids[r] for r in local_ranks}, STACKS_TIMEOUT)
+
+    def collectives_of_stalled(self) -> LastCollectives:
+        """The last collectives of the workers by rank, once in a round, if some have made no progress for long."""
+        if self._is_explained or not self._watch.stalled:
+            return {}
+        self._is_explained = True
+        running = [local_rank for local_rank in self.ranks if not self.ended(local_rank)]
+        found = last_collectives(self._board, running, self._round_began, RECORDS_TIMEOUT)
+        return {self.ranks[local_rank]: last for local_rank, last in found.items()}
 
     def ask_to_save(self, *, by_signal: bool) -> int:
         """Ask for a checkpoint: through ``should_checkpoint()``, and by signal to workers that handle it.

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerState
 
-from redelastic.monitoring.events import MAX_TEXT, Event, Unwatched
+from redelastic.monitoring.events import MAX_TEXT, Collectives, Event, Unwatched
 from redelastic.monitoring.sentences import sentence
 
 from .group import Workers
@@ -52,8 +52,20 @@ class Hangs:
             rank, where = group[local_rank].global_rank, stacks[local_rank]
             log.error("Stacks of worker %s (rank %s), which hangs:\n%s", local_rank, rank, where)
         self._note(replace(workers.hang(group[hung[0]]), hung=len(hung), stacks=merged(stacks, MAX_TEXT)))
+        self.explain(workers)
         failures = {group[local_rank].global_rank: workers.hang_failure(group[local_rank]) for local_rank in hung}
         return RunResult(state=WorkerState.FAILED, failures=failures)
+
+    def explain(self, workers: Workers) -> None:
+        """Report the last collectives of workers that make no progress, before they are ended; once in a round.
+
+        The nodes stop making progress together. The first one that finds a hang ends the round, and only the
+        collectives of all of them show which rank the others wait for.
+        """
+        if last := workers.collectives_of_stalled():
+            event = Collectives(ranks=last)
+            log.error("The last collectives of this node's workers: %s.", sentence(event))
+            self._note(event)
 
     def _warn(self, workers: Workers, silent: Sequence[Worker]) -> None:
         """Warn that workers have never reported; runs in a thread of its own."""
