@@ -31,6 +31,7 @@ from redelastic.worker import (
     CALLS,
     DONE,
     LIMIT,
+    LOOKS,
     NAMESPACE,
     PHASE,
     PID,
@@ -42,6 +43,7 @@ from redelastic.worker import (
     STEP,
     TOKEN,
     VARIABLE,
+    WAITS,
     pid_namespace,
 )
 
@@ -66,6 +68,7 @@ class Progress:
         saves_begun, saves_done: number of the last save that it began, and of the last one that is complete.
         limit: timeout of its phase in seconds; None outside phases.
         phase: name of its phase; empty outside phases.
+        looks, waits: how often its thread has looked whether a collective goes on, and how often one did.
     """
 
     pid: int
@@ -78,6 +81,8 @@ class Progress:
     saves_done: int
     limit: float | None
     phase: str
+    looks: int
+    waits: int
 
 
 class ProgressBoard:
@@ -144,6 +149,8 @@ class ProgressBoard:
             saves_done=done,
             limit=limit / 1000 or None,
             phase=name,
+            looks=slot[LOOKS],
+            waits=slot[WAITS],
         )
 
     def request_checkpoint(self) -> None:

@@ -28,6 +28,7 @@ from .board import FROZEN_LOOKS, HangWatch, ProgressBoard
 from .deaths import Deaths, signal_name
 from .last_words import error_in, last_exception, names_a_peer
 from .logs import last_lines, own_log, redacted, tail
+from .pace import Pace
 from .records import last_collectives
 from .relays import FLUSH_TIMEOUT, Relay
 from .stacks import catches, dump_stacks, speaker_of
@@ -92,6 +93,7 @@ class Workers:
         self._follows = False  # whether a peer is the cause of all failures
         self._is_judged = False  # whether the first failure has been found for good
         self._words: dict[int, str] = {}  # of workers that have ended
+        self._paces: dict[int, Pace] = {}  # in this round
         self._round_began = 0.0  # in seconds since 1970
         self._is_explained = False  # whether the round's collectives have been asked for
         self._own_log = own_log()
@@ -116,6 +118,7 @@ class Workers:
         self.ranks, self.cause = ranks, None
         self._failed_at, self._follows, self._is_judged = None, False, False
         self._words.clear()
+        self._paces = {local_rank: Pace() for local_rank in ranks}
         self._round_began, self._is_explained = time.time(), False
 
     @property
@@ -192,6 +195,9 @@ class Workers:
     def find_hung(self) -> tuple[list[int], list[int]]:
         """Find hung workers, and set :attr:`hung`; returns them and the workers that have never reported."""
         self._look_at_steps()
+        now = time.monotonic()
+        for local_rank, pace in self._paces.items():
+            pace.look(now, self._board.read(local_rank))
         self.hung = self._watch.look(r for r in self.pids if not self.ended(r))
         return list(self.hung), self._watch.silent
 
@@ -416,6 +422,8 @@ class Workers:
             status["step"] = step
         if (idle := self._watch.idle.get(local_rank)) is not None:
             status["idle"] = round(idle, 1)
+        if (pace := self._paces.get(local_rank)) and (times := pace.times):
+            status |= {"step_time": round(times.step, 6), "own_time": round(times.own, 6)}
         return status
 
     def close(self) -> None:

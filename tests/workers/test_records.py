@@ -144,6 +144,18 @@ def test_a_worker_that_holds_the_interpreters_lock_is_not_waited_for(board: Prog
     assert found == {0: None, 1: ()}
 
 
+def test_a_worker_looks_whether_a_collective_goes_on(board: ProgressBoard, start: Start) -> None:
+    status = '{"pg_status": {"0": {"last_enqueued_collective": "%d", "last_completed_collective": "7"}}}'
+    stub = "torch._C._distributed_c10d._dump_fr_trace_json = lambda **_: status.encode()\n"
+    for enqueued in (8, 7):
+        start(WORKER + stub.replace("status", repr(status % enqueued)) + "time.sleep(1000)")
+    for local_rank in (0, 1):
+        within(lambda: board.read(local_rank).looks >= 5)  # noqa: B023
+    waiting, idle = board.read(0), board.read(1)
+    assert waiting.waits == waiting.looks
+    assert idle.waits == 0
+
+
 def test_a_script_without_torch_has_no_collectives(board: ProgressBoard, start: Start) -> None:
     start("import time; from redelastic.worker import progress; progress(1); time.sleep(1000)")
     assert last_collectives(board, [0], 0, TIMEOUT) == {0: ()}
