@@ -491,13 +491,13 @@ class Collectives(Event):
     """What torch's flight recorder says of a node whose workers make no progress when a round ends.
 
     Attributes:
-        ranks: the last collectives of each worker that was asked, by its rank, as lists: name and description of the
+        last: the last collectives of each worker that was asked, by its rank, as lists: name and description of the
             process group, number of the collective in it, operation, shape, whether it has ended; null for a worker
             that does not answer.
     """
 
     event: str = "collectives"
-    ranks: Mapping[int, Sequence[Collective] | None] = _field({}, decode_collectives)
+    last: Mapping[int, Sequence[Collective] | None] = _field({}, decode_collectives)
 
 
 @dataclass(frozen=True, kw_only=True)

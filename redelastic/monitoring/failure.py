@@ -168,9 +168,8 @@ def _log(own: Sequence[Event], first: Event | None) -> str:
 
 def _waits(own: Sequence[Event]) -> str:
     """Why ranks wait, of what all nodes have said."""
-    return explain(
-        {rank: last for one in own if isinstance(one, kinds.Collectives) for rank, last in one.ranks.items()}
-    )
+    found = [one.last for one in own if isinstance(one, kinds.Collectives)]
+    return explain({rank: last for each in found for rank, last in each.items()})
 
 
 # -- as text

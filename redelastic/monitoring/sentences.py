@@ -90,7 +90,7 @@ def _(event: events.Hung) -> str:
 
 @sentence.register
 def _(event: events.Collectives) -> str:
-    return explain(event.ranks)
+    return explain(event.last)
 
 
 @sentence.register

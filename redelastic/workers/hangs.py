@@ -63,7 +63,7 @@ class Hangs:
         collectives of all of them show which rank the others wait for.
         """
         if last := workers.collectives_of_stalled():
-            event = Collectives(ranks=last)
+            event = Collectives(last=last)
             log.error("The last collectives of this node's workers: %s.", sentence(event))
             self._note(event)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from redelastic.monitoring.events import Started
 from redelastic.monitoring.report import describe
 from redelastic.redis.server import RedisServer
 from tests.support.agent_job import AgentJob
@@ -39,6 +40,7 @@ def start(job: AgentJob, folder: Path, *arguments: object) -> None:
     script = folder / "paced.py"
     script.write_text(SCRIPT)
     job.start("a", "b", script=script, arguments=tuple(map(str, arguments)), may_end=True)
+    job.wait_event(Started)
 
 
 @pytest.mark.fault("a rank is slower than the others", "`status` names it within some two minutes")
