@@ -28,6 +28,8 @@ for step in range(steps):
     time.sleep(seconds * (1.6 if dist.get_rank() == slow else 1))
     dist.all_reduce(torch.ones(1000))
     redelastic.progress(step)
+dist.barrier()
+dist.destroy_process_group()  # torch may abort at the exit without it
 """
 
 
