@@ -1,11 +1,13 @@
 """The interface between a training script and its agent: progress, phases, and requests for checkpoints and stacks.
 
-All use 128 bytes of shared memory that the agent created for this worker (`workers/board.py`), so that a call
+All use 160 bytes of shared memory that the agent created for this worker (`workers/board.py`), so that a call
 takes a fraction of a microsecond, and works while the agent is busy or gone. Each field is an aligned 8-byte integer
 with one writer: on x86-64 and arm64 it is written and read atomically, so neither side needs a lock.
 
 The agent requests the stacks of a hanging worker with a signal. `faulthandler` answers it in C: it works while the main
-thread hangs, with or without the interpreter's lock.
+thread hangs, with or without the interpreter's lock. A thread answers its requests for torch's flight recorder, which
+knows the last collectives, and looks some times a second whether one goes on. It needs that lock, which a thread that
+waits in a collective does not hold.
 """
 
 from __future__ import annotations
@@ -13,8 +15,10 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import fcntl
+import json
 import mmap
 import os
+import select
 import struct
 import sys
 import threading
@@ -43,10 +47,16 @@ AT: Final = 6  # worker: when it last called progress(), or began or ended a pha
 LIMIT: Final = 7  # worker: timeout of its phase in ms; 0 outside phases
 BEGUN: Final = 8  # worker: number of the last save that begin_save() began,
 DONE: Final = 9  # worker: and of the last one that is complete
-STACKS: Final = 10  # agent, once: the number of its file for this worker's stacks
-PHASE: Final = 11  # worker: name of its phase, in the fields from here on
+STACKS: Final = 10  # agent, once: the number of its file for this worker's stacks,
+RECORDS: Final = 11  # of its file for what this worker's flight recorder holds,
+ASKS: Final = 12  # and of its pipe, which has a byte for each request for that
+LOOKS: Final = 13  # worker: how often its thread has looked whether a collective goes on,
+WAITS: Final = 14  # worker: and how often one did
+PHASE: Final = 15  # worker: name of its phase, in the fields from here on
 HIGH_FILE: Final = 500  # file descriptors are given out from the lowest up
-SLOT_BYTES: Final = 128
+SLOT_BYTES: Final = 160
+LOOK_INTERVAL_MS: Final = 100  # on average
+GOLDEN_RATIO: Final = 0.618034  # its multiples are spread evenly over the fractions
 CALL_BITS: Final = 44  # 17 * 10^12 calls, and 500,000 requests
 
 # The slot of a process that has no agent or is not the worker; nothing reads it.
@@ -212,7 +222,52 @@ def _begin() -> None:
             slot[PID] = os.getpid()
             _calls = count(slot[CALLS] + 1)
             _slot = slot
+            _start_thread(slot)
         _decided = True  # last: other threads write from then on
+
+
+def _start_thread(slot: memoryview[int]) -> None:
+    """Begin to look at the flight recorder, and to write to the agent's file what it holds, whenever the agent asks."""
+    folder = os.environ[VARIABLE].rpartition("/")[0]
+    try:
+        asks, records = _open_high(f"{folder}/{slot[ASKS]}", os.O_RDONLY), _open_high(f"{folder}/{slot[RECORDS]}")
+    except OSError:
+        return  # the agent is gone, or has started other workers
+    threading.Thread(target=_attend, args=(slot, asks, records), name="redelastic-records", daemon=True).start()
+
+
+def _attend(slot: memoryview[int], asks: int, records: int) -> None:
+    requests = select.poll()
+    requests.register(asks, select.POLLIN)
+    for place in count():
+        # Looks at even intervals might always meet the same moment of a step.
+        if not requests.poll(2 * LOOK_INTERVAL_MS * (place * GOLDEN_RATIO % 1)):
+            with contextlib.suppress(Exception):  # of a torch that does it differently
+                slot[WAITS] += any(map(_goes_on, _dump_flight_recorders(includeCollectives=False)))
+                slot[LOOKS] += 1
+        elif os.read(asks, 1):
+            held = b"["
+            with contextlib.suppress(Exception):
+                held += b",".join(_dump_flight_recorders(includeCollectives=True))
+            with os.fdopen(records, "ab", closefd=False) as file:
+                file.write(held + b"]\n")
+        else:
+            return  # the agent is gone
+
+
+def _dump_flight_recorders(**options: bool) -> Iterator[bytes]:
+    """The JSON documents of torch's recorders: one for gloo and others, and one for NCCL in builds that have it."""
+    c10d = getattr(getattr(sys.modules.get("torch"), "_C", None), "_distributed_c10d", None)
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        if dump := getattr(c10d, name, None):
+            document = dump(onlyActive=False, **options)
+            yield document if isinstance(document, bytes) else document.encode()
+
+
+def _goes_on(document: bytes) -> bool:
+    """Whether a collective goes on in any group."""
+    groups = json.loads(document)["pg_status"].values()
+    return any(int(one["last_enqueued_collective"]) > int(one["last_completed_collective"]) for one in groups)
 
 
 def _is_alive(pid: int) -> bool:
@@ -257,9 +312,9 @@ def _map(path: str) -> memoryview[int]:
         os.close(file)
 
 
-def _open_high(path: str) -> int:
-    """Open a file to append to, for as long as the process lives: faulthandler needs it."""
-    file = os.open(path, os.O_WRONLY | os.O_APPEND)
+def _open_high(path: str, flags: int = os.O_WRONLY | os.O_APPEND) -> int:
+    """Open a file for as long as the process lives: faulthandler needs it."""
+    file = os.open(path, flags)
     with contextlib.suppress(OSError):  # there may be no such number
         # If the script closes all its files, the next ones that it opens do not get this number.
         high = fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, HIGH_FILE)

@@ -299,7 +299,7 @@ class RedisElasticAgent(RegroupingAgent):
         )
         self._monitor.begin_round(self._drains, worker_group.spec.max_restarts - self._remaining_restarts)
         ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
-        workers.blame.begin_round(ranks)
+        workers.begin_round(ranks)
         logs = {ranks[local_rank]: path for local_rank, path in workers.blame.logs.items()}
         self._note(Started(size=size, rank=rank, logs=logs, **earlier._asdict()))
 
@@ -333,10 +333,15 @@ class RedisElasticAgent(RegroupingAgent):
         """Send SIGTERM, then SIGKILL after ``timeout`` seconds: to the workers, then to their remaining processes."""
         timeout = self._shutdown_timeout if timeout is None else timeout
         self._monitor.allow(3 * timeout)
+        self._explain_hang()
         roots = self._pids().values()
         shut_down(super()._shutdown, death_sig, timeout)
         if ended := self._tree.stop(roots, timeout):
             log.warning("Ended processes that the workers had left behind: %s.", ", ".join(map(str, ended)))
+
+    def _explain_hang(self) -> None:
+        if self._workers:
+            self._hangs.explain(self._workers)
 
     def _pids(self) -> dict[int, int]:
         context = self._pcontext

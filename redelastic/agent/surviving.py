@@ -147,6 +147,7 @@ class SurvivingAgent(RedisElasticAgent):
         channels, workers = self._channels, self._workers
         if channels is None or workers is None:
             return False
+        self._explain_hang()
         channels.abort(self._epoch)
         deadline = time.monotonic() + self._options.park_timeout
         while missing := workers.pids.keys() - workers.parked.keys():

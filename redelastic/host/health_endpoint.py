@@ -279,6 +279,8 @@ WORKER_METRICS: Final = (
     _Metric("rank", "worker_rank", "Rank of the worker in the job."),
     _Metric("step", "worker_step", "Last step that the worker reported."),
     _Metric("idle", "worker_idle_seconds", "Time since the worker last reported progress."),
+    _Metric("step_time", "worker_step_seconds", "Time of a step, over the last minute."),
+    _Metric("own_time", "worker_own_seconds", "Time of a step in which the worker is in no collective."),
     _Metric("cpu", "worker_cpu_cores", "CPU cores in use by the worker and its children.", 0.01),
     _Metric("memory", "worker_memory_bytes", "Memory in use by the worker and its children."),
 )

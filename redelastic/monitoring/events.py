@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, Final, Literal, get_args
+
+from .collectives import Collective
+from .collectives import decode as decode_collectives
 
 MAX_DIGITS: Final = 20  # of a number of 64 bits
 VERSION: Final = 1  # of the JSON documents that hold events
@@ -484,6 +487,20 @@ class Hung(WorkerFailure):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Collectives(Event):
+    """What torch's flight recorder says of a node whose workers make no progress when a round ends.
+
+    Attributes:
+        last: the last collectives of each worker that was asked, by its rank, as lists: name and description of the
+            process group, number of the collective in it, operation, shape, whether it has ended; null for a worker
+            that does not answer.
+    """
+
+    event: str = "collectives"
+    last: Mapping[int, Sequence[Collective] | None] = _field({}, decode_collectives)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Unwatched(Event):
     """Workers of a node have never reported progress, so their hangs are not detected.
 
@@ -621,6 +638,7 @@ BY_AGENTS: Final[tuple[type[Event], ...]] = (
     Progressed,
     Saved,
     Hung,
+    Collectives,
     Unwatched,
     Log,
     Refused,

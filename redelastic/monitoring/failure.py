@@ -8,6 +8,7 @@ from itertools import takewhile
 from typing import Any, Final
 
 from . import events as kinds
+from .collectives import explain
 from .events import Event, fault_age
 from .sentences import cause, cause_document, sentence, worker_failure
 from .wording import count, duration, short
@@ -27,6 +28,7 @@ class RoundFailure:
         cause: what broke it: a worker's failure, or the loss or exit of a node; None if that is not known, because all
             workers that failed say that a peer is gone.
         log: path of the failed worker's log, on its node; empty if it has none, or no worker is the cause.
+        waits: which ranks waited for which in a collective, if the cause is a hang and this is known; else empty.
         others: failures of other nodes' workers, which only followed.
         stopped: number of the round's nodes, other than the cause's, whose workers ended with it; None if not known.
         charged: whether it counts as a restart of the job; None if no agent counted it.
@@ -40,6 +42,7 @@ class RoundFailure:
     time: float
     cause: Event | None
     log: str
+    waits: str
     others: Sequence[kinds.Failed]
     stopped: int | None
     charged: bool | None
@@ -98,6 +101,7 @@ def failure_of(events: Sequence[Event], epoch: int) -> RoundFailure | None:
         time=began,
         cause=first,
         log=_log(own, first),
+        waits=_waits(own) if first and isinstance(first, kinds.Failed) and first.idle_ms is not None else "",
         others=[one for one in failed if one.node != node],
         stopped=len({*members} - {node}) if members else None,
         charged=not any(isinstance(one, kinds.Lost) for one in faults) if failed else None,
@@ -162,12 +166,20 @@ def _log(own: Sequence[Event], first: Event | None) -> str:
     return next((event.logs[first.rank] for event in started if first.rank in event.logs), "")
 
 
+def _waits(own: Sequence[Event]) -> str:
+    """Why ranks wait, of what all nodes have said."""
+    found = [one.last for one in own if isinstance(one, kinds.Collectives)]
+    return explain({rank: last for each in found for rank, last in each.items()})
+
+
 # -- as text
 
 
 def lines(failure: RoundFailure) -> list[tuple[str, str]]:
     """The failure in words, for every place that shows it: pairs of what a line is about, and the line."""
     found = [("cause", _cause_line(failure.cause))]
+    if failure.waits:
+        found.append(("waits", failure.waits))
     if isinstance(failure.cause, kinds.Failed):
         found.append(("log", failure.log or "no file: the output went to a terminal or a pipe"))
     if suffered := _others_line(failure):
@@ -254,6 +266,7 @@ def document(failure: RoundFailure | None) -> dict[str, Any] | None:
         "node": failure.cause.node if failure.cause else None,
         **worker,
         "log": failure.log,
+        "waits": failure.waits,
         "others": [{"node": one.node, "text": sentence(one)} for one in failure.others],
         **{name: value for name, value in asdict(failure).items() if name in _AS_THEY_ARE},
         "ended": cause_document(failure.ended),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from statistics import median_low
 from typing import TYPE_CHECKING, Any, Final
 
 from .event_log import without_regrouped
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 EVENTS: Final = 5  # how many of the last events are listed
 MISSED: Final = 2 / 3  # of a lease: with the defaults, a node silent for longer has missed a heartbeat
+SLOW: Final = 1.3  # times the median: a slow worker's own time of a step
+SLOW_SHARE: Final = 0.1  # of the step: by at least so much does it exceed the median
 USAGE: Final = ("cpu", "memory", "memory_available", "memory_total")
 
 
@@ -54,6 +57,7 @@ def describe(run: Run, events: Sequence[Event], now: float, history: History | N
         history: of the run; None if it has no events.
     """
     nodes = [_node(node, run) for node in run.nodes]
+    _add_stragglers(nodes)
     workers = [worker for node in nodes for worker in node["workers"]]
     step = max((worker["step"] for worker in workers if worker["step"] is not None), default=None)
     document = {
@@ -170,7 +174,7 @@ def _state(node: Node) -> str:
 def _worker(status: Mapping[str, Any]) -> dict[str, Any]:
     state = status.get("state")
     counts = {name: whole(status.get(name)) for name in ("local_rank", "rank", "pid")}
-    measures = {name: number(status.get(name)) for name in ("idle", "cpu", "memory")}
+    measures = {name: number(status.get(name)) for name in ("idle", "step_time", "own_time", "cpu", "memory")}
     return counts | {"state": state if isinstance(state, str) else None, "step": whole(status.get("step"))} | measures
 
 
@@ -220,8 +224,32 @@ def _node_problems(
     return found
 
 
-def _hung(worker: Mapping[str, Any]) -> str:
+def _add_stragglers(nodes: Sequence[Mapping[str, Any]]) -> None:
+    """Name the workers whose own time of a step is well above that of the others."""
+    known = [
+        (node, worker) for node in nodes for worker in node["workers"] if worker["own_time"] and worker["step_time"]
+    ]
+    if len(known) < 2:
+        return
+    median = median_low(worker["own_time"] for _, worker in known)
+    for node, worker in known:
+        own, step = worker["own_time"], worker["step_time"]
+        if own > SLOW * median and own - median > SLOW_SHARE * step:
+            node["problems"].append(
+                f"{_worker_name(worker)} is slow: of each step it spends {_ms(own)} outside collectives; the median is "
+                f"{_ms(median)}"
+            )
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def _worker_name(worker: Mapping[str, Any]) -> str:
     name = "a worker" if worker["local_rank"] is None else f"worker {worker['local_rank']}"
-    name += "" if worker["rank"] is None else f" (rank {worker['rank']})"
+    return name + ("" if worker["rank"] is None else f" (rank {worker['rank']})")
+
+
+def _hung(worker: Mapping[str, Any]) -> str:
     since = "" if worker["idle"] is None else f" for {duration(worker['idle'])}"
-    return f"{name} hangs" + ("" if worker["step"] is None else f" at step {worker['step']}") + since
+    return f"{_worker_name(worker)} hangs" + ("" if worker["step"] is None else f" at step {worker['step']}") + since

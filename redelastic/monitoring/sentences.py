@@ -8,6 +8,7 @@ from functools import singledispatch
 from typing import Any, Final
 
 from . import events
+from .collectives import explain
 from .wording import count
 
 NAMES: Final = 4  # how many nodes of a merged event are named
@@ -85,6 +86,11 @@ def _(event: events.Hung) -> str:
     others = (event.hung or 1) - 1
     also = f", and {others} of its other workers hang{'s' * (others == 1)}" if others else ""
     return worker_failure(event) + also
+
+
+@sentence.register
+def _(event: events.Collectives) -> str:
+    return explain(event.last)
 
 
 @sentence.register

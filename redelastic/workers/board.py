@@ -1,10 +1,10 @@
 """The agent's side of `redelastic/worker.py`: how far its workers are, and which of them hang.
 
-Each worker has two nameless files of its own, for its progress and for its stacks, which it reaches through
-`/proc/<agent>/fd`. So there is nothing to clean up, even after the agent was killed with SIGKILL. The size of the first
-is sealed: were the file cut, the agent's next look would end the agent with SIGBUS. The kernel opens them for processes
-with the agent's user and capabilities; a worker with fewer capabilities writes to its stderr that the agent cannot see
-its progress.
+Each worker has three nameless files of its own, for its progress, its stacks and what its flight recorder holds, and a
+pipe for requests. It reaches them through `/proc/<agent>/fd`. So there is nothing to clean up, even after the agent was
+killed with SIGKILL. The size of the first is sealed: were the file cut, the agent's next look would end the agent with
+SIGBUS. The kernel opens them for processes with the agent's user and capabilities; a worker with fewer capabilities
+writes to its stderr that the agent cannot see its progress.
 """
 
 from __future__ import annotations
@@ -24,15 +24,18 @@ from dataclasses import dataclass
 from typing import Final
 
 from redelastic.worker import (
+    ASKS,
     AT,
     BEGUN,
     CALL_BITS,
     CALLS,
     DONE,
     LIMIT,
+    LOOKS,
     NAMESPACE,
     PHASE,
     PID,
+    RECORDS,
     REQUESTED,
     SEEN,
     SLOT_BYTES,
@@ -40,6 +43,7 @@ from redelastic.worker import (
     STEP,
     TOKEN,
     VARIABLE,
+    WAITS,
     pid_namespace,
 )
 
@@ -64,6 +68,7 @@ class Progress:
         saves_begun, saves_done: number of the last save that it began, and of the last one that is complete.
         limit: timeout of its phase in seconds; None outside phases.
         phase: name of its phase; empty outside phases.
+        looks, waits: how often its thread has looked whether a collective goes on, and how often one did.
     """
 
     pid: int
@@ -76,6 +81,8 @@ class Progress:
     saves_done: int
     limit: float | None
     phase: str
+    looks: int
+    waits: int
 
 
 class ProgressBoard:
@@ -93,19 +100,26 @@ class ProgressBoard:
         self.slots: list[memoryview[int]] = []
         self._files: list[io.FileIO] = []
         self._stacks: list[io.FileIO] = []
+        self._records: list[io.FileIO] = []
+        self._asks: list[io.FileIO] = []  # write ends of the pipes
         self._requests = 0
         with contextlib.ExitStack() as opened:
             for _ in range(workers):
                 file = opened.enter_context(nameless_file())
                 fields = [0] * (SLOT_BYTES // 8)
-                stacks = opened.enter_context(nameless_file())
+                stacks, records = (opened.enter_context(nameless_file()) for _ in range(2))
+                asked, asks = (opened.enter_context(io.FileIO(end, mode)) for end, mode in _pipe())
+                os.set_blocking(asks.fileno(), False)
                 fields[TOKEN], fields[SEEN], fields[STACKS] = secrets.randbits(62), -1, stacks.fileno()
+                fields[RECORDS], fields[ASKS] = records.fileno(), asked.fileno()
                 # Written, not just extended: a page that the disk has no room for would kill the worker later.
                 file.write(struct.pack(f"{len(fields)}q", *fields))
                 with contextlib.suppress(OSError):  # not a file in memory
                     fcntl.fcntl(file, F_ADD_SEALS, SEALS)
                 self._files.append(file)
                 self._stacks.append(stacks)
+                self._records.append(records)
+                self._asks.append(asks)
                 self.slots.append(memoryview(mmap.mmap(file.fileno(), SLOT_BYTES)).cast("q"))
             self._closing = opened.pop_all()
 
@@ -135,6 +149,8 @@ class ProgressBoard:
             saves_done=done,
             limit=limit / 1000 or None,
             phase=name,
+            looks=slot[LOOKS],
+            waits=slot[WAITS],
         )
 
     def request_checkpoint(self) -> None:
@@ -156,9 +172,32 @@ class ProgressBoard:
         size = self.stacks_size(local_rank)
         return os.pread(self._stacks[local_rank].fileno(), min(size, limit), max(0, size - limit))
 
+    def ask_for_records(self, local_rank: int) -> None:
+        """Ask a worker that has reported progress for what its flight recorder holds."""
+        self._records[local_rank].truncate(0)
+        with contextlib.suppress(BlockingIOError):  # it has answered none of thousands of requests
+            os.write(self._asks[local_rank].fileno(), b"?")
+
+    def records(self, local_rank: int, limit: int) -> bytes | None:
+        """What the flight recorder held, as a JSON list of documents; None until a worker has answered.
+
+        Raises:
+            ValueError: it has more than ``limit`` bytes; or the board is closed.
+        """
+        file = self._records[local_rank].fileno()
+        size = os.fstat(file).st_size
+        if size > limit:
+            raise ValueError(f"The flight recorder of local rank {local_rank} holds {size} bytes.")
+        return os.pread(file, size, 0) if size and os.pread(file, 1, size - 1) == b"\n" else None
+
     def close(self) -> None:
         """Close the files: a late worker finds no slot, and one that has its slot keeps it."""
         self._closing.close()
+
+
+def _pipe() -> list[tuple[int, str]]:
+    """The ends of a new pipe, each with its mode."""
+    return list(zip(os.pipe(), ("r", "w"), strict=True))
 
 
 def nameless_file() -> io.FileIO:
@@ -245,6 +284,12 @@ class HangWatch:
             else:
                 self.silent.append(local_rank)
         return hung
+
+    @property
+    def stalled(self) -> bool:
+        """Whether at the last look a worker that reports had made no progress for half of the time that it has."""
+        limits = {r: self._limit(self._board.read(r)) for r in self.reporters & self.idle.keys()}
+        return any(self.idle[local_rank] > limit / 2 for local_rank, limit in limits.items())
 
     def _limit(self, progress: Progress) -> float:
         if progress.limit and not math.isinf(self._timeout):

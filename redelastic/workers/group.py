@@ -15,6 +15,7 @@ from typing import Any, Final
 from torch.distributed.elastic.agent.server.api import Worker
 
 from redelastic.agent.options import AgentOptions
+from redelastic.monitoring.collectives import LastCollectives
 from redelastic.monitoring.events import Hung
 from redelastic.rendezvous.node import News
 
@@ -22,6 +23,8 @@ from .blame import Blame
 from .board import FROZEN_LOOKS, HangWatch, ProgressBoard
 from .channels import Parked
 from .deaths import Deaths
+from .pace import Pace
+from .records import last_collectives
 from .relays import FLUSH_TIMEOUT
 from .stacks import catches, dump_stacks, speaker_of
 
@@ -32,6 +35,7 @@ PAUSE_FACTOR: Final = 10  # times the monitor interval: between checks of worker
 LONGEST_PAUSE: Final = 1.0  # between these checks, in seconds
 SHORTEST_PAUSE: Final = 0.01  # in seconds
 STACKS_TIMEOUT: Final = 10.0  # for the stacks of hung workers, in seconds
+RECORDS_TIMEOUT: Final = 1.0  # for what their flight recorders hold, in seconds
 
 
 class Workers:
@@ -73,6 +77,10 @@ class Workers:
         self._deaths: Deaths | None = None
         self._steps: dict[int, int] = {}  # the last one of each when it was looked at
         self._counts_anew = False  # whether one of them has told a lower step than before
+        self._ranks: Mapping[int, int] = {}  # of the workers in the job, by local rank
+        self._paces: dict[int, Pace] = {}  # in this round
+        self._round_began = 0.0  # in seconds since 1970
+        self._is_explained = False  # whether the round's collectives have been asked for
 
     def environment(self, local_rank: int) -> dict[str, str]:
         """The variables to add to the environment of a worker."""
@@ -84,6 +92,16 @@ class Workers:
         self._watch.look(pids)
         self.pids, self._deaths = dict(pids), Deaths(pids, self._notify)
         self.blame.started(self._deaths)
+
+    def begin_round(self, ranks: Mapping[int, int]) -> None:
+        """Begin a round; the workers may have survived the one before.
+
+        Args:
+            ranks: of the workers in the job, by local rank.
+        """
+        self.blame.begin_round(ranks)
+        self._ranks, self._paces = ranks, {local_rank: Pace() for local_rank in ranks}
+        self._round_began, self._is_explained = time.time(), False
 
     @property
     def pause(self) -> float:
@@ -159,12 +177,24 @@ class Workers:
     def find_hung(self) -> tuple[list[int], list[int]]:
         """Find hung workers, and set :attr:`hung`; returns them and the workers that have never reported."""
         self._look_at_steps()
+        now = time.monotonic()
+        for local_rank, pace in self._paces.items():
+            pace.look(now, self._board.read(local_rank))
         self.hung = self._watch.look(r for r in self.pids if not self.ended(r))
         return list(self.hung), self._watch.silent
 
     def stacks(self, local_ranks: Iterable[int]) -> dict[int, str]:
         """Stacks of some of them, by local rank."""
         return dump_stacks(self._board, {r: self.pids[r] for r in local_ranks}, STACKS_TIMEOUT)
+
+    def collectives_of_stalled(self) -> LastCollectives:
+        """The last collectives of the workers by rank, once in a round, if some have made no progress for long."""
+        if self._is_explained or not self._watch.stalled:
+            return {}
+        self._is_explained = True
+        running = [local_rank for local_rank in self._ranks if not self.ended(local_rank)]
+        found = last_collectives(self._board, running, self._round_began, RECORDS_TIMEOUT)
+        return {self._ranks[local_rank]: last for local_rank, last in found.items()}
 
     def ask_to_save(self, *, by_signal: bool) -> int:
         """Ask for a checkpoint: through ``should_checkpoint()``, and by signal to workers that handle it.
@@ -253,6 +283,8 @@ class Workers:
             status["step"] = step
         if (idle := self._watch.idle.get(local_rank)) is not None:
             status["idle"] = round(idle, 1)
+        if (pace := self._paces.get(local_rank)) and (times := pace.times):
+            status |= {"step_time": round(times.step, 6), "own_time": round(times.own, 6)}
         return status
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from torch.distributed.elastic.agent.server.api import RunResult, Worker
 
-from redelastic.monitoring.events import MAX_TEXT, Event, Failed, Unwatched
+from redelastic.monitoring.events import MAX_TEXT, Collectives, Event, Failed, Unwatched
 from redelastic.monitoring.sentences import sentence
 
 from .blame import failed_alive
@@ -53,7 +53,19 @@ class Hangs:
             rank, where = group[local_rank].global_rank, stacks[local_rank]
             log.error("Stacks of worker %s (rank %s), which hangs:\n%s", local_rank, rank, where)
         self._note(replace(workers.hang(group[hung[0]]), hung=len(hung), stacks=merged(stacks, MAX_TEXT)))
+        self.explain(workers)
         return failed_alive({group[r]: Failed(**workers.hang(group[r]).of_worker()) for r in hung})
+
+    def explain(self, workers: Workers) -> None:
+        """Report the last collectives of workers that make no progress, before they are ended; once in a round.
+
+        The nodes stop making progress together. The first one that finds a hang ends the round, and only the
+        collectives of all of them show which rank the others wait for.
+        """
+        if last := workers.collectives_of_stalled():
+            event = Collectives(last=last)
+            log.error("The last collectives of this node's workers: %s.", sentence(event))
+            self._note(event)
 
     def _warn(self, workers: Workers, silent: Sequence[Worker]) -> None:
         """Warn that workers have never reported; runs in a thread of its own."""

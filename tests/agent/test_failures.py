@@ -18,6 +18,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 
 from redelastic.agent import AgentOptions
 from redelastic.monitoring.events import Closed, Failed, Hung, Unwatched, decode_cause
+from redelastic.monitoring.failure import last_failure, lines
 from redelastic.monitoring.logs import first_failure
 from redelastic.monitoring.sentences import sentence
 from redelastic.redis.server import RedisServer
@@ -86,6 +87,36 @@ def test_the_report_of_a_hang_has_the_exit_code_of_its_end(server: RedisServer, 
         report = job.nodes["a"].stderr
         assert re.search(r"made no progress for \S+ s, since step", report)
         assert f"exitcode  : {-signal.SIGTERM} (pid: " in report, "not by SIGKILL"
+
+
+WAITS = """
+import time
+import torch
+import torch.distributed as dist
+import redelastic
+dist.init_process_group("gloo")
+for step in range(3):
+    redelastic.progress(step)
+    if step == 2 and dist.get_rank() == 1:
+        time.sleep(1000)
+    dist.all_reduce(torch.ones(4))
+"""
+
+
+@pytest.mark.fault("ranks wait in a collective for one that does not come", "the failure names it, and the collective")
+def test_a_hang_names_the_rank_that_the_others_wait_for(server: RedisServer, tmp_path: Path) -> None:
+    script = tmp_path / "waits.py"
+    script.write_text(WAITS)
+    with AgentJob(server, tmp_path, "2:2") as job:
+        options = ("--hang-timeout=2", "--hang-start-timeout=50")
+        job.start("a", "b", script=script, options=options, max_restarts=0, may_end=True)
+        for name in "ab":
+            job.wait_end(name)
+        failure = last_failure(job.control.events())
+        assert failure is not None
+        why = "rank 0 waits in all_reduce(Float[4]), collective 3 of default_pg, rank 1 has not come to it"
+        assert failure.waits == why
+        assert ("waits", why) in lines(failure)
 
 
 @pytest.mark.fault("a worker hangs", "its host is blamed by the time of its last progress, not that of the look")

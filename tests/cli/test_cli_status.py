@@ -185,6 +185,24 @@ class TestProblems:
         assert " running " in row
         assert "  2: rank 10" in cli(run_id, "--workers").out
 
+    @pytest.mark.parametrize(("own", "slow"), [(0.31, True), (0.25, False), (0.0, False), (None, False)])
+    def test_a_worker_that_the_others_wait_for_is_named(self, own: float | None, slow: bool) -> None:
+        times = [own, 0.2, 0.21, 0.19]
+        nodes = [
+            node_of(i, workers=[{"local_rank": 0, "rank": i, "step_time": 0.4, "own_time": time}])
+            for i, time in enumerate(times)
+        ]
+        line = "worker 0 (rank 0) is slow: of each step it spends 310 ms outside collectives; the median is 200 ms"
+        out = shown(run_of(*nodes), width=140)
+        assert ("is slow" in out) == slow
+        assert (line in out) == slow
+
+    def test_a_small_difference_of_a_long_step_makes_nobody_slow(self) -> None:
+        nodes = [
+            node_of(i, workers=[{"rank": i, "step_time": 1, "own_time": own}]) for i, own in enumerate([0.1, 0.05])
+        ]
+        assert "is slow" not in shown(run_of(*nodes))
+
     def test_a_drain_and_a_host_that_is_kept_out(
         self, cli: Cli, new_node: NodeFactory, connection: Connection, keys: RunKeys
     ) -> None:
@@ -250,7 +268,7 @@ def made_of(*names: str, **more: Any) -> Any:
     return st.fixed_dictionaries({}, optional=dict.fromkeys(names, JSON) | more)
 
 
-WORKER = made_of("local_rank", "rank", "pid", "state", "step", "idle", "cpu", "memory")
+WORKER = made_of("local_rank", "rank", "pid", "state", "step", "idle", "step_time", "own_time", "cpu", "memory")
 GPU = made_of(
     "index", "uuid", "memory_used", "memory_total", "utilization", "temperature", "ecc", "xid", "xids", "lost"
 )

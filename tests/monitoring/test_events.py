@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from redelastic.monitoring.collectives import Collective
 from redelastic.monitoring.events import (
     FAULTS,
     KINDS,
@@ -31,6 +32,7 @@ VALUES: dict[str, Any] = {
     "signal": "SIGKILL",
     "stream": "wake",
     "logs": {0: "/logs/0"},
+    "last": {0: (Collective("0", "default_pg", 7, "all_reduce", "Float[4]", is_done=False),), 1: None},
 }
 NODE = "gpu-1-77-0123456789ab"
 

@@ -130,6 +130,15 @@ def test_how_a_worker_ended_is_told() -> None:
     assert told(aborted)["cause"].endswith("was ended by SIGABRT: what():  watchdog")
 
 
+def test_a_hang_is_explained_by_what_all_nodes_say() -> None:
+    hung = event(20, "failed", A, age_ms=9000, local_rank=0, rank=0, pid=9, idle_ms=9000, step=7)
+    waits = event(20, "collectives", A, last='{"0": [["0", "default_pg", 9, "all_reduce", "", false]]}')
+    late = event(20.1, "collectives", B, last='{"1": [["0", "default_pg", 8, "all_reduce", "", true]]}')
+    why = "rank 0 waits in all_reduce, collective 9 of default_pg, rank 1 has not come to it"
+    assert told(hung, waits, late)["waits"] == why
+    assert "waits" not in told(RAISED, waits, late), "of a failure that is no hang, it is not the cause"
+
+
 def test_the_last_round_that_failed_counts() -> None:
     again = event(23, "failed", B, 2, **worker(1, "KeyError: 2"))
     failure = last_failure([completed(0), RAISED, completed(14, 2), again])

@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "restarts_without_progress, step, idle, ettr, redone, failures, barred, failure, problems\n"
         "(of the run), nodes, events. failure, of the last round or the one before, or null: epoch,\n"
         "time, cause (failed, lost, left; null: not known), node, rank and more of the worker,\n"
-        "log, others, stopped, charged, excluded, ended, next_epoch, down, lines (in words). A\n"
+        "log, waits, others, stopped, charged, excluded, ended, next_epoch, down, lines (in words). A\n"
         "node: id, name, host, pid, rank, standing (member, candidate, spare), state, draining,\n"
         "heard, lease, agent, restarts, cpu, memory, memory_available, memory_total, step,\n"
         "idle, workers, gpus, gpus_hidden (why\n"
