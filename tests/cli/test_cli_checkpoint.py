@@ -1,4 +1,4 @@
-"""`redelastic checkpoint` tells what became of its request; real jobs are in `agent/test_admission.py`."""
+"""`redelastic checkpoint` reports the outcome of its request; real jobs are in `agent/test_admission.py`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.nodes import NodeFactory
 def test_workers_that_could_not_be_asked_have_not_saved(
     connection: Connection, keys: RunKeys, new_node: NodeFactory
 ) -> None:
-    """They were asked moments before, and are not asked again."""
+    """The node's workers were asked moments before, and are not asked again."""
     control, nodes = RunControl(connection, keys), [with_agent(new_node(2, 2)) for _ in range(2)]
     with ThreadPoolExecutor(2) as pool:
         form(pool, *nodes)

@@ -1,4 +1,4 @@
-"""`redelastic drain`: a node is asked to save and leave, and `--wait` says what became of it."""
+"""`redelastic drain`: a node is asked to save and leave, and `--wait` reports the outcome."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytest_plugins = ["tests.support.cli_fixtures"]
 
 
 class TestDrain:
-    def test_a_node_without_an_agent_of_ours(
+    def test_a_node_without_redelastics_agent(
         self, cli: Cli, new_node: NodeFactory, control: RunControl, run_id: str
     ) -> None:
         new_node(1, 1).next_rendezvous()
@@ -44,9 +44,9 @@ class TestDrain:
         assert (done.json["node"], done.json["asked"], done.json["left"]) == (members[1].id, True, None)
         for member in members:
             until(lambda member=member: member.view.drains, "the node hears of it")  # type: ignore[misc]
-            [told] = member.view.drains
-            assert (told.node, told.timeout) == (members[1].id, 12)
-            assert told.reason.endswith(": spot VM goes")
+            [begun] = member.view.drains
+            assert (begun.node, begun.timeout) == (members[1].id, 12)
+            assert begun.reason.endswith(": spot VM goes")
         again = cli("drain", run_id, named)
         assert "is already draining" in again.out
         assert "spot VM goes" in again.out
@@ -86,7 +86,7 @@ class TestDrain:
     def test_wait_for_one_that_leaves_with_many_others(
         self, cli: Cli, new_node: NodeFactory, pool: ThreadPoolExecutor, run_id: str
     ) -> None:
-        """What they do at once is told together, under the first one's name."""
+        """Their events are merged under the first node's name."""
         nodes = [with_agent(new_node(20, 20, join_timeout=60)) for _ in range(20)]
         with ThreadPoolExecutor(20) as many:
             form(many, *nodes)
@@ -102,12 +102,12 @@ class TestDrain:
         leaving.result(60)
         assert (done.code, done.err) == (0, "")
 
-    def test_a_node_that_is_gone_may_still_be_told_of(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """What many nodes do together is told a second or two later: until then it is open whether one died."""
+    def test_wait_reads_merged_events_that_come_after_the_node_is_gone(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Merged events are recorded a second or two late: until then it is unknown whether a node died."""
         node = Node("b-1-0", "member", 1, 1.0, 0.0, "", {"name": "b"})
         lost = Lost(id="2-0", node="a-1-0", nodes=("a-1-0", "b-1-0"), cause="lease", silent_ms=6000)
 
-        class Told(RunControl):
+        class Gone(RunControl):
             """A run from which the node is gone; each reading of its events takes a second."""
 
             def __init__(self, *readings: list[Event]) -> None:
@@ -121,11 +121,11 @@ class TestDrain:
                     self.now += 1
                     yield events
 
-        late = Told(*[[]] * 6, [lost])
+        late = Gone(*[[]] * 6, [lost])
         monkeypatch.setattr(time, "monotonic", lambda: late.now)
         assert drain._why_not_left(late, node, "0", 200) == "did not leave, it died: it lost its lease"
-        late = Told(*[[]] * 9)
-        assert drain._why_not_left(late, node, "0", 102) == "", "after a lease nothing more is to be told of it"
+        late = Gone(*[[]] * 9)
+        assert drain._why_not_left(late, node, "0", 102) == "", "after a lease no event of the node can follow"
 
     def test_wait_for_one_that_stays(
         self, cli: Cli, new_node: NodeFactory, run_id: str, monkeypatch: pytest.MonkeyPatch

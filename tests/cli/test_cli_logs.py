@@ -1,4 +1,4 @@
-"""`redelastic logs`: where real workers write, the end of what the first that failed wrote, and no secret in it."""
+"""`redelastic logs`: the paths of real workers' logs, the end of the first failed worker's log, and no secrets."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from tests.support.commands import command
 def test_the_log_of_the_worker_that_failed_first(server: RedisServer, tmp_path: Path) -> None:
     with AgentJob(server, tmp_path, "2:2") as job:
         options = (f"--log-dir={tmp_path / 'logs'}", "--redirects=3")
-        job.tell("patient")  # who loses its peer waits: b is the first, whatever the machine does
+        job.tell("patient")  # a worker that loses its peer waits, so b always fails first
         job.begin("a", "b", options=options, env={"SOME_API_KEY": "told to fail"})  # it stands in the log
         epoch = job.wait_round("ab")
-        told = command("logs", job.run_id, "--json", "--endpoint", server.url).json
-        by_rank = {log["rank"]: log for log in told["logs"]}
+        found = command("logs", job.run_id, "--json", "--endpoint", server.url).json
+        by_rank = {log["rank"]: log for log in found["logs"]}
         assert sorted(by_rank) == [0, 1]
-        assert told["failed"] is None
+        assert found["failed"] is None
         for log in by_rank.values():
             assert log["epoch"] == epoch
             assert Path(log["path"]).is_file()
@@ -35,12 +35,12 @@ def test_the_log_of_the_worker_that_failed_first(server: RedisServer, tmp_path: 
         nothing = command("logs", job.run_id, "--failed", "--endpoint", server.url)
         assert (nothing.code, nothing.out) == (1, "")
         as_json = command("logs", job.run_id, "--failed", "--json", "--endpoint", server.url)
-        assert (as_json.code, as_json.json) == (1, told)
+        assert (as_json.code, as_json.json) == (1, found)
 
         victim = job.id_of("b")
         job.tell("fail-b")
         job.wait_round("ab", epoch)
-        job.wait("it is told", lambda: [event for event in job.events(Log) if event.node == victim])
+        job.wait("its log is recorded", lambda: [event for event in job.events(Log) if event.node == victim])
         failed = command("logs", job.run_id, "--json", "--endpoint", server.url).json["failed"]
         assert (failed["node"], failed["epoch"]) == (victim, epoch)
         assert failed["path"] == by_rank[failed["rank"]]["path"]
@@ -67,7 +67,7 @@ def test_no_such_run_and_no_such_rank(server: RedisServer) -> None:
     assert command("logs", "x", "--rank=-1", "--endpoint", server.url).code == 2
 
 
-def test_who_failed_first_is_who_failed_first_not_who_said_so_first() -> None:
+def test_the_first_failure_is_the_earliest_not_the_first_report() -> None:
     def log(time: float, rank: int, ago: float, epoch: int = 2) -> Log:
         of_worker: dict[str, Any] = {"rank": rank, "age_ms": round(1000 * ago), "path": f"/{rank}"}
         return Log(time=time, epoch=epoch, node=f"n{rank}", **of_worker, lines="the end")
@@ -92,7 +92,7 @@ def test_logs_are_those_of_the_last_round() -> None:
     assert [(one.rank, one.node, one.path) for one in found] == [(0, "a", "/2/0"), (1, "b", "/2/1: x")]
 
 
-def test_a_node_that_started_among_many_says_in_its_status_where_its_logs_are() -> None:
+def test_log_paths_of_merged_starts_are_read_from_statuses() -> None:
     def node(name: str, epoch: int, workers: list[dict[str, Any]]) -> Node:
         return Node(name, "member", 0, 1.0, 0.0, "", {"name": name, "epoch": epoch, "workers": workers})
 
@@ -107,8 +107,8 @@ def test_a_node_that_started_among_many_says_in_its_status_where_its_logs_are() 
     assert [(one.rank, one.node, one.epoch, one.path) for one in found] == [(0, "a", 2, "/a/0"), (1, "b", 2, "/b/0")]
 
 
-def test_the_last_round_may_be_one_of_which_only_statuses_tell() -> None:
-    """The events that told of it are gone, or never had room for the paths."""
+def test_log_paths_of_the_last_round_may_be_in_statuses_only() -> None:
+    """The round's events are gone, or had no room for the paths."""
     old = Started(epoch=2, node="a", logs={0: "/2/0", 1: "/2/1"})
     workers = [{"rank": 0, "log": "/3/0"}]
     nodes = [Node("b", "member", 0, 1.0, 0.0, "", {"name": "b", "epoch": 3, "workers": workers})]
@@ -148,7 +148,7 @@ def test_secrets_are_hidden(line: str, secret: str) -> None:
     assert text.endswith("and after, on /etc/key")
 
 
-def test_what_is_no_secret_stays() -> None:
+def test_text_without_secrets_is_not_redacted() -> None:
     text = "step 3: loss 0.1, 4096 tokens/s, keys: 12, https://user@host/path, author: me\nKeyError: 'weights'"
     assert redacted(text, {"MY_KEY": "1", "KEYS": ""}) == text
     environ = {
@@ -169,12 +169,12 @@ def test_what_is_no_secret_stays() -> None:
 def test_a_tail_is_bounded_and_of_whole_lines(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("".join(f"line {i}\n" for i in range(10_000)))
-    told = tail(str(log))
-    assert len(told) <= TAIL
-    assert told.startswith("line ")
-    assert told.endswith("line 9999")
+    end = tail(str(log))
+    assert len(end) <= TAIL
+    assert end.startswith("line ")
+    assert end.endswith("line 9999")
     log.write_text("before\n" + "".join(f"\r{i:4}/5000 [{'=' * 90}]" for i in range(1234)))
-    assert tail(str(log)) == f"before\n1233/5000 [{'=' * 90}]", "a bar as a terminal shows it"
+    assert tail(str(log)) == f"before\n1233/5000 [{'=' * 90}]", "a progress bar as a terminal shows it"
     log.write_text("begins\n" + "x" * 10 * TAIL + " at the end\n")
     assert tail(str(log)) == "…" + ("x" * TAIL + " at the end")[1 - TAIL :]
     log.write_bytes(b"\xff\xfe broken\n")
@@ -183,14 +183,14 @@ def test_a_tail_is_bounded_and_of_whole_lines(tmp_path: Path) -> None:
     assert tail(str(tmp_path)) == ""
 
 
-def test_what_has_a_log() -> None:
+def test_only_output_that_goes_to_a_file_has_a_log() -> None:
     assert log_files({0: "", 1: "/o"}, {0: "/dev/null", 1: "/e"}) == {1: "/e"}
     assert log_files({0: "/o"}, {0: "/dev/null"}) == {0: "/o"}
 
 
-def test_the_reason_may_be_in_stdout(tmp_path: Path) -> None:
+def test_the_last_lines_include_those_of_stdout(tmp_path: Path) -> None:
     out, err = tmp_path / "stdout.log", tmp_path / "stderr.log"
-    assert last_lines(str(err)) == "", "there is neither"
+    assert last_lines(str(err)) == "", "there is neither file"
     err.write_text("Traceback\n")
     assert last_lines(str(err)) == "Traceback"
     out.write_text("step 3\nERROR: out of tokens\n")

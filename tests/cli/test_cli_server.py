@@ -76,20 +76,20 @@ def gone(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_it_serves_until_it_is_asked_to_end(start: Start, folder: Path, number: signal.Signals) -> None:
+def test_it_serves_until_a_signal_ends_it(start: Start, folder: Path, number: signal.Signals) -> None:
     process = start("--json")
-    told = json.loads(first_line(process))
-    assert told.keys() == {"endpoint", "pid", "url"}
-    assert ping(told["url"])
+    server = json.loads(first_line(process))
+    assert server.keys() == {"endpoint", "pid", "url"}
+    assert ping(server["url"])
     process.send_signal(number)
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (0, "")
     assert "stopped" in err
-    assert gone(told["pid"])
+    assert gone(server["pid"])
     assert not list(folder.iterdir())
 
 
-def test_the_line_for_the_shell_is_one_that_a_shell_takes(start: Start) -> None:
+def test_a_shell_accepts_the_printed_line(start: Start) -> None:
     for argv in ((), ("--unix-socket",)):
         process = start(*argv)
         line = first_line(process)
@@ -100,15 +100,15 @@ def test_the_line_for_the_shell_is_one_that_a_shell_takes(start: Start) -> None:
         process.terminate()
         out, err = process.communicate(timeout=60)
         assert out == ""
-        assert shell.stdout.split("@")[0].rpartition(":")[2] not in err, "the password is said once, on stdout"
+        assert shell.stdout.split("@")[0].rpartition(":")[2] not in err, "the password is printed once, on stdout"
 
 
 def test_a_killed_command_takes_its_server_along(start: Start) -> None:
     process = start("--json")
-    told = json.loads(first_line(process))
-    assert psutil.pid_exists(told["pid"])
+    server = json.loads(first_line(process))
+    assert psutil.pid_exists(server["pid"])
     process.kill()
-    assert gone(told["pid"])
+    assert gone(server["pid"])
 
 
 def test_a_server_that_dies_ends_the_command(start: Start) -> None:
@@ -119,13 +119,13 @@ def test_a_server_that_dies_ends_the_command(start: Start) -> None:
     assert "exited by itself" in err
 
 
-def test_a_file_for_the_url_is_private_and_goes_with_the_server(start: Start, tmp_path: Path) -> None:
+def test_the_url_file_is_private_and_removed_with_the_server(start: Start, tmp_path: Path) -> None:
     file = tmp_path / "url"
     file.write_text("of before")
     file.chmod(0o644)
     process = start("--url-file", str(file), "--json")
-    told = json.loads(first_line(process))
-    assert told.keys() == {"endpoint", "pid", "url_file"}
+    server = json.loads(first_line(process))
+    assert server.keys() == {"endpoint", "pid", "url_file"}
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     url = file.read_text().strip()
     assert ping(url)
@@ -139,13 +139,13 @@ def test_the_port_asked_for_and_data_that_outlive_the_server(start: Start, tmp_p
     data = tmp_path / "data"
     with reserved_port() as port:
         process = start("--port", str(port), "--data-dir", str(data), "--json")
-        told = json.loads(first_line(process))
-    assert told["endpoint"] == f"127.0.0.1:{port}"
-    with redis.Redis.from_url(told["url"]) as client:
+        server = json.loads(first_line(process))
+    assert server["endpoint"] == f"127.0.0.1:{port}"
+    with redis.Redis.from_url(server["url"]) as client:
         client.set("key", "value")
     made = [data, *data.rglob("*")]
     assert len(made) > 1
-    assert [path for path in made if path.stat().st_mode & 0o077] == [], "only this user reads what is kept"
+    assert [path for path in made if path.stat().st_mode & 0o077] == [], "only this user can read the data"
     process.terminate()
     assert process.wait(60) == 0
     again = start("--data-dir", str(data), "--json")
@@ -166,7 +166,7 @@ def test_the_port_asked_for_and_data_that_outlive_the_server(start: Start, tmp_p
         ([], {"REDELASTIC_REDIS_BINARY": "/no-such-binary"}, 1, "/no-such-binary"),
     ],
 )
-def test_what_cannot_be_is_said_in_one_line(
+def test_impossible_options_give_one_line(
     start: Start, argv: list[str], variables: dict[str, str], code: int, said: str
 ) -> None:
     process = start(*argv, **variables)

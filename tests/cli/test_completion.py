@@ -14,7 +14,7 @@ from redelastic.cli.completion import SHELLS
 from tests.support.commands import command
 from tests.support.long_tests import quick_first
 
-# What completes LINE, one word a line, with the script in $1.
+# Commands that complete the line in $2 with the script in $1; they print one word a line.
 COMPLETERS = {
     "bash": 'source "$1"; read -ra COMP_WORDS <<<"$2"; [[ $2 == *" " ]] && COMP_WORDS+=(""); '
     "COMP_CWORD=$((${#COMP_WORDS[@]} - 1)); COMP_LINE=$2; COMP_POINT=${#2}; "
@@ -68,7 +68,7 @@ def test_words_are_completed(scripts: dict[str, Path], shell: str, line: str, ex
 
 
 @pytest.mark.long
-def test_zsh_takes_its_script(scripts: dict[str, Path], tmp_path: Path) -> None:
+def test_zsh_loads_its_script(scripts: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "_redelastic").write_text(scripts["zsh"].read_text())
     load = (
         "fpath=($PWD $fpath); autoload -U compinit; compinit -D -u; print $_comps[redelastic]; autoload +X _redelastic"
@@ -88,7 +88,7 @@ def test_wrong_arguments() -> None:
     assert done.err.count("\n") == 1
 
 
-def test_no_command_needs_it() -> None:
+def test_other_commands_do_not_import_shtab() -> None:
     script = "import sys, redelastic.cli; print('shtab' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout == "False\n"

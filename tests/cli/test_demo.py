@@ -1,4 +1,4 @@
-"""``redelastic demo`` as a user runs it: a real run with its kill, an interrupted one, and what is refused."""
+"""``redelastic demo`` as a user runs it: a real run with its kill, an interrupted one, and refused arguments."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MARK = "REDELASTIC_DEMO_TEST"  # an environment variable that every process of a
 
 
 class Demo:
-    """Starts demos whose processes and files can be told from all others."""
+    """Starts demos whose processes and files can be recognized."""
 
     def __init__(self, folder: Path) -> None:
         self.mark = uuid.uuid4().hex
@@ -50,11 +50,11 @@ class Demo:
         )
 
     def processes(self) -> list[psutil.Process]:
-        """Those that live."""
+        """The demo's live processes."""
         return [process for process in psutil.process_iter() if self._is_ours(process)]
 
     def workers(self) -> list[psutil.Process]:
-        """Those that an agent started for the training."""
+        """The live workers of the training."""
         return [process for process in self.processes() if _is_worker(_command(process))]
 
     def _is_ours(self, process: psutil.Process) -> bool:
@@ -64,7 +64,7 @@ class Demo:
             return False
 
     def assert_nothing_is_left(self) -> None:
-        until(lambda: not self.processes(), "the reaper of an agent that was killed has ended, too")
+        until(lambda: not self.processes(), "all have ended, the reaper of a killed agent too")
         assert list(self.temporary.iterdir()) == []
         assert list(self.elsewhere.iterdir()) == []
 
@@ -99,8 +99,8 @@ def test_the_node_of_rank_0_dies_and_the_training_does_not(demo: Demo) -> None:
     assert accuracy, output
     assert float(accuracy[1]) >= 95
 
-    told = [line.split(maxsplit=5)[2:] for line in output.splitlines() if re.match(r"[\d-]+ [\d:.]+ ", line)]
-    events = [(event, epoch, node.partition("-")[0], reason.strip()) for event, epoch, node, reason in told]
+    rows = [line.split(maxsplit=5)[2:] for line in output.splitlines() if re.match(r"[\d-]+ [\d:.]+ ", line)]
+    events = [(event, epoch, node.partition("-")[0], reason.strip()) for event, epoch, node, reason in rows]
     completed = [(epoch, node) for event, epoch, node, _ in events if event == "completed"]
     assert [epoch for epoch, _ in completed] == ["1", "2", "3"], output
     victim = completed[0][1]
@@ -115,7 +115,7 @@ def test_the_node_of_rank_0_dies_and_the_training_does_not(demo: Demo) -> None:
     assert re.search(r"the node of rank 0 died, the training did not. The others trained on [\d.]+ s later.", output)
     assert re.search(r"Of the nodes' time, \d+% was spent training \(ETTR\)\.", output)
 
-    # The README's recording is of this very program; what workers do by chance is left out.
+    # The README's recording is of this program; lines that depend on chance are left out.
     always = {line for line in recorded.lines() if not line.startswith(("failed", "log", "/"))}
     assert len(always) > 15
     assert always <= {recorded.words(line) for line in output.splitlines()}
@@ -207,7 +207,7 @@ def test_help_needs_neither_the_extra_nor_torch() -> None:
         assert "usage: " in done.stdout
 
 
-def test_a_checkpoint_refuses_the_writer_of_a_round_that_is_over(tmp_path: Path) -> None:
+def test_a_checkpoint_refuses_writers_of_older_rounds(tmp_path: Path) -> None:
     import torch
 
     from redelastic.cli.demo.train import load_checkpoint, make_network, save_checkpoint

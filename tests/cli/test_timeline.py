@@ -34,7 +34,7 @@ from tests.support.servers import wait_until
 
 
 class Parts(HTMLParser):
-    """What a page is made of."""
+    """The parts of a page."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -46,12 +46,12 @@ class Parts(HTMLParser):
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        told = {name: value or "" for name, value in attrs}
+        attributes = {name: value or "" for name, value in attrs}
         self.tags.append(tag)
-        self.links += [value for name, value in told.items() if name.endswith(("href", "src"))]
-        self._in = f"{tag} {told.get('type', '')}".strip()
-        if "http-equiv" in told:
-            self.policy = told["content"]
+        self.links += [value for name, value in attributes.items() if name.endswith(("href", "src"))]
+        self._in = f"{tag} {attributes.get('type', '')}".strip()
+        if "http-equiv" in attributes:
+            self.policy = attributes["content"]
 
     def handle_data(self, data: str) -> None:
         self.texts[self._in] = self.texts.get(self._in, "") + data
@@ -62,7 +62,7 @@ class Parts(HTMLParser):
 
 
 def hostile() -> History:
-    """A run all of whose texts want to be markup, or obeyed by a terminal."""
+    """A run all of whose texts are markup or terminal escapes."""
     story = Story()
     node = f"{HOSTILE}-1-0123456789ab"
     story.join(0, [node])
@@ -89,20 +89,20 @@ class TestPage:
         assert parts.tags == Parts(page("my-job", replay(three_nodes()))).tags
         assert parts.links == []
         assert not re.search("[\x00-\x08\x0b-\x1f\u202e\u2028\ud800-\udfff]", text)
-        told = json.loads(parts.texts["script application/json"])
-        reason = next(event["reason"] for event in told["events"].values() if event["event"] == "hung")
-        assert reason.startswith("<script>alert(1)</script>\"'&"), "it is told, as text"
+        data = json.loads(parts.texts["script application/json"])
+        reason = next(event["reason"] for event in data["events"].values() if event["event"] == "hung")
+        assert reason.startswith("<script>alert(1)</script>\"'&"), "the reason is shown, as text"
 
     @pytest.mark.parametrize("scene", ["three", "crowded", "trimmed"])
-    def test_all_that_is_known_is_in_it(self, scene: str) -> None:
+    def test_the_page_has_the_whole_history(self, scene: str) -> None:
         history = replay(SCENES[scene]())
-        told = json.loads(Parts(page("my-job", history)).texts["script application/json"])
-        spans = sum(len(lane["spans"]) for lane in told["timeline"]["lanes"].values())
+        data = json.loads(Parts(page("my-job", history)).texts["script application/json"])
+        spans = sum(len(lane["spans"]) for lane in data["timeline"]["lanes"].values())
         assert spans == sum(len(node.spans) for node in history.nodes)
-        assert told["rounds"] == len(history.rounds)
-        assert told.get("closed") == short(cause(history.closed))
-        assert told.get("partial", False) is not history.complete
-        assert told["texts"].keys() == {event.id for event in history.events if detail_of(event) or event.nodes}
+        assert data["rounds"] == len(history.rounds)
+        assert data.get("closed") == short(cause(history.closed))
+        assert data.get("partial", False) is not history.complete
+        assert data["texts"].keys() == {event.id for event in history.events if detail_of(event) or event.nodes}
 
     @pytest.mark.parametrize("last", [START, START + 1e-3, START + 1e7, 1e16])
     def test_any_length_of_time(self, last: float) -> None:
@@ -170,9 +170,9 @@ class TestCommand:
         RunControl(node.backend.connection, keys).note(Progressed(node=node.node.id, step=1))
         code, out, err = command("--json")
         assert (code, err) == (0, "")
-        told = json.loads(out)
-        assert told["complete"]
-        assert told["rounds"][0]["members"] == {node.node.id: 0}
+        data = json.loads(out)
+        assert data["complete"]
+        assert data["rounds"][0]["members"] == {node.node.id: 0}
 
         def trained() -> float:
             return float(json.loads(command("--json")[1])["seconds"]["training"])
@@ -184,13 +184,13 @@ class TestCommand:
             assert re.fullmatch(r".*: 1 node, 1 round, 0 broken; [0-9,]+ bytes\n", err), err
             assert (tmp_path / name).stat().st_size > 5000
         assert node.node.id in (tmp_path / "it.html").read_text()
-        moment = datetime.fromtimestamp(told["start"] + 0.4, timezone.utc).isoformat()
+        moment = datetime.fromtimestamp(data["start"] + 0.4, timezone.utc).isoformat()
         part = json.loads(command("--json", "--since", moment)[1])
         assert not part["complete"]
         assert [span["state"] for span in part["nodes"][0]["spans"]] == ["training"]
         assert {event["event"] for event in part["events"]} <= {"outage"}  # of a busy machine
 
-        node.node.stop()  # dead, and nobody is there who could say so
+        node.node.stop()  # dead, and no other node can report it
 
         def lease_ends() -> float:
             stored: Any = client.zrange(keys.leases, 0, 0, withscores=True)
@@ -240,7 +240,7 @@ class TestCommand:
         assert (code, out) == (1, "")
         assert err == f"redelastic timeline: run {keys.run_id!r} has no events.\n"
 
-    def test_it_is_light_to_load(self) -> None:
+    def test_the_module_imports_no_heavy_package(self) -> None:
         script = "import sys, redelastic.cli.timeline; print(*({'torch', 'rich', 'redis'} & {*sys.modules}))"
         loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
         assert loaded.stdout.split() == []

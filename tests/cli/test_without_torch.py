@@ -1,4 +1,4 @@
-"""A machine that only looks at runs: the commands there need no torch, nor what else `on-call.md` does not install."""
+"""An operator's machine: its commands need neither torch nor anything else that `on-call.md` does not install."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ print(json.dumps(names))
 
 @pytest.fixture
 def without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, object], Any]:
-    """Has the processes that the test starts find no torch; runs code in one, and returns what it prints."""
+    """Hides torch from processes that the test starts; runs code in one, and returns what it prints."""
     (tmp_path / "sitecustomize.py").write_text(f"import sys; sys.modules |= dict.fromkeys({LEFT_OUT})\n")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
 
@@ -56,7 +56,7 @@ def without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[
     return run
 
 
-def test_whoever_looks_and_asks_imports_no_torch(without_torch: Callable[[str, object], Any]) -> None:
+def test_packages_for_operators_import_no_torch(without_torch: Callable[[str, object], Any]) -> None:
     packages = [f"redelastic.{name}" for name in ("redis", "monitoring", "dashboard", "cli", "doctor")]
     imported = without_torch(IMPORT_ALL, [packages, TRAIN])
     assert {"redelastic.monitoring.control", "redelastic.dashboard.app", "redelastic.cli.demo.play"} <= set(imported)
@@ -96,9 +96,9 @@ def test_the_commands_on_a_real_run(
     }
     given += [[name, *arguments] for name, (arguments, _, _) in others.items()]
     done = [Done(**one) for one in without_torch(RUN_COMMANDS, given)]
-    for one, (name, (_, code, told)) in zip(done, (asked | others).items(), strict=True):
+    for one, (name, (_, code, text)) in zip(done, (asked | others).items(), strict=True):
         assert one.code == code, (name, one)
-        assert told in one.out + one.err, name
+        assert text in one.out + one.err, name
     assert node.is_closed()
     assert run_id in page.read_text()
 
@@ -115,7 +115,7 @@ def test_doctor_examines_all_but_the_trial(server: RedisServer, without_torch: C
 def test_the_dashboard_serves_a_run(server: RedisServer, new_node: NodeFactory, run_id: str) -> None:
     new_node(1, 1).next_rendezvous()
     with dashboard(f"--endpoint={server.url}") as (url, process):
-        for path, told in ("", "<!doctype html>"), (f"api/runs/{run_id}", '"phase": "running"'):
+        for path, text in ("", "<!doctype html>"), (f"api/runs/{run_id}", '"phase": "running"'):
             with urllib.request.urlopen(url + path, timeout=30) as answer:  # noqa: S310
-                assert told in answer.read().decode()
+                assert text in answer.read().decode()
         assert process.interrupt() == 0

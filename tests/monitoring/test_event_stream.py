@@ -1,4 +1,4 @@
-"""The stream of events: what many nodes do at once is told once, and neither many nor long ones fill Redis."""
+"""The event stream: simultaneous events of many nodes are merged, and its size in Redis is bounded."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def control(connection: Connection, keys: RunKeys) -> RunControl:
 
 
 class Crowd:
-    """Many nodes that send all within one millisecond of the server's clock, however slow this machine is."""
+    """Many nodes whose requests all have one millisecond of the server's clock, however slow this machine is."""
 
     def __init__(self, client: redis.Redis, keys: RunKeys) -> None:
         self.names = [f"gpu-{i:04d}-7-{i:012x}" for i in range(N)]
@@ -78,14 +78,14 @@ class Crowd:
             self._send(scripts.NOTE, name, event.event, name, *event.pairs())
 
     def leave(self, *reasons: Left) -> None:
-        """Each of the reasons is that of as many nodes as the others, which come after another."""
+        """All nodes leave in equal groups: the first group for the first reason, and so on."""
         settings = (N, N, 30_000, 0, 6_000, 2_000, 60_000)
         for i, name in enumerate(self.names):
             reason = reasons[i * len(reasons) // N]
             self._send(scripts.LEAVE, name, name, "{}", *settings, *NOTHING, "goes on", *reason.pairs())
 
     def fail(self, n: int, first: int) -> None:
-        """The workers of n nodes fail, those of the `first` before all others; each tells the end of its log."""
+        """Workers of n nodes fail, first those of node number `first`; each node records the end of its log."""
         for i, name in enumerate(self.names[:n]):
             limits = (-1, -1, -1, 0)
             host = name.split("-7-")[0]
@@ -102,16 +102,16 @@ def crowd(client: redis.Redis, keys: RunKeys) -> Crowd:
     return Crowd(client, keys)
 
 
-def test_what_few_nodes_do_is_told_one_by_one(crowd: Crowd, control: RunControl) -> None:
+def test_events_of_few_nodes_are_recorded_one_by_one(crowd: Crowd, control: RunControl) -> None:
     crowd.join(FEW)
     assert [(event.node, event.nodes) for event in control.events()] == [(name, ()) for name in crowd.names[:FEW]]
 
 
-def test_what_many_nodes_do_at_once_is_told_together_and_in_its_order(crowd: Crowd, control: RunControl) -> None:
+def test_simultaneous_events_of_many_nodes_are_merged_in_order(crowd: Crowd, control: RunControl) -> None:
     crowd.join()
     events = control.events()
     assert [event.event for event in events[:-1]] == ["joined"] * (len(events) - 1)
-    assert events[-1].event == "completed", "nothing is told after what it led to"
+    assert events[-1].event == "completed", "the round completes after all nodes have joined"
     assert [one.node for event in events for one in event.each() if isinstance(one, Joined)] == crowd.names
     assert [len(event.nodes) for event in events] == [0] * FEW + [MANY, MANY, N - FEW - 2 * MANY] + [0]
     others = ", ".join(crowd.names[FEW + 1 : FEW + 5])
@@ -124,7 +124,7 @@ def test_what_many_nodes_do_at_once_is_told_together_and_in_its_order(crowd: Cro
     assert {node.spans[-1].epoch for node in history.nodes} == {1}
 
 
-def test_those_that_are_new_and_those_that_regroup_are_told_apart(crowd: Crowd, control: RunControl) -> None:
+def test_new_and_regrouping_nodes_are_merged_separately(crowd: Crowd, control: RunControl) -> None:
     crowd.join()
     crowd.join(after=1)
     events = control.events()
@@ -134,19 +134,19 @@ def test_those_that_are_new_and_those_that_regroup_are_told_apart(crowd: Crowd, 
     assert [*replay(events).rounds[-1].members] == crowd.names
 
 
-def test_the_rest_of_many_is_told_by_a_heartbeat(crowd: Crowd, control: RunControl, new_node: NodeFactory) -> None:
+def test_a_heartbeat_flushes_merged_events(crowd: Crowd, control: RunControl, new_node: NodeFactory) -> None:
     new_node(1, 1).next_rendezvous()
     crowd.note(FEW + 5, lambda i: Hung(local_rank=i, rank=i, pid=i, idle_ms=1000 * i, stacks="a stack"))
-    wait_until(lambda: any(event.nodes for event in control.events()), "what was collected is told")
+    wait_until(lambda: any(event.nodes for event in control.events()), "a heartbeat flushes the merged events")
     *alone, together = (event for event in control.events() if isinstance(event, Hung))
     assert [(event.node, event.stacks) for event in alone] == [(name, "a stack") for name in crowd.names[:FEW]]
     assert (together.local_rank, together.idle_ms) == (FEW, 1000 * FEW)
     assert together.nodes == tuple(crowd.names[FEW : FEW + 5])
     others = [one for one in together.each() if one.node != together.node]
-    assert [one.pairs() for one in others] == [[]] * 4, "what is of one node is not told of the others"
+    assert [one.pairs() for one in others] == [[]] * 4, "fields of one node are not copied to the others"
 
 
-def test_the_rest_of_all_is_told_by_the_last_that_leaves(crowd: Crowd, control: RunControl) -> None:
+def test_the_last_node_that_leaves_flushes_merged_events(crowd: Crowd, control: RunControl) -> None:
     crowd.join()
     crowd.leave(Left(cause="drained", reason="SIGTERM"))
     left = [one for event in control.events() for one in event.each() if isinstance(one, Left)]
@@ -155,7 +155,7 @@ def test_the_rest_of_all_is_told_by_the_last_that_leaves(crowd: Crowd, control: 
     assert all(node.gone for node in replay(control.events()).nodes)
 
 
-def test_who_leaves_for_another_reason_is_not_told_with_the_others(crowd: Crowd, control: RunControl) -> None:
+def test_nodes_that_leave_for_different_reasons_are_not_merged(crowd: Crowd, control: RunControl) -> None:
     crowd.join()
     crowd.leave(Left(cause="drained", reason="SIGTERM"), Left(cause="exited"))
     left = [one for event in control.events() for one in event.each() if isinstance(one, Left)]
@@ -164,7 +164,7 @@ def test_who_leaves_for_another_reason_is_not_told_with_the_others(crowd: Crowd,
     )
 
 
-def test_an_event_that_stands_alone_comes_after_all_before_it(crowd: Crowd, control: RunControl) -> None:
+def test_an_unmerged_event_follows_all_earlier_events(crowd: Crowd, control: RunControl) -> None:
     crowd.join(1)
     dice = Random(7)
     recorded = []
@@ -172,16 +172,16 @@ def test_an_event_that_stands_alone_comes_after_all_before_it(crowd: Crowd, cont
         for kind in dice.choices(("started", "saved", "hung", "x"), (30, 30, 1, 0.2), k=3):
             crowd.note_of(i, kind)
             recorded.append((kind, crowd.names[i]))
-    told: list[tuple[str, str]] = []
+    read: list[tuple[str, str]] = []
     for event in control.events()[1:]:
         if not event.nodes:
-            before = recorded[: recorded.index((event.event, event.node), len(told))]
-            assert sorted(told) == sorted(before)
-        told += [(one.event, one.node) for one in event.each()]
+            before = recorded[: recorded.index((event.event, event.node), len(read))]
+            assert sorted(read) == sorted(before)
+        read += [(one.event, one.node) for one in event.each()]
     assert any(event.nodes for event in control.events())
 
 
-def test_the_log_of_who_failed_first_is_told_with_its_lines(crowd: Crowd, control: RunControl) -> None:
+def test_the_log_of_the_node_that_failed_first_keeps_its_lines(crowd: Crowd, control: RunControl) -> None:
     crowd.join()
     crowd.fail(FEW + 8, first=FEW + 4)
     logs = {event.node: event.lines for event in control.events() if isinstance(event, Log) and not event.nodes}
@@ -190,7 +190,7 @@ def test_the_log_of_who_failed_first_is_told_with_its_lines(crowd: Crowd, contro
     assert len(logs) < FEW + 8
 
 
-def test_after_a_second_an_event_of_the_kind_stands_alone_again(
+def test_after_a_second_events_of_a_kind_are_recorded_alone_again(
     client: redis.Redis, keys: RunKeys, crowd: Crowd, control: RunControl
 ) -> None:
     crowd.join()
@@ -205,33 +205,33 @@ def test_after_a_second_an_event_of_the_kind_stands_alone_again(
     assert (alone.drains, alone.nodes) == (("c",), ())
 
 
-@pytest.mark.fault("workers hang again and again, with long stacks", "the events take 8 MiB of Redis, and no more")
+@pytest.mark.fault("workers hang again and again, with long stacks", "the event stream takes at most 8 MiB of Redis")
 def test_long_events_are_bounded_by_their_bytes(
     client: redis.Redis, keys: RunKeys, control: RunControl, new_node: NodeFactory
 ) -> None:
     new_node(1, 1, keep_alive_interval=20).next_rendezvous()  # or a pause of the machine is an event
-    for i in range(1500):  # 24 MiB, each of a kind that is not told together
+    for i in range(1500):  # 24 MiB, of a kind that is never merged
         control.note(Unwatched(node=f"gpu-{i}", stacks=f"{i} " + "s" * (MAX_TEXT - 10)))
     taken = client.memory_usage(keys.events, samples=0)
     assert taken is not None
     assert taken < 8 << 20
     kept = control.events()
-    assert len(kept) * MAX_TEXT > 3 << 20, "3 MiB at least are kept"
+    assert len(kept) * MAX_TEXT > 3 << 20, "at least 3 MiB are kept"
     assert kept[-1].node == "gpu-1499"
     assert replay(kept).complete is False
 
 
-def test_a_chronicle_keeps_as_much_as_redis_does() -> None:
-    """Whoever follows a run for days would else have every stack that was ever told of it."""
+def test_an_event_log_keeps_as_much_text_as_redis() -> None:
+    """Otherwise a reader that follows a run for days would hold every stack that was ever recorded."""
 
     class Long(RunControl):
         def __init__(self) -> None:
-            self.told, self.detail = 0, "s" * (event_log.KEPT_TEXT // 120)
+            self.sent, self.detail = 0, "s" * (event_log.KEPT_TEXT // 120)
 
         def events(self, *_: Any, **__: Any) -> list[Event]:
-            self.told += 100
-            these = range(self.told - 100, self.told)
-            return [Hung(id=f"{i}-0", time=i, epoch=1, size=1, node="a", stacks=self.detail) for i in these]
+            self.sent += 100
+            numbers = range(self.sent - 100, self.sent)
+            return [Hung(id=f"{i}-0", time=i, epoch=1, size=1, node="a", stacks=self.detail) for i in numbers]
 
     run = Long()
     kept = event_log.EventLog(run)
@@ -245,7 +245,7 @@ def test_a_chronicle_keeps_as_much_as_redis_does() -> None:
     assert [event.id for event in kept.events] == ["399-0"]
 
 
-def test_events_of_a_run_that_is_not_there_make_no_run(client: redis.Redis, keys: RunKeys, control: RunControl) -> None:
+def test_events_of_an_unknown_run_create_no_run(client: redis.Redis, keys: RunKeys, control: RunControl) -> None:
     for i in range(2 * FEW):
         control.note(Refused(node=f"gpu-{i}", reason="no room on its disk"))
     assert not client.exists(keys.run)
@@ -253,7 +253,7 @@ def test_events_of_a_run_that_is_not_there_make_no_run(client: redis.Redis, keys
     assert client.pttl(keys.events) > 0
 
 
-def test_a_drain_of_all_wakes_the_others_for_a_few_only(
+def test_draining_all_nodes_sends_only_a_few_wake_ups(
     client: redis.Redis, keys: RunKeys, crowd: Crowd, control: RunControl
 ) -> None:
     crowd.join()
@@ -261,7 +261,9 @@ def test_a_drain_of_all_wakes_the_others_for_a_few_only(
     wake: Any = client.xrange(keys.wake)
     woken = [fields[b"node"].decode() for _, fields in wake if fields[b"event"] == b"drain"]
     assert woken == crowd.names[:FEW]
-    assert all(node.draining == "SIGTERM" for node in control.state().nodes), "each hears of its own by its heartbeat"
+    assert all(node.draining == "SIGTERM" for node in control.state().nodes), (
+        "a heartbeat reports each node's own drain"
+    )
 
 
 def test_a_member_that_drains_with_many_spares_wakes_the_others(
@@ -269,18 +271,18 @@ def test_a_member_that_drains_with_many_spares_wakes_the_others(
 ) -> None:
     members = 3
     crowd.join(N, most=members)
-    for i in (*range(members, N), *range(members)):  # the events of all are told together
+    for i in (*range(members, N), *range(members)):  # the events of all are merged
         crowd.drain(i)
     wake: Any = client.xrange(keys.wake)
     woken = [fields[b"node"].decode() for _, fields in wake if fields[b"event"] == b"drain"]
-    assert woken == crowd.names[:1], "no spare has anybody saved, and in one second one member does for all"
+    assert woken == crowd.names[:1], "spares wake nobody, and members do once a second"
 
 
 @pytest.mark.parametrize("scene", ["three", "64", "crowded"])
-def test_made_up_runs_are_told_as_the_script_tells_them(
+def test_made_up_runs_are_merged_as_the_script_merges_them(
     client: redis.Redis, keys: RunKeys, control: RunControl, scene: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`scenes.py` makes up events for the tests of what reads them: here those are held against the Lua."""
+    """`scenes.py` makes up events for tests of their readers: here its merging is compared with the Lua's."""
     with monkeypatch.context() as patched:
         patched.setattr(Story, "events", Story.one_by_one)
         alone = SCENES[scene]()
@@ -299,15 +301,15 @@ def test_made_up_runs_are_told_as_the_script_tells_them(
     client.hset(keys.run, mapping={"ttl": 7_200_000, "protocol": PROTOCOL})
     for event in alone:
         ms = round(1000 * event.time)
-        untold = client.hget(keys.run, "flush_at")
-        if untold and int(untold) <= ms:
-            send(heartbeat, int(untold))
+        flush_at = client.hget(keys.run, "flush_at")
+        if flush_at and int(flush_at) <= ms:
+            send(heartbeat, int(flush_at))
         client.hset(keys.run, mapping={"epoch": event.epoch, "size": event.size})
         broken = ["breaks", "1"] if event.breaks else []
         send(note, ms, event.event, event.node, *broken, *event.pairs())
-    untold = client.hget(keys.run, "flush_at")
-    if untold:
-        send(heartbeat, int(untold))
-    expected, told = SCENES[scene](), control.events()
-    assert [replace(event, id="", time=0) for event in told] == [replace(event, id="", time=0) for event in expected]
-    assert any(event.nodes for event in told) == (scene != "three")
+    flush_at = client.hget(keys.run, "flush_at")
+    if flush_at:
+        send(heartbeat, int(flush_at))
+    expected, found = SCENES[scene](), control.events()
+    assert [replace(event, id="", time=0) for event in found] == [replace(event, id="", time=0) for event in expected]
+    assert any(event.nodes for event in found) == (scene != "three")

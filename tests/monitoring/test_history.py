@@ -47,7 +47,7 @@ SEQUENCES = int(os.environ.get("REDELASTIC_REPLAY_SEQUENCES", "120"))  # of rand
 
 
 class Walk:
-    """Nodes that do what they like, on the oracle; remembers when, and what is so after each request."""
+    """Random requests of nodes to the oracle; keeps the time and the state after each."""
 
     def __init__(self, seed: int, sizes: tuple[int, int]) -> None:
         self.random = random.Random(seed)
@@ -85,7 +85,7 @@ class Walk:
     def leave(self, pick: int) -> None:
         then = self.random.choice(("closes", "stops")) if self.random.random() < 0.06 else "goes on"
         self.send(oracle_state.Leave(self.names[pick], ("reason", "went"), then))  # type: ignore[arg-type]
-        self.names[pick] += "'"  # who has left comes back as somebody else
+        self.names[pick] += "'"  # a node that has left comes back under another name
 
     def close(self, _: int) -> None:
         self.send(oracle_state.Close("by hand", self.settings.ttl, 0))
@@ -94,26 +94,26 @@ class Walk:
         self.now += self.random.choice((1, 700, 2500, 9000))
 
 
-def told(seen: Sequence[tuple[int, oracle_state.State]]) -> list[Event]:
+def recorded(seen: Sequence[tuple[int, oracle_state.State]]) -> list[Event]:
     events: list[Event] = []
     for now, state in seen:
         for e in state.events[len(events) :]:
-            told = {"event": e.event, "epoch": str(e.epoch), "size": str(e.size), "node": e.node}
+            common = {"event": e.event, "epoch": str(e.epoch), "size": str(e.size), "node": e.node}
             fields = zip(e.fields[::2], e.fields[1::2], strict=True)
-            event = decode(f"{now}-{len(events)}", told | dict(fields))
+            event = decode(f"{now}-{len(events)}", common | dict(fields))
             assert set(e.fields[::2]) <= {field.name for field in dataclasses.fields(event)}, "each field is defined"
             events.append(event)
     return events
 
 
 def with_steps(events: Sequence[Event]) -> list[Event]:
-    """The same events if the workers made a step as soon as each round was complete."""
-    told: list[Event] = []
+    """The events of a run whose workers made a step as soon as each round was complete."""
+    extended: list[Event] = []
     for event in events:
-        told.append(event)
+        extended.append(event)
         if isinstance(event, Completed):
-            told.append(Progressed(id=event.id + "1", time=event.time, epoch=event.epoch, node=event.node, step=0))
-    return told
+            extended.append(Progressed(id=event.id + "1", time=event.time, epoch=event.epoch, node=event.node, step=0))
+    return extended
 
 
 def check_spans(history: History) -> None:
@@ -124,14 +124,14 @@ def check_spans(history: History) -> None:
 
 
 class TestAgainstTheOracle:
-    """`test_oracle.py` holds the oracle against the Lua."""
+    """`test_oracle.py` compares the oracle with the Lua."""
 
     @pytest.mark.parametrize("sizes", [(1, 3), (2, 4), (3, 8)], ids=str)
     def test_members_ranks_and_states_are_the_oracles(self, sizes: tuple[int, int]) -> None:
         rounds = 0
         for seed in range(SEQUENCES // 3):
             seen = Walk(seed, sizes).seen
-            events = told(seen)
+            events = recorded(seen)
             for now, state in seen:
                 if not state.events:
                     continue
@@ -141,7 +141,7 @@ class TestAgainstTheOracle:
                 broken = state.broken is not None
                 expected = dict.fromkeys(state.members, "regrouping" if broken else "training")
                 expected |= {n: "regrouping" if at < 0 else "waiting" for n, at in state.candidates.items()}
-                if state.closed is None:  # what breaks a round of a closed run, nobody regroups for
+                if state.closed is None:  # in a closed run nobody regroups for a broken round
                     assert present == expected, (seed, state)
                 else:
                     assert present.keys() == expected.keys(), (seed, state)
@@ -151,14 +151,14 @@ class TestAgainstTheOracle:
                     assert (last.epoch, last.size, last.members) == (state.epoch, state.size, state.ranks), seed
                     assert [*last.members] == sorted(state.ranks, key=lambda node: state.ranks[node])
                     rounds = max(rounds, state.epoch)
-        assert rounds > 5  # else nothing was looked at
+        assert rounds > 5  # else nothing was compared
 
     @pytest.mark.parametrize("sizes", [(1, 3), (3, 8)], ids=str)
-    def test_of_a_run_without_its_beginning_nothing_wrong_is_said(self, sizes: tuple[int, int]) -> None:
+    def test_a_stream_without_its_beginning_gives_no_wrong_ranks(self, sizes: tuple[int, int]) -> None:
         known = 0
         for seed in range(SEQUENCES // 3):
             seen = Walk(seed, sizes).seen
-            events, state = told(seen), seen[-1][1]
+            events, state = recorded(seen), seen[-1][1]
             for first in range(1, len(events), 3):
                 history = replay(events[first:])
                 check_spans(history)
@@ -168,7 +168,7 @@ class TestAgainstTheOracle:
                     last = history.rounds[-1]
                     assert (last.epoch, last.size) == (state.epoch, state.size)
                     assert len(last.members) <= last.size
-                    if sizes[1] == 8:  # no round was full, so no spare waited unknown
+                    if sizes[1] == 8:  # no round was full, so no unseen spare waited
                         wrong = {n: r for n, r in last.members.items() if r not in (None, state.ranks.get(n))}
                         assert not wrong, (seed, first)
                         assert last.members.keys() <= state.ranks.keys(), (seed, first)
@@ -235,7 +235,7 @@ class TestAgainstRealNodes:
 
 
 def spans(history: History, name: str) -> list[tuple[str, float, float, int, int | None]]:
-    """State, start and end after the beginning, epoch and rank."""
+    """State, start and end in seconds after START, epoch and rank."""
     return [
         (span.state, round(span.start - START, 3), round(span.end - START, 3), span.epoch, span.rank)
         for node in history.nodes
@@ -295,9 +295,9 @@ class TestReplay:
         assert first.broken_at == START + 40
         assert first.broken_by
         assert cause(first.broken_by) == f"{b} lost its lease after 6.5 s"
-        assert (second.broken_at, second.down) == (None, None)  # who leaves and closes by it breaks nothing
+        assert (second.broken_at, second.down) == (None, None)  # a node that closes the run as it leaves breaks nothing
 
-    def test_what_agents_tell_twice_counts_once(self) -> None:
+    def test_an_event_that_agents_report_twice_counts_once(self) -> None:
         events = three_nodes()
         hung = next(event for event in events if isinstance(event, Hung))
         at = events.index(hung)
@@ -306,7 +306,7 @@ class TestReplay:
         later = replace(hung, id=hung.id + "2", time=hung.time + 90)
         assert len(replay([*events[: at + 1], later, *events[at + 1 :]]).events) == len(events) + 1
 
-    def test_what_is_told_of_one_node_and_of_many_is_not_the_same(self) -> None:
+    def test_a_merged_event_is_no_repeat_of_a_nodes_own(self) -> None:
         alone = Saved(id="1-0", time=START, epoch=1, size=20, node="a-1-0", drains=("z",))
         together = replace(alone, id="2-0", time=START + 5, nodes=("a-1-0", "b-1-0"))
         assert replay([alone, together]).events == [alone, together]
@@ -314,7 +314,7 @@ class TestReplay:
         assert replay([alone, together, again]).events == [alone, together]
 
     @pytest.mark.parametrize("kind", [name for name, kind in KINDS.items() if kind in BY_SCRIPTS])
-    def test_what_scripts_tell_is_told_once_and_never_taken_for_a_repetition(self, kind: str) -> None:
+    def test_events_of_scripts_are_never_taken_for_repeats(self, kind: str) -> None:
         make: Any = KINDS[kind]
         first: Event = make(id="1-0", time=START, epoch=1, size=2, node="a-1-0")
         events = [first, replace(first, id="2-0", time=START + 5)]
@@ -324,7 +324,7 @@ class TestReplay:
         story = Story()
         a, b, c = (story.node(name) for name in "abc")
         story.join(0, [a, b, c])
-        story.complete(3, [b, c, a], "max_nodes")  # by label, not as they came
+        story.complete(3, [b, c, a], "max_nodes")  # by label, not by arrival
         assert replay(story.events()).rounds[0].members == {b: 0, c: 1, a: 2}
         story.tell(4, Started(node=c, rank=1))
         without_beginning = [event for event in story.events() if isinstance(event, Started)]
@@ -359,7 +359,7 @@ class TestReplay:
         for first in range(0, len(events), max(1, len(events) // 25)):
             check_spans(replay(events[first:]))
 
-    def test_whatever_somebody_wrote_there(self) -> None:
+    def test_hostile_values_in_the_stream_do_no_harm(self) -> None:
         rng = random.Random(0)
         values = [
             "",
@@ -383,19 +383,19 @@ class TestReplay:
             for ms in sorted(at):
                 kind = rng.choice([*KINDS, "x"])
                 own = KINDS[kind].__dataclass_fields__ if kind in KINDS else ("x",)
-                told = {name: rng.choice(values) for name in own}
-                told |= {
+                fields = {name: rng.choice(values) for name in own}
+                fields |= {
                     "event": kind,
                     "node": rng.choice(names),
                     "epoch": rng.choice(numbers),
                     "size": rng.choice(numbers),
                 }
-                events.append(decode(f"{ms}-0", told))
+                events.append(decode(f"{ms}-0", fields))
             check_spans(replay(events))
 
 
 def fault(what: Event, *, then: bool = True, since_ms: int = 5000) -> list[Event]:
-    """Of two nodes one, or its workers, fails after 50 s, 30 s after the first step; then steps are made again."""
+    """One of two nodes, or its workers, fails at 50 s, 30 s after the first step; then lost steps are redone."""
     story = Story()
     a, b = story.node("a"), story.node("b")
     story.join(0, [a, b])
@@ -412,7 +412,7 @@ def fault(what: Event, *, then: bool = True, since_ms: int = 5000) -> list[Event
 
 
 class TestEffectiveTrainingTime:
-    def test_it_is_the_share_of_the_nodes_time_in_which_they_trained(self) -> None:
+    def test_it_is_the_nodes_training_time_over_their_whole_time(self) -> None:
         story = Story()
         a, b = story.node("a"), story.node("b")
         story.join(0, [a, b])
@@ -445,7 +445,7 @@ class TestEffectiveTrainingTime:
         assert history.ettr == pytest.approx(20 / 50)
         assert history.seconds["starting"] == pytest.approx(20)
 
-    def test_of_a_script_that_reports_no_step_it_is_not_known(self) -> None:
+    def test_it_is_unknown_for_a_script_that_reports_no_steps(self) -> None:
         story = Story()
         a = story.node("a")
         story.join(0, [a])
@@ -456,7 +456,7 @@ class TestEffectiveTrainingTime:
         assert history.seconds["starting"] == pytest.approx(10)
         assert history.seconds["unknown"] == pytest.approx(30)
 
-    def test_steps_that_an_earlier_round_had_made_are_no_training(self) -> None:
+    def test_redone_steps_are_no_training(self) -> None:
         history = replay(fault(Failed(age_ms=0, idle_before_ms=0)), START + 100)
         assert [span[:3] for span in spans(history, "a")] == [
             ("waiting", 0, 10),
@@ -473,18 +473,18 @@ class TestEffectiveTrainingTime:
         "what",
         [
             Failed(age_ms=1000, idle_before_ms=9000, exit_code=1),  # an exit 9 s after the last step
-            Failed(age_ms=10_000, idle_before_ms=0, idle_ms=10_000),  # a hang, told as failure first
+            Failed(age_ms=10_000, idle_before_ms=0, idle_ms=10_000),  # a hang, reported as a failure first
             Hung(idle_ms=10_000),
             Lost(cause="lease", silent_ms=10_000),
         ],
         ids=lambda event: event.event,
     )
-    def test_it_is_put_back_to_the_last_step_before_a_fault(self, what: Event) -> None:
+    def test_training_ends_at_the_last_step_before_a_fault(self, what: Event) -> None:
         history = replay(fault(what, then=False), START + 51)
         trained = sum(span.end - span.start for span in history.nodes[0].spans if span.state == "training")
         assert trained == pytest.approx(20)
 
-    def test_it_is_put_back_to_what_the_next_round_knows_of_the_last_step(self) -> None:
+    def test_training_ends_at_the_last_step_that_the_next_round_reports(self) -> None:
         history = replay(fault(Lost(cause="lease", silent_ms=2000), since_ms=10_000), START + 100)
         assert [span[:3] for span in spans(history, "b")] == [
             ("waiting", 0, 10),
@@ -493,7 +493,7 @@ class TestEffectiveTrainingTime:
             ("regrouping", 45, 50),
         ]
 
-    def test_what_is_told_late_of_a_round_counts_for_no_other(self) -> None:
+    def test_a_late_report_of_a_step_counts_for_no_other_round(self) -> None:
         story = Story()
         a = story.node("a")
         story.join(0, [a])
@@ -503,20 +503,20 @@ class TestEffectiveTrainingTime:
         story.tell(31, Progressed(node=a, step=5, since_progress_ms=5000))
         assert replay(story.events(), START + 50).seconds["training"] == 0
 
-    def test_nothing_is_said_of_no_time(self) -> None:
+    def test_it_is_unknown_for_a_single_moment(self) -> None:
         assert replay(three_nodes()[:1]).ettr is None
 
     @pytest.mark.parametrize("scene", SCENES)
-    def test_it_is_a_share(self, scene: str) -> None:
+    def test_it_is_between_0_and_1(self, scene: str) -> None:
         history = replay(SCENES[scene]())
         assert history.ettr is None or 0 <= history.ettr <= 1
         assert history.ettr == by_definition(history)
 
     @pytest.mark.parametrize("sizes", [(1, 2), (1, 4), (3, 8)], ids=str)
-    def test_it_is_what_its_definition_says(self, sizes: tuple[int, int]) -> None:
+    def test_it_matches_its_definition(self, sizes: tuple[int, int]) -> None:
         spares = 0
         for seed in range(SEQUENCES // 3):
-            events = with_steps(told(Walk(seed, sizes).seen))
+            events = with_steps(recorded(Walk(seed, sizes).seen))
             for first, last in ((0, len(events)), (0, len(events) // 2), (len(events) // 3, len(events))):
                 whole = replay(events[first:last] or events, events[-1].time + 7)
                 for history in (whole, whole.since(whole.start + (whole.end - whole.start) / 3)):
@@ -526,7 +526,7 @@ class TestEffectiveTrainingTime:
 
 
 def by_definition(history: History) -> Any:
-    """The ratio as its description says it: every span of a node beside every round that stood."""
+    """The ratio computed from its definition: every span of every node against every round that stood."""
     stood = []
     for this, later in zip_longest(history.rounds, history.rounds[1:]):
         end = (later and later.completed_at) or history.end
@@ -540,12 +540,12 @@ def by_definition(history: History) -> Any:
     )
     counted = sum(span.end - span.start for span in spans if span.state != "unknown") - spare
     trained = sum(span.end - span.start for span in spans if span.state == "training")
-    is_known = counted > 1e-6 and history.reports_steps  # else nobody was there but spares, or there was no round
+    is_known = counted > 1e-6 and history.reports_steps  # else there were only spares, or no round
     return pytest.approx(trained / counted) if is_known else history.ettr
 
 
 class TestExtended:
-    """A history that goes on without a new event is what a replay until then gives."""
+    """Extending a history without a new event gives what a replay until then gives."""
 
     @pytest.mark.parametrize("scene", SCENES)
     def test_scenes(self, scene: str) -> None:
@@ -554,7 +554,7 @@ class TestExtended:
 
     @pytest.mark.parametrize("seed", range(20))
     def test_random_runs(self, seed: int) -> None:
-        events = with_steps(told(Walk(seed, (1, 4)).seen))
+        events = with_steps(recorded(Walk(seed, (1, 4)).seen))
         for length in range(1, len(events), 5):
             self.check(events[:length])
 

@@ -1,4 +1,4 @@
-"""The benchmarks work, and report lost ground; no test judges how fast anything is."""
+"""The benchmarks work and report regressions; no test judges a speed."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_each_answers_its_question(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_what_a_killed_benchmark_runs_ends_with_it(tmp_path: Path) -> None:
+def test_processes_of_a_killed_benchmark_end_with_it(tmp_path: Path) -> None:
     """Its nodes lead process groups of their own, so that no signal to its group reaches them."""
     program = "from benchmarks.harness import run_alone; import time; run_alone(time.sleep, (600,), 600)"
     environ = {**os.environ, "BENCHMARK": str(tmp_path)}
@@ -69,7 +69,7 @@ def test_what_a_killed_benchmark_runs_ends_with_it(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core: nothing to keep apart")
 def test_clients_started_while_servers_are_apart_have_all_cores() -> None:
-    """Else they would share one with the server for as long as the benchmark runs."""
+    """Otherwise they would share one core with the server for the whole benchmark."""
     ask = "from benchmarks.harness import run_alone; import os; print(run_alone(os.sched_getaffinity, (0,), 60))"
     program = f"from benchmarks.store_contenders import apart, serving\nwith serving() as s, apart(s): {ask}"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -77,7 +77,7 @@ def test_clients_started_while_servers_are_apart_have_all_cores() -> None:
 
 
 @pytest.mark.long
-def test_of_a_frozen_node_nothing_is_left() -> None:
+def test_nothing_is_left_of_a_frozen_node() -> None:
     job = Job(OURS, 2, {})
     job.start()
     frozen = psutil.Process(job.nodes[1].pid).children(recursive=True)
@@ -91,7 +91,7 @@ def test_of_a_frozen_node_nothing_is_left() -> None:
 def test_a_job_that_is_terminated_has_ended_before_another_starts() -> None:
     with recovery.Runner() as runner:
         found = runner.measure((recovery.Case("terminate", "another"), OURS))
-        assert found.done(), "its result comes once the job is closed, which waits for all nodes"
+        assert found.done(), "the result comes after the job is closed, which waits for all nodes"
     assert found.result().stepped, found.result().missing
 
 
@@ -115,10 +115,10 @@ def _lost(before: Table, now: Table) -> list[str]:
     return list(regressions("\n".join(markdown(before)), [now]))
 
 
-def test_lost_ground_is_told_from_a_slow_machine() -> None:
+def test_regressions_are_distinguished_from_a_slow_machine() -> None:
     before = _table(redelastic=1, theirs=10)
-    assert not _lost(before, _table(redelastic=3, theirs=30)), "all is slower: so is the machine"
-    assert not _lost(before, _table(redelastic=1.4, theirs=10)), "so much is noise"
+    assert not _lost(before, _table(redelastic=3, theirs=30)), "everything is slower: the machine is"
+    assert not _lost(before, _table(redelastic=1.4, theirs=10)), "that much is noise"
     assert not _lost(before, _table(redelastic=0.1, theirs=10))
     assert not _lost(before, replace(_table(redelastic=9, theirs=10), title="Another question?"))
     assert not _lost(before, replace(_table(redelastic=9, theirs=10), yardstick="a socket"))
@@ -129,7 +129,7 @@ def test_lost_ground_is_told_from_a_slow_machine() -> None:
     ]
 
 
-def test_what_the_host_took_is_told_from_what_was_not_wanted() -> None:
+def test_stolen_time_is_distinguished_from_idle_time() -> None:
     names = ("user", "nice", "system", "irq", "softirq", "steal", "idle", "iowait")
     before, after = (SimpleNamespace(**dict.fromkeys(names, 5.0)) for _ in range(2))
     assert stolen(before, after) == 0
@@ -138,7 +138,7 @@ def test_what_the_host_took_is_told_from_what_was_not_wanted() -> None:
     assert stolen(psutil.cpu_times(), psutil.cpu_times()) >= 0  # this machine counts all of them
 
 
-def test_of_rates_more_is_better() -> None:
+def test_higher_rates_are_better() -> None:
     before, less, more = (_table(redelastic=rate, theirs=10) for rate in (10, 5, 20))
     before.unit = less.unit = more.unit = "/s"
     assert _lost(before, less) == ["How long?, 2, theirs / redelastic: 1 x before, 2 x now"]
@@ -158,7 +158,7 @@ def test_a_table_survives_its_file_and_shows_ratios() -> None:
     ]
 
 
-def test_what_costs_less_than_heartbeats_vary_by_is_within_noise() -> None:
+def test_costs_below_the_heartbeats_spread_are_noise() -> None:
     heartbeats = [4e-5, 5e-5, 6e-5]  # seconds each, three times over
     assert beyond_heartbeats(0.13, 1000, heartbeats) == [pytest.approx(0.08)]
     assert beyond_heartbeats(0.065, 1000, heartbeats) == [], "15 ms, beside heartbeats of 40 to 60 ms"
@@ -167,7 +167,7 @@ def test_what_costs_less_than_heartbeats_vary_by_is_within_noise() -> None:
 
 
 @pytest.mark.parametrize("unknown", [{}, {"lose": 0.0}])
-def test_what_is_within_noise_sets_no_limit(unknown: dict[str, float]) -> None:
+def test_costs_within_noise_set_no_limit(unknown: dict[str, float]) -> None:
     costs = {"form": 1e-4, "beat": 1e-4, "complete": 0.0, "tell": 1e-5, "keys": 1e3, "connection": 1e3}
     table = limits(costs | unknown)
     bound = "a dead node is known everywhere within 100 ms of its lease (I7)"
@@ -190,7 +190,7 @@ def test_targets_are_summed_up() -> None:
     ]
 
 
-def test_a_share_of_a_target_is_not_told_of_noise() -> None:
+def test_noise_is_no_share_of_a_target() -> None:
     table = _table(redelastic=-0.1)
     table.targets["2"] = 0.1
     *_, row = summary([("t", table)])
@@ -219,6 +219,6 @@ def test_kept_results_replace_those_before(tmp_path: Path) -> None:
         assert "| 2 | 1 s | 2 s · 2 x | 500 ms |" in (tmp_path / "store.md").read_text()
 
 
-def test_the_readme_tells_what_the_kept_pages_say() -> None:
+def test_the_readme_agrees_with_the_kept_results() -> None:
     assert {path.stem for path in RESULTS.iterdir()} == {"targets", *BENCHMARKS}
     assert with_results(README.read_text(), RESULTS) == README.read_text()

@@ -30,12 +30,12 @@ BATCH: Final = 128
 DRAINED: Final = 75
 SETTINGS: Final = {"RUN": "digits", "STEPS": str(STEPS), "PACE": "0.3", "COMPOSE_PROFILES": ""}
 LIMIT: Final = 180.0  # for anything to happen, in seconds
-POLL: Final = 1.5  # a look is a process of docker for each container
+POLL: Final = 1.5  # each poll starts a docker process per container
 
 
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[DockerDaemon]:
-    """A daemon with the images that the Dockerfile and compose.yaml begin with, and the one that they make."""
+    """A daemon with the base images of the Dockerfile and compose.yaml, and the image that they build."""
     if why := docker_daemon.missing():
         pytest.skip(f"no containers: {why}")
     if not (ROOT / "redelastic").exists():
@@ -45,7 +45,7 @@ def daemon() -> Iterator[DockerDaemon]:
         started.import_image(
             named(r"FROM (\S+)", "Dockerfile"),
             docker_images.write_python,
-            "ENV RES_OPTIONS='timeout:1 attempts:1'",  # there is no DNS but Docker's: no answer is to be waited for
+            "ENV RES_OPTIONS='timeout:1 attempts:1'",  # only Docker's DNS answers: do not wait for others
         )
         redis = named(r"image: (redis:\S+)", "compose.yaml")
         started.import_image(redis, docker_images.write_redis, "WORKDIR /data", "VOLUME /data")
@@ -59,7 +59,7 @@ def daemon() -> Iterator[DockerDaemon]:
 
 @dataclass(frozen=True)
 class Line:
-    """What rank 0 of a round has printed, and its container."""
+    """A line that rank 0 of a round has printed, and its container."""
 
     container: str
     event: str
@@ -87,7 +87,7 @@ class ComposeJob:
         return self.daemon.docker("ps", "--all", "--quiet", label, *only).split()
 
     def lines(self) -> list[Line]:
-        """In the order of steps; of a step that was done twice the later round's is the last one."""
+        """In the order of rounds and steps."""
         found = []
         for container in self.containers("node"):
             for text in self.daemon.docker("logs", container).splitlines():
@@ -107,7 +107,7 @@ class ComposeJob:
             time.sleep(POLL)
 
     def wait_round(self, nodes: int, after: int = 0) -> Line:
-        """Wait until so many nodes have made a few steps in a later round; returns how its rank 0 began."""
+        """Wait until so many nodes have made a few steps in a later round; returns its rank 0's first line."""
 
         def begun() -> Line | None:
             lines = self.lines()
@@ -121,14 +121,14 @@ class ComposeJob:
         return max(line.step for line in self.lines() if line.epoch == epoch)
 
     def ask(self, command: str, *arguments: str) -> str:
-        """What a command of `redelastic` says of the run."""
+        """The output of a `redelastic` command about the run."""
         return self.compose("run", "--rm", "-T", "redelastic", command, "digits", *arguments)
 
     def finish(self) -> dict[str, int]:
         """Wait until all nodes have ended; returns their exit codes."""
         [done] = self.wait("the training is done", lambda: [line for line in self.lines() if line.event == "done"])
         assert done.fields["accuracy"] >= 0.95
-        assert (done.step, done.fields["samples"]) == (STEPS, STEPS * BATCH), "steps are lost, or counted twice"
+        assert (done.step, done.fields["samples"]) == (STEPS, STEPS * BATCH), "some steps were lost or counted twice"
         self.wait("all nodes have ended", lambda: not self.containers("node", "running"))
         codes = {
             node: int(self.daemon.docker("inspect", "--format={{.State.ExitCode}}", node))
@@ -153,7 +153,7 @@ def new_job(daemon: DockerDaemon) -> Iterator[Callable[..., ComposeJob]]:
 
 
 def bridges() -> list[str]:
-    """Docker's, on the host."""
+    """Docker's network bridges on the host."""
     return sorted(path.name for path in Path("/sys/class/net").iterdir() if path.name.startswith(("docker", "br-")))
 
 
@@ -174,7 +174,7 @@ def test_job_outlives_its_containers(new_job: Callable[..., ComposeJob]) -> None
     assert reached - SAVE_EVERY <= second.step <= reached, "it goes on from the last checkpoint"
     assert second.container != first.container
 
-    job.up(nodes=4)  # the dead one is started again, and one more
+    job.up(nodes=4)  # restarts the dead container, and adds one
     third = job.wait_round(nodes=4, after=second.epoch)
     assert third.step >= second.step
     stopped = next(node for node in job.containers("node") if node != third.container)
@@ -218,7 +218,7 @@ def test_job_outlives_the_master_of_a_sentinel_group(new_job: Callable[..., Comp
         return dict(zip(words[::2], words[1::2], strict=True))
 
     job.wait(
-        "the sentinels know all",
+        "the sentinels know all replicas and peers",
         lambda: (state()["num-slaves"], state()["num-other-sentinels"]) == ("2", "2"),
     )
     old = ask_sentinel("get-master-addr-by-name", "mymaster")

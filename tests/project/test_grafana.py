@@ -49,7 +49,7 @@ def test_the_walk_finds_every_metric() -> None:
 
 
 def metrics_of_training(url: str) -> str:
-    """What it serves, once it has seen itself train."""
+    """The node's metrics, once they count training time; else an empty string."""
     with urllib.request.urlopen(url, timeout=20) as answer:  # noqa: S310  # our own node's
         text: str = answer.read().decode()
     return text if re.search(r"^redelastic_training_seconds_total\{.*\} .*[1-9]", text, re.MULTILINE) else ""
@@ -61,7 +61,7 @@ def test_every_query_is_for_metrics_that_a_node_has(server: RedisServer, tmp_pat
         job.begin("a", options=(f"--health-port={free_ports[0]}",))
         job.wait_round("a")
         url = f"http://127.0.0.1:{free_ports[0]}/metrics"
-        text = job.wait("it has seen itself train", lambda: metrics_of_training(url))
+        text = job.wait("the metrics count training time", lambda: metrics_of_training(url))
         families = list(text_string_to_metric_families(text))
         samples = {sample.name: set(sample.labels) for family in families for sample in family.samples}
         counters = {f"{family.name}_total" for family in families if family.type == "counter"}
@@ -77,7 +77,7 @@ def test_every_query_is_for_metrics_that_a_node_has(server: RedisServer, tmp_pat
         assert job.wait_end("a") == 0
 
 
-def test_it_imports_into_any_grafana() -> None:
+def test_the_dashboard_imports_into_any_grafana() -> None:
     dashboard = json.loads((EXAMPLES / "grafana.json").read_text())
     assert {variable["name"] for variable in dashboard["templating"]["list"]} == {"datasource", "run", "node"}
     assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])

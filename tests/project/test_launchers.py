@@ -1,4 +1,4 @@
-"""The suite's own means of starting jobs quickly."""
+"""The process from which the suite forks launchers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from tests.support import launchers
 
 
-def test_no_import_of_a_test_keeps_launchers_from_being_forked() -> None:
+def test_imports_of_tests_do_not_prevent_forked_launchers() -> None:
     """All tests' modules are imported by now. One that sets a variable such as TORCH_… doubles the suite's time."""
     template = launchers.template()
     changed = launchers.read_at_the_start(os.environ).items() ^ template.variables.items()

@@ -23,7 +23,7 @@ else:
 
 ROOT: Final = Path(__file__).parents[2]
 
-# A job's script: the package it sees is the wheel's, and its process group came about by the wheel's plugin and Lua.
+# A job's script: it imports the wheel's package, and the wheel's plugin and Lua form its process group.
 WORKER: Final = """
 import redelastic, torch, torch.distributed as dist
 dist.init_process_group("gloo")
@@ -65,7 +65,7 @@ def test_the_wheel_is_the_package(wheel: zipfile.ZipFile) -> None:
     assert package >= {f"redelastic/{name}" for name in ("py.typed", "PROTOCOL.md", "FAULTS.md", "lua/join.lua")}
 
 
-def test_the_sdist_has_what_belongs_to_the_source_and_builds_the_same_wheel(built: Path, tmp_path: Path) -> None:
+def test_the_sdist_has_the_source_files_and_builds_the_same_wheel(built: Path, tmp_path: Path) -> None:
     (path,) = built.glob("*.tar.gz")
     subprocess.run(["tar", "-xzf", path, "-C", tmp_path], check=True)  # Python before 3.11.4 has no safe way of its own
     source = tmp_path / path.name.removesuffix(".tar.gz")
@@ -89,7 +89,7 @@ def test_the_wheel_alone_runs_a_job(
     launcher: list[str], wheel: zipfile.ZipFile, server: RedisServer, tmp_path: Path
 ) -> None:
     site, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
-    wheel.extractall(site)  # our own, and what an installer does with it
+    wheel.extractall(site)  # as an installer does
     elsewhere.mkdir()
     (elsewhere / "worker.py").write_text(WORKER)
     environment = {**os.environ, "PYTHONPATH": str(site), "REDELASTIC_REDIS_URL": server.url, "OMP_NUM_THREADS": "1"}
@@ -105,12 +105,12 @@ class TestImage:
     """What the Dockerfile installs."""
 
     def test_has_all_from_the_lock_file(self) -> None:
-        """All but torch: pip downloads nothing else, not even for the build of the wheel."""
+        """All but torch: pip downloads nothing else, not even to build the wheel."""
         installs = re.findall(r"pip install --no-cache-dir (.+)", (ROOT / "Dockerfile").read_text())
-        assert len(installs) == 3, "each one is named here"
+        assert len(installs) == 3, "each of them is checked here"
         assert re.search(r" torch==[0-9.]+$", installs[0])
         assert installs[1] == "--no-deps --require-hashes -r /src/image.lock"
-        assert installs[2] == "--no-deps --no-build-isolation /src && pip check", "and nothing is missing"
+        assert installs[2] == "--no-deps --no-build-isolation /src && pip check", "nothing is missing"
 
     def test_lock_file_has_hashes_and_fits_the_requirements(self) -> None:
         lock = (ROOT / "image.lock").read_text().replace("\\\n", "")

@@ -23,7 +23,7 @@ from tests.proofs import lossy_rendezvous, lossy_store
 
 @dataclass
 class Result:
-    """What was done and met."""
+    """What was done, and which faults were met."""
 
     operations: int = 0
     rendezvous: int = 0
@@ -36,7 +36,7 @@ class Result:
 
 
 def batch(kind: str, seed: int, number: int) -> Result:
-    logging.getLogger("redelastic").setLevel(logging.ERROR)  # that Redis is away, all the time
+    logging.getLogger("redelastic").setLevel(logging.ERROR)  # else each fault logs that Redis is away
     try:
         if kind == "operations":
             return Result(lossy_store.OPERATIONS, 0, lossy_store.run_batch(f"{seed}, {kind} {number}"))

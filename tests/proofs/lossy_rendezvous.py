@@ -1,7 +1,7 @@
-"""Rounds of a run over a network that loses things, held against the oracle.
+"""Rounds of a run over a network that loses things, compared with the oracle.
 
-All that reached Redis, copies and late requests too, is put through the oracle in the order in which Redis ran it: the
-run's record, its events included, has to be the oracle's.
+The oracle replays every request that reached Redis, copies and late ones too, in the order in which Redis ran them: the
+run's record, events included, has to be the oracle's.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ RATE: Final = 0.1  # of requests that meet a fault
 
 
 class Monitor:
-    """All that a server runs, in its order."""
+    """All commands that a server runs, in order."""
 
     def __init__(self, server: RedisServer) -> None:
         self._server = server
@@ -55,7 +55,7 @@ class Monitor:
             self._lines.append(line)
 
     def commands(self) -> Iterator[list[str]]:
-        """Words of each command so far, those that scripts gave included; ends the monitor."""
+        """Words of each command so far, including commands of scripts; ends the monitor."""
         with self._server.get_client() as client:
             client.echo(self._end)
         self._reader.join(PATIENCE)
@@ -67,7 +67,7 @@ class Monitor:
 
 
 def replayed(monitor: Monitor, keys: RunKeys) -> State:
-    """What the oracle makes of all requests that reached Redis; a script's clock is seen in what it writes."""
+    """The oracle's state after all requests that reached Redis; each script's clock is read from what it writes."""
     verbs: dict[str, type[Request]] = {
         scripts.JOIN.digest: Join,
         scripts.BEAT.digest: Beat,
@@ -87,7 +87,7 @@ def replayed(monitor: Monitor, keys: RunKeys) -> State:
 
 
 def parsed(kind: type[Request], args: list[str]) -> Request:
-    """A request as the oracle takes it; `test_oracle.Server.apply` is the way back."""
+    """A request in the oracle's types; `twin.Server.apply` does the reverse."""
     node, _status, *rest = args
     n, m = len(Settings._fields), len(Settings._fields) + len(Known._fields)
     settings = Settings(*map(int, rest[:n]))
@@ -105,7 +105,7 @@ def parsed(kind: type[Request], args: list[str]) -> Request:
 
 
 def run_batch(seed: str) -> Counter[str]:
-    """A batch of ROUNDS of one run; now and then a node leaves while the others regroup, and another one comes."""
+    """A batch of ROUNDS of one run; now and then a node leaves while the others regroup, and a new one joins."""
     random, keys = Random(seed), RunKeys("lossy")
     n = random.randint(2, 5)
     with ExitStack() as stack:
@@ -137,8 +137,8 @@ def run_batch(seed: str) -> Counter[str]:
             if before is not None:
                 refused(before)
             before = infos[0].store
-        told = all_at_once(*(node.shutdown for node in nodes))
-        assert all(told)
+        closed = all_at_once(*(node.shutdown for node in nodes))
+        assert all(closed)
 
         network.close()  # a late heartbeat would be in Redis, and not in the monitor's record
         state = replayed(monitor, keys)
@@ -161,7 +161,7 @@ def agreed(infos: list[RendezvousInfo], n: int, epoch: int) -> None:
 
 
 def exchange(info: RendezvousInfo) -> None:
-    """What members of a round do first: tell each other who they are."""
+    """What members of a round do first: each writes its rank and reads all others."""
     info.store.set(f"rank {info.rank}", f"{info.rank}")
     assert info.store.add("here", 1) <= info.world_size
     for rank in range(info.world_size):
@@ -169,7 +169,7 @@ def exchange(info: RendezvousInfo) -> None:
 
 
 def refused(store: RedisStore) -> None:
-    """I4: the round is over."""
+    """I4: the store of a round that is over takes no write."""
     try:
         store.set("rank 0", "late")
     except RoundBrokenError:

@@ -1,6 +1,6 @@
 """Four clients call one store over a network that loses things.
 
-What is theirs alone is compared with a dict, call by call; what they share, at the end.
+A client's own keys are compared with a dict, call by call; shared keys, at the end.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RATE: Final = 0.05  # of requests that meet a fault
 
 
 class Client:
-    """Calls a store at random, and compares every reply about what is its own with what a dict says."""
+    """Calls a store at random, and compares every reply about its own keys with a dict."""
 
     SHARED: Final = 3  # keys of each kind that all clients change
 
@@ -35,10 +35,10 @@ class Client:
         self.own_queue: deque[bytes] = deque()
         self.added: defaultdict[str, list[int]] = defaultdict(list)  # replies, by key
         self.appended: defaultdict[str, list[bytes]] = defaultdict(list)
-        self.swapped: list[tuple[bytes, bytes]] = []  # from what to what, one key
+        self.swapped: list[tuple[bytes, bytes]] = []  # (expected, desired), of one key
         self.pushed: defaultdict[str, list[bytes]] = defaultdict(list)
         self.popped: defaultdict[str, list[bytes]] = defaultdict(list)
-        self._seen = b""  # in that key
+        self._seen = b""  # the last value seen in that key
         self._calls = 0
 
     def run(self, calls: int) -> None:
@@ -52,10 +52,10 @@ class Client:
                 self._meet()
             self._calls += 1
             self._random.choice(verbs)()
-        self._store.check([])  # what it has not waited for is made
+        self._store.check([])  # completes unacknowledged writes
 
     def _meet(self) -> None:
-        """Wait for all, and for what another client writes at this point."""
+        """Meet all clients, then read what the next client writes here."""
         self._store.barrier(f"barrier met {self._calls}", CLIENTS)
         self._store.set(f"{self.me} met {self._calls}", b"here")
         assert self._store.get(f"{(self.me + 1) % CLIENTS} met {self._calls}") == b"here"
@@ -67,7 +67,7 @@ class Client:
         return self._random.randbytes(self._random.choice((0, 1, 8, 8, 8, 60, 60, 9_000, 40_000)))
 
     def _tag(self) -> bytes:
-        """A value that nobody ever writes again."""
+        """A value that is written only once."""
         return b"%d:%06d;" % (self.me, self._calls)
 
     def _set(self) -> None:
@@ -161,7 +161,7 @@ class Client:
 
 
 def run_batch(seed: str) -> Counter[str]:
-    """A batch of OPERATIONS; returns what the network did to it."""
+    """A batch of OPERATIONS; returns the faults that it met."""
     with ExitStack() as stack:
         network = LossyNetwork(stack, seed, RATE)
         clients = []
@@ -179,7 +179,7 @@ def run_batch(seed: str) -> Counter[str]:
 
 
 def compare(store: RedisStore, clients: list[Client]) -> None:
-    """All that is in Redis against what the clients know."""
+    """Compare everything in Redis with what the clients know."""
     left = {key: store.get(key) for key in store.list_keys()}
     met = [left.pop(key) for key in list(left) if " met " in key]
     meetings = -(-OPERATIONS // CLIENTS // 200)
@@ -193,8 +193,8 @@ def compare(store: RedisStore, clients: list[Client]) -> None:
     assert len(follows) == len(swaps), "one value was swapped for two others"
     while value in follows:
         value = follows.pop(value)
-    assert not follows, "swaps that nobody else saw"
-    assert left.pop("swap", b"") == value, "a swap that its client does not know of"
+    assert not follows, "swaps outside the chain of values"
+    assert left.pop("swap", b"") == value, "a swap that no client made"
     for key in map(str, range(Client.SHARED)):
         replies = sorted(number for client in clients for number in client.added[key])
         total = int(left.pop(f"sum {key}", b"0"))

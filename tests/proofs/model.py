@@ -1,9 +1,9 @@
-"""Every interleaving of a few nodes, on the oracle: I1 to I8 in each state, and from each state a way to a round.
+"""Every interleaving of a few nodes on the oracle: I1 to I8 hold in each state, and each state leads to a round.
 
-Breadth first over worlds: what Redis holds, and what each node knows by itself. Time is an event: a lease runs out, a
-deadline passes. A node does something only when the real one would: it asks again when an entry newer than the id in
-its reply wakes it or when the reply's `wait` has passed; it never polls. `settle` lets the nodes do just that, without
-further faults, until nothing moves: then the round has to be there (I6).
+The search is breadth first over worlds. A world is what Redis holds and what each node knows. Time is an event: a
+lease runs out, a deadline passes. A node acts only when a real one would: it asks again when an entry newer than the
+id in its reply wakes it, or when the reply's `wait` has passed; it never polls. `settle` lets the nodes act, without
+further faults, until none has a reason to: then the round has to be complete (I6).
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ class Node:
     held: int = 0  # last epoch that it got
     woken: bool = False
     has_deadline: bool = False  # the last reply had a `wait`
-    spare: bool = False  # the last reply said so
-    broken: bool = False  # it was told that its round is
-    heard: int = 0  # the last round of which it has read that it is broken, be it the node's own or not yet
-    closed: bool = False  # it was told that the run is
-    called: bool = False  # it has read of a roll call, and is to answer
-    knows: bool = False  # it has answered the last one, which it names from then on
+    spare: bool = False  # the last reply called it one
+    broken: bool = False  # it knows that its round is broken
+    heard: int = 0  # the last round that it has read is broken, even before it entered it
+    closed: bool = False  # it knows that the run is closed
+    called: bool = False  # it has read of a roll call and has to answer
+    knows: bool = False  # it has answered the last roll call, and its requests name it
 
     @property
     def alive(self) -> bool:
@@ -67,12 +67,12 @@ class Node:
 
 @dataclass
 class World:
-    """A state of the run, its nodes, and ghosts: what is true though nobody can see it."""
+    """A state of the run, its nodes, and ghost fields: facts that no node can see."""
 
     state: State
     nodes: tuple[Node, ...]
-    holders: frozenset[str] = frozenset()  # of the last round who neither rejoined nor left nor had a lease run out
-    dead: frozenset[str] = frozenset()  # who was dead when the last roll call was opened, and has held its lease since
+    holders: frozenset[str] = frozenset()  # members that neither rejoined nor left nor lost a lease
+    dead: frozenset[str] = frozenset()  # dead when the last roll call opened, with a lease since
     sent: frozenset[tuple[str, int]] = frozenset()  # joins that may arrive once more
     faults: int = 1  # still to come: lost replies, late copies, frozen nodes, a closing
     story: tuple[str, ...] = field(default=(), compare=False)
@@ -128,15 +128,15 @@ class Model:
         admission: tuple[int, int] = (0, 0),
     ) -> None:
         self.settings = settings
-        self.admission = admission  # how new nodes are let in: the time that others have to save, the age of a round
+        self.admission = admission  # how new nodes are let in: time to save, minimum age of the round
         self.failures = failures  # whether workers fail, and nodes drain
         self.roll_calls = roll_calls or failures
-        self.heartbeats = heartbeats  # whether what no wake-up told may be found out by a heartbeat
+        self.heartbeats = heartbeats  # whether a heartbeat may find what no wake-up announced
 
     # -- moves
 
     def request(self, world: World, request: Request, *, why: str) -> tuple[World, Reply]:
-        """Apply a request: with every check that one transition allows."""
+        """Apply a request, and check all that one transition must keep."""
         old, before = world.state, world.holders
         state, reply = apply(old, NOW, request)
         story = (
@@ -156,10 +156,10 @@ class Model:
         else:
             assert (state.epoch or 0) == (old.epoch or 0), ("I4", story)
             assert state.ranks == old.ranks, ("I2: the ranks of a round never change", story)
-        told = {entry.event for entry in state.wake}
+        kinds = {entry.event for entry in state.wake}
         dead = (world.dead & set(state.leases)) - {event.node for event in state.events if event.event == "lost"}
-        assert "answered" not in told or not dead, ("I7: the dead do not answer", story)
-        if "roll_call" in told:
+        assert "answered" not in kinds or not dead, ("I7: the dead do not answer", story)
+        if "roll_call" in kinds:
             dead = frozenset(n.name for n in world.nodes if n.phase == DEAD and n.name in state.leases)
         assert old.closed in (None, state.closed), ("I5", story)
         assert old.closed is None or state.epoch == old.epoch, ("I5", story)
@@ -168,16 +168,16 @@ class Model:
         again, second = apply(state, NOW, request)
         assert again == state, ("I8", story)
         assert isinstance(request, Beat | Leave | Admit) or second == reply, ("I8", story)
-        if reply != ("left",):  # see test_who_reaps_also_looks_whether_the_round_can_be in test_oracle_stories.py
+        if reply != ("left",):  # see `test_a_reap_checks_whether_the_round_can_complete` in test_oracle_stories.py
             check_state(state, self.settings, story)
         if isinstance(request, Beat):
-            assert all(at > NOW for at in state.leases.values()), ("I7: who does not renew is out", story)
+            assert all(at > NOW for at in state.leases.values()), ("I7: a node that does not renew is out", story)
         nodes = tuple(hear(node, state.wake) for node in world.nodes)
         for node in nodes:
             lost = set(before) & set(old.members) - set(state.members) - {node.name}
             if lost and node.phase == TRAINING and node.name in state.members and not state.closed:
                 assert node.broken, ("I7: every live member knows", story)
-        if "roll_call" in told:
+        if "roll_call" in kinds:
             state = replace(state, roll_called_at=NOW - 1)  # time passes: workers may fail after that
         state = replace(state, wake=(), events=())
         return replace(world, state=state, nodes=nodes, holders=holders, dead=dead, story=story), reply
@@ -241,7 +241,7 @@ class Model:
         return replace(world, state=state, holders=world.holders - {name}, story=story)
 
     def end_roll_call(self, world: World) -> World:
-        """Its time is up, or that of the last chance."""
+        """The roll call's time is up, or that of its last chance."""
         s = world.state
         silent = silent_in(s)
         state = replace(s, roll_until=NOW, leases=s.leases | dict.fromkeys(silent, NOW))
@@ -249,7 +249,7 @@ class Model:
         return replace(world, state=state, holders=holders, story=(*world.story, "the roll call's time is up"))
 
     def pass_deadline(self, world: World) -> World:
-        """Of a rendezvous, or of the next step of an admission."""
+        """Pass the deadline of the rendezvous, or of an admission's next step."""
         s = world.state
         due = {name: NOW for name in ("deadline", "admit_from", "admit_by") if getattr(s, name) is not None}
         return replace(world, state=replace(s, **due)) if due else world
@@ -309,11 +309,11 @@ class Model:
                 yield self.beat(world, node)
 
     def roll_calls_in(self, world: World) -> Iterator[World]:
-        """A node asks, one answers, or the time is up: which is a fault where a live node has not answered."""
+        """A node calls the roll, one answers, or the time is up: a fault if a live node has not answered."""
         s = world.state
         for node in world.nodes:
             if node.phase == TRAINING:
-                for ago in (0, 1):  # after one that is open was called for, and before
+                for ago in (0, 1):  # after the open roll call was opened, and before it
                     yield self.request(world, RollCall(node.name, node.held, ago, 500), why="calls the roll")[0]
             if node.alive and node.called:
                 yield self.beat(world, node)
@@ -327,14 +327,14 @@ class Model:
     def failures_of(self, world: World, node: Node) -> Iterator[World]:
         s = world.state
         if node.phase == TRAINING and s.failed.get(node.name) != node.held:
-            for ago, final in ((0, 0), (1, 0), (0, 1))[: 2 + bool(world.faults)]:  # a verdict may be the end of it all
+            for ago, final in ((0, 0), (1, 0), (0, 1))[: 2 + bool(world.faults)]:  # a verdict may stop the run
                 failure = Charge(node.name, node.name[0], node.held, ago, node.held // 2, 1, "failed", 1, 1, 2, final)
                 yield replace(self.request(world, failure, why="fails")[0], faults=world.faults - final)
         if node.name not in s.draining:
             yield self.request(world, Drain(node.name, "preempted", 1), why="drains")[0]
 
     def late_copy(self, world: World, name: str, after: int) -> World:
-        """I4: what a node does with an old epoch changes nothing; no more than a stranger's beat, which reaps too."""
+        """I4: a request with an old epoch changes no more than a stranger's beat, which reaps too."""
         old, join = world.state, Join(name, after, f"{name} 1", "", self.settings)
         world, reply = self.request(world, join, why=f"late copy, after {after}")
         control, s = apply(old, NOW, Beat("stranger", Settings(1, 1, lease=1)))[0], world.state
@@ -350,7 +350,7 @@ class Model:
     # -- I6
 
     def settle(self, world: World) -> World:
-        """No more faults: every node does what it has a reason to do, until none has one."""
+        """Without further faults, let the nodes act until none has a reason to."""
         for _ in range(60):
             following = self.one_more(world)
             if following is None:
@@ -359,7 +359,7 @@ class Model:
         raise AssertionError(("I6: it never ends", world.story))
 
     def one_more(self, world: World) -> World | None:
-        """What happens next: of all that may, the first that does."""
+        """The first of the possible next steps; None if there is none."""
         moves = (self.they_ask(world), self.a_lease_runs_out(world), self.time_passes(world))
         return next(itertools.chain(*moves), None)
 
@@ -373,7 +373,7 @@ class Model:
                 yield self.beat(world, node)
 
     def a_lease_runs_out(self, world: World) -> Iterator[World]:
-        """The others have waited for that, and beat then."""
+        """The other nodes beat when a lease or a roll call's time is up."""
         alive = [node for node in world.nodes if node.alive]
         if (until := world.state.roll_until) is not None:
             waited_for = {name for name in silent_in(world.state) if world.state.leases[name] > NOW}
@@ -385,16 +385,16 @@ class Model:
                     yield self.beat(self.expire(world, name), node)
 
     def time_passes(self, world: World) -> Iterator[World]:
-        """What is due at a time; and, in so far as that is allowed to help, what a heartbeat finds out."""
+        """Steps that are due at a time and, with `heartbeats`, what a heartbeat finds."""
         s, alive = world.state, [node for node in world.nodes if node.alive]
         for node in alive:
             if node.name not in s.leases:
-                yield self.beat(world, node)  # it learns that it was taken for dead
+                yield self.beat(world, node)  # it learns that it lost its lease
             if node.has_deadline and (s.deadline or s.admit_from):
                 yield self.ask(self.pass_deadline(world), node, "has waited")
         if s.broken is None and s.closed is None and s.candidates:
             yield from self.admissions_in(world)
-        for node in alive if self.heartbeats and (s.broken or not s.members) else ():  # else it finds out nothing
+        for node in alive if self.heartbeats and (s.broken or not s.members) else ():  # else it finds nothing
             later = self.beat(self.pass_deadline(world) if node.name in s.candidates else world, node)
             if (later.state, later.nodes) != (s, world.nodes):
                 yield later
@@ -445,17 +445,17 @@ class Model:
 
 
 def known_to(node: Node, s: State) -> Known:
-    """What it says of roll calls."""
+    """What the node's requests say of roll calls."""
     return Known(heard=(s.roll_called_at or 0) if node.knows else 0, incarnation=s.incarnation or "")
 
 
 def silent_in(s: State) -> set[str]:
-    """Who has not answered the roll call."""
+    """The nodes that have not answered the roll call."""
     return {node for node, at in s.leases.items() if s.roll_until is not None and at <= s.roll_until}
 
 
 def hear(node: Node, entries: tuple[Wake | SaveWake | DrainWake | RollCallWake, ...]) -> Node:
-    """What a node makes of new entries in the wake stream."""
+    """The node after it has read new entries of the wake stream."""
     for entry in entries:
         if entry.event == "broken" and node.alive:
             node = replace(node, heard=entry.epoch)

@@ -1,4 +1,4 @@
-"""What has to be true of a state of the model, and of each step to it."""
+"""What must hold in each state of the model, and for each step to it."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from tests.proofs.oracle_state import FORMER, Charge, Request, Settings, State
 
 
 def check_failures(s: State, old: State, request: Request, story: tuple[str, ...]) -> None:
-    """Failures are counted once a round, and a round that lost a member first of all counts none."""
+    """Failures are counted once a round, and not in a round that first lost a member."""
     assert set(s.draining) | set(s.failed) <= set(s.leases), ("what is known of a node goes with it", story)
     counted, before = s.restarts or 0, old.restarts or 0
     if isinstance(request, Charge):
         assert (s.members, s.candidates, s.epoch) == (old.members, old.candidates, old.epoch), (
-            "it moves nobody",
+            "a charge moves nobody",
             story,
         )
         assert before <= counted <= before + (old.charged != s.epoch and not old.member_lost), ("once a round", story)
         assert (s.closed == old.closed) or (s.stop and request.final and s.epoch in (s.charged, s.judged)), (
-            "why stop",
+            "stopped without a verdict",
             story,
         )
         return
@@ -24,8 +24,8 @@ def check_failures(s: State, old: State, request: Request, story: tuple[str, ...
     given_back = 0
     if gone and old.charged == old.epoch and not old.member_lost and s.closed is None:
         given_back = int(old.failed.get(gone[0].node) != old.epoch)
-    assert counted == before - given_back, ("who failed because of a lost member is charged nothing", story)
-    assert sum(s.failures.values()) == sum(old.failures.values()) - given_back, ("nor is its host", story)
+    assert counted == before - given_back, ("a failure because of a lost member is not charged", story)
+    assert sum(s.failures.values()) == sum(old.failures.values()) - given_back, ("nor counted against its host", story)
 
 
 def check_round(state: State, old: State, request: Request, settings: Settings, story: tuple[str, ...]) -> None:
@@ -43,7 +43,7 @@ def check_state(s: State, settings: Settings, story: tuple[str, ...]) -> None:
     assert set(s.leases) == s.members | set(s.candidates), ("a lease for each", story)
     assert not s.members & set(s.candidates), ("I1", story)
     assert s.members <= set(s.ranks), ("I2", story)
-    assert not s.left & set(s.leases), ("I8: who has left is out", story)
+    assert not s.left & set(s.leases), ("I8: a node that has left is out", story)
     may = s.closed is None and not s.members and len(s.candidates) >= settings.min and s.roll_until is None
     assert may == (s.deadline is not None), ("I6: it is complete, or the deadline is set", story)
     assert not may or len(s.candidates) < settings.max, ("I6: at once when max_nodes have joined", story)

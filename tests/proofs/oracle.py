@@ -1,8 +1,8 @@
 """The protocol as pure functions: what the verbs in `redelastic/lua` do.
 
 A verb takes a state, the server's clock in milliseconds and its arguments, and returns the next state and the reply. It
-never changes the state that it is given. Nothing here is fast or clever, on purpose: `test_oracle.py` holds the Lua
-against it, `test_model.py` explores it. I1 to I9 are the guarantees of PROTOCOL.md.
+never changes the state that it is given. Nothing here is fast or clever, on purpose: `test_oracle.py` compares the
+Lua with it, `test_model.py` explores it. I1 to I9 are the guarantees of PROTOCOL.md.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def join(state: State, now: int, request: Join) -> tuple[State, Reply]:
         try_complete(s, now)
         return s, ("left",)  # I4: it held a round and has lost its lease
     if not s.leases or s.settings is None:
-        set_up(s, now, node, request.settings)  # nobody is there: this is the first node
+        set_up(s, now, node, request.settings)  # the run has no node: this is the first one
     elif (request.settings.min, request.settings.max) != (s.settings.min, s.settings.max):
         try_complete(s, now)
         return s, ("mismatch", s.settings.min, s.settings.max, s.settings.lease, s.settings.interval)
@@ -132,7 +132,7 @@ def _enter(s: State, node: str, request: Join) -> None:
 
 
 def beat(state: State, now: int, request: Beat) -> tuple[State, Reply]:
-    """Renew the node's lease, and tell it how its run stands."""
+    """Renew the node's lease, and report how its run stands."""
     s, node = state.copy(), request.node
     restore(s, now, node, request.settings, request.known)
     if s.epoch is None:  # I9: the data are gone, and this node knows of no round: it is not judged
@@ -154,7 +154,7 @@ def leave(state: State, now: int, request: Leave) -> tuple[State, Reply]:
     """Take a node out of the run for good; a member that has finished closes the run, or stops it."""
     s, node = state.copy(), request.node
     restore(s, now, node, request.settings, request.known)
-    if s.ttl is None:  # nothing of this run is there, yet: a late join may come
+    if s.ttl is None:  # the run does not exist yet: a late join may come
         s.left.add(node)
         return s, ()
     if node in s.left:
@@ -247,10 +247,10 @@ def readmit(state: State, now: int, request: Readmit) -> tuple[State, Reply]:  #
 
 
 def roll_call(state: State, now: int, request: RollCall) -> tuple[State, Reply]:
-    """Ask who is there: whoever stays silent is out after `timeout` instead of a lease."""
+    """Open a roll call: a node that stays silent is out after `timeout` instead of a lease."""
     s, node, failed_at = state.copy(), request.node, now - request.ago
     if s.ttl is None:
-        return s, ()  # nothing of this run is there
+        return s, ()  # the run does not exist
     was_away = reap(s, now, steady=1)
     refused = was_away or request.epoch != s.epoch or s.closed is not None or s.restoring is not None
     refused = refused or node not in s.members
@@ -270,7 +270,7 @@ def _count(s: State, failed_at: int, request: Charge) -> None:
         s.restarts = (s.restarts or 0) + 1
         s.charged = request.epoch
         _blame(s, request.host, failed_at)
-    elif s.failed_at is not None and failed_at < s.failed_at:  # it failed first, though it says so later
+    elif s.failed_at is not None and failed_at < s.failed_at:  # it failed first, though it reports later
         unblame(s)
         _blame(s, request.host, failed_at)
 
@@ -292,13 +292,13 @@ def _verdict(s: State, request: Charge) -> tuple[str | int, ...]:
     if s.judged == s.epoch and (s.idle or 0) >= max(1, request.patience) and request.patience >= 0:
         last_step = s.progress - 1 if s.progress else ""
         return ("cause", "progress", "restarts", s.idle or 0, "last_step", last_step, *failure)
-    if s.charged == s.epoch and 0 <= request.budget < (s.restarts or 0):  # also when who was charged is lost by now
+    if s.charged == s.epoch and 0 <= request.budget < (s.restarts or 0):  # also when the charged node is lost by now
         return ("cause", "restarts", "restarts", request.budget, *failure)
     return ()
 
 
 def _stays(s: State, host: str, n: int, request: Charge) -> bool:
-    """Whether a row outlives the rounds before: the last one added to it, or the host is barred."""
+    """Whether a host's failures in a row still count: the last round added one, or the host is barred."""
     return (s.charged == request.epoch - 1 and host == s.blamed) or 0 <= request.limit <= n
 
 

@@ -1,4 +1,4 @@
-"""What Redis holds of a run, and what is asked of it: the state and the requests of the oracle."""
+"""What Redis holds of a run, and the requests to it: the state and the requests of the oracle."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Reply = tuple[str | int, ...]
 
 
 class Settings(NamedTuple):
-    """Of a run, as its first node brought them; all times in milliseconds."""
+    """A run's settings, given by its first node; all times in milliseconds."""
 
     min: int
     max: int
@@ -31,7 +31,7 @@ class Wake(NamedTuple):
     epoch: int
     waiting: int
     lost: int  # whether a member of the round was lost
-    cause: str = ""  # what it tells of, as :func:`cause` words it
+    cause: str = ""  # why, in the form of :func:`cause`
 
 
 class SaveWake(NamedTuple):
@@ -45,7 +45,7 @@ class SaveWake(NamedTuple):
 
 
 class DrainWake(NamedTuple):
-    """The entry of the wake stream that tells of a drain."""
+    """The entry of the wake stream that announces a drain."""
 
     event: str
     epoch: int
@@ -69,11 +69,11 @@ class Event(NamedTuple):
     epoch: int
     size: int
     node: str
-    fields: tuple[str, ...] = ()  # of its kind: names and values in turn
+    fields: tuple[str, ...] = ()  # its kind's own: names and values in turn
 
 
 def cause(event: str, node: str, fields: tuple[str, ...] = ()) -> str:
-    """What a run's record says of why a round is broken or the run closed."""
+    """Why a round is broken or the run closed, as the run's record has it."""
     return json.dumps([event, node, *fields], separators=(",", ":"))
 
 
@@ -81,7 +81,7 @@ T = TypeVar("T")
 
 
 def replace(old: T, **changes: Any) -> T:
-    """As that of dataclasses, which takes several times as long: half of the time of the tests that use it."""
+    """Like dataclasses.replace, which is several times slower: it would take half of the tests' time."""
     assert changes.keys() <= vars(old).keys()
     new = object.__new__(type(old))
     vars(new).update(vars(old), **changes)
@@ -93,7 +93,7 @@ class State:
     """All that Redis holds of a run."""
 
     settings: Settings | None = None
-    ttl: int | None = None  # also known of a run that was closed before anybody joined
+    ttl: int | None = None  # also set in a run that was closed before anybody joined
     protocol: int | None = None
     incarnation: str | None = None  # the node that created the run
     created_at: int | None = None
@@ -105,18 +105,18 @@ class State:
     closed: str | None = None
     stop: int | None = None  # whether the workers have to end too
     broken: str | None = None
-    member_lost: str | None = None  # by which event the first member went
+    member_lost: str | None = None  # the event by which the first member went
     deadline: int | None = None
     admit_from: int | None = None  # from when new nodes may be let in,
     admit_by: int | None = None  # until when at the latest,
     save: int | None = None  # and the place of the wake-up by which the members' workers were asked to save for them
     beat_at: int | None = None
-    restoring: int | None = None  # until when members may say that they belong to a round that was forgotten
+    restoring: int | None = None  # until when members may put back a forgotten round
     arrivals: int = 0
     ranks: dict[str, int] = field(default_factory=dict)  # of the last round, as it was completed
-    members: set[str] = field(default_factory=set)  # those of `ranks` that still hold the round
-    candidates: dict[str, int] = field(default_factory=dict)  # place of everybody who waits for the next round
-    leases: dict[str, int] = field(default_factory=dict)  # when they run out, of all members and candidates
+    members: set[str] = field(default_factory=set)  # nodes of `ranks` that still hold the round
+    candidates: dict[str, int] = field(default_factory=dict)  # node that waits for the next round -> its place
+    leases: dict[str, int] = field(default_factory=dict)  # member or candidate -> when its lease runs out
     endpoints: dict[str, str] = field(default_factory=dict)
     labels: dict[str, str] = field(default_factory=dict)
     left: set[str] = field(default_factory=set)  # nodes that have gone for good
@@ -125,9 +125,9 @@ class State:
     failed: dict[str, int] = field(default_factory=dict)  # node -> the last round in which its workers failed
     charged: int | None = None  # the last round whose failure counts
     restarts: int | None = None  # of the whole job
-    idle: int | None = None  # how many of the last ones brought no progress
+    idle: int | None = None  # how many of the last restarts brought no progress
     judged: int | None = None  # the last round that counted for or against that,
-    told: int | None = None  # and the last one whose workers had told a step when one failed
+    told: int | None = None  # and the last one whose workers had reported a step when one failed
     progress: int | None = None  # the highest step that was ever reported, + 1
     failed_at: int | None = None  # when the first worker failed in the round `charged`,
     blamed: str | None = None  # and on which host
@@ -136,10 +136,10 @@ class State:
     roll_called_at: int | None = None  # when the roll call was opened that is open now,
     roll_called_by: str | None = None  # by whom,
     roll_timeout: int | None = None  # how long nodes had to answer,
-    roll_until: int | None = None  # and until when those who are silent may
-    roll_last_chance: int | None = None  # 1: that was put off once
-    roll_again: str | None = None  # on whose node workers have failed since it was opened
-    roll_answered: int | None = None  # when the last one of this round was opened that everybody answered
+    roll_until: int | None = None  # and until when silent nodes may
+    roll_last_chance: int | None = None  # 1: the end was put off once
+    roll_again: str | None = None  # a node whose workers have failed since it was opened
+    roll_answered: int | None = None  # when this round's last fully answered roll call was opened
     wake: tuple[Wake | SaveWake | DrainWake | RollCallWake, ...] = ()
     events: tuple[Event, ...] = ()
 
@@ -160,7 +160,7 @@ class State:
 
     @property
     def full(self) -> bool:
-        """Whether the last round has max_nodes, all of them still there: who waits then is a spare."""
+        """Whether the last round has max_nodes, all of them still there: a node that waits then is a spare."""
         return self.settings is not None and self.size == self.settings.max == len(self.members)
 
 
@@ -242,12 +242,12 @@ class Charge(NamedTuple):
     epoch: int
     ago: int
     step: int
-    news: int  # 2: workers told something that is progress, 1: a step, 0: nothing, -1: nor ever before
+    news: int  # 2: workers reported progress, 1: a step, 0: nothing, -1: nothing ever
     reason: str
     budget: int  # restarts of the whole job
-    patience: int  # of those in a row, how many may bring no progress
+    patience: int  # how many restarts in a row may bring no progress
     limit: int  # rounds in a row in which one host may fail first
-    final: int  # 1: a loss would be known by now, so the run is stopped if nothing is left
+    final: int  # 1: a loss would be known by now, so the run stops if no restart is left
 
 
 class Readmit(NamedTuple):
@@ -256,7 +256,7 @@ class Readmit(NamedTuple):
 
 
 class RollCall(NamedTuple):
-    """Workers of the node failed `ago` ms ago: who is there?"""
+    """A call for all to answer: workers of the node failed `ago` ms ago."""
 
     node: str
     epoch: int

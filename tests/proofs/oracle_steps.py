@@ -70,7 +70,7 @@ def take_over(s: State, now: int, node: str, settings: Settings, known: Known) -
 
 
 def is_same_run(s: State, known: Known) -> bool:
-    """Whether the node was in this run, or no round of it is there."""
+    """Whether the node was in this run, or the run has had no round."""
     return not s.epoch or s.incarnation == known.incarnation
 
 
@@ -149,7 +149,7 @@ def let_in(s: State, *, saved: int) -> None:
 
 
 def record_break(s: State, event: str, node: str, *fields: str | int, innocent: bool = False) -> None:
-    """Record it, and tell the members to regroup: once per round, again when the first is gone and when one is lost."""
+    """Record it, and wake the members to regroup: once per round, again when the first is gone and when one is lost."""
     record(s, event, node, *(() if s.broken else ("breaks", 1)), *fields)
     break_round(s, event, node, *fields, innocent=innocent)
 
@@ -159,7 +159,9 @@ def break_round(s: State, event: str, node: str, *fields: str | int, innocent: b
     first_lost = event not in {"joined", "regrouped"} and s.member_lost is None
     if first_lost:
         s.member_lost = event
-        if innocent and s.charged == s.epoch and s.closed is None:  # its peers failed because of it: they get it back
+        if (
+            innocent and s.charged == s.epoch and s.closed is None
+        ):  # its peers failed because of it: give the restart back
             assert s.restarts is not None
             unblame(s)
             s.charged, s.restarts = None, s.restarts - 1
@@ -179,7 +181,7 @@ def has_failed(s: State, node: str) -> bool:
 
 
 def remove(s: State, node: str) -> None:
-    """Take a node out of everything."""
+    """Remove a node from the run's record."""
     s.members.discard(node)
     for mapping in (s.leases, s.endpoints, s.labels, s.candidates, s.draining, s.failed):
         mapping.pop(node, None)
@@ -203,7 +205,7 @@ def open_roll_call(s: State, now: int, node: str, timeout: int) -> None:
 
 
 def renew(s: State, now: int, node: str, settings: Settings, known: Known) -> None:
-    """Renew a lease, during a roll call only if the node knows of it. I9: of nodes that differ the slowest counts."""
+    """Renew a lease, during a roll call only if the node knows of it. I9: of nodes' settings the slowest count."""
     of_run = settings_of(s)
     slowest = {name: max(getattr(of_run, name), getattr(settings, name)) for name in ("lease", "interval")}
     s.settings = of_run._replace(**slowest)
@@ -226,7 +228,7 @@ def end_roll_call(s: State) -> None:
 
 
 def judge_roll_call(s: State, now: int, *, steady: int) -> None:
-    """I9: nobody is out for the server's being frozen or away: hence a last chance, and who was away judges nobody."""
+    """I9: no node is out for the server's freeze or absence: hence a last chance. A node that was away judges none."""
     if s.roll_until is None or s.roll_timeout is None or now < s.roll_until:
         return
     silent = [node for node, at in s.leases.items() if at <= s.roll_until]
@@ -261,9 +263,9 @@ def roll_call_is_over(s: State, now: int) -> bool:
 
 
 def reap(s: State, now: int, *, steady: int) -> bool:
-    """I7: who has not renewed is out. I9: unless nobody could, because the server was away or its clock went back.
+    """I7: nodes that have not renewed are out. I9: unless none could, as the server was away or its clock went back.
 
-    Returns whether it was.
+    Returns whether none could.
     """
     silence = 0 if s.beat_at is None else now - s.beat_at
     s.beat_at = now
@@ -287,24 +289,24 @@ def reap(s: State, now: int, *, steady: int) -> bool:
     if s.restoring is not None and now >= s.restoring:
         s.restoring = None
         missing = size_of(s) - len(s.ranks)
-        if s.closed is None:  # else those that are there may finish
+        if s.closed is None:  # else the members that are left may finish
             record_break(s, "missing", "", "missing", missing, innocent=True)
     if s.settings and len(s.candidates) < s.settings.min:
-        s.deadline = None  # whoever comes next begins a new last call
+        s.deadline = None  # the next node begins a new last call
     return False
 
 
 def try_complete(s: State, now: int) -> None:
-    """I6: complete the rendezvous if it can be, else set the deadline at which it can."""
+    """I6: complete the rendezvous if possible, else set the deadline at which it will be."""
     if not roll_call_is_over(s, now):
         return
     if s.closed is not None or s.settings is None or len(s.candidates) < s.settings.min:  # I5, I3
         s.deadline = None
         return
     if s.members or s.restoring is not None:
-        return  # I1: one of them may still be training
+        return  # I1: a member may still be training
     n = len(s.candidates)
-    continues = min(s.candidates.values()) < 0  # who is left of the last round is here, so everybody alive is
+    continues = min(s.candidates.values()) < 0  # the rest of the last round has joined, so every live node has
     if n >= s.settings.max:
         complete(s, now, "max_nodes")
     elif continues and (n >= size_of(s) or s.settings.replacement == 0):
@@ -313,7 +315,7 @@ def try_complete(s: State, now: int) -> None:
         if s.deadline is None:
             s.deadline = now + (s.settings.replacement if continues else s.settings.last_call)
             if s.size is not None:
-                wake(s, "deadline")  # for those who asked before
+                wake(s, "deadline")  # for nodes that asked before
         if now >= s.deadline:
             complete(s, now, "replacement" if continues else "last_call")
 

@@ -1,24 +1,24 @@
-"""Golden transcripts: stories as text, told by the oracle and by the Lua alike.
+"""Golden transcripts: stories as text, replayed on the oracle and on the Lua.
 
-The stories are in `transcripts/NAME.txt`, each below its title (`== title`). `python -m tests.proofs.stories` writes
-the replies anew, as the oracle gives them, lists the files that differ and exits with 1 if there are any: read the
-diff before you commit it. Of a new story write only the commands; it adds the rest.
+The stories are in `transcripts/NAME.txt`, each below its title (`== title`). `python -m tests.proofs.stories` rewrites
+the replies from the oracle, lists the files that differ and exits with 1 if there are any: read the diff before you
+commit it. Of a new story write only the commands; it adds the rest.
 
-A line is a time in ms, who does what, and the reply, in which `-` is nothing. Below it: `|` what wakes those who are
-blocked, and `*` what is on record for people, but for those who joined and rounds that were completed. The test reads
-the commands from the text and writes it anew from the replies.
+A line is a time in ms, a node and its request, and the reply, in which `-` is nothing. Below it, `|` is an entry of the
+wake stream, and `*` an event other than a join or a completed round. The test reads the commands from the text, and
+compares the text with one made from the replies.
 
 `x1 fails 20 ago in 3 at 7 of 2/1/3, finally` is a charge: a worker of the node x1, on the host x, failed 20 ms ago in
-round 3, when it had done step 7; the job may make 2 restarts, of those 1 in a row without progress, and a host may be
-the first to fail in 3 rounds in a row. `, silent` after the step: its workers have never told any; `, saved`: they have
-saved. `finally`: a loss of a member would be known by now.
+round 3, when it had done step 7; the job may make 2 restarts, 1 of them in a row without progress, and a host may be
+the first to fail in 3 rounds in a row. `, silent` after the step: its workers have never reported one; `, saved`: they
+have saved. `finally`: a loss of a member would be known by now.
 
 `a joins of 1:2 for 3000 at 10000` is a join of a node that waits until the round is 10 s old, and until its workers
 have saved, for which they have 3 s. `a lets in in 1`: they have saved.
 
 `a calls 20 ago in 1` is a roll call: workers of the node a failed 20 ms ago in round 1. A node that `answers` beats and
-has heard of it; one that `is back` beats and has just found Redis again. `, heard` and `, back` say the same of a
-join or a leave.
+has read of the roll call; one that `is back` beats and has just found Redis again. `, heard` and `, back` mean the same
+for a join or a leave.
 """
 
 from __future__ import annotations
@@ -113,9 +113,9 @@ LEAVES: Final[dict[str, Callable[[str], Leave]]] = {
 }
 
 
-def tell(story: str, server: Server | None = None) -> str:
-    """The story as it goes: on the server if there is one, else on the oracle."""
-    state, told = State(), {"wake": 0, "events": 0}
+def play(story: str, server: Server | None = None) -> str:
+    """The story with its replies, from the server if one is given, else from the oracle."""
+    state, shown = State(), {"wake": 0, "events": 0}
     lines: list[str] = []
     commands = [line.partition(" -> ")[0].rstrip() for line in story.splitlines() if line[8:9] not in "|*"]
     width = max(38, *map(len, commands))
@@ -129,17 +129,17 @@ def tell(story: str, server: Server | None = None) -> str:
         reply_text = ", ".join(str(part) if part != "" else "-" for part in reply)
         lines.append(f"{command:<{width}} -> {reply_text or 'nothing'}")
         whole = server.stored() if server else stored(state)
-        lines += [f"{'':8}| {wake_text(entry)}" for entry in whole["wake"][told["wake"] :]]
+        lines += [f"{'':8}| {wake_text(entry)}" for entry in whole["wake"][shown["wake"] :]]
         recorded = [
-            e for e in whole["events"][told["events"] :] if e["event"] not in {"joined", "regrouped", "completed"}
+            e for e in whole["events"][shown["events"] :] if e["event"] not in {"joined", "regrouped", "completed"}
         ]
         lines += [f"{'':8}* {event_text(entry)}" for entry in recorded]
-        told = {stream: len(whole[stream]) for stream in told}
+        shown = {stream: len(whole[stream]) for stream in shown}
     return "\n".join(lines) + "\n"
 
 
 def of_run(state: State, now: int, request: Request) -> tuple[int, Request]:
-    """The request of a node that has heard which run it is in, and for which save its workers were asked."""
+    """The request of a node that knows its run's incarnation and its workers' last requested save."""
     if isinstance(request, Join | Beat | Leave):
         request = request._replace(known=request.known._replace(incarnation=state.incarnation or ""))
     if isinstance(request, Admit):
@@ -152,11 +152,11 @@ def wake_text(entry: dict[str, str]) -> str:
         return " ".join("{event} {epoch}: {node} {reason} ({timeout} ms)".format_map(entry).split())
     if entry["event"] in {"roll_call", "answered"}:
         return "{event} {epoch}".format_map(entry)
-    told = "{event} {epoch} ({waiting} waiting)".format_map(entry)
+    opening = "{event} {epoch} ({waiting} waiting)".format_map(entry)
     if "cause" not in entry:
-        return told
+        return opening
     event, node, *fields = json.loads(entry["cause"])
-    return f"{told}: {words(event, node, dict(zip(fields[::2], fields[1::2], strict=True)))}"
+    return f"{opening}: {words(event, node, dict(zip(fields[::2], fields[1::2], strict=True)))}"
 
 
 def event_text(entry: dict[str, str]) -> str:
@@ -169,13 +169,13 @@ def words(event: str, node: str, fields: dict[str, str]) -> str:
 
 
 def main() -> int:
-    """Write the transcripts anew, as the oracle tells their stories; 1 if any differs."""
+    """Rewrite the transcripts from the oracle; returns 1 if any differed."""
     status = 0
     for path in sorted(TRANSCRIPTS.glob("*.txt")):
         before = path.read_text()
         opening = before.partition("\n== ")[0]
         stories = read_stories(path.stem).items()
-        after = "".join([opening, *(f"\n== {title}\n{tell(story)}" for title, story in stories)])
+        after = "".join([opening, *(f"\n== {title}\n{play(story)}" for title, story in stories)])
         if after != before:
             path.write_text(after)
             sys.stdout.write(f"{path}: rewritten\n")

@@ -1,7 +1,7 @@
-"""Anything at all in Redis, options and environment: every decoder takes it, or says so in our own words.
+"""Arbitrary values in Redis, options and environment: decoders accept them or raise redelastic's own errors.
 
 `REDELASTIC_FUZZ=1000000 pytest tests/proofs/test_fuzz*.py` makes that many inputs in all,
-`REDELASTIC_FUZZ_SEED=…` different ones. A failing input is named by the call that makes and tries it again.
+`REDELASTIC_FUZZ_SEED=…` makes different ones. A failure names the call that makes and tries its input again.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def fuzz_key_parts(dice: Dice) -> None:
 
 
 def without_secrets(error: BaseException) -> None:
-    """As long as the canary is whole in the input, it is in no message."""
+    """No message contains the canary, unless the input contains only a part of it."""
     assert CANARY not in f"{error!s}{error!r}", error
 
 
@@ -77,7 +77,7 @@ def fuzz_endpoints(dice: Dice) -> None:
     try:
         endpoint = parse_endpoint(text)
     except ValueError as e:
-        if text.startswith(login + at) and text.count(CANARY) == 1:  # it was not copied to where no password is
+        if text.startswith(login + at) and text.count(CANARY) == 1:  # the password was not copied elsewhere
             without_secrets(e)
     else:
         shown = f"{endpoint}{endpoint!r}"
@@ -115,8 +115,8 @@ def refuse(*_: Any, **__: Any) -> Any:
 
 
 def fuzz_node_status(dice: Dice) -> None:
-    told = decode_status("a-1-0123456789ab", status_text(dice))
-    assert all(isinstance(told[name], str) for name in ("name", "host", "state"))
+    status = decode_status("a-1-0123456789ab", status_text(dice))
+    assert all(isinstance(status[name], str) for name in ("name", "host", "state"))
 
 
 def fuzz_run_states(dice: Dice) -> None:
@@ -160,14 +160,14 @@ def candidate(*replies: Any) -> tuple[Node, Keeper, Candidate]:
 
 
 def member(*replies: Any) -> tuple[Node, Keeper]:
-    """A member of round 2, without a thread: these replies are not asked for."""
+    """A member of round 2 without its thread, which would consume these replies."""
     node, keeper, joining = candidate(*replies)
     node.watch.update(View.enter, joining.round_from(Complete(2, 0, 2, "host 1", 1, 0, "")))
     return node, keeper
 
 
 def fuzz_wake_ups(dice: Dice) -> None:
-    """A node takes in whatever the stream holds: an error here would take its ears, or its rendezvous."""
+    """A node accepts any entry of the stream: an error here would end its keeper, or its rendezvous."""
     node, keeper = member()
     entries = []
     for i in range(3):
@@ -186,7 +186,7 @@ def fuzz_wake_ups(dice: Dice) -> None:
 
 
 def fuzz_replies(dice: Dice) -> None:
-    """What scripts reply has their shape; the words in it are whatever the keys hold."""
+    """Replies have the scripts' shape; their texts are whatever the keys hold."""
     drain = dice.choice((b"", b"30000 by x", dice.raw(), dice.raw() + b" x"))
     beat = [
         dice.choice((b"member", b"fenced", b"unknown")),
@@ -234,9 +234,9 @@ PURE: Final[dict[Callable[[Dice], None], int]] = {  # and their share of the inp
 }
 
 
-@pytest.mark.fault("hostile values in Redis, options and requests", "only our own errors come out")
+@pytest.mark.fault("hostile values in Redis, options and requests", "only redelastic's own errors are raised")
 @pytest.mark.parametrize("target", PURE, ids=lambda target: target.__name__[5:])
-def test_only_our_own_errors_come_out(target: Callable[[Dice], None], measured: Callable[..., None]) -> None:
+def test_only_redelastics_own_errors_are_raised(target: Callable[[Dice], None], measured: Callable[..., None]) -> None:
     count = max(20, INPUTS * PURE[target] // 110)
     try_all(target, count)
     measured("inputs", count, "")

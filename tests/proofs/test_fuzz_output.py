@@ -1,4 +1,4 @@
-"""Anything at all in what people and supervisors see: it is harmless there, and well formed."""
+"""Arbitrary values in what people and supervisors read: the output is harmless and well formed."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def fuzz_words(dice: Dice) -> None:
 
 
 class Reader(html.parser.HTMLParser):
-    """What tags a page has."""
+    """Collects the tags of a page."""
 
     tags: list[str]
 
@@ -89,11 +89,11 @@ class NodeOf:
     unready = stalled
 
     def status(self) -> dict[str, Any]:
-        told = self.dice.status()
+        status = self.dice.status()
         return (
-            told
+            status
             | {name: self.dice.word() for name in ("node", "run_id", "state")}
-            | {"workers": [told], "gpus": [told]}
+            | {"workers": [status], "gpus": [status]}
         )
 
 
@@ -104,7 +104,7 @@ def fuzz_metrics(dice: Dice) -> None:
     registry.register(_StatusCollector(NodeOf(dice)))
     try:
         text = generate_latest(registry).decode()
-    except (UnicodeEncodeError, OverflowError):  # the client is told: "500 … failed"
+    except (UnicodeEncodeError, OverflowError):  # the client gets "500 … failed"
         return
     names = {family.name for family in text_string_to_metric_families(text)}
     assert all(name.startswith("redelastic_") for name in names)
@@ -130,11 +130,11 @@ def fuzz_requests(dice: Dice) -> None:
             _Handler(theirs, ("test", 0), cast("_Server", server))
         theirs.close()
         answer = ours.recv(1 << 16)
-    assert answer.count(b"Content-Type:") <= 1  # nobody adds headers
+    assert answer.count(b"Content-Type:") <= 1  # no header is injected
 
 
 def fuzz_slots(dice: Dice) -> None:
-    """Workers write these; they are the user's own code, and may have gone wild."""
+    """Workers write these slots; they run the user's own code, which may write anything."""
     board = ProgressBoard(1)
     for field in range(1, SLOT_BYTES // 8):
         board.slots[0][field] = dice.choice((0, -1, 1, 2**63 - 1, -(2**63), dice.randrange(2**63)))
@@ -154,9 +154,9 @@ PURE: Final[dict[Callable[[Dice], None], int]] = {  # and their share of the inp
 }
 
 
-@pytest.mark.fault("hostile values in Redis, options and requests", "only our own errors come out")
+@pytest.mark.fault("hostile values in Redis, options and requests", "only redelastic's own errors are raised")
 @pytest.mark.parametrize("target", PURE, ids=lambda target: target.__name__[5:])
-def test_only_our_own_errors_come_out(target: Callable[[Dice], None], measured: Callable[..., None]) -> None:
+def test_only_redelastics_own_errors_are_raised(target: Callable[[Dice], None], measured: Callable[..., None]) -> None:
     count = max(20, INPUTS * PURE[target] // 110)
     try_all(target, count)
     measured("inputs", count, "")

@@ -1,6 +1,6 @@
-"""The network loses requests and replies: every effect is there once, and every reply is the right one (I8)
+"""The network loses requests and replies: each request has one effect, and each reply is the right one (I8)
 
-A share of `lossy_campaign.py`, which runs a million operations and a thousand rendezvous at one command.
+This is a share of `lossy_campaign.py`; that command runs a million operations and a thousand rendezvous.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def test_operations(measured: Measured) -> None:
 
 @pytest.mark.fault(
     "requests and replies of rendezvous are lost, late, cut short or withheld, at random",
-    "I2, I8: all agree on each round, and the record is the oracle's",
+    "I2, I8: all nodes agree on each round, and the record equals the oracle's",
 )
 def test_rendezvous(measured: Measured) -> None:
     run(0, 40 if LONG else 10, measured)

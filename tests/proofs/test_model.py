@@ -57,7 +57,7 @@ def test_every_interleaving_of_roll_calls_keeps_the_guarantees(case: str) -> Non
 
 
 @EVERY_CASE
-def test_workers_that_fail_keep_the_guarantees(case: str) -> None:
+def test_failing_workers_keep_the_guarantees(case: str) -> None:
     names, settings = CASES[case]
     for seed in range(WALKS // 5):
         Model(settings, failures=True).walk(names, seed, events=40)
@@ -67,7 +67,7 @@ def test_workers_that_fail_keep_the_guarantees(case: str) -> None:
 @pytest.mark.parametrize(
     "admission", [(0, 5000), (2500, 5000), (-1, 0)], ids=["damped", "damped and saved", "its own save"]
 )
-def test_new_nodes_that_wait_to_be_let_in_get_in(case: str, admission: tuple[int, int]) -> None:
+def test_new_nodes_that_wait_for_admission_are_admitted(case: str, admission: tuple[int, int]) -> None:
     names, settings = CASES[case]
     Model(settings, heartbeats=False, admission=admission).explore(names, WORLDS)
     for seed in range(WALKS // 5):

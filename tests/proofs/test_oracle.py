@@ -45,11 +45,11 @@ EXAMPLES: Final = int(os.environ.get("REDELASTIC_ORACLE_EXAMPLES", "500" if LONG
 nodes = st.sampled_from(NODES)
 labels = st.sampled_from(("", "", "rack-1", "rack-2"))
 sizes = st.sampled_from(((1, 1), (1, 2), (1, 4), (2, 2), (2, 3), (2, 4), (2, 5), (3, 4), (3, 5)))
-# Below, at and above: one beat, a last call, a silence that is the server's own (1.5 beats), a lease; and back.
+# Below, at and above: one beat, a last call, a silence of the server (1.5 beats), a lease; and clocks set back.
 durations = st.sampled_from((1, 400, 1999, 2000, 2500, 3000, 3001, 5999, 6000, 6001, 60_000, -1, -700, -10_000))
 run_thens = st.sampled_from(("goes on", "goes on", "goes on", "goes on", "closes", "stops"))
 steps = st.sampled_from((-1, -1, -1, 0, 0, 1, 2, 7, 2**63 - 1))
-whether_told = st.sampled_from((-1, 0, 1, 1, 2))  # what `Charge.news` says
+news_values = st.sampled_from((-1, 0, 1, 1, 2))  # see `Charge.news`
 limits = st.tuples(*(st.sampled_from((-1, -1, 0, 1, 2, 3)) for _ in range(3)))
 admissions = st.sampled_from(((0, 0), (0, 0), (2500, 0), (2500, 4000), (0, 4000), (-1, 0), (-1, 4000)))
 finals = st.sampled_from((0, 0, 0, 0, 1))
@@ -57,7 +57,7 @@ asides = st.sampled_from(("", "", "heard of the roll call", "heard of another ro
 
 
 class Equivalence(RuleBasedStateMachine):
-    """Nodes that do what they like, in any order, with replies and requests lost, late and doubled."""
+    """Random requests of nodes in any order, with requests and replies lost, late and doubled."""
 
     connect: ClassVar[Callable[[], redis.Redis]]
 
@@ -67,8 +67,8 @@ class Equivalence(RuleBasedStateMachine):
         self.state, self.now = State(), START
         self.sent: list[Request] = []
         self.applied: list[tuple[Request, int, Reply]] = []
-        self.held = dict.fromkeys(NODES, NOTHING)  # what each knows of its round,
-        self.last = dict.fromkeys(NODES, 0)  # and of the last epoch that it held, perhaps by another id
+        self.held = dict.fromkeys(NODES, NOTHING)  # what each node knows of its round,
+        self.last = dict.fromkeys(NODES, 0)  # and the last epoch that it held, perhaps under another id
         self.replica: tuple[dict[str, tuple[bytes, int]], State] | None = None
         self.settings = Settings(1, 2)
         self.admit = (0, 0)  # how new nodes are let in
@@ -92,7 +92,7 @@ class Equivalence(RuleBasedStateMachine):
             self.last[request[0]] = self.held[request[0]].epoch
         if reply == ("left",):
             incarnation = self.held[request[0]].incarnation
-            self.held[request[0]] = NOTHING._replace(incarnation=incarnation)  # it comes back as another one
+            self.held[request[0]] = NOTHING._replace(incarnation=incarnation)  # it comes back as a new node
 
     @initialize(
         size=sizes,
@@ -109,7 +109,7 @@ class Equivalence(RuleBasedStateMachine):
             self.join(node, "", False)
 
     def known(self, node: str, aside: str) -> Known:
-        """What a node tells of its round, and of roll calls and itself: see `asides`."""
+        """What a node reports of its round, of roll calls and of itself: see `asides`."""
         heard = (self.state.roll_called_at or 0) - (aside == "heard of another roll call")
         return self.held[node]._replace(
             heard=heard if aside.startswith("heard") else 0, steady=int(aside != "has just found Redis again")
@@ -123,7 +123,7 @@ class Equivalence(RuleBasedStateMachine):
 
     @rule(lost=st.booleans())
     def all_candidates_ask_again(self, lost: bool) -> None:
-        """As they do when they are woken: so that rounds follow on rounds."""
+        """As when they are woken, so that rounds follow one another."""
         for node in sorted(self.state.candidates | dict.fromkeys(self.state.members)):
             self.join(node, "", lost)
 
@@ -182,11 +182,11 @@ class Equivalence(RuleBasedStateMachine):
             self.all_candidates_ask_again(lost=False)
 
     @rule(node=nodes)
-    def drain_whoever_it_is(self, node: str) -> None:
+    def drain_any_node(self, node: str) -> None:
         self.send_new(Drain(node, "gone?", 1000))
 
     @rule(
-        failures=st.lists(st.tuples(st.integers(0, 7), st.integers(0, 3), steps, whether_told), min_size=1, max_size=4),
+        failures=st.lists(st.tuples(st.integers(0, 7), st.integers(0, 3), steps, news_values), min_size=1, max_size=4),
         limits=limits,
         final=finals,
         then=st.sampled_from(("", "regroup", "regroup", "one goes", "one goes")),
@@ -194,7 +194,7 @@ class Equivalence(RuleBasedStateMachine):
     def workers_fail(
         self, failures: list[tuple[int, int, int, int]], limits: tuple[int, int, int], final: int, then: str
     ) -> None:
-        """On several nodes, which say so in another order than they failed; then a member that did not may go."""
+        """On several nodes, which do not report in the order of failure; then a member without one may leave."""
         for pick, *when in failures:
             self.charge(self.present(pick), self.state.epoch or 0, when, limits, final)
         innocent = sorted(node for node in self.state.members if self.state.failed.get(node) != self.state.epoch)
@@ -203,10 +203,8 @@ class Equivalence(RuleBasedStateMachine):
         if then:
             self.all_candidates_ask_again(lost=False)
 
-    @rule(node=nodes, off=st.integers(-2, 1), when=st.tuples(st.integers(0, 3), steps, whether_told), limits=limits)
-    def charge_whatever_it_is(
-        self, node: str, off: int, when: tuple[int, int, int], limits: tuple[int, int, int]
-    ) -> None:
+    @rule(node=nodes, off=st.integers(-2, 1), when=st.tuples(st.integers(0, 3), steps, news_values), limits=limits)
+    def charge_any_node(self, node: str, off: int, when: tuple[int, int, int], limits: tuple[int, int, int]) -> None:
         self.charge(node, max(0, (self.state.epoch or 0) + off), when, limits, 0)
 
     @rule(
@@ -218,7 +216,7 @@ class Equivalence(RuleBasedStateMachine):
         ),
     )
     def call_roll(self, pick: int, call: tuple[int, int, int], answer: set[str], end: str) -> None:
-        """Some answer; then somebody may look when the time is up, and again after the last chance."""
+        """Some nodes answer; then a node may check when the time is up, and again after the last chance."""
         node = self.present(pick)
         off, ago, timeout = call
         self.send_new(RollCall(node, max(0, (self.state.epoch or 0) + off), ago, timeout))
@@ -240,9 +238,9 @@ class Equivalence(RuleBasedStateMachine):
         self.send_new(Readmit(host, "by hand"))
 
     def charge(self, node: str, epoch: int, when: Sequence[int], limits: Sequence[int], final: int) -> None:
-        ago, step, told = when
+        ago, step, news = when
         budget, patience, limit = limits
-        failure = ago, step, told, "exit code 1"
+        failure = ago, step, news, "exit code 1"
         self.send_new(Charge(node, HOSTS[node], epoch, *failure, budget, patience, limit, final))
 
     @rule(pick=st.integers(0, 7), lost=st.booleans())
@@ -252,7 +250,7 @@ class Equivalence(RuleBasedStateMachine):
 
     @rule(node=nodes, odds=st.integers(0, 5), stop=st.integers(0, 1))
     def close(self, node: str, odds: int, stop: int) -> None:
-        if odds == 5 or self.state.closed is not None:  # little happens any more in a run that is closed
+        if odds == 5 or self.state.closed is not None:  # little happens in a closed run
             self.send_new(Close(f"by {node}", self.settings.ttl, stop))
 
     @rule()
@@ -261,12 +259,12 @@ class Equivalence(RuleBasedStateMachine):
         if not self.applied:
             return
         request, at, reply = self.applied[-1]
-        if at != self.now or isinstance(request, Save):  # it asks again: the workers' next save serves both
+        if at != self.now or isinstance(request, Save):  # a second request: the workers' next save serves both
             return
         before = stored(self.state)
         again = self.send(request)
         assert stored(self.state) == before
-        assert again == reply or isinstance(request, Beat | Leave | Readmit | Admit)  # those tell how it stood before
+        assert again == reply or isinstance(request, Beat | Leave | Readmit | Admit)  # these report the state before
 
     @rule(data=st.data())
     def old_request_again(self, data: st.DataObject) -> None:
@@ -295,13 +293,13 @@ class Equivalence(RuleBasedStateMachine):
             self.applied.clear()
 
     @rule(odds=st.integers(0, 3))
-    def the_replica_stops_to_follow(self, odds: int) -> None:
+    def the_replica_stops_following(self, odds: int) -> None:
         if odds == 3:
             self.replica = self.server.save(), self.state
 
     @rule()
     def the_server_fails_over(self) -> None:
-        """To a replica that has not seen the last writes."""
+        """The server fails over to a replica that has not seen the last writes."""
         if self.replica:
             (saved, self.state), self.replica = self.replica, None
             self.server.load(saved)
@@ -309,7 +307,7 @@ class Equivalence(RuleBasedStateMachine):
 
     @rule(node=nodes, other=nodes, wrong=st.sampled_from(("rank", "size", "master", "completed_at", "closed")))
     def beat_of_another_round(self, node: str, other: str, wrong: str) -> None:
-        """Of the same epoch: as after a split brain."""
+        """With the same epoch, as after a split brain."""
         known = self.held[other]
         others = {
             "rank": known.rank + 1,
@@ -323,7 +321,7 @@ class Equivalence(RuleBasedStateMachine):
             self.send_new(Beat(node, self.settings, known._replace(**{wrong: value})))
 
 
-@pytest.mark.timeout(600)  # half a minute, and more where others compute as well
+@pytest.mark.timeout(600)  # half a minute on an idle machine
 def test_the_lua_does_what_the_oracle_says(client: redis.Redis) -> None:
     class Machine(Equivalence):
         connect = staticmethod(lambda: client)
@@ -333,7 +331,7 @@ def test_the_lua_does_what_the_oracle_says(client: redis.Redis) -> None:
         settings=settings(
             max_examples=EXAMPLES,
             derandomize="REDELASTIC_ORACLE_EXAMPLES"
-            not in os.environ,  # CI is to say the same twice; a long run explores
+            not in os.environ,  # CI has to be reproducible; a long run explores
             stateful_step_count=40,
             deadline=None,
             print_blob=True,

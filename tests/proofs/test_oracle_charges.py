@@ -1,4 +1,4 @@
-"""Charged restarts and barred hosts: as golden transcripts, and recounted by the rules."""
+"""Charged restarts and barred hosts: golden transcripts, and a recount by the rules."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import redis
 
 from tests.proofs.oracle import apply
 from tests.proofs.oracle_state import NOTHING, Charge, Join, Leave, Request, Settings, State
-from tests.proofs.stories import read_stories, tell
+from tests.proofs.stories import play, read_stories
 from tests.proofs.twin import START, Server
 
 STORIES = read_stories("charges")
 
 
 @pytest.mark.parametrize("title", STORIES)
-def test_stories_go_as_told(title: str, client: redis.Redis) -> None:
-    assert tell(STORIES[title]) == STORIES[title]
-    assert tell(STORIES[title], Server(client)) == STORIES[title]
+def test_stories_match_their_transcripts(title: str, client: redis.Redis) -> None:
+    assert play(STORIES[title]) == STORIES[title]
+    assert play(STORIES[title], Server(client)) == STORIES[title]
 
 
 @pytest.mark.parametrize("budget", [0, 1, 3])
-def test_what_is_counted_is_what_happened(budget: int) -> None:
-    """Jobs of three hosts, some of whose workers fail and some of whose nodes go, counted anew by the rules."""
+def test_charges_match_a_recount_by_the_rules(budget: int) -> None:
+    """Jobs of three hosts, where workers fail and nodes leave at random."""
     stopped = given_back = barred = 0
     for seed in range(200):
         job = Job(Random(seed), budget)
@@ -45,7 +45,7 @@ LIMIT: Final = 2  # of failed rounds in a row for one host
 
 
 class Job:
-    """A job with a node on each of the hosts x, y and z; `first` tells for each round which of them failed first."""
+    """A job with a node on each of the hosts x, y and z; `first` has, for each round, the host that failed first."""
 
     def __init__(self, random: Random, budget: int) -> None:
         self.random, self.budget = random, budget
@@ -67,7 +67,7 @@ class Job:
         self.send(Join(node, after, f"{node}:1", "", Settings(1, 3), known))
 
     def play_round(self) -> None:
-        """Some workers fail; a node that did not may go; who failed waits and says so again; then the next round."""
+        """Some workers fail; another node may leave; failed nodes report again as final; then the next round."""
         epoch, members = self.state.epoch or 0, sorted(self.state.members)
         failed_at = {node: self.now + self.random.randrange(100) for node in members if self.random.random() < 0.5}
         gone = [node for node in members if node not in failed_at and self.random.random() < 0.3][:1]
@@ -94,7 +94,7 @@ class Job:
         self.send(Charge(node, node[0], epoch, ago, -1, -1, "died", self.budget, -1, LIMIT, final))
 
     def regroup(self, epoch: int, gone: list[str]) -> None:
-        """The `gone`, some of whom go only now, are replaced by new nodes on their hosts."""
+        """New nodes replace the `gone`, some of which leave only now, on their hosts."""
         for node in gone:
             if node in self.state.members:
                 self.send(Leave(node, ("reason", "left"), "goes on"))
@@ -107,7 +107,7 @@ class Job:
             self.join(min(self.state.candidates), epoch)
 
     def barred(self) -> dict[str, int]:
-        """Hosts that once failed first in LIMIT rounds in a row: those stay barred."""
+        """Hosts that once failed first in LIMIT rounds in a row, and stay barred."""
         rows: dict[str, int] = {}
         before: str | None = None
         for host in self.first:

@@ -1,4 +1,4 @@
-"""The stories of rounds, drains and endings that matter, as golden transcripts (`stories.py` says how to read them)."""
+"""Stories of rounds, drains and endings as golden transcripts (`stories.py` says how to read them)."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ import redis
 
 from tests.proofs.oracle import apply
 from tests.proofs.oracle_state import Join, Leave, Settings, State
-from tests.proofs.stories import read_stories, tell
+from tests.proofs.stories import play, read_stories
 from tests.proofs.twin import START, Server
 
 STORIES = read_stories("rounds")
 
 
 @pytest.mark.parametrize("title", STORIES)
-def test_stories_go_as_told(title: str, client: redis.Redis) -> None:
-    assert tell(STORIES[title]) == STORIES[title]
-    assert tell(STORIES[title], Server(client)) == STORIES[title]
+def test_stories_match_their_transcripts(title: str, client: redis.Redis) -> None:
+    assert play(STORIES[title]) == STORIES[title]
+    assert play(STORIES[title], Server(client)) == STORIES[title]
 
 
-def test_who_reaps_also_looks_whether_the_round_can_be() -> None:
+def test_a_reap_checks_whether_the_round_can_complete() -> None:
     short = Settings(1, 3, lease=2000)
     state = apply(State(), START, Join("a", 0, "a:1", "", short))[0]
     state = apply(state, START, Join("b", 0, "b:1", "", short))[0]

@@ -1,7 +1,7 @@
 """A soak: nodes join, leave, die, freeze and are drained while Redis has faults, at random; I1 to I9 are judged.
 
 Longer: ``python -m tests.proofs.soak --seed 7 --minutes 60 --server-faults``.
-Also tested here: does its checker see what is wrong?
+The checker is tested here too: it has to see each violation.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def test_some_time_of_everything(seed: int, minutes: float, tmp_path: Path, meas
             measured("regrouped", seconds)
 
 
-# -- the same with a defect in the scripts: what has to show it, and the shortest way to it
+# -- short soaks of scripts with a defect: the checker has to report the guarantee that the defect breaks
 
 
 THREE: Final = (
@@ -59,7 +59,7 @@ TWO_AND_TWO_SPARES: Final = (
 def drill(
     *actions: Action, starts: tuple[Action, ...] = THREE, seconds: float = 3.0, loss: float = 0.0, **options: Any
 ) -> Episode:
-    """Some nodes, the first of which takes its time to stop its workers; up to four may come."""
+    """An episode of up to four nodes; the first one is slow to stop its workers."""
     nodes = {name: {"lag": 0.5 if name == "n1" else 0.0, "loss": loss} for name in ("n1", "n2", "n3", "n4")}
     options = {"min_nodes": 1, "max_nodes": 4} | options
     return Episode("drill", seconds=seconds, actions=(*starts, *actions), nodes=nodes, **options)
@@ -72,7 +72,7 @@ DRILLS: Final = {
         *(Action(2.45, "freeze", "n1"), ANOTHER, Action(2.9, "flush"), Action(3.85, "thaw", "n1")),
         seconds=4.0,
         interval=0.6,
-        lease=2.4,  # for less than that the first node is silent
+        lease=2.4,  # the first node is silent for less than that
     ),
     "I2: all are rank 0": drill(seconds=1.0),
     "I3: max_nodes is not kept": drill(Action(0.5, "kill", "n1"), starts=TWO_AND_TWO_SPARES, seconds=1.0, max_nodes=2),
@@ -93,9 +93,9 @@ def drilled(defect: str, folder: Path) -> list[Event]:
 
 
 @pytest.mark.parametrize("defect", quick_first(DEFECTS, 2))
-def test_a_defect_in_the_scripts_is_seen(defect: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_defect_in_the_scripts_is_reported(defect: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     while Story(history := drilled(defect, tmp_path_factory.mktemp("drill"))).stood_still:
-        pass  # of such a machine the checker asks nothing, so nothing would be shown
+        pass  # the checker excuses a machine that stood still
     verdict = check(history)
     assert defect[:2] in {violation.guarantee for violation in verdict.violations}, verdict
 
@@ -164,11 +164,11 @@ KILLED: Final = """
 """
 
 
-Changes = dict[str, str]  # of lines, by how they begin
+Changes = dict[str, str]  # the beginning of a line -> what replaces it
 
 
 def history(changes: Changes) -> list[dict[str, Any]]:
-    """The history KILLED with other lines for some of its own."""
+    """The history KILLED with some of its lines replaced."""
     lines = KILLED.strip().splitlines()
     for old, new in changes.items():
         [place] = [i for i, line in enumerate(lines) if line.startswith(old)]
@@ -230,7 +230,7 @@ BROKEN: Final[list[tuple[str, str, Changes]]] = [
     ("I2", "another master", {"1.2 n2": "1.2 n2 entered epoch=1 rank=1 size=3 master=h:2 node=b"}),
     (
         "I2",
-        "a member that is nobody",
+        "a member that does not exist",
         {
             "6.3 n1": "6.3 n1 entered epoch=2 rank=0 size=3 master=h:1 node=a",
             "6.3 n2": "6.3 n2 entered epoch=2 rank=1 size=3 master=h:1 node=b",
@@ -251,12 +251,12 @@ BROKEN: Final[list[tuple[str, str, Changes]]] = [
         {"18.1 chaos record event=completed epoch=2": "18.1 chaos record event=completed epoch=1"},
     ),
     ("I4", "a write to an older round", {"6.5 n1 fenced": "6.5 n1 added epoch=1 add=2 value=3"}),
-    ("I5", "a round for who came later", {"15.3 late": "15.3 late entered epoch=3 rank=0 size=2 master=h:1 node=e"}),
+    ("I5", "a round for a late node", {"15.3 late": "15.3 late entered epoch=3 rank=0 size=2 master=h:1 node=e"}),
     ("I5", "a node that never hears", {"15.3 n2": "", "15.4 n2": ""}),
     ("I5", "closed by nobody", {"15.3 n2": "", "15.4 n2": "14.0 n2 refused"}),
     ("I5", "a round on record after it", {"18.1 chaos record event=closed": "18.05 chaos record event=closed epoch=2"}),
-    ("I6", "no round for who waits", {"6.3 n1": "", "6.3 n2": "", "6.4": "", "6.5": "", "6.6": ""}),
-    ("I7", "one who is not told", {"6.1 n2": "", "6.2 n2": "", "6.3 n2": ""}),
+    ("I6", "no round for waiting nodes", {"6.3 n1": "", "6.3 n2": "", "6.4": "", "6.5": "", "6.6": ""}),
+    ("I7", "a member that does not learn it", {"6.1 n2": "", "6.2 n2": "", "6.3 n2": ""}),
     ("I7", "the dead answered", {KILL: f"{KILL}; 5.1 n1 calls epoch=1 call=1; 5.2 n1 answered epoch=1 call=1"}),
     ("I8", "two adds with one reply", {"1.7 n2": "1.7 n2 added epoch=1 add=1 value=1"}),
     ("I8", "an add that counts twice", {"1.7 n2": "1.7 n2 added epoch=1 add=1 value=3"}),
@@ -289,18 +289,18 @@ STOOD_STILL: Final[dict[str, tuple[bool, Changes]]] = {
 
 
 @pytest.mark.parametrize("what", STOOD_STILL)
-def test_who_stood_still_is_told_from_who_was_stopped(what: str) -> None:
+def test_standing_still_is_distinguished_from_being_stopped(what: str) -> None:
     expected, changes = STOOD_STILL[what]
     assert Story(history(changes)).stood_still is expected
 
 
 @pytest.mark.parametrize("changes", KEPT.values(), ids=KEPT)
-def test_what_keeps_the_promises_passes(changes: Changes) -> None:
+def test_a_history_that_keeps_the_promises_passes(changes: Changes) -> None:
     assert check(history(changes)).violations == []
 
 
 @pytest.mark.parametrize(("guarantee", "what", "changes"), BROKEN, ids=[f"{g} {what}" for g, what, _ in BROKEN])
-def test_what_breaks_one_is_caught(guarantee: str, what: str, changes: Changes) -> None:
+def test_a_history_that_breaks_a_promise_is_caught(guarantee: str, what: str, changes: Changes) -> None:
     violations = check(history(changes)).violations
     assert guarantee in {violation.guarantee for violation in violations}, (what, violations)
 
@@ -317,7 +317,7 @@ def test_a_recorded_history_is_judged_again(
     assert says in capsys.readouterr().out
 
 
-def test_figures_are_those_of_the_history() -> None:
+def test_figures_match_the_history() -> None:
     verdict = check(history({}))
     assert [round(s, 3) for s in verdict.detected] == [1.1, 1.1]
     assert [round(s, 3) for s in verdict.regrouped] == [0.2]

@@ -78,20 +78,20 @@ FIELDS: Final = (  # of the run's hash, and of the oracle's state alike
 )
 
 
-TELLING: Final = (
+MERGING: Final = (
     "many ",
     "mark",
     "flush_at",
     "written",
     "blamed_node",
-)  # fields by which the run tells its events, and no more
+)  # fields that only the merging of events uses
 
 
 class Server:
     """The verbs on a real server, whose clock the test sets.
 
-    The scripts' text is the real one but for the call of TIME. Only the status keys live by the server's own clock; of
-    those nothing but the `left` of nodes that have gone is compared: it lives for a day.
+    The scripts' text is the real one except for the call of TIME. Only status keys expire by the server's own clock; of
+    them only the `left` of nodes that have gone is compared, which lives for a day.
     """
 
     _numbers = itertools.count()
@@ -152,7 +152,7 @@ class Server:
         return reply
 
     def _id_at(self, place: int) -> str:
-        """The id of an entry of the wake stream, from its place in it; another one if there is none."""
+        """The id of the wake stream's entry at a place; an unknown id if there is none."""
         entries = self._read.get(self.keys.wake, [])
         return entries[place - 1][0] if 0 < place <= len(entries) else "0-1"
 
@@ -173,7 +173,7 @@ class Server:
                 pipeline.pttl(key)
             replies = pipeline.execute()
         hashes = [{k.decode(): v.decode() for k, v in reply.items()} for reply in replies[:4]]
-        hashes[0] = {name: value for name, value in hashes[0].items() if not name.startswith(TELLING)}
+        hashes[0] = {name: value for name, value in hashes[0].items() if not name.startswith(MERGING)}
         zsets = [{k.decode(): int(v) for k, v in reply} for reply in replies[5:8]]
         for key, entries in zip(
             (wake, events), replies[8:10], strict=True
@@ -237,10 +237,10 @@ def stored(state: State) -> dict[str, Any]:
 
 @cache
 def as_text(entry: Wake | SaveWake | DrainWake | RollCallWake | Event) -> dict[str, str]:
-    told: dict[str, Any] = entry._asdict()
+    values: dict[str, Any] = entry._asdict()
     if isinstance(entry, Event):
-        fields = told.pop("fields")
-        told |= zip(fields[::2], fields[1::2], strict=True)
+        fields = values.pop("fields")
+        values |= zip(fields[::2], fields[1::2], strict=True)
     if isinstance(entry, Wake) and not entry.cause:
-        del told["cause"]
-    return {name: str(value) for name, value in told.items()}
+        del values["cause"]
+    return {name: str(value) for name, value in values.items()}

@@ -75,7 +75,7 @@ def test_a_matching_token_replaces_the_state(backend: RedisRendezvousBackend) ->
     assert backend.get_state() == (b"second", result[1])
 
 
-def test_an_old_token_changes_nothing_and_is_told_the_state(backend: RedisRendezvousBackend) -> None:
+def test_an_old_token_changes_nothing_and_returns_the_state(backend: RedisRendezvousBackend) -> None:
     old = first(backend)
     second = backend.set_state(b"second", old)
     assert second is not None
@@ -112,10 +112,10 @@ def test_tokens_only_grow_even_over_the_states_expiry(connection: Connection, cl
     servers.wait_until(lambda: client.pttl(backend.keys.state) == -2, "the state expires")
     assert backend.get_state() is None
     assert backend.set_state(b"late", token) is None
-    anew = backend.set_state(b"anew")
-    assert anew is not None
-    assert anew[1] > token
-    assert backend.set_state(b"late", token) == (b"anew", anew[1], False)
+    second = backend.set_state(b"second")
+    assert second is not None
+    assert second[1] > token
+    assert backend.set_state(b"late", token) == (b"second", second[1], False)
 
 
 def test_tokens_grow_though_the_clock_stands_behind_them(backend: RedisRendezvousBackend, client: redis.Redis) -> None:
@@ -130,13 +130,13 @@ def test_each_change_renews_the_time_to_live(connection: Connection, client: red
     backend = RedisRendezvousBackend(connection, run_id, ttl=100)
     token = first(backend)
     client.pexpire(backend.keys.state, 50_000)
-    backend.set_state(b"not mine", token - 1)
+    backend.set_state(b"refused", token - 1)
     assert client.pttl(backend.keys.state) <= 50_000
-    backend.set_state(b"mine", token)
+    backend.set_state(b"accepted", token)
     assert client.pttl(backend.keys.state) > 90_000
 
 
-def test_of_those_who_have_one_token_one_wins(server: RedisServer, run_id: str) -> None:
+def test_one_of_several_writers_with_the_same_token_wins(server: RedisServer, run_id: str) -> None:
     connections = [Connection.open(server.url) for _ in range(8)]
     backends = [RedisRendezvousBackend(connection, run_id) for connection in connections]
     token: int | None = None
@@ -175,8 +175,8 @@ def test_two_backends_of_one_run_share_its_state_and_other_runs_do_not(connectio
 
 
 @pytest.mark.parametrize("losses", [1, 3])
-def test_a_request_whose_reply_is_lost_still_says_that_it_won(server: RedisServer, run_id: str, losses: int) -> None:
-    """I8: sent again, the request finds its own effect and not that of somebody else."""
+def test_a_write_whose_reply_is_lost_still_reports_that_it_won(server: RedisServer, run_id: str, losses: int) -> None:
+    """I8: the repeated request recognizes its own effect."""
     with lossy_proxy(server) as (url, control):
         connection = Connection.open(url)
         backend = RedisRendezvousBackend(connection, run_id)
@@ -193,7 +193,7 @@ def test_a_request_whose_reply_is_lost_still_says_that_it_won(server: RedisServe
         connection.close()
 
 
-def test_a_lost_first_request_still_says_that_it_won(server: RedisServer, run_id: str) -> None:
+def test_a_first_write_whose_reply_is_lost_still_reports_that_it_won(server: RedisServer, run_id: str) -> None:
     with lossy_proxy(server) as (url, control):
         connection = Connection.open(url)
         control.losses = 1
@@ -277,7 +277,7 @@ def test_corrupt_state_names_its_key(
     assert client.hgetall(key) == {name.encode(): value.encode() for name, value in fields.items()}  # nothing is lost
 
 
-def test_a_key_of_another_type_names_itself(backend: RedisRendezvousBackend, client: redis.Redis) -> None:
+def test_the_error_names_a_key_of_another_type(backend: RedisRendezvousBackend, client: redis.Redis) -> None:
     key = backend.keys.state
     client.rpush(key, "theirs")
     for call in (backend.get_state, lambda: backend.set_state(b"x"), lambda: backend.set_state(b"x", 5)):
@@ -291,19 +291,21 @@ def test_a_key_of_another_type_names_itself(backend: RedisRendezvousBackend, cli
 @pytest.mark.parametrize(
     "make", [lambda c: RedisRendezvousBackend(c, "{x}"), lambda c: RedisRendezvousBackend(c, "x", "a b")]
 )
-def test_what_cannot_be_a_key_is_refused(client: redis.Redis, make: Callable[[redis.Redis], object]) -> None:
+def test_texts_that_cannot_be_part_of_a_key_are_refused(
+    client: redis.Redis, make: Callable[[redis.Redis], object]
+) -> None:
     with pytest.raises(ValueError, match=r"contains .*; it must not contain white space"):
         make(client)
 
 
-def test_a_plain_client_serves_too(client: redis.Redis, run_id: str) -> None:
+def test_a_plain_redis_client_is_accepted(client: redis.Redis, run_id: str) -> None:
     backend = RedisRendezvousBackend(client, run_id)
     token = first(backend)
     assert backend.get_state() == (b"first", token)
     assert backend.connection.name.startswith("redis://127.0.0.1:")
 
 
-def test_without_a_prefix_and_a_ttl_it_has_the_default_ones(client: redis.Redis, run_id: str) -> None:
+def test_prefix_and_ttl_of_none_mean_the_defaults(client: redis.Redis, run_id: str) -> None:
     """torch's etcd backend takes None for both."""
     plain, backend = RedisRendezvousBackend(client, run_id), RedisRendezvousBackend(client, run_id, None, None)
     assert (backend.keys, backend.ttl) == (plain.keys, plain.ttl)
@@ -322,7 +324,7 @@ def test_a_client_that_decodes_is_refused(server: RedisServer, run_id: str) -> N
 def test_a_client_that_waits_longer_than_a_lease_is_refused(
     server: RedisServer, run_id: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """On a connection that dies silently its node would lose the lease while it waits for one reply."""
+    """On a silently dead connection the node would lose its lease while it waits for one reply."""
     lease = {"keep_alive_interval": 20, "keep_alive_max_attempt": 3}
     params = parameters(server, run_id, **lease)
     refusal = r"socket_timeout=60 s .* lease is 60 s: .* with socket_timeout=5,"
@@ -400,9 +402,9 @@ def form_a_round_and_close(url: str, run_id: str) -> None:
         assert all(pool.map(lambda node: node.shutdown(), nodes))
 
 
-def admit_a_node_that_comes_late(url: str, run_id: str) -> None:
-    # torch looks at the state once a second, and whoever comes first into the second round says how long its last call
-    # is: long enough for the other, which would have to wait for a third round
+def admit_a_late_node(url: str, run_id: str) -> None:
+    # torch reads the state once a second, and the first node of the second round sets its last call: it has to be long
+    # enough for the other node, which would otherwise wait for a third round
     early, late = (dynamic_node(url, run_id, 1, 2, last_call_timeout=seconds) for seconds in (5, 30))
     with ThreadPoolExecutor(2) as pool:
         assert early.next_rendezvous().world_size == 1
@@ -423,9 +425,9 @@ def test_torchs_handler_forms_a_round_and_closes(server: RedisServer, run_id: st
     processes.values()
 
 
-def test_torchs_handler_admits_a_node_that_comes_late(server: RedisServer, run_id: str, processes: Processes) -> None:
-    # with a shared store torch keeps the first round's address for ever, and never tells it to a node that comes late
-    processes.start(admit_a_node_that_comes_late, server.url, run_id, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+def test_torchs_handler_admits_a_late_node(server: RedisServer, run_id: str, processes: Processes) -> None:
+    # with a shared store torch keeps the first round's address for ever, and never gives it to a late node
+    processes.start(admit_a_late_node, server.url, run_id, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
     processes.values()
 
 

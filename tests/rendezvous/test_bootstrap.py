@@ -1,4 +1,4 @@
-"""Where rank 0's store listens: it has no password, so at the announced address alone where that is known."""
+"""Where rank 0's store listens: it has no password, so only at the announced address if that is known."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_where_the_store_listens(host: str) -> None:
     store = dist.TCPStore(peer, port.port, is_master=False)
     store.set("a", "b")
     assert store.get("a") == b"b"
-    wait_until(lambda: len({*listening(port.port)}) == 1, "one listens")
+    wait_until(lambda: len({*listening(port.port)}) == 1, "one address listens")
     everywhere = {"0.0.0.0", "::"}  # noqa: S104
     assert {*listening(port.port)} <= ({host} if peer == host else everywhere)
     port.close()

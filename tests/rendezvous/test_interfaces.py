@@ -45,7 +45,7 @@ pytestmark = pytest.mark.timeout(300)
 T = TypeVar("T")
 
 NAMES: Final = ("a", "b")
-LAN: Final = "lan0"  # a second interface of both, on which Redis is not
+LAN: Final = "lan0"  # a second interface of both hosts, not of Redis
 ON_LAN: Final = {"a": "198.51.100.1", "b": "198.51.100.2"}
 ON_LAN_6: Final = {"a": "2001:db8:7::1", "b": "2001:db8:7::2"}
 ON_LINK: Final = f"fe80::7%{LAN}"  # of a alone
@@ -87,7 +87,7 @@ def redis(network: Network) -> Iterator[RedisServer]:
 @pytest.fixture(autouse=True)
 def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(addresses, "_exported", {})
-    for variable in INTERFACE_VARIABLES:  # what handlers of this process set goes with the test
+    for variable in INTERFACE_VARIABLES:  # removed after the test, if handlers of this process set them
         monkeypatch.setenv(variable, "")
         monkeypatch.delenv(variable)
 
@@ -100,7 +100,7 @@ def on(network: Network, name: str, hosts: str, act: Callable[[], T], resolver: 
             _libc("unshare", _CLONE_NEWNS | _CLONE_NEWUTS)
             subprocess.run(["mount", "--make-rprivate", "/"], check=True)
             for file, text in (("/etc/hosts", LOCALHOST + hosts), ("/etc/resolv.conf", resolver)):
-                with tempfile.NamedTemporaryFile("w") as own:  # the mount keeps what it holds
+                with tempfile.NamedTemporaryFile("w") as own:  # the mount keeps the file's content
                     own.write(text)
                     own.flush()
                     subprocess.run(["mount", "--bind", own.name, file], check=True)
@@ -135,7 +135,7 @@ def hosts_file(network: Network, *, meant: str) -> str:
     return lines[meant] + f"{ON_LAN['a']} a-on-lan\n{ON_LAN['b']} b-host\n"
 
 
-HOSTNAMES: Final = [  # what it means, and whether gloo has to be told better
+HOSTNAMES: Final = [  # what it resolves to, and whether gloo needs an interface
     pytest.param("a loopback, as on Debian", True, id="a loopback"),
     pytest.param("nothing", True, id="nothing"),
     pytest.param("b", True, id="another host"),
@@ -145,8 +145,8 @@ HOSTNAMES: Final = [  # what it means, and whether gloo has to be told better
 
 
 @pytest.mark.fault(
-    "a hostname that means a loopback, nothing, or another host",
-    "peers are told the address on the way to Redis, no name; gloo, which asks for the name, is told that interface",
+    "the hostname resolves to a loopback, to nothing, or to another host",
+    "peers get the address on the route to Redis, not a name; gloo, which resolves the name, gets that interface",
 )
 @pytest.mark.parametrize(("meant", "wrong"), HOSTNAMES)
 def test_the_way_to_redis(network: Network, redis: RedisServer, meant: str, *, wrong: bool) -> None:
@@ -155,7 +155,7 @@ def test_the_way_to_redis(network: Network, redis: RedisServer, meant: str, *, w
 
 
 @pytest.mark.fault(
-    "the name server does not answer", "a node starts all the same; gloo is told its interface, and asks nobody"
+    "the name server does not answer", "a node starts all the same; gloo gets its interface, and resolves no name"
 )
 def test_a_mute_name_server(network: Network, measured: Measured) -> None:
     mute = f"nameserver {network.addresses['b']}\noptions timeout:30 attempts:2\n"
@@ -169,10 +169,10 @@ def test_a_mute_name_server(network: Network, measured: Measured) -> None:
 
 
 @pytest.mark.fault(
-    "Redis is behind a proxy on a loopback or a socket file, and the hostname means a loopback",
-    "peers are told the address of the default route, and not a loopback",
+    "Redis is behind a proxy on a loopback or a socket file, and the hostname resolves to a loopback",
+    "peers get the address of the default route, not a loopback",
 )
-def test_a_loopback_says_nothing(network: Network) -> None:
+def test_a_hostname_that_resolves_to_a_loopback_is_ignored(network: Network) -> None:
     debian = hosts_file(network, meant="a loopback, as on Debian")
     assert found_on(network, debian) == LocalAddress(network.addresses["a"], "its default route", LINK)
     second = hosts_file(network, meant="its second interface")
@@ -183,10 +183,10 @@ def test_a_loopback_says_nothing(network: Network) -> None:
 
 @pytest.mark.fault(
     "a host has only link-local addresses, and Redis is on another one",
-    "a run of several nodes is refused there, with what to do",
+    "a run of several nodes is refused there; the error says what to do",
 )
 def test_link_local_addresses_alone(network: Network, run_id: str) -> None:
-    """An interface of the other host has another name: such an address means nothing there."""
+    """The other host's interfaces have other names: a link-local address is useless there."""
     with network.inside("a"):
         _ip(f"addr flush dev {LINK}", f"addr flush dev {LAN}", f"addr add fe80::7/64 dev {LAN} nodad")
     with network.inside("b"):
@@ -210,8 +210,8 @@ def test_link_local_addresses_alone(network: Network, run_id: str) -> None:
 
 
 @pytest.mark.fault(
-    "the name of Redis means an IPv6 address first, on which it does not listen",
-    "peers are told the address of the connection that came about",
+    "the name of Redis resolves first to an IPv6 address, on which it does not listen",
+    "peers get the local address of the connection that succeeded",
 )
 def test_a_name_of_two_addresses(network: Network, redis: RedisServer) -> None:
     names = f"{ON_LAN_6['b']} redis-host\n{network.addresses['redis']} redis-host\n"
@@ -248,27 +248,27 @@ WRONG: Final = [
 
 @pytest.mark.fault(
     "`--local-addr` is another host's, an interface that is not there, or every address",
-    "refused at once, in words: the value, why, and which addresses this host has",
+    "refused at once; the error names the value, the reason and this host's addresses",
 )
 @pytest.mark.parametrize(("local_addr", "why"), WRONG)
-def test_a_local_address_of_nobody(network: Network, local_addr: str, why: str) -> None:
+def test_a_local_address_that_is_not_this_hosts_is_refused(network: Network, local_addr: str, why: str) -> None:
     with pytest.raises(ValueError, match=f"^local_addr='{re.escape(local_addr)}' is not this host's: {why}") as error:
         found_on(network, hosts_file(network, meant="a"), local_addr)
     for name, address in ((LINK, network.addresses["a"]), (LAN, ON_LAN["a"]), (LAN, ON_LAN_6["a"]), ("lo", "::1")):
         assert f"{address} ({name})" in str(error.value)
 
 
-def test_what_the_user_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(GLOO, "mine")
+def test_variables_that_the_user_set_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(GLOO, "custom")
     LocalAddress("192.0.2.1", "a test", "eth0").export_interface()
-    assert [os.environ.get(variable) for variable in INTERFACE_VARIABLES] == ["mine", "eth0"]
+    assert [os.environ.get(variable) for variable in INTERFACE_VARIABLES] == ["custom", "eth0"]
     LocalAddress("192.0.2.9", "a test", "eth1").export_interface()
-    assert [os.environ.get(variable) for variable in INTERFACE_VARIABLES] == ["mine", "eth1"]
+    assert [os.environ.get(variable) for variable in INTERFACE_VARIABLES] == ["custom", "eth1"]
     LocalAddress("192.0.2.9", "a test").export_interface()
-    assert [os.environ.get(variable) for variable in INTERFACE_VARIABLES] == ["mine", "eth1"]
+    assert [os.environ.get(variable) for variable in INTERFACE_VARIABLES] == ["custom", "eth1"]
 
 
-def test_what_the_doctor_says(network: Network, redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_doctor_finds(network: Network, redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     def look() -> dict[str, tuple[str, str]]:
         connection = Connection.open(redis.url)
         try:
@@ -292,7 +292,7 @@ def test_what_the_doctor_says(network: Network, redis: RedisServer, monkeypatch:
     assert on(network, "a", debian, look)["gloo"] == ("ok", f"listens on {LAN}, as {GLOO} says")
 
 
-# -- an address that peers do not reach
+# -- an address that peers cannot reach
 
 
 @contextmanager
@@ -335,7 +335,7 @@ def unreached(redis: RedisServer, of: RedisRendezvousHandler) -> list[str]:
         connection.close()
 
 
-CUT: Final = "peers do not get through to the address that rank 0 told, and hear nothing"
+CUT: Final = "peers cannot reach the address that rank 0 announced, and get no answer"
 
 
 @pytest.mark.parametrize(
@@ -345,7 +345,7 @@ CUT: Final = "peers do not get through to the address that rank 0 told, and hear
         pytest.param(False, "127.0.0.1", id="a loopback"),
     ],
 )
-def test_a_rank_0_that_is_not_reached(
+def test_a_rank_0_that_cannot_be_reached_is_reported(
     network: Network,
     redis: RedisServer,
     monkeypatch: pytest.MonkeyPatch,
@@ -374,7 +374,7 @@ def test_a_rank_0_that_is_not_reached(
         assert has_tried(), "once in a round"
 
 
-def test_a_rank_0_that_is_reached(network: Network, redis: RedisServer) -> None:
+def test_a_rank_0_that_can_be_reached_is_not_reported(network: Network, redis: RedisServer) -> None:
     with pair(network, redis) as (first, second):
         with network.inside("a"):
             first.num_nodes_waiting()
@@ -385,7 +385,7 @@ def test_a_rank_0_that_is_reached(network: Network, redis: RedisServer) -> None:
         assert unreached(redis, second) == []
 
 
-def test_a_round_that_is_over_is_not_told_of(
+def test_an_unreached_rank_0_of_an_old_round_is_not_reported(
     network: Network, redis: RedisServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("redelastic.rendezvous.handler.REACH_TIMEOUT", LIMIT)
@@ -403,20 +403,20 @@ def test_a_round_that_is_over_is_not_told_of(
 
 
 def environments(job: Job) -> list[Mapping[str, str]]:
-    """Of the workers."""
+    """The environments of the workers."""
     return [psutil.Process(pid).environ() for pid in {line.pid for line in job.lines("start")}]
 
 
 @pytest.mark.fault(
-    "torchrun on hosts whose names mean a loopback, as on Debian, without a name service", "the job trains"
+    "torchrun on hosts whose names resolve to a loopback, as on Debian, without a name service", "the job trains"
 )
 def test_hosts_as_debian_makes_them(network: Network, redis: RedisServer, tmp_path: Path) -> None:
     with Job(redis, tmp_path, "2:2") as job:
         for name in NAMES:
             on(network, name, f"127.0.1.1 {name}-host\n", lambda name=name: job.start(name))  # type: ignore[misc]
         job.wait_round(NAMES)
-        assert {told["MASTER_ADDR"] for told in environments(job)} <= set(network.addresses.values())
-        assert {told[GLOO] for told in environments(job)} == {LINK}
+        assert {variables["MASTER_ADDR"] for variables in environments(job)} <= set(network.addresses.values())
+        assert {variables[GLOO] for variables in environments(job)} == {LINK}
         job.finish(*NAMES)
 
 
@@ -427,7 +427,7 @@ class ServerOf6(NetworkServer):
 
 
 @pytest.mark.long
-@pytest.mark.fault("`redelastic run` on hosts with IPv6 alone, whose names nobody knows", "the job trains")
+@pytest.mark.fault("`redelastic run` on hosts with IPv6 only, whose names do not resolve", "the job trains")
 def test_hosts_with_ipv6_alone(network: Network, tmp_path: Path) -> None:
     with network.inside("router"):
         Path("/proc/sys/net/ipv6/conf/all/forwarding").write_text("1")
@@ -441,13 +441,13 @@ def test_hosts_with_ipv6_alone(network: Network, tmp_path: Path) -> None:
         for name in NAMES:
             on(network, name, "", lambda name=name: job.start(name))  # type: ignore[misc]
         job.wait_round(NAMES)
-        assert {told["MASTER_ADDR"] for told in environments(job)} <= {"2001:db8:1::2", "2001:db8:2::2"}
-        assert {told[GLOO] for told in environments(job)} == {LINK}
+        assert {variables["MASTER_ADDR"] for variables in environments(job)} <= {"2001:db8:1::2", "2001:db8:2::2"}
+        assert {variables[GLOO] for variables in environments(job)} == {LINK}
         job.finish(*NAMES)
 
 
 @pytest.mark.long
-@pytest.mark.fault("`--local-addr=INTERFACE`, and no other way between nodes", "the job trains by that interface")
+@pytest.mark.fault("`--local-addr=INTERFACE`, the only route between nodes", "the job trains by that interface")
 @pytest.mark.parametrize("agent", [False, True], ids=["torchrun", "redelastic run"])
 def test_a_second_interface(network: Network, redis: RedisServer, tmp_path: Path, *, agent: bool) -> None:
     with network.cut(both_ways("a", ["b"])), Job(redis, tmp_path, "2:2", agent=agent) as job:
@@ -455,7 +455,7 @@ def test_a_second_interface(network: Network, redis: RedisServer, tmp_path: Path
             names = f"{network.addresses[name]} {name}-host\n"
             on(network, name, names, lambda name=name: job.start(name, options=[f"--local-addr={LAN}"]))  # type: ignore[misc]
         job.wait_round(NAMES)
-        assert {told["MASTER_ADDR"] for told in environments(job)} <= set(ON_LAN.values())
+        assert {variables["MASTER_ADDR"] for variables in environments(job)} <= set(ON_LAN.values())
         job.finish(*NAMES)
 
 

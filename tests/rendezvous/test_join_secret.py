@@ -24,7 +24,7 @@ from tests.support.faulty_proxy import Fault, FaultyProxy
 from tests.support.nodes import NodeFactory
 from tests.support.rounds import events, join_all, ranks, until
 
-LONG = 60.0  # for what a busy machine does late, in seconds
+LONG = 60.0  # seconds for a busy machine
 SOON = 5.0  # read_timeout, in seconds, where a test waits for what a node without a secret does not write
 
 texts = st.text(max_size=20)
@@ -35,12 +35,14 @@ facts = st.builds(Facts, texts, texts, texts, numbers, numbers, numbers, texts, 
 
 class TestProofs:
     @given(secrets, facts, numbers, texts)
-    def test_of_this_node_in_this_round_are_valid(self, secret: bytes, known: Facts, rank: int, node: str) -> None:
+    def test_a_proof_of_this_node_in_this_round_is_valid(
+        self, secret: bytes, known: Facts, rank: int, node: str
+    ) -> None:
         assert verify(secret, known, rank, prove(secret, known, rank, node))
         assert is_attested(secret, known, attest(secret, known))
 
     @given(secrets, facts, numbers, texts, st.data())
-    def test_are_valid_in_no_other_round_or_rank(
+    def test_a_proof_is_invalid_in_another_round_or_rank(
         self, secret: bytes, known: Facts, rank: int, node: str, data: st.DataObject
     ) -> None:
         field = data.draw(st.sampled_from(Facts._fields))
@@ -52,7 +54,7 @@ class TestProofs:
         assert not verify(secret, known, rank + 1, prove(secret, known, rank, node))
 
     @given(secrets, secrets, facts, numbers, texts)
-    def test_are_valid_with_no_other_secret(
+    def test_a_proof_is_invalid_with_another_secret(
         self, secret: bytes, other: bytes, known: Facts, rank: int, node: str
     ) -> None:
         assume(secret.rstrip(b"\0") != other.rstrip(b"\0"))  # HMAC pads a short key with zeros
@@ -60,7 +62,9 @@ class TestProofs:
         assert not is_attested(other, known, attest(secret, known))
 
     @given(secrets, facts, numbers, texts, st.binary(max_size=100))
-    def test_are_no_other_texts(self, secret: bytes, known: Facts, rank: int, node: str, anything: bytes) -> None:
+    def test_other_texts_are_no_proofs(
+        self, secret: bytes, known: Facts, rank: int, node: str, anything: bytes
+    ) -> None:
         proof = prove(secret, known, rank, node)
         for forged in (None, b"", anything, proof + b"x", proof[1:], attest(secret, known)):
             assert not verify(secret, known, rank, forged)
@@ -69,7 +73,7 @@ class TestProofs:
 
 
 class TestFile:
-    def test_a_newline_at_the_end_is_no_part_of_it(self, tmp_path: Path) -> None:
+    def test_a_newline_at_the_end_is_not_part_of_the_secret(self, tmp_path: Path) -> None:
         file = tmp_path / "secret"
         for end in (b"", b"\n", b"\r\n"):
             file.write_bytes(b" 0123456789abcde" + end)
@@ -84,7 +88,7 @@ class TestFile:
             (b"0123456789abcde\n", "has 15 bytes"),
         ],
     )
-    def test_what_is_wrong_is_said(
+    def test_a_bad_file_is_refused_with_the_reason(
         self, content: bytes | None, said: str, tmp_path: Path, new_node: NodeFactory
     ) -> None:
         file = tmp_path / "secret"
@@ -94,7 +98,7 @@ class TestFile:
             new_node(1, 1, join_secret_file=str(file))
 
     @pytest.mark.parametrize(("mode", "warns"), [(0o600, False), (0o640, False), (0o604, True)])
-    def test_others_that_can_read_it_are_a_warning(
+    def test_a_file_that_others_can_read_gives_a_warning(
         self, mode: int, warns: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         file = tmp_path / "secret"
@@ -129,7 +133,7 @@ def cause_of_leaving(node: RedisRendezvousHandler) -> list[tuple[str, str]]:
 
 
 class TestNodes:
-    def test_that_all_have_it_train(self, secrets_of: Secrets, pool: ThreadPoolExecutor) -> None:
+    def test_nodes_with_the_secret_form_rounds(self, secrets_of: Secrets, pool: ThreadPoolExecutor) -> None:
         nodes = [secrets_of.node("ours", 3, 3) for _ in range(3)]
         for _ in range(2):
             infos = join_all(pool, *nodes)
@@ -138,7 +142,7 @@ class TestNodes:
 
     @pytest.mark.fault("a node without the job's join secret", "it has to leave, and the others go on")
     def test_one_has_another(self, secrets_of: Secrets, pool: ThreadPoolExecutor) -> None:
-        """The others go on without it, whichever rank it had; and it does not come back."""
+        """The others go on without it, whichever rank it had, and it does not come back."""
         nodes = [secrets_of.node("ours", 2, 3) for _ in range(2)]
         join_all(pool, *nodes)
         stranger = secrets_of.node("theirs", 2, 3)
@@ -169,7 +173,7 @@ class TestNodes:
         until(lambda: all(node.num_nodes_waiting() for node in nodes), "the members know of the stranger")
         infos = join_all(pool, *nodes)
         assert [info.world_size for info in infos] == [2, 2]
-        assert joined.result(LONG).rank == 2  # it does not know better, but its workers wait for the others'
+        assert joined.result(LONG).rank == 2  # it cannot know, but its workers wait for the others'
         with pytest.raises(DrainedError, match="rank 2 of round 2 has no join secret"):
             stranger.next_rendezvous()
 
@@ -198,7 +202,7 @@ class TestNodes:
         until(lambda: all(node.num_nodes_waiting() for node in nodes), "the others regroup")
         assert [info.world_size for info in join_all(pool, *nodes)] == [2, 2]
 
-    def test_that_formed_the_run_keep_it_from_more_strangers(
+    def test_a_node_that_formed_the_run_keeps_out_more_strangers(
         self, secrets_of: Secrets, pool: ThreadPoolExecutor
     ) -> None:
         first = secrets_of.node("ours", 1, 3, last_call_timeout=0)
@@ -206,7 +210,10 @@ class TestNodes:
         strangers = [secrets_of.node("theirs", 1, 3, last_call_timeout=0) for _ in range(2)]
         refused = [pool.submit(stranger.next_rendezvous) for stranger in strangers]
         while not all(future.done() for future in refused):
-            until(lambda: first.num_nodes_waiting() or all(future.done() for future in refused), "one knocks, or none")
+            until(
+                lambda: first.num_nodes_waiting() or all(future.done() for future in refused),
+                "a stranger waits, or all are refused",
+            )
             assert first.next_rendezvous().rank == 0
         assert [type(future.exception()) for future in refused] == [DrainedError] * 2
 
@@ -232,7 +239,7 @@ class TestReplay:
     def test_a_proof_of_an_earlier_epoch_is_refused(
         self, secrets_of: Secrets, new_node: NodeFactory, pool: ThreadPoolExecutor, client: redis.Redis, keys: RunKeys
     ) -> None:
-        """A stranger takes the place of a member, and shows what that member has shown before."""
+        """A stranger takes the place of a member, and repeats the proof of that member."""
         nodes = [secrets_of.node("ours", 1, 2, last_call_timeout=LONG) for _ in range(2)]
         by_rank = dict(zip(ranks(join_all(pool, *nodes)), nodes, strict=True))
         proofs = client.hgetall(keys.store(1).data)

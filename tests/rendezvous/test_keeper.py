@@ -1,4 +1,4 @@
-"""Heartbeats: who looks after the lease of a silent member, and when."""
+"""Heartbeats: which nodes check the lease of a silent member, and when."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.rounds import join_all, until
 
 
 class TestRegrouping:
-    def test_of_a_large_group_few_look_at_a_silent_members_lease_and_the_others_listen(
+    def test_few_nodes_of_a_large_group_check_a_silent_members_lease(
         self, new_node: NodeFactory, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         beats: list[tuple[float, bool]] = []
@@ -28,13 +28,13 @@ class TestRegrouping:
             beats.clear()
             for _ in range(1000):
                 member._schedule_lease_check(0.0, size)
-            looks = [due_in for due_in, urgent in beats if urgent]
-            assert len(looks) == 1000 if size <= 16 else 2 <= len(looks) <= 50, size
-            assert max(looks) <= SPREAD
-            # who is not in a hurry blocks in a read until COARSE before its beat
+            checks = [due_in for due_in, urgent in beats if urgent]
+            assert len(checks) == 1000 if size <= 16 else 2 <= len(checks) <= 50, size
+            assert max(checks) <= SPREAD
+            # before a beat that is not urgent the keeper blocks in a read, until COARSE before it
             assert all(SPREAD < due_in - COARSE <= 2 * SPREAD for due_in, urgent in beats if not urgent)
 
-    def test_who_does_not_look_finds_a_silent_member_if_nobody_else_does(
+    def test_other_nodes_find_a_silent_member_if_no_node_checks_first(
         self, new_node: NodeFactory, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("redelastic.rendezvous.keeper.MAX_LEASE_CHECKERS", 0)
@@ -43,8 +43,8 @@ class TestRegrouping:
         nodes[0].node.stop()
         until(lambda: nodes[1].num_nodes_waiting() and nodes[2].num_nodes_waiting(), "both survivors know")
 
-    def test_a_join_puts_off_no_heartbeat_that_is_due_before(self, new_node: NodeFactory) -> None:
-        """It may be the one that looks after the lease of another silent node (I7)."""
+    def test_a_join_does_not_delay_a_heartbeat_that_is_due_before(self, new_node: NodeFactory) -> None:
+        """That heartbeat may be the one that checks the lease of a silent node (I7)."""
         node = new_node(1, 2, keep_alive_interval=30)
         node.next_rendezvous()
         node.keeper.schedule(20)
@@ -52,10 +52,8 @@ class TestRegrouping:
         Candidate(node.keeper, 1, time.monotonic() + 5).ask()
         assert node.keeper.due() == due
 
-    def test_a_rounds_store_is_kept_though_others_keep_the_run(
-        self, new_node: NodeFactory, client: redis.Redis
-    ) -> None:
-        """A spare's heartbeat, or a join, renews the run's own keys, and knows nothing of the round's store."""
+    def test_a_members_heartbeat_renews_the_rounds_store(self, new_node: NodeFactory, client: redis.Redis) -> None:
+        """A spare's heartbeat or a join renews the run's own keys, but not the round's store."""
         node = new_node(1, 1, keep_alive_interval=0.3, ttl=1000)
         store = node.next_rendezvous().store
         store.set("k", "v")
@@ -91,7 +89,7 @@ class TestRegrouping:
         intervals: tuple[float, float],
         is_forgotten: bool,
     ) -> None:
-        """Else each heartbeat of the slower one would look like the end of an outage, and begin every lease anew."""
+        """Otherwise each heartbeat of the slower one would look like the end of an outage, and restart every lease."""
         dead, slow = (new_node(1, 2, keep_alive_interval=interval, last_call_timeout=60) for interval in intervals)
         joining = pool.submit(dead.next_rendezvous)
         until(lambda: dead.node.view.standing == "candidate", "it is first")
@@ -104,7 +102,7 @@ class TestRegrouping:
         dead.node.stop()
         until(lambda: slow.num_nodes_waiting() > 0, "the death is known")
 
-    def test_an_attempt_that_fails_is_repeated_soon_and_reads_from_the_beginning(
+    def test_a_failed_read_is_repeated_soon_and_from_the_beginning(
         self, new_node: NodeFactory, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         node = new_node(1, 1, keep_alive_interval=30)

@@ -1,4 +1,4 @@
-"""A node's part in a roll call: it asks, whatever became of idle connections, and nothing delays its answer."""
+"""A node's part in a roll call: it calls even over a connection that dies, and nothing delays its answer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CONF: Final = {"keep_alive_interval": 20, "roll_call_timeout": 10.0, "last_call_
 
 
 @pytest.mark.parametrize("loss", ["request", "reply"])
-def test_who_asks_over_a_connection_that_dies_asks_again(
+def test_a_roll_call_over_a_connection_that_dies_is_repeated(
     loss: str, server: RedisServer, client: redis.Redis, new_node: NodeFactory
 ) -> None:
     client.script_load(scripts.ROLL_CALL.text)
@@ -64,15 +64,15 @@ def test_an_answer_that_failed_is_tried_again_soon(own_server: RedisServer, new_
     with pytest.raises(Exception, match="could not be reached"):
         keeper.beat()
     due, urgent = keeper.due()
-    assert before < due < time.monotonic() + 1, "after a read: wake-ups are heard while writes are refused"
+    assert before < due < time.monotonic() + 1, "after a read: wake-ups arrive while writes are refused"
     assert urgent
     own_server.start()
     keeper.beat()
     assert keeper.due()[0] > time.monotonic() + 9
 
 
-def test_a_server_that_did_not_hear_the_answer_asks_again(new_node: NodeFactory) -> None:
-    """It may be one that has taken over."""
+def test_a_node_answers_again_a_server_that_did_not_get_the_answer(new_node: NodeFactory) -> None:
+    """It may be a replica that has taken over."""
     nodes = [new_node(1, 2, **CONF) for _ in range(2)]
     join(*nodes)
     nodes[0].node.call_roll(time.monotonic())

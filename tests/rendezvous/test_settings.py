@@ -59,14 +59,14 @@ def test_min_replicas_may_be_zero(value: object, read: int) -> None:
 
 
 @pytest.mark.parametrize("value", ["", "one", -1, 1.5, False, "0.0"])
-def test_other_min_replicas_are_refused(value: object) -> None:
+def test_invalid_min_replicas_are_refused(value: object) -> None:
     with pytest.raises(ValueError, match=r"parameter min_replicas=.* must be a whole number"):
         settings(min_replicas=value)
 
 
 @pytest.mark.parametrize("name", SECONDS)
 @pytest.mark.parametrize("value", NO_SECONDS, ids=lambda value: repr(value)[:20])
-def test_other_seconds_are_refused(name: str, value: object) -> None:
+def test_invalid_seconds_are_refused(name: str, value: object) -> None:
     with pytest.raises(ValueError, match=rf"parameter {name}=.* must be a number of seconds: 0.001 to 10") as refused:
         settings(**{name: value})
     assert len(str(refused.value)) < 250
@@ -84,7 +84,7 @@ def test_only_waits_may_be_zero(name: str, zero: object) -> None:
             settings(**{name: zero})
 
 
-def test_the_attempts_are_counted() -> None:
+def test_attempts_are_whole_numbers() -> None:
     assert settings(keep_alive_max_attempt="5", keep_alive_interval=2).lease == 10
     for wrong in (0, "0", -1, 1.5, "1.5", "x", "", True, None.__class__, 10**7, 10**5000):
         with pytest.raises(ValueError, match=r"keep_alive_max_attempt=.* must be a whole number: 1 to 1000000"):
@@ -104,7 +104,7 @@ def test_the_protocol_is_one_of_two(value: object) -> None:
 
 @pytest.mark.parametrize("value", ["http", "https"])
 def test_etcds_protocol_is_known_as_such(value: str) -> None:
-    """It stands in the --rdzv-conf of who comes from etcd."""
+    """Users who come from etcd have it in their --rdzv-conf."""
     with pytest.raises(ValueError, match=f"protocol={value!r} is for etcd: remove it.*rediss://"):
         settings(protocol=value)
 
@@ -153,7 +153,7 @@ def test_a_local_address_is_a_host(value: str) -> None:
 
 
 @pytest.mark.parametrize("value", ["", "a b", "a\nb", "a\x00", "\udcff", "[::1]", "x" * 201])
-def test_other_local_addresses_are_refused(value: str) -> None:
+def test_invalid_local_addresses_are_refused(value: str) -> None:
     with pytest.raises(ValueError, match=r"The local_addr .*(empty|contains|not valid|at most)"):
         settings(local_addr=value)
     with pytest.raises(TypeError, match=r"The local_addr must be a string, not int"):
@@ -171,7 +171,7 @@ def test_wrong_numbers_of_nodes_are_refused(low: Any, high: Any) -> None:
         Settings.from_parameters(params)
 
 
-def test_more_at_least_than_at_most_is_refused() -> None:
+def test_min_nodes_above_max_nodes_is_refused() -> None:
     params = RendezvousParameters("redis", "h", "run", 1, 4)
     params.min_nodes = 5
     with pytest.raises(ValueError, match="min_nodes=5 is above max_nodes=4: give --nnodes=MIN:MAX"):
@@ -194,7 +194,7 @@ def test_an_unknown_parameter_is_named_but_not_its_value() -> None:
         settings(join_time=5)
 
 
-def test_what_torchrun_adds_is_accepted() -> None:
+def test_parameters_that_torchrun_adds_are_accepted() -> None:
     assert settings(timeout=900, is_host="true") == settings()
 
 
@@ -233,7 +233,7 @@ NO_KEY_PARTS = [
 
 
 @pytest.mark.parametrize("value", KEY_PARTS, ids=range(len(KEY_PARTS)))
-def test_what_can_be_part_of_a_key(value: str) -> None:
+def test_valid_key_parts_are_accepted(value: str) -> None:
     if "/" not in value:
         assert settings(run_id=value).run_id == value
     assert settings(key_prefix=value).key_prefix == value
@@ -247,7 +247,7 @@ def test_a_run_id_names_folders_too() -> None:
 
 
 @pytest.mark.parametrize(("value", "says"), NO_KEY_PARTS, ids=range(len(NO_KEY_PARTS)))
-def test_what_cannot_be_part_of_a_key(value: str, says: str) -> None:
+def test_invalid_key_parts_are_refused(value: str, says: str) -> None:
     for what, make in (
         ("run id", lambda: settings(run_id=value)),
         ("key_prefix", lambda: settings(key_prefix=value)),
@@ -273,7 +273,7 @@ def test_a_key_part_is_text() -> None:
             check_key_part("x", wrong)
 
 
-def test_a_store_name_separates_no_parts() -> None:
+def test_a_store_name_contains_no_separator() -> None:
     with pytest.raises(ValueError, match=r"'a:b' contains ':'.*use another character"):
         RunKeys("run").store("a:b")
 

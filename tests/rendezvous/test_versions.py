@@ -1,4 +1,4 @@
-"""Runs of another protocol, and of another incarnation: they are told apart, and neither harms the other."""
+"""Runs of another protocol and of another incarnation: both are recognized, and do no harm."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ REFUSED = r"protocol 1, and this version of redelastic has 2: start all nodes of
 
 
 @pytest.mark.fault(
-    "a node joins a run of another version of redelastic", "it is refused with both protocols and what to do"
+    "a node joins a run of another version of redelastic",
+    "it is refused; the error names both protocols and what to do",
 )
 def test_a_run_of_another_protocol(
     client: redis.Redis, new_node: NodeFactory, keys: RunKeys, server: RedisServer, capsys: pytest.CaptureFixture[str]
@@ -37,7 +38,7 @@ def test_a_run_of_another_protocol(
         assert main([*command, "--endpoint", server.url])
         assert "start all nodes of a run with the same version" in capsys.readouterr().err
     assert main(["list", "--endpoint", server.url]) == 0
-    assert client.hgetall(keys.run) == before, "nobody has changed it"
+    assert client.hgetall(keys.run) == before, "nothing has changed it"
 
 
 @pytest.mark.fault(
@@ -54,11 +55,11 @@ def test_a_node_of_a_run_that_was_removed(
             assert held(old) == epoch
         client.script_load(scripts.BEAT.text)
         cut_off = proxy.add(Fault(scripts.BEAT.digest.encode(), hold_request=True))
-        wait_until(lambda: cut_off.taken, "the old node's next heartbeat is under way")
+        wait_until(lambda: cut_off.taken, "the old node's next heartbeat is in flight")
         client.delete(*keys.types, keys.status(old.node.id))
         nodes = [new_node(1, 2, last_call_timeout=60) for _ in range(2)]
         join(*nodes)
-        created_at = int(client.hget(keys.run, "created_at") or 0)  # long ago, as far as the run's record says
+        created_at = int(client.hget(keys.run, "created_at") or 0)  # make the run's record say that it was long ago
         client.hset(keys.run, "created_at", created_at - 2000)
         cut_off.release()
         wait_until(lambda: old.node.view.fenced, "the old node knows that it is out")

@@ -1,4 +1,4 @@
-"""RedisStore alone: errors are named, and how long its keys and connections live."""
+"""RedisStore alone: its errors, and how long its keys and connections live."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_key_of_a_wrong_type_is_named(
     assert client.get(base + suffix) == b"not ours"
 
 
-def test_connecting_takes_the_store_s_timeout() -> None:
+def test_connecting_takes_no_longer_than_the_stores_timeout() -> None:
     with reserved_port() as port, takes(0.5, 2), pytest.raises(RendezvousConnectionError, match="could not be reached"):
         RedisStore(f"redis://{HOST}:{port}", "r", timeout=0.5)
 
@@ -159,8 +159,8 @@ def test_a_value_of_16_megabytes(store: RedisStore) -> None:
     assert store.multi_get(["big"]) == [value[::-1] + b"tail"]
 
 
-def test_what_redis_would_hang_up_on_is_refused(store: RedisStore) -> None:
-    """Sent, it would be tried again and again until the store's timeout."""
+def test_requests_too_large_for_redis_are_refused(store: RedisStore) -> None:
+    """Redis would close the connection, and the store repeat the request until its timeout."""
     for call in (lambda: store.set("k", bytes(2**29 + 1)), lambda: store.append("k", bytes(2**29 + 1))):
         with pytest.raises(ValueError, match="at most 536,870,912 bytes, not 536,870,913: split it"):
             call()
@@ -181,8 +181,8 @@ def test_as_many_keys_as_allowed(store: RedisStore) -> None:
     assert store.multi_get(keys)[-1] == keys[-1].encode()
 
 
-def test_append_to_what_is_long_is_refused(store: RedisStore) -> None:
-    """Redis would serve nobody for seconds."""
+def test_append_to_a_long_value_is_refused(store: RedisStore) -> None:
+    """Redis would serve no other client for seconds."""
     value = bytes(2**24 - 1)
     store.set("k", value)
     with pytest.raises(ValueError, match=r"would have 16,777,217 bytes, and at most 16,777,216 .* several keys"):
@@ -207,7 +207,7 @@ def test_a_client_that_decodes_is_refused(server: RedisServer, run_id: str) -> N
 
 
 @pytest.mark.parametrize("name", ["", "a:b", "a b", "{x}", "*", "x" * 201])
-def test_a_name_that_is_no_part_of_a_key_is_refused(server: RedisServer, run_id: str, name: str) -> None:
+def test_a_name_that_cannot_be_part_of_a_key_is_refused(server: RedisServer, run_id: str, name: str) -> None:
     with server.get_client() as client, pytest.raises(ValueError, match="store name"):
         RedisStore(client, run_id, name)
 
@@ -224,7 +224,7 @@ def test_a_closed_store_may_be_collected(connection: Connection, run_id: str) ->
     assert gone() is None
 
 
-def test_a_store_that_only_torch_knows_stays_alive(connection: Connection, run_id: str) -> None:
+def test_a_store_that_only_torch_refers_to_stays_alive(connection: Connection, run_id: str) -> None:
     prefixed: Any = dist.PrefixStore("p", RedisStore(connection, run_id))
     copy = prefixed.clone()
     view = dist.PrefixStore("p", RedisStore(connection, run_id).prefixed("v"))
@@ -249,15 +249,15 @@ def test_closing_ends_the_connections_of_a_store_that_opened_them(own_server: Re
 
 @pytest.mark.parametrize("milliseconds", [1, 70])
 def test_a_time_out_names_the_limit_that_was_asked_for(store: RedisStore, milliseconds: int) -> None:
-    """However much later it comes: Redis looks for clients whose time is up ten times a second."""
+    """The error may come later: Redis looks for clients whose time is up only ten times a second."""
     limit = timedelta(milliseconds=milliseconds)
-    mine = store.clone()
-    mine.set_timeout(limit)
-    mine.set("there", "v")
+    clone = store.clone()
+    clone.set_timeout(limit)
+    clone.set("there", "v")
     calls: tuple[Callable[[], object], ...] = (
-        lambda: mine.get("missing"),
-        lambda: mine.multi_get(["there", "missing"]),
-        lambda: mine.queue_pop("missing"),
+        lambda: clone.get("missing"),
+        lambda: clone.multi_get(["there", "missing"]),
+        lambda: clone.queue_pop("missing"),
         lambda: store.wait(["missing"], limit),
         lambda: store.wait(["there", "missing"], limit),
     )
@@ -306,7 +306,7 @@ def test_an_error_has_the_one_below_as_its_cause(own_server: RedisServer, run_id
 
 
 class Held:
-    """Something that a caller holds while the server does not know a script."""
+    """An object that a caller refers to while the server does not know a script."""
 
 
 def test_a_server_without_its_scripts_keeps_no_request_alive(own_server: RedisServer, run_id: str) -> None:
@@ -325,11 +325,13 @@ def test_a_server_without_its_scripts_keeps_no_request_alive(own_server: RedisSe
             gc.enable()
 
 
-# -- what Redis keeps to recognize a repeated request, and of waits
+# -- what Redis keeps of requests that may be repeated, and of waits
 
 
-def test_what_is_kept_for_a_repeat_ends_soon(client: redis.Redis, server: RedisServer, run_id: str) -> None:
-    """With the arrival of an item, with `close`, or in minutes: not with the store, which any write renews."""
+def test_data_for_repeated_requests_are_kept_for_minutes_only(
+    client: redis.Redis, server: RedisServer, run_id: str
+) -> None:
+    """They go when the item arrives, with `close`, or after minutes: each write renews the store, but not them."""
     keys = RunKeys(run_id).store("default")
     with opened(server, run_id) as store, opened(server, run_id) as other:
         store.queue_push("q", bytes(100_000))

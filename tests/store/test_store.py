@@ -38,7 +38,7 @@ class TestRedisStore(RedisContract):
 
 
 class TestRedisStoreOfAClient(RedisContract):
-    """Made with a redis-py client as it comes: with its own retries, pool and protocol."""
+    """Made with a plain redis-py client, with its own retries, pool and protocol."""
 
     @pytest.fixture
     def store(self, client: redis.Redis, run_id: str) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""A store's write takes effect once, however often it is sent, and never once its round is over (I4, I7, I8)."""
+"""A store's write takes effect once, however often it is sent, and not after its round is over (I4, I7, I8)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _state(key: str) -> Callable[[RedisStore], Any]:
     return lambda s: s.get(key) if s.check([key]) else None
 
 
-# Each: what is lost; what somebody else does before it is sent again; its reply; what is read at the end, and found.
+# Each: the call that is lost; another client's call before the repeat; its reply; what is read at the end, and found.
 WRITES: Writes = {
     "set": (lambda s: s.set("k", "1"), lambda s: s.set("k", "2"), None, _state("k"), b"2"),
     "multi_set": (lambda s: s.multi_set(["k"], ["1"]), lambda s: s.set("k", "2"), None, _state("k"), b"2"),
@@ -66,13 +66,13 @@ def unlucky(server: RedisServer, proxy: FaultyProxy, run_id: str) -> Iterator[Re
     made.set("k", "0")
     made.queue_push("q", "7")
     made.queue_push("q", "8")
-    RedisStore(made._connection, run_id, "warm").barrier("b", 1)  # it sends the script itself the first time
+    RedisStore(made._connection, run_id, "warm").barrier("b", 1)  # the first barrier sends its script
     yield made
     made.close()
 
 
 def _digest(verb: str) -> bytes:
-    """What every request of a verb contains."""
+    """The digest of a verb's script, which all its requests contain."""
     names = {"set": "STORE_SET", "multi_set": "STORE_SET", "delete_key": "STORE_DELETE"}
     script = getattr(scripts, names.get(verb, verb.upper() if "queue" in verb else f"STORE_{verb.upper()}"))
     assert isinstance(script, Script)
@@ -102,7 +102,7 @@ def test_a_lost_request_is_sent_again(unlucky: RedisStore, proxy: FaultyProxy, v
 @pytest.mark.parametrize(
     "item", [b"", b" \n", b"7@", bytes(range(256)) * 17], ids=["empty", "blanks", "ends with an @", "kept apart"]
 )
-def test_a_lost_reply_is_told_whole_and_not_kept(
+def test_a_repeated_reply_is_complete_and_not_kept(
     unlucky: RedisStore, proxy: FaultyProxy, client: redis.Redis, run_id: str, item: bytes
 ) -> None:
     unlucky.queue_push("one", item)
@@ -120,7 +120,7 @@ def test_a_lost_reply_is_told_whole_and_not_kept(
 def test_a_copy_that_arrives_late_has_no_effect(
     unlucky: RedisStore, store: RedisStore, proxy: FaultyProxy, verb: str, later: bool
 ) -> None:
-    """It was on its way for so long that its sender gave its connection up, and has done other things since."""
+    """It is so late that its sender has given up the connection, and has made other calls since."""
     call, meanwhile, reply, read, found = WRITES[verb]
     fault = proxy.add(Fault(_digest(verb), lose_request=True))
     assert call(unlucky) == reply
@@ -155,7 +155,7 @@ def test_a_late_copy_of_a_pop_that_found_nothing_takes_nothing(
         (lambda s: s.list_keys(), ["k"]),
     ],
 )
-def test_what_reads_is_asked_again(
+def test_a_lost_read_is_repeated(
     unlucky: RedisStore, proxy: FaultyProxy, run_id: str, read: Callable[[RedisStore], Any], result: object
 ) -> None:
     fault = proxy.add(Fault(run_id.encode(), keep=1))
@@ -231,14 +231,14 @@ def has_waited(store: RedisStore, other: RedisStore) -> None:
 @pytest.mark.parametrize("wait", [lambda s: s.get("k"), lambda s: s.wait(["k"]), lambda s: s.barrier("b", 9)])
 @pytest.mark.parametrize("closed", [False, True], ids=["open", "closed"])
 def test_a_wait_does_not_begin_when_a_member_has_left(pair: Pair, wait: Callable[[Any], Any], closed: bool) -> None:
-    """Of a run that is closed, a member leaves without waking the others."""
-    (gone, theirs), (stays, store) = pair
+    """In a closed run, a member leaves without waking the others."""
+    (gone, gone_store), (stays, store) = pair
     if closed:
         stays.set_closed()
-    has_waited(store, theirs)
+    has_waited(store, gone_store)
     gone.node.leave(Left(cause="exited"))
     if closed:
-        stays.node.stop()  # nobody else ends its reads
+        stays.node.stop()  # so that nothing else ends the reads
         store._connection.max_block = 60
     for _ in range(2):
         started = time.monotonic()
@@ -255,10 +255,10 @@ def test_a_wait_ends_when_a_lease_runs_out(pair: Pair) -> None:
         waiting.result(SOON)
 
 
-def test_what_is_there_is_read_though_the_round_is_broken(pair: Pair) -> None:
-    (gone, theirs), (_, store) = pair
-    theirs.set("there", "v")
-    theirs.queue_push("q", "item")
+def test_existing_keys_can_be_read_though_the_round_is_broken(pair: Pair) -> None:
+    (gone, gone_store), (_, store) = pair
+    gone_store.set("there", "v")
+    gone_store.queue_push("q", "item")
     gone.node.leave(Left(cause="exited"))
     store.wait(["there", "q"])
     assert (store.get("there"), store.multi_get(["there"]), store.queue_pop("q")) == (b"v", [b"v"], b"item")
@@ -288,10 +288,10 @@ def test_nothing_is_written_to_a_superseded_round(pair: Pair, client: redis.Redi
     assert (old.get("k"), new.get("k")) == (b"0", b"1")
 
 
-def test_the_reply_of_a_write_before_the_fence_is_still_had(
+def test_a_write_before_the_fence_gets_its_reply_after_it(
     pair: Pair, proxy: FaultyProxy, server: RedisServer, run_id: str
 ) -> None:
-    """The effect came in time, only its reply was lost: to say that it was refused would be a lie (I8)."""
+    """It took effect in time and only its reply was lost: it must not be reported as refused (I8)."""
     (gone, _), (stays, _) = pair
     unlucky = RedisStore(server.url.replace(server.endpoint, f"127.0.0.1:{proxy.port}"), run_id, epoch=1)
 

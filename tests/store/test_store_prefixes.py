@@ -36,7 +36,7 @@ class TestRedisStorePrefixed(RedisContract):
 
 @NEEDS_BARRIER
 def test_a_barrier_is_met_through_any_prefix(server: RedisServer, run_id: str) -> None:
-    """torch's own view goes through add, set and wait."""
+    """torch's own view calls add, set and wait."""
     with opened(server, run_id) as made:
         view: Any = dist.PrefixStore("p", made)
         meeting = [in_thread(each.barrier, "b", 4, LONG) for each in (view, made.prefixed("p"), view)]
@@ -44,7 +44,7 @@ def test_a_barrier_is_met_through_any_prefix(server: RedisServer, run_id: str) -
         assert not any(each.done() for each in meeting)
         made.barrier("p/b", 4, LONG)
         assert [each.result(SOON) for each in meeting] == [None] * 3
-        made.barrier("p/b", 4, SHORT)  # who comes later, as in torch's
+        made.barrier("p/b", 4, SHORT)  # a late caller passes, as in torch's
 
 
 class TestPrefixStoreOfHashStore(HashContract):

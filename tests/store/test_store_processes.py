@@ -24,7 +24,7 @@ from redelastic.store import RedisStore
 # Python 3.12 warns of forks in processes with threads: that such forks are safe here is what is tested.
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 
-LIMIT = 60.0  # for a child to do its part, in seconds
+LIMIT = 60.0  # seconds for a child's part
 ROUNDS = 150
 
 
@@ -56,7 +56,7 @@ class Forked:
         with os.fdopen(self._read, "rb") as pipe:
             data = pipe.read()
         os.waitpid(self.pid, 0)
-        assert data, "the child ended without a word"
+        assert data, "the child ended without a result"
         result = pickle.loads(data)  # noqa: S301
         if isinstance(result, BaseException):
             raise result
@@ -68,7 +68,7 @@ def connection_id(store: RedisStore) -> int:
 
 
 def work(store: RedisStore, name: str) -> tuple[int, list[int]]:
-    """Ask for what only this process knows, so that a reply to somebody else is seen; returns what its adds gave."""
+    """Use own keys, to notice a reply meant for another process; returns the connection's id and the adds' replies."""
     numbers = []
     for i in range(ROUNDS):
         store.set(f"{name}/{i}", f"{name}={i}")
@@ -89,11 +89,11 @@ def test_forked_children_share_no_connection_with_their_parent(store: RedisStore
     store.set("warm", "up")
     store.add("other", 1)  # so that there is a connection, and a sender, to inherit
     children = [Forked(work, store, f"child{i}") for i in range(2)]
-    mine = work(store, "parent")
-    check_apart([mine, *(child.result() for child in children)])
+    own = work(store, "parent")
+    check_apart([own, *(child.result() for child in children)])
 
 
-def test_a_grandchild_and_its_parents(store: RedisStore) -> None:
+def test_a_grandchild_shares_no_connection_with_its_parents(store: RedisStore) -> None:
     store.add("other", 1)
 
     def child() -> list[tuple[int, list[int]]]:
@@ -106,7 +106,7 @@ def test_a_grandchild_and_its_parents(store: RedisStore) -> None:
 
 
 def test_a_fork_while_threads_are_blocked_and_busy(store: RedisStore, client: redis.Redis) -> None:
-    """A lock or a connection that another thread holds at that moment is the child's no more than its threads are."""
+    """The child uses no lock and no connection that another thread holds at the fork."""
     got: dict[str, bytes] = {}
     stop = threading.Event()
 
@@ -154,7 +154,7 @@ def test_a_child_waits_for_its_parent_and_the_parent_for_its_child(store: RedisS
 
 
 def test_a_prefix_store_in_a_forked_child(store: RedisStore) -> None:
-    """torch calls the child's Python half from C++."""
+    """In the child, torch calls the store's Python methods from C++."""
     prefixed = dist.PrefixStore("p", store.prefixed("v"))
     prefixed.set("k", "v")
     forked = Forked(lambda: (prefixed.get("k"), prefixed.add("n", 1), connection_id(store)))
@@ -180,15 +180,15 @@ def test_children_of_multiprocessing(store: RedisStore, server: RedisServer, run
     ]
     for child in children:
         child.start()
-    mine = work(store, "parent")
-    check_apart([mine, *(results.get(timeout=LIMIT) for _ in children)])
+    own = work(store, "parent")
+    check_apart([own, *(results.get(timeout=LIMIT) for _ in children)])
     for child in children:
         child.join(LIMIT)
         assert child.exitcode == 0
 
 
 def native_thread(function: Callable[[], None]) -> Callable[[], None]:
-    """Start a thread that Python does not know of, as torch's are; returns what joins it."""
+    """Start a thread that Python does not know of, like torch's; returns a function that joins it."""
     pthread = ctypes.CDLL(None)
     entry = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(lambda _: function())
     thread = ctypes.c_ulong()
@@ -201,8 +201,8 @@ def native_thread(function: Callable[[], None]) -> Callable[[], None]:
     return join
 
 
-def test_threads_that_python_has_not_made(store: RedisStore, client: redis.Redis, run_id: str) -> None:
-    """Each call of such a thread is a new thread to Python: nothing may be kept for each of them."""
+def test_threads_that_python_did_not_create(store: RedisStore, client: redis.Redis, run_id: str) -> None:
+    """For Python each call of such a thread is a new thread, so nothing may be kept per thread."""
     prefixed: Any = dist.PrefixStore("p", store)
     numbers: list[int] = []
     got: list[bytes] = []
@@ -217,4 +217,4 @@ def test_threads_that_python_has_not_made(store: RedisStore, client: redis.Redis
     assert sorted(numbers) == list(range(1, 109))
     assert got == [b"v"]
     kept = client.keys(RunKeys(run_id).store("default").dedup(b"*"))
-    assert len(kept) <= 10, "one entry for each that wrote at the same time"
+    assert len(kept) <= 10, "one entry per concurrent writer"

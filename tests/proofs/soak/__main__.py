@@ -11,14 +11,14 @@ from . import session
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.proofs.soak", description=__doc__)
-    parser.add_argument("--seed", type=int, default=1, help="what is done and when follows from it")
+    parser.add_argument("--seed", type=int, default=1, help="the schedule follows from it")
     parser.add_argument("--minutes", type=float, default=2.0)
-    parser.add_argument("--nodes", type=int, default=6, help="how many are alive at a time, about")
+    parser.add_argument("--nodes", type=int, default=6, help="about how many are alive at a time")
     parser.add_argument("--server-faults", action="store_true", help="Redis has faults too")
     parser.add_argument("--episode", type=int, help="only this one of them")
     parser.add_argument("--keep-going", action="store_true", help="go on after an episode that failed")
     parser.add_argument("--folder", type=Path, help="where histories of failed episodes are put")
-    parser.add_argument("--check", type=Path, metavar="HISTORY", help="only judge one that was recorded")
+    parser.add_argument("--check", type=Path, metavar="HISTORY", help="only judge a recorded history")
     given = parser.parse_args(arguments)
     if given.check:
         verdict = session.judge(given.check)

@@ -1,4 +1,4 @@
-"""Does what a schedule says to real processes and a real Redis, and writes down what it does."""
+"""Applies a schedule to real processes and a real Redis, and records what it does."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ SIGNALS: Final = {
     "thaw": signal.SIGCONT,
     "call": signal.SIGHUP,
 }
-WAITS: Final = {"asked": "asks", "entered": "entered"}  # until a node has written that
+WAITS: Final = {"asked": "asks", "entered": "entered"}  # action -> the event of a node that it waits for
 
 
 @contextlib.contextmanager
 def zygote(log: Path, defect: str = "") -> Iterator[Callable[[dict[str, Any]], int]]:
-    """The process that forks nodes; yields what makes one, told what it has to know, and returns its process id."""
+    """The process that forks nodes; yields a function that makes one of its parameters and returns its process id."""
     path = os.pathsep.join(sys.path)
     environment = os.environ | {"PYTHONPATH": path, "REDELASTIC_SOAK_BREAK": defect}
     with log.open("ab") as output:
@@ -65,8 +65,8 @@ def zygote(log: Path, defect: str = "") -> Iterator[Callable[[dict[str, Any]], i
             raise RuntimeError(f"the process that forks nodes has ended, see {log}: {log.read_text()[-2000:]}")
         return line.strip()
 
-    def make(told: dict[str, Any]) -> int:
-        to.write(json.dumps(told) + "\n")
+    def make(parameters: dict[str, Any]) -> int:
+        to.write(json.dumps(parameters) + "\n")
         to.flush()
         return int(answer())
 
@@ -84,7 +84,7 @@ def zygote(log: Path, defect: str = "") -> Iterator[Callable[[dict[str, Any]], i
 class Seen:
     """A node as chaos knows it: its process, and what it wrote last."""
 
-    process: int  # a file descriptor that stands for it: its id may be somebody else's once it has ended
+    process: int  # a pidfd: once it has ended, another process may have its id
     tail: Tail
     epoch: int = 0
     size: int = 0
@@ -109,11 +109,11 @@ class Chaos:
     """One episode.
 
     Args:
-        server: on which its run lives; with a data directory.
-        make: makes a node, see :func:`zygote`.
+        server: the Redis of its run, with a data directory.
+        make: makes nodes, see :func:`zygote`.
         folder: for what is written down.
-        patience: how much longer than promised things may take on a machine that is busy, in seconds.
-        say: is told how it goes.
+        patience: how much later than promised things may happen on a busy machine, in seconds.
+        say: called with lines of progress.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class Chaos:
 
     @property
     def _limit(self) -> float:
-        """Within which a rendezvous has to complete (I6)."""
+        """The seconds within which a rendezvous has to complete (I6)."""
         e = self.episode
         return e.last_call + e.replacement + 2 * e.lease + self._patience
 
@@ -249,11 +249,11 @@ class Chaos:
     def _start(self, name: str, **behaviour: float) -> None:
         e = self.episode
         path = self._folder / f"{name}.jsonl"
-        told: dict[str, Any] = {"name": name, "history": str(path), "url": self._server.url, "run": e.name}
-        told |= {"min": e.min_nodes, "max": e.max_nodes, "keep_alive_interval": e.interval, "attempts": ATTEMPTS}
-        told |= {"last_call_timeout": e.last_call, "replacement_timeout": e.replacement} | behaviour
+        parameters: dict[str, Any] = {"name": name, "history": str(path), "url": self._server.url, "run": e.name}
+        parameters |= {"min": e.min_nodes, "max": e.max_nodes, "keep_alive_interval": e.interval, "attempts": ATTEMPTS}
+        parameters |= {"last_call_timeout": e.last_call, "replacement_timeout": e.replacement} | behaviour
         self._note("start", node=name)
-        self._nodes[name] = Seen(os.pidfd_open(self._make(told)), Tail(path))
+        self._nodes[name] = Seen(os.pidfd_open(self._make(parameters)), Tail(path))
 
     @contextlib.contextmanager
     def _control(self, patience: float = 1.0) -> Iterator[RunControl]:
@@ -271,7 +271,7 @@ class Chaos:
         self._note("not drained", node=name)  # Redis is away, or it has not joined yet
 
     def _close(self, *, settled: bool) -> None:
-        """Closes the run; a newcomer has to be refused then. Who finishes closes a run only where its round stands."""
+        """Closes the run; then a newcomer has to be refused. A finishing node closes a run only if its round stands."""
         closer = next((node for node in self._nodes.values() if node.alive and node.holds and settled), None)
         if closer is None or self.episode.closing == "tool":
             self._note("closing")
@@ -285,10 +285,10 @@ class Chaos:
             self._note("closed")
         self._start("late", lag=0, loss=0)
 
-    # -- beside it
+    # -- in the background
 
     def _ping(self) -> None:
-        """Notes when Redis, or this process, is slow: nobody can demand anything of a machine that stands still."""
+        """Notes when Redis, or this process, is slow: the checker demands nothing of a machine that stands still."""
         with self._server.get_client(socket_timeout=30) as client:
             while not self._ended.wait(POLL):
                 since = time.monotonic()
@@ -298,8 +298,8 @@ class Chaos:
                     self._note("slow", since=since, until=time.monotonic())
 
     def _copy_events(self) -> None:
-        """What Redis has on record: in the order in which it happened there."""
+        """Copies the events of Redis, in their order there."""
         with self._control(10.0) as control:
             for event in control.events():
-                told = {"event": event.event, "epoch": event.epoch, "node": event.node, "reason": sentence(event)}
-                self._note("record", **told)
+                fields = {"event": event.event, "epoch": event.epoch, "node": event.node, "reason": sentence(event)}
+                self._note("record", **fields)

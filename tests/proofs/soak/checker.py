@@ -1,7 +1,7 @@
-"""Judges a history by the guarantees of PROTOCOL.md: what must never be, and what must come in time.
+"""Judges a history by the guarantees of PROTOCOL.md: what must never happen, and what must come in time.
 
-Where a promise has a condition, the condition is looked for in the history. Chaos notes what it does before it does it;
-a node notes that it asks before it asks, and that it knows after it knows: what is out of order here was so there.
+Where a promise has a condition, the checker looks for it in the history. Chaos notes an action before it acts; a node
+notes a request before it asks, and a fact after it knows it: what is out of order here was out of order there.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Final
 from .history import Event
 from .story import NEVER, Ask, Stay, Story
 
-SLACK: Final = 1.0  # after Redis forgot, its record is put back within that: a heartbeat, on a machine that is busy
+SLACK: Final = 1.0  # nodes put a forgotten record back within that time: a heartbeat on a busy machine
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Verdict:
     regrouped: list[float] = field(default_factory=list)  # from there until the next round, in seconds
     rounds: int = 0
     adds: int = 0
-    excused: int = 0  # rounds at a server that had forgotten, where nobody who knew of an older one had spoken yet
+    excused: int = 0  # rounds on a server that had lost its data, before a node put an older round back
 
 
 def check(history: Iterable[Event]) -> Verdict:
@@ -55,7 +55,7 @@ def check(history: Iterable[Event]) -> Verdict:
 
 
 def _excuse(story: Story) -> int:
-    """Takes out what PROTOCOL.md does not promise: newcomers at an empty server may be faster than members are."""
+    """Takes out what PROTOCOL.md does not promise: on an empty server newcomers may be faster than members."""
     stays = [stay for stay in story.stays if any(b <= stay.entered for _, b in story.lost)]
     excused = set()
     for stay in stays:
@@ -73,14 +73,14 @@ def exclusivity(story: Story) -> Iterator[Violation]:
     for (epoch, members), (later, others) in pairwise(story.rounds.items()):
         first = others[0]
         for stay in members:
-            known = min(stay.entered, first.entered - story.lease)  # one that was frozen may know of it when it is over
+            known = min(stay.entered, first.entered - story.lease)  # a frozen node may learn late of its round
             if stay.until > first.entered and not story.may_be_lost(stay.node, known, first.entered):
                 who = f"{stay.node} was a live member of round {epoch}"
                 yield Violation("I1", f"{who} when {first.node} entered round {later}", first.entered)
 
 
 def agreement(story: Story) -> Iterator[Violation]:
-    """I2: the same size and master for all, ranks 0..n-1; whoever is missing cannot have told."""
+    """I2: the same size and master for all, ranks 0..n-1; a missing node has to have had a reason."""
     for epoch, members in story.rounds.items():
         t, first = members[0].entered, members[0]
         for stay in members:
@@ -92,19 +92,21 @@ def agreement(story: Story) -> Iterator[Violation]:
             yield Violation("I2", f"round {epoch} of {first.size} nodes has the ranks {ranks}", t)
         elif len(ranks) < first.size - _may_be_silent(story, t):
             yield Violation("I2", f"round {epoch}: of {first.size} members only the ranks {ranks} entered it", t)
-        told = {stay.rank: stay.identity for stay in members}
+        identities = {stay.rank: stay.identity for stay in members}
         for stay in members:
             wrong = stay.peers and any(
-                stay.peers[rank] != identity for rank, identity in told.items() if rank < first.size
+                stay.peers[rank] != identity for rank, identity in identities.items() if rank < first.size
             )
             if wrong:
-                yield Violation("I2", f"round {epoch}: {stay.node} met {stay.peers}, which are {told}", stay.entered)
+                yield Violation(
+                    "I2", f"round {epoch}: {stay.node} met {stay.peers}, which are {identities}", stay.entered
+                )
 
 
 def _may_be_silent(story: Story, t: float) -> int:
-    """How many nodes that waited when a round began may have been in it and never told: they or Redis had a fault."""
+    """How many nodes that waited when a round began may be in it without a report: they or Redis had a fault."""
     soon = t + 2 * story.lease + story.patience
-    dead_for = story.lease + SLACK  # so long a node that was killed counts among those who wait
+    dead_for = story.lease + SLACK  # for so long a killed node counts as waiting
     waiting = [
         ask
         for node in story.nodes.values()
@@ -142,7 +144,7 @@ def epochs(story: Story) -> Iterator[Violation]:
 
 
 def fencing(story: Story) -> Iterator[Violation]:
-    """I4: what is asked with an older epoch changes nothing."""
+    """I4: a request with an older epoch changes nothing."""
     begun = [(epoch, members[0].entered) for epoch, members in story.rounds.items()]
     for node in story.nodes.values():
         for add in node.adds:
@@ -154,7 +156,7 @@ def fencing(story: Story) -> Iterator[Violation]:
 
 
 def closing(story: Story) -> Iterator[Violation]:
-    """I5: nobody enters a round of a run that is closed, all hear of it, and none is closed by itself."""
+    """I5: nobody enters a round of a run that is closed, all nodes hear of it, and no run closes by itself."""
     for stay in story.stays:
         if stay.asked > story.closed:
             yield Violation("I5", f"{stay.node} asked after the run was closed, and entered {stay.epoch}", stay.entered)
@@ -216,7 +218,7 @@ def answering(story: Story) -> Iterator[Violation]:
         for stay in story.rounds.get(call.epoch, ()):
             dead = story.nodes[stay.node]
             if dead.killed and stay.entered < dead.gone == stay.until < call.asked < call.answered < NEVER:
-                what = f"{call.node} was told that all had answered its roll call, but {stay.node} was dead"
+                what = f"{call.node} learned that all had answered its roll call, but {stay.node} was dead"
                 yield Violation("I7", what, call.answered)
 
 
@@ -261,7 +263,7 @@ def counting(story: Story) -> Iterator[Violation]:
         possible = sum(add.outcome != "fenced" for add in adds)
         for one, other in pairwise(values):
             if one == other:
-                yield Violation("I8", f"round {epoch}: two adds were both told {one}", members[0].entered)
+                yield Violation("I8", f"round {epoch}: two adds both got the reply {one}", members[0].entered)
         if values and values[-1] > possible:
             what = f"round {epoch}: a counter is at {values[-1]} after {possible} adds at most"
             yield Violation("I8", what, members[0].entered)
@@ -284,7 +286,7 @@ def _cause(story: Story, members: list[Stay], began: float, broken: float) -> bo
     outsiders = [node for node in story.nodes.values() if node.name not in inside]
     wanted = members[0].size < story.max
     return (
-        len(members) < members[0].size  # whoever never told that it is in: see `agreement`
+        len(members) < members[0].size  # a member never reported that it is in: see `agreement`
         or any(story.nodes[name].gone <= broken for name in inside)
         or any(story.may_be_lost(name, began - story.lease, broken) for name in inside)
         or (wanted and any(_is_waiting(ask, began, broken, story) for node in outsiders for ask in node.asks))
@@ -292,7 +294,7 @@ def _cause(story: Story, members: list[Stay], began: float, broken: float) -> bo
 
 
 def _is_waiting(ask: Ask, began: float, broken: float, story: Story) -> bool:
-    """Whether it may have waited while a round stood; a node that was killed waits for as long as its lease."""
+    """Whether a node may have waited while a round stood; a killed node waits for as long as its lease."""
     return ask.since <= broken and ask.until >= began - story.lease - SLACK
 
 

@@ -13,7 +13,7 @@ Event = dict[str, Any]
 
 
 class Writer:
-    """Appends to a file, each event in one write: what a killed process has told is there."""
+    """Appends to a file, each event in one write: the events of a killed process are there."""
 
     def __init__(self, path: Path, by: str) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -28,7 +28,7 @@ class Writer:
 
 
 class Tail:
-    """Reads what a file got since it was last read."""
+    """Reads what was added to a file since the last read."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._offset = path, 0

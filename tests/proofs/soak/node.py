@@ -1,6 +1,6 @@
 """Nodes of a soak: each a process of its own, forked from one that has imported torch already.
 
-As torch's agent does it: join; let a worker use the round's store and ask ``num_nodes_waiting`` meanwhile; join again.
+Like torch's agent: join; let a worker use the round's store and ask ``num_nodes_waiting`` meanwhile; join again.
 ``python -m tests.proofs.soak.node`` reads what nodes to make from its standard input, and ends with it.
 
 REDELASTIC_SOAK_BREAK names a defect (see DEFECTS) to be put into the Lua texts of all nodes, for tests of the checker.
@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 
 POLL: Final = 0.05  # in seconds, as everything here
 STEP: Final = 0.15
-LATE: Final = 0.25  # a pulse that comes so late tells that this process did not run
+LATE: Final = 0.25  # a pulse that comes so late means that this process did not run
 
 # What is replaced in the Lua texts, by the name of the defect.
 DEFECTS: Final[dict[str, tuple[tuple[str, str], ...]]] = {
@@ -85,9 +85,9 @@ def leave(*_: object) -> NoReturn:
 
 
 class Node:
-    def __init__(self, told: dict[str, Any]) -> None:
-        self._told = told
-        self._note = Writer(Path(told["history"]), told["name"])
+    def __init__(self, given: dict[str, Any]) -> None:
+        self._given = given
+        self._note = Writer(Path(given["history"]), given["name"])
         self._asked_to_close, self._asked_to_call = threading.Event(), threading.Event()
         self._asked_to_finish = threading.Event()
 
@@ -109,11 +109,11 @@ class Node:
         except LeaveError:  # it was not connected yet
             self._note("leaving", why="SIGTERM")
         except Exception as e:
-            log.exception("node %s", self._told["name"])
+            log.exception("node %s", self._given["name"])
             self._note("error", error=f"{type(e).__name__}: {e}")
 
     def _pulse(self) -> None:
-        """Notes when this process did not run: nobody can demand of it then that its lease is renewed."""
+        """Notes when this process did not run, and so could not renew its lease."""
         last = time.monotonic()
         never = threading.Event()
         while True:
@@ -124,12 +124,12 @@ class Node:
             last = now
 
     def _connect(self) -> RedisRendezvousHandler:
-        told = self._told
-        times = {name: told[name] for name in ("last_call_timeout", "replacement_timeout", "keep_alive_interval")}
-        config: dict[str, Any] = times | {"keep_alive_max_attempt": told["attempts"], "join_timeout": 600}
-        config |= {"node_name": told["name"], "read_timeout": 30}
+        given = self._given
+        times = {name: given[name] for name in ("last_call_timeout", "replacement_timeout", "keep_alive_interval")}
+        config: dict[str, Any] = times | {"keep_alive_max_attempt": given["attempts"], "join_timeout": 600}
+        config |= {"node_name": given["name"], "read_timeout": 30}
         params = RendezvousParameters(
-            "redis", told["url"], told["run"], told["min"], told["max"], "127.0.0.1", **config
+            "redis", given["url"], given["run"], given["min"], given["max"], "127.0.0.1", **config
         )
         while True:
             try:
@@ -153,8 +153,8 @@ class Node:
             epoch = int(os.environ[EPOCH_VARIABLE])
             at = info.bootstrap_store_info
             assert at is not None
-            told = {"rank": info.rank, "size": info.world_size, "master": f"{at.master_addr}:{at.master_port}"}
-            self._note("entered", epoch=epoch, node=handler.node.id, **told)
+            entered = {"rank": info.rank, "size": info.world_size, "master": f"{at.master_addr}:{at.master_port}"}
+            self._note("entered", epoch=epoch, node=handler.node.id, **entered)
             worker = Worker(self._note, info, epoch, handler.node.id, worker)
             why = self._train(handler)
             if why:
@@ -163,11 +163,11 @@ class Node:
                 handler.end(Left(cause="finished" if finished else "exited"), "closes" if finished else "goes on")
                 return
             self._note("broken", epoch=epoch, why=cause(broken.why if (broken := handler.node.view.broken) else None))
-            time.sleep(self._told["lag"])  # so long it takes to stop workers, who train until then
+            time.sleep(self._given["lag"])  # the time to stop workers, which train until then
             worker.stop()
 
     def _train(self, handler: RedisRendezvousHandler) -> str:
-        """Returns why it leaves, or nothing: its round is broken."""
+        """Returns why the node leaves; empty if its round is broken."""
         while not handler.num_nodes_waiting():
             if self._asked_to_close.is_set():
                 self._asked_to_close.clear()
@@ -188,7 +188,7 @@ class Node:
         return ""
 
     def _call(self, handler: RedisRendezvousHandler) -> None:
-        """As when workers have failed; a thread waits for the verdict, since this one has to see other things too."""
+        """Calls the roll as when workers have failed; a thread waits for the verdict, since this one has to go on."""
         node = handler.node
         entered, number = node.view.round, next(_calls)
         assert entered is not None
@@ -196,7 +196,7 @@ class Node:
         node.call_roll(time.monotonic())
 
         def wait() -> None:
-            patience = self._told["keep_alive_interval"] * self._told["attempts"]
+            patience = self._given["keep_alive_interval"] * self._given["attempts"]
             if not node.watch.wait_for_loss(patience) and node.view.round is entered and node.view.knows_who_lives:
                 self._note("answered", call=number, epoch=entered.epoch)
 
@@ -204,7 +204,7 @@ class Node:
 
 
 class Worker(threading.Thread):
-    """Uses the store of a round: says who it is, waits for the others, and counts; first it tries the last one's."""
+    """Uses a round's store: writes its id, waits for its peers, and counts; first it tries the last round's store."""
 
     def __init__(self, note: Writer, info: RendezvousInfo, epoch: int, node: str, last: Worker | None) -> None:
         super().__init__(daemon=True)
@@ -233,7 +233,7 @@ class Worker(threading.Thread):
     def _meet(self) -> bool:
         keys = [f"rank/{rank}" for rank in range(self._size)]
         while not self._over.is_set():
-            try:  # anew each time: a server may forget what it was told
+            try:  # each time: a server may lose its data
                 self.store.set(keys[self._rank], self._node)
                 self.store.wait(keys, timedelta(seconds=1))
                 peers = [peer.decode() for peer in self.store.multi_get(keys)]
@@ -262,7 +262,7 @@ class Worker(threading.Thread):
 
 
 def lose_replies(rate: float) -> None:
-    """Has some replies get lost after their request took effect, as a connection that breaks does it."""
+    """Loses some replies after their request took effect, as a broken connection does."""
     exchange = PoolWire.exchange
 
     def exchange_or_lose(self: PoolWire, *commands: Command) -> list[Any]:
@@ -276,7 +276,7 @@ def lose_replies(rate: float) -> None:
 
 
 def put_in(defect: str) -> None:
-    """Breaks the Lua texts; a defect that is nowhere to be put is an error."""
+    """Puts a defect into the Lua texts; raises if no text has the place for it."""
     for old, new in DEFECTS[defect]:
         found = [s for s in vars(scripts).values() if isinstance(s, scripts.Script) and old in s.text]
         if not found:
@@ -289,13 +289,13 @@ def put_in(defect: str) -> None:
 def main() -> None:
     """The process that nodes are forked from; it has one thread only."""
     logging.basicConfig(format="%(asctime)s %(process)d %(message)s")
-    signal.signal(signal.SIGTERM, leave)  # as nodes have it from their first moment
+    signal.signal(signal.SIGTERM, leave)  # nodes inherit it
     if defect := os.environ.get("REDELASTIC_SOAK_BREAK"):
         put_in(defect)
     os.write(1, b"ready\n")
     parent = os.getpid()
     for line in sys.stdin:
-        with contextlib.suppress(ChildProcessError):  # chaos has a hold of all earlier ones by now
+        with contextlib.suppress(ChildProcessError):  # chaos holds a pidfd of all earlier ones by now
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
         pid = os.fork()
@@ -304,14 +304,14 @@ def main() -> None:
         os.write(1, f"{pid}\n".encode())
 
 
-def be_a_node(told: dict[str, Any], parent: int) -> NoReturn:
+def be_a_node(given: dict[str, Any], parent: int) -> NoReturn:
     try:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: nothing is left when the parent ends
         if os.getppid() == parent:
             random.seed()  # else all nodes would have the same jitter
-            if told["loss"]:
-                lose_replies(told["loss"])
-            Node(told).run()
+            if given["loss"]:
+                lose_replies(given["loss"])
+            Node(given).run()
     finally:
         os._exit(0)
 

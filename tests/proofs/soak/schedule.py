@@ -1,4 +1,4 @@
-"""What is done and when: all of it from the seed, before anything runs.
+"""The schedule: what is done and when, all derived from the seed before anything runs.
 
 The same seed gives the same episodes with the same actions at the same offsets. How the processes interleave is not
 reproducible: that is up to the machine.
@@ -35,7 +35,7 @@ class Action:
 
 @dataclass(frozen=True)
 class Episode:
-    """One run: its settings, what each node is told, what is done, and by whom it is closed: a tool or a node."""
+    """One run: its settings, the behaviour of each node, the actions, and whether a tool or a node closes it."""
 
     name: str
     min_nodes: int
@@ -54,7 +54,7 @@ class Episode:
 
 
 class Planner:
-    """Makes up one episode, keeping in mind who should be alive then."""
+    """Makes up one episode, and tracks which nodes should be alive."""
 
     def __init__(self, seed: int, number: int, nodes: int, *, server_faults: bool) -> None:
         self._random = random.Random(f"soak {seed} {number}")  # the same for one number, however many there are
@@ -62,7 +62,7 @@ class Planner:
         self._nodes = nodes
         self._server_faults = server_faults
         self._actions: list[Action] = []
-        self._told: dict[str, dict[str, float]] = {}
+        self._behaviours: dict[str, dict[str, float]] = {}
         self._busy_until: dict[str, float] = {}  # of each node that is alive; it may be frozen
         self._server_busy_until = 0.0
         self._anchors: set[str] = set()
@@ -89,16 +89,16 @@ class Planner:
             seconds=round(max([seconds, *self._busy_until.values(), self._server_busy_until]), 3),
             closing=pick.choice(["tool", "node", "finish"]),
             actions=tuple(sorted(self._actions, key=lambda action: action.at)),
-            nodes=self._told,
+            nodes=self._behaviours,
         )
 
     def _do(self, at: float, what: str, node: str = "") -> None:
         self._actions.append(Action(round(at, 3), what, node))
 
     def _start(self, at: float) -> None:
-        name = f"n{len(self._told) + 1}"
+        name = f"n{len(self._behaviours) + 1}"
         lag = self._random.choice([0.0, 0.0, 0.1, 0.5, 1.5])  # how long it takes to stop its workers
-        self._told[name] = {"lag": lag, "loss": 0.02 if self._lossy else 0.0}
+        self._behaviours[name] = {"lag": lag, "loss": 0.02 if self._lossy else 0.0}
         self._busy_until[name] = at + 0.5
         self._do(at, "start", name)
 

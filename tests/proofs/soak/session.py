@@ -17,9 +17,7 @@ from .checker import Verdict, check
 from .history import Event, Tail
 from .schedule import Episode, episodes, plan
 
-PATIENCE = (
-    8.0  # seconds by which a busy machine may miss what has to come in time; what must never be has no such limit
-)
+PATIENCE = 8.0  # seconds by which a busy machine may miss a time limit; what must never happen has no such tolerance
 
 Say = Callable[[str], None]
 Play = Callable[..., list[Event]]
@@ -27,7 +25,7 @@ Play = Callable[..., list[Event]]
 
 @contextlib.contextmanager
 def stage(folder: Path, defect: str = "") -> Iterator[Play]:
-    """A server and what makes nodes; yields what plays an episode there. ``defect``: see node.py."""
+    """A server and a process that makes nodes; yields a function that plays an episode. ``defect``: see node.py."""
     with zygote(folder / "nodes.log", defect) as make, RedisServer(data_dir=folder / "redis") as server:
 
         def play(episode: Episode, patience: float = PATIENCE, say: Say = lambda _: None) -> list[Event]:
@@ -48,7 +46,7 @@ def soak(
     folder: Path | None = None,
     say: Say,
 ) -> list[Verdict]:
-    """Plays and judges episodes; where a promise was not kept it says which, and how to see it again."""
+    """Plays and judges episodes; reports each promise that was not kept, and how to repeat its episode."""
     verdicts: list[Verdict] = []
     faults = " --server-faults" if server_faults else ""
     chosen: Iterable[Episode] = episodes(seed, minutes, nodes, server_faults=server_faults)
@@ -58,10 +56,10 @@ def soak(
     with tempfile.TemporaryDirectory(prefix="redelastic-soak-") as temporary, stage(Path(temporary)) as play:
         for episode in chosen:
 
-            def tell(words: str, name: str = episode.name) -> None:
+            def report(words: str, name: str = episode.name) -> None:
                 say(f"{time.monotonic() - started:6.0f} s  {name}: {words}")
 
-            history = play(episode, say=tell)
+            history = play(episode, say=report)
             verdict = check(history)
             verdicts.append(verdict)
             for violation in verdict.violations:
@@ -90,7 +88,7 @@ def judge(path: Path) -> Verdict:
 
 
 def summary(verdicts: Sequence[Verdict]) -> str:
-    """In one line."""
+    """The verdicts in one line."""
     violated = [violation for verdict in verdicts for violation in verdict.violations]
     kept = "all promises kept" if not violated else f"{len(violated)} violations"
     rounds, adds, excused = (sum(getattr(v, name) for v in verdicts) for name in ("rounds", "adds", "excused"))

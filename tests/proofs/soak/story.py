@@ -1,6 +1,6 @@
-"""A history as a story: who asked, who was in which round, who was silent, when Redis was away.
+"""A history as a story: which nodes asked, were in which round, and were silent; and when Redis was away.
 
-Nothing here knows how redelastic works; only what nodes do, and what PROTOCOL.md calls things.
+Nothing here depends on how redelastic works; only on what nodes do, in the terms of PROTOCOL.md.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Final
 from .history import Event
 
 NEVER: Final = float("inf")
-WINDOW: Final = 0.35  # who is silent for that long in a roll call may be lost, in seconds
-OPEN: Final = 1.5  # for how long after it was asked for, one may be open, or opened once more, in seconds
+WINDOW: Final = 0.35  # a node that is silent for so long in a roll call may be lost, in seconds
+OPEN: Final = 1.5  # how long after it was asked for a roll call may be open, or opened again, in seconds
 Span = tuple[float, float]
 
 
@@ -52,7 +52,7 @@ class Add:
 
     node: str
     epoch: int
-    number: int  # tells it from others of its node that are under way
+    number: int  # distinguishes it from others of its node in flight
     asked: float
     answered: float = NEVER
     outcome: str = "unsure"
@@ -64,10 +64,10 @@ class Call:
     """A roll call that a node asked for."""
 
     node: str
-    number: int  # tells it from others of its node
+    number: int  # distinguishes it from others of its node
     epoch: int
     asked: float
-    answered: float = NEVER  # when the node was told that all had answered
+    answered: float = NEVER  # when the node learned that all had answered
 
 
 @dataclass
@@ -75,7 +75,7 @@ class Node:
     """Everything about one process."""
 
     name: str
-    gone: float = NEVER  # killed, leaving, refused: it counts no more
+    gone: float = NEVER  # killed, leaving or refused
     killed: bool = False
     heard: float = NEVER  # that the run is closed
     asks: list[Ask] = field(default_factory=list)
@@ -89,7 +89,7 @@ class Node:
         return any(a < until and b > since for a, b in (*self.frozen, *self.stalled))
 
     def end(self, at: float) -> None:
-        """Whatever it does ends."""
+        """End the ask and the stay that the node is in."""
         if self.asks:
             self.asks[-1].until = min(self.asks[-1].until, at)
         if self.stays:
@@ -128,7 +128,7 @@ class Story:
 
     @property
     def stood_still(self) -> bool:
-        """Whether the machine did: a node did not run, or Redis did not answer, and nothing was done to it then."""
+        """Whether the machine did: a node did not run, or Redis did not answer, though nothing was done to it then."""
         silences = [(self.slow, self.away), *((node.stalled, node.frozen) for node in self.nodes.values())]
         return any(
             not any(a < until and b > since for a, b in done) for found, done in silences for since, until in found
@@ -175,10 +175,10 @@ class Story:
         t, what = event["t"], event["what"]
         if event["by"] != "chaos":
             node = self.nodes.setdefault(event["by"], Node(event["by"]))
-            take = self._take_step if what in _STEPS else self._take_call if what in _CALLS else self._take_word
+            take = self._take_step if what in _STEPS else self._take_call if what in _CALLS else self._take_other
             take(node, event)
-        elif what in _TOLD:
-            self._take_told(event)
+        elif what in _OF_EPISODE:
+            self._take_episode(event)
         else:
             self.actions.append(t)
             if "node" in event:
@@ -186,7 +186,7 @@ class Story:
             else:
                 self._take_fault(t, event["action"] + " done" if what == "done" else what)
 
-    def _take_told(self, event: Event) -> None:
+    def _take_episode(self, event: Event) -> None:
         """What chaos says of the episode."""
         match event["what"]:
             case "episode":
@@ -201,7 +201,7 @@ class Story:
                 self._take_moment(moment, event["t"])
 
     def _take_moment(self, what: str, t: float) -> None:
-        """What may be told more than once, of which the first time counts."""
+        """Moments that may be noted more than once: the first counts."""
         match what:
             case "closing":
                 self.closing = min(self.closing, t)
@@ -240,7 +240,7 @@ class Story:
                 self.lost[-1] = (self.lost[-1][0], t)
 
     def _take_step(self, node: Node, event: Event) -> None:
-        """What a node tells of its way through the rounds."""
+        """A node's way through the rounds."""
         t = event["t"]
         match event["what"]:
             case "asks":
@@ -249,8 +249,8 @@ class Story:
             case "entered":
                 ask = node.asks[-1]
                 ask.until, ask.epoch = t, event["epoch"]
-                told = [event[name] for name in ("epoch", "rank", "size", "master", "node")]
-                node.stays.append(Stay(node.name, ask.since, t, *told))
+                place = [event[name] for name in ("epoch", "rank", "size", "master", "node")]
+                node.stays.append(Stay(node.name, ask.since, t, *place))
             case "broken":
                 node.stays[-1].broken, node.stays[-1].why = t, event.get("why", "")
             case "leaving":
@@ -263,14 +263,14 @@ class Story:
                 node.heard = min(node.heard, t)
 
     def _take_call(self, node: Node, event: Event) -> None:
-        """What it tells of a roll call."""
+        """A node's roll call."""
         if event["what"] == "calls":
             node.calls.append(Call(node.name, event["call"], event["epoch"], event["t"]))
         else:
             next(call for call in node.calls if call.number == event["call"]).answered = event["t"]
 
-    def _take_word(self, node: Node, event: Event) -> None:
-        """What else it tells."""
+    def _take_other(self, node: Node, event: Event) -> None:
+        """A node's other events."""
         t, what = event["t"], event["what"]
         match what:
             case "closing" | "closed":
@@ -291,7 +291,7 @@ class Story:
                 self.errors.append(event)
 
 
-_TOLD: Final = {"episode", "slow", "record", "calm", "closing", "closed", "ends"}
+_OF_EPISODE: Final = {"episode", "slow", "record", "calm", "closing", "closed", "ends"}
 _CALLS: Final = {"calls", "answered"}
 _STEPS: Final = {"asks", "entered", "broken", "leaving", "refused", "heard"}
 
