@@ -1,4 +1,4 @@
-"""How a new node is let into a job that trains: once the workers have saved, and several at a time."""
+"""How a new node joins a job that trains: once the workers have saved, and several at a time."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_new_node_costs_no_step(server: RedisServer, tmp_path: Path) -> None:
         (saved,) = job.lines("saved")
         assert [line.step for line in job.lines("start")] == [0, saved.step, saved.step]
         steps = [line.step for line in job.lines("step") if line.node == "a"]
-        assert len(steps) - len(set(steps)) <= 1, "made twice: the step in which it was let in, at most"
+        assert len(steps) - len(set(steps)) <= 1, "at most the step in which b was admitted is made twice"
         job.tell("finish")
         assert [job.wait_end(name) for name in "ab"] == [0, 0]
 
@@ -51,7 +51,7 @@ def test_nodes_that_come_soon_after_each_other_share_one_restart(server: RedisSe
         assert [event.size for event in job.events(Completed)] == [1, 4]
 
 
-@pytest.mark.fault("workers end with 0 since they were asked to save for a new node", "the job goes on, with that node")
+@pytest.mark.fault("workers exit with 0 when they are asked to save for a new node", "the job goes on, with that node")
 def test_workers_that_end_when_they_are_asked_to_save_have_not_finished(server: RedisServer, tmp_path: Path) -> None:
     with AgentJob(server, tmp_path, "1:2") as job:
         job.tell("end-after-save")
@@ -64,7 +64,7 @@ def test_workers_that_end_when_they_are_asked_to_save_have_not_finished(server: 
         assert [job.wait_end(name) for name in "ab"] == [0, 0]
 
 
-def test_a_checkpoint_is_asked_for_and_a_run_saves_before_it_is_stopped(server: RedisServer, tmp_path: Path) -> None:
+def test_a_checkpoint_can_be_requested_and_a_stopped_run_saves_first(server: RedisServer, tmp_path: Path) -> None:
     with AgentJob(server, tmp_path, "2:2") as job:
         job.begin("a", "b")
         job.wait_round("ab")

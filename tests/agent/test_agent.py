@@ -1,4 +1,4 @@
-"""`redelastic run` and its agent: real jobs whose nodes drain, hang, fail, are kept out, and are killed."""
+"""`redelastic run` and its agent: real jobs whose nodes drain, hang, fail, are barred, and are killed."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_node_that_is_terminated_drains(server: RedisServer, tmp_path: Path) -
 
         assert [event.reason for event in job.events(Drain)] == ["SIGTERM"]
         saved = {line.node for line in job.lines("saved")}
-        assert saved == {"a", "b"}, "every worker of the round saves, and only once it is told"
+        assert saved == {"a", "b"}, "every worker of the round saves, and only when it is asked to"
         order = [event.event for event in job.control.events() if event.event in ("saved", "left", "completed")]
         assert order[1:] == ["saved", "saved", "left", "completed"]
         assert [(event.cause, event.reason) for event in job.events(Left)] == [("drained", "SIGTERM")]
@@ -66,19 +66,19 @@ def test_a_node_that_is_terminated_drains(server: RedisServer, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("agent", quick_first([True, False]), ids=["redelastic run", "torchrun"])
-def test_news_of_the_run_does_not_wait_for_the_next_look_at_the_workers(
+def test_a_change_of_the_run_does_not_wait_for_the_monitor_interval(
     server: RedisServer, tmp_path: Path, agent: bool
 ) -> None:
     with Job(server, tmp_path, "1:3", agent=agent) as job:
         job.start("a", "b", "c", options=(f"--monitor-interval={20 * LIMIT}",))
         epoch = job.wait_round("abc")
-        job.nodes["b"].terminate()  # with our agent this takes a drain first
+        job.nodes["b"].terminate()  # under `redelastic run` b drains first
         epoch = job.wait_round("ac", epoch)
         job.nodes["a"].kill()
         job.wait_round("c", epoch)
 
 
-def test_the_end_of_a_worker_does_not_wait_for_the_next_look_at_them(server: RedisServer, tmp_path: Path) -> None:
+def test_the_end_of_a_worker_does_not_wait_for_the_monitor_interval(server: RedisServer, tmp_path: Path) -> None:
     with AgentJob(server, tmp_path, "1:1") as job:
         job.begin("a", options=(f"--monitor-interval={20 * LIMIT}", "--max-job-restarts=1"))
         epoch = job.wait_round("a")
@@ -103,7 +103,7 @@ def test_the_log_says_which_round_began_and_how_the_run_ended(server: RedisServe
 
 
 @pytest.mark.parametrize("how", quick_first(["SIGUSR1", "command", "file"]))
-def test_other_ways_to_drain(server: RedisServer, tmp_path: Path, how: str) -> None:
+def test_a_signal_a_command_and_a_file_drain_a_node(server: RedisServer, tmp_path: Path, how: str) -> None:
     with AgentJob(server, tmp_path, "1:2", conf=PATIENT) as job:
         drain_file = tmp_path / "notice"
         job.begin("a", "b", options=(f"--drain-file={drain_file}-b",))
@@ -114,7 +114,7 @@ def test_other_ways_to_drain(server: RedisServer, tmp_path: Path, how: str) -> N
         elif how == "command":
             assert job.control.drain(job.id_of("b"), "by a test", 20)
         else:
-            Path(f"{drain_file}-b").touch()  # both nodes look for it
+            Path(f"{drain_file}-b").touch()  # both nodes have it as their drain file
         assert job.wait_end("b") == DRAINED
         assert {line.node for line in job.lines("saved")} == {"a", "b"}
         reasons = {"SIGUSR1": "SIGUSR1", "command": "by a test", "file": f"the file {drain_file}-b exists"}
@@ -125,8 +125,8 @@ def test_other_ways_to_drain(server: RedisServer, tmp_path: Path, how: str) -> N
             job.wait_round("a", 1)
 
 
-@pytest.mark.fault("a node drains, and its workers do not save", "it leaves when the time is up")
-def test_a_drain_ends_when_its_time_is_up(server: RedisServer, tmp_path: Path) -> None:
+@pytest.mark.fault("a node drains, and its workers do not save", "it leaves at the drain timeout")
+def test_a_drain_ends_at_its_timeout(server: RedisServer, tmp_path: Path) -> None:
     with AgentJob(server, tmp_path, "1:2", conf=PATIENT) as job:
         job.tell("no-save")
         job.begin("a", "b", options=("--drain-timeout=1.5",))
@@ -139,7 +139,7 @@ def test_a_drain_ends_when_its_time_is_up(server: RedisServer, tmp_path: Path) -
         assert all(event.late for event in job.events(Saved))
 
 
-def test_a_drain_of_a_node_that_waits_is_at_once(server: RedisServer, tmp_path: Path) -> None:
+def test_a_node_without_workers_drains_at_once(server: RedisServer, tmp_path: Path) -> None:
     with AgentJob(server, tmp_path, "2:2", conf=PATIENT) as job:
         job.begin("a")
         job.wait("a waits", lambda: job.redis("candidates"))
@@ -163,14 +163,14 @@ def test_a_second_sigterm_ends_the_node_at_once(server: RedisServer, tmp_path: P
 
 @pytest.mark.fault("an agent gets SIGTERM twice at once, as from GNU timeout", "that is one drain: all workers save")
 def test_a_sigterm_that_comes_twice_is_one_drain(server: RedisServer, tmp_path: Path) -> None:
-    """GNU timeout sends it to the process and then to its group."""
+    """GNU timeout sends the signal to the process and then to its group."""
     with AgentJob(server, tmp_path, "1:2", conf=PATIENT) as job:
         job.begin("a", "b")
         epoch = job.wait_round("ab")
         status = Path(f"/proc/{job.nodes['b'].process.pid}/status")
         job.nodes["b"].terminate()
         while not re.search(r"^ShdPnd:\t0+$", status.read_text(), re.MULTILINE):
-            pass  # two that are pending would be one
+            pass  # the kernel would merge two pending signals
         job.nodes["b"].terminate()
         assert job.wait_end("b") == DRAINED
         assert {line.node for line in job.lines("saved")} == {"a", "b"}
@@ -181,7 +181,7 @@ def test_a_sigterm_that_comes_twice_is_one_drain(server: RedisServer, tmp_path: 
 
 @pytest.mark.fault("an agent gets SIGTERM twice", "it ends at once, and no worker is left")
 def test_a_second_sigterm_leaves_no_worker_behind(server: RedisServer, tmp_path: Path) -> None:
-    """Not even one that does not hear it, when the second comes while the agent waits for its end."""
+    """The worker ignores SIGTERM, and the second one comes while the agent waits for its end."""
     with AgentJob(server, tmp_path, "1:1") as job:
         job.tell("deaf-a")
         job.begin("a", options=("--drain-timeout=0",))
@@ -195,24 +195,24 @@ def test_a_second_sigterm_leaves_no_worker_behind(server: RedisServer, tmp_path:
 
 
 def terminate_again(job: AgentJob, name: str) -> None:
-    """Send another SIGTERM once it is a request of its own; the agent has acted on the first one by now."""
+    """Send another SIGTERM once it counts as a second request; by then the agent has acted on the first."""
     seen = time.monotonic()
-    job.wait("the time of one request is over", lambda: time.monotonic() - seen > SAME_REQUEST_SECONDS)
+    job.wait("a signal is a second request", lambda: time.monotonic() - seen > SAME_REQUEST_SECONDS)
     job.nodes[name].terminate()
 
 
-@pytest.mark.fault("a node drains while others are slow", "it costs nobody a restart")
+@pytest.mark.fault("a node drains while its workers are slow, or end early", "the other nodes lose no restart")
 @pytest.mark.parametrize("way", quick_first(["slow", "saver"]))
 def test_a_drain_costs_the_others_no_restart(server: RedisServer, tmp_path: Path, way: str) -> None:
-    """They have none, and their workers fail before the node that drains has left: its workers end slowly, or early."""
+    """The other node has none to lose, and its workers fail before the node that drains has left."""
     with AgentJob(server, tmp_path, "1:2", conf=PATIENT) as job:
         job.tell(f"{way}-b")
         job.begin("a", "b", max_restarts=0)
         drain_b(job)
 
 
-def test_a_worker_that_ends_well_when_it_is_asked_to_save_has_not_finished(server: RedisServer, tmp_path: Path) -> None:
-    """Its node is not rank 0's, and sees that end long before the others have saved."""
+def test_a_worker_that_exits_with_0_when_asked_to_save_has_not_finished(server: RedisServer, tmp_path: Path) -> None:
+    """Its node is not rank 0's, and sees the exit long before the others have saved."""
     with AgentJob(server, tmp_path, "1:2", conf=PATIENT) as job:
         job.tell("saver-b")
         job.tell("no-save")
@@ -236,9 +236,9 @@ def drain_b(job: AgentJob) -> None:
 @pytest.mark.fault("the terminal of an agent that was started with nohup is closed", "it trains on")
 def test_a_signal_that_was_ignored_at_the_start_stays_ignored(server: RedisServer, tmp_path: Path) -> None:
     with AgentJob(server, tmp_path, "1:1") as job:
-        ours = [sys.executable, "-m", "redelastic", "run", f"--rdzv-id={job.run_id}", f"--rdzv-conf={job.settings()}"]
+        run = [sys.executable, "-m", "redelastic", "run", f"--rdzv-id={job.run_id}", f"--rdzv-conf={job.settings()}"]
         nohup = ["sh", "-c", 'trap "" HUP USR1; exec "$@"', "sh"]
-        job.launch("a", [*nohup, *ours, "--nnodes=1", str(AWARE), str(tmp_path)])
+        job.launch("a", [*nohup, *run, "--nnodes=1", str(AWARE), str(tmp_path)])
         epoch = job.wait_round("a")
         for number in (signal.SIGHUP, signal.SIGUSR1):
             job.nodes["a"].process.send_signal(number)
@@ -251,13 +251,13 @@ def test_a_signal_that_was_ignored_at_the_start_stays_ignored(server: RedisServe
 
 
 def test_a_signal_to_all_processes_of_a_node_drains_it(server: RedisServer, tmp_path: Path) -> None:
-    """As some schedulers send it: its workers are dead, but that is no failure."""
+    """Some schedulers signal all processes: the workers die, which does not count as a failure."""
     with AgentJob(server, tmp_path, "1:2", conf=PATIENT) as job:
         job.begin("a", "b", max_restarts=0)
         epoch = job.wait_round("ab")
         agent, *others = job.nodes["b"].tree()
         job.nodes["b"].may_end = True
-        agent.send_signal(signal.SIGSTOP)  # so that it learns of both at once
+        agent.send_signal(signal.SIGSTOP)  # so that it finds the signal and the dead workers at once
         for process in others:
             process.terminate()
         agent.terminate()
@@ -269,7 +269,7 @@ def test_a_signal_to_all_processes_of_a_node_drains_it(server: RedisServer, tmp_
         assert job.wait_end("a") == 0
 
 
-@pytest.mark.fault("a worker hangs", "it is found after `--hang-timeout`, its stack is told, workers are restarted")
+@pytest.mark.fault("a worker hangs", "it is found after `--hang-timeout`, its stack is reported, workers are restarted")
 def test_a_worker_that_hangs_is_found_and_restarted(server: RedisServer, tmp_path: Path) -> None:
     with AgentJob(server, tmp_path, "2:2", conf=PATIENT) as job:
         job.begin("a", options=("--hang-timeout=60", "--hang-start-timeout=60"))  # its worker waits for b's
@@ -281,7 +281,7 @@ def test_a_worker_that_hangs_is_found_and_restarted(server: RedisServer, tmp_pat
         node = job.id_of("b")
         assert 6000 <= (hung[node].idle_ms or 0) < 1000 * LIMIT
         assert hung[node].step is not None
-        assert "in hang" in hung[node].stacks, "the stacks tell where"
+        assert "in hang" in hung[node].stacks, "the stacks show where"
         assert "in hang" in job.nodes["b"].stderr, "in the log as well"
         assert job.control.state().restarts == 1, "the hang of a round counts once"
         job.tell("finish")
@@ -306,12 +306,14 @@ def test_an_agent_that_is_killed_takes_its_workers_along(server: RedisServer, tm
         [lost] = job.events(Lost)
         assert lost.node == node
         assert lost.cause == "roll_call"
-        assert job.control.state().restarts == 0, "it costs nobody a restart"
+        assert job.control.state().restarts == 0, "no node loses a restart"
         failure = last_failure(job.control.events())
         assert failure is not None
-        assert (failure.cause, failure.charged) == (lost, False), "a fault, and not the workers' that fail after it"
+        assert (failure.cause, failure.charged) == (lost, False), (
+            "the fault is the loss, not the workers' failures that follow"
+        )
 
-        job.start("d")  # a supervisor starts it anew
+        job.start("d")  # a supervisor starts the node again
         job.wait_round("acd", epoch)
         job.finish("a", "c", "d")
 
@@ -319,7 +321,7 @@ def test_an_agent_that_is_killed_takes_its_workers_along(server: RedisServer, tm
 @pytest.mark.fault("workers fail again and again", "the job has one budget of restarts")
 def test_the_job_has_one_budget_of_restarts(server: RedisServer, tmp_path: Path) -> None:
     with AgentJob(server, tmp_path, "2:2", conf=PATIENT) as job:
-        job.tell("patient")  # both agents would report a failure, and either may be heard first
+        job.tell("patient")  # else both agents report a failure, in either order
         job.begin("a", "b", options=("--max-job-restarts=2",), max_restarts=9)
         epoch = job.wait_round("ab")
         for restarts, name in ((1, "a"), (2, "b")):
@@ -334,7 +336,7 @@ def test_the_job_has_one_budget_of_restarts(server: RedisServer, tmp_path: Path)
         assert state.phase == "stopped"
         assert isinstance(state.closed, Stopped)
         assert (state.closed.cause, state.closed.restarts, state.closed.exit_code) == ("restarts", 2, 1)
-        assert state.restarts == 2, "the third failure led to none"
+        assert state.restarts == 2, "the third failure led to no restart"
         assert "the job has used up its 2 restarts: a-" in job.nodes["b"].stderr
 
 
@@ -387,10 +389,10 @@ def test_a_job_that_loses_rank_0_and_makes_no_progress_stops(server: RedisServer
         assert (state.closed.cause, state.closed.restarts) == ("progress", 2)
 
 
-@pytest.mark.fault("a host's worker fails first, again and again", "it is kept out until it is readmitted")
-def test_a_host_that_fails_again_and_again_is_kept_out(server: RedisServer, tmp_path: Path) -> None:
+@pytest.mark.fault("a host's worker fails first, again and again", "the host is barred until it is readmitted")
+def test_a_host_that_fails_again_and_again_is_barred(server: RedisServer, tmp_path: Path) -> None:
     with AgentJob(server, tmp_path, "1:2", conf=PATIENT) as job:
-        job.tell("patient")  # both agents would report a failure, and under load their times are off by milliseconds
+        job.tell("patient")  # else both agents report a failure, and their order is by chance
         job.begin("a", "b", options=("--max-failed-rounds=2",), max_restarts=9)
         epoch = job.wait_round("ab")
         job.tell("fail-b")
@@ -409,7 +411,7 @@ def test_a_host_that_fails_again_and_again_is_kept_out(server: RedisServer, tmp_
         assert job.wait_end("a") == job.wait_end("b") == 0
 
 
-def test_a_node_that_is_not_fit_does_not_join(server: RedisServer, tmp_path: Path) -> None:
+def test_a_node_whose_health_command_fails_does_not_join(server: RedisServer, tmp_path: Path) -> None:
     with AgentJob(server, tmp_path, "1:1") as job:
         job.begin("a", options=("--health-command=echo the fan is broken; exit 3",), may_end=True)
         assert job.wait_end("a") == REFUSED
@@ -418,16 +420,16 @@ def test_a_node_that_is_not_fit_does_not_join(server: RedisServer, tmp_path: Pat
         assert not job.lines()
 
 
-def test_its_heartbeat_tells_how_a_node_is(server: RedisServer, tmp_path: Path) -> None:
+def test_a_heartbeat_carries_the_status_of_its_node(server: RedisServer, tmp_path: Path) -> None:
     with AgentJob(server, tmp_path, "1:1", nproc=2) as job:
         job.begin("a")
         job.wait_round("a")
 
-        def told() -> dict[str, Any]:
+        def reported() -> dict[str, Any]:
             [node] = job.control.state().nodes
             return dict(node.status) if node.step and "cpu" in node.status else {}
 
-        status = job.wait("the node tells of its workers' steps and cpu", told)
+        status = job.wait("the status has the workers' steps and cpu", reported)
         agent, *workers = job.nodes["a"].tree()
         assert (status["name"], status["pid"], status["state"], status["agent"]) == (
             "a",
@@ -446,8 +448,8 @@ def test_its_heartbeat_tells_how_a_node_is(server: RedisServer, tmp_path: Path) 
         assert job.wait_end("a") == 0
 
 
-def test_standalone_needs_nothing(tmp_path: Path) -> None:
-    """An embedded server, and two workers on gloo."""
+def test_standalone_needs_no_server_and_no_run_id(tmp_path: Path) -> None:
+    """It starts an embedded server; two workers train on gloo."""
     (tmp_path / "finish").touch()
     env = {name: value for name, value in os.environ.items() if name != "REDELASTIC_REDIS_URL"}
     env |= {"TEST_NODE": "a", "TEST_GLOO": "1", "OMP_NUM_THREADS": "1"}
@@ -458,7 +460,7 @@ def test_standalone_needs_nothing(tmp_path: Path) -> None:
     assert [line["rank"] for line in lines if line["event"] == "end"] in ([0, 1], [1, 0])
 
 
-def test_torchs_own_events_carry_ours(server: RedisServer, tmp_path: Path) -> None:
+def test_torchs_event_log_has_the_events_of_the_run(server: RedisServer, tmp_path: Path) -> None:
     with AgentJob(server, tmp_path, "1:1") as job:
         job.begin("a", options=("--event-log-handler=console",))
         job.wait_round("a")
@@ -474,7 +476,7 @@ def test_torchs_own_events_carry_ours(server: RedisServer, tmp_path: Path) -> No
 
 
 def test_livez_fails_when_the_loop_has_stalled(new_node: NodeFactory, tmp_path: Path) -> None:
-    """The loop stands still in the middle of its round, and the endpoint, which has threads of its own, says so."""
+    """The loop stalls within a round, and the endpoint, which has its own threads, reports it."""
     entered, release = threading.Event(), threading.Event()
 
     class Stalling(RedisElasticAgent):

@@ -1,4 +1,4 @@
-"""RedisElasticAgent embedded in other programs: torch's `WorkerSpec` in, torch's `RunResult` out, nothing left."""
+"""RedisElasticAgent in other programs: it takes torch's `WorkerSpec`, returns its `RunResult`, and leaves nothing."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LIMIT: Final = 120.0
 
 
 def embed(server: RedisServer, *runs: dict[str, Any]) -> list[dict[str, Any]]:
-    """Have a program run these; returns what it said of each."""
+    """Have a program run agents one after the other; returns its line about each."""
     command = [sys.executable, str(PROGRAM), server.url, json.dumps(runs)]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT, check=False)
@@ -46,7 +46,7 @@ def test_each_name_of_the_package_is_there(name: str) -> None:
 
 
 def test_return_values_roles_and_ranks_of_two_agents(server: RedisServer, run_id: str) -> None:
-    """Each agent tells of its own workers, by global rank; one forks them, the other spawns them."""
+    """Each agent returns the values of its own workers, by global rank; one forks them, the other spawns them."""
     common = {"run_id": run_id, "entrypoint": "tell", "args": ("a", "b"), "nodes": 2}
     first = common | {"topology": "1", "role": "trainer", "workers": 1, "start_method": "spawn"}
     second = common | {"topology": "2", "role": "reader", "workers": 2, "start_method": "fork"}
@@ -64,11 +64,11 @@ def test_return_values_roles_and_ranks_of_two_agents(server: RedisServer, run_id
 
 
 @pytest.mark.long
-def test_one_program_runs_agent_after_agent_and_nothing_stays(server: RedisServer, run_id: str) -> None:
-    """However a run ends: its threads, files, processes and signal handlers end with it, the program's own stay."""
+def test_agents_that_run_one_after_the_other_leave_nothing_behind(server: RedisServer, run_id: str) -> None:
+    """However a run ends, its threads, files, processes and signal handlers end with it; the program's own stay."""
     function = {"entrypoint": "tell", "start_method": "fork"}
     kinds: list[dict[str, Any]] = [
-        function | {"start_method": "spawn"},  # which leaves multiprocessing's own tracker
+        function | {"start_method": "spawn"},  # spawning leaves multiprocessing's resource tracker
         function,
         {"entrypoint": sys.executable, "args": ["-c", "import os; os.environ['RANK']"]},
         {"entrypoint": "false"},
@@ -77,15 +77,15 @@ def test_one_program_runs_agent_after_agent_and_nothing_stays(server: RedisServe
         function | {"unfit": True},
         function | {"times": 2},
     ]
-    told = embed(server, *(kind | {"run_id": f"{run_id}-{i}"} for i, kind in enumerate(kinds)))
-    assert len(told) == len(kinds)
-    _, succeeded, command, false, raised, beside, unfit, twice = told
+    reports = embed(server, *(kind | {"run_id": f"{run_id}-{i}"} for i, kind in enumerate(kinds)))
+    assert len(reports) == len(kinds)
+    _, succeeded, command, false, raised, beside, unfit, twice = reports
 
     assert (succeeded["state"], succeeded["values"]["0"]["RANK"]) == ("SUCCEEDED", 0)
     assert (command["state"], command["values"]) == ("SUCCEEDED", {"0": None})
     assert (false["state"], false["failures"]["0"][0]) == ("FAILED", 1)
     assert raised["state"] == "FAILED"
-    assert raised["epoch"] == "2", "it was given another chance"
+    assert raised["epoch"] == "2", "the worker was restarted once"
     assert raised["failures"]["0"][1]["message"] == "ValueError: bad words are no good"
     assert beside["failures"]["1"][1]["message"] == "ValueError: lazy workers are no good"
     assert beside["seconds"] < 18, "a forked worker is ended by SIGTERM, not only by the SIGKILL after 20 s"
@@ -93,13 +93,13 @@ def test_one_program_runs_agent_after_agent_and_nothing_stays(server: RedisServe
     assert "no hands" in unfit["error"]
     assert (twice["state"], twice["epoch"]) == ("SUCCEEDED", "2")
 
-    for one in told:
+    for one in reports:
         assert one["own child lives"]
-        assert one["left"] == told[0]["left"]
-    assert told[0]["left"]["threads"] == ["MainThread"]
-    assert told[0]["left"]["handlers"] == ["<Handlers.SIG_DFL: 0>"] * 2
-    assert "sleep" in told[0]["left"]["children"]
-    assert len(told[0]["left"]["children"]) == 2, "the program's own, and multiprocessing's tracker"
+        assert one["left"] == reports[0]["left"]
+    assert reports[0]["left"]["threads"] == ["MainThread"]
+    assert reports[0]["left"]["handlers"] == ["<Handlers.SIG_DFL: 0>"] * 2
+    assert "sleep" in reports[0]["left"]["children"]
+    assert len(reports[0]["left"]["children"]) == 2, "the program's own child, and multiprocessing's tracker"
 
 
 def test_another_handler_is_refused() -> None:
@@ -109,9 +109,9 @@ def test_another_handler_is_refused() -> None:
         RedisElasticAgent(spec, DefaultLogsSpecs())
 
 
-def test_torchs_arguments_have_their_places(new_node: NodeFactory, tmp_path: Path) -> None:
-    theirs, ours = (list(inspect.signature(agent).parameters) for agent in (LocalElasticAgent, RedisElasticAgent))
-    assert ours[: len(theirs)] == theirs
+def test_the_agent_takes_the_arguments_of_torchs_in_their_order(new_node: NodeFactory, tmp_path: Path) -> None:
+    of_torch, own = (list(inspect.signature(agent).parameters) for agent in (LocalElasticAgent, RedisElasticAgent))
+    assert own[: len(of_torch)] == of_torch
     spec = WorkerSpec("test", 1, new_node(1, 1), entrypoint="true")
     with pytest.raises(ValueError, match=r"no start_method=AgentOptions.* only .*spawn.*: options=…"):
         RedisElasticAgent(spec, DefaultLogsSpecs(str(tmp_path)), AgentOptions())  # type: ignore[arg-type]
@@ -120,7 +120,7 @@ def test_torchs_arguments_have_their_places(new_node: NodeFactory, tmp_path: Pat
 
 
 class NotedServer(HealthCheckServer):
-    """Notes when it is stopped, and by how many starts of workers that was preceded."""
+    """Records each stop, with the starts of workers before it."""
 
     def __init__(self, starts: Path) -> None:
         super().__init__(lambda: int(time.time()), 0, 60)

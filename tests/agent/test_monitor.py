@@ -1,4 +1,4 @@
-"""What observes a node beside its agent: an NVML that does not answer, or a task that fails, stops nothing else."""
+"""An agent's monitor: an NVML that does not answer, or a task that fails, does not stop the other tasks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ until = Within(LIMIT)
 
 
 class SilentNvml(FakeNvml):
-    """One that does not answer from some moment on, for as long as the test says."""
+    """An NVML that the test makes silent, until the test releases it."""
 
     def __init__(self) -> None:
         super().__init__(FakeGpu("GPU-1"))
@@ -43,7 +43,7 @@ class SilentNvml(FakeNvml):
 
 
 class Running:
-    """An agent in a thread, whose only worker sleeps and whose GPU's driver falls silent when told."""
+    """An agent in a thread, whose only worker sleeps and whose NVML the test can make silent."""
 
     def __init__(self, agent: RedisElasticAgent, nvml: SilentNvml, drain_file: Path, ended: Future[RunResult]) -> None:
         self.agent, self.nvml, self.drain_file, self.ended = agent, nvml, drain_file, ended
@@ -76,32 +76,32 @@ def running(new_node: NodeFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def fall_silent(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     running.nvml.silent = True
     assert running.nvml.asked.wait(LIMIT)
-    monkeypatch.setattr(monitor, "NVML_TIMEOUT", 0.5)  # only now: an answer may take longer on a busy machine
+    monkeypatch.setattr(monitor, "NVML_TIMEOUT", 0.5)  # not before: on a busy machine an answer may take longer
 
 
-@pytest.mark.fault("NVML does not answer", "drain file, processes and heartbeats go on; its old answers are not told")
-def test_an_nvml_that_does_not_answer_stops_nothing_else(
+@pytest.mark.fault("NVML does not answer", "drain file, processes and heartbeats go on; stale GPU figures are dropped")
+def test_an_nvml_that_does_not_answer_stops_no_other_task(
     running: Running, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    until(lambda: running.status().get("gpus"), "its GPU is told")
+    until(lambda: running.status().get("gpus"), "its GPU is in the status")
     fall_silent(running, monkeypatch)
     before = running.status()["node_time"]
-    until(lambda: running.status()["node_time"] > before, "its processes are looked at")
-    until(lambda: running.cpu_of_the_worker() is not None, "the worker's use is told")
-    until(lambda: "gpus" not in running.status(), "what NVML said before is not told for ever")
+    until(lambda: running.status()["node_time"] > before, "its processes are sampled")
+    until(lambda: running.cpu_of_the_worker() is not None, "the worker's CPU use is in the status")
+    until(lambda: "gpus" not in running.status(), "stale GPU figures leave the status")
     assert len([r for r in caplog.records if "NVML has not answered" in r.getMessage()]) == 1
     running.drain_file.touch()
     with pytest.raises(DrainedError, match="notice exists"):
         running.ended.result(LIMIT)
 
 
-def test_an_nvml_that_answers_again_is_told_again(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    until(lambda: running.status().get("gpus"), "its GPU is told")
+def test_gpus_are_reported_again_when_nvml_answers_again(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    until(lambda: running.status().get("gpus"), "its GPU is in the status")
     fall_silent(running, monkeypatch)
-    until(lambda: "gpus" not in running.status(), "it fell silent")
+    until(lambda: "gpus" not in running.status(), "its GPU has left the status")
     running.nvml.silent = False
     running.nvml.released.set()
-    until(lambda: running.status().get("gpus"), "it is back")
+    until(lambda: running.status().get("gpus"), "its GPU is in the status again")
 
 
 @pytest.fixture
@@ -112,8 +112,10 @@ def timers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "timers"
 
 
-def test_livez_asks_torchs_file_timers(timers: Path, running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker that stops in the middle of a request to them keeps all of them from being looked at."""
+def test_livez_fails_while_torchs_file_timers_are_stuck(
+    timers: Path, running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that stops in the middle of a request keeps all timers from being checked."""
     until(timers.exists, "the timers are served")
     request = json.dumps({"pid": 1, "scope_id": "none", "expiration_time": -1, "signal": 0})
     stalled = running.agent._monitor.stalled
@@ -127,7 +129,7 @@ def test_livez_asks_torchs_file_timers(timers: Path, running: Running, monkeypat
     until(lambda: stalled() == "", "they are alive again")
 
 
-def test_a_task_that_fails_is_complained_of_once_and_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_task_that_fails_is_logged_once_per_error_and_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     runs = threading.Semaphore(0)
     answers = iter([ValueError("odd"), ValueError("odd"), None, ValueError("odd"), KeyError("even")])
 

@@ -1,4 +1,4 @@
-"""Agents tell each other their roles, whatever a failover loses of that and whenever it comes (I9)."""
+"""Agents exchange their roles, whatever a failover loses of the exchange and whenever it comes (I9)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def store(connection: Connection, run_id: str, monkeypatch: pytest.MonkeyPatch) 
     return RedisStore(connection, run_id, timeout=timedelta(seconds=30))
 
 
-def test_what_is_lost_before_it_is_waited_for_is_told_again(store: RedisStore) -> None:
+def test_roles_that_are_lost_before_the_wait_are_sent_again(store: RedisStore) -> None:
     exchange = Exchange(store)
     exchange.multi_set(["a", "b"], ["1", "2"])
     store.delete_key("a")
@@ -28,11 +28,11 @@ def test_what_is_lost_before_it_is_waited_for_is_told_again(store: RedisStore) -
 
 
 @pytest.mark.usefixtures("store")
-def test_what_is_lost_when_it_was_seen_and_not_yet_read_is_told_again(connection: Connection, run_id: str) -> None:
+def test_roles_that_are_lost_between_wait_and_read_are_sent_again(connection: Connection, run_id: str) -> None:
     lost: list[bool] = []
 
     class Late(RedisStore):
-        """One that reads a value for the first time when it has just been lost."""
+        """A store that loses a value just before its first read."""
 
         def clone(self) -> RedisStore:
             return Late(connection, run_id)
@@ -48,7 +48,7 @@ def test_what_is_lost_when_it_was_seen_and_not_yet_read_is_told_again(connection
     assert lost == [True]
 
 
-def test_who_is_not_told_is_told_so(store: RedisStore) -> None:
+def test_an_exchange_that_stays_incomplete_is_an_error(store: RedisStore) -> None:
     store.set_timeout(timedelta(seconds=0.5))
     said = r"^Not all agents reported within 0.5 s; the last wait timeout after \d+ms, keys: /a, /b of "
     with pytest.raises(DistStoreError, match=said):

@@ -30,13 +30,13 @@ from tests.support.waiting import Within
 pytestmark = pytest.mark.timeout(180)
 
 TORCHRUN: Final = ("-m", "torch.distributed.run")
-OURS: Final = ("-m", "redelastic", "run")
+REDELASTIC: Final = ("-m", "redelastic", "run")
 ALONE: Final = ("--standalone",)
 WITNESS: Final = Path(__file__).parents[1] / "support" / "workers" / "witness.py"
 TOKEN: Final = "TEST_TOKEN"
-GRACE: Final = 10.0  # for what a launcher that was killed leaves to end, in seconds
-LIMIT: Final = 90.0  # for anything to happen, in seconds: far above what it takes
-# What differs from one run to the next, and what only we give.
+GRACE: Final = 10.0  # in seconds: for processes that outlive their launcher to end
+LIMIT: Final = 90.0  # in seconds, for each wait: far above what it takes
+# Variables that differ from run to run, or that only `redelastic run` sets.
 OWN: Final = re.compile(
     r"TEST_TOKEN|MASTER_PORT|TORCHELASTIC_(RUN_ID|ERROR_FILE|TIMER_FILE)|REDELASTIC_(AGENT|WORKER|PID_NAMESPACE|EPOCH|KEY_PREFIX)"
 )
@@ -51,26 +51,26 @@ class Ended:
     code: int
     out: str
     err: str
-    directory: Path  # the workers'
+    directory: Path  # of the workers
     time: float  # when it had ended
-    left: list[int]  # pids of what it started and did not end
+    left: list[int]  # pids of processes that it started and did not end
 
     def workers(self, attempt: int = 0) -> dict[int, dict[str, Any]]:
-        """What the workers of an attempt said of themselves, by rank."""
+        """The reports of an attempt's workers, by rank."""
         found = {int(path.name.split("-")[0]): path for path in self.directory.glob(f"[0-9]*-{attempt}.json")}
         return {rank: json.loads(found[rank].read_text()) for rank in sorted(found)}
 
     @property
     def report(self) -> str:
-        """The report of the worker that failed first, without what differs from run to run."""
+        """The report of the worker that failed first, without the parts that differ from run to run."""
         [report] = re.findall(r"={20,}\n([^\n]* FAILED\n.*)={20,}", self.err, re.DOTALL)
         title, root = report.split("\n", 1)[0], report.split("Root Cause")[1]
         report = re.sub(r"(time +: |pid: |error_file: |PID |\[)[^\s)\]]+", r"\1", f"{title}\n{root}")
-        return re.sub("={20,}|-{20,}", "rule", report)  # as long as the longest line, which may be the one with the pid
+        return re.sub("={20,}|-{20,}", "rule", report)  # a rule is as long as the longest line, which may have the pid
 
     @property
     def log_files(self) -> dict[str, str]:
-        """What is in each file below the log directory, without the run's id and the random part of names."""
+        """The text of each file in the log directory, without the run's id and the random part of names."""
         base = self.directory / "logs"
         named = {str(path.relative_to(base)): path.read_text() for path in sorted(base.rglob("*")) if path.is_file()}
         return {re.sub(r"^[^/]+_\w{8}/", "RUN/", name): text for name, text in named.items()}
@@ -84,12 +84,12 @@ def command(launcher: Sequence[str], directory: Path, options: Sequence[str], sc
 
 def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
     env = {name: value for name, value in os.environ.items() if not name.startswith(("REDELASTIC_", "TORCHELASTIC_"))}
-    # Which interface gloo is to take we tell workers ourselves, unless the user has: a test of ours before has, or not.
+    # `redelastic run` sets gloo's interface unless the environment has it; an earlier test may have set it.
     return env | {"OMP_NUM_THREADS": "1"} | dict.fromkeys(INTERFACE_VARIABLES, "lo") | dict(more or {})
 
 
 def survivors(token: str) -> list[psutil.Process]:
-    """The processes that a launcher has left, as it was given a token."""
+    """The processes that a launcher has left, found by its token."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -102,7 +102,7 @@ def survivors(token: str) -> list[psutil.Process]:
 
 @contextmanager
 def started(arguments: list[str], token: str, env: Mapping[str, str], *files: Any, **more: Any) -> Iterator[Process]:
-    """A launcher, of which nothing is left afterwards."""
+    """A launcher, which is killed at the end with all of its processes."""
     process = launchers.start(arguments, {**env, TOKEN: token}, *files, **more)
     try:
         yield process
@@ -143,34 +143,36 @@ def run(
 
 
 def both(directory: Path, options: Sequence[str], *more: Any, **named: Any) -> tuple[Ended, Ended]:
-    """The same under torchrun and under us, at the same time; both with a rendezvous of their own."""
+    """The same job under torchrun and `redelastic run`, at the same time; each with a rendezvous of its own."""
     with ThreadPoolExecutor(2) as pool:
-        theirs = pool.submit(run, TORCHRUN, directory / "theirs", (*ALONE, *options), *more, **named)
-        ours = pool.submit(run, OURS, directory / "ours", (*ALONE, *options), *more, **named)
-        return theirs.result(), ours.result()
+        by_torchrun = pool.submit(run, TORCHRUN, directory / "by_torchrun", (*ALONE, *options), *more, **named)
+        by_redelastic = pool.submit(run, REDELASTIC, directory / "by_redelastic", (*ALONE, *options), *more, **named)
+        return by_torchrun.result(), by_redelastic.result()
 
 
 def seen(ended: Ended, *, alone: bool = True) -> list[dict[str, Any]]:
-    """What the workers saw, by rank, without what differs from one run to the next and what we add on purpose."""
-    told: list[dict[str, Any]] = json.loads(
+    """What the workers saw, by rank, without values that differ from run to run or only `redelastic run` sets."""
+    workers: list[dict[str, Any]] = json.loads(
         json.dumps([*ended.workers().values()]).replace(str(ended.directory), "@here")
     )
-    for worker in told:
-        env, ours = worker["environment"], "REDELASTIC_AGENT" in worker["environment"]
-        assert env.pop("PYTHONFAULTHANDLER", None) == ("1" if ours else None), "a crash in C says where"
+    for worker in workers:
+        env, is_redelastic = worker["environment"], "REDELASTIC_AGENT" in worker["environment"]
+        assert env.pop("PYTHONFAULTHANDLER", None) == ("1" if is_redelastic else None), (
+            "a crash in C leaves a traceback"
+        )
         worker["names"] = sorted(name for name in env if not name.startswith("REDELASTIC_"))
-        if alone:  # the same host, by name or by address
+        if alone:  # both are this host
             assert env.pop("MASTER_ADDR") in ("localhost", "127.0.0.1")
         worker["environment"] = {name: value for name, value in env.items() if not OWN.fullmatch(name)}
         if not {str(WITNESS), "tests.support.workers.witness"} & set(worker["orig_argv"][:3]):  # multiprocessing's
             del worker["orig_argv"], worker["files"]
-    return told
+    return workers
 
 
-# -- what workers are given
+# -- what workers get
 
 
-def test_workers_are_given_the_same(server: RedisServer, tmp_path: Path) -> None:
+def test_workers_get_the_same_environment_and_arguments(server: RedisServer, tmp_path: Path) -> None:
     """Both on Redis, each as a run of its own."""
     where = ("--rdzv-backend=redis", f"--rdzv-endpoint={server.url}", "--nproc-per-node=2", "--role=trainer")
     script = (str(WITNESS), "@here", "", "-x", "--y=1")
@@ -179,12 +181,12 @@ def test_workers_are_given_the_same(server: RedisServer, tmp_path: Path) -> None
         return run(launcher, tmp_path / name, (*where, f"--rdzv-id={uuid.uuid4().hex}"), script)
 
     with ThreadPoolExecutor(2) as pool:
-        theirs, ours = pool.map(one, (TORCHRUN, OURS), ("theirs", "ours"))
-    assert (theirs.code, ours.code) == (0, 0), ours.err
-    assert [worker["environment"]["RANK"] for worker in seen(theirs, alone=False)] == ["0", "1"]
-    assert seen(ours, alone=False) == seen(theirs, alone=False)
-    assert seen(ours, alone=False)[1]["argv"] == [str(WITNESS), "@here", "", "-x", "--y=1"]
-    assert seen(ours, alone=False)[0]["stdin"] == __file__, "standard input is the launcher's"
+        by_torchrun, by_redelastic = pool.map(one, (TORCHRUN, REDELASTIC), ("by_torchrun", "by_redelastic"))
+    assert (by_torchrun.code, by_redelastic.code) == (0, 0), by_redelastic.err
+    assert [worker["environment"]["RANK"] for worker in seen(by_torchrun, alone=False)] == ["0", "1"]
+    assert seen(by_redelastic, alone=False) == seen(by_torchrun, alone=False)
+    assert seen(by_redelastic, alone=False)[1]["argv"] == [str(WITNESS), "@here", "", "-x", "--y=1"]
+    assert seen(by_redelastic, alone=False)[0]["stdin"] == __file__, "standard input is the launcher's"
 
 
 @pytest.mark.long
@@ -210,10 +212,10 @@ def test_workers_are_given_the_same(server: RedisServer, tmp_path: Path) -> None
 )
 def test_ways_to_start_workers(tmp_path: Path, options: tuple[str, ...], script: tuple[str, ...]) -> None:
     more = {"PYTHONPATH": str(WITNESS.parents[3]), "CUDA_VISIBLE_DEVICES": "3,5"}
-    theirs, ours = both(tmp_path, options, script, more)
-    assert (theirs.code, ours.code) == (0, 0), ours.err
-    assert seen(theirs)
-    assert seen(ours) == seen(theirs)
+    by_torchrun, by_redelastic = both(tmp_path, options, script, more)
+    assert (by_torchrun.code, by_redelastic.code) == (0, 0), by_redelastic.err
+    assert seen(by_torchrun)
+    assert seen(by_redelastic) == seen(by_torchrun)
 
 
 # -- what they print
@@ -230,28 +232,29 @@ def test_ways_to_start_workers(tmp_path: Path, options: tuple[str, ...], script:
     ),
     ids=["redirects", "tee", "each its own"],
 )
-def test_logs_are_the_same(tmp_path: Path, options: tuple[str, ...]) -> None:
+def test_logs_and_output_are_the_same(tmp_path: Path, options: tuple[str, ...]) -> None:
     more = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "<${role_name} ${rank}/${local_rank}> "}
-    theirs, ours = both(
+    by_torchrun, by_redelastic = both(
         tmp_path, ("--nproc-per-node=2", "--log-dir=@here/logs", *options), (str(WITNESS), "@here", "print", "5"), more
     )
-    assert (theirs.code, ours.code) == (0, 0), ours.err
-    assert any("line 4 of rank" in text for text in theirs.log_files.values())
-    # which worker's lines come first in a file that several share is theirs to decide
-    ours_lines, their_lines = (
-        {name: sorted(text.splitlines()) for name, text in run.log_files.items()} for run in (ours, theirs)
+    assert (by_torchrun.code, by_redelastic.code) == (0, 0), by_redelastic.err
+    assert any("line 4 of rank" in text for text in by_torchrun.log_files.values())
+    # in a file that several workers share, the order of their lines is by chance
+    own_lines, torchrun_lines = (
+        {name: sorted(text.splitlines()) for name, text in run.log_files.items()}
+        for run in (by_redelastic, by_torchrun)
     )
-    assert ours_lines == their_lines
-    assert sorted(ours.out.splitlines()) == sorted(theirs.out.splitlines())
-    of_workers = [line for line in ours.err.splitlines() if "redelastic" not in line]  # not the agent's own
-    assert sorted(of_workers) == sorted(theirs.err.splitlines())
+    assert own_lines == torchrun_lines
+    assert sorted(by_redelastic.out.splitlines()) == sorted(by_torchrun.out.splitlines())
+    of_workers = [line for line in by_redelastic.err.splitlines() if "redelastic" not in line]
+    assert sorted(of_workers) == sorted(by_torchrun.err.splitlines())
 
 
 # -- how they end
 
 
 @pytest.mark.parametrize(
-    ("action", "told"),
+    ("action", "message"),
     quick_rows(
         [
             (("exit", "3"), "exitcode  : 3 ("),
@@ -262,25 +265,27 @@ def test_logs_are_the_same(tmp_path: Path, options: tuple[str, ...]) -> None:
     ),
     ids=["exit", "signal", "exception", "record"],
 )
-def test_failures_are_reported_alike(tmp_path: Path, action: tuple[str, ...], told: str) -> None:
+def test_failures_are_reported_alike(tmp_path: Path, action: tuple[str, ...], message: str) -> None:
     more = {"TORCHELASTIC_ERROR_FILE": "@here/error.json"}
-    theirs, ours = both(tmp_path, ("--nproc-per-node=2",), (str(WITNESS), "@here", *action), more)
-    assert (theirs.code, ours.code) == (1, 1), ours.err
-    assert told in theirs.report
-    assert "rank      : 1 (local_rank: 1)" in theirs.report
-    assert ours.report == theirs.report
-    handed_up = [json.loads(p.read_text()) for e in (theirs, ours) if (p := e.directory / "error.json").exists()]
+    by_torchrun, by_redelastic = both(tmp_path, ("--nproc-per-node=2",), (str(WITNESS), "@here", *action), more)
+    assert (by_torchrun.code, by_redelastic.code) == (1, 1), by_redelastic.err
+    assert message in by_torchrun.report
+    assert "rank      : 1 (local_rank: 1)" in by_torchrun.report
+    assert by_redelastic.report == by_torchrun.report
+    handed_up = [
+        json.loads(p.read_text()) for e in (by_torchrun, by_redelastic) if (p := e.directory / "error.json").exists()
+    ]
     assert len(handed_up) == (2 if action == ("record",) else 0), (
-        "the first error is handed to who started the launcher"
+        "the first error is written to the launcher's error file"
     )
-    assert all(told.endswith(one["message"]["message"]) for one in handed_up)
+    assert all(message.endswith(one["message"]["message"]) for one in handed_up)
 
 
 @pytest.mark.long
-def test_a_second_attempt(tmp_path: Path) -> None:
-    theirs, ours = both(tmp_path, ("--max-restarts=2",), (str(WITNESS), "@here", "fail-once"))
-    assert (theirs.code, ours.code) == (0, 0), ours.err
-    for ended in (theirs, ours):
+def test_a_second_attempt_is_numbered_alike(tmp_path: Path) -> None:
+    by_torchrun, by_redelastic = both(tmp_path, ("--max-restarts=2",), (str(WITNESS), "@here", "fail-once"))
+    assert (by_torchrun.code, by_redelastic.code) == (0, 0), by_redelastic.err
+    for ended in (by_torchrun, by_redelastic):
         counts = [ended.workers(n)[0]["environment"]["TORCHELASTIC_RESTART_COUNT"] for n in (0, 1)]
         assert counts == ["0", "1"]
         assert not ended.workers(2)
@@ -288,56 +293,61 @@ def test_a_second_attempt(tmp_path: Path) -> None:
 
 def waits(launcher: Process, directory: Path, attempt: str = "0-0") -> None:
     until(lambda: (directory / f"{attempt}-waits.json").exists() or launcher.poll() is not None, "the worker waits")
-    assert launcher.poll() is None, "it ended"
+    assert launcher.poll() is None, "the launcher has ended"
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR2])
-def test_a_signal_is_handed_on(tmp_path: Path, number: signal.Signals) -> None:
-    """The workers get the signal that ends the launcher; both then end with 1."""
+def test_workers_get_the_signal_that_ends_the_launcher(tmp_path: Path, number: signal.Signals) -> None:
+    """Both launchers then exit with 1."""
 
     def act(launcher: Process, directory: Path) -> None:
         waits(launcher, directory)
         launcher.send_signal(number)
         until((directory / f"0-0-{number.name}.json").exists, "the worker got the signal")
 
-    options, env = ("--signals-to-handle=SIGINT,SIGUSR2",), {"PET_SHUTDOWN_TIMEOUT": "1"}  # torchrun's from 2.12 on
-    theirs, ours = both(tmp_path, options, (str(WITNESS), "@here", "wait", number.name), env, act=act)
-    assert (theirs.code, ours.code) == (1, 1), ours.err
-    assert f"ended by {signal.Signals(number).name}" in ours.err
-    assert not ours.left, "a worker that goes on is killed when its time is up"
-    assert "Traceback" not in ours.err
+    options, env = ("--signals-to-handle=SIGINT,SIGUSR2",), {"PET_SHUTDOWN_TIMEOUT": "1"}  # torchrun: from 2.12 on
+    by_torchrun, by_redelastic = both(tmp_path, options, (str(WITNESS), "@here", "wait", number.name), env, act=act)
+    assert (by_torchrun.code, by_redelastic.code) == (1, 1), by_redelastic.err
+    assert f"ended by {signal.Signals(number).name}" in by_redelastic.err
+    assert not by_redelastic.left, "a worker that ignores the signal is killed at the timeout"
+    assert "Traceback" not in by_redelastic.err
 
 
 @pytest.mark.long
-def test_the_shutdown_timeout_is_heeded(tmp_path: Path) -> None:
-    """Rank 1 fails; rank 0 ignores SIGTERM for as long as it may, which is neither 0 nor the default of 30 s."""
-    ours = run(
-        OURS, tmp_path / "ours", (*ALONE, "--nproc-per-node=2", "--shutdown-timeout=2"), (str(WITNESS), "@here", "deaf")
+def test_a_worker_that_ignores_sigterm_is_killed_at_the_shutdown_timeout(tmp_path: Path) -> None:
+    """Rank 1 fails, and rank 0 ignores SIGTERM; the timeout is neither 0 nor the default of 30 s."""
+    by_redelastic = run(
+        REDELASTIC,
+        tmp_path / "by_redelastic",
+        (*ALONE, "--nproc-per-node=2", "--shutdown-timeout=2"),
+        (str(WITNESS), "@here", "deaf"),
     )
-    assert ours.code == 1
-    failed = ours.directory / "0-0-SIGTERM.json"
+    assert by_redelastic.code == 1
+    failed = by_redelastic.directory / "0-0-SIGTERM.json"
     assert failed.exists(), "it was sent SIGTERM"
-    assert "(SIGKILL)" in ours.err
-    assert 2 <= ours.time - failed.stat().st_mtime < 20
-    assert not ours.left
+    assert "(SIGKILL)" in by_redelastic.err
+    assert 2 <= by_redelastic.time - failed.stat().st_mtime < 20
+    assert not by_redelastic.left
 
 
 @pytest.mark.long
 def test_torchs_file_timer_ends_a_worker_that_overstays(tmp_path: Path) -> None:
-    """With torch's own timer the launcher ends itself by the same signal."""
-    theirs, ours = both(tmp_path, (), (str(WITNESS), "@here", "timer"), {"TORCHELASTIC_ENABLE_FILE_TIMER": "1"})
-    for ended in (theirs, ours):
+    """torch's timer also ends the launcher by the same signal."""
+    by_torchrun, by_redelastic = both(
+        tmp_path, (), (str(WITNESS), "@here", "timer"), {"TORCHELASTIC_ENABLE_FILE_TIMER": "1"}
+    )
+    for ended in (by_torchrun, by_redelastic):
         assert (ended.directory / "0-0-overstays.json").exists()
         assert not ended.left
-    assert ours.code == theirs.code == -signal.SIGKILL
+    assert by_redelastic.code == by_torchrun.code == -signal.SIGKILL
 
 
 # -- what is wrong with the command line
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         (("--nnodes=2:1",), "--nnodes="),
         (("--nnodes=1:2:3",), "1:2:3"),
@@ -360,8 +370,8 @@ def test_torchs_file_timer_ends_a_worker_that_overstays(tmp_path: Path) -> None:
         (("--monitor-interval=-1",), "monitor"),
     ],
 )
-def test_a_wrong_command_line_is_told_in_few_words(
-    options: tuple[str, ...], told: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_a_wrong_command_line_is_a_short_error(
+    options: tuple[str, ...], message: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     try:
@@ -370,7 +380,7 @@ def test_a_wrong_command_line_is_told_in_few_words(
         code = e.code
     err = capfd.readouterr().err
     assert code == 2, err
-    assert told in err
+    assert message in err
     assert err.startswith(("redelastic run: ", "usage: redelastic run"))
     assert len(err.splitlines()[-1]) < 400
     assert err.startswith("usage") or err.count("\n") == 1

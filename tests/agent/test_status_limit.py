@@ -1,4 +1,4 @@
-"""A node's status within its size limit: what is left out first."""
+"""A node's status within its size limit: which fields are dropped first."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def test_a_status_within_the_limit_is_whole() -> None:
     assert bounded(status(), len(text)) == text
 
 
-def test_what_is_left_out_first() -> None:
-    """Every limit, from too small for anything to large enough for all."""
+def test_fields_are_dropped_in_their_order() -> None:
+    """Every limit, from too small for any field to large enough for all."""
     whole = status()
     stages: list[dict[str, Any]] = []
     for limit in range(2, len(bounded(whole)) + 1):
@@ -37,7 +37,7 @@ def test_what_is_left_out_first() -> None:
         kept = json.loads(text)
         if not stages or stages[-1] != kept:
             stages.append(kept)
-    assert whole == status()  # the caller's own is untouched
+    assert whole == status()  # the caller's status is unchanged
     *_, own, without_gpus, without_usage, without_names, last = stages
     assert last == whole
     assert without_names == {**whole, "cut": True, "gpus": [{"index": i, "memory_used": 10**11} for i in range(8)]}
@@ -45,12 +45,12 @@ def test_what_is_left_out_first() -> None:
     assert without_usage == {**without_names, "workers": workers}
     assert without_gpus == {key: value for key, value in without_usage.items() if key != "gpus"}
     assert own == {"host": "node-17", "pid": 4711, "step": 123_456, "cut": True}
-    listed = without_usage | {"workers": list(workers.values())}  # as the agent tells it
+    listed = without_usage | {"workers": list(workers.values())}  # as the agent reports it
     whole["workers"] = list(whole["workers"].values())
     assert json.loads(bounded(whole, len(bounded(listed)))) == listed
 
 
-def test_the_nodes_own_fields_are_shortened_before_they_are_lost() -> None:
+def test_the_nodes_own_fields_are_shortened_before_they_are_dropped() -> None:
     long = {"host": "node-17", "reason": "ü" * 20_000, "why": "x" * 20_000, "extra": list(range(20_000)), "step": 1}
     kept = json.loads(bounded(long))
     assert kept == {"host": "node-17", "reason": "ü" * 63 + "…", "why": "x" * 63 + "…", "step": 1, "cut": True}
@@ -63,7 +63,7 @@ def test_odd_values_are_no_error() -> None:
 
 
 def test_eight_workers_with_gpus_fit() -> None:
-    """What a node of 8 GPUs says of itself is far below the limit."""
+    """The status of a node of 8 GPUs is far below the limit."""
     gpu = {"index": 7, "uuid": UUIDS[0], "name": "NVIDIA H100 80GB HBM3", "memory_used": 10**11, "memory_total": 10**11}
     gpu |= {"utilization": 100, "temperature": 100, "ecc": 10_000, "xid": 10_000}
     sample = Telemetry().sample({}) | {"gpus": [gpu] * 8, "workers": status()["workers"]}

@@ -1,4 +1,4 @@
-"""The torch internals that we use exist, and a torch without them is reported."""
+"""The internals of torch that the package uses exist, and a torch without them is reported."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ LAUNCHER = "torch.distributed.launcher.api"
 until = Within(60)
 
 
-def test_all_that_we_use_of_torch_is_there() -> None:
-    """On a new torch this says what has changed."""
+def test_the_internals_of_torch_that_the_package_uses_exist() -> None:
+    """With a new torch this test shows what has changed."""
     assert torch_internals.missing() == []
 
 
@@ -38,10 +38,10 @@ def test_all_that_we_use_of_torch_is_there() -> None:
         (Hook(LAUNCHER, "LaunchConfig", ("min_nodes", "colour")), "LaunchConfig takes no colour"),
     ],
 )
-def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, hook: Hook, says: str) -> None:
+def test_missing_internals_are_named(monkeypatch: pytest.MonkeyPatch, hook: Hook, says: str) -> None:
     monkeypatch.setattr(torch_internals, "HOOKS", (hook,))
-    [told] = torch_internals.missing()
-    assert told.endswith(says)
+    [missing] = torch_internals.missing()
+    assert missing.endswith(says)
 
 
 @pytest.mark.parametrize("version", ["2.9.1+cu128", "2.6.0", "1.13.1"])
@@ -64,21 +64,21 @@ def test_an_old_torch_is_refused_by_name(version: str) -> None:
     ids=["store", "torchrun", "run"],
 )
 def test_an_old_torch_is_refused_at_once(code: str) -> None:
-    """Before anything could hang."""
+    """The refusal comes before any call that could hang."""
     old = "import sys, torch; torch.__version__ = '2.7.1'; "
     done = subprocess.run([sys.executable, "-c", old + code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode != 0
     assert "redelastic needs torch 2.10 or newer; this is torch 2.7.1" in done.stderr
 
 
-class Theirs(LocalElasticAgent):
+class OtherAgent(LocalElasticAgent):
     pass
 
 
 @pytest.mark.parametrize(
-    ("found", "warned"), [(LocalElasticAgent, False), (RegroupingAgent, False), (Theirs, True), (None, True)]
+    ("found", "warned"), [(LocalElasticAgent, False), (RegroupingAgent, False), (OtherAgent, True), (None, True)]
 )
-def test_a_launcher_with_another_agent_is_told_of(
+def test_a_launcher_with_another_agent_is_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, found: type | None, warned: bool
 ) -> None:
     launcher = ModuleType(LAUNCHER)
@@ -91,7 +91,7 @@ def test_a_launcher_with_another_agent_is_told_of(
     assert getattr(launcher, "LocalElasticAgent", None) is (found if warned else RegroupingAgent)
 
 
-def test_nothing_is_said_where_nobody_runs_torchrun(
+def test_a_process_without_torchrun_gets_no_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delitem(sys.modules, LAUNCHER, raising=False)
@@ -103,7 +103,7 @@ class OldConfig:
     """A launch configuration before torch 2.12."""
 
 
-def test_the_shutdown_timeout_of_an_old_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_shutdown_timeout_with_an_old_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", raising=False)
     assert (shutdown_timeout(OldConfig(), None), shutdown_timeout(OldConfig(), 4)) == (30.0, 4.0)
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "7")
@@ -114,11 +114,11 @@ def test_the_shutdown_timeout_of_an_old_torch(monkeypatch: pytest.MonkeyPatch) -
             shutdown_timeout(config, given)
 
 
-def test_shutting_down_takes_what_this_torch_takes() -> None:
-    told: list[object] = []
-    shut_down(told.append, signal.SIGTERM, 5.0)
-    shut_down(lambda death_sig, timeout: told.append((death_sig, timeout)), signal.SIGTERM, 5.0)
-    assert told == [signal.SIGTERM, (signal.SIGTERM, 5.0)]
+def test_shut_down_passes_the_arguments_that_this_torch_takes() -> None:
+    calls: list[object] = []
+    shut_down(calls.append, signal.SIGTERM, 5.0)
+    shut_down(lambda death_sig, timeout: calls.append((death_sig, timeout)), signal.SIGTERM, 5.0)
+    assert calls == [signal.SIGTERM, (signal.SIGTERM, 5.0)]
 
 
 @pytest.mark.parametrize("entrypoint", ["sh", time.sleep], ids=["commands", "functions"])
@@ -141,10 +141,10 @@ def ignore_sigterm(started: Path) -> None:
 
 @pytest.mark.parametrize(("within", "given"), [(0.5, ()), (300, (signal.SIGTERM, 0.5))], ids=["usual", "other"])
 @pytest.mark.parametrize("entrypoint", ["sh", ignore_sigterm], ids=["commands", "functions"])
-def test_a_context_ends_its_processes_within_the_time_that_it_was_given(
+def test_a_context_ends_its_processes_within_the_given_timeout(
     entrypoint: Any, within: float, given: tuple[Any, ...], tmp_path: Path
 ) -> None:
-    """As its own code does it when one of them has failed; it gives them 30 s otherwise."""
+    """torch's own close() after a failure would give them 30 s."""
     envs: dict[int, dict[str, str]] = {0: {}}
     started = tmp_path / "started"
     args = {0: ("-c", f"trap '' TERM; touch {started}; exec sleep 600") if entrypoint == "sh" else (started,)}

@@ -1,4 +1,4 @@
-"""Real torchrun over the plugin: data-parallel scripts, and every way in which a node can go or come.
+"""Real torchrun over the plugin: data-parallel scripts, and every way in which a node can leave or join.
 
 Each test prints how long recovery from a fault took (`pytest -s`); none asserts it.
 """
@@ -21,7 +21,9 @@ from tests.support.worker_processes import lives
 pytestmark = pytest.mark.timeout(400)
 
 
-@pytest.mark.fault("torchrun: the node of each role is killed in turn", "I7: the others train on, whichever it is")
+@pytest.mark.fault(
+    "torchrun: the node of each role is killed in turn", "I7: the others train on, whichever rank it had"
+)
 def test_any_node_may_be_killed(server: RedisServer, tmp_path: Path) -> None:
     with Job(server, tmp_path, "1:4", conf=PATIENT) as job:
         names = set("abcd")
@@ -40,8 +42,8 @@ def test_any_node_may_be_killed(server: RedisServer, tmp_path: Path) -> None:
 @pytest.mark.fault(
     "torchrun: a node is killed, its peers' workers fail", "I7: with `--max-restarts=0` the others train on"
 )
-def test_a_lost_node_costs_nobody_a_restart(server: RedisServer, tmp_path: Path) -> None:
-    """torchrun's default is no restart at all, and gloo's workers fail before the dead node's lease has run out."""
+def test_a_lost_node_costs_the_others_no_restart(server: RedisServer, tmp_path: Path) -> None:
+    """torchrun's default is no restart, and gloo's workers fail before the dead node's lease has run out."""
     with Job(server, tmp_path, "1:3", conf={"keep_alive_interval": 1}, gloo=True) as job:
         names = set("abc")
         job.start(*names, max_restarts=0)
@@ -57,7 +59,7 @@ def test_a_lost_node_costs_nobody_a_restart(server: RedisServer, tmp_path: Path)
 
 @pytest.mark.fault(
     "torchrun: nodes join, die and get SIGTERM; the job falls below its minimum",
-    "I1, I3, I6: those that are left train on, or wait for others",
+    "I1, I3, I6: the remaining nodes train on, or wait for others",
 )
 def test_nodes_come_and_go(server: RedisServer, tmp_path: Path) -> None:
     with Job(server, tmp_path, "2:4", conf={"last_call_timeout": 1, "keep_alive_max_attempt": 12}) as job:
@@ -83,7 +85,7 @@ def test_nodes_come_and_go(server: RedisServer, tmp_path: Path) -> None:
         epoch = job.wait_round(names, epoch, fault=fault)
         assert job.wait_end(leaver.name) != 0
         assert "closed" not in job.redis("run")
-        assert _lost_leases(job) == [victim.name], "a node that gets SIGTERM says that it goes" + job.report()
+        assert _lost_leases(job) == [victim.name], "a node that gets SIGTERM announces that it leaves" + job.report()
 
         kept, lost = (job.nodes[name] for name in names)
         fault = job.note("below the minimum, then a replacement")
@@ -97,7 +99,7 @@ def test_nodes_come_and_go(server: RedisServer, tmp_path: Path) -> None:
         assert job.wait_end("e") != 0
         assert "RendezvousTimeoutError" in job.nodes["e"].stderr
         assert "within the join_timeout of 8 s" in job.nodes["e"].stderr
-        assert "closed" not in job.redis("run"), "a node that gave up waiting closes nothing"
+        assert "closed" not in job.redis("run"), "a node that gave up waiting does not close the run"
         job.check()
 
 
@@ -115,7 +117,7 @@ def test_frozen_node_is_fenced_and_comes_back(server: RedisServer, tmp_path: Pat
         fault = job.note("SIGSTOP of rank 0's node")
         frozen.freeze()
         second = job.wait_round(survivors, epoch, fault=fault)
-        assert {line.restart for line in job.lines("start")} == {0}, "no worker failed: nobody's budget is touched"
+        assert {line.restart for line in job.lines("start")} == {0}, "no worker failed, so no node's budget is touched"
         assert [n for n in survivors if first[n] == 1 == job.ranks(second)[n]], "rank 1 of three stays rank 1 of two"
 
         thawed = job.note("SIGCONT of it")
@@ -146,11 +148,11 @@ def test_spares_wait_and_step_in(server: RedisServer, tmp_path: Path) -> None:
         job.start("wrong", nnodes="1:2", may_end=True)
         job.wait("the new one is a spare", lambda: len(job.redis("candidates") or []) == 1)
         assert job.wait_end("wrong") != 0
-        told = job.nodes["wrong"].stderr
-        assert "1 to 2" in told, told
-        assert "2 to 2" in told, told
-        assert "same --nnodes" in told, told
-        assert job.epoch == epoch, "a node with other --nnodes disturbs nobody"
+        err = job.nodes["wrong"].stderr
+        assert "1 to 2" in err, err
+        assert "2 to 2" in err, err
+        assert "same --nnodes" in err, err
+        assert job.epoch == epoch, "a node with other --nnodes does not disturb the others"
 
         frozen = job.by_rank(epoch)[1]
         fault = job.note("SIGSTOP of a member: the spare is promoted")
@@ -159,7 +161,7 @@ def test_spares_wait_and_step_in(server: RedisServer, tmp_path: Path) -> None:
         epoch = job.wait_round(members, epoch, fault=fault)
         assert not job.redis("candidates")
         frozen.thaw()
-        job.wait("the frozen one is back, as a spare", lambda: len(job.redis("candidates") or []) == 1)
+        job.wait("the frozen node is back, as a spare", lambda: len(job.redis("candidates") or []) == 1)
         steps = len(job.lines("step"))
         job.wait("training goes on", lambda: len(job.lines("step")) > steps + 20)
         assert job.epoch == epoch, "a spare does not make the others regroup"
@@ -174,7 +176,7 @@ def test_spares_wait_and_step_in(server: RedisServer, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_two_jobs_on_one_redis(server: RedisServer, tmp_path: Path) -> None:
+def test_two_jobs_on_one_redis_do_not_disturb_each_other(server: RedisServer, tmp_path: Path) -> None:
     with Job(server, tmp_path / "1", "2:2") as failing, Job(server, tmp_path / "2", "2:2") as quiet:
         quiet.tell("linger-b")
         failing.start(*"ab", max_restarts=1)
@@ -185,14 +187,14 @@ def test_two_jobs_on_one_redis(server: RedisServer, tmp_path: Path) -> None:
         fault = failing.note("a worker fails by itself")
         failing.tell("fail-a")
         assert failing.wait_round("ab", 1, fault=fault) == 2
-        # the worker of b fails with it: one of the agents sees that first, the other regroups, which is no restart
+        # b's worker fails too: one agent sees a failure first, and the other regroups, which is no restart
         assert max(line.restart for line in failing.lines("start")) == 1
         assert "node a was told to fail" in failing.nodes["a"].stderr
 
         quiet.note("a worker ends before the others")
         quiet.tell("finish")
         quiet.wait("the worker of a has ended", lambda: "a" in {line.node for line in quiet.lines("end")})
-        quiet.wait("that of b goes on for longer than a lease", lambda: len(quiet.lines("linger")) > 40)
+        quiet.wait("b's worker goes on for longer than a lease", lambda: len(quiet.lines("linger")) > 40)
         quiet.tell("release")
         quiet.finish(*"ab")
         assert {line.epoch for line in quiet.lines()} == {1}
@@ -203,7 +205,7 @@ def test_two_jobs_on_one_redis(server: RedisServer, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_several_workers_a_node(server: RedisServer, tmp_path: Path) -> None:
+def test_nodes_with_several_workers_recover(server: RedisServer, tmp_path: Path) -> None:
     with Job(server, tmp_path, "1:2", nproc=2, conf=PATIENT) as job:
         job.start(*"ab")
         epoch = job.wait_round("ab")
@@ -218,7 +220,7 @@ def test_several_workers_a_node(server: RedisServer, tmp_path: Path) -> None:
     "torchrun: a node is gone before the agents have exchanged their roles", "I7: the others do not wait for its keys"
 )
 def test_member_gone_before_the_roles_are_exchanged(server: RedisServer, tmp_path: Path, new_node: NodeFactory) -> None:
-    """Members that agents of torch wait for in the round's store, right after the round is complete."""
+    """torch's agents wait for all members' keys in the round's store as soon as the round is complete."""
     with Job(server, tmp_path, "2:3") as job, ThreadPoolExecutor() as pool:
         settings = {"run_id": job.run_id, "join_timeout": 60, **job.conf}
 
@@ -245,12 +247,12 @@ def test_member_gone_before_the_roles_are_exchanged(server: RedisServer, tmp_pat
         job.finish(*"ab")
 
 
-@pytest.mark.fault("torchrun: Redis is not there, or refuses us", "an error in words")
+@pytest.mark.fault("torchrun: Redis is unreachable, or refuses the login", "a readable error")
 def test_unusable_redis_ends_the_agent_with_a_clear_error(server: RedisServer, tmp_path: Path) -> None:
     secret = "not-the-password"
-    with Job(server, tmp_path, "1:1") as job, socket.socket() as nobody:
-        nobody.bind(("127.0.0.1", 0))  # taken, and nobody listens
-        port = nobody.getsockname()[1]
+    with Job(server, tmp_path, "1:1") as job, socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # bound, but not listening
+        port = closed.getsockname()[1]
         host = server.endpoint
         refused = rf"Redis at redis://{host}\S* refused the login"
         job.start(
@@ -287,7 +289,7 @@ def _lost_leases(job: Job) -> list[str]:
 
 
 def _wait_for_role_info(job: Job, epoch: int, ranks: tuple[int, ...]) -> None:
-    """Until these ranks' agents have told their part of the exchange, and so wait for the rest."""
+    """Wait until these ranks' agents have written their part of the exchange, and wait for the rest."""
     wanted = {f"torchelastic/role_info/{rank}" for rank in ranks}
     exchanged = f"store:round:{epoch}"
     job.wait(f"the agents of ranks {ranks} exchange roles", lambda: wanted <= set(job.redis(exchanged) or ()))

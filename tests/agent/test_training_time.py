@@ -1,4 +1,4 @@
-"""Where the time of a job went, held against what its script knows."""
+"""Where a job's time went, compared with the times that its script records."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class SteppingJob(AgentJob):
         self.start(*names, script=STEPS, options=("--hang-timeout=12", "--monitor-interval=0.1"))
 
     def let_go(self, epoch: int, step: int) -> Progressed:
-        """Wait until the run's events know that a round is at a step, and let it go on."""
+        """Wait until the run's events show a round at a step, and let it go on."""
         [event] = self.wait(
-            f"round {epoch} is known to be at step {step}",
+            f"round {epoch} is reported at step {step}",
             lambda: [e for e in self.events(Progressed) if (e.epoch, e.step) == (epoch, step)],
         )
         self.tell(f"go-{epoch}-{step}")
@@ -45,11 +45,11 @@ class SteppingJob(AgentJob):
         return found
 
     def at(self, epoch: int, step: int, what: str = "reports") -> float:
-        """When a worker of a round was about to report a step, or had reported it."""
+        """The time at which a worker of a round was about to report a step, or had reported it."""
         return min(line.time for line in self.lines(what) if (line.epoch, line.step) == (epoch, step))
 
 
-def test_a_job_that_fails_and_hangs(server: RedisServer, tmp_path: Path) -> None:
+def test_the_time_of_a_job_that_fails_and_hangs(server: RedisServer, tmp_path: Path) -> None:
     with SteppingJob(server, tmp_path, "1:1") as job:
         for name in ("faults", "begin-2", "begin-3"):
             job.tell(name)
@@ -93,7 +93,7 @@ def test_a_job_that_fails_and_hangs(server: RedisServer, tmp_path: Path) -> None
         assert max(line.step for line in job.lines("step")) == LAST
 
 
-def test_a_new_rank_0_knows_which_steps_are_made_again(server: RedisServer, tmp_path: Path) -> None:
+def test_a_new_rank_0_reports_which_steps_are_redone(server: RedisServer, tmp_path: Path) -> None:
     with SteppingJob(server, tmp_path, "2:2", conf=PATIENT) as job:
         job.run("a", "b")
         job.let_go(1, 0)

@@ -1,4 +1,4 @@
-"""What a script tells its agent: real processes write, a real board reads."""
+"""What a script reports to its agent: real processes write, a real board reads."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def board() -> Iterator[ProgressBoard]:
 
 
 def run(code: str, environment: dict[str, str]) -> str:
-    """Run a script to its end; returns what it printed, and has it fail if it failed or complained."""
+    """Run a script to its end; returns its output, and asserts that it has succeeded without errors."""
     command = [
         sys.executable,
         "-c",
@@ -47,27 +47,27 @@ def run(code: str, environment: dict[str, str]) -> str:
 
 def test_the_board_shows_calls_and_the_last_step(board: ProgressBoard) -> None:
     run("for step in range(100, 150): progress(step)", board.environment(1))
-    told = board.read(1)
-    assert (told.calls, told.step, told.asks, told.saved) == (50, 149, False, False)
+    report = board.read(1)
+    assert (report.calls, report.step, report.asks, report.saved) == (50, 149, False, False)
     silent = board.read(0)
     assert (silent.calls, silent.step, silent.pid) == (0, None, 0)
 
 
 @pytest.mark.parametrize("step", [0, -7, 2**63 - 1, -(2**63)])
-def test_any_64_bits_are_a_step(board: ProgressBoard, step: int) -> None:
+def test_any_64_bit_integer_is_a_step(board: ProgressBoard, step: int) -> None:
     run(f"progress({step})", board.environment(0))
     assert board.read(0).step == step
 
 
 @pytest.mark.parametrize("step", [True, np.int64(1), np.uint8(1), torch.tensor(1), torch.ones(1, dtype=torch.int32)])
-def test_whatever_is_an_integer_is_a_step(step: int) -> None:
+def test_integers_of_numpy_and_torch_are_steps(step: int) -> None:
     worker.progress(0)
     worker.progress(step)
     assert worker._slot[worker.STEP] == 1
 
 
 @pytest.mark.parametrize("step", [1.0, "7", None, np.float32(1), torch.tensor(1.5), torch.arange(2), b"x" * 1000])
-def test_what_is_no_integer_is_refused(step: int) -> None:
+def test_a_step_that_is_no_integer_is_refused(step: int) -> None:
     with pytest.raises(TypeError, match=r"takes an integer step, not .{1,80}\.$"):
         worker.progress(step)
 
@@ -77,14 +77,14 @@ def test_a_step_of_more_than_64_bits_is_refused() -> None:
         worker.progress(2**63)
 
 
-def test_outside_an_agent_nothing_happens() -> None:
+def test_without_an_agent_calls_do_nothing() -> None:
     assert run("progress(1); print(should_checkpoint(), os.listdir('/proc/self/fd'))", {worker.VARIABLE: ""}) == run(
         "print(False, os.listdir('/proc/self/fd'))", {worker.VARIABLE: ""}
     )
 
 
-def test_what_the_agent_needs_is_out_of_the_way_of_a_script_that_closes_its_files(board: ProgressBoard) -> None:
-    """Python would write its stacks into whatever file gets that number next."""
+def test_the_agents_files_survive_a_script_that_closes_its_own(board: ProgressBoard) -> None:
+    """Else Python would write its stacks into the next file that gets the descriptor's number."""
     code = """
 os.closerange(3, 256)
 opened = os.open(os.devnull, os.O_WRONLY)
@@ -93,7 +93,7 @@ print(opened, [int(n) > 256 for n in os.listdir("/proc/self/fd") if int(n) > ope
     assert run(code, board.environment(0)) == "3 [True]"
 
 
-def test_import_is_light() -> None:
+def test_the_import_loads_no_large_module() -> None:
     assert run("print([m for m in ('torch', 'redis', 'logging', 'asyncio') if m in sys.modules])", {}) == "[]"
 
 
@@ -110,7 +110,7 @@ progress(1)
     assert board.read(0).calls == 160_001
 
 
-def test_calls_are_counted_while_the_first_one_finds_its_place(board: ProgressBoard) -> None:
+def test_calls_are_counted_while_the_first_one_opens_the_slot(board: ProgressBoard) -> None:
     code = """
 import threading
 from redelastic import worker
@@ -119,7 +119,7 @@ other = threading.Thread(target=lambda: progress(2))
 def find_meanwhile():
     if not other.ident:
         other.start()
-        other.join(0.2)  # it waits for us
+        other.join(0.2)  # it waits for this call to return
     return find()
 worker._open = find_meanwhile
 progress(1)
@@ -129,10 +129,10 @@ other.join()
     assert board.read(0).calls == 2
 
 
-# -- a checkpoint is asked for
+# -- a checkpoint is requested
 
 
-def test_a_request_is_heard_once_and_saved_when_the_script_goes_on(board: ProgressBoard) -> None:
+def test_a_request_is_returned_once_and_saved_at_the_next_progress(board: ProgressBoard) -> None:
     code = """
 def turn(action):
     print(action(), flush=True)
@@ -151,14 +151,14 @@ turn(lambda: progress(3))
         assert board.read(0).asks
         board.request_checkpoint()
         assert not board.read(0).saved
-        assert script.next() == "None"  # progress, but it has not heard of the request yet
+        assert script.next() == "None"  # progress before the script has seen the request
         assert not board.read(0).saved
         assert [script.next(), board.read(0).saved] == ["True", False]
         assert [script.next(), board.read(0).saved] == ["False", False]
         assert [script.next(), board.read(0).saved] == ["None", True]
         board.request_checkpoint()
         board.request_checkpoint()
-        assert not board.read(0).saved, "that was the last request's"
+        assert not board.read(0).saved, "the save was for the earlier request"
         assert [script.next(), board.read(0).saved] == ["True", False]
         assert [script.next(), board.read(0).saved] == ["False", False]
         assert [script.next(), board.read(0).saved] == ["None", True]
@@ -189,15 +189,15 @@ turn(begin_save().complete)
     with Dialogue(code, board.environment(0)) as script:
         assert script.answer() == "True"
         script.next()
-        assert not board.read(0).saved, "both saves go on"
+        assert not board.read(0).saved, "both saves are in flight"
         script.next()
-        assert not board.read(0).saved, "the last one goes on"
+        assert not board.read(0).saved, "the second save is in flight"
         script.next()
         assert board.read(0).saved
         assert script.next() == "disk full"
         assert not board.read(0).saved, "a save that fails is no checkpoint"
         script.next()
-        assert board.read(0).saved, "a later one takes its place"
+        assert board.read(0).saved, "a later save replaces it"
 
 
 def test_a_save_that_the_script_begins_by_itself_is_awaited() -> None:
@@ -218,19 +218,19 @@ turn(own.complete)
         workers.started({0: script.process.pid, 1: other.process.pid})
         workers.await_own_save(leads=False)
         script.next()
-        assert not workers.have_saved(), "that save had begun before"
+        assert not workers.have_saved(), "that save began before the wait"
         script.next()
-        assert not workers.have_saved(), "it goes on"
+        assert not workers.have_saved(), "the save is in flight"
         script.next()
-        assert workers.have_saved(), "the other has never begun one"
+        assert workers.have_saved(), "the other worker has never begun a save"
         workers.await_own_save(leads=True)
         assert not workers.have_saved()
         workers.ask_to_save(by_signal=False)
-        assert workers.have_saved(), "neither can be asked: now that counts"
+        assert workers.have_saved(), "no worker can be asked, which counts as saved"
     workers.close()
 
 
-def test_a_process_that_follows_another_has_no_save_or_phase_of_that_one(board: ProgressBoard) -> None:
+def test_a_successor_does_not_inherit_saves_or_phases(board: ProgressBoard) -> None:
     board.request_checkpoint()
     code = "with phase('export', timeout=9): should_checkpoint(); begin_save(); progress(1); os._exit(0)"
     run(code, board.environment(0))
@@ -259,9 +259,9 @@ turn()
 """
     with Dialogue(code, board.environment(0)) as script:
         script.answer()
-        told = board.read(0)
-        assert (told.phase, told.limit, told.calls, told.step) == ("export", 3600, 0, None)
-        assert told.at is not None
+        report = board.read(0)
+        assert (report.phase, report.limit, report.calls, report.step) == ("export", 3600, 0, None)
+        assert report.at is not None
         script.next()
         assert (board.read(0).phase, board.read(0).limit) == ("\u00e9" * 20, 0.5), "cut at 40 bytes"
         script.next()
@@ -297,7 +297,7 @@ def test_a_phase_without_a_limit_is_refused(timeout: float) -> None:
 
 
 class Dialogue:
-    """A script that goes on when it is told to; an agent that is killed, if need be."""
+    """A script, a worker's or an agent's, that goes on at each line that the test sends."""
 
     def __init__(self, code: str, environment: dict[str, str]) -> None:
         head = "import os, sys\nfrom redelastic.worker import *\n"
@@ -327,7 +327,7 @@ class Dialogue:
         return self.answer()
 
 
-# -- which process speaks for the worker
+# -- which process reports for the worker
 
 
 def test_a_forked_child_is_not_the_worker(board: ProgressBoard) -> None:
@@ -338,7 +338,7 @@ def child():
         progress(99)
         os._exit(should_checkpoint())
     return os.waitstatus_to_exitcode(os.wait()[1])
-heard = child()  # before the worker has said anything
+heard = child()  # before the worker has reported
 progress(1)
 print(heard, child(), should_checkpoint())
 """
@@ -362,8 +362,8 @@ print(done.stdout, os.getpid())
     assert (board.read(0).calls, board.read(0).step) == (2, 5)
 
 
-def test_a_worker_that_the_agent_forks_has_its_own_place(board: ProgressBoard) -> None:
-    # torch's agent starts functions so: the environment is set after the fork. This agent is itself another's worker.
+def test_a_worker_that_the_agent_forks_has_its_own_slot(board: ProgressBoard) -> None:
+    # torch's agent starts functions so: it sets the environment after the fork. Here it is also another agent's worker.
     code = f"""
 progress(1)
 if os.fork() == 0:
@@ -376,10 +376,10 @@ assert os.wait()[1] == 0
     assert [(board.read(r).calls, board.read(r).step) for r in (0, 1)] == [(1, 1), (1, 2)]
 
 
-# -- bad days
+# -- failures
 
 
-def test_an_agent_that_is_killed_costs_the_training_nothing_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_killed_agent_leaves_no_file_and_its_worker_goes_on(tmp_path: Path) -> None:
     training = """
 import sys
 from redelastic.worker import progress, should_checkpoint
@@ -406,13 +406,15 @@ signal.pause()
         agent.process.send_signal(signal.SIGKILL)
         assert agent.process.wait() == -signal.SIGKILL
         assert not Path(name.rpartition(":")[0]).exists()
-        assert agent.next() == "True", "the worker, which shares the agent's stdin and stdout, reads what was asked"
+        assert agent.next() == "True", "the worker, on the agent's stdin and stdout, reads the request"
         assert agent.next() == "False"
-        assert run("progress(1); print(should_checkpoint())", {worker.VARIABLE: name}) == "False", "it comes late"
+        assert run("progress(1); print(should_checkpoint())", {worker.VARIABLE: name}) == "False", (
+            "no slot is left for a later process"
+        )
     assert not list(tmp_path.iterdir())
 
 
-def test_a_file_that_has_taken_the_place_of_the_board_is_left_alone(tmp_path: Path) -> None:
+def test_a_file_that_has_the_boards_descriptor_is_not_written(tmp_path: Path) -> None:
     old = ProgressBoard(1)
     environment = old.environment(0)
     number = int(environment[worker.VARIABLE].rpartition(":")[0].rpartition("/")[2])
@@ -431,7 +433,7 @@ def test_a_file_that_has_taken_the_place_of_the_board_is_left_alone(tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", ["/:1", "{file}:1", "{file}:x"])
-def test_a_place_that_cannot_be_used_is_said_once_and_harms_nothing(tmp_path: Path, name: str) -> None:
+def test_an_unusable_slot_is_reported_once_and_is_no_error(tmp_path: Path, name: str) -> None:
     (tmp_path / "file").write_bytes(b"too short")
     code = "from redelastic.worker import *; progress(1); progress(2); print(should_checkpoint())"
     for closed in ("", "2>&-"):
@@ -450,7 +452,7 @@ def test_a_place_that_cannot_be_used_is_said_once_and_harms_nothing(tmp_path: Pa
 
 
 @pytest.mark.fault("a worker runs in a container of its own", "it says that the agent cannot see its progress")
-def test_a_worker_in_another_process_namespace_says_that_it_is_unseen(board: ProgressBoard) -> None:
+def test_a_worker_in_another_process_namespace_reports_that_it_is_unseen(board: ProgressBoard) -> None:
     unshare = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
     if subprocess.run([*unshare, "true"], capture_output=True, check=False).returncode != 0:
         pytest.skip("this process may not make a process namespace")

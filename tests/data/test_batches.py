@@ -1,4 +1,4 @@
-"""Batches over random schedules of sizes: every sample once, and the gradient of one process."""
+"""Batches over random schedules of sizes: every sample once, and the gradients of one process."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def counted(parts: list[list[MicroBatch]]) -> list[int]:
 
 
 @given(any_batches(), st.data())
-def test_sizes_decide_only_how_a_step_is_cut(batches: ElasticBatches, data: st.DataObject) -> None:
+def test_the_size_changes_only_how_a_step_is_split(batches: ElasticBatches, data: st.DataObject) -> None:
     assert batches.steps is not None
     step = data.draw(st.integers(0, batches.steps - 1))
     size = data.draw(st.integers(1, min(16, batches.global_batch)))
@@ -93,7 +93,7 @@ def test_each_epoch_has_every_sample_once(batches: ElasticBatches) -> None:
 def test_kills_torn_steps_and_resumes_lose_and_repeat_nothing(
     batches: ElasticBatches, schedule: list[int], data: st.DataObject
 ) -> None:
-    """Each round has its size, ends in the middle of a step, and the next one resumes from a save before that."""
+    """Each round has its own size and ends within a step; the next round resumes from an earlier save."""
     assert batches.steps is not None
     reference = [counted([batches.batches(step, 0, 1)]) for step in range(batches.steps)]
     committed: list[list[int]] = []
@@ -155,7 +155,7 @@ def train(batches: ElasticBatches, schedule: list[int]) -> list[float]:
 
 @settings(max_examples=15)
 @given(any_batches(16), sizes)
-def test_the_curve_is_that_of_one_process(batches: ElasticBatches, schedule: list[int]) -> None:
+def test_the_loss_curve_is_that_of_one_process(batches: ElasticBatches, schedule: list[int]) -> None:
     torch.testing.assert_close(train(batches, schedule), train(batches, [1]), rtol=0, atol=1e-10)
 
 
@@ -165,14 +165,14 @@ def test_a_rank_without_samples_takes_part_with_factor_0() -> None:
     assert batches.batches(1, 0, 4) == [MicroBatch(1, [8], 0.0, last=True, padding=True)]
 
 
-def test_steps_of_a_billion_samples_need_no_list() -> None:
+def test_steps_of_a_billion_samples_are_computed_without_a_list() -> None:
     batches = ElasticBatches(10**9, global_batch=256, micro_batch=16, epochs=None)
     assert batches.steps is None
     for step in (0, 3_906_249, 10**10):
         assert len(set(counted([batches.batches(step, rank, 8) for rank in range(8)]))) == 256
 
 
-def test_orders_differ_by_epoch_and_seed_and_not_otherwise() -> None:
+def test_orders_differ_by_epoch_and_seed_only() -> None:
     def order(seed: int, epoch: int) -> list[int]:
         batches = ElasticBatches(100, global_batch=100, micro_batch=100, seed=seed, epochs=2)
         return counted([batches.batches(epoch, 0, 1)])
@@ -199,7 +199,7 @@ def test_samples_of_similar_length_come_together() -> None:
     assert tuple(range(16)) not in places, "steps grow in length"
 
 
-def test_what_is_left_out_depends_on_no_length() -> None:
+def test_the_samples_that_are_left_out_do_not_depend_on_lengths() -> None:
     lengths = list(range(100))
     grouped, plain = (
         ElasticBatches(100, global_batch=40, micro_batch=40, drop_last=True, order=order)
@@ -234,7 +234,7 @@ def test_a_rank_without_samples_reads_nothing() -> None:
     assert [batches.shard(1, rank, 4) for rank in range(4)] == [[], [(0, 8, 9)], [], [(0, 9, 10)]]
 
 
-def test_ranges_join_neighbours_of_one_shard_alone() -> None:
+def test_ranges_join_neighbours_within_one_shard_only() -> None:
     shards = Shards([3, 2])
     assert shards.ranges([1, 2, 3, 0]) == [ShardRange(0, 1, 3), ShardRange(1, 0, 1), ShardRange(0, 0, 1)]
     assert shards.ranges([0, 4]) == [ShardRange(0, 0, 1), ShardRange(1, 1, 2)]
@@ -255,7 +255,7 @@ class Squares(Sized):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_loader_workers_that_read_ahead_start_anew_at_the_committed_step(workers: int) -> None:
+def test_loader_workers_that_read_ahead_restart_at_the_committed_step(workers: int) -> None:
     batches = ElasticBatches(Squares(), global_batch=12, micro_batch=5)
     seen: list[int] = []
     for size in (2, 3, 1):
@@ -270,7 +270,7 @@ def test_loader_workers_that_read_ahead_start_anew_at_the_committed_step(workers
     assert batches.step == batches.steps == 5
 
 
-def test_it_is_a_batch_sampler_in_the_place_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_iteration_takes_rank_and_size_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     batches = ElasticBatches(Squares(), global_batch=10, micro_batch=5)
@@ -280,7 +280,7 @@ def test_it_is_a_batch_sampler_in_the_place_of_another(monkeypatch: pytest.Monke
     assert next(iter(loader))[0].tolist() == first.indices
 
 
-def test_a_process_group_says_which_rank_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_iteration_takes_the_rank_from_a_process_group_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     batches = ElasticBatches(50, global_batch=10, micro_batch=10)
@@ -291,7 +291,7 @@ def test_a_process_group_says_which_rank_it_is(monkeypatch: pytest.MonkeyPatch) 
         dist.destroy_process_group()
 
 
-def test_no_sync_holds_until_the_last() -> None:
+def test_gradients_are_synchronised_at_the_last_micro_batch_only() -> None:
     class Model(torch.nn.Module):
         def no_sync(self) -> str:
             return "no_sync"
@@ -357,7 +357,7 @@ def test_bad_places_are_refused(place: tuple[int, int, int], error: type[Excepti
         ElasticBatches(50, global_batch=8, micro_batch=2).batches(*place)
 
 
-def test_half_a_place_is_refused() -> None:
+def test_a_rank_without_a_size_is_refused() -> None:
     with pytest.raises(ValueError, match="both rank and size, or neither: they are 1 and None"):
         next(ElasticBatches(50, global_batch=8, micro_batch=2).iterate(1))
 

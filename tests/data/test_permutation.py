@@ -1,4 +1,4 @@
-"""The permutation: complete, as random as its uses need, and the same everywhere."""
+"""The permutation: complete, random enough for its uses, and the same in every version."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_every_number_of_many_comes_once(length: int) -> None:
 
 
 @given(st.integers(1, MAX_LENGTH), st.data())
-def test_a_part_is_computed_as_the_whole_in_any_length(length: int, data: st.DataObject) -> None:
+def test_a_part_of_any_length_is_computed_as_in_the_whole(length: int, data: st.DataObject) -> None:
     places = data.draw(st.lists(st.integers(0, length - 1), min_size=1, max_size=20))
     permutation = Permutation(length, 1)
     found = permutation(torch.tensor(places))
@@ -71,7 +71,7 @@ def test_places_and_numbers_are_independent(length: int, distance: int) -> None:
             (here * cells).div(length, rounding_mode="floor"),
             (there * cells).div(length, rounding_mode="floor"),
         ]
-        if length > 10 * samples:  # else numbers come several times, or without replacement
+        if length > 10 * samples:  # else the samples are not independent draws
             for one, other in ((pairs[1], pairs[2]), (here % cells, there % cells)):
                 counts = torch.bincount(one * cells + other, minlength=cells**2).double()
                 expected = samples / cells**2
@@ -89,7 +89,7 @@ def test_epochs_and_seeds_have_unrelated_orders() -> None:
 
 
 @pytest.mark.parametrize("length", [1000, 50_000])
-def test_cycles_are_as_many_as_by_chance(length: int) -> None:
+def test_there_are_as_many_cycles_as_in_a_random_permutation(length: int) -> None:
     """A random permutation has 1 fixed point and ln(n) + 0.58 cycles on average."""
     seeds = 40
     fixed = cycles = 0

@@ -1,4 +1,4 @@
-"""The recipes for data: what a job of changing size learns is what one process learns."""
+"""The recipes for data: a job of changing size has the losses of one process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(600)
 
 
 def reference(steps: int) -> list[float]:
-    """The losses of the recipes' training in one process, without redelastic's cutting into parts."""
+    """The losses of the recipes' training in one process, without micro-batches."""
     torch.manual_seed(0)
     inputs = torch.randn(4090, 16)
     targets = inputs.sum(1, keepdim=True)
@@ -87,7 +87,7 @@ def test_trainers_of_two_sizes_learn_as_one_process(library: str, tmp_path: Path
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
-def test_a_loader_of_torchdata_begins_at_the_step_and_its_own_state_elsewhere() -> None:
+def test_a_loader_of_torchdata_resumes_at_the_step_and_not_by_its_own_state() -> None:
     pytest.importorskip("torchdata", reason="torchdata is not installed: pip install torchdata")
     page = (EXAMPLES.parent / "docs" / "how-to" / "data.md").read_text()
     [recipe] = re.findall(r"```python\n(.*?)```", textwrap.dedent(page.partition('=== "torchdata"\n')[2]), re.DOTALL)

@@ -1,4 +1,4 @@
-"""`redelastic doctor` on servers that are fit and on servers that are not; it must leave each as it was."""
+"""`redelastic doctor` on servers that are fit and on servers that are not; it leaves each as it was."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def test_a_good_server_is_found_fit_and_left_as_it_was(every_server: RedisServer
         assert not client.keys("*doctor*")
 
 
-def test_nothing_is_left_behind_however_often_it_looks(own_server: RedisServer) -> None:
+def test_repeated_examinations_leave_nothing_behind(own_server: RedisServer) -> None:
     with untouched(own_server):
         for _ in range(5):
             assert look(own_server.url)["rendezvous"].level == "ok"
 
 
-def test_what_could_not_be_removed_goes_by_itself(own_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_that_could_not_be_removed_expire(own_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rights.Corner, "clear", lambda *_: None)
     look(own_server.url)
     with own_server.get_client() as client:
@@ -100,7 +100,7 @@ def test_a_cluster_and_one_node_of_it() -> None:
                 assert client.dbsize() == 0
 
 
-# -- Servers that are not
+# -- Servers that are not fit
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_a_cluster_and_one_node_of_it() -> None:
         ({"client-output-buffer-limit": "normal 1mb 0 0"}, "output-limit", "warning", "0 for normal"),
     ],
 )
-def test_what_a_server_is_set_to(config: dict[str, str], name: str, level: str, said: str) -> None:
+def test_the_finding_of_each_setting(config: dict[str, str], name: str, level: str, said: str) -> None:
     with RedisServer(config=config) as server, untouched(server):
         finding = look(server.url)[name]
         assert finding.level == level, finding
@@ -130,22 +130,22 @@ def test_the_tutorials_server_has_the_warnings_that_the_tutorial_quotes() -> Non
     page = (Path(__file__).parents[2] / "docs" / "tutorial.md").read_text()
     [lines] = re.findall(r"printf '(.+)' \| redis-server -", page)
     config = dict(line.split(" ", 1) for line in lines.replace("\\n", "\n").splitlines())
-    del config["requirepass"]  # it has one of its own
+    del config["requirepass"]  # RedisServer sets one of its own
     with RedisServer(config=config) as server:
-        found = look(server.url.replace(HOST, "0.0.0.0"))  # noqa: S104  # leads to this host, and is no loopback address
+        found = look(server.url.replace(HOST, "0.0.0.0"))  # noqa: S104  # this host, by an address that is not loopback
     warnings = [one for one in found.values() if one.group == "server" and one.level not in {"ok", "note"}]
     assert {one.name for one in warnings} == {"encryption", "persistence"}
     said = "".join(f"  {one.name}: {one.found}\n    {one.advice}\n" for one in warnings)
     assert f"```text\n2 warnings\n{said}```" in page
 
 
-def test_its_nodes_say_nothing_of_themselves(own_server: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
-    """People read the findings, and nothing of what a job's log tells."""
+def test_the_nodes_of_its_trial_log_nothing(own_server: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
+    """The output is the findings, without lines of a job's log."""
     assert look(own_server.url)["rendezvous"].level == "ok"
     assert caplog.records == []
 
 
-def test_a_full_server_is_a_problem_said_where_it_shows() -> None:
+def test_a_full_server_is_a_problem_of_each_finding_that_it_causes() -> None:
     with RedisServer(config={"maxmemory": "1mb"}) as server, server.get_client() as client:
         found = look(server.url)
         assert bad(found) == {"memory", "rendezvous", "store"}
@@ -165,7 +165,7 @@ def test_a_master_that_waits_for_its_replicas_is_a_problem() -> None:
 def test_a_failed_snapshot_is_a_problem(own_server: RedisServer) -> None:
     with own_server.get_client() as client:
         client.config_set("save", "3600 1")
-        Path(client.config_get("dir")["dir"], "dump.rdb").mkdir()  # a snapshot cannot take its place, not even root's
+        Path(client.config_get("dir")["dir"], "dump.rdb").mkdir()  # a snapshot cannot replace a folder, not even root's
         client.bgsave()
         wait_until(lambda: client.info()["rdb_last_bgsave_status"] == "err", "the snapshot failed")
         found = look(own_server.url)
@@ -176,10 +176,10 @@ def test_a_failed_snapshot_is_a_problem(own_server: RedisServer) -> None:
         found = look(own_server.url)
         assert not bad(found)
         assert found["persistence"].found == "the last snapshot failed"
-        client.config_set("save", "")  # or the server would not end before it has saved
+        client.config_set("save", "")  # else the server would not end before it has saved
 
 
-def test_a_replica_is_a_problem_and_nothing_is_tried_there(own_server: RedisServer) -> None:
+def test_a_replica_is_a_problem_and_gets_no_trial(own_server: RedisServer) -> None:
     with replica_of(own_server) as replica, untouched(own_server):
         found = look(replica.url)
         assert bad(found) == {"role"}
@@ -200,7 +200,7 @@ def test_a_wrong_password_is_unreachable_and_the_host_is_shown(
     assert "torchrun" in out
 
 
-def test_nothing_there_is_unreachable_and_the_host_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_closed_port_is_unreachable_and_the_host_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     with reserved_port() as port:
         assert run_command("--endpoint", f"{HOST}:{port}", "--json") == 3
     found = {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)["findings"]}
@@ -210,14 +210,14 @@ def test_nothing_there_is_unreachable_and_the_host_is_shown(capsys: pytest.Captu
 
 
 @pytest.mark.parametrize("last", ["examine_server", "examine_round_trips", "examine_rights"])
-def test_a_server_that_freezes_midway_ends_it_with_what_is_known(
+def test_a_server_that_freezes_midway_ends_the_examination_with_the_findings(
     last: str, own_server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with contextlib.ExitStack() as stack:
-        asked: Callable[..., Any] = getattr(doctor_module, last)
+        examine: Callable[..., Any] = getattr(doctor_module, last)
 
         def freeze_after(*args: Any) -> Any:
-            found = asked(*args)
+            found = examine(*args)
             found = found if isinstance(found, Finding) else list(found)
             stack.enter_context(frozen(own_server))
             return found
@@ -225,7 +225,7 @@ def test_a_server_that_freezes_midway_ends_it_with_what_is_known(
         monkeypatch.setattr(doctor_module, last, freeze_after)
         started = time.monotonic()
         found = look(own_server.url)
-        assert time.monotonic() - started < 30  # ten, and much for a busy machine
+        assert time.monotonic() - started < 30  # ten seconds, and time for a busy machine
     assert bad(found) == {"reachable"}
     assert found["reachable"].found == "no longer"
     assert found["version"].level == "ok"
@@ -272,7 +272,7 @@ def test_a_pipe_gets_whole_lines_without_colours_and_problems_last(capsys: pytes
     assert out.index("warnings") < out.index("1 problem\n")
 
 
-def test_what_the_server_says_cannot_reach_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_control_characters_of_the_server_do_not_reach_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     hostile = Finding("server", "reachable", "problem", "\x1b[2J[bold]x\r\n", "\x07[/]\x9b31m")
     command._show([hostile])
     out = capsys.readouterr().out

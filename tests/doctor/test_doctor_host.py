@@ -20,18 +20,18 @@ from tests.support.doctoring import look
 from tests.support.fake_nvml import install_driver
 
 
-def test_the_versions_looked_for_are_those_of_the_package() -> None:
+def test_the_required_versions_are_those_of_the_package() -> None:
     required = " ".join(importlib.metadata.requires("redelastic") or [])
     assert f"torch>={'.'.join(map(str, torch_internals.OLDEST))} " in f"{required} "
     assert f"redis[hiredis]<9,>={host.SUPPORTED_REDIS_PY}" in required
 
 
 @pytest.mark.parametrize(("version", "level"), [("8", "ok"), ("8.1.0", "ok"), ("80.1", "problem")])
-def test_a_version_is_told_from_one_that_looks_like_it(version: str, level: str) -> None:
+def test_versions_are_compared_by_their_numbers(version: str, level: str) -> None:
     assert host._version("redis-py", version, "8").level == level
 
 
-def test_a_torch_that_is_newer_or_lacks_something_is_told() -> None:
+def test_a_newer_or_incomplete_torch_is_reported() -> None:
     assert host._torch("2.13.0+cpu", []).level == "ok"
     newer = host._torch("2.150.0", [])
     assert (newer.level, "newer than the tested versions" in newer.found) == ("note", True)
@@ -43,18 +43,18 @@ def test_a_torch_that_is_newer_or_lacks_something_is_told() -> None:
     ("url", "address", "reached", "level"),
     [
         ("redis.example:6379", "127.0.0.1", True, "problem"),
-        ("redis.example:6379", "127.0.0.1", False, "note"),  # there is one problem, and it is another
+        ("redis.example:6379", "127.0.0.1", False, "note"),  # the one problem is that Redis is out of reach
         ("127.0.0.1:6379", "127.0.0.1", True, "note"),
         ("unix:///tmp/redis.sock", "127.0.0.1", True, "note"),
         ("redis.example:6379", "192.0.2.7", False, "ok"),
     ],
 )
-def test_the_address_that_peers_are_told(url: str, address: str, reached: bool, level: str) -> None:
+def test_the_address_that_peers_use(url: str, address: str, reached: bool, level: str) -> None:
     found = host._address(parse_endpoint(url), LocalAddress(address, "a test"), reached=reached)
     assert found.level == level
 
 
-def test_a_store_that_nobody_reaches_is_a_problem(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_out_of_reach_is_a_problem(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     nowhere = LocalAddress("no-such-host.invalid", "a test")
     monkeypatch.setattr("redelastic.rendezvous.handler.find_address", lambda *_: nowhere)
     found = look(server.url)
@@ -96,12 +96,12 @@ def test_gpus(program: str, level: str, said: str, monkeypatch: pytest.MonkeyPat
     assert finding.level == level
 
 
-def test_without_the_extra_gpus_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_extra_gpus_are_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)  # as if it were not installed
     assert host._gpus().found == "not checked: nvidia-ml-py is not installed"
 
 
-def test_an_installation_that_torchrun_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_installation_that_torchrun_does_not_find_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     assert host._torchrun().level == "ok"
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: ())
     assert host._torchrun().level == "problem"

@@ -52,7 +52,7 @@ def test_a_trial_does_not_disturb_the_run_whose_keys_it_may_use(new_node: Any, s
     assert before.world_size == 1
 
 
-def test_the_user_of_another_run_is_told_to_name_it(own_server: RedisServer) -> None:
+def test_the_user_of_another_run_is_asked_for_its_name(own_server: RedisServer) -> None:
     found = look(add_user(own_server, rules_of("my-job")))
     assert bad(found) == {"rights"}
     assert "--run" in found["rights"].advice
@@ -67,7 +67,7 @@ def test_commands_that_are_denied_are_named(every_server: RedisServer) -> None:
     assert rules_of("my-job") in found["rights"].advice
 
 
-def test_info_tells_what_hello_may_not(own_server: RedisServer) -> None:
+def test_info_replaces_a_denied_hello(own_server: RedisServer) -> None:
     found = look(add_user(own_server, rules_of("my-job") + " +info -hello"), "my-job")
     assert not bad(found)
     for name in ("version", "role", "topology", "eviction", "memory", "clients", "hz"):
@@ -87,7 +87,7 @@ def test_info_tells_what_hello_may_not(own_server: RedisServer) -> None:
         ("unix:///tmp/redis.sock", "ok", "note"),
     ],
 )
-def test_who_can_listen_and_who_can_log_in(url: str, encryption: str, login: str) -> None:
+def test_the_findings_of_encryption_and_login(url: str, encryption: str, login: str) -> None:
     endpoint = parse_endpoint(url)
     assert server_checks._encryption(endpoint).level == encryption
     found = server_checks._login(endpoint, {})
@@ -95,13 +95,13 @@ def test_who_can_listen_and_who_can_log_in(url: str, encryption: str, login: str
     assert "secret" not in found.found
 
 
-def test_the_probes_are_all_that_our_scripts_and_our_code_send() -> None:
+def test_the_probes_cover_the_commands_of_scripts_and_package() -> None:
     folder = files("redelastic") / "lua"
     texts = [script.read_text() for script in folder.iterdir() if script.name.endswith(".lua")]
     called = {name for text in texts for name in re.findall(r"redis\.call\('(\w+)'", text)}
     assert len(called) > 20
-    ours = {"EVAL", "EVALSHA", "HGET", "HMGET", "HKEYS", "HLEN", "LLEN", "MGET", "TYPE", "XREAD", "XREVRANGE", "HDEL"}
-    assert called | ours <= {probe.split()[0] for probe in rights.PROBES}
+    sent = {"EVAL", "EVALSHA", "HGET", "HMGET", "HKEYS", "HLEN", "LLEN", "MGET", "TYPE", "XREAD", "XREVRANGE", "HDEL"}
+    assert called | sent <= {probe.split()[0] for probe in rights.PROBES}
 
 
 def test_every_probe_is_a_call_that_works(every_server: RedisServer) -> None:

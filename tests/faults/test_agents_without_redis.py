@@ -1,4 +1,4 @@
-"""Agents that have nobody to ask: Redis goes away, or a peer dies, as their nodes end, drain or are refused."""
+"""Agents whose Redis goes away, or whose peer dies, while their nodes end, drain or are refused."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ SHORT: Final = {"read_timeout": 2, "close_timeout": 1, "join_timeout": 4}  # for
 
 @pytest.mark.fault("workers fail while Redis is away for good", "the agent ends in time, with its workers' error")
 @pytest.mark.parametrize(
-    ("max_restarts", "told"),
+    ("max_restarts", "message"),
     quick_rows([(0, "exitcode  : 5 ("), (3, "redelastic run: Redis at redis://")]),
     ids=["the last time", "with restarts left"],
 )
 def test_workers_fail_while_redis_is_gone_for_good(
-    own_server: RedisServer, tmp_path: Path, max_restarts: int, told: str
+    own_server: RedisServer, tmp_path: Path, max_restarts: int, message: str
 ) -> None:
-    """The node ends within the times that are set for calls."""
+    """The node ends within the timeouts that are set for calls."""
     with Unruly(own_server, tmp_path, "1:1", conf=SHORT) as job:
         job.begin("a", action="fail_at_the_end", max_restarts=max_restarts)
         job.lose_redis()
         job.tell("finish")
         assert job.wait_end("a") == FAILED
-        assert told in job.nodes["a"].stderr
+        assert message in job.nodes["a"].stderr
         assert "that this node is leaving" in job.nodes["a"].stderr
         assert "Traceback" not in job.nodes["a"].stderr
 
@@ -46,8 +46,8 @@ def test_workers_fail_while_redis_is_gone_for_good(
 @pytest.mark.fault("workers finish while Redis is away for good", "the agent ends in time, with success")
 @pytest.mark.parametrize("names", quick_first(["a", "ab"]))
 def test_workers_succeed_while_redis_is_gone_for_good(own_server: RedisServer, tmp_path: Path, names: str) -> None:
-    """Then so have the nodes, which cannot know of each other any more."""
-    conf = SHORT if len(names) > 1 else {"close_timeout": 1}  # nobody has to be waited for then
+    """Each node succeeds with its own workers: without Redis it cannot learn how the others ended."""
+    conf = SHORT if len(names) > 1 else {"close_timeout": 1}  # a node alone waits for no other
     with Unruly(own_server, tmp_path, f"{len(names)}:{len(names)}", conf=conf) as job:
         job.begin(*names)
         job.lose_redis()
@@ -62,7 +62,7 @@ def test_workers_succeed_while_redis_is_gone_for_good(own_server: RedisServer, t
 
 @pytest.mark.fault("a node drains while Redis is away", "it leaves when its workers have saved")
 def test_a_drain_while_redis_is_gone(own_server: RedisServer, tmp_path: Path) -> None:
-    """Whoever stops the node does not wait in vain: it has nobody to ask, and goes."""
+    """Without Redis the node leaves long before its drain timeout."""
     with Unruly(own_server, tmp_path, "1:1", conf=SHORT) as job:
         job.begin("a", options=("--drain-timeout=600",))
         job.lose_redis()
@@ -86,16 +86,16 @@ def test_a_refusal_outlives_redis(own_server: RedisServer, run_id: str, tmp_path
 
 @pytest.mark.fault("Redis goes away while a node waits for the others' end", "it ends when they do")
 def test_an_outage_while_a_node_waits_for_the_others_end(own_server: RedisServer, tmp_path: Path) -> None:
-    """It must not take a Redis that is away for the end, and close the run of those who still work."""
+    """The waiting node must not take the outage for the other node's end, and close the run."""
     with Unruly(own_server, tmp_path, "2:2") as job:
         first, second = _one_ends_first(job, tmp_path)
         pid = own_server.pid
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)
-        job.wait("it has noticed", lambda: "Redis has been away" in job.nodes[first].stderr)
+        job.wait("it has noticed the outage", lambda: "Redis has been away" in job.nodes[first].stderr)
         time.sleep(4)  # longer than a call and all its retries there
         os.kill(pid, signal.SIGCONT)
-        job.wait("it has heard of it", lambda: "Redis is back" in job.nodes[first].stderr)
+        job.wait("it has noticed the return", lambda: "Redis is back" in job.nodes[first].stderr)
         assert "closed" not in job.redis("run")
         assert job.nodes[first].process.poll() is None, "it still waits"
         job.tell("finish")

@@ -1,4 +1,4 @@
-"""Starts of `redelastic run` that fail or have to wait: nothing hangs or stays, and a few words say what is wrong."""
+"""Starts of `redelastic run` that fail or have to wait: nothing hangs or is left, and a message gives the cause."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ USAGE, UNREACHABLE = 2, 3  # exit codes
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (("--standalone", "no-such-script.py"), "No script 'no-such-script.py'"),
         (("--standalone", "--run-path", "no-such-script.py"), "No script 'no-such-script.py'"),
@@ -48,19 +48,19 @@ USAGE, UNREACHABLE = 2, 3  # exit codes
     ],
 )
 def test_bad_arguments_are_one_line(
-    arguments: tuple[str, ...], told: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    arguments: tuple[str, ...], message: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert main(["run", *arguments]) == USAGE
     err = capfd.readouterr().err
-    assert told in err
+    assert message in err
     assert err.startswith("redelastic run: ")
     assert err.count("\n") == 1
 
 
 @pytest.mark.fault("Redis comes up after the nodes", "they wait for it, say so once, and train")
 @pytest.mark.parametrize("agent", quick_first([True, False]), ids=["redelastic run", "torchrun"])
-def test_nodes_that_are_there_before_redis(tmp_path: Path, agent: bool) -> None:
+def test_nodes_that_start_before_redis_wait_for_it(tmp_path: Path, agent: bool) -> None:
     with RedisServer() as server, Job(server, tmp_path, "2:2", agent=agent) as job:
         server.kill()
         job.start("a", "b")
@@ -75,28 +75,28 @@ def test_nodes_that_are_there_before_redis(tmp_path: Path, agent: bool) -> None:
             assert f"Redis at redis://{server.endpoint}" in node.stderr
 
 
-@pytest.mark.fault("redelastic run: Redis is not there, or refuses us", "an error in words, exit code 3")
-def test_a_server_that_is_not_there_or_does_not_let_us_in(
+@pytest.mark.fault("redelastic run: Redis is unreachable, or refuses the password", "a one-line error, exit code 3")
+def test_an_unreachable_server_or_a_wrong_password_is_one_line(
     server: RedisServer, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in environment().items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM")
     where = server.url.rpartition("@")[2]
-    for endpoint, told in (("127.0.0.1:1", "could not be reached"), (f"redis://:not-it@{where}", "password")):
+    for endpoint, message in (("127.0.0.1:1", "could not be reached"), (f"redis://:not-it@{where}", "password")):
         where_to = [f"--rdzv-endpoint={endpoint}", "--rdzv-id=x", "--rdzv-conf=join_timeout=0.5"]
         assert main(["run", *where_to, str(UNRULY)]) == UNREACHABLE
         err = capfd.readouterr().err
         assert err.startswith("redelastic run: Redis at redis://")
-        assert told in err
+        assert message in err
         assert "not-it" not in err
         assert err.count("\n") == 1
 
 
-def test_a_run_whose_record_of_failures_is_of_another_type(server: RedisServer, tmp_path: Path) -> None:
+def test_a_failure_record_of_another_type_is_reported(server: RedisServer, tmp_path: Path) -> None:
     with Unruly(server, tmp_path, "1:1") as job, server.get_client() as client:
         key = RunKeys(job.run_id).failures
-        client.set(key, "theirs", ex=60)
+        client.set(key, "another program's", ex=60)
         job.begin("a", options=["--max-failed-rounds=2"])
         assert job.wait_end("a") == FAILED
         assert f"redelastic run: The key '{key}' in Redis" in job.nodes["a"].stderr
@@ -113,7 +113,7 @@ def test_a_health_port_that_is_taken(tmp_path: Path) -> None:
     assert not (tmp_path / "a-started").exists()
 
 
-def test_another_nnodes_than_the_others(server: RedisServer, tmp_path: Path) -> None:
+def test_a_node_with_another_nnodes_than_the_run_fails(server: RedisServer, tmp_path: Path) -> None:
     with Unruly(server, tmp_path, "1:1") as job:
         job.begin("a")
         job.wait_file("a-started")
@@ -136,8 +136,8 @@ def test_an_interrupt_while_it_waits_for_others(server: RedisServer, tmp_path: P
         assert not job.redis("candidates")
 
 
-@pytest.mark.fault("the locale is not UTF-8, or LOGLEVEL is another program's", "the job runs")
-def test_settings_of_the_host_that_are_unusual(tmp_path: Path) -> None:
+@pytest.mark.fault("the locale is not UTF-8, or LOGLEVEL is meant for another program", "the job runs")
+def test_an_unusual_locale_or_loglevel_does_not_stop_a_job(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("print('ran')")
     ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}

@@ -1,4 +1,4 @@
-"""The master dies and a replica takes over that has seen all (I9)."""
+"""The master dies, and a replica with all of its writes takes over (I9)."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_regrouping(shard: Shard, new_node: NodeFactory, run_id: str, measured
     with ThreadPoolExecutor(2) as pool:
         early = [pool.submit(node.next_rendezvous) for node in nodes[:2]]
         wait_for_candidates(nodes[0], 2)
-        wait_until(lambda: nodes[2].num_nodes_waiting() > 0, "the third is told", LIMIT)
+        wait_until(lambda: nodes[2].num_nodes_waiting() > 0, "the third is to regroup", LIMIT)
         shard.replicate(run_id)
         fail_over = FailOver(shard, run_id)
         [late] = join(nodes[2])

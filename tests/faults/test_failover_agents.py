@@ -92,5 +92,5 @@ def test_no_replica(own_server: RedisServer, run_id: str, tmp_path: Path) -> Non
         assert not job.lines() + hasty.lines()
         with servers.replica_of(own_server):
             job.wait_round("ab", after=0)
-        job.train_on(1, "ab")  # those who are in a round need no replica
+        job.train_on(1, "ab")  # nodes that are in a round need no replica
         job.finish("a", "b")

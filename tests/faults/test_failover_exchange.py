@@ -1,4 +1,4 @@
-"""The master dies while agents exchange their roles, and its replica has not seen what they told (I9)."""
+"""The master dies while agents exchange their roles, and its replica lacks what they wrote (I9)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(300)
 INFO, RANKS = "torchelastic/role_info/", "torchelastic/assigned_ranks/"
 
 
-@pytest.mark.fault(LOST + "what agents told of their workers", "I9: they tell it again, and all workers start")
+@pytest.mark.fault(LOST + "the agents' role info", "I9: the agents write it again, and all workers start")
 def test_role_info_is_lost(in_cluster: Shard, run_id: str, new_node: NodeFactory, tmp_path: Path) -> None:
     with ReplicatedJob(in_cluster, run_id, tmp_path, "3:3") as job, ThreadPoolExecutor() as pool:
         first = new_node(3, 3, url=in_cluster.url, **job.conf)
@@ -29,11 +29,14 @@ def test_role_info_is_lost(in_cluster: Shard, run_id: str, new_node: NodeFactory
             job.start("a", "b")
             info = joined.result(60)
             assert info.rank == 0
-            job.wait("told", lambda: {INFO + "1", INFO + "2"} <= set(job.redis("store:round:1") or ()))
+            job.wait(
+                "both have written their role info",
+                lambda: {INFO + "1", INFO + "2"} <= set(job.redis("store:round:1") or ()),
+            )
         assert len(info.store.multi_get([INFO + "1", INFO + "2"])) == 2
 
 
-@pytest.mark.fault(LOST + "what agents told of their workers", "I9: they tell it again, and all workers start")
+@pytest.mark.fault(LOST + "the agents' role info", "I9: the agents write it again, and all workers start")
 def test_assigned_ranks_are_lost(in_cluster: Shard, run_id: str, new_node: NodeFactory, tmp_path: Path) -> None:
     with ReplicatedJob(in_cluster, run_id, tmp_path, "2:2") as job, ThreadPoolExecutor() as pool:
         job.start("a")  # rank 0
@@ -43,5 +46,5 @@ def test_assigned_ranks_are_lost(in_cluster: Shard, run_id: str, new_node: NodeF
             info = pool.submit(other.next_rendezvous).result(60)
             assert info.rank == 1
             info.store.set(INFO + "1", _RoleInstanceInfo("default", 1, 1).serialize().decode())
-            job.wait("rank 0 has told", lambda: RANKS + "1" in set(job.redis("store:round:1") or ()))
+            job.wait("rank 0 has written the ranks", lambda: RANKS + "1" in set(job.redis("store:round:1") or ()))
         assert json.loads(info.store.get(RANKS + "1"))

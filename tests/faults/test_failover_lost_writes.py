@@ -1,4 +1,4 @@
-"""The master dies and a replica takes over that has not seen the last writes (I2, I4, I5, I6, I7, I8, I9)."""
+"""The master dies, and a replica without the last writes takes over (I2, I4, I5, I6, I7, I8, I9)."""
 
 from __future__ import annotations
 
@@ -78,20 +78,20 @@ def test_a_lost_leave(in_cluster: Shard, new_node: NodeFactory, run_id: str) -> 
     gone = leaver.node.id
     with lost_writes(in_cluster, run_id):
         leaver.end(Left(cause="drained"), "goes on")
-        wait_until(lambda: all(node.num_nodes_waiting() for node in others), "the others are told", LIMIT)
+        wait_until(lambda: all(node.num_nodes_waiting() for node in others), "the others are to regroup", LIMIT)
     assert sorted(join(*others)) == [(0, 2), (1, 2)]
     run = state(others[0])
     assert run is not None
     assert (run.epoch, gone in [node.id for node in run.nodes]) == (2, False)
 
 
-@pytest.mark.fault(LOST + "that the run was closed", "I5: it is closed again by who heard of it")
+@pytest.mark.fault(LOST + "that the run was closed", "I5: a node that knows of it closes the run again")
 def test_a_lost_closing(shard: Shard, new_node: NodeFactory, run_id: str) -> None:
     nodes = new_group(new_node, shard, 2, 2, 2)
     join(*nodes)
     with lost_writes(shard, run_id):
         nodes[0].set_closed()
-        wait_until(lambda: nodes[1].node.view.record_of_closing[0] != "", "the other has heard it", LIMIT)
+        wait_until(lambda: nodes[1].node.view.record_of_closing[0] != "", "the other knows of it", LIMIT)
     wait_until(lambda: bool((run := state(nodes[0])) and run.closed), "it is put back", LIMIT)
     for node in nodes:
         with pytest.raises(RendezvousClosedError):
@@ -99,7 +99,7 @@ def test_a_lost_closing(shard: Shard, new_node: NodeFactory, run_id: str) -> Non
 
 
 @pytest.mark.fault(
-    LOST + "writes to a store", "they are gone; the store works on, and a blocked wait still hears a set"
+    LOST + "writes to a store", "they are gone; the store works on, and a set still wakes a blocked wait"
 )
 def test_lost_writes_to_a_store(in_cluster: Shard, run_id: str) -> None:
     store, other = (RedisStore(in_cluster.url, run_id) for _ in range(2))
@@ -119,16 +119,16 @@ def test_lost_writes_to_a_store(in_cluster: Shard, run_id: str) -> None:
         opened.close()
 
 
-class Way:
-    """A node's way to Redis, which can be shut: whatever the node asks then waits, as if its process was stopped."""
+class Gate:
+    """A gate before a node's connection: while it is shut, requests wait, as if the node's process was stopped."""
 
     def __init__(self, node: RedisRendezvousHandler) -> None:
         self._keeper = node.keeper
         self._inner = node.node.connection
         self._changed = threading.Condition()
         self._is_open = True
-        self._passes: int | None = None  # a thread to which it is open all the same
-        self._calls = 0  # under way
+        self._passes: int | None = None  # a thread that passes a shut gate
+        self._calls = 0  # in flight
         node.node.connection = cast("Any", self)
 
     def open(self) -> None:
@@ -137,7 +137,7 @@ class Way:
             self._changed.notify_all()
 
     def shut(self) -> None:
-        """Returns when nothing is under way that may still judge the node."""
+        """Shut the gate, and wait until no request is in flight that may still evict the node."""
         with self._changed:
             self._is_open = False
             assert self._changed.wait_for(lambda: not self._calls, LIMIT)
@@ -166,46 +166,46 @@ class Way:
         return getattr(self._inner, name)
 
     def join_and_lose_the_reply(self) -> None:
-        """Shut it first: only this request passes."""
+        """Send one join through the shut gate, and drop its reply."""
         self._passes = threading.get_ident()
         Candidate(self._keeper, 1, time.monotonic() + LIMIT).ask()
         self._passes = None
 
 
 @pytest.mark.fault(
-    LOST + "a completed round, and only one node has",
-    "I2, I4: it is fenced by its first heartbeat, or its round put back; all meet in one round",
+    LOST + "a completed round, which only one node has entered",
+    "I2, I4: the node's first heartbeat fences it, or its round is put back; all meet in one round",
 )
 @pytest.mark.parametrize("case", quick_first(["it lost its lease", "it is in the other round too", "it comes first"]))
 def test_a_lost_round_that_one_node_entered(
     in_cluster: Shard, new_node: NodeFactory, run_id: str, case: str, measured: Measured
 ) -> None:
-    """The others do not know of that round, and complete a different one of the same epoch, with a fourth node."""
+    """The other nodes do not know of that round, and complete another of the same epoch, with a fourth node."""
     attempts = 30 if case == "it is in the other round too" else 3
     nodes = new_group(new_node, in_cluster, 3, 4, 4, keep_alive_max_attempt=attempts)
     one, two, lucky, newcomer = nodes
     join(one, two, lucky)
-    ways = {node: Way(node) for node in nodes}
+    gates = {node: Gate(node) for node in nodes}
     with ThreadPoolExecutor(4) as pool, ExitStack() as stack:
-        for way in ways.values():
-            stack.callback(way.open)
+        for gate in gates.values():
+            stack.callback(gate.open)
         first = pool.submit(one.next_rendezvous)
         wait_for_candidates(newcomer, 1)
         heard = pool.submit(lucky.next_rendezvous)
         wait_for_candidates(newcomer, 2)
-        ways[two].shut()
-        ways[one].shut()
+        gates[two].shut()
+        gates[one].shut()
         with lost_writes(in_cluster, run_id):
-            ways[two].join_and_lose_the_reply()
+            gates[two].join_and_lose_the_reply()
             assert heard.result(LIMIT).world_size == 3
-            ways[lucky].shut()
+            gates[lucky].shut()
         assert lucky.node.view.round is not None
         assert lucky.node.view.round.epoch == 2
         if case == "it comes first":
-            ways[lucky].open()
+            gates[lucky].open()
             wait_until(lambda: (run := state(newcomer)) is not None and run.epoch == 2, "it is put back", LIMIT)
-        ways[one].open()
-        ways[two].open()
+        gates[one].open()
+        gates[two].open()
         if case == "it lost its lease":
             wait_for_candidates(newcomer, 1)
         fourth = pool.submit(newcomer.next_rendezvous)
@@ -222,9 +222,9 @@ def test_a_lost_round_that_one_node_entered(
             assert run.epoch == 2
             assert (lucky.node.id in [node.id for node in run.members]) == (run.size == 4)
             assert lucky.num_nodes_waiting() == 0, "it cannot know yet"
-            ways[lucky].open()
+            gates[lucky].open()
             opened = time.monotonic()
-            wait_until(lambda: lucky.num_nodes_waiting() > 0, "the one that heard is fenced", LIMIT)
+            wait_until(lambda: lucky.num_nodes_waiting() > 0, "the node that had entered is fenced", LIMIT)
             measured("fenced", time.monotonic() - opened)
         assert {info.world_size for info in others} == {3 if case == "it lost its lease" else 4}
         settle(nodes)

@@ -1,4 +1,4 @@
-"""A master that was frozen is back beside the one that took its place: a split brain (I1, I2, I4, I9)."""
+"""A frozen master is thawed beside the master that replaced it: a split brain (I1, I2, I4, I9)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.timeout(300)
 
 TWO: Final = "the old master is thawed beside the new one: "
 STANDS: Final = "I9: nobody is evicted, all find the new master, epochs go up"
-# Who waits so long for a reply is still connected to the old master when that is thawed; the other is not.
+# A node that waits this long for a reply is still connected to the old master when it is thawed; the other is not.
 HOLDS: Final[dict[str, Any]] = {"keep_alive_max_attempt": 100, "heartbeat_timeout": 30}
 FOLLOWS: Final[dict[str, Any]] = {"keep_alive_max_attempt": 100, "heartbeat_timeout": 0.3}
 
@@ -43,18 +43,18 @@ class Split:
     old: RedisServer
     new: RedisServer
 
-    def tell(self, name: str, ms: int) -> None:
+    def set_period(self, name: str, ms: int) -> None:
         for port in self.group.sentinel_ports:
             with redis.Redis(HOST, port, password=self.group.sentinel_password) as sentinel:
                 sentinel.execute_command("SENTINEL", "DEBUG", name, ms)
 
     def end(self) -> None:
-        """What the old master has taken meanwhile is gone."""
-        self.tell("PUBLISH-PERIOD", 100)
-        self.tell("INFO-PERIOD", 300)
+        """Make the old master a replica: it drops what it has written meanwhile."""
+        self.set_period("PUBLISH-PERIOD", 100)
+        self.set_period("INFO-PERIOD", 300)
         wait_until(Shard("", self.group.servers).in_step, "the old master follows the new one", LIMIT)
-        self.tell("PUBLISH-PERIOD", 2000)
-        self.tell("INFO-PERIOD", 10_000)
+        self.set_period("PUBLISH-PERIOD", 2000)
+        self.set_period("INFO-PERIOD", 10_000)
 
 
 Splitting = Callable[[], AbstractContextManager[Split]]
@@ -62,7 +62,7 @@ Splitting = Callable[[], AbstractContextManager[Split]]
 
 @pytest.fixture
 def split_brain(sentinels: SentinelGroup, with_sentinel: Shard, run_id: str) -> Splitting:
-    """Within the block there are two masters, which have all that was written before."""
+    """Within the block there are two masters, both with all earlier writes."""
 
     def begin() -> AbstractContextManager[Split]:
         with_sentinel.replicate(run_id)
@@ -77,8 +77,8 @@ def frozen_and_replaced(group: SentinelGroup) -> Iterator[Split]:
 
     def replaced(port: int) -> bool:
         with redis.Redis(HOST, port, password=group.sentinel_password) as sentinel:
-            told: Any = sentinel.sentinel_master(MASTER_NAME)
-        return (told["port"], told["role-reported"]) == (port_of(split.new), "master")
+            seen: Any = sentinel.sentinel_master(MASTER_NAME)
+        return (seen["port"], seen["role-reported"]) == (port_of(split.new), "master")
 
     def agreed() -> bool:
         split.new = group.master()
@@ -86,7 +86,7 @@ def frozen_and_replaced(group: SentinelGroup) -> Iterator[Split]:
 
     with servers.frozen(split.old):
         wait_until(agreed, "all sentinels name the new master", LIMIT)
-        split.tell("PUBLISH-PERIOD", 600_000)  # they make a replica of the old one after four times that
+        split.set_period("PUBLISH-PERIOD", 600_000)  # the sentinels make the old master a replica after four times that
     try:
         yield split
     finally:
@@ -110,7 +110,7 @@ def hold_connections(nodes: Group, count: int) -> None:
 
 
 @pytest.mark.fault("the master is frozen, a replica takes over, and it is thawed", STANDS)
-def test_a_master_that_is_back(in_cluster: Shard, new_node: NodeFactory, run_id: str) -> None:
+def test_a_thawed_master_becomes_a_replica(in_cluster: Shard, new_node: NodeFactory, run_id: str) -> None:
     """A Cluster's master knows by itself that it was replaced."""
     nodes = new_group(new_node, in_cluster, 1, 3)
     join(*nodes)
@@ -139,7 +139,11 @@ def test_a_round_stands(split_brain: Splitting, with_sentinel: Shard, new_node: 
     with split_brain() as split:
         wait_until(lambda: beats_at(split.old, run_id, *holders), "two beat at the old master", LIMIT)
         wait_until(lambda: beats_at(split.new, run_id, follower), "the third beats at the new one", LIMIT)
-        wait_until(lambda: not any(beats_at(split.new, run_id, node) for node in holders), "they do not there", LIMIT)
+        wait_until(
+            lambda: not any(beats_at(split.new, run_id, node) for node in holders),
+            "the first two do not beat there",
+            LIMIT,
+        )
     wait_until_all_beat(*nodes)
     assert record(follower) == before
     assert [node.num_nodes_waiting() for node in nodes] == [0, 0, 0]
@@ -150,7 +154,7 @@ def test_a_round_stands(split_brain: Splitting, with_sentinel: Shard, new_node: 
 
 @pytest.mark.fault(TWO + "all regroup", "I2, I4: all meet in one round, with a higher epoch")
 def test_a_regrouping(split_brain: Splitting, with_sentinel: Shard, new_node: NodeFactory) -> None:
-    """A node's threads have a connection each, and to this master or that one."""
+    """Each thread of a node has its own connection, to either master."""
     nodes = new_group(new_node, with_sentinel, 2, 3, **HOLDS)
     join(*nodes)
     with split_brain(), ThreadPoolExecutor(3) as pool:
@@ -166,10 +170,10 @@ def test_a_regrouping(split_brain: Splitting, with_sentinel: Shard, new_node: No
 
 @pytest.mark.fault(
     TWO + "each completes a round",
-    "I1, I4: when the old one is given up, its group is fenced: the run that the new one has stands",
+    "I1, I4: when the old master becomes a replica, its group is fenced; the new master's run stands",
 )
 @pytest.mark.parametrize("rounds", quick_first([1, 2]))
-def test_two_runs(
+def test_of_two_runs_that_of_the_new_master_stands(
     split_brain: Splitting, with_sentinel: Shard, new_node: NodeFactory, run_id: str, rounds: int
 ) -> None:
     left = new_group(new_node, with_sentinel, 2, 2, 2, **HOLDS)
@@ -196,14 +200,16 @@ def test_two_runs(
 
 
 @pytest.mark.fault(CONFIRMED + TWO + "each completes a round", NO_LOSS)
-def test_one_run(split_brain: Splitting, with_sentinel: Shard, new_node: NodeFactory, run_id: str) -> None:
+def test_a_confirmed_round_completes_at_the_new_master_alone(
+    split_brain: Splitting, with_sentinel: Shard, new_node: NodeFactory, run_id: str
+) -> None:
     """The old master's replicas have left it."""
     left = new_group(new_node, with_sentinel, 2, 2, 2, min_replicas=1, **HOLDS)
     hold_connections(left, 4)
     with ThreadPoolExecutor(2) as pool:
         with split_brain() as split:
             joining = [pool.submit(node.next_rendezvous) for node in left]
-            wait_until(lambda: run_at(split.old, run_id).epoch == 1, "it is complete there", LIMIT)
+            wait_until(lambda: run_at(split.old, run_id).epoch == 1, "the old master has completed it", LIMIT)
             right = new_group(new_node, with_sentinel, 2, 2, 2, min_replicas=1)
             places = join(*right)
             assert not any(future.done() for future in joining)
@@ -220,7 +226,7 @@ def test_one_run(split_brain: Splitting, with_sentinel: Shard, new_node: NodeFac
 
 @pytest.mark.fault(
     "min-replicas-to-write is 1, " + TWO + "some hold connections to it",
-    "I9: they are refused, and go to the new one; nobody is evicted",
+    "I9: it refuses writes, and nodes move to the new one; nobody is evicted",
 )
 def test_an_old_master_that_refuses_writes(
     split_brain: Splitting, with_sentinel: Shard, new_node: NodeFactory, run_id: str

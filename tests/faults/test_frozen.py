@@ -1,4 +1,4 @@
-"""Nodes are frozen for longer than their lease, and thawed: nothing that they still do lands anywhere (I4)"""
+"""Nodes are frozen for longer than their lease, and thawed: nothing that they still write has an effect (I4)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.support.workers.frozen_node import JOINS, REQUESTS, WRITES
 pytestmark = pytest.mark.timeout(150)
 
 WORKERS: Final = Path(__file__).parents[1] / "support" / "workers"
-INTERVAL: Final = 3.4  # between heartbeats; three are a lease, which like half of it outlasts a machine's pause
+INTERVAL: Final = 3.4  # between heartbeats; a lease is three, and even half a lease outlasts a busy machine's pause
 LIMIT: Final = 60.0
 STORE: Final = {"k": b"v", "n": b"5", "k of the other": b"v"}
 
@@ -51,15 +51,15 @@ class FrozenNode:
     def read(self) -> str:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
-        assert line, "it has ended"
+        assert line, "the process has ended"
         return line.strip()
 
-    def tell(self, *verbs: str) -> None:
+    def ask(self, *verbs: str) -> None:
         assert self.process.stdin is not None
         self.process.stdin.writelines(f"{verb}\n" for verb in verbs)
         self.process.stdin.flush()
 
-    def told(self, n: int) -> dict[str, str]:
+    def outcomes(self, n: int) -> dict[str, str]:
         """How the next n verbs ended."""
         return dict(json.loads(self.read()) for _ in range(n))
 
@@ -100,7 +100,7 @@ class Pair:
         assert self.other.next_rendezvous().world_size == 1
 
     def stored(self) -> dict[str, Any]:
-        """All that the run has in Redis but events, and what the other node's heartbeats renew."""
+        """The run's data in Redis, without events and without what the other node's heartbeats renew."""
         read: dict[Any, Callable[[str], Any]] = {
             b"hash": self._client.hgetall,
             b"zset": lambda key: self._client.zrange(key, 0, -1, withscores=True),
@@ -123,7 +123,7 @@ class Pair:
 def pair(
     new_node: NodeFactory, server: RedisServer, proxy: FaultyProxy, client: redis.Redis, keys: RunKeys
 ) -> Iterator[Pair]:
-    """The one that is to be frozen reaches Redis through the proxy."""
+    """The node that is to be frozen reaches Redis through the proxy."""
     frozen = FrozenNode(server.url.replace(server.endpoint, f"127.0.0.1:{proxy.port}"), keys.run_id)
     try:
         other = new_node(1, 2, keep_alive_interval=INTERVAL, last_call_timeout=30, join_timeout=LIMIT)
@@ -133,7 +133,7 @@ def pair(
 
 
 VERBS: Final = WRITES | REQUESTS
-TOLD: Final = {  # to a node that is gone
+REFUSED: Final = {  # outcomes for a node that is gone
     **dict.fromkeys(WRITES, "RoundBrokenError"),
     "drain": "0",
     "charge": "[0, 0, b'']",
@@ -144,25 +144,25 @@ TOLD: Final = {  # to a node that is gone
 @pytest.mark.fault(
     "a process is frozen for longer than its lease, thawed, and goes on", "I4: its writes are refused, nothing counts"
 )
-def test_what_a_thawed_node_still_asks_for(pair: Pair) -> None:
+def test_requests_of_a_thawed_node_have_no_effect(pair: Pair) -> None:
     pair.frozen.freeze()
     pair.go_on_without_it()
     before = pair.stored()
-    pair.frozen.tell(*VERBS)
+    pair.frozen.ask(*VERBS)
     pair.frozen.thaw()
-    told = pair.frozen.told(len(VERBS))
-    assert told.pop("beat").startswith("[b'fenced', 2,")
-    assert told == TOLD
+    outcomes = pair.frozen.outcomes(len(VERBS))
+    assert outcomes.pop("beat").startswith("[b'fenced', 2,")
+    assert outcomes == REFUSED
     assert pair.stored() == before
     assert pair.other.num_nodes_waiting() == 0
 
 
-@pytest.mark.fault("a node is frozen while its requests are under way, which arrive late", "I4: none has an effect")
-def test_requests_of_before_arrive_late(pair: Pair, proxy: FaultyProxy) -> None:
-    """The network keeps them for longer than the lease, and nobody takes them back."""
+@pytest.mark.fault("a node is frozen while requests of it are in flight, which arrive late", "I4: none has an effect")
+def test_requests_from_before_the_freeze_have_no_effect(pair: Pair, proxy: FaultyProxy) -> None:
+    """The network delays the requests for longer than the lease."""
     held = [proxy.add(Fault(digest(verb), hold_request=True, keep=None, hold=LIMIT)) for verb in VERBS]
-    pair.frozen.tell(*VERBS)
-    wait_until(lambda: all(fault.fired.is_set() for fault in held), "all are under way", LIMIT)
+    pair.frozen.ask(*VERBS)
+    wait_until(lambda: all(fault.fired.is_set() for fault in held), "all are in flight", LIMIT)
     pair.frozen.freeze()
     pair.go_on_without_it()
     before = pair.stored()
@@ -170,14 +170,15 @@ def test_requests_of_before_arrive_late(pair: Pair, proxy: FaultyProxy) -> None:
         fault.release()
     assert pair.stored() == before
     pair.frozen.thaw()
-    told = pair.frozen.told(len(VERBS))
-    assert told.pop("beat").startswith(("[b'fenced', 2,", "[b'member', 1,"))  # one of the node's own was under way
-    assert told == TOLD
+    outcomes = pair.frozen.outcomes(len(VERBS))
+    # A heartbeat of the node's own may have been in flight.
+    assert outcomes.pop("beat").startswith(("[b'fenced', 2,", "[b'member', 1,"))
+    assert outcomes == REFUSED
     assert pair.stored() == before
 
 
 def digest(verb: str) -> bytes:
-    """What every request of a verb contains."""
+    """The bytes that every request of a verb contains."""
     if verb in WRITES:
         name = {"multi_set": "STORE_SET", "delete_key": "STORE_DELETE"}.get(verb, f"STORE_{verb.upper()}")
         name = name.replace("STORE_QUEUE", "QUEUE")
@@ -188,21 +189,21 @@ def digest(verb: str) -> bytes:
     return script.digest.encode()
 
 
-@pytest.mark.fault("a join of a node that was fenced arrives late", "I4: it brings nobody back")
-def test_a_late_join_of_the_old_identity(pair: Pair) -> None:
+@pytest.mark.fault("a join of a node that was fenced arrives late", "I4: it does not bring the node back")
+def test_a_late_join_of_the_old_identity_has_no_effect(pair: Pair) -> None:
     pair.frozen.freeze()
     pair.go_on_without_it()
     before = pair.stored()
-    pair.frozen.tell(*JOINS)
+    pair.frozen.ask(*JOINS)
     pair.frozen.thaw()
-    told = pair.frozen.told(len(JOINS))
-    assert pair.stored() == before, told
+    outcomes = pair.frozen.outcomes(len(JOINS))
+    assert pair.stored() == before, outcomes
     assert pair.other.num_nodes_waiting() == 0
 
 
 @pytest.mark.fault(
     "an agent and its workers are frozen for longer than the lease, and thawed",
-    "I4: REDELASTIC_EPOCH tells the workers' writes, they are stopped, the node comes back as a new one",
+    "I4: REDELASTIC_EPOCH shows that the workers' writes are stale; they are stopped, the node comes back as a new one",
 )
 def test_a_frozen_tree_is_replaced_and_its_worker_overwrites_no_checkpoint(server: RedisServer, tmp_path: Path) -> None:
     with AgentJob(server, tmp_path, "1:2", conf=PATIENT) as job:
@@ -215,7 +216,7 @@ def test_a_frozen_tree_is_replaced_and_its_worker_overwrites_no_checkpoint(serve
         first = job.wait("both save in one round", lambda: epoch_of("a") == epoch_of("b") and epoch_of("a"))
         before = job.id_of("b")
         stale = int((tmp_path / f"b-{first}-pid").read_text())
-        with (tmp_path / "checkpoint.lock").open("w") as lock:  # who is frozen while it saves lets nobody else save
+        with (tmp_path / "checkpoint.lock").open("w") as lock:  # a worker that is frozen in a save would keep the lock
             fcntl.flock(lock, fcntl.LOCK_EX)
             job.nodes["b"].freeze()
             job.wait("it is frozen", lambda: psutil.Process(stale).status() == psutil.STATUS_STOPPED)
@@ -256,7 +257,7 @@ def test_a_frozen_agent_comes_back_as_a_new_node(server: RedisServer, tmp_path: 
 
 @pytest.mark.fault("an agent is frozen, its workers are not", "they are stopped once it is thawed")
 def test_a_frozen_agents_workers_are_stopped(server: RedisServer, tmp_path: Path) -> None:
-    """Those that would never have ended by themselves."""
+    """The workers would never end by themselves."""
     with Unruly(server, tmp_path, "1:2", conf={"last_call_timeout": 0.2}) as job:
         job.begin("b")
         worker = pid_in(job.wait_file("b-started"))
@@ -266,7 +267,7 @@ def test_a_frozen_agents_workers_are_stopped(server: RedisServer, tmp_path: Path
         job.wait("its lease is over", lambda: job.control.state().members[0].lease < 0)
         job.begin("a")
         job.wait("b is lost", lambda: before in [event.node for event in job.events(Lost)])
-        assert lives(worker), "nobody could stop it"
+        assert lives(worker), "its agent cannot stop it"
         agent.resume()
         job.wait("it is stopped", lambda: not lives(worker))
         job.wait("b is back", lambda: len(job.control.state().members) == 2)

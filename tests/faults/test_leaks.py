@@ -1,4 +1,4 @@
-"""What was made and closed leaves nothing behind: no thread, file, connection or memory here, no key in Redis.
+"""Closed handlers and stores leave nothing behind: no thread, file, connection or memory here, no key in Redis.
 
 REDELASTIC_LONG=1 makes a thousand of each, and ten thousand stores of rounds.
 """
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.timeout(600 if LONG else 180)
 
 
 def memory() -> int:
-    """Of this process, in bytes, without what its allocator holds in reserve."""
+    """Resident memory of this process, in bytes, without its allocator's reserve."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     found = re.search(r"VmRSS:\s+(\d+) kB", Path("/proc/self/status").read_text())
@@ -53,7 +53,7 @@ Repeat = Callable[..., None]
 def repeat(own_server: RedisServer, measured: Measured) -> Iterator[Repeat]:
     """Does something many times, and asserts that it leaves nothing; afterwards, that Redis is empty after the TTL.
 
-    What is done first may leave something, since it fills caches; of what comes then, the second half is compared.
+    The first quarter of the calls fills caches and may leave something; of the others, the second half is compared.
     """
     logging.disable(logging.WARNING)  # pytest would keep each record
     with own_server.get_client() as client:
@@ -74,9 +74,9 @@ def repeat(own_server: RedisServer, measured: Measured) -> Iterator[Repeat]:
             finally:
                 tracemalloc.stop()
             after = settled(client, keepers)
-            opened, closed = after - before, before - after  # an earlier test's may have been closed by now
+            opened, closed = after - before, before - after  # an earlier test's files may have been closed by now
             assert opened["connections"] == closed["connections"] == 0, "connections"
-            if keepers:  # who lives on may have another one in the place of one that it had
+            if keepers:  # a node that lives on may have replaced a connection
                 opened, closed = kinds(opened), kinds(closed)
                 opened -= closed
             assert not opened, "open files"
@@ -93,23 +93,23 @@ def repeat(own_server: RedisServer, measured: Measured) -> Iterator[Repeat]:
 
 
 def settled(client: redis.Redis, keepers: int) -> Counter[str]:
-    """Open files of this process and connections of the server, once all threads but so many have ended.
+    """Open files of this process and connections of the server, once all threads but `keepers` have ended.
 
-    One that serves a bootstrap store may still look up a name: 5 s and more, where a name server loses queries.
+    A thread that serves a bootstrap store may still resolve a name: 5 s and more, where a name server loses queries.
     """
     gc.collect()
-    ours = "redelastic-bootstrap", "redelastic-keepalive"
-    wait_until(lambda: sum(t.name.startswith(ours) for t in threading.enumerate()) == keepers, "threads end", 90)
+    names = "redelastic-bootstrap", "redelastic-keepalive"
+    wait_until(lambda: sum(t.name.startswith(names) for t in threading.enumerate()) == keepers, "threads end", 90)
     gc.collect()
     found = Counter({"connections": int(client.info("clients")["connected_clients"])})
     for link in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # that of this very listing
-            found[str(link.readlink())] += 1  # of a socket or pipe: the one of that number
+        with contextlib.suppress(FileNotFoundError):  # the descriptor of the listing itself
+            found[str(link.readlink())] += 1  # the name of a socket or pipe has its number
     return found
 
 
 def kinds(files: Counter[str]) -> Counter[str]:
-    """Files without what tells one socket from another."""
+    """Open files by their names without numbers, so that all sockets are of one kind."""
     found = Counter[str]()
     for name, count in files.items():
         found[re.sub(r"\d+", "", name)] += count
@@ -117,7 +117,7 @@ def kinds(files: Counter[str]) -> Counter[str]:
 
 
 def traced(client: redis.Redis, keepers: int) -> int:
-    """Memory that Python has allocated since it is traced, in bytes."""
+    """Memory that Python has allocated since tracing began, in bytes."""
     settled(client, keepers)
     return tracemalloc.get_traced_memory()[0]
 

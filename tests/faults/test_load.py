@@ -69,11 +69,11 @@ def test_many_jobs(ask: Answer) -> None:
     assert_gone(found)
 
 
-@pytest.mark.fault("a thousand nodes and more wait in one join", "I2, I6: all are told of the one round, each its rank")
+@pytest.mark.fault("a thousand nodes and more wait in one join", "I2, I6: all enter one round, each with its own rank")
 def test_many_waiting_nodes(ask: Answer) -> None:
     note = ("nodes", "the last node comes: all are told after", "memory per waiting node", "longest script: completion")
     found = ask("waiting", "--nodes", NODES, *([] if LONG else ["--interval", 1]), note=(*note, *END))
-    assert found["blocked at once"] > 0.9 * NODES, "they wait, and do not ask again and again"
+    assert found["blocked at once"] > 0.9 * NODES, "they block, and do not poll"
     assert found["different ranks"] == NODES
     assert found["members after it"] == NODES, "after an outage nobody is evicted"
     assert found["memory per waiting node"] < 100e3

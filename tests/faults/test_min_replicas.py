@@ -1,4 +1,4 @@
-"""A master without its replicas takes no writes, or completes rounds that nobody enters (I1, I2, I4, I9)."""
+"""A master without its replicas takes no writes, or completes rounds that no node enters (I1, I2, I4, I9)."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ LEASE: Final = 3 * INTERVAL
 
 @pytest.fixture
 def pair(own_server: RedisServer) -> Iterator[Shard]:
-    """A master and a replica, and nobody who would put one in the other's place."""
+    """A master and a replica, without a failover."""
     with servers.replica_of(own_server) as replica:
         yield Shard(own_server.url, [own_server, replica])
 
 
 @pytest.mark.fault(
     "min-replicas-to-write is 1, and the master loses its replica",
-    "I9: as an outage: nobody is evicted, the log says why, who joins waits",
+    "I9: as in an outage: nobody is evicted, the log says why, joins wait",
 )
 def test_a_master_that_refuses_writes(
     pair: Shard, new_node: NodeFactory, caplog: pytest.LogCaptureFixture, measured: Measured
@@ -95,7 +95,7 @@ def test_nobody_enters_an_unconfirmed_round(pair: Shard, new_node: NodeFactory, 
             )
             run = state(nodes[0])
             assert run is not None
-            assert len(run.members) == 2, "who waits for a replica keeps its place"
+            assert len(run.members) == 2, "a node that waits for a replica keeps its place"
             assert not any(future.done() for future in joining)
         thawed = time.monotonic()
         assert sorted(info.rank for info in resolved(*joining)) == [0, 1]
@@ -105,7 +105,7 @@ def test_nobody_enters_an_unconfirmed_round(pair: Shard, new_node: NodeFactory, 
 
 @pytest.mark.fault(CONFIRMED + TAKES_OVER, NO_LOSS)
 def test_a_confirmed_round_is_not_lost(shard: Shard, new_node: NodeFactory, run_id: str) -> None:
-    """Nobody has to put it back."""
+    """No node has to put it back."""
     nodes = new_group(new_node, shard, 1, 3, min_replicas=1)
     join(*nodes)
     before = record(nodes[0])
@@ -122,31 +122,31 @@ def test_a_confirmed_round_is_not_lost(shard: Shard, new_node: NodeFactory, run_
 @pytest.mark.fault(CONFIRMED + LOST + "a completed round", NO_LOSS)
 @pytest.mark.parametrize("asks", quick_first(["the old master", "the new master"]))
 def test_nobody_enters_a_round_that_is_lost(in_cluster: Shard, new_node: NodeFactory, run_id: str, asks: str) -> None:
-    """The old master completed it, and the nodes ask one of the two whether replicas have it."""
+    """The old master has completed it; the nodes ask one of the two masters whether replicas have it."""
     nodes = new_group(new_node, in_cluster, 2, 2, 2, min_replicas=1)
     join(*nodes)
-    way = threading.Event()  # to that question
+    may_ask = threading.Event()
     if asks == "the old master":
-        way.set()
+        may_ask.set()
     for node in nodes:
         connection = node.backend.connection
 
         def asking(*args: Any, ask: Callable[..., int] = connection.replicas_with, **options: Any) -> int:
-            assert way.wait(LIMIT)
+            assert may_ask.wait(LIMIT)
             return ask(*args, **options)
 
         connection.replicas_with = asking  # type: ignore[method-assign]
 
     with ThreadPoolExecutor(2) as pool, ExitStack() as stack:
-        stack.callback(way.set)
+        stack.callback(may_ask.set)
         with lost_writes(in_cluster, run_id):
             joining = [pool.submit(node.next_rendezvous) for node in nodes]
             wait_until(lambda: (run := state(nodes[0])) is not None and run.epoch == 2, "it is complete", LIMIT)
             assert not any(future.done() for future in joining)
         in_cluster.heal()
         wait_until_all_beat(*nodes)
-        way.set()
+        may_ask.set()
         assert sorted(info.rank for info in resolved(*joining)) == [0, 1]
     assert len({(r.epoch, r.size, r.completed_at) for node in nodes if (r := node.node.view.round)}) == 1
     assert [event.epoch for event in events(nodes[0], "completed")] == [1, 2], "as the new master has it"
-    assert not events(nodes[0], "restored"), "nobody had to put it back"
+    assert not events(nodes[0], "restored"), "no node had to put it back"

@@ -87,7 +87,7 @@ def outage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Red
         yield server, lambda: how(server, away)
 
 
-def test_a_running_group_outlives_it(
+def test_a_running_group_outlives_an_outage(
     outage: tuple[RedisServer, Callable[[], None]], new_node: NodeFactory, measured: Measured
 ) -> None:
     server, happens = outage
@@ -98,11 +98,11 @@ def test_a_running_group_outlives_it(
     back = time.monotonic()
     wait_until(lambda: record(nodes[0]) == before, "the record is there again", 20)
     measured("record as before", time.monotonic() - back)
-    told = RunControl(nodes[0].backend.connection, nodes[0].backend.keys)
+    control = RunControl(nodes[0].backend.connection, nodes[0].backend.keys)
 
     def fresh() -> bool:
         """Each has beaten since."""
-        run = told.state()
+        run = control.state()
         return all(node.silence < 2 * INTERVAL for node in run.members)
 
     wait_until(fresh, "all beat again", 20)
@@ -121,7 +121,7 @@ def test_a_running_group_outlives_it(
     assert sorted(rank for rank, _ in places) == [0, 1, 2]
 
 
-def test_a_rendezvous_outlives_it(
+def test_a_rendezvous_outlives_an_outage(
     outage: tuple[RedisServer, Callable[[], None]], new_node: NodeFactory, measured: Measured
 ) -> None:
     server, happens = outage
@@ -137,7 +137,7 @@ def test_a_rendezvous_outlives_it(
     assert [event.epoch for event in events(nodes[0], "completed")] == [1], "it completes once"
 
 
-def test_a_regrouping_outlives_it(outage: tuple[RedisServer, Callable[[], None]], new_node: NodeFactory) -> None:
+def test_a_regrouping_outlives_an_outage(outage: tuple[RedisServer, Callable[[], None]], new_node: NodeFactory) -> None:
     """Two of three wait for the next round, the third still holds the last one."""
     server, happens = outage
     nodes = [new_node(1, 3, url=server.url, keep_alive_interval=INTERVAL, join_timeout=120) for _ in range(3)]
@@ -145,7 +145,7 @@ def test_a_regrouping_outlives_it(outage: tuple[RedisServer, Callable[[], None]]
     with ThreadPoolExecutor(2) as pool:
         early = [pool.submit(node.next_rendezvous) for node in nodes[:2]]
         wait_until(lambda: (run := state(nodes[0])) is not None and len(run.candidates) == 2, "two wait", 20)
-        wait_until(lambda: nodes[2].num_nodes_waiting() > 0, "the third is told", 20)
+        wait_until(lambda: nodes[2].num_nodes_waiting() > 0, "the third is to regroup", 20)
         happens()
         [late] = join(nodes[2])
         again = [future.result(60) for future in early]
@@ -170,7 +170,7 @@ def test_the_member_that_does_not_come_back_is_lost(own_server: RedisServer, new
 
 
 def silenced(node: RedisRendezvousHandler) -> Callable[[], None]:
-    """Have a node not beat any more; returns, once no heartbeat is under way, what lets it beat again."""
+    """Stop a node's heartbeats; returns, once none is in flight, a function that lets them go on."""
     keeper, missed = node.keeper, threading.Event()
     beat = keeper.beat
 
@@ -184,8 +184,8 @@ def silenced(node: RedisRendezvousHandler) -> Callable[[], None]:
 
 
 @pytest.mark.fault("newcomers are first at an empty Redis", "I4, I9: the higher epoch wins, the newcomers join it")
-def test_whoever_comes_first_to_an_empty_server_gives_way(own_server: RedisServer, new_node: NodeFactory) -> None:
-    """A newcomer forms a group of its own there; the old one's epoch is higher."""
+def test_newcomers_at_an_empty_server_give_way_to_the_old_group(own_server: RedisServer, new_node: NodeFactory) -> None:
+    """A newcomer forms a group of its own there; the old group's epoch is higher."""
     old = [new_node(1, 3, url=own_server.url, keep_alive_interval=INTERVAL) for _ in range(2)]
     join(*old)
     join(*old)
@@ -209,32 +209,34 @@ def test_what_was_closed_stays_closed(own_server: RedisServer, new_node: NodeFac
     nodes = [new_node(2, 2, url=own_server.url, keep_alive_interval=INTERVAL) for _ in range(2)]
     join(*nodes)
     nodes[0].set_closed()
-    wait_until(lambda: nodes[1].node.view.record_of_closing[0] != "", "the other has heard it", 20)
+    wait_until(lambda: nodes[1].node.view.record_of_closing[0] != "", "the other knows of it", 20)
     own_server.get_client().flushall()
     wait_until(lambda: bool((run := state(nodes[0])) and run.closed), "it is put back", 20)
 
 
-@pytest.mark.fault("Redis is flushed, and a member finishes before anybody has spoken", "I5, I9: that closes the run")
+@pytest.mark.fault("Redis is flushed, and a member finishes before any heartbeat", "I5, I9: that closes the run")
 @pytest.mark.parametrize("run_then", ["closes", "stops"])
-def test_who_finishes_closes_a_run_that_is_forgotten(
+def test_a_member_that_finishes_closes_a_forgotten_run(
     own_server: RedisServer, new_node: NodeFactory, run_then: RunThen
 ) -> None:
     nodes = [new_node(1, 2, url=own_server.url, keep_alive_interval=INTERVAL) for _ in range(2)]
     join(*nodes)
     beat = nodes[1].keeper.beat
-    nodes[1].keeper.beat = lambda: None  # type: ignore[method-assign]  # the other speaks later
+    nodes[1].keeper.beat = lambda: None  # type: ignore[method-assign]  # its heartbeat comes later
     own_server.get_client().flushall()
     assert nodes[0].end(Left(cause="finished"), run_then)
     nodes[1].keeper.beat = beat  # type: ignore[method-assign]
-    wait_until(lambda: nodes[1].node.view.closed, "the other has heard of it", 20)
+    wait_until(lambda: nodes[1].node.view.closed, "the other knows of it", 20)
     assert bool(nodes[1].node.view.is_stopped) == (run_then == "stops")
     nodes[1].keeper.beat()
     assert nodes[1].num_nodes_waiting() == 0
 
 
-@pytest.mark.fault("Redis hears later of the worker that failed first", "the host where it failed first is charged")
-def test_a_late_report_tells_who_failed_first(own_server: RedisServer, new_node: NodeFactory) -> None:
-    """It was sent in time, and lost: what is sent again says how long ago that is by now."""
+@pytest.mark.fault(
+    "the report of the worker that failed first reaches Redis last", "the host where it failed first is charged"
+)
+def test_a_late_report_charges_the_host_that_failed_first(own_server: RedisServer, new_node: NodeFactory) -> None:
+    """The report was sent in time, and lost; when it is sent again it carries the age of the failure by then."""
     with FaultyProxy(HOST, port_of(own_server)) as proxy:
         through = own_server.url.replace(str(port_of(own_server)), str(proxy.port))
         first = new_node(2, 2, url=through, node_name="first", keep_alive_interval=2)
@@ -244,7 +246,7 @@ def test_a_late_report_tells_who_failed_first(own_server: RedisServer, new_node:
 
         def fail_later() -> None:
             # Redis counts back from when a report reaches it: this is more than a busy machine takes to send one.
-            wait_until(lambda: time.monotonic() > failed_at + 0.5, "what Redis can tell apart")
+            wait_until(lambda: time.monotonic() > failed_at + 0.5, "Redis can tell the two failures apart")
             assert charge(second, time.monotonic()) == (1, 1, None)
 
         lost = proxy.add(Fault(b"CAUSE", lose_request=True, meanwhile=fail_later))
@@ -256,7 +258,7 @@ def test_a_late_report_tells_who_failed_first(own_server: RedisServer, new_node:
 
 
 def charge(node: RedisRendezvousHandler, failed_at: float) -> tuple[int, int, Event | None]:
-    """Restarts of the job, rounds in a row that this host has to answer for, and why the run is to be stopped."""
+    """Restarts of the job, rounds in a row that are charged to this host, and why the run is to be stopped."""
     return node.node.charge(failed_at, -1, News.NEVER_ANY, Failed(message="CAUSE"), (-1, -1, -1), final=False)
 
 
@@ -286,7 +288,7 @@ def test_a_training_outlives_a_server_that_comes_back_empty(
         job.finish(*names)
 
 
-@pytest.mark.fault("Redis forgets that a run was stopped; who knows only of its closing is first", "I5: it is stopped")
+@pytest.mark.fault("Redis forgets a stopped run; a node that knows only of its closing is first", "I5: it is stopped")
 def test_what_was_stopped_stays_stopped(own_server: RedisServer, new_node: NodeFactory) -> None:
     nodes = [new_node(2, 2, url=own_server.url, keep_alive_interval=INTERVAL) for _ in range(2)]
     join(*nodes)
@@ -298,10 +300,10 @@ def test_what_was_stopped_stays_stopped(own_server: RedisServer, new_node: NodeF
 
 
 @pytest.mark.fault(
-    "Redis is out of memory, and a lease has run out", "I9: nobody is judged until it takes heartbeats again"
+    "Redis is out of memory, and a lease has run out", "I9: nobody is evicted until it takes heartbeats again"
 )
-def test_a_server_without_memory_judges_nobody(own_server: RedisServer, new_node: NodeFactory) -> None:
-    """It refuses a script at its first command that takes memory; those that remove a node take none.
+def test_a_server_without_memory_evicts_nobody(own_server: RedisServer, new_node: NodeFactory) -> None:
+    """It refuses a script at its first command that takes memory; commands that remove a node take none.
 
     One script that got through would hide the outage: the nodes whose heartbeats are refused would be lost, too.
     """
@@ -319,8 +321,10 @@ def test_a_server_without_memory_judges_nobody(own_server: RedisServer, new_node
         assert [event.node for event in events(one, "lost")] == [other.node.id], "now it is"
 
 
-@pytest.mark.fault("Redis comes back empty on a host whose clock is behind", "I7: every node hears what happens next")
-def test_wake_ups_of_a_server_with_lower_ids_are_heard(own_server: RedisServer, new_node: NodeFactory) -> None:
+@pytest.mark.fault(
+    "Redis comes back empty on a host whose clock is behind", "I7: every node receives what happens next"
+)
+def test_wake_ups_of_a_server_with_lower_ids_are_received(own_server: RedisServer, new_node: NodeFactory) -> None:
     nodes = [new_node(1, 3, url=own_server.url, keep_alive_interval=INTERVAL, last_call_timeout=1) for _ in range(3)]
     join(*nodes)
 
@@ -328,8 +332,8 @@ def test_wake_ups_of_a_server_with_lower_ids_are_heard(own_server: RedisServer, 
         return all(any(drain.node == name for drain in node.node.view.drains) for node in nodes)
 
     with own_server.get_client() as client:
-        told = {"event": "drain", "node": "x", "reason": "ahead", "timeout": "1000", "epoch": "1"}
-        client.xadd(nodes[0].backend.keys.wake, told, id=f"{client.time()[0] + 3600}000-0")
+        entry = {"event": "drain", "node": "x", "reason": "ahead", "timeout": "1000", "epoch": "1"}
+        client.xadd(nodes[0].backend.keys.wake, entry, id=f"{client.time()[0] + 3600}000-0")
     wait_until(lambda: all_hear_of("x"), "all have read an id that is an hour ahead", 20)
     killed(own_server, 0.0)
     wait_until(lambda: bool((run := state(nodes[0])) and len(run.members) == 3), "the round is put back", 20)

@@ -66,7 +66,7 @@ def test_100_mb_of_output_to_a_slow_reader(
 
 
 def _full(pipe: Any) -> bool:
-    """Whether who writes into a pipe has to wait; how many bytes that takes goes by how they were written."""
+    """Whether a write into a pipe would block; how many bytes fill it depends on how they were written."""
     writer = os.open(f"/proc/self/fd/{pipe.fileno()}", os.O_WRONLY)
     try:
         return not select.select([], [writer], [], 0)[1]
@@ -82,11 +82,11 @@ def _wait(condition: Callable[[], Any], what: str) -> None:
 
 
 @pytest.mark.fault(
-    "whoever reads an agent's stderr stops reading, and a peer dies",
+    "the reader of an agent's stderr stops reading, and a peer dies",
     "the node goes on, ends with the right exit code, and its lines are there when they are read",
 )
-def test_an_agent_does_not_wait_for_who_reads_its_stderr(server: RedisServer, tmp_path: Path) -> None:
-    """A stopped terminal, or a disk on the network that hangs."""
+def test_an_agent_does_not_wait_for_the_reader_of_its_stderr(server: RedisServer, tmp_path: Path) -> None:
+    """The reader may be a stopped terminal, or a network disk that hangs."""
     with AgentJob(server, tmp_path, "1:3") as job:
         stderr = tmp_path / "b.err"
         os.mkfifo(stderr)
@@ -98,13 +98,13 @@ def test_an_agent_does_not_wait_for_who_reads_its_stderr(server: RedisServer, tm
         job.wait_round("ab")
         text = b""
 
-        def has_told() -> bool:
+        def has_reported() -> bool:
             nonlocal text
             with contextlib.suppress(BlockingIOError):
                 text += os.read(reader, 2**16)
             return b"Round 1 of run" in text
 
-        job.wait("it tells why", has_told)
+        job.wait("it says why", has_reported)
         _fill(reader)
         job.tell("finish")
         assert [job.wait_end(name) for name in "ab"] == [0, 0]
@@ -112,7 +112,7 @@ def test_an_agent_does_not_wait_for_who_reads_its_stderr(server: RedisServer, tm
 
 
 def _fill(pipe: int) -> None:
-    """Have whoever writes into a pipe wait from now on."""
+    """Fill a pipe, so that writes into it block."""
     for size in (4096, 1):
         with contextlib.suppress(BlockingIOError):
             while True:
@@ -137,7 +137,7 @@ def test_closed_standard_streams_change_nothing(tmp_path: Path, closed: str, opt
 def test_a_full_stderr_does_not_change_the_exit_code(tmp_path: Path, options: tuple[str, ...], code: int) -> None:
     (tmp_path / "finish").touch()
     command = [*OURS, "--standalone", *options, str(UNRULY), str(tmp_path)]
-    with Path("/dev/full").open("wb") as full:  # in a process of its own: what an interpreter cannot flush counts
+    with Path("/dev/full").open("wb") as full:  # a process of its own, since the interpreter's last flush fails too
         ended = subprocess.run(command, env=environment("fail_at_the_end"), stderr=full, timeout=LIMIT, check=False)
     assert ended.returncode == code
 

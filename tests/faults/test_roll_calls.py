@@ -1,4 +1,4 @@
-"""A failure asks who is there: the silent are out long before their lease, and nobody else is, whatever Redis does."""
+"""A failure starts a roll call: silent nodes are out long before their lease, and no others, whatever Redis does."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.servers import Shard, wait_until
 pytest_plugins = ["tests.support.failover_servers"]
 
 INTERVAL: Final = 20.0  # a lease of a minute: no test waits for one
-PATIENT: Final = 5.0  # where all answer, however busy this machine is
+PATIENT: Final = 5.0  # all nodes answer within it, however busy this machine is
 Group = list[RedisRendezvousHandler]
 
 
@@ -47,7 +47,7 @@ def roll_calls(node: RedisRendezvousHandler) -> list[str]:
 
 
 class Silence:
-    """Has a node not answer roll calls."""
+    """Keeps a node from answering roll calls."""
 
     def __init__(self, node: RedisRendezvousHandler) -> None:
         self._hear, self._answer = node.keeper.hear, node.keeper.answer
@@ -77,7 +77,7 @@ class Silence:
 
 
 def counted_beats(node: RedisRendezvousHandler) -> Callable[[], int]:
-    """Returns how many heartbeats the node has begun to send since."""
+    """Count a node's heartbeats from now on; returns a function that gives the number begun."""
     beat, begun = node.keeper.beat, []
 
     def count() -> None:
@@ -113,17 +113,17 @@ def test_all_answer_and_nobody_is_lost(new_node: NodeFactory, measured: Measured
     measured("verdict", time.monotonic() - asked)
     assert [node.num_nodes_waiting() for node in nodes] == [0, 0, 0, 0]
     assert roll_calls(nodes[0]) == ["roll_call", "answered"]
-    [told] = events(nodes[0], "roll_call")
-    assert (told.node, told.answers) == (nodes[0].node.id, 4)
+    [roll_call] = events(nodes[0], "roll_call")
+    assert (roll_call.node, roll_call.answers) == (nodes[0].node.id, 4)
 
 
-def test_who_failed_in_a_roll_call_that_began_before_waits_for_another(new_node: NodeFactory) -> None:
-    """A node may have answered, and died, and have taken this one's worker with it."""
+def test_a_failure_during_a_roll_call_waits_for_another_one(new_node: NodeFactory) -> None:
+    """A node may have answered and then died, and its death may be the cause of this failure."""
     nodes = group(new_node, 3)
     silence = Silence(nodes[2])
     call(nodes[0])
     wait_until(lambda: roll_calls(nodes[0]) == ["roll_call"], "it is open")
-    time.sleep(0.01)  # a later millisecond: that is how the server tells before from after
+    time.sleep(0.01)  # the server orders failures and roll calls by the millisecond
     call(nodes[1])
     silence.end()
     assert not nodes[0].wait_for_loss()
@@ -150,13 +150,13 @@ def test_a_spare_answers_and_so_does_a_node_that_regroups(new_node: NodeFactory,
     assert waiting.exception(LIMIT)
 
 
-def test_it_can_be_turned_off(new_node: NodeFactory) -> None:
+def test_roll_calls_can_be_turned_off(new_node: NodeFactory) -> None:
     nodes = group(new_node, 2, roll_call_timeout=0)
     call(nodes[0])
     assert not roll_calls(nodes[0])
 
 
-def test_who_has_just_found_redis_again_does_not_ask(new_node: NodeFactory) -> None:
+def test_a_node_that_has_just_found_redis_again_calls_no_roll(new_node: NodeFactory) -> None:
     """The others may still be looking for it."""
     nodes = group(new_node, 2)
     nodes[0].node.watch.apply_outage(OSError("gone"))
@@ -170,7 +170,7 @@ PROMISE: Final = "I9: nobody is evicted; the leases decide"
 
 @pytest.mark.fault("Redis is frozen in the middle of a roll call, and thawed", PROMISE)
 def test_a_frozen_server_evicts_nobody(own_server: RedisServer, new_node: NodeFactory) -> None:
-    """It reads first that others look whether the time is up, which it is, and only then the last answer."""
+    """Once thawed it reads the others' checks whether the time is up, which it is, before the last answer."""
     nodes = group(new_node, 3, url=own_server.url)
     silence, beats = Silence(nodes[2]), [counted_beats(node) for node in nodes[:2]]
     call(nodes[0])
@@ -179,7 +179,7 @@ def test_a_frozen_server_evicts_nobody(own_server: RedisServer, new_node: NodeFa
     assert own_server.pid is not None
     os.kill(own_server.pid, signal.SIGSTOP)
     before = [count() for count in beats]
-    wait_until(lambda: all(count() > n for count, n in zip(beats, before, strict=True)), "both look", LIMIT)
+    wait_until(lambda: all(count() > n for count, n in zip(beats, before, strict=True)), "both check", LIMIT)
     answers = counted_beats(nodes[2])
     silence.end()
     wait_until(lambda: answers() > 0, "it answers", LIMIT)
@@ -226,7 +226,7 @@ def test_a_fail_over_evicts_nobody(shard: Shard, new_node: NodeFactory, run_id: 
 
 
 def longest_silence(node: RedisRendezvousHandler) -> float:
-    """Of all members, in seconds."""
+    """The longest silence of a member, in seconds."""
     run = state(node)
     assert run is not None
     return max(member.silence for member in run.members)

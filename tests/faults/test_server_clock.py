@@ -30,16 +30,15 @@ pytestmark = [
     pytest.mark.skipif(LIBRARY is None, reason="needs libfaketime: apt-get install libfaketime"),
 ]
 
-INTERVAL: Final = (
-    0.7  # a blocked read ends with its socket's timeout when the clock goes back: 1.05 s of a lease of 2.1
-)
+# When the clock goes back, a blocked read ends with its socket's timeout: 1.05 s of a lease of 2.1 s.
+INTERVAL: Final = 0.7
 HOURS: Final = DEFAULT_TTL + 3600  # more than the run's keys have to live
 PROMISE: Final = "I6, I7, I9: nobody is evicted, no round breaks, joins complete, a later death is known"
 
 
 @dataclass
 class Clock:
-    """The clock of a server, told by a file that libfaketime reads at each look."""
+    """The clock of a server, set by a file that libfaketime reads at each query of the time."""
 
     file: Path
     ahead: float = 0.0
@@ -48,7 +47,7 @@ class Clock:
         self.ahead += seconds
         draft = self.file.with_suffix(".draft")
         draft.write_text(f"{self.ahead:+.3f}\n")
-        draft.replace(self.file)  # at once: the server may look at it now
+        draft.replace(self.file)  # atomically: the server may read it now
 
     def shown_by(self, server: RedisServer) -> float:
         """How far the clock of a server really is ahead."""
@@ -58,7 +57,7 @@ class Clock:
 
 
 def clocked(folder: Path, clock: Clock, binary: str | None = None, **options: Any) -> RedisServer:
-    """A server, not yet started, that believes in `clock`."""
+    """A server, not yet started, whose time is that of `clock`."""
     clock.jump(0)
     wrapper = folder / f"{clock.file.name}-server"
     # With libc.so.6 named too, malloc is libc's: jemalloc asks for the time as it starts, which hangs.
@@ -84,7 +83,7 @@ def live(stack: ExitStack, folder: Path, seconds: float) -> Site:
 
     def jump() -> None:
         clock.jump(seconds)
-        assert abs(clock.shown_by(server) - clock.ahead) < 5, "the server believes in its clock"
+        assert abs(clock.shown_by(server) - clock.ahead) < 5, "the server's time is that of its clock"
 
     return Site(server.url, seconds, jump)
 
@@ -97,13 +96,13 @@ def restarted(stack: ExitStack, folder: Path, seconds: float) -> Site:
         server.kill()
         clock.jump(seconds)
         server.start()
-        assert abs(clock.shown_by(server) - seconds) < 5, "the server believes in its clock"
+        assert abs(clock.shown_by(server) - seconds) < 5, "the server's time is that of its clock"
 
     return Site(server.url, seconds, jump)
 
 
 def promoted(stack: ExitStack, folder: Path, seconds: float) -> Site:
-    """Clients come through a proxy, which is told where the master is."""
+    """Clients connect through a proxy, which the jump points to the replica."""
     clocks = Clock(folder / "clock"), Clock(folder / "other-clock", seconds)
     master = stack.enter_context(clocked(folder, clocks[0], config={"repl-diskless-sync-delay": "0"}))
     follows = {"replicaof": f"{HOST} {port_of(master)}", "masterauth": master.password}
@@ -119,7 +118,7 @@ def promoted(stack: ExitStack, folder: Path, seconds: float) -> Site:
             client.replicaof("NO", "ONE")
         proxy._target = (HOST, port_of(replica))
         master.kill()
-        assert abs(clocks[1].shown_by(replica) - seconds) < 5, "the server believes in its clock"
+        assert abs(clocks[1].shown_by(replica) - seconds) < 5, "the server's time is that of its clock"
 
     return Site(f"redis://:{master.password}@{HOST}:{proxy.port}", seconds, jump)
 
@@ -153,8 +152,8 @@ def site(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Site]:
 
 
 @pytest.mark.parametrize("binary", quick_first(server_binaries()))
-def test_a_server_believes_in_the_clock_that_it_is_given(binary: str, tmp_path: Path) -> None:
-    """All tests below rest on it."""
+def test_a_server_runs_by_the_clock_that_it_is_given(binary: str, tmp_path: Path) -> None:
+    """All tests below depend on this."""
     clock = Clock(tmp_path / "clock")
     with clocked(tmp_path, clock, binary) as server, server.get_client() as client:
         for seconds in ALL:
@@ -204,7 +203,7 @@ def test_a_node_that_died_before_is_known_a_lease_later(site: Site, new_node: No
     jumped = time.monotonic()
     wait_until(nodes[0].num_nodes_waiting, "its death is known", 20)
     measured("an earlier death known", time.monotonic() - jumped)
-    # beyond the keys' time to live all is forgotten: then it is one that did not come back, and nobody knows its name
+    # A jump beyond the keys' time to live deletes the record, and with it the name of the node that does not come back.
     forgotten = bool(events(nodes[0], "restored"))
     assert [e.node for e in events(nodes[0], "lost")] == ([] if forgotten else [nodes[1].node.id])
     assert join(nodes[0]) == [(0, 1)]
@@ -212,7 +211,7 @@ def test_a_node_that_died_before_is_known_a_lease_later(site: Site, new_node: No
 
 @by((live, 600))
 def test_a_group_that_forms_completes(site: Site, new_node: NodeFactory) -> None:
-    """Two of three wait for the last call's end: by the clock ahead it has passed, by the clock back it begins anew."""
+    """Two of three wait for the last call to end: a jump ahead ends it, a jump back begins it again."""
     config = {"keep_alive_interval": INTERVAL, "join_timeout": 120, "last_call_timeout": 8}
     nodes = [new_node(2, 3, url=site.url, **config) for _ in range(3)]
     with ThreadPoolExecutor(3) as pool:
@@ -234,7 +233,7 @@ def test_a_group_that_regroups_waits_for_its_last_member(site: Site, new_node: N
     with ThreadPoolExecutor(2) as pool:
         early = [pool.submit(node.next_rendezvous) for node in nodes[:2]]
         wait_until(lambda: (run := state(nodes[0])) is not None and len(run.candidates) == 2, "two wait", 20)
-        wait_until(lambda: nodes[2].num_nodes_waiting() > 0, "the third is told", 20)
+        wait_until(lambda: nodes[2].num_nodes_waiting() > 0, "the third is to regroup", 20)
         site.jump()
         [late] = join(nodes[2])
         again = [future.result(60) for future in early]
@@ -248,7 +247,7 @@ def test_a_group_that_regroups_waits_for_its_last_member(site: Site, new_node: N
 @pytest.mark.fault("many small jumps ahead, each below 1.5 intervals", "PROTOCOL.md: may cost a node its lease")
 @pytest.mark.parametrize("site", [(live, 140.0)], indirect=True)
 def test_small_jumps_ahead_count_as_time(site: Site, new_node: NodeFactory) -> None:
-    """What PROTOCOL.md warns of is true: one is harmless, but a clock that hurries outruns the nodes' own."""
+    """As PROTOCOL.md warns: one jump is harmless, but a clock that runs fast outruns the nodes' clocks."""
     nodes = [new_node(1, 2, url=site.url, keep_alive_interval=100.0) for _ in range(2)]
     join(*nodes)
     beating, other = nodes
@@ -260,8 +259,8 @@ def test_small_jumps_ahead_count_as_time(site: Site, new_node: NodeFactory) -> N
         site.jump()
         beating.keeper.beat()
     assert [event.node for event in events(nodes[0], "lost")] == [other.node.id]
-    assert not events(nodes[0], "outage"), "none was taken for one"
-    wait_until(lambda: all(node.num_nodes_waiting() for node in nodes), "both are told", 20)
+    assert not events(nodes[0], "outage"), "no jump was taken for an outage"
+    wait_until(lambda: all(node.num_nodes_waiting() for node in nodes), "both are to regroup", 20)
     with ThreadPoolExecutor(1) as pool:
         again = pool.submit(nodes[1].next_rendezvous)
         wait_until(lambda: (run := state(nodes[0])) is not None and run.candidates, "it waits to join", 20)

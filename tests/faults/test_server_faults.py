@@ -39,7 +39,7 @@ PROMISE: Final = "I9: nobody is evicted, joins of known nodes wait and say why, 
 
 
 def cases(*quick: Fault, lasting: bool) -> list[Any]:
-    """All faults, of which but the named ones are long."""
+    """All faults; the ones that are not named run in long runs only."""
     return [
         pytest.param(
             (inflicted, says),
@@ -64,13 +64,13 @@ def wait_for_a_lease(nodes: list[RedisRendezvousHandler], joins: list[Future[Any
 
 
 def said(caplog: pytest.LogCaptureFixture, node: RedisRendezvousHandler) -> list[str]:
-    """What a node has said of Redis being away."""
+    """The lines that a node has logged about the outage."""
     return [text for text in caplog.messages if "keeps its place" in text and node.node.id in text]
 
 
 @pytest.mark.parametrize("away", quick_first([1.5 * LEASE, LEASE / 2]))
 @pytest.mark.parametrize("fault", cases(lasting=False))
-def test_a_running_round_outlives_it(
+def test_a_running_round_outlives_a_fault(
     fault: tuple[Fault, str], away: float, own_server: RedisServer, new_node: NodeFactory, measured: Measured
 ) -> None:
     nodes = group(new_node, own_server, 1, 3)
@@ -101,14 +101,14 @@ def test_a_running_round_outlives_it(
 
 
 @pytest.mark.parametrize("fault", cases(full_memory, read_only, lasting=True))
-def test_a_rendezvous_of_known_nodes_waits_for_its_end(
+def test_a_rendezvous_of_known_nodes_waits_for_the_fault_to_end(
     fault: tuple[Fault, str],
     own_server: RedisServer,
     new_node: NodeFactory,
     caplog: pytest.LogCaptureFixture,
     measured: Measured,
 ) -> None:
-    """Two wait for a third when it begins; the third comes when it has ended."""
+    """Two nodes wait for a third when the fault begins; the third joins when it has ended."""
     inflicted, says = fault
     nodes = group(new_node, own_server, 3, 3)
     with ThreadPoolExecutor(3) as pool:
@@ -120,7 +120,7 @@ def test_a_rendezvous_of_known_nodes_waits_for_its_end(
             def both_say_why() -> bool:  # a blocked read may end, for other reasons, before the first write fails
                 return all(re.search(says, "".join(said(caplog, node)[-1:])) for node in nodes[:2])
 
-            wait_until(both_say_why, "both say why")  # a node notes it, and then says it
+            wait_until(both_say_why, "both say why")  # a node records the outage before it logs it
             for node in nodes[:2]:
                 complaints = said(caplog, node)
                 kinds = {re.sub(r"[0-9]+", "", text) for text in complaints}
@@ -134,15 +134,15 @@ def test_a_rendezvous_of_known_nodes_waits_for_its_end(
 
 
 @pytest.mark.parametrize("fault", cases(read_only, lasting=True))
-def test_a_regrouping_waits_for_its_end(
+def test_a_regrouping_waits_for_the_fault_to_end(
     fault: tuple[Fault, str], own_server: RedisServer, new_node: NodeFactory
 ) -> None:
-    """One of three waits for the next round when it begins, the others come while it lasts: they are known."""
+    """One of three nodes waits for the next round when the fault begins; the others, known ones, join during it."""
     nodes = group(new_node, own_server, 1, 3)
     places = join(*nodes)
     with ThreadPoolExecutor(3) as pool:
         again = [pool.submit(nodes[0].next_rendezvous)]
-        wait_until(lambda: all(told(nodes[1:])), "the others are told", 20)
+        wait_until(lambda: all(told(nodes[1:])), "the others are to regroup", 20)
         with fault[0](own_server):
             again += [pool.submit(node.next_rendezvous) for node in nodes[1:]]
             wait_for_a_lease(nodes, again)
@@ -153,7 +153,9 @@ def test_a_regrouping_waits_for_its_end(
 
 @pytest.mark.fault("maxmemory is reached until the join timeout", "a join of a known node ends then, and says why")
 @pytest.mark.parametrize("known", ["as a candidate", "as a member"])
-def test_a_join_gives_up_at_its_time_and_says_why(known: str, own_server: RedisServer, new_node: NodeFactory) -> None:
+def test_a_join_gives_up_at_its_timeout_and_says_why(
+    known: str, own_server: RedisServer, new_node: NodeFactory
+) -> None:
     least = 1 if known == "as a member" else 2
     patience = 3 if known == "as a member" else 8  # a candidate begins to wait before the memory is full
     node = new_node(least, 2, url=own_server.url, keep_alive_interval=INTERVAL, join_timeout=patience, read_timeout=1)
@@ -177,13 +179,15 @@ def test_a_join_gives_up_at_its_time_and_says_why(known: str, own_server: RedisS
     ("inflicted", "says"),
     [
         pytest.param(
-            inflicted, says, marks=pytest.mark.fault(f"{what} before a node has joined", "it is told at once, and why")
+            inflicted,
+            says,
+            marks=pytest.mark.fault(f"{what} before a node has joined", "its join fails at once, and says why"),
         )
         for inflicted, what, says, _ in FAULTS
         if inflicted in (full_memory, read_only)
     ],
 )
-def test_a_node_that_was_never_served_is_told_at_once(
+def test_a_join_that_was_never_served_fails_at_once(
     inflicted: Fault, says: str, own_server: RedisServer, new_node: NodeFactory
 ) -> None:
     node = new_node(1, 1, url=own_server.url, join_timeout=120)
@@ -194,8 +198,8 @@ def test_a_node_that_was_never_served_is_told_at_once(
     assert join(node) == [(0, 1)], "and may try again"
 
 
-@pytest.mark.fault("a node may not write (NOPERM) before it has joined", "it is told at once, and why")
-def test_a_node_without_permission_is_told_at_once(own_server: RedisServer, new_node: NodeFactory) -> None:
+@pytest.mark.fault("a node may not write (NOPERM) before it has joined", "its join fails at once, and says why")
+def test_a_join_without_permission_fails_at_once(own_server: RedisServer, new_node: NodeFactory) -> None:
     with own_server.get_client() as admin:
         admin.acl_setuser("reader", enabled=True, passwords=["+pw"], keys=["*"], commands=["+@read", "+@connection"])
     url = own_server.url.replace(f":{own_server.password}@", "reader:pw@")

@@ -39,7 +39,7 @@ def test_a_script_that_ends_at_once(tmp_path: Path, source: str, code: int) -> N
     if code:
         assert "No module named 'no_such_module'" in done.stderr
         assert f"{script} FAILED" in done.stderr
-        assert "/redelastic/" not in done.stderr, "no traceback of ours"
+        assert "/redelastic/" not in done.stderr, "no traceback of redelastic"
     else:
         assert rest == ["redelastic run: finished: 1 round, 0 losses"]
 
@@ -66,8 +66,10 @@ def test_an_upload_that_outlives_its_worker_may_finish(tmp_path: Path) -> None:
     assert "that the workers had left behind" not in done.stderr
 
 
-@pytest.mark.fault("SIGTERM while what workers left behind may finish", "it gets SIGTERM; the run has succeeded")
-def test_who_ends_an_agent_that_waits_for_leftovers_ends_a_success(server: RedisServer, tmp_path: Path) -> None:
+@pytest.mark.fault(
+    "SIGTERM while processes that workers left behind may finish", "they get SIGTERM; the run has succeeded"
+)
+def test_sigterm_while_an_agent_waits_for_leftovers_is_a_success(server: RedisServer, tmp_path: Path) -> None:
     with Unruly(server, tmp_path, "1:1") as job:
         job.begin("a", action="leave_sleeper", options=(f"--shutdown-timeout={10 * LIMIT:.0f}",))
         job.wait("it waits", lambda: "left processes behind" in job.nodes["a"].stderr)
@@ -79,8 +81,8 @@ def test_who_ends_an_agent_that_waits_for_leftovers_ends_a_success(server: Redis
         assert job.events(Closed), "the run is done"
 
 
-@pytest.mark.fault("a worker fails, and what it has started still runs", "SIGTERM, and time to clean up")
-def test_what_a_failed_worker_leaves_may_clean_up(tmp_path: Path) -> None:
+@pytest.mark.fault("a worker fails, and a process that it started still runs", "it gets SIGTERM, and time to clean up")
+def test_processes_of_a_failed_worker_may_clean_up(tmp_path: Path) -> None:
     done = run(tmp_path, "leave_cleaner")
     assert done.returncode == FAILED
     assert (tmp_path / "cleaned").exists()
@@ -124,9 +126,9 @@ def test_a_worker_that_closes_its_output(server: RedisServer, tmp_path: Path) ->
         assert job.wait_end("a") == 0
 
 
-@pytest.mark.fault("a worker is ended by the kernel, out of memory", "it is told as that")
+@pytest.mark.fault("the kernel's OOM killer ends a worker", "the log, the event and the report say so")
 def test_a_worker_that_the_oom_killer_ended(server: RedisServer, run_id: str, tmp_path: Path) -> None:
-    """The log says so, and the event, and the report of failures."""
+    """The log, the event and the report of failures give the OOM kill as the cause."""
     where = [f"--rdzv-id={run_id}", f"--rdzv-endpoint={server.url}"]
     env = environment("take_all_memory")
     with limited_memory(2000) as members:  # room for an agent, 650 MB with the CUDA build, but not for a greedy worker
@@ -134,12 +136,12 @@ def test_a_worker_that_the_oom_killer_ended(server: RedisServer, run_id: str, tm
         command = [*enter, *OURS, *where, str(UNRULY), str(tmp_path)]
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT, check=False)
     assert done.returncode == FAILED
-    told = "was killed for lack of memory, by the kernel's OOM killer (1 kill since the start)"
+    cause = "was killed for lack of memory, by the kernel's OOM killer (1 kill since the start)"
     log, _, report = done.stderr.partition(" FAILED\n")
     assert "worker 0 (rank 0, pid" in log
-    assert told in log
-    assert told in report
+    assert cause in log
+    assert cause in report
     control = RunControl(Connection.open(server.url), RunKeys(run_id))
     [event] = [event for event in control.events() if isinstance(event, Failed)]
     assert (event.local_rank, event.signal, event.oom_kills) == (0, "SIGKILL", 1)
-    assert told in sentence(event)
+    assert cause in sentence(event)

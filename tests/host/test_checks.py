@@ -39,7 +39,7 @@ node = checking.node
 
 @pytest.fixture
 def hooks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A package of somebody else's, installed: its module, and the entry points that it declares."""
+    """Another package, installed, with a module and entry points."""
     site, module = tmp_path / "site", f"hooks_of_{tmp_path.name}".replace("-", "_")
     info = site / "hooks-1.0.dist-info"
     info.mkdir(parents=True)
@@ -90,21 +90,21 @@ def test_the_first_reason_wins(node: Node) -> None:
     assert run_checks(["unfit", "raises"], "exit 1", node) == "unfit: has 2 workers and a broken fan"
 
 
-def test_a_check_that_nobody_knows_is_an_error(node: Node, hooks: str) -> None:
+def test_an_unknown_check_is_an_error(node: Node, hooks: str) -> None:
     with pytest.raises(
         ValueError, match=r"Unknown health check 'fan'; known checks: .*fit, .*our-disk.*'redelastic\.health_ch"
     ):
         run_checks(["fit", "fan"], None, node)
-    assert hooks not in sys.modules, "nothing ran before the name was found wrong"
+    assert hooks not in sys.modules, "no check ran before the unknown name was refused"
 
 
 @pytest.mark.usefixtures("hooks")
-def test_a_check_that_hangs_refuses_in_time(tmp_path: Path) -> None:
+def test_a_check_that_hangs_refuses_the_node_at_its_timeout(tmp_path: Path) -> None:
     assert run_checks(["hangs"], None, Node(tmp_path, 1, timeout=0.2)) == "hangs: did not finish within 0.2 s"
 
 
 def test_a_node_in_a_hurry_does_not_wait_for_its_checks(node: Node) -> None:
-    """Whoever is to leave hears of it at once, and is not refused."""
+    """A node that is to leave does so at once, and is not refused."""
     hurried_at = time.monotonic() + 0.3
     assert run_checks((), "sleep 60", node, lambda: time.monotonic() > hurried_at) is None
     assert time.monotonic() - hurried_at < 30
@@ -136,7 +136,7 @@ def test_a_command_refuses_by_its_exit_status(node: Node, command: str, reason: 
     assert run_checks([], command, node) == reason
 
 
-def test_of_a_long_line_and_of_much_output_little_is_kept(node: Node) -> None:
+def test_a_long_line_and_much_output_are_cut(node: Node) -> None:
     reason = run_checks([], "head -c 50000000 /dev/zero | tr '\\0' x; exit 1", node)
     assert reason is not None
     assert re.fullmatch(r"command: x+…", reason)
@@ -146,15 +146,15 @@ def test_of_a_long_line_and_of_much_output_little_is_kept(node: Node) -> None:
 
 
 def test_a_command_has_an_empty_input_not_the_agents(node: Node) -> None:
-    ours, (reading, writing) = os.dup(0), os.pipe()
+    own_input, (reading, writing) = os.dup(0), os.pipe()
     os.dup2(reading, 0)
     try:
         assert run_checks([], 'test "$(readlink /proc/self/fd/0)" != /dev/null || { echo empty; exit 4; }', node) == (
             "command: empty"
         )
     finally:
-        os.dup2(ours, 0)
-        for descriptor in (ours, reading, writing):
+        os.dup2(own_input, 0)
+        for descriptor in (own_input, reading, writing):
             os.close(descriptor)
 
 
@@ -166,7 +166,7 @@ def test_a_command_that_hangs_is_killed_with_its_children(tmp_path: Path) -> Non
     wait_until(lambda: gone(child), f"its child {child} is gone")
 
 
-def test_what_a_command_leaves_in_the_background_is_not_waited_for(tmp_path: Path, node: Node) -> None:
+def test_a_background_process_of_a_command_is_killed_and_not_waited_for(tmp_path: Path, node: Node) -> None:
     reason = run_checks([], f"sleep 300 & echo $! >{tmp_path}/child; echo no; exit 1", node)
     assert reason == "command: no"
     child = int((tmp_path / "child").read_text())
@@ -179,7 +179,7 @@ def test_a_daemon_of_the_command_that_holds_its_output_is_not_waited_for(tmp_pat
     started = f"setsid sh -c 'echo $$ >{tmp_path}/daemon; exec sleep 300' & until [ -s {tmp_path}/daemon ]; do :; done"
     assert run_checks([], f"{started}; echo no; exit 1", node) == "command: no"
     daemon = int((tmp_path / "daemon").read_text())
-    assert not gone(daemon), "it had a session of its own, so it was there, and held the pipe"
+    assert not gone(daemon), "its own session kept it alive, with the pipe open"
     os.kill(daemon, signal.SIGKILL)
 
 
@@ -192,7 +192,7 @@ def test_a_process_that_sigkill_does_not_end_is_given_up(tmp_path: Path, monkeyp
     ran_still = process.poll() is None
     process.kill()
     process.wait(10)
-    assert ran_still, "when it was given up"
+    assert ran_still, "it ran when it was given up"
     hangs = f"not even SIGKILL ends process {process.pid}, which hangs in the kernel"
     assert reason == f"command: did not end within 0.2 s, and {hangs}"
 
@@ -202,14 +202,14 @@ SLOW_START: Final = (
     "class Slow(subprocess.Popen):\n"
     "    def __init__(self, *args, **more):\n"
     "        super().__init__(*args, **more)\n"
-    "        while not os.path.exists(f'{sys.argv[1]}/ends'):\n"  # the command runs, and its agent ends
+    "        while not os.path.exists(f'{sys.argv[1]}/ends'):\n"  # meanwhile the command runs, and its agent ends
     "            time.sleep(0.01)\n"
     "subprocess.Popen = Slow\n"
 )
 
 
 @pytest.mark.parametrize("start", ["", SLOW_START], ids=["as it runs", "as it starts"])
-def test_an_agent_that_ends_in_mid_check_leaves_no_process(start: str, tmp_path: Path) -> None:
+def test_an_agent_that_ends_during_a_check_leaves_no_process(start: str, tmp_path: Path) -> None:
     program = (
         f"{start}"
         "import signal, sys; from pathlib import Path; from redelastic.host.checks import Node, run_checks\n"

@@ -1,4 +1,4 @@
-"""The check of GPUs: a probe in its own process names the device that is wrong, hangs or kills it."""
+"""The check of GPUs: a probe in its own process names the device that computes wrong, hangs or kills the probe."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_the_probe_names_a_device_that_raises() -> None:
 
 
 @pytest.mark.long
-def test_the_probe_has_named_the_device_before_it_dies_of_it() -> None:
+def test_the_probe_names_the_device_before_it_dies() -> None:
     program = (
         "import os, torch; from redelastic.host.gpu_probe import ask_devices\n"
         "torch.Tensor.cpu = lambda tensor: os.kill(os.getpid(), 9)\n"
@@ -81,7 +81,7 @@ def test_the_probe_names_a_device_that_computes_wrong() -> None:
 
 @pytest.fixture
 def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Puts a shell script in the place of the probe."""
+    """Replaces the probe by a shell script."""
 
     def put(script: str) -> None:
         monkeypatch.setattr(checks, "PROBE", ("/bin/sh", "-c", script, "probe"))
@@ -110,7 +110,7 @@ def test_gpu_names_the_device_that_the_probe_died_of(node: Node, stand_in: Calla
     assert gpu(node) == "device 1: was asked for a matmul; the probe was killed by SIGABRT"
 
 
-def test_gpu_says_what_kept_the_probe_from_asking(node: Node, stand_in: Callable[[str], None]) -> None:
+def test_gpu_gives_the_error_of_a_probe_that_cannot_start(node: Node, stand_in: Callable[[str], None]) -> None:
     stand_in("echo Traceback >&2; echo ImportError: libcudart.so.13 >&2; exit 1")
     assert gpu(node) == "ImportError: libcudart.so.13"
     stand_in("exit 1")
@@ -137,7 +137,7 @@ def test_gpu_counts_the_names_as_cuda_does(
 
 
 @pytest.mark.parametrize("visible", ["", "-1", "NoDevFiles", "-1,0"])
-def test_gpu_asks_nobody_where_all_are_hidden(
+def test_gpu_runs_no_probe_where_all_gpus_are_hidden(
     node: Node, stand_in: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, visible: str
 ) -> None:
     stand_in("echo asked; exit 1")
@@ -146,7 +146,7 @@ def test_gpu_asks_nobody_where_all_are_hidden(
     assert gpu(node) is None
 
 
-def test_gpu_asks_nobody_where_there_is_no_driver(
+def test_gpu_runs_no_probe_without_a_driver(
     node: Node, stand_in: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stand_in("echo asked; exit 1")

@@ -82,7 +82,7 @@ def test_disk_where_the_log_directory_is_a_file(tmp_path: Path) -> None:
     assert disk(Node(tmp_path / "logs", 1)) == f"the log directory {tmp_path}/logs cannot be written: Not a directory"
 
 
-def test_disk_looks_at_the_temporary_directory_too(node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_checks_the_temporary_directory_too(node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", f"{tmp_path}/none")
     assert disk(node) == f"the temporary directory {tmp_path}/none cannot be written: No such file or directory"
 
@@ -117,7 +117,7 @@ def test_sizes(monkeypatch: pytest.MonkeyPatch, value: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("value", ["much", "-1", "4X", "4 G B", "1e9"])
-def test_a_size_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+def test_an_invalid_size_is_refused(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv("REDELASTIC_MIN_MEMORY", value)
     with pytest.raises(ValueError, match=f"REDELASTIC_MIN_MEMORY='{value}' is not a number of bytes; use 4G"):
         checks._bytes_from_environment("REDELASTIC_MIN_MEMORY", 7)
@@ -145,7 +145,7 @@ def room(tmp_path: Path, membership: str) -> dict[str, int]:
     return {name.removeprefix(f"cgroup {mount(tmp_path)}"): size for size, name in memory_room(tmp_path)}
 
 
-def test_memory_of_a_cgroup_v2_and_of_those_above_it(tmp_path: Path) -> None:
+def test_memory_of_a_cgroup_v2_and_of_its_parents(tmp_path: Path) -> None:
     cgroup(mount(tmp_path) / "a", V2, "1000", 700, 0)
     cgroup(mount(tmp_path) / "a/b", V2, "max", 600, 0)
     cgroup(mount(tmp_path) / "a/b/c", V2, "900", 600, 50)
@@ -155,7 +155,7 @@ def test_memory_of_a_cgroup_v2_and_of_those_above_it(tmp_path: Path) -> None:
 def test_memory_of_a_cgroup_v1_beside_others(tmp_path: Path) -> None:
     cgroup(mount(tmp_path) / "memory/a", V1, "1000", 1200, 100)
     cgroup(mount(tmp_path) / "cpu/a", V1, "1", 1, 0)
-    cgroup(mount(tmp_path), V1, "1", 1, 0)  # above the mount: not asked
+    cgroup(mount(tmp_path), V1, "1", 1, 0)  # above the mount: not read
     assert room(tmp_path, "5:cpu,cpuacct:/a\n4:memory:/a\n0::/\n") == {"/memory/a": 0}
 
 

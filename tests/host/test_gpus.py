@@ -1,4 +1,4 @@
-"""Which GPU each worker gets: CUDA's rules, over a fake NVML; and the real one, which mostly finds no driver."""
+"""Which GPU each worker gets: CUDA's rules, with a fake NVML and with the real one, which may find no driver."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Install = Callable[..., FakeNvml]
 
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch) -> Install:
-    """Put a fake in the place of pynvml."""
+    """Replaces pynvml by a fake."""
 
     def put(*devices: FakeGpu, init_error: int = 0) -> FakeNvml:
         fake = FakeNvml(*devices, init_error=init_error)
@@ -65,7 +65,7 @@ def of(
 
 
 def isolated(assignment: Assignment, local_rank: int, **torchs: str) -> dict[str, str]:
-    """The environment of a worker, of which torch sets a part."""
+    """The environment of a worker, after torch has set a part of it."""
     env = {"LOCAL_RANK": "0", **torchs}
     assignment.isolate_worker(local_rank, env)
     return env
@@ -74,7 +74,7 @@ def isolated(assignment: Assignment, local_rank: int, **torchs: str) -> dict[str
 # -- the fake, and the real module
 
 
-def test_the_fake_has_what_our_code_calls_and_the_real_module_has_it_too() -> None:
+def test_the_fake_and_the_real_module_have_what_the_package_calls() -> None:
     source = "".join(inspect.getsource(module) for module in (devices, gpu_memory, telemetry))
     used = set(re.findall(r"nvml\.((?:nvml|NVML)\w+)", source))
     assert len(used) > 15
@@ -83,7 +83,7 @@ def test_the_fake_has_what_our_code_calls_and_the_real_module_has_it_too() -> No
         assert hasattr(FakeNvml(), name), name
 
 
-def test_the_fakes_functions_take_what_the_real_ones_take() -> None:
+def test_the_fakes_functions_have_the_real_parameters() -> None:
     functions = {name: f for name, f in vars(FakeNvml).items() if name.startswith("nvml")}
     assert len(functions) > 10
     for name, function in functions.items():
@@ -92,7 +92,7 @@ def test_the_fakes_functions_take_what_the_real_ones_take() -> None:
 
 
 @pytest.mark.skipif(devices.open_nvml() is not None, reason="there is a driver here")
-def test_the_real_module_without_a_driver_is_no_gpu_and_no_error() -> None:
+def test_the_real_module_without_a_driver_finds_no_gpu_and_no_error() -> None:
     with pytest.raises(pynvml.NVMLError):
         pynvml.nvmlInit()
     assert list_devices().devices is None
@@ -144,10 +144,10 @@ def test_a_host_without_gpus_gets_none(install: Install) -> None:
     assert of(8) == of(8, "0") == Assignment()
 
 
-def test_more_workers_than_gpus_are_warned_of_where_each_sees_all_gpus(
+def test_more_workers_than_gpus_is_a_warning_where_each_sees_all_gpus(
     four: FakeNvml, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It may be a job that uses none, and torchrun lets it run."""
+    """The job may use no GPU, and torchrun lets it run."""
     assignment = of(5, isolate=False)
     assert (assignment.gpus, assignment.isolate) == ((), False)
     assert len(assignment.visible) == len(four.gpus)
@@ -165,8 +165,8 @@ def test_the_agent_isolates_its_workers(new_node: NodeFactory, monkeypatch: pyte
     install_driver(monkeypatch, tmp_path, f"nvml = FakeNvml(FakeGpu({A!r}), FakeGpu({B!r}))")
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(FakeGpu(A), FakeGpu(B)))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    tell = ("-c", f"echo $LOCAL_RANK $CUDA_VISIBLE_DEVICES > {tmp_path}/$RANK")
-    spec = WorkerSpec("test", 3, new_node(1, 1), entrypoint="sh", args=tell, virtual_local_rank=True)
+    writes = ("-c", f"echo $LOCAL_RANK $CUDA_VISIBLE_DEVICES > {tmp_path}/$RANK")
+    spec = WorkerSpec("test", 3, new_node(1, 1), entrypoint="sh", args=writes, virtual_local_rank=True)
     RedisElasticAgent(spec, DefaultLogsSpecs(str(tmp_path)), options=AgentOptions(share_gpus=True)).run()
     assert [(tmp_path / str(rank)).read_text() for rank in range(3)] == ["0 0\n", "0 1\n", "0 0\n"]
 
@@ -192,7 +192,7 @@ def test_the_probe_names_a_gpu_that_needs_a_recovery(
 
 
 @pytest.mark.parametrize("gpu", [FakeGpu(A), FakeGpu(A, recovery=None), FakeGpu(A, broken={"*": 999})])
-def test_a_gpu_whose_recovery_nvml_does_not_tell_is_not_refused(
+def test_a_gpu_without_a_known_recovery_action_is_not_refused(
     install: Install, monkeypatch: pytest.MonkeyPatch, gpu: FakeGpu
 ) -> None:
     install(gpu)
@@ -210,7 +210,7 @@ def test_an_older_pynvml_knows_no_recovery(install: Install, monkeypatch: pytest
 
 
 class Memory:
-    """GPU memory of earlier workers, which the driver frees while the agent pauses, each time for 10 s of its clock."""
+    """GPU memory of earlier workers, which the driver frees while the agent pauses; each pause is 10 s by its clock."""
 
     def __init__(self, install: Install, frees_after: int, leaves_after: int = 99) -> None:
         self.paused, self._frees_after, self._leaves_after = 0, frees_after, leaves_after
@@ -228,7 +228,7 @@ class Memory:
         self._gpu.used = 900 * MIB
 
 
-@pytest.mark.fault("GPU memory is not free yet when workers start anew", "they wait for it, up to 30 s")
+@pytest.mark.fault("GPU memory is not free yet when workers start again", "they wait for it, up to 30 s")
 def test_new_workers_wait_until_the_memory_of_earlier_ones_is_free(
     install: Install, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -256,7 +256,7 @@ def test_new_workers_of_a_node_that_has_to_leave_do_not_wait(install: Install) -
     assert memory.paused == 1
 
 
-def test_nobody_waits_for_the_memory_of_a_gpu_that_nvml_does_not_tell_of(install: Install) -> None:
+def test_new_workers_do_not_wait_for_a_gpu_that_nvml_cannot_read(install: Install) -> None:
     memory = Memory(install, frees_after=99)
     memory.start_workers()
     install(FakeGpu(A, broken={"*": pynvml.NVML_ERROR_UNKNOWN}))
@@ -264,7 +264,7 @@ def test_nobody_waits_for_the_memory_of_a_gpu_that_nvml_does_not_tell_of(install
     assert memory.paused == 0
 
 
-def test_the_agent_waits_for_gpu_memory_before_it_starts_workers_anew(
+def test_the_agent_waits_for_gpu_memory_before_it_restarts_workers(
     new_node: NodeFactory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     waits, failed = "Waiting up to 30 s for the memory of earlier workers, on GPU 0 (890 MiB).", tmp_path / "failed"
@@ -305,7 +305,7 @@ def test_a_name_that_occurs_twice_is_no_error_on_a_host_without_gpus() -> None:
         ("1,,2", [("1", B)]),
         (f"{C},{A}", [(C, C), (A, A)]),
         ("GPU-bb,GPU-d", [("GPU-bb", B), ("GPU-d", D)]),
-        (f"0,{B}", [("0", A)]),  # CUDA takes names of one kind
+        (f"0,{B}", [("0", A)]),  # CUDA takes names of one kind only
         ("", []),
         ("-1", []),
         ("NoDevFiles", []),
@@ -337,7 +337,7 @@ def test_visible_devices_as_cuda_reads_them(visible: str, expected: list[tuple[s
 @pytest.mark.parametrize(
     ("visible", "warned"), [("0,gpu1", True), ("0,9", True), ("none", True), ("0,-1", False), ("", False)]
 )
-def test_a_word_that_is_no_name_is_warned_of(visible: str, warned: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unknown_name_of_a_gpu_is_a_warning(visible: str, warned: bool, caplog: pytest.LogCaptureFixture) -> None:
     of(1, visible)
     assert ("CUDA_VISIBLE_DEVICES" in caplog.text) == warned
 
@@ -363,7 +363,7 @@ def test_unequal_gpus_are_not_identified_by_an_index_in_cudas_default_order(inst
 
 @pytest.fixture
 def sliced(install: Install) -> FakeNvml:
-    """A whole GPU, and one in three MIG devices with an empty place between them."""
+    """A whole GPU, and one that is split into three MIG devices with a gap between them."""
     migs = [FakeMig(M1, (1, 0)), None, FakeMig(M2, (2, 0)), FakeMig(M3, (2, 1))]
     return install(FakeGpu(A), FakeGpu(B, mig=list(migs)))
 
@@ -415,7 +415,7 @@ def test_a_gpu_in_mig_mode_without_a_mig_device_cannot_be_used(install: Install)
 # -- GPUs and drivers that fail
 
 
-def test_a_lost_gpu_is_nobodys_but_watched(four: FakeNvml) -> None:
+def test_a_lost_gpu_is_assigned_to_no_worker_but_watched(four: FakeNvml) -> None:
     four.gpus[1].lose()
     assignment = of(3)
     assert ids(assignment) == [A, C, D]  # by UUID, as indices may have moved
@@ -430,7 +430,7 @@ def test_a_lost_gpu_is_nobodys_but_watched(four: FakeNvml) -> None:
         of(1)
 
 
-def test_gpus_that_a_scheduler_keeps_from_us_do_not_count(four: FakeNvml) -> None:
+def test_gpus_that_a_scheduler_denies_do_not_count(four: FakeNvml) -> None:
     for gpu in four.gpus[:2]:
         gpu.broken["nvmlDeviceGetHandleByIndex"] = pynvml.NVML_ERROR_NO_PERMISSION
     assert [(gpu.id, gpu.index, gpu.uuid) for gpu in of(2).gpus] == [("0", 2, C), ("1", 3, D)]
@@ -446,13 +446,13 @@ def test_without_nvml_torch_counts(error: str | None, install: Install, monkeypa
         install(FakeGpu(A), init_error=getattr(pynvml, error))
     torch_counts(monkeypatch, 2)
     assert ids(of(2)) == ["0", "1"]
-    assert ids(of(2, "5,7,9")) == ["5", "7"]  # unchecked, but for torch's count
+    assert ids(of(2, "5,7,9")) == ["5", "7"]  # only torch's count is checked
     assert of(2).visible == ()
     assert all(gpu.uuid is None for gpu in of(2).gpus)
     with pytest.raises(ValueError, match=r"3 workers .* 2 GPUs"):
         of(3)
     assert ids(of(3, share=True)) == ["0", "1", "0"]
-    torch_counts(monkeypatch, 1)  # of any number of MIG devices
+    torch_counts(monkeypatch, 1)  # torch counts one, however many MIG devices there are
     migs = of(2, f"{M1},{M2}")
     assert ids(migs) == [M1, M2]
     assert migs.isolate
@@ -462,7 +462,7 @@ def test_without_nvml_torch_counts(error: str | None, install: Install, monkeypa
     assert of(3, "") == of(3, "-1,0") == Assignment()
 
 
-def test_nvml_that_cannot_count_is_told_of_and_torch_counts(
+def test_an_nvml_that_cannot_count_is_logged_and_torch_counts(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Countless(FakeNvml):
@@ -479,7 +479,7 @@ def test_nvml_that_cannot_count_is_told_of_and_torch_counts(
     "function",
     ["nvmlDeviceGetUUID", "nvmlDeviceGetName", "nvmlDeviceGetMaxMigDeviceCount", "nvmlDeviceGetHandleByIndex"],
 )
-def test_whatever_nvml_fails_at_the_error_names_the_gpu(install: Install, function: str) -> None:
+def test_an_nvml_error_names_the_gpu(install: Install, function: str) -> None:
     broken = FakeGpu(B, mig=[FakeMig(M1)], broken={function: pynvml.NVML_ERROR_UNKNOWN})
     install(FakeGpu(A), broken)
     assert ids(of(1)) == [A]
@@ -498,13 +498,13 @@ def driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Driver:
 
 
 @pytest.mark.fault("the GPUs' driver hangs when an agent starts", "the agent ends, and says that it was the driver")
-def test_a_driver_that_hangs_is_an_error_after_a_while(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_that_hangs_is_an_error_after_a_timeout(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     driver("nvml = FakeNvml(); nvml.nvmlInit = lambda: time.sleep(600)")
     with pytest.raises(DriverError, match=r"driver cannot be queried: .* did not end within 0\.5 s.*nvidia-smi"):
         assign(1, share=False, environ={}, ask=lambda: take_inventory(0.5))
-    assert assign(1, share=False, environ={"CUDA_VISIBLE_DEVICES": ""}) == Assignment(), "nobody needs to be asked"
+    assert assign(1, share=False, environ={"CUDA_VISIBLE_DEVICES": ""}) == Assignment(), "the driver is not queried"
     install_device_nodes(monkeypatch, "no-such-driver*")
-    assert assign(1, share=False, environ={}) == Assignment(), "nobody is there to be asked"
+    assert assign(1, share=False, environ={}) == Assignment(), "there is no driver to query"
 
 
 @pytest.mark.parametrize(
@@ -514,22 +514,22 @@ def test_a_driver_that_hangs_is_an_error_after_a_while(driver: Driver, monkeypat
         ("raise ImportError('libnvidia-ml.so: odd')", "exited with 1: ImportError: libnvidia-ml.so: odd"),
     ],
 )
-def test_a_process_that_dies_of_the_driver_is_an_error(driver: Driver, program: str, error: str) -> None:
+def test_a_driver_that_ends_the_query_process_is_an_error(driver: Driver, program: str, error: str) -> None:
     driver(program)
     with pytest.raises(DriverError, match=error):
         take_inventory()
 
 
-def test_the_process_tells_what_nvml_shows_here(driver: Driver, install: Install) -> None:
+def test_the_query_process_finds_the_same_devices_as_this_process(driver: Driver, install: Install) -> None:
     driver(
         f"nvml = FakeNvml(FakeGpu({A!r}), FakeGpu({B!r}, mig=[FakeMig({M1!r})]), FakeGpu({C!r}, broken={{'*': 999}}))"
     )
-    told = take_inventory()
+    found = take_inventory()
     install(FakeGpu(A), FakeGpu(B, mig=[FakeMig(M1)]), FakeGpu(C, broken={"*": 999}))
-    assert told == list_devices()
-    assert told.devices
-    assert told.devices[1].instances
-    assert told.devices[2].fault
+    assert found == list_devices()
+    assert found.devices
+    assert found.devices[1].instances
+    assert found.devices[2].fault
 
 
 def test_why_the_gpus_of_a_host_are_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The health endpoint, asked over real sockets: by supervisors, by Prometheus, and by clients that behave badly."""
+"""The health endpoint over real sockets: supervisors, Prometheus, and clients that behave badly."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ STATUS: Mapping[str, Any] = {
         }
     ],
 }
-TIMEOUT = 30.0  # for what takes milliseconds, in seconds
+TIMEOUT = 30.0  # in seconds, for requests that take milliseconds
 RUN = {"run_id": "job", "node": "alpha"}
 
 
 class FakeNode:
-    """An agent as the endpoint sees it; each part can be set by the test."""
+    """An agent as the endpoint sees it; the test sets each part."""
 
     def __init__(self) -> None:
         self.why_stalled = ""
@@ -158,7 +158,7 @@ def test_metrics_carry_the_whole_status_in_base_units(endpoint: HealthEndpoint) 
         ("worker_state", labels(local_rank="1", state="HEALTHY")): 1,
         ("worker_rank", labels(local_rank="0")): 2,
         ("worker_rank", labels(local_rank="1")): 3,
-        ("worker_step", labels(local_rank="0")): 41,  # and none of worker 1, which has reported no step
+        ("worker_step", labels(local_rank="0")): 41,  # worker 1 has reported no step, and has no series
         ("worker_idle_seconds", labels(local_rank="0")): 0.25,
         ("worker_cpu_cores", labels(local_rank="0")): 0.8,
         ("worker_memory_bytes", labels(local_rank="0")): 4096,
@@ -174,8 +174,8 @@ def test_metrics_carry_the_whole_status_in_base_units(endpoint: HealthEndpoint) 
     }
 
 
-def test_a_node_that_starts_again_goes_on_with_its_series(endpoint: HealthEndpoint, node: FakeNode) -> None:
-    """Its id is a new one, which must not make new series of all its metrics."""
+def test_a_node_that_starts_again_keeps_its_series(endpoint: HealthEndpoint, node: FakeNode) -> None:
+    """Its new id must not start new series for all of its metrics."""
     before = metrics(endpoint)
     node.asked = lambda: {**STATUS, "node": "host-1-cd"}
     assert {name for (name, _), _ in before.items() ^ metrics(endpoint).items()} == {"node_info"}
@@ -189,18 +189,18 @@ def test_metrics_follow_the_conventions(endpoint: HealthEndpoint) -> None:
         assert all(s.name.endswith("_total") == (family.type == "counter") for s in family.samples)
 
 
-def test_metrics_of_a_status_that_knows_little(endpoint: HealthEndpoint, node: FakeNode) -> None:
+def test_metrics_of_a_status_with_few_fields(endpoint: HealthEndpoint, node: FakeNode) -> None:
     node.asked = dict
-    nobody = frozenset({("run_id", ""), ("node", "")})
-    assert metrics(endpoint) == {("node_info", nobody | {("id", "")}): 1}
+    unnamed = frozenset({("run_id", ""), ("node", "")})
+    assert metrics(endpoint) == {("node_info", unnamed | {("id", "")}): 1}
     node.asked = lambda: {"epoch": "seven", "cpu": None, "workers": [{}], "gpus": None, "state": "odd"}
     found = metrics(endpoint)
-    assert found["node_state", nobody | {("state", "odd")}] == 1
-    assert found["node_state", nobody | {("state", "running")}] == 0
+    assert found["node_state", unnamed | {("state", "odd")}] == 1
+    assert found["node_state", unnamed | {("state", "running")}] == 0
     assert not {name for name, _ in found} & {"epoch", "cpu_cores", "worker_step", "gpu_info"}
 
 
-def test_metrics_are_those_of_now_and_of_no_other_registry(endpoint: HealthEndpoint, node: FakeNode) -> None:
+def test_metrics_are_current_and_from_no_other_registry(endpoint: HealthEndpoint, node: FakeNode) -> None:
     node.asked = lambda: {**STATUS, "epoch": 8}
     found = metrics(endpoint)
     assert found["epoch", labels()] == 8
@@ -247,10 +247,10 @@ def connect(endpoint: HealthEndpoint, said: bytes = b"", of: str = "127.0.0.1") 
     return client
 
 
-def test_clients_that_say_nothing_or_half_a_request_delay_nobody_and_are_hung_up_on(
+def test_clients_without_a_whole_request_delay_no_other_and_are_disconnected(
     node: FakeNode, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """They have a second for the request."""
+    """A client has a second for its request."""
     endpoint = HealthEndpoint(node, port=0)
     endpoint.start()
     clients = [connect(endpoint, said) for said in (b"", b"GET /livez HTTP/1.1\r\nHost:", b"\r\n" * 3)]
@@ -265,23 +265,23 @@ def test_clients_that_say_nothing_or_half_a_request_delay_nobody_and_are_hung_up
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clients may take as long for their request as for everything."""
+    """Sets long timeouts for clients and their requests."""
     monkeypatch.setattr(health_endpoint, "REQUEST_TIMEOUT", 60.0)
     monkeypatch.setattr(health_endpoint, "CLIENT_TIMEOUT", 60.0)
 
 
 @pytest.mark.usefixtures("patient")
-@pytest.mark.fault("silent connections to the health endpoint, as many as it has room for", "a supervisor is answered")
+@pytest.mark.fault("silent connections fill the health endpoint", "a supervisor is answered")
 @pytest.mark.parametrize("said", [b"", b"GET /livez HTTP/1.1\r\nHost: localhost\r\n"], ids=["nothing", "half"])
 def test_the_oldest_silent_client_makes_room(endpoint: HealthEndpoint, said: bytes) -> None:
-    """Whether all are of one address or not."""
+    """The clients may be of one address or of many."""
     room = health_endpoint.MAX_OF_ADDRESS
     for address in ("127.0.0.1", "127.0.0.2", "127.0.0.3", "127.0.0.4"):
         first, *others = [connect(endpoint, said, address) for _ in range(room)]
         assert ask(endpoint, "/livez")[:2] == (200, "ok\n")
         if address != "127.0.0.1":
             with connect(endpoint, said, address):
-                assert first.recv(1) == b"", "of its own address"
+                assert first.recv(1) == b"", "the oldest of the same address"
         for client in (first, *others):
             client.close()
     clients = [connect(endpoint, said, f"127.0.0.{2 + i % 60}") for i in range(health_endpoint.MAX_CLIENTS)]
@@ -293,7 +293,7 @@ def test_the_oldest_silent_client_makes_room(endpoint: HealthEndpoint, said: byt
 
 
 @pytest.mark.usefixtures("patient")
-def test_clients_of_one_address_that_have_asked_leave_room_for_others(endpoint: HealthEndpoint, node: FakeNode) -> None:
+def test_requests_in_flight_of_one_address_leave_room_for_others(endpoint: HealthEndpoint, node: FakeNode) -> None:
     asked, release = threading.Semaphore(0), threading.Event()
 
     def hang() -> Mapping[str, Any]:
@@ -316,7 +316,7 @@ def test_clients_of_one_address_that_have_asked_leave_room_for_others(endpoint: 
 
 
 def test_on_loopback_a_name_from_elsewhere_is_refused(endpoint: HealthEndpoint, node: FakeNode) -> None:
-    """On another address supervisors use any name."""
+    """An endpoint on another address accepts any name."""
 
     def status(of: HealthEndpoint, host: bytes) -> bytes:
         with connect(of, b"GET /metrics HTTP/1.1\r\nHost: " + host + b"\r\n\r\n") as client:
@@ -355,10 +355,10 @@ def test_stop_waits_neither_for_clients_nor_for_the_agent(node: FakeNode) -> Non
     release.set()
     for client in clients:
         client.close()
-    endpoint.stop()  # once more does no harm
+    endpoint.stop()  # a second stop does nothing
 
 
-def test_a_client_that_hangs_up_in_mid_answer_leaves_no_trace(
+def test_a_client_that_hangs_up_during_the_answer_is_logged_for_debugging(
     endpoint: HealthEndpoint, node: FakeNode, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     caplog.set_level("DEBUG", health_endpoint.__name__)
@@ -377,11 +377,11 @@ def test_a_client_that_hangs_up_in_mid_answer_leaves_no_trace(
     while not caplog.records:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    assert [record.levelname for record in caplog.records] == ["DEBUG"], "it was lost, and only that is said"
+    assert [record.levelname for record in caplog.records] == ["DEBUG"], "the lost answer is the only record"
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_port_in_use_is_named_with_what_to_do(endpoint: HealthEndpoint, node: FakeNode) -> None:
+def test_the_error_of_a_port_in_use_says_what_to_do(endpoint: HealthEndpoint, node: FakeNode) -> None:
     second = HealthEndpoint(node, port=endpoint.port)
     with pytest.raises(OSError, match=rf"port {endpoint.port} of 127\.0\.0\.1: .*in use; end the process") as raised:
         second.start()
@@ -402,7 +402,7 @@ def test_an_address_of_another_machine_is_refused(node: FakeNode, host: str) -> 
         HealthEndpoint(node, host=host, port=0).start()
 
 
-def test_loopback_unless_told_otherwise(endpoint: HealthEndpoint, node: FakeNode) -> None:
+def test_the_endpoint_listens_on_loopback_by_default(endpoint: HealthEndpoint, node: FakeNode) -> None:
     listening = [c.laddr for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN]
     assert [address.ip for address in listening if address.port == endpoint.port] == ["127.0.0.1"]
     everywhere = HealthEndpoint(node, host="0.0.0.0", port=0)  # noqa: S104

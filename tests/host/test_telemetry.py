@@ -23,7 +23,7 @@ def burn(seconds):
         sum(range(10_000))
 
 def child(run, then="time.sleep(600)"):
-    # a child that does what run() does, says so, and then does `then`
+    # a child that calls run(), reports that it has, and then executes `then`
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -41,12 +41,12 @@ for line in sys.stdin:
     exec(line)
     print("done", flush=True)
 """
-TICKS = 0.06  # what is lost to ticks of 10 ms in a few processes, in seconds
-OVERHEAD = 0.4  # what a puppet may use beside what it is told to burn, in seconds
+TICKS = 0.06  # in seconds: rounding to ticks of 10 ms in a few processes
+OVERHEAD = 0.4  # in seconds: CPU time that a puppet may use beside what it burns
 
 
 class Clock:
-    """A clock that goes only when told."""
+    """A clock that the test moves on."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -56,7 +56,7 @@ class Clock:
 
 
 class Puppet:
-    """A worker's process that does as it is told."""
+    """A worker's process that executes the lines that the test sends."""
 
     def __init__(self) -> None:
         self.process = subprocess.Popen(
@@ -131,7 +131,7 @@ class Meter:
 
 def test_the_first_sample_has_no_cpu_and_the_next_has_what_was_burned_since(start: Callable[[], Puppet]) -> None:
     meter, puppet, idle = Meter(), start(), start()
-    puppet.do("burn(0.5)")  # before the first sample: not to be counted
+    puppet.do("burn(0.5)")  # before the first sample, so not counted
     assert meter.read(w0=puppet.tree, w1=idle.tree) == {}
     puppet.do("burn(1)")
     used = meter.read(w0=puppet.tree, w1=idle.tree)
@@ -140,7 +140,7 @@ def test_the_first_sample_has_no_cpu_and_the_next_has_what_was_burned_since(star
     assert meter.read(w0=puppet.tree, w1=idle.tree)["w0"] <= TICKS
 
 
-def test_children_that_no_sample_saw_are_counted(start: Callable[[], Puppet]) -> None:
+def test_children_between_two_samples_are_counted(start: Callable[[], Puppet]) -> None:
     meter, puppet = Meter(), start()
     meter.read(w0=puppet.tree)
     puppet.do("[os.waitpid(child(lambda: burn(0.3), then=''), 0) for _ in range(3)]")
@@ -160,12 +160,12 @@ def test_a_child_is_counted_once_though_its_parent_inherits_its_times(start: Cal
     assert meter.read(w0=puppet.tree)["w0"] <= TICKS
 
 
-def test_a_child_that_is_reaped_outside_the_tree_takes_nothing_from_the_others(start: Callable[[], Puppet]) -> None:
+def test_a_child_that_is_reaped_outside_the_tree_does_not_reduce_the_sum(start: Callable[[], Puppet]) -> None:
     meter, puppet = Meter(), start()
     puppet.do("child(lambda: child(lambda: burn(1)))")
     meter.read(w0=puppet.tree)
     root, child, grandchild = puppet.tree
-    child.kill()  # a zombie, as its parent does not ask for it; the grandchild is init's now, and in no tree of ours
+    child.kill()  # a zombie, as its parent does not reap it; init adopts the grandchild, which leaves the tree
     grandchild.kill()
     puppet.do("burn(0.5)")
     assert 0.5 - TICKS <= meter.read(w0=[root, child])["w0"] <= 0.5 + OVERHEAD
@@ -182,7 +182,7 @@ def test_a_restarted_worker_is_counted_from_its_start(start: Callable[[], Puppet
     assert 0.5 - TICKS <= used <= 0.5 + OVERHEAD
 
 
-def test_no_more_is_reported_than_the_machine_has(start: Callable[[], Puppet]) -> None:
+def test_cpu_is_never_more_than_the_machine_has(start: Callable[[], Puppet]) -> None:
     meter, puppet = Meter(), start()
     meter.read(w0=puppet.tree)
     puppet.do("burn(0.5)")
@@ -252,7 +252,7 @@ def test_processes_that_vanish_or_hide_or_are_zombies_are_left_out(start: Callab
     assert sample["workers"]["1"]["cpu"] == 0
 
 
-def test_a_tree_that_dies_between_its_listing_and_its_reading(start: Callable[[], Puppet]) -> None:
+def test_a_tree_that_dies_after_its_listing_has_no_memory(start: Callable[[], Puppet]) -> None:
     telemetry, puppet = Telemetry(), start()
     puppet.do("for _ in range(3): child(lambda: None)")
     tree = puppet.tree

@@ -1,4 +1,4 @@
-"""What a node says of its GPUs: those of a fake NVML, and the real ones where there are any."""
+"""What a node reports of its GPUs: with a fake NVML, and with real GPUs where there are any."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_the_gpus_of_the_job_and_no_others_are_reported(watch: Callable[..., tup
     ],
 )
 @pytest.mark.parametrize("error", ["NVML_ERROR_NOT_SUPPORTED", "NVML_ERROR_UNKNOWN", "no such function"])
-def test_an_error_costs_its_field_only(
+def test_an_nvml_error_omits_its_field_only(
     function: str,
     fields: set[str],
     error: str,
@@ -70,7 +70,7 @@ def test_an_error_costs_its_field_only(
         monkeypatch.delattr(FakeNvml, function)  # another release of pynvml
     [found] = telemetry.sample({})["gpus"]
     assert set(found) == whole - fields
-    assert fake.event_sets == ("xid" in found) or error == "no such function"  # a set without use is freed
+    assert fake.event_sets == ("xid" in found) or error == "no such function"  # an unused set is freed
 
 
 def test_xids_are_counted_without_waiting(watch: Callable[..., tuple[FakeNvml, Telemetry]]) -> None:
@@ -85,9 +85,9 @@ def test_xids_are_counted_without_waiting(watch: Callable[..., tuple[FakeNvml, T
 
 
 @pytest.mark.fault(
-    "an application makes its GPU raise Xid errors", "they are told, and the GPU does not count as broken"
+    "an application makes its GPU raise Xid errors", "they are reported, and the GPU does not count as broken"
 )
-def test_xids_keep_their_numbers_and_an_applications_are_no_fault_of_the_gpu(
+def test_xids_of_applications_are_counted_but_are_no_fault_of_the_gpu(
     watch: Callable[..., tuple[FakeNvml, Telemetry]],
 ) -> None:
     fake, telemetry = watch(FakeGpu(UUIDS[0]))
@@ -100,8 +100,8 @@ def test_xids_keep_their_numbers_and_an_applications_are_no_fault_of_the_gpu(
     assert (gpu["xid"], gpu["xids"]["79"]) == (1, 1)
 
 
-@pytest.mark.fault("a GPU falls off the bus", "it alone is told as lost, and the others as ever")
-def test_a_lost_gpu_is_reported_as_lost_and_the_others_as_ever(
+@pytest.mark.fault("a GPU falls off the bus", "it alone is reported as lost")
+def test_only_a_lost_gpu_is_reported_as_lost(
     watch: Callable[..., tuple[FakeNvml, Telemetry]],
 ) -> None:
     fake, telemetry = watch(*(FakeGpu(uuid) for uuid in UUIDS))
@@ -110,11 +110,13 @@ def test_a_lost_gpu_is_reported_as_lost_and_the_others_as_ever(
     assert telemetry.sample({})["gpus"] == [before[0], {"index": 1, "lost": True}, before[2]]
     fake.gpus[1].broken.clear()
     assert telemetry.sample({})["gpus"] == before  # it is back
-    fake.gpus[1].broken["nvmlDeviceGetTemperature"] = pynvml.NVML_ERROR_GPU_IS_LOST  # lost while it is asked
+    fake.gpus[1].broken["nvmlDeviceGetTemperature"] = pynvml.NVML_ERROR_GPU_IS_LOST  # lost during the query
     assert telemetry.sample({})["gpus"][1] == {"index": 1, "lost": True}
 
 
-def test_a_gpu_that_was_lost_before_the_start(watch: Callable[..., tuple[FakeNvml, Telemetry]]) -> None:
+def test_a_gpu_that_was_lost_before_the_start_is_reported_as_lost(
+    watch: Callable[..., tuple[FakeNvml, Telemetry]],
+) -> None:
     lost = FakeGpu(UUIDS[0])
     lost.lose()
     _, telemetry = watch(lost, FakeGpu(UUIDS[1]))

@@ -1,4 +1,4 @@
-"""The callbacks of `redelastic.integrations` with stand-ins for the libraries; `test_trainers.py` has the real ones."""
+"""The callbacks of `redelastic.integrations`, with stand-ins for the libraries that `test_trainers.py` uses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ import redelastic
 
 @pytest.fixture
 def wanted(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """What `should_checkpoint` answers, in turn."""
+    """The results of `should_checkpoint`, in turn."""
     answers: list[bool] = []
     monkeypatch.setattr(redelastic, "should_checkpoint", lambda: answers.pop(0), raising=False)
     return answers
@@ -38,7 +38,7 @@ def reported(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 class AsyncCheckpointIO:
-    """As much of Lightning's as the callback uses."""
+    """The part of Lightning's class that the callback uses."""
 
     def __init__(self, calls: list[str]) -> None:
         self._calls = calls
@@ -55,7 +55,7 @@ class Plugins(ModuleType):
 
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ModuleType]:
-    """Imports one of our modules while its library is nothing but these classes."""
+    """Imports a module of `redelastic.integrations` with a stand-in for its library: these empty classes."""
 
     def load(name: str, library: str, *classes: str) -> ModuleType:
         stand_in = ModuleType(library)
@@ -84,13 +84,13 @@ def lightning(module: Callable[..., ModuleType], request: Any, monkeypatch: pyte
     return module("lightning", request.param, "Callback", "LightningModule", "Trainer")
 
 
-def test_nothing_is_imported_unasked() -> None:
+def test_the_package_imports_no_library() -> None:
     code = "import sys, redelastic.integrations; print({'torch', 'transformers', 'lightning'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout == "set()\n"
 
 
-def test_the_trainer_saves_before_the_agent_hears_that_it_has(
+def test_the_trainer_saves_before_it_reports_the_step(
     transformers: ModuleType, wanted: list[bool], reported: list[int]
 ) -> None:
     callback, args = transformers.ElasticCallback(), SimpleNamespace(device="cpu", fsdp="full_shard", deepspeed=None)
@@ -108,8 +108,8 @@ def test_the_trainer_saves_before_the_agent_hears_that_it_has(
 
     state.global_step = 2
     callback.on_step_end(args, state, control)
-    callback.on_prediction_step(args, state, control)  # as where somebody else asked for an evaluation
-    assert reported == [1, 1, 1], "until it is saved"
+    callback.on_prediction_step(args, state, control)  # as when the script asks for an evaluation
+    assert reported == [1, 1, 1], "no report before the save"
     assert (control.should_save, control.should_evaluate) == (True, False), "the drain does not wait for an evaluation"
     callback.on_save(args, state, control)
     assert reported == [1, 1, 1, 2]
@@ -140,7 +140,7 @@ def whole(folder: Path, *files: str) -> None:
         elif path.name == ".metadata":
             import torch.distributed.checkpoint as dcp  # takes more than a second, in each process of xdist
 
-            with warnings.catch_warnings():  # that it is alone
+            with warnings.catch_warnings():  # about saving without a process group
                 warnings.simplefilter("ignore")
                 dcp.save({"w": torch.zeros(1000)}, checkpoint_id=path.parent, no_dist=True)
         else:
@@ -176,7 +176,7 @@ PARTS = [
         if damage != "missing" or part not in MAY_BE_LEFT_OUT
     ],
 )
-def test_a_checkpoint_that_lacks_something_is_passed_over(
+def test_an_incomplete_checkpoint_is_skipped(
     transformers: ModuleType, tmp_path: Path, files: tuple[str, ...], part: str, damage: str
 ) -> None:
     assert transformers.last_checkpoint(tmp_path / "nowhere") is None
@@ -201,7 +201,7 @@ def test_a_checkpoint_that_lacks_something_is_passed_over(
         transformers.last_checkpoint(tmp_path)
 
 
-def test_of_lightnings_checkpoints_the_newest_whole_one_is_found(lightning: ModuleType, tmp_path: Path) -> None:
+def test_lightnings_newest_complete_checkpoint_is_found(lightning: ModuleType, tmp_path: Path) -> None:
     assert lightning.last_checkpoint(tmp_path / "nowhere") is None
     names = ("epoch=0-step=10.ckpt", "last.ckpt", "epoch=0-step=20.ckpt", "sharded.ckpt")
     first, second, third, folder = (tmp_path / name for name in names)
@@ -209,7 +209,7 @@ def test_of_lightnings_checkpoints_the_newest_whole_one_is_found(lightning: Modu
     for at, path in enumerate((first, second, third, folder)):
         os.utime(path, (at, at))
     assert lightning.last_checkpoint(tmp_path) == str(folder), "as FSDP leaves it"
-    (folder / "meta.pt").unlink()  # which is written last
+    (folder / "meta.pt").unlink()  # the last file to be written
     os.utime(folder, (3, 3))
     assert lightning.last_checkpoint(tmp_path) == str(third)
     os.truncate(third, third.stat().st_size - 1)
@@ -232,7 +232,7 @@ def test_lightnings_deepspeed_folders_and_dangling_links(lightning: ModuleType, 
         lightning.last_checkpoint(tmp_path)
 
 
-def test_a_checkpoint_that_is_removed_during_the_look_is_passed_over(
+def test_a_checkpoint_that_is_removed_during_the_search_is_skipped(
     lightning: ModuleType, transformers: ModuleType, tmp_path: Path
 ) -> None:
     class Racing(type(Path())):  # type: ignore[misc]
@@ -252,7 +252,7 @@ def test_a_checkpoint_that_is_removed_during_the_look_is_passed_over(
 
 
 class Trainer:
-    """As much of Lightning's as the callback uses; another rank may ask it to save."""
+    """The part of Lightning's class that the callback uses; another rank may ask it to save."""
 
     def __init__(self, *checkpoints: Any, others: bool = False) -> None:
         self.checkpoint_callbacks, self.global_step, self.saved = checkpoints, 7, list[str]()
@@ -298,18 +298,18 @@ def test_lightning_saves_if_any_rank_was_asked(
     callback.on_validation_batch_end(trainer, None, None, None, 0)
     assert trainer.saved == 2 * saved, "there is nothing to save"
     assert reported == [7] * 6
-    assert wanted == [], "but a request is heard, and answered by the report"
+    assert wanted == [], "each request is read, and answered by the report"
 
 
 @pytest.mark.parametrize("checkpoints", [(), (keeps("/a", last=None),), (keeps(None, last=True),)])
-def test_a_trainer_that_would_begin_anew_is_refused(lightning: ModuleType, checkpoints: tuple[Any, ...]) -> None:
+def test_a_trainer_that_could_not_resume_is_refused(lightning: ModuleType, checkpoints: tuple[Any, ...]) -> None:
     callback, trainer = lightning.ElasticCallback(), Trainer(*checkpoints)
     with pytest.raises(ValueError, match="save_last=True"):
         callback.setup(trainer, None, "fit")
     callback.setup(trainer, None, "test")
 
 
-def test_sigterm_is_as_it_was_before_lightning_took_it(lightning: ModuleType) -> None:
+def test_the_handler_of_sigterm_is_restored_after_lightnings(lightning: ModuleType) -> None:
     before, callback = signal.getsignal(signal.SIGTERM), lightning.ElasticCallback()
     try:
         callback.on_fit_start(Trainer(), None)

@@ -1,4 +1,4 @@
-"""The note about checkpoints that could not be loaded: when a process leaves it, and for how long it counts."""
+"""The note of checkpoints that could not be loaded: when a process writes it, and how long it is valid."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from redelastic.integrations.checkpoints import CheckpointError, newest_complete
 
 @pytest.fixture
 def checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """Two of them, the newest first."""
+    """Two checkpoints, the newest first."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a run")
     paths = [tmp_path / "second.ckpt", tmp_path / "first.ckpt"]
     for path in paths:
@@ -24,13 +24,13 @@ def checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
 
 def end(path: Path, code: str) -> str:
-    """Run a worker that loads a checkpoint and then does something else; returns its errors."""
+    """Run a worker that begins to load a checkpoint and goes on with `code`; returns its stderr."""
     begin = f"from redelastic.integrations.checkpoints import *\nbegin_loading(Path({str(path)!r}))\n"
     done = subprocess.run([sys.executable, "-c", begin + code], capture_output=True, text=True, timeout=60, check=False)
     return done.stderr
 
 
-def test_a_checkpoint_that_could_not_be_loaded_is_passed_over_until_it_is_written_anew(
+def test_a_checkpoint_that_could_not_be_loaded_is_skipped_until_written_again(
     checkpoints: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     second, first = checkpoints
@@ -47,7 +47,7 @@ def test_a_checkpoint_that_could_not_be_loaded_is_passed_over_until_it_is_writte
     os.utime(first, (1, 1))
     assert newest_complete(tmp_path, checkpoints) == str(first)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another run")
-    assert newest_complete(tmp_path, checkpoints) == str(second), "the script may have been mended"
+    assert newest_complete(tmp_path, checkpoints) == str(second), "another run's script may load it"
 
 
 @pytest.mark.parametrize(
@@ -60,12 +60,12 @@ def test_a_checkpoint_that_could_not_be_loaded_is_passed_over_until_it_is_writte
         "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
     ],
 )
-def test_other_ends_say_nothing_about_the_checkpoint(checkpoints: list[Path], tmp_path: Path, code: str) -> None:
+def test_other_ends_do_not_blame_the_checkpoint(checkpoints: list[Path], tmp_path: Path, code: str) -> None:
     assert "could not be loaded" not in end(checkpoints[0], code)
     assert newest_complete(tmp_path, checkpoints) == str(checkpoints[0])
 
 
 @pytest.mark.parametrize("note", ["", "[]", "{}", '{"run": "a run", "failed": [1]}'])
-def test_a_note_that_cannot_be_read_counts_for_nothing(checkpoints: list[Path], tmp_path: Path, note: str) -> None:
+def test_a_note_that_cannot_be_read_is_ignored(checkpoints: list[Path], tmp_path: Path, note: str) -> None:
     (tmp_path / ".redelastic-failed.json").write_text(note)
     assert newest_complete(tmp_path, checkpoints) == str(checkpoints[0])

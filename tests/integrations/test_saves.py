@@ -1,4 +1,4 @@
-"""The callbacks with the real trainers on one node: what a drain saves, when that is durable, what is loaded again."""
+"""The callbacks with the real trainers on one node: what a drain saves, when it is on disk, and what is loaded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SCRIPTS = Path(__file__).parents[1] / "support" / "workers"
 
 
 class Small(AgentJob):
-    """One node with one of the small scripts."""
+    """A job of one node that runs the small script of a library."""
 
     def __init__(self, server: RedisServer, directory: Path, library: str, nproc: int = 1) -> None:
         if find_spec(library) is None:
@@ -96,7 +96,7 @@ def test_a_drain_waits_for_a_save_in_the_background(server: RedisServer, tmp_pat
 @pytest.mark.fault(
     "a Trainer's newest checkpoint raises when it is loaded", "the next round resumes from the one before"
 )
-def test_a_checkpoint_that_cannot_be_loaded_is_passed_over(library: str, server: RedisServer, tmp_path: Path) -> None:
+def test_a_checkpoint_that_cannot_be_loaded_is_skipped(library: str, server: RedisServer, tmp_path: Path) -> None:
     with Small(server, tmp_path, library) as job:
         job.tell("finish")
         job.train("a")

@@ -1,4 +1,4 @@
-"""Trainers and launchers that people use, by the scripts of examples/: nodes die and drain, the others resume."""
+"""Trainers and launchers with the scripts of examples/: nodes die and drain, the others resume."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ SCRIPTS: Final = {
     "accelerate": "train_accelerate.py",
     "torch": "train_dcp.py",
 }
-LEASE: Final = {"keep_alive_max_attempt": 12}  # workers that are held do not notice a dead peer: its lease must end
-TORN: Final = {  # left by a node that dies while it saves step 22, or copies the file to where others see it
+LEASE: Final = {"keep_alive_max_attempt": 12}  # held workers do not notice a dead peer: its lease has to end
+TORN: Final = {  # the file left by a node that dies while it saves step 22, or publishes the file
     "transformers": "checkpoint-22/model.safetensors",
     "lightning": "last.ckpt",
     "accelerate": "new/model.safetensors",
@@ -37,7 +37,7 @@ def needs(library: str) -> None:
 
 
 def kill_in_a_save(job: TrainerJob, node: Node, library: str) -> float:
-    """Kill a node, and leave what it had begun to save."""
+    """Kill a node, and leave an incomplete save of it."""
     fault = job.note(f"SIGKILL of node {node.name}")
     node.kill()
     torn = job.saved / TORN[library]
@@ -74,7 +74,7 @@ def test_nodes_die_and_drain(library: str, server: RedisServer, tmp_path: Path) 
         assert job.first_step(epoch) == 21
 
         last, drained = job.by_rank(epoch)
-        drained.terminate()  # its worker is asked to save, and that of rank 0 does not hear of it but from that one
+        drained.terminate()  # its worker is asked to save; rank 0's worker learns of it from that one only
         assert job.wait_end(drained.name) == DRAINED
         epoch = job.wait_steps(epoch)
         assert job.first_step(epoch) == 27
@@ -89,7 +89,7 @@ def test_nodes_die_and_drain(library: str, server: RedisServer, tmp_path: Path) 
 )
 def test_torchrun_and_accelerate_launch(library: str, server: RedisServer, tmp_path: Path) -> None:
     needs(library)
-    nproc = 2 if library == "accelerate" else 1  # `accelerate launch` takes no fewer
+    nproc = 2 if library == "accelerate" else 1  # `accelerate launch` needs at least two
     with TrainerJob(server, tmp_path, "1:3", nproc=nproc, conf=LEASE) as job:
         if library == "accelerate":
             job.train_by_accelerate(*"abc")

@@ -1,4 +1,4 @@
-"""The exchange of a preflight: no host leads it, and one that is silent costs the others one time limit."""
+"""The exchange of a preflight: no host leads it, and a silent host costs the others one time limit."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def later() -> float:
 
 
 def over() -> float:
-    """A deadline that has passed, with the grace."""
+    """A deadline that has passed, its grace too."""
     return time.monotonic() - GRACE
 
 
@@ -95,7 +95,7 @@ def test_a_host_that_decides_and_dies_is_replaced(meet: Callable[[int], list[Mee
     first, second = meet(2)
     first.first()
     second.first()
-    assert first.report(OWN, over()) is None  # alone: no link, no group
+    assert first.report(OWN, over()) is None  # a host alone has no link and no group
     assert second.report(OWN, over()) is None
     document = {"names": ["vm-0", "vm-1"], "reports": [[0, 1]], "by": 1}
     assert second.agree(concluded) == (document, True)

@@ -1,4 +1,4 @@
-"""Pairs of hosts: everyone meets two others, a bad host meets a good one, and nobody meets a partner again."""
+"""Pairs of hosts: each host meets two others, a bad host meets a good one, and no pair meets again."""
 
 from __future__ import annotations
 

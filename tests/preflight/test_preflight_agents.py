@@ -19,9 +19,7 @@ CONF: Final = {"last_call_timeout": 5, "keep_alive_max_attempt": 15}
 
 
 @pytest.mark.long
-def test_hosts_are_measured_before_the_first_round_and_after_one_that_lost_a_host(
-    server: RedisServer, tmp_path: Path
-) -> None:
+def test_hosts_are_measured_before_the_first_round_and_after_a_loss(server: RedisServer, tmp_path: Path) -> None:
     with AgentJob(server, tmp_path, "2:3") as job:
         job.begin("a", "b", "c", options=("--preflight",), conf={**CONF, "last_call_timeout": 60})
         job.wait("hosts are measured", lambda: job.events(Preflight))
@@ -36,7 +34,7 @@ def test_hosts_are_measured_before_the_first_round_and_after_one_that_lost_a_hos
 
 
 @pytest.mark.long
-def test_an_excluded_host_waits_until_it_is_readmitted_and_joins_a_job_that_trains_unmeasured(
+def test_an_excluded_host_waits_until_it_is_readmitted_and_joins_unmeasured(
     server: RedisServer, tmp_path: Path
 ) -> None:
     with AgentJob(server, tmp_path, "1:2") as job:

@@ -28,7 +28,7 @@ def test_three_hosts_measure_themselves_and_each_other(
     options = ("--nnodes=2:3", "--rdzv-conf=last_call_timeout=100", "--timeout=60", "--size=1", "--exclude")
     with Hosts(server, server.url, run_id, tmp_path, *options, "--require=write=1000000") as hosts:
         hosts.start("vm-a", "vm-b")
-        hosts.start("vm-c", options=[f"--path={tmp_path}"])  # it does not write as fast as that
+        hosts.start("vm-c", options=[f"--path={tmp_path}"])  # no disk writes as fast as required
         ended = hosts.results(*NAMES)
     assert {one.code for one in ended.values()} == {common.NO}, ended
     document = ended["vm-a"].document
@@ -56,7 +56,9 @@ def test_three_hosts_measure_themselves_and_each_other(
     assert not list(tmp_path.glob(".redelastic-*"))
 
 
-def test_a_missing_host_is_waited_for_and_nothing_is_measured(server: RedisServer, run_id: str, tmp_path: Path) -> None:
+def test_a_preflight_waits_for_a_missing_host_and_measures_nothing(
+    server: RedisServer, run_id: str, tmp_path: Path
+) -> None:
     options = ("--nnodes=2", "--rdzv-conf=join_timeout=3")
     with Hosts(server, server.url, run_id, tmp_path, *options) as hosts:
         hosts.start("vm-a")

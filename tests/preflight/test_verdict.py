@@ -1,4 +1,4 @@
-"""Who is an outlier: on simulated hosts, through the real schedule, from none to a thousand."""
+"""Which hosts are outliers: up to a thousand simulated hosts, through the real schedule."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def test_equal_hosts_have_no_outlier(number: int) -> None:
 
 @pytest.mark.parametrize("number", [3, 4, 5, 8, 33, 1000])
 @pytest.mark.parametrize("measure", BAD)
-def test_one_bad_host_is_told_from_its_partners(number: int, measure: str) -> None:
+def test_one_bad_host_is_named_and_its_partners_are_not(number: int, measure: str) -> None:
     for bad in {1, number - 1} if number < 1000 else {500}:
         judged = verdict(site_of(number, {bad: BAD[measure]}))
         assert {(outlier.host, outlier.measure) for outlier in judged.outliers} == {(bad, measure)}
         assert (judged.links, judged.unmeasured) == ((), ())
 
 
-def test_the_values_are_beside_the_median() -> None:
+def test_an_outlier_has_its_value_and_the_median() -> None:
     [outlier] = verdict(site_of(8, {3: Host(send=0.1)})).outliers
     assert (outlier.host, outlier.measure, outlier.reason) == (3, "send", "")
     assert outlier.value == pytest.approx(0.1 * RATE, rel=0.3)
@@ -64,8 +64,8 @@ def test_two_bad_hosts_that_meet_first_are_both_found(measure: str) -> None:
     assert found(site_of(8, dict.fromkeys(pair, BAD[measure]))) == {(host, measure) for host in pair}
 
 
-def test_a_host_that_is_slow_by_chance_gets_another_chance() -> None:
-    """Host 5 is slow with the first two that it meets, as if something else had used its link meanwhile."""
+def test_a_host_that_is_slow_by_chance_is_measured_again() -> None:
+    """Host 5 is slow with its first two partners, as if something else had used its link meanwhile."""
     steps = site_of(8, {}).run()
     firsts = [pair for step in steps for pair in step.pairs if 5 in pair]
     site = site_of(8, {}, dict.fromkeys(firsts, 0.2))
@@ -83,7 +83,7 @@ def test_a_host_that_dies_in_any_step_is_named_and_its_partner_is_not(silent_in:
     assert all(bad not in step.hosts for step in later)
 
 
-def test_of_two_hosts_the_slower_is_named_but_no_end_of_their_link() -> None:
+def test_of_two_hosts_a_slow_one_is_named_but_no_host_for_a_slow_link() -> None:
     assert found(site_of(2, {1: Host(compute=0.55)})) == {(1, "compute")}
     for bad, measure in (Host(send=0.1), "send"), (Host(receive=0.0), "link"):
         judged = verdict(site_of(2, {1: bad}))
@@ -92,14 +92,14 @@ def test_of_two_hosts_the_slower_is_named_but_no_end_of_their_link() -> None:
 
 
 @pytest.mark.parametrize("factor", [0.0, 0.1])
-def test_a_bad_link_between_good_hosts_accuses_neither(factor: float) -> None:
+def test_a_bad_link_between_good_hosts_makes_neither_an_outlier(factor: float) -> None:
     judged = verdict(site_of(8, {}, links={(0, 7): factor}))
     assert judged.outliers == ()
     assert {(link.source, link.target) for link in judged.links} <= {(0, 7), (7, 0)}
     assert judged.links
 
 
-def test_equally_slow_hosts_are_found_by_what_is_required() -> None:
+def test_equally_slow_hosts_are_found_by_required_values() -> None:
     slow = dict.fromkeys(range(6), Host(compute=0.1, send=0.1))
     assert found(site_of(6, slow)) == set()
     assert found(site_of(6, slow), compute=50.0) == {(host, "compute") for host in slow}
@@ -107,18 +107,18 @@ def test_equally_slow_hosts_are_found_by_what_is_required() -> None:
     assert found(site_of(6, {}), compute=50.0, send=5.0, latency=1.0) == set()
 
 
-def test_without_a_majority_nobody_stands_out() -> None:
+def test_without_a_majority_there_is_no_outlier() -> None:
     assert found(site_of(10, dict.fromkeys(range(5), Host(compute=0.5)))) == set()
 
 
-def test_where_hosts_differ_much_none_stands_out_for_that() -> None:
+def test_widely_spread_hosts_have_no_outlier() -> None:
     reports = {host: {"compute": value} for host, value in enumerate((62, 70, 80, 90, 100, 110, 120, 130, 140))}
     assert judge(9, [Step("own", tuple(range(9)), (), reports)]).outliers == ()
     reports = {host: {"compute": value} for host, value in enumerate((62, 98, 98, 99, 100, 101, 101, 102, 103))}
     assert [outlier.host for outlier in judge(9, [Step("own", tuple(range(9)), (), reports)]).outliers] == [0]
 
 
-def test_what_fails_on_one_host_is_its_fault_and_what_fails_on_all_is_not_measured() -> None:
+def test_a_failure_on_one_host_is_an_outlier_and_on_all_hosts_unmeasured() -> None:
     steps = site_of(4, {}).run()
     reports = {host: {**report, "write:/ckpt": 300.0} for host, report in steps[0].reports.items()}
     reports[2]["write:/ckpt"] = "Read-only file system"
@@ -131,7 +131,7 @@ def test_what_fails_on_one_host_is_its_fault_and_what_fails_on_all_is_not_measur
     assert judged.unmeasured == ("write:/ckpt: No such file or directory",)
 
 
-def test_links_that_work_nowhere_are_not_measured() -> None:
+def test_links_that_work_on_no_host_are_unmeasured() -> None:
     judged = verdict(site_of(4, dict.fromkeys(range(4), Host(send=0.0))))
     assert (judged.outliers, judged.links) == ((), ())
     assert judged.unmeasured == ("links: none worked: RuntimeError: no connection",)
@@ -140,7 +140,7 @@ def test_links_that_work_nowhere_are_not_measured() -> None:
 @pytest.mark.parametrize(
     "report", [{"send": "x"}, {"send": -1, "latency": 1}, {"latency": float("nan")}, {"other": []}]
 )
-def test_a_report_that_makes_no_sense_is_a_link_that_did_not_work(report: dict[str, object]) -> None:
+def test_an_invalid_report_counts_as_a_broken_link(report: dict[str, object]) -> None:
     steps = site_of(4, {}).run()
     broken = [replace(step, reports={**step.reports, 1: report}) if step.kind == "pairs" else step for step in steps]
     assert {(outlier.host, outlier.measure) for outlier in judge(4, broken).outliers} == {(1, "link")}

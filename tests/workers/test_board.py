@@ -1,4 +1,4 @@
-"""Which workers hang, and where: a clock that the test winds for the first, real processes for the second."""
+"""Which workers hang, and where they hang: the first by a clock of the test's, the second in real processes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.temporary import make_temporary_files_in
 from tests.support.waiting import Within
 
 Start = Callable[..., int]
-TIMEOUT = 30.0  # of a dump, in seconds: never used up where there is an answer
+TIMEOUT = 30.0  # of a dump, in seconds: a worker that answers never uses it up
 until = Within(30)
 
 
@@ -68,7 +68,7 @@ def is_in_state(pid: int, state: str) -> bool:
 
 
 class Workers:
-    """A board whose workers the test plays, a clock that it winds, and an agent that looks ten times a second."""
+    """A board whose workers and clock are the test's, and an agent that looks at it ten times a second."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ def test_a_worker_hangs_that_makes_no_progress_for_longer_than_the_timeout(board
     assert sorted(hung) == [1, 2]
     assert hung[1] == pytest.approx(5.5)
     workers.call(1)
-    assert sorted(workers.after(0.1)) == [2], "who goes on does not hang any more"
+    assert sorted(workers.after(0.1)) == [2], "a worker that goes on does not hang any more"
     assert sorted(workers.after(5.5)) == [0, 1, 2]
 
 
@@ -124,7 +124,7 @@ def test_the_first_call_may_take_longer(board: ProgressBoard) -> None:
     assert sorted(workers.after(1.5)) == [0]
 
 
-def test_in_a_phase_its_own_limit_counts(board: ProgressBoard) -> None:
+def test_a_phase_has_a_limit_of_its_own(board: ProgressBoard) -> None:
     workers = Workers(board, timeout=2, start_timeout=4, reporters=set())
     workers.running = {0, 1}
     workers.call(0)
@@ -173,7 +173,7 @@ def test_a_worker_that_has_called_in_an_earlier_round_may_hang_before_its_first_
     assert workers.watch.silent == [0, 2]
 
 
-def test_idle_time_counts_from_the_call_and_not_from_the_look_that_saw_it(board: ProgressBoard) -> None:
+def test_idle_time_counts_from_the_call_and_not_from_the_look(board: ProgressBoard) -> None:
     workers = Workers(board, timeout=2)
     workers.watch = HangWatch(board, 2, 2, {0}, interval=1, clock=lambda: workers.now)
     workers.running = {0}
@@ -188,8 +188,8 @@ def test_idle_time_counts_from_the_call_and_not_from_the_look_that_saw_it(board:
 
 
 @pytest.mark.parametrize("off", [-1e6, 1e6], ids=["behind", "ahead"])
-def test_a_worker_on_another_clock_has_called_between_two_looks_all_the_same(board: ProgressBoard, off: float) -> None:
-    """A time namespace of its own gives it one."""
+def test_a_call_by_another_clock_is_taken_as_made_since_the_last_look(board: ProgressBoard, off: float) -> None:
+    """A worker in a time namespace of its own has another clock."""
     workers = Workers(board, timeout=2)
     workers.running = {0}
     workers.after(0.1)
@@ -226,7 +226,7 @@ def test_looks_that_are_a_little_late_count(board: ProgressBoard) -> None:
 
 def test_a_board_gives_back_all_it_took() -> None:
     open_files = Path("/proc/self/fd")
-    gc.collect()  # what other tests have left is not to go meanwhile
+    gc.collect()  # else files that other tests have left may be closed meanwhile
     before = len(list(open_files.iterdir()))
     board = ProgressBoard(8)
     assert len(list(open_files.iterdir())) > before
@@ -236,7 +236,7 @@ def test_a_board_gives_back_all_it_took() -> None:
     assert len(list(open_files.iterdir())) == before
 
 
-def test_without_memfd_a_file_that_is_removed_at_once_does(
+def test_without_memfd_a_board_uses_a_file_that_is_removed_at_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, start: Start
 ) -> None:
     monkeypatch.delattr(os, "memfd_create")
@@ -291,7 +291,7 @@ def test_a_hung_worker_writes_its_stacks_itself(start: Start, board: ProgressBoa
 
 
 @pytest.mark.usefixtures("no_py_spy")
-def test_workers_that_are_replaced_while_their_stacks_are_asked_for_have_none(
+def test_workers_that_are_replaced_during_a_dump_have_no_stacks(
     start: Start,
 ) -> None:
     class Replaced(ProgressBoard):
@@ -313,15 +313,15 @@ def test_a_worker_that_hangs_before_its_first_call_writes_its_stacks(start: Star
 
 @pytest.mark.usefixtures("no_py_spy")
 @pytest.mark.fault(
-    "a worker hangs before its first progress()", "its stacks are told, if its script imports redelastic"
+    "a worker hangs before its first progress()", "its stacks are reported, if its script imports redelastic"
 )
-def test_to_import_the_package_is_enough_for_stacks(start: Start, board: ProgressBoard) -> None:
-    """The commonest hang is that of NCCL's start, before any step."""
+def test_a_worker_that_imports_the_package_has_stacks(start: Start, board: ProgressBoard) -> None:
+    """The most frequent hang is in NCCL's start, before any step."""
     pid = start(HANG.replace("from redelastic.worker import progress", "import redelastic").replace("progress(7)", ""))
     assert "in hang" in dump_stacks(board, {0: pid}, TIMEOUT)[0]
 
 
-def test_without_an_agent_the_package_stays_light() -> None:
+def test_without_an_agent_the_package_imports_no_torch() -> None:
     code = "import sys, redelastic; print([n for n in sys.modules if n.startswith(('redelastic.', 'torch', 'mmap'))])"
     env = {name: value for name, value in os.environ.items() if name != VARIABLE}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
@@ -329,18 +329,18 @@ def test_without_an_agent_the_package_stays_light() -> None:
 
 
 @pytest.mark.usefixtures("no_py_spy")
-def test_the_process_that_speaks_is_asked_not_the_shell_around_it(start: Start, board: ProgressBoard) -> None:
+def test_stacks_are_of_the_process_that_reports_progress_not_of_its_shell(start: Start, board: ProgressBoard) -> None:
     shell = start(f"{sys.executable} -c '{HANG}' & wait", command=("bash", "-c"))
-    speaker = board.read(0).pid
-    assert speaker not in (0, shell)
+    reporter = board.read(0).pid
+    assert reporter not in (0, shell)
     try:
         assert "in hang" in dump_stacks(board, {0: shell}, TIMEOUT)[0]
     finally:
-        os.kill(speaker, signal.SIGKILL)
+        os.kill(reporter, signal.SIGKILL)
 
 
 @pytest.mark.usefixtures("no_py_spy")
-def test_of_long_stacks_the_main_thread_is_kept(start: Start, board: ProgressBoard) -> None:
+def test_long_stacks_are_cut_and_keep_the_main_thread(start: Start, board: ProgressBoard) -> None:
     code = """
 import threading
 def deep(n):
@@ -358,7 +358,7 @@ for _ in range(50):
     assert "in hang" in text
 
 
-def test_py_spy_is_asked_of_a_worker_that_has_no_handler(start: Start, board: ProgressBoard) -> None:
+def test_py_spy_dumps_a_worker_that_has_no_handler(start: Start, board: ProgressBoard) -> None:
     if stacks.find_py_spy() is None:
         pytest.skip("py-spy is not installed")
     code = HANG.replace("from redelastic.worker import progress", "").replace("progress(7)", "")
@@ -372,17 +372,17 @@ def test_py_spy_is_asked_of_a_worker_that_has_no_handler(start: Start, board: Pr
 
 
 @pytest.mark.usefixtures("no_py_spy")
-def test_a_worker_that_would_die_of_the_signal_is_not_sent_it(start: Start, board: ProgressBoard) -> None:
+def test_a_worker_without_a_handler_is_not_sent_the_signal(start: Start, board: ProgressBoard) -> None:
     pid = start("print('ready', flush=True)\nimport time\ntime.sleep(600)", None)
     text = dump_stacks(board, {0: pid}, TIMEOUT)[0]
     assert "\n" not in text
     assert re.search(rf"process {pid} \(state [RS]\) has not imported redelastic: ", text)
     assert r"pip install redelastic[stacks]" in text
-    os.kill(pid, signal.SIGSTOP)  # answered in order: had it been sent the other signal, it would be dead by now
+    os.kill(pid, signal.SIGSTOP)  # signals arrive in order: the other one would have killed it by now
     until(lambda: is_in_state(pid, "T"))
 
 
-def test_stopped_dead_and_missing_processes_are_said_to_be_so(start: Start, board: ProgressBoard) -> None:
+def test_stopped_dead_and_missing_processes_are_reported_as_such(start: Start, board: ProgressBoard) -> None:
     pids = {r: start(HANG, r) for r in (0, 1)}
     os.kill(pids[0], signal.SIGSTOP)
     os.kill(pids[1], signal.SIGKILL)
@@ -395,19 +395,19 @@ def test_stopped_dead_and_missing_processes_are_said_to_be_so(start: Start, boar
     assert texts[2] == f"No stacks: process {gone.pid} has ended."
 
 
-def test_a_worker_that_does_not_answer_and_a_py_spy_that_hangs_cost_the_timeout_at_most(
+def test_a_silent_worker_and_a_py_spy_that_hangs_cost_one_timeout_at_most(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, start: Start, board: ProgressBoard
 ) -> None:
     py_spy = tmp_path / "py-spy"
     py_spy.write_text(f"#!/bin/sh\necho $$ >> {tmp_path}/started\nexec sleep 600\n")
     py_spy.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    # It has a handler, of its own, that writes nothing.
+    # The worker has a handler of its own, which writes nothing.
     deaf = HANG.replace("def hang", f"import signal\nsignal.signal({STACK_SIGNAL}, lambda *_: None)\ndef hang")
     pids = {0: start(deaf, 0), 1: start(deaf, 1), 2: start(deaf, None)}
     began = time.monotonic()
-    texts = dump_stacks(board, pids, 8)  # of which py-spy's shells have half to start
-    assert time.monotonic() - began < 60  # it would be 600
+    texts = dump_stacks(board, pids, 8)  # py-spy's shells have half of it to start
+    assert time.monotonic() - began < 60  # without the limit it would be 600
     assert all(text.endswith("did not answer; py-spy: took too long.") for text in texts.values())
     spies = (tmp_path / "started").read_text().split()
     assert len(spies) == 3
@@ -447,23 +447,23 @@ def test_catches_tells_whether_a_signal_has_a_handler(start: Start) -> None:
     assert not catches(gone.pid, signal.SIGUSR1)
 
 
-def test_stacks_that_are_alike_are_told_once() -> None:
+def test_equal_stacks_are_shown_once() -> None:
     at = "Thread 0x{:016x} (most recent call first):\n  File 'train.py', line 7 in all_reduce"
-    told = merged({0: at.format(0x7F01), 1: "in load", 2: at.format(0x7F02)}, 1000)
-    assert told == f"workers 0, 2:\n{at.format(0x7F01)}\n\nworker 1:\nin load"
+    text = merged({0: at.format(0x7F01), 1: "in load", 2: at.format(0x7F02)}, 1000)
+    assert text == f"workers 0, 2:\n{at.format(0x7F01)}\n\nworker 1:\nin load"
     assert merged({3: "in load"}, 1000) == "in load"
 
 
-def test_of_many_long_stacks_each_has_its_share_and_keeps_its_end() -> None:
-    told = merged({rank: f"{rank}" * 5000 + f" the end of {rank}" for rank in range(8)}, 16_000)
-    assert len(told) <= 16_000
-    assert all(f"the end of {rank}" in told for rank in range(8))
+def test_many_long_stacks_are_cut_to_equal_shares_and_keep_their_ends() -> None:
+    text = merged({rank: f"{rank}" * 5000 + f" the end of {rank}" for rank in range(8)}, 16_000)
+    assert len(text) <= 16_000
+    assert all(f"the end of {rank}" in text for rank in range(8))
     assert merged({0: "x" * 20_000 + "the end"}, 16_000)[-7:] == "the end"
 
 
-@pytest.mark.fault("a worker that cuts the file of its progress", "it cannot; its agent lives on")
-def test_a_worker_cannot_end_its_agent_by_cutting_its_slot() -> None:
-    """The agent is a process of its own here: SIGBUS would end it."""
+@pytest.mark.fault("a worker truncates the file of its progress", "it is refused; its agent lives on")
+def test_a_worker_cannot_end_its_agent_by_truncating_its_slot() -> None:
+    """The agent is a process of its own here, since SIGBUS would end it."""
     script = """
 import os
 from redelastic.worker import VARIABLE

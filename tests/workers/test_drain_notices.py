@@ -1,4 +1,4 @@
-"""How a node is told to drain: signals, which may come twice for one request, and a file, which may be out of reach."""
+"""How a node is asked to drain: by signals, which may come twice for one request, and by a file on a lost mount."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_second_sigterm_is_a_request_of_its_own_later(clock: Clock) -> None:
     drained: list[str] = []
     with drain_on_signals(drained.append, clock):
         signal.raise_signal(signal.SIGTERM)
-        for _ in range(3):  # whoever keeps sending it has to be heard at last
+        for _ in range(3):  # a sender that repeats it has to succeed at last
             clock.now += SAME_REQUEST_SECONDS / 2
             if clock.now - 1000 <= SAME_REQUEST_SECONDS:
                 signal.raise_signal(signal.SIGTERM)
@@ -69,9 +69,9 @@ def test_sigusr1_never_ends_a_node(clock: Clock) -> None:
     [("", 30.0), ("soon", 30.0), ("1", 0.0), (f"{time.time() + 1e6}", 30.0)],
     ids=["empty", "no time", "past", "far off"],
 )
-def test_a_drain_file_may_say_by_when_to_be_gone(tmp_path: Path, text: str, timeout: float) -> None:
+def test_a_drain_file_may_have_a_deadline(tmp_path: Path, text: str, timeout: float) -> None:
     drained: list[tuple[str, float]] = []
-    file = DrainFile(tmp_path / "notice", 30.0, lambda *told: drained.append(told))
+    file = DrainFile(tmp_path / "notice", 30.0, lambda *request: drained.append(request))
     file.look()
     assert drained == []
     (tmp_path / "notice").write_text(text)
@@ -79,14 +79,12 @@ def test_a_drain_file_may_say_by_when_to_be_gone(tmp_path: Path, text: str, time
     assert drained == [(f"the file {tmp_path / 'notice'} exists", timeout)]
 
 
-@pytest.mark.fault("the drain file is out of reach, as on a lost mount", "that is said once; it is looked for again")
-def test_a_drain_file_that_cannot_be_looked_for_is_complained_of_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.fault("the drain file is out of reach, as on a lost mount", "one warning; the agent keeps looking for it")
+def test_a_drain_file_out_of_reach_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = tmp_path / "mount"
-    folder.symlink_to(folder)  # as a mount that is gone: an error at each look, for root too
+    folder.symlink_to(folder)  # as on a lost mount: each look is an error, for root too
     drained: list[tuple[str, float]] = []
-    file = DrainFile(folder / "notice", 30.0, lambda *told: drained.append(told))
+    file = DrainFile(folder / "notice", 30.0, lambda *request: drained.append(request))
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             file.look()
@@ -115,6 +113,6 @@ assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_a_forked_worker_has_none_of_the_agents_handlers() -> None:
-    """Else the agent would take a handler of its own for one with which the worker saves."""
+    """Else the agent would take its own handler for one with which the worker saves."""
     done = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr

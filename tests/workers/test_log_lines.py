@@ -28,7 +28,7 @@ pytestmark = pytest.mark.timeout(180)
 PREFIX: Final = r"[VIWEC]\d{4} \d\d:\d\d:\d\d\.\d{6} \d+ "  # level, day, time, pid
 
 
-def test_the_last_line_of_a_clean_drain_says_that_it_was_one(server: RedisServer, tmp_path: Path) -> None:
+def test_the_last_line_of_a_clean_drain_gives_its_cause(server: RedisServer, tmp_path: Path) -> None:
     with AgentJob(server, tmp_path, "1:1") as job:
         job.begin("a")
         job.wait_round("a")
@@ -39,25 +39,25 @@ def test_the_last_line_of_a_clean_drain_says_that_it_was_one(server: RedisServer
         assert all(re.match(PREFIX, line) for line in lines), "torch's own lines too"
 
 
-def test_that_this_node_leaves_is_no_news_to_it(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_node_does_not_log_its_own_leave_as_a_break(caplog: pytest.LogCaptureFixture) -> None:
     def hear(node: str) -> list[str]:
         cause = Left(node=node, cause="drained", reason="SIGTERM").as_cause()
         watch = Watch("run", "a-1-abc")
         watch.update(View.enter, Round(1, 0, 2, "host", 1, 1, 0, again=False))
         caplog.clear()
-        told = {"event": "broken", "epoch": "1", "cause": cause, "waiting": "0"}
-        assert watch.update(View.apply_wake_up, "1-0", told).nodes_waiting == 1
+        wake_up = {"event": "broken", "epoch": "1", "cause": cause, "waiting": "0"}
+        assert watch.update(View.apply_wake_up, "1-0", wake_up).nodes_waiting == 1
         return [record.getMessage() for record in caplog.records]
 
     assert hear("a-1-abc") == []
     assert hear("b-2-abc") == ["Round 1 of run 'run' is broken: b-2-abc drained: SIGTERM."]
 
 
-def test_that_this_node_was_fenced_is_news_to_it(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_node_logs_that_it_was_fenced(caplog: pytest.LogCaptureFixture) -> None:
     watch = Watch("run", "a-1-abc")
-    mine = Round(1, 0, 2, "host", 1, 1, 0, again=False)
-    watch.update(View.enter, mine)
-    watch.update(View.apply_beat, "a-1-abc", mine, Beat("fenced", 2, "", 0, "", 0, 0, "", 0))
+    held = Round(1, 0, 2, "host", 1, 1, 0, again=False)
+    watch.update(View.enter, held)
+    watch.update(View.apply_beat, "a-1-abc", held, Beat("fenced", 2, "", 0, "", 0, 0, "", 0))
     assert [record.getMessage() for record in caplog.records] == [
         "This node lost its lease: round 1 of run 'run' goes on without it."
     ]
@@ -70,14 +70,14 @@ def test_log_lines_under_torchrun_have_the_same_form(server: RedisServer, tmp_pa
         epoch = job.wait_round("ab")
         job.nodes["b"].kill()
         job.wait_round("a", epoch)
-        ours = [line for line in job.nodes["a"].stderr.splitlines() if "is broken: " in line]
-        assert ours
-        assert all(re.match(PREFIX + r"redelastic\.\S+\] Round 1 of run ", line) for line in ours)
+        broken = [line for line in job.nodes["a"].stderr.splitlines() if "is broken: " in line]
+        assert broken
+        assert all(re.match(PREFIX + r"redelastic\.\S+\] Round 1 of run ", line) for line in broken)
         job.tell("finish")
         assert job.wait_end("a") == 0
 
 
-def test_each_line_of_a_message_says_where_it_is_from() -> None:
+def test_each_line_of_a_message_has_the_prefix() -> None:
     try:
         int("odd")
     except ValueError:
@@ -90,7 +90,7 @@ def test_each_line_of_a_message_says_where_it_is_from() -> None:
 
 @contextmanager
 def no_handlers(logger: logging.Logger) -> Iterator[None]:
-    """What has set up logging here, pytest that is, has not."""
+    """A logger without the handlers that pytest has set up."""
     handlers, logger.handlers = logger.handlers, []
     try:
         yield
@@ -98,7 +98,7 @@ def no_handlers(logger: logging.Logger) -> Iterator[None]:
         logger.handlers = handlers
 
 
-def test_a_program_that_has_set_up_logging_keeps_its_own() -> None:
+def test_a_program_that_has_set_up_logging_keeps_its_handlers() -> None:
     root, logger, programs = logging.getLogger(), logging.getLogger("redelastic-test"), logging.NullHandler()
     with no_handlers(root), no_handlers(logger):
         root.addHandler(programs)
@@ -111,7 +111,7 @@ def test_a_program_that_has_set_up_logging_keeps_its_own() -> None:
         record = logging.LogRecord("test", logging.ERROR, "x.py", 1, "one", (), None)
         assert handler.filter(record)
         root.addHandler(programs)
-        assert not handler.filter(record), "or else it would stand there twice"
+        assert not handler.filter(record), "else the record would be logged twice"
 
 
 WRITES: Final = """
@@ -120,7 +120,7 @@ from redelastic.logs import unhurried_stderr
 
 os.set_blocking(2, sys.argv[1] == "blocks")
 with unhurried_stderr():
-    sys.stderr.write("of the parent\\n")  # a thread writes it, also while another process writes: a line is one write
+    sys.stderr.write("of the parent\\n")  # a thread writes it, while the child writes too: a line is one write
     if os.fork() == 0:
         sys.stderr.write("of a child\\n")
         sys.exit()
@@ -134,7 +134,7 @@ sys.exit(3)
 
 
 @pytest.mark.parametrize("file", ["blocks", "does not block"])
-def test_what_nobody_waits_for_is_written_whole_and_in_order(file: str) -> None:
+def test_unhurried_stderr_is_written_whole_and_in_order(file: str) -> None:
     done = subprocess.run([sys.executable, "-c", WRITES, file], stderr=subprocess.PIPE, check=False, timeout=60)
     *lines, afterwards, at_exit = done.stderr.decode().splitlines()
     assert (afterwards, at_exit) == ("afterwards", "at exit")

@@ -1,4 +1,4 @@
-"""The kernel's OOM kills: those in the agent's own cgroup are counted."""
+"""The kernel's OOM kills in the agent's own cgroup are counted."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ print(json.dumps([before, hog.returncode, oom_kills()]))
         command = [sys.executable, "-c", source, str(members)]
         done = subprocess.run(command, check=True, capture_output=True, timeout=DEADLINE)
     assert json.loads(done.stdout) == [0, -signal.SIGKILL, 1]
-    assert oom_kills() == elsewhere  # that was another cgroup
+    assert oom_kills() == elsewhere  # the kill was in another cgroup
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from tests.support.worker_processes import lives, until
 
 
 class Clock:
-    """The guard's clock, which the test moves on."""
+    """The client's clock, which the test moves on."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -29,23 +29,23 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def guard(clock: Clock) -> Iterator[ReaperClient]:
+def reaper(clock: Clock) -> Iterator[ReaperClient]:
     made = ReaperClient("token", clock)
     yield made
     made.close()
 
 
-def brief_until_it_is_dead(guard: ReaperClient) -> None:
-    guard.brief(())
-    if guard.pid is not None:
-        process = psutil.Process(guard.pid)
+def brief_until_it_is_dead(reaper: ReaperClient) -> None:
+    reaper.brief(())
+    if reaper.pid is not None:
+        process = psutil.Process(reaper.pid)
         until(lambda: not lives(process), "the reaper's end")
-        guard.brief(())
+        reaper.brief(())
 
 
 @pytest.mark.fault("a reaper that dies at once", "one warning says why; another is tried every 10 s")
 @pytest.mark.parametrize(
-    ("program", "told"),
+    ("program", "reason"),
     [
         ("#!/bin/sh\necho no module named spam >&2\nexit 1\n", "exited with 1"),
         ("", "No reaper could be started"),
@@ -54,13 +54,13 @@ def brief_until_it_is_dead(guard: ReaperClient) -> None:
 )
 def test_reapers_that_fail_are_reported_once(
     *,
-    guard: ReaperClient,
+    reaper: ReaperClient,
     clock: Clock,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     tmp_path: Path,
     program: str,
-    told: str,
+    reason: str,
 ) -> None:
     python = tmp_path / "python"
     python.write_text(program)
@@ -68,30 +68,30 @@ def test_reapers_that_fail_are_reported_once(
     with monkeypatch.context() as patched:
         patched.setattr(sys, "executable", str(python))
         for _ in range(3):
-            brief_until_it_is_dead(guard)
+            brief_until_it_is_dead(reaper)
             clock.now += RESTART_INTERVAL - 1
-            guard.brief(())
-            assert guard.pid is None, "the next one has to wait"
+            reaper.brief(())
+            assert reaper.pid is None, "the next one has to wait"
             clock.now += 1
     [record] = caplog.records
-    assert told in record.message
+    assert reason in record.message
     assert "workers would survive this process if it got SIGKILL" in record.message
     assert record.message.endswith("\nno module named spam" if program else "SIGKILL.")
-    guard.brief(())
-    assert guard.pid is not None, "it goes on trying"
+    reaper.brief(())
+    assert reaper.pid is not None, "the client goes on trying"
 
 
 def test_a_reaper_that_was_killed_is_reported_and_replaced_at_once(
-    guard: ReaperClient, clock: Clock, caplog: pytest.LogCaptureFixture
+    reaper: ReaperClient, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     for _ in range(2):
-        guard.brief(())
-        assert guard.pid is not None
-        first = psutil.Process(guard.pid)
+        reaper.brief(())
+        assert reaper.pid is not None
+        first = psutil.Process(reaper.pid)
         first.kill()
         until(lambda: not lives(first), "the reaper's end")  # noqa: B023  # called at once
         clock.now += RESTART_INTERVAL
         caplog.clear()
-        guard.brief(())
-        assert guard.pid not in (first.pid, None)
+        reaper.brief(())
+        assert reaper.pid not in (first.pid, None)
         assert "was ended by SIGKILL" in caplog.text

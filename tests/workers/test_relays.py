@@ -1,4 +1,4 @@
-"""Output of workers that goes to a pipe of the agent's: passed on whole and in order, and its end kept."""
+"""Output of workers that goes through the agent to a pipe: passed on whole and in order, and its end kept."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ raise ValueError("bad batch")
 @pytest.mark.fault(
     "a worker fails whose output goes to a pipe, as in a container", "its last lines and exception are kept"
 )
-def test_the_end_of_what_goes_to_a_pipe_is_kept(server: RedisServer, tmp_path: Path, joined: bool) -> None:
+def test_the_end_of_output_to_a_pipe_is_kept(server: RedisServer, tmp_path: Path, joined: bool) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     command = [*OURS, f"--rdzv-endpoint={server.url}", f"--rdzv-id={tmp_path.name}", "--nnodes=1", str(script)]

@@ -1,4 +1,4 @@
-"""A worker forked from a template looks like a new process; what cannot be a template is refused."""
+"""A worker forked from a template looks like a new process; modules that cannot be preloaded are refused."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ENVIRONMENT = {**OWN_ENVIRONMENT, "PYTHONFAULTHANDLER": "1", "PYTHONHASHSEED": "
 Make = Callable[..., Template]
 
 
-_children_before: set[int] = set()  # those of this process that no test of ours has started
+_children_before: set[int] = set()  # children of this process that no test here has started
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +61,7 @@ def make() -> Iterator[Make]:
 
 
 def run(one: Template | None, command: list[str], environment: Mapping[str, str], log: Path) -> tuple[int, str, str]:
-    """A worker to its end: forked from a template, or started anew; its exit status, and what it printed."""
+    """Run a worker to its end, forked from a template or as a new process; its exit status, and what it printed."""
     out, err = log.with_suffix(".out"), log.with_suffix(".err")
     with out.open("w") as o, err.open("w") as e:
         if one is None:
@@ -107,16 +107,16 @@ def test_a_fork_sees_what_a_new_process_sees(
     program = [*programs(tmp_path)[way], str(saw), "", "-x"]
     one = make(*program, "--rank=7", environment={**environment, "RANK": "7", "STALE": "1"})
     one.await_ready(DEADLINE)
-    told = []
+    seen = []
     for how in (one, None):
         command = [sys.executable, *program, "--rank=1"]
         assert run(how, command, environment, tmp_path / "log") == (0, "", "")
-        told.append(json.loads(saw.read_text()))
+        seen.append(json.loads(saw.read_text()))
         saw.unlink()
-    forked, anew = told
+    forked, new = seen
     assert (forked["environment"]["RANK"], forked["argv"][-1]) == ("1", "--rank=1")
     assert forked["parent"] == os.getpid()
-    assert forked == anew
+    assert forked == new
 
 
 @pytest.mark.parametrize("ending", probe.ENDINGS)
@@ -125,22 +125,24 @@ def test_a_fork_ends_as_a_new_process_does(make: Make, tmp_path: Path, ending: s
     one = make(*command[1:])
     one.await_ready(DEADLINE)
     ends = [run(how, command, ENVIRONMENT, tmp_path / "log") for how in (one, None)]
-    forked, anew = ((status, out, re.sub("(0x[0-9a-f]+|pid [0-9]+)", "", err)) for status, out, err in ends)
-    assert forked == anew
+    forked, new = ((status, out, re.sub("(0x[0-9a-f]+|pid [0-9]+)", "", err)) for status, out, err in ends)
+    assert forked == new
     assert one.lives()
 
 
 @pytest.mark.parametrize("text", ["print(1", None], ids=["with an error", "that is not there"])
-def test_a_script_that_cannot_run_is_told_of_as_ever(make: Make, tmp_path: Path, text: str | None) -> None:
+def test_a_script_that_cannot_run_gives_the_error_of_a_new_process(
+    make: Make, tmp_path: Path, text: str | None
+) -> None:
     script = tmp_path / "script.py"
     if text:
         script.write_text(text)
     command = [sys.executable, "-u", str(script)]
     one = make(*command[1:])
     one.await_ready(DEADLINE)
-    forked, anew = (run(how, command, ENVIRONMENT, tmp_path / "log") for how in (one, None))
-    assert forked == anew
-    assert anew[0] != 0
+    forked, new = (run(how, command, ENVIRONMENT, tmp_path / "log") for how in (one, None))
+    assert forked == new
+    assert new[0] != 0
 
 
 @pytest.mark.parametrize("text", ["import os; os.environ['CUSTOM'] = 'yes'", "import nowhere", "1 / 0"])
@@ -151,11 +153,13 @@ def test_a_sitecustomize_of_the_users_own_runs(make: Make, tmp_path: Path, text:
     environment = {**ENVIRONMENT, "PYTHONPATH": str(tmp_path)}
     one = make(*command[1:], environment=environment)
     one.await_ready(DEADLINE)
-    (forked, _, told), (anew, _, tells) = (run(how, command, environment, tmp_path / "log") for how in (one, None))
-    assert (forked, told) == (anew, tells)
+    (forked, _, forked_err), (new, _, new_err) = (
+        run(how, command, environment, tmp_path / "log") for how in (one, None)
+    )
+    assert (forked, forked_err) == (new, new_err)
 
 
-def test_what_is_random_in_new_processes_is_random_in_forks(make: Make, tmp_path: Path) -> None:
+def test_random_state_differs_between_forks(make: Make, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(
         "import multiprocessing, numpy, os, random, tempfile\n"
         "print(random.random(), numpy.random.rand(), multiprocessing.current_process().authkey.hex(),"
@@ -169,7 +173,7 @@ def test_what_is_random_in_new_processes_is_random_in_forks(make: Make, tmp_path
     assert all(a != b for a, b in zip(first, second, strict=True))
 
 
-def test_preloaded_modules_are_those_that_the_script_would_import(make: Make, tmp_path: Path) -> None:
+def test_the_script_gets_the_preloaded_modules(make: Make, tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text("import os\nprint('imported by', os.getpid(), flush=True)\nlayers = 3\n")
     (tmp_path / "script.py").write_text("import model; print(model.layers, model.__file__)")
     command = [sys.executable, "-u", str(tmp_path / "script.py")]
@@ -183,7 +187,7 @@ def test_preloaded_modules_are_those_that_the_script_would_import(make: Make, tm
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "reason"),
     [
         (
             "from threading import Timer\nfor _ in 1, 2: t = Timer(60, print); t.daemon = True; t.start()",
@@ -204,21 +208,23 @@ def test_preloaded_modules_are_those_that_the_script_would_import(make: Make, tm
     ],
     ids=["threads", "folder", "process", "error", "missing", "exit", "_exit", "killed", "real-time", "gpu"],
 )
-def test_what_cannot_be_preloaded_is_refused_by_name(make: Make, tmp_path: Path, text: str, told: str) -> None:
+def test_a_module_that_cannot_be_preloaded_is_refused_by_name(
+    make: Make, tmp_path: Path, text: str, reason: str
+) -> None:
     (tmp_path / "bad.py").write_text(text)
     (tmp_path / "good.py").write_text("import tempfile\nwith tempfile.TemporaryDirectory(): pass\n")
-    # What torch says of a GPU, without one.
+    # A stand-in for torch, whose GPU is initialised without one.
     (tmp_path / "torch.py").write_text(
         "class cuda:\n  ready = False\n  is_initialized = lambda: cuda.ready\n  def init(): cuda.ready = True\n"
     )
     one = make("-u", str(tmp_path / "script.py"), modules=("good", "bad", "json"))
-    with pytest.raises(TemplateError, match=re.escape(told)):
+    with pytest.raises(TemplateError, match=re.escape(reason)):
         one.await_ready(DEADLINE)
     until(lambda: not one.lives(), "its end")
 
 
-def test_threads_that_a_fork_handler_ends_are_no_hindrance(make: Make, tmp_path: Path) -> None:
-    """As those of numpy's OpenBLAS are."""
+def test_threads_that_a_fork_handler_ends_are_allowed(make: Make, tmp_path: Path) -> None:
+    """The threads of numpy's OpenBLAS are such threads."""
     (tmp_path / "pool.py").write_text(
         "import os, threading\n"
         "done = threading.Event()\n"
@@ -233,7 +239,7 @@ def test_threads_that_a_fork_handler_ends_are_no_hindrance(make: Make, tmp_path:
     assert run(one, command, ENVIRONMENT, tmp_path / "log") == (0, "", "")
 
 
-def test_a_file_that_changes_is_noticed(make: Make, tmp_path: Path) -> None:
+def test_a_changed_file_is_found(make: Make, tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text("a = 1")
     one = make("-u", str(tmp_path / "script.py"), modules=("json", "model"))
     one.await_ready(DEADLINE)
@@ -244,7 +250,7 @@ def test_a_file_that_changes_is_noticed(make: Make, tmp_path: Path) -> None:
     assert one.changed() == str(tmp_path / "model.py")
 
 
-def test_to_look_for_changes_takes_no_longer_than_it_may(
+def test_the_look_for_changed_files_has_a_time_limit(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("model.py", "late.py"):
@@ -253,21 +259,21 @@ def test_to_look_for_changes_takes_no_longer_than_it_may(
     one.await_ready(DEADLINE)
     monkeypatch.setattr(template, "CHANGES_TIMEOUT", 0.0)
     (tmp_path / "late.py").write_text("a = 1")
-    assert one.changed() == "", "there is time for one file only"
+    assert one.changed() == "", "there is no time for a second file"
     (tmp_path / "model.py").write_text("a = 1")
-    assert one.changed() == str(tmp_path / "model.py"), "the user's own comes first"
+    assert one.changed() == str(tmp_path / "model.py"), "the user's own file comes first"
 
 
 # -- a template or an agent that dies
 
 
-def script_that_tells(folder: Path) -> list[str]:
+def script_that_leaves_a_file(folder: Path) -> list[str]:
     (folder / "script.py").write_text(f"open({str(folder / 'ran')!r}, 'w')")
     return [sys.executable, "-u", str(folder / "script.py")]
 
 
 def test_a_template_that_was_killed_starts_no_worker(make: Make, tmp_path: Path) -> None:
-    command = script_that_tells(tmp_path)
+    command = script_that_leaves_a_file(tmp_path)
     one = make(*command[1:])
     one.await_ready(DEADLINE)
     os.kill(one.pid, signal.SIGKILL)
@@ -281,7 +287,7 @@ def test_a_template_that_was_killed_starts_no_worker(make: Make, tmp_path: Path)
 def test_a_template_that_is_frozen_starts_no_worker_later(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    command = script_that_tells(tmp_path)
+    command = script_that_leaves_a_file(tmp_path)
     one = make(*command[1:])
     one.await_ready(DEADLINE)
     monkeypatch.setattr(template, "FORK_TIMEOUT", 0.2)
@@ -295,7 +301,7 @@ def test_a_template_that_is_frozen_starts_no_worker_later(
 
 
 def adopted(one: Template) -> Fork | None:
-    """The child of this process that leads a session, beside the template."""
+    """The child of this process, other than the template, that leads a session."""
     new = {child.pid for child in psutil.Process().children()} - _children_before - {one.pid}
     return next((Fork(pid) for pid in new if os.getsid(pid) == pid), None)
 
@@ -303,31 +309,31 @@ def adopted(one: Template) -> Fork | None:
 @contextmanager
 def hand_started(command: list[str], modules: str) -> Iterator[tuple[subprocess.Popen[bytes], socket.socket]]:
     """A template, and the socket that its agent would have."""
-    ours, theirs = socket.socketpair()
+    agent_end, other_end = socket.socketpair()
     path = os.pathsep.join((template.SITE, str(Path(command[-1]).parent)))
-    environment = {**ENVIRONMENT, "PYTHONPATH": path, VARIABLE: f"{theirs.fileno()}:{modules}"}
+    environment = {**ENVIRONMENT, "PYTHONPATH": path, VARIABLE: f"{other_end.fileno()}:{modules}"}
     with (
-        ours,
-        subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()], start_new_session=True) as process,
+        agent_end,
+        subprocess.Popen(command, env=environment, pass_fds=[other_end.fileno()], start_new_session=True) as process,
     ):
-        theirs.close()
-        ours.settimeout(DEADLINE)
-        yield process, ours
-        ours.close()  # ends it
+        other_end.close()
+        agent_end.settimeout(DEADLINE)
+        yield process, agent_end
+        agent_end.close()  # ends it
 
 
-def test_a_worker_waits_for_the_word_of_its_agent(tmp_path: Path) -> None:
-    """An agent that is killed in mid start leaves no worker."""
-    command = script_that_tells(tmp_path)
+def test_a_worker_starts_only_when_its_agent_says_so(tmp_path: Path) -> None:
+    """An agent that is killed during the start leaves no worker."""
+    command = script_that_leaves_a_file(tmp_path)
     with hand_started(command, "json") as (_, agent):
         assert receive(agent)[0][0] == "", "it can import all"
-        ours, theirs = socket.socketpair()
-        send(agent, (command, ENVIRONMENT, [], []), [theirs.fileno()])
-        theirs.close()
-        worker = Fork(int.from_bytes(ours.recv(8), "big"))
+        agent_end, other_end = socket.socketpair()
+        send(agent, (command, ENVIRONMENT, [], []), [other_end.fileno()])
+        other_end.close()
+        worker = Fork(int.from_bytes(agent_end.recv(8), "big"))
         agent.recv(1)
         assert worker.poll() is None
-        ours.close()
+        agent_end.close()
         assert worker.wait(DEADLINE) == 0
         assert not (tmp_path / "ran").exists()
 
@@ -345,7 +351,7 @@ def test_a_template_ends_with_its_agent(tmp_path: Path, when: str) -> None:
         assert process.wait(DEADLINE) == 0
 
 
-def test_a_template_that_waits_costs_nothing(make: Make, tmp_path: Path) -> None:
+def test_a_template_that_waits_uses_no_cpu(make: Make, tmp_path: Path) -> None:
     one = make(str(tmp_path / "script.py"))
     one.await_ready(DEADLINE)
     process = psutil.Process(one.pid)
@@ -358,7 +364,7 @@ def test_a_template_that_waits_costs_nothing(make: Make, tmp_path: Path) -> None
 
 @contextmanager
 def standing_in(file: int, stream: int) -> Iterator[None]:
-    """Another file is this process' standard input or output meanwhile."""
+    """Meanwhile `file` is this process's standard input or output."""
     before = os.dup(stream)
     os.dup2(file, stream)
     try:
@@ -383,7 +389,7 @@ def test_output_to_a_file_is_buffered_though_the_template_is_on_a_terminal(make:
 
 
 def test_a_template_keeps_nothing_of_its_workers(make: Make, tmp_path: Path) -> None:
-    command = script_that_tells(tmp_path)
+    command = script_that_leaves_a_file(tmp_path)
     one = make(*command[1:])
     one.await_ready(DEADLINE)
     process = psutil.Process(one.pid)

@@ -1,4 +1,4 @@
-"""Jobs whose agents preload: workers behave as without, regroup, and leave nothing behind."""
+"""Jobs whose agents preload: workers behave as without preloading, regroup, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.worker_processes import lives, until
 pytestmark = pytest.mark.timeout(300)
 
 WITNESS = Path(__file__).parents[1] / "support" / "workers" / "witness.py"
-# What differs from one run to the next.
+# Variables that differ from one run to the next.
 OWN = re.compile(r"MASTER_PORT|TORCHELASTIC_(RUN_ID|ERROR_FILE)|REDELASTIC_(AGENT|WORKER|KEY_PREFIX|REDIS_URL)")
 
 
@@ -49,9 +49,9 @@ def launch(directory: Path, *arguments: str, **environment: str) -> subprocess.P
 
 
 @pytest.mark.long
-def test_workers_see_and_log_the_same_as_without(tmp_path: Path) -> None:
+def test_preloading_does_not_change_what_workers_see_and_log(tmp_path: Path) -> None:
     options = ["--nproc-per-node=2", "--tee=0:1,1:2", "--redirects=0:2,1:1", "--log-dir=logs", "--role=trainer"]
-    options += ["--local-addr=127.0.0.1"]  # else each looks for its own, which may differ: an interface comes or goes
+    options += ["--local-addr=127.0.0.1"]  # else each run looks for its own, and an interface may come or go in between
     runs = {}
     ignored = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGQUIT, signal.SIGINT)  # as by nohup and others
     before = {number: signal.signal(number, signal.SIG_IGN) for number in ignored}
@@ -66,11 +66,11 @@ def test_workers_see_and_log_the_same_as_without(tmp_path: Path) -> None:
     for name, run in runs.items():
         out, err = run.communicate(timeout=LIMIT)
         assert run.returncode == 0, err
-        told = [json.loads((tmp_path / name / f"{rank}-0.json").read_text()) for rank in range(2)]
-        for worker in told:
+        workers = [json.loads((tmp_path / name / f"{rank}-0.json").read_text()) for rank in range(2)]
+        for worker in workers:
             worker["environment"] = {n: v for n, v in worker["environment"].items() if not OWN.fullmatch(n)}
             worker["cwd"] = Path(worker["cwd"]).name == name
-        seen[name] = told
+        seen[name] = workers
         files = sorted((tmp_path / name / "logs").rglob("*.log"))
         logged[name] = [(file.name, file.read_text()) for file in files], sorted(out.splitlines())
     for warm, cold in zip(seen["warm"], seen["cold"], strict=True):
@@ -82,7 +82,7 @@ def test_workers_see_and_log_the_same_as_without(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_an_error_is_reported_as_ever(tmp_path: Path) -> None:
+def test_an_error_is_reported_as_without_preloading(tmp_path: Path) -> None:
     run = launch(tmp_path, "--preload=torch", "--nproc-per-node=2", str(WITNESS), ".", "record")
     _, err = run.communicate(timeout=LIMIT)
     assert run.returncode == 1
@@ -100,7 +100,7 @@ def template_of(agent: psutil.Process, worker: int) -> psutil.Process | None:
 
 @pytest.mark.fault(
     "a node is killed whose workers are forks of a template",
-    "the others go on without it, their workers forks again; none is a child of the template, and all end with the job",
+    "the other nodes go on with forks again; no fork is a child of the template, and all end with the job",
 )
 def test_forks_train_and_regroup(server: RedisServer, tmp_path: Path) -> None:
     with AgentJob(server, tmp_path, "1:2", conf=PATIENT) as job:
@@ -118,7 +118,7 @@ def test_forks_train_and_regroup(server: RedisServer, tmp_path: Path) -> None:
 
 
 @pytest.mark.fault(
-    "SIGKILL to an agent with a template of its workers", "the template ends with the workers, at the reaper's hand"
+    "SIGKILL to an agent with a template of its workers", "the reaper ends the template with the workers"
 )
 def test_nothing_outlives_an_agent_with_a_template(server: RedisServer, tmp_path: Path) -> None:
     with AgentJob(server, tmp_path, "1:1") as job:
@@ -130,7 +130,7 @@ def test_nothing_outlives_an_agent_with_a_template(server: RedisServer, tmp_path
 
 
 @pytest.mark.fault(
-    "the template of the workers is killed", "the workers are not touched; the next ones are forks of another"
+    "the template of the workers is killed", "its workers go on; the next ones are forks of a new template"
 )
 def test_a_template_that_is_killed_is_replaced(server: RedisServer, tmp_path: Path) -> None:
     with AgentJob(server, tmp_path, "1:1") as job:
@@ -152,14 +152,14 @@ def test_a_template_that_is_killed_is_replaced(server: RedisServer, tmp_path: Pa
 
 @pytest.mark.long
 def test_a_node_imports_before_it_joins(server: RedisServer, tmp_path: Path) -> None:
-    """Those that train go on meanwhile."""
+    """The nodes that train go on meanwhile."""
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "slow.py").write_text(f"open({str(tmp_path / 'fifo')!r}).read()")
     with AgentJob(server, tmp_path, "1:2", conf={"last_call_timeout": 0.1}) as job:
         job.start("a")
         epoch = job.wait_round("a")
         job.start("b", options=("--preload=slow",), env={"PYTHONPATH": str(tmp_path)})
-        with (tmp_path / "fifo").open("w"):  # waits for who reads
+        with (tmp_path / "fifo").open("w"):  # blocks until b opens it
             with pytest.raises(UnknownNodeError):
                 job.id_of("b")
             assert job.epoch == epoch
@@ -190,7 +190,7 @@ def test_the_agents_log_says_when_a_module_was_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "reason"),
     [
         (["--preload=torch", "--no-python", "ls"], "workers are started by ls, not by this Python"),
         (["--preload=torch", "--run-path", str(WITNESS)], "workers are functions"),
@@ -198,7 +198,7 @@ def test_the_agents_log_says_when_a_module_was_refused(tmp_path: Path) -> None:
     ],
 )
 def test_the_command_line_is_refused_with_the_reason(
-    arguments: list[str], told: str, capfd: pytest.CaptureFixture[str]
+    arguments: list[str], reason: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["run", "--standalone", "--nproc-per-node=1", *arguments]) == 2
-    assert told in capfd.readouterr().err
+    assert reason in capfd.readouterr().err

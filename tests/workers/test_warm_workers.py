@@ -1,4 +1,4 @@
-"""Which template an agent's workers are forked from, and when they start as always: a WarmStart without an agent."""
+"""Which template workers are forked from, and when they start as new processes: a WarmStart without an agent."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def make(tmp_path: Path, spared: set[int]) -> Iterator[Callable[..., WarmStart]]
 
 
 def start_group(one: WarmStart, tmp_path: Path, **environment: str) -> list[tuple[bool, str]]:
-    """Have torch start two workers, and wait for their ends: whether each is a fork, and what it says."""
+    """Have torch start two workers, and wait for their ends: whether each is a fork, and what it printed."""
     ends = []
     with one.starting():
         handlers = [
@@ -88,7 +88,7 @@ def test_a_template_serves_as_long_as_it_fits(make: Callable[..., WarmStart], sp
     first = only(spared)
     assert start_group(one, tmp_path, OMP_NUM_THREADS="3", LOCAL_RANK="0")[0] == (True, "3 1 --rank=0")
     second = only(spared)
-    assert second != first, "what imports may have read was another"
+    assert second != first, "the variables that imports may have read have changed"
     more = {
         "LOCAL_RANK": "5",
         "MASTER_PORT": "9",
@@ -109,7 +109,7 @@ def test_a_template_serves_as_long_as_it_fits(make: Callable[..., WarmStart], sp
 
 
 def test_workers_see_the_variables_that_imports_have_set(make: Callable[..., WarmStart], tmp_path: Path) -> None:
-    """But those that their agent gives each of them are theirs."""
+    """Variables that the agent sets for each worker take precedence."""
     (tmp_path / "env.py").write_text(
         "import os; os.environ.update(SET='by import', RANK='9', CHANGED='by import'); del os.environ['GONE']"
     )
@@ -139,7 +139,9 @@ def test_workers_do_not_wait_for_ever_for_a_template(
     ]
     (tmp_path / "fifo").write_text("")
     monkeypatch.undo()
-    assert [fork for fork, _ in start_group(one, tmp_path)] == [True, True], "it is there for the next ones"
+    assert [fork for fork, _ in start_group(one, tmp_path)] == [True, True], (
+        "the template is ready for the next workers"
+    )
 
 
 def test_a_node_that_is_to_leave_does_not_wait_for_its_template(
@@ -154,12 +156,12 @@ def test_a_node_that_is_to_leave_does_not_wait_for_its_template(
     assert [fork for fork, _ in start_group(one, tmp_path)] == [False, False]
 
 
-def test_a_template_that_dies_is_noticed_though_a_process_of_its_own_lives(
+def test_the_death_of_a_template_is_noticed_though_its_child_lives_on(
     make: Callable[..., WarmStart], spared: set[int], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Which has the agent's socket too, so that nobody hangs up."""
-    told = f"open({str(tmp_path / 'child')!r}, 'w').write(str(child))"
-    (tmp_path / "dies.py").write_text(f"import os, time\nchild = os.fork() or time.sleep(600)\n{told}\nos._exit(3)")
+    """The child has the agent's socket too, so the socket does not close."""
+    writes = f"open({str(tmp_path / 'child')!r}, 'w').write(str(child))"
+    (tmp_path / "dies.py").write_text(f"import os, time\nchild = os.fork() or time.sleep(600)\n{writes}\nos._exit(3)")
     one = make("dies")
     one.prepare()
     dead = psutil.Process(only(spared))
@@ -172,7 +174,7 @@ def test_a_template_that_dies_is_noticed_though_a_process_of_its_own_lives(
     assert "the template ended with status 3 during its imports" in caplog.text
 
 
-def test_what_cannot_be_preloaded_is_told_once(
+def test_a_module_that_cannot_be_preloaded_is_logged_once(
     make: Callable[..., WarmStart], spared: set[int], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "bad.py").write_text("import threading; t = threading.Timer(60, print); t.daemon = True; t.start()")
@@ -206,15 +208,13 @@ def test_a_template_that_was_killed_is_replaced_once_until_workers_need_it(
         one.tend()
         assert (len(spared), before.pid in spared) == (replaced, False), "another process may get its number"
     assert [fork for fork, _ in start_group(one, tmp_path)] == [True, True]
-    told = "The worker template was ended by SIGKILL; {}."
+    line = "The worker template was ended by SIGKILL; {}."
     what_next = ("creating a new one", "the next workers get a new one")
-    assert [record.getMessage() for record in caplog.records] == [told.format(then) for then in what_next]
+    assert [record.getMessage() for record in caplog.records] == [line.format(then) for then in what_next]
 
 
-def test_a_template_that_is_ready_is_watched_without_looking_at_it_again(
-    make: Callable[..., WarmStart], spared: set[int]
-) -> None:
-    """Looking each second took an agent a tenth of all its CPU time."""
+def test_a_ready_template_is_watched_without_polling(make: Callable[..., WarmStart], spared: set[int]) -> None:
+    """Polling each second took a tenth of an agent's CPU time."""
     one = make("model")
     one.prepare()
     one.await_template()
@@ -248,7 +248,7 @@ def test_a_template_that_hangs_is_given_up_for_this_group(
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
+    ("wrong", "reason"),
     [
         ({"entrypoint": print}, "workers are functions"),
         ({"entrypoint": print, "args": (3, None)}, "workers are functions"),
@@ -258,15 +258,15 @@ def test_a_template_that_hangs_is_given_up_for_this_group(
         ({"owns_process": False}, "this process is not the agent's own"),
     ],
 )
-def test_what_no_template_can_be_made_for_is_refused(wrong: dict[str, Any], told: str) -> None:
+def test_a_spec_that_cannot_be_preloaded_is_refused(wrong: dict[str, Any], reason: str) -> None:
     settings = {"entrypoint": sys.executable, "args": ("-u", "-m", "x", "-I"), "numa_options": None, **wrong}
     owns_process = settings.pop("owns_process", True)
     spec: Any = SimpleNamespace(**settings)
-    with pytest.raises(ValueError, match=f"Nothing can be preloaded here: .*{told}.* Remove preload"):
+    with pytest.raises(ValueError, match=f"Nothing can be preloaded here: .*{reason}.* Remove preload"):
         require_preloadable(spec, owns_process=owns_process)
 
 
-def test_a_spec_that_is_right_is_not_refused() -> None:
+def test_a_spec_that_can_be_preloaded_is_accepted() -> None:
     for args in (("-u", "x.py", "-c"), ("-uOO", "-m", "x", "-I"), ("x.py",)):
         spec: Any = SimpleNamespace(entrypoint=sys.executable, args=args, numa_options=None)
         require_preloadable(spec, owns_process=True)
