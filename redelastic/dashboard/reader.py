@@ -346,7 +346,7 @@ class Reader:
         if any(watch.stirred for watch in watches) or not watches:
             await asyncio.sleep(seconds)
             return
-        streams = {watch.keys.events.encode(): watch.event_log.last_id.encode() for watch in watches}
+        streams = {watch.keys.events.encode(): watch.event_log.last_id for watch in watches}
         try:
             stirred = await asyncio.to_thread(self._block, streams, seconds)
         except UnreachableError:
@@ -357,11 +357,11 @@ class Reader:
         for watch in watches:
             watch.stirred = watch.keys.events.encode() in stirred
 
-    def _block(self, streams: Mapping[bytes, bytes], seconds: float) -> set[bytes]:
+    def _block(self, streams: Mapping[bytes, str], seconds: float) -> set[bytes]:
         if not self._connection.is_cluster:
-            return set(self._connection.read_bytes(streams, seconds))
+            return set(self._connection.read(streams, seconds))
         share = seconds / len(streams)  # one read covers one slot
-        return {key for key, last in streams.items() if self._connection.read_bytes({key: last}, share)}
+        return {key for key, last in streams.items() if self._connection.read({key: last}, share)}
 
 
 def event_of(watch: Watch, event_id: str) -> Event | None:
