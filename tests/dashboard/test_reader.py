@@ -163,7 +163,7 @@ class TestWhatIsKept:
         waited: list[set[bytes]] = []
         block = Reader._block
 
-        def noted(reader: Reader, streams: Mapping[bytes, bytes], seconds: float) -> set[bytes]:
+        def noted(reader: Reader, streams: Mapping[bytes, str], seconds: float) -> set[bytes]:
             waited.append({*streams})
             return block(reader, streams, seconds)
 
