@@ -23,6 +23,7 @@ RETRY_PAUSE: Final = 0.2  # between attempts of the loop while Redis is away, in
 COARSE: Final = 0.11  # in seconds: Redis checks its clients ten times a second, so blocking reads end 0.1 s late
 SPREAD: Final = 0.05  # nodes that wait for the same lease to run out check it within this time, in seconds
 MAX_LEASE_CHECKERS: Final = 16  # about this many nodes of a group check a lease; they wake the others
+LARGEST_ID: Final = f"{2**64 - 1}-{2**64 - 1}"  # of a stream's entry: no server has given it by itself
 PER_ANSWER: Final = 5e-5  # in seconds, which Redis needs per answer to a roll call: large groups spread theirs
 
 
@@ -73,6 +74,8 @@ class Keeper:
             if time.monotonic() >= due - (0 if urgent else early):
                 self.beat()
                 watch.apply_return()  # not after a read alone: Redis may refuse writes
+                if since == LARGEST_ID:  # the next change begins the stream anew, with lower ids
+                    since = "0-0"
             until_beat = self.due()[0] - early - time.monotonic()
             if until_beat <= 0:  # urgent, and too soon for a blocking read
                 node.stopped.wait(max(0.0, until_beat + early))

@@ -88,7 +88,7 @@ def test_keys_that_hold_anything(
     server: RedisServer, connection: Connection, keys: RunKeys, measured: Callable[..., None]
 ) -> None:
     """The scripts as well: they meet what is in the keys first."""
-    count, tried, refused = max(20, INPUTS // 110), 0, 0
+    count, tried, refused = max(20, INPUTS // 300), 0, 0
     with server.get_client() as client, no_logs():
         for number in range(count):
             dice = Dice(SEED * 1_000_003 + number)

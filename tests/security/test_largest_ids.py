@@ -47,6 +47,18 @@ def test_a_stream_that_takes_no_more_entries(
     wait_until(other.is_closed, "a new node hears of the end")
 
 
+def test_a_member_that_has_read_the_largest_id_hears_on(
+    client: redis.Redis, new_node: NodeFactory, keys: RunKeys, control: RunControl
+) -> None:
+    """A request to save is in no heartbeat's reply, and its id is lower."""
+    node = new_node(1, 2)
+    node.next_rendezvous()
+    client.xadd(keys.wake, {"event": "x"}, id=LARGEST)
+    asked = control.save("why", 30)
+    assert asked
+    wait_until(lambda: [save.place for save in node.node.view.saves] == [asked.place], "the member hears of it")
+
+
 @pytest.mark.parametrize("name", ["events", "wake"])
 def test_closing_a_run_whose_stream_takes_no_more_entries(
     client: redis.Redis, new_node: NodeFactory, keys: RunKeys, control: RunControl, name: str
