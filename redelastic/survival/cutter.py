@@ -68,7 +68,10 @@ class Cutter:
             yield found
 
     def release(self) -> None:
-        """Close what was held back, now that every peer has left the group."""
+        """Close what was held back, now that every peer has left the group.
+
+        To what a frozen one sends later, a closed socket would answer with a reset: then, too, gloo can miss a wake-up.
+        """
         with self._lock:
             for held in self._held.values():
                 os.close(held)

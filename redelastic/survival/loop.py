@@ -184,16 +184,17 @@ class _Survivor:
     def run(self, train: TrainFunction) -> None:
         threading.Thread(target=self._listen, name="redelastic-channel", daemon=True).start()
         self._channel.send(parked="", paused=False)
-        cutter: Cutter | None = None
+        groups: list[Cutter] = []  # that this worker has left, whose connections are held back
         while (environment := self._rounds.get()) is not None:
-            if cutter is not None:
-                cutter.release()
+            if len(groups) > 1:  # a peer that is not in this round, as it was frozen, may still be in the last group
+                groups.pop(0).release()
             os.environ.update(environment)
             self._epoch, self._device = int(environment[EPOCH]), _device()
             cutter = self._cutter = Cutter()
             left = self._take_part(train, cutter)
             if left is not None:
                 cutter.hold()
+                groups.append(cutter)
                 if not left[1]:
                     abort_nccl()  # or its end may wait for a peer
             with contextlib.suppress(Exception):  # of a group that was cut while it was made

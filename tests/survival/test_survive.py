@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import runpy
 import sys
 from functools import partial
@@ -63,10 +64,10 @@ def test_processes_of_another_launcher_train_once_in_a_group(processes: Processe
         assert processes.values() == [(0, 2, 1, False), (1, 2, 1, False)]
 
 
-def enter(channels: WorkerChannels, epoch: int, *ranks: int) -> dist.TCPStore:
+def enter(channels: WorkerChannels, epoch: int, *ranks: int, size: int = 2) -> dist.TCPStore:
     """Have workers enter a round; returns its store, which ends with the returned object."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "2"}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(size)}
     agents = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     for rank in ranks:
         channels.send_round(rank, {**place, **agents, "RANK": str(rank), "REDELASTIC_EPOCH": str(epoch)})
@@ -93,6 +94,40 @@ def test_a_group_that_was_cut_while_it_was_made_is_no_hindrance_to_the_next(proc
     second = enter(channels, 2, 0, 1)
     assert processes.values() == [(0, 2), (1, 2)]
     del second  # the server of their store
+    channels.close()
+
+
+def _take_part(last: int) -> None:
+    state = redelastic.State()
+
+    def train(this: redelastic.Round) -> None:
+        assert this.store is not None
+        this.store.set(f"pid/{this.rank}", str(os.getpid()))
+        while this.epoch < last:
+            state.commit()
+
+    redelastic.survive(train, state)
+
+
+def test_a_peer_that_is_not_in_the_next_round_keeps_its_connections(processes: Processes) -> None:
+    """It may be frozen, and still in a collective: gloo can miss a reset, and wait for good."""
+    channels = WorkerChannels(2, lambda: None)
+    for local_rank in range(2):
+        processes.start(_take_part, 3, **channels.environment(local_rank))
+    until(lambda: len(channels.parked) == 2, "both are ready")
+    first = enter(channels, 1, 0, 1)
+    until(lambda: first.check(["train/pid/0", "train/pid/1"]), "both take part")
+    channels.abort(1)
+    until(lambda: len(channels.parked) == 2, "both have left")
+    second = enter(channels, 2, 0, size=1)
+    until(lambda: second.check(["train/pid/0"]), "the first takes part in a round without the second")
+    connections = psutil.Process(int(first.get("train/pid/1"))).net_connections("tcp")
+    assert {connection.status for connection in connections} <= {psutil.CONN_ESTABLISHED, psutil.CONN_LISTEN}
+    channels.abort(2)
+    until(lambda: len(channels.parked) == 2, "it has left that, too")
+    third = enter(channels, 3, 0, 1)
+    assert processes.values() == [None, None]
+    del third  # the server of their store
     channels.close()
 
 
