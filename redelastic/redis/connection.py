@@ -180,14 +180,6 @@ class Connection:
         return retried(paced, self.name, seconds, started, fail_over=self.served)
 
     def read(self, streams: Mapping[bytes, str], block: float, timeout: float = 0) -> dict[bytes, Entries]:
-        """As :meth:`read_bytes`, with ids and fields as text."""
-        after = {name: i.encode() for name, i in streams.items()}
-        return {
-            name: [(text(i), _fields(words)) for i, words in entries]
-            for name, entries in self.read_bytes(after, block, timeout).items()
-        }
-
-    def read_bytes(self, streams: Mapping[bytes, bytes], block: float, timeout: float = 0) -> dict[bytes, list[Any]]:
         """Block until one of several streams has an entry after a given id.
 
         Args:
@@ -196,13 +188,13 @@ class Connection:
             timeout: how long to retry on errors, in seconds.
 
         Returns:
-            The new entries of each stream that has any: id, and fields and values in turns.
+            The new entries of each stream that has any: their ids and fields.
         """
         block_ms = b"%d" % max(1, round(1000 * min(block, self.max_block)))
-        reply = self.exchange((b"XREAD", b"BLOCK", block_ms, b"STREAMS", *streams, *streams.values()), timeout=timeout)[
-            0
-        ]
-        return dict(reply or ())
+        after = [i.encode() for i in streams.values()]
+        [reply] = self.exchange((b"XREAD", b"BLOCK", block_ms, b"STREAMS", *streams, *after), timeout=timeout)
+        found = dict(reply or ()).items()
+        return {name: [(text(i), _fields(words)) for i, words in entries] for name, entries in found}
 
     def replicas_with(self, key: str, field: str, value: int, *, wanted: int, block: float, ttl: float) -> int:
         """Wait until as many replicas as wanted have a number in a hash.
