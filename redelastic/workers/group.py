@@ -23,10 +23,10 @@ from .blame import Blame
 from .board import FROZEN_LOOKS, HangWatch, ProgressBoard
 from .channels import Parked
 from .deaths import Deaths
-from .pace import Pace
 from .records import last_collectives
 from .relays import FLUSH_TIMEOUT
 from .stacks import catches, dump_stacks, speaker_of
+from .step_times import StepTimer
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class Workers:
         self._steps: dict[int, int] = {}  # the last one of each when it was looked at
         self._counts_anew = False  # whether one of them has told a lower step than before
         self._ranks: Mapping[int, int] = {}  # of the workers in the job, by local rank
-        self._paces: dict[int, Pace] = {}  # in this round
+        self._timers: dict[int, StepTimer] = {}  # in this round
         self._round_began = 0.0  # in seconds since 1970
         self._is_explained = False  # whether the round's collectives have been asked for
 
@@ -100,7 +100,7 @@ class Workers:
             ranks: of the workers in the job, by local rank.
         """
         self.blame.begin_round(ranks)
-        self._ranks, self._paces = ranks, {local_rank: Pace() for local_rank in ranks}
+        self._ranks, self._timers = ranks, {local_rank: StepTimer() for local_rank in ranks}
         self._round_began, self._is_explained = time.time(), False
 
     @property
@@ -178,8 +178,8 @@ class Workers:
         """Find hung workers, and set :attr:`hung`; returns them and the workers that have never reported."""
         self._look_at_steps()
         now = time.monotonic()
-        for local_rank, pace in self._paces.items():
-            pace.look(now, self._board.read(local_rank))
+        for local_rank, timer in self._timers.items():
+            timer.look(now, self._board.read(local_rank))
         self.hung = self._watch.look(r for r in self.pids if not self.ended(r))
         return list(self.hung), self._watch.silent
 
@@ -283,7 +283,7 @@ class Workers:
             status["step"] = step
         if (idle := self._watch.idle.get(local_rank)) is not None:
             status["idle"] = round(idle, 1)
-        if (pace := self._paces.get(local_rank)) and (times := pace.times):
+        if (timer := self._timers.get(local_rank)) and (times := timer.times):
             status |= {"step_time": round(times.step, 6), "own_time": round(times.own, 6)}
         return status
 

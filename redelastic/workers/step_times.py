@@ -24,7 +24,7 @@ class StepTimes(NamedTuple):
     own: float
 
 
-class Pace:
+class StepTimer:
     """Follows one worker in one round."""
 
     def __init__(self) -> None:

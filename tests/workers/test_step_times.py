@@ -3,37 +3,37 @@
 from __future__ import annotations
 
 from redelastic.workers.board import Progress
-from redelastic.workers.pace import WINDOW, Pace, StepTimes
+from redelastic.workers.step_times import WINDOW, StepTimer, StepTimes
 
 
 def progress(calls: int, looks: int, waits: int) -> Progress:
     return Progress(1, calls, calls, 0.0, False, False, 0, 0, None, "", looks, waits)
 
 
-def paced(seconds: int, *, steps: float, waits: float) -> StepTimes | None:
+def timed(seconds: int, *, steps: float, waits: float) -> StepTimes | None:
     """The times after so many seconds, with steps and waits for a second each, at ten looks a second."""
-    pace = Pace()
+    timer = StepTimer()
     for now in range(seconds + 1):
-        pace.look(float(now), progress(int(steps * now), 10 * now, int(10 * waits * now)))
-    return pace.times
+        timer.look(float(now), progress(int(steps * now), 10 * now, int(10 * waits * now)))
+    return timer.times
 
 
 def test_the_time_of_a_step_is_split_by_the_looks() -> None:
-    assert paced(90, steps=2, waits=0.25) == StepTimes(0.5, 0.375)
+    assert timed(90, steps=2, waits=0.25) == StepTimes(0.5, 0.375)
 
 
 def test_nothing_is_known_before_a_minute_or_without_steps_or_collectives() -> None:
-    assert paced(int(WINDOW) - 1, steps=2, waits=0.5) is None
-    assert paced(90, steps=0.01, waits=0.5) is None
-    assert paced(90, steps=2, waits=0) is None
+    assert timed(int(WINDOW) - 1, steps=2, waits=0.5) is None
+    assert timed(90, steps=0.01, waits=0.5) is None
+    assert timed(90, steps=2, waits=0) is None
 
 
 def test_only_the_last_minute_counts() -> None:
-    pace = Pace()
+    timer = StepTimer()
     waits = 0
     for now in range(300):
         waits += 8 if now < 200 else 2
-        pace.look(float(now), progress(now, 10 * now, waits))
-    times = pace.times
+        timer.look(float(now), progress(now, 10 * now, waits))
+    times = timer.times
     assert times is not None
     assert abs(times.own - 0.8) < 0.01
