@@ -27,9 +27,7 @@ STREAM_START: Final = (0, 0)  # a place before every entry of a stream
 ATTEMPT_TIMEOUT: Final = 5.0
 READ_TIMEOUT: Final = 60.0
 CONNECT_TIMEOUT: Final = 10.0
-LOST_PACKET: Final = (
-    1.2  # what one attempt at connecting gets at least, in seconds: TCP sends a lost packet again after 1 s
-)
+LOST_PACKET: Final = 1.2  # of one attempt to connect at least, in seconds: TCP sends a lost packet again after 1 s
 
 
 class Connection:

@@ -247,6 +247,7 @@ def test_each_pass_over_the_data_takes_a_sample_at_most_once() -> None:
     assert global_batch(3, 128, 0, 1437).tolist() == global_batch(3, 128, 0, 1437).tolist()
 
 
+@pytest.mark.long
 def test_its_data_are_scikit_learns_digits() -> None:
     import numpy as np
     import torch

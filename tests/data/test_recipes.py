@@ -42,6 +42,7 @@ def reference(steps: int) -> list[float]:
     return losses
 
 
+@pytest.mark.long
 def test_a_job_that_loses_and_gains_nodes_learns_as_one_process(server: RedisServer, tmp_path: Path) -> None:
     with TrainerJob(server, tmp_path, "1:3", agent=True) as job:
         job.train("train_batches.py", *"abc", options=preload("torch"))

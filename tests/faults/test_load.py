@@ -60,6 +60,7 @@ def assert_gone(found: dict[str, float]) -> None:
 
 
 @pytest.mark.fault("hundreds of jobs at once on one Redis", "I2, I7: all form, none loses a node, all keys go")
+@pytest.mark.long
 def test_many_jobs(ask: Answer) -> None:
     note = ("jobs", "all jobs formed", "memory per node", *END)
     found = ask("jobs", "--jobs", JOBS, *([] if LONG else ["--interval", 1]), note=note)
@@ -83,6 +84,7 @@ def test_many_waiting_nodes(ask: Answer) -> None:
 @pytest.mark.fault(
     "a store of very many keys", "its memory is in proportion, and all of it goes after the time to live"
 )
+@pytest.mark.long
 def test_many_keys(ask: Answer) -> None:
     found = ask("keys", "--keys", KEYS, note=("keys", "memory per key", "client's peak", "written in", *END))
     assert found["keys"] == found["keys listed"] == KEYS
@@ -92,6 +94,7 @@ def test_many_keys(ask: Answer) -> None:
 
 
 @pytest.mark.fault("values of 64 MB in a store", "memory is a small multiple of the value, and all of it goes")
+@pytest.mark.long
 def test_a_large_value(ask: Answer) -> None:
     calls = ("set", "get", "compare_set", "queue_push", "queue_pop")
     note = (*(f"{call}: Redis computes" for call in calls), "Redis' peak", "set: client's peak")

@@ -92,6 +92,7 @@ def test_a_drain_waits_for_a_save_in_the_background(server: RedisServer, tmp_pat
         assert max(checkpoint["global_step"] for checkpoint in saved) >= asked_after
 
 
+@pytest.mark.long
 @LIBRARIES
 @pytest.mark.fault(
     "a Trainer's newest checkpoint raises when it is loaded", "the next round resumes from the one before"

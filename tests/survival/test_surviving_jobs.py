@@ -78,6 +78,7 @@ def test_processes_survive_whatever_ends_their_peers(server: RedisServer, tmp_pa
 
 
 @pytest.mark.fault("a worker fails at the same step, again and again, and its peers' workers survive", "the job stops")
+@pytest.mark.long
 def test_survivors_whose_peer_always_fails_at_the_same_step_stop(server: RedisServer, tmp_path: Path) -> None:
     with SurvivingJob(server, tmp_path, "2:2", conf=PATIENT) as job:
         (tmp_path / "poison-b").write_text("3")
