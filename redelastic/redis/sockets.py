@@ -35,13 +35,24 @@ def encoded(words: Sequence[Word]) -> Command:
 
     hiredis crashes if a signal handler raises while it turns a number into text, so it gets bytes alone.
     """
-    return tuple([word if type(word) is bytes else _encoded(word) for word in words])
+    return tuple(
+        [  # no call for what most words are: a heartbeat has thirty
+            word
+            if type(word) is bytes
+            else word.encode("utf-8", "backslashreplace")  # such as a file's name that is not UTF-8
+            if type(word) is str
+            else b"%d" % word
+            if type(word) is int
+            else _encoded(word)
+            for word in words
+        ]
+    )
 
 
 def _encoded(word: Word) -> bytes:
     if isinstance(word, str):
-        return word.encode(errors="backslashreplace")  # such as a file's name that is not UTF-8
-    if type(word) in (int, float):
+        return word.encode("utf-8", "backslashreplace")
+    if type(word) is float:
         return repr(word).encode()
     if isinstance(word, bytes | bytearray | memoryview):
         return bytes(word)
