@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from redelastic.monitoring.control import RunControl
 from redelastic.monitoring.events import Progressed
 from redelastic.rendezvous.node import Node
+from redelastic.rendezvous.view import Round
 from redelastic.workers.group import Workers
 
 
@@ -21,6 +22,7 @@ class _Round:
 
     Attributes:
         workers: of it.
+        held: the round, as this node's view has it.
         leads: whether this node has rank 0, and so reports the steps.
         calls: of ``progress`` that its workers had made before, in an earlier round.
         last_step: the highest step of earlier rounds; None if none is known.
@@ -29,6 +31,7 @@ class _Round:
     """
 
     workers: Workers
+    held: Round | None
     leads: bool
     calls: int
     last_step: int | None
@@ -80,7 +83,8 @@ class TrainingTime:
         with self._lock:
             self._count()
             survived = self._round is not None and self._round.workers is workers
-            self._round = _Round(workers, rank == 0, workers.progress_calls if survived else 0, self._last_step)
+            held = self._node.view.round
+            self._round = _Round(workers, held, rank == 0, workers.progress_calls if survived else 0, self._last_step)
             since = None if self._progress_at is None else _ms_since(self._progress_at)
             return Earlier(survived, self._last_step, since)
 
@@ -104,6 +108,9 @@ class TrainingTime:
             known = [last for last in (this.last_step, self._control.last_step()) if last is not None]
             this.last_step = max(known, default=None)
             this.redone = _is_redone(step, this.last_step)
+        view = self._node.view
+        if view.round is not this.held or view.broken:
+            return  # too late: the steps that are known by now may be of the round after it
         node, last_step = self._node.id, this.last_step
         self._control.note(Progressed(node=node, step=step, last_step=last_step, since_progress_ms=_ms_since(at)))
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from types import SimpleNamespace
+from typing import Any, Final
 
 import pytest
 
+from redelastic.agent.training_time import TrainingTime
 from redelastic.monitoring.event_log import EventLog
 from redelastic.monitoring.events import Failed, Progressed, Started
 from redelastic.monitoring.history import History
@@ -121,3 +125,23 @@ def test_a_new_rank_0_reports_which_steps_are_redone(server: RedisServer, tmp_pa
         [spans] = [[s for s in node.spans if s.epoch == 1] for node in history.nodes if node.name == stays.name]
         assert [span.state for span in spans] == ["starting", "training", "regrouping"]
         assert spans[1].end >= max(line.time for line in job.lines("reports") if line.epoch == 1) - EXACT - SLACK
+
+
+@pytest.mark.parametrize("is_over", [False, True])
+def test_a_round_that_is_over_is_not_reported(is_over: bool) -> None:
+    """By then the steps that are known may be of the round after it, so that these would seem to be redone."""
+    view: Any = SimpleNamespace(round=object(), broken=None)
+    node: Any = SimpleNamespace(id="a", view=view)
+    workers: Any = SimpleNamespace(progress_calls=0, highest_step=-1, progress_at=None)
+    noted: list[Progressed] = []
+    control: Any = SimpleNamespace(last_step=lambda: None, note=noted.append)
+    reports: list[Callable[[], object]] = []
+    times = TrainingTime(node, control, reports.append)
+    times.begin_round(workers, 0)
+    workers.progress_calls, workers.highest_step, workers.progress_at = 1, 7, time.monotonic()
+    times.look()
+    if is_over:
+        view.round = object()
+    for report in reports:
+        report()
+    assert [event.step for event in noted] == ([] if is_over else [7])
