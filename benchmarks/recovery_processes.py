@@ -49,6 +49,7 @@ def node(directory: Path, log: str, env: Mapping[str, str], module: str, *argume
 def worker(record: Path, number: str, megabytes: int | None = None) -> None:
     """Step with all others: per step one all_reduce and a line in the record, all times on the monotonic clock.
 
+    It steps on a GPU where there is one, which all nodes share: NCCL takes them for hosts of their own.
     A worker that survives has a state of so many megabytes; it counts as another one in each round.
     """
     file = os.open(record, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
@@ -66,9 +67,14 @@ def worker(record: Path, number: str, megabytes: int | None = None) -> None:
     import torch  # noqa: PLC0415
     import torch.distributed as dist  # noqa: PLC0415
 
+    device, backend = ("cuda", "nccl") if torch.cuda.is_available() else ("cpu", "gloo")
+    os.environ["NCCL_HOSTID"] = number
+
     def step(commit: Callable[[], None] = lambda: None) -> NoReturn:
         while True:
-            dist.all_reduce(torch.ones(1))
+            one = torch.ones(1, device=device)
+            dist.all_reduce(one)
+            one.item()
             tell(step=time.monotonic())
             time.sleep(PACE)
             commit()
@@ -81,12 +87,12 @@ def worker(record: Path, number: str, megabytes: int | None = None) -> None:
             tell(ready=time.monotonic())
             step(state.commit)
 
-        model = torch.nn.ParameterList(torch.zeros(250_000) for _ in range(megabytes))  # 1 MB each
+        model = torch.nn.ParameterList(torch.zeros(250_000, device=device) for _ in range(megabytes))  # 1 MB each
         state = redelastic.State(model=model)
         redelastic.survive(train, state)
     else:
         tell(ready=time.monotonic())
-        dist.init_process_group("gloo")
+        dist.init_process_group(backend)
         step()
 
 

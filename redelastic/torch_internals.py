@@ -199,13 +199,7 @@ def abort_nccl() -> None:
 
     It is one NCCL group call: communicators that are aborted one after the other may wait for each other for ever.
     """
-    from torch import device  # noqa: PLC0415
-    from torch.distributed import distributed_c10d  # noqa: PLC0415
-
-    gpu, world = device("cuda"), distributed_c10d._world  # noqa: SLF001
-    groups = [group for group in list(world.pg_names) if gpu in group._device_types]  # noqa: SLF001
-    backends: list[Any] = [group._get_backend(gpu) for group in groups]  # noqa: SLF001
-    nccl = [backend for backend in reversed(backends) if hasattr(backend, "_group_start")]  # the newest group first
+    nccl = _nccl_backends()
     if not nccl:
         return
     nccl[0]._group_start()  # noqa: SLF001
@@ -214,6 +208,24 @@ def abort_nccl() -> None:
             backend.abort()
     finally:
         nccl[0]._group_end()  # noqa: SLF001
+
+
+def nccl_has_failed() -> bool:
+    """Whether an NCCL communicator has failed, as when a peer dies; a script that waits for its GPU gets no error."""
+    from torch._C._distributed_c10d import ErrorType  # noqa: PLC0415
+
+    return any(backend.get_error() != ErrorType.SUCCESS for backend in _nccl_backends())
+
+
+def _nccl_backends() -> list[Any]:
+    """Those of all groups, the newest first."""
+    from torch import device  # noqa: PLC0415
+    from torch.distributed import distributed_c10d  # noqa: PLC0415
+
+    gpu, world = device("cuda"), distributed_c10d._world  # noqa: SLF001
+    groups = [group for group in list(world.pg_names) if gpu in group._device_types]  # noqa: SLF001
+    backends: list[Any] = [group._get_backend(gpu) for group in groups]  # noqa: SLF001
+    return [backend for backend in reversed(backends) if hasattr(backend, "_group_start")]
 
 
 @contextlib.contextmanager

@@ -27,7 +27,13 @@ from .agent import RedisElasticAgent
 log = logging.getLogger(__name__)
 
 ROUND_VARIABLES: Final = (EPOCH_VARIABLE, PREFIX_VARIABLE, *INTERFACE_VARIABLES)  # that the handler sets for a round
-NCCL_ERRORS: Final = "TORCH_NCCL_ASYNC_ERROR_HANDLING"  # variable: 0 keeps NCCL's watchdog from ending the process
+# After an error, the watchdog of torch's NCCL groups would write what the flight recorder holds (the agent asks for it
+# itself), for a minute let no thread call a collective or destroy the group, and end the process.
+NCCL_VARIABLES: Final = (
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC",
+)
 LONG_WAIT: Final = 60.0  # after which the log says what the agent waits for, in seconds
 
 
@@ -103,8 +109,7 @@ class SurvivingAgent(RedisElasticAgent):
 
     def _set_local_rank_env(self, worker_env: dict[str, Any], local_rank: int, spec: WorkerSpec) -> None:
         super()._set_local_rank_env(worker_env, local_rank, spec)
-        if NCCL_ERRORS not in os.environ:
-            worker_env[NCCL_ERRORS] = "0"
+        worker_env |= {name: "0" for name in NCCL_VARIABLES if name not in os.environ}
         if self._channels:
             worker_env.update(self._channels.environment(local_rank))
 

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+import psutil
+
 from .devices import handle_of, open_nvml
 from .gpus import Gpu
 
@@ -21,6 +23,8 @@ SLACK: Final = 256 << 20  # that another process may take meanwhile, in bytes
 
 class GpuMemory:
     """The memory in use on a node's GPUs, compared with that before its first workers.
+
+    A GPU whose processes are all alive is used by other jobs, and is not waited for.
 
     Args:
         gpus: of the node, each known to NVML.
@@ -83,7 +87,18 @@ def _ask(gpus: Sequence[Gpu], answer: Callable[[dict[Gpu, int]], None]) -> None:
     used: dict[Gpu, int] = {}
     for gpu in gpus if nvml is not None else ():
         try:
-            used[gpu] = int(nvml.nvmlDeviceGetMemoryInfo(handle_of(nvml, gpu.index, gpu.uuid)).used)
+            handle = handle_of(nvml, gpu.index, gpu.uuid)
+            if not _is_of_the_living(nvml, handle):
+                used[gpu] = int(nvml.nvmlDeviceGetMemoryInfo(handle).used)
         except nvml.NVMLError:  # noqa: PERF203
             continue  # it is lost, or its model does not tell
     answer(used)
+
+
+def _is_of_the_living(nvml: Any, handle: Any) -> bool:
+    """Whether a GPU has processes, and all are alive; to a container, which does not know them, none seems so."""
+    try:
+        users = [process.pid for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle)]
+        return bool(users) and all(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in users)
+    except (nvml.NVMLError, psutil.Error):
+        return False

@@ -9,7 +9,7 @@ Two conventions, both torch's:
 
 Two cases need isolation, whatever the user chose. A CUDA process can use at most one MIG device, so workers that see
 several would all take the first one. And when workers share GPUs, ``LOCAL_RANK`` exceeds the number of GPUs, so
-``cuda:{LOCAL_RANK}`` does not exist. (NCCL refuses two ranks on one GPU: workers that share GPUs need gloo.)
+``cuda:{LOCAL_RANK}`` does not exist. (NCCL refuses two ranks of one host on a GPU: workers that share GPUs need gloo.)
 
 ``CUDA_VISIBLE_DEVICES`` is read as CUDA reads it, here and nowhere else: the list ends before the first entry that
 names no GPU. It is checked against NVML; without ``pynvml`` (an extra: the package nvidia-ml-py) torch's count of GPUs

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 COMPUTE_S: Final = 1.0  # long enough that a limited share of a CPU shows, or a GPU that gets hot
 COPY_S: Final = 0.5
-COPY_BYTES: Final = 64 << 20
+COPY_BYTES: Final = {"cpu": 64 << 20, "cuda": 1 << 30}  # by type of device: far more than its caches hold
 WRITE_BYTES: Final = 64 << 20
 CHUNK_BYTES: Final = 8 << 20
 WRITE_S: Final = 3.0  # after which no more is written
@@ -41,9 +41,10 @@ def compute(device: torch.device) -> float:
 
 def memory(device: torch.device) -> float:
     """Copy memory; returns GB/s, read and written."""
-    source = torch.ones(COPY_BYTES, dtype=torch.uint8, device=device)
+    size = COPY_BYTES[device.type]
+    source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return 2 * COPY_BYTES / GIGA * _per_second(lambda: target.copy_(source), device, COPY_S)
+    return 2 * size / GIGA * _per_second(lambda: target.copy_(source), device, COPY_S)
 
 
 def _per_second(act: Callable[[], object], device: torch.device, seconds: float) -> float:

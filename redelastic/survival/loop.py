@@ -22,7 +22,7 @@ import torch.distributed.nn.functional
 from torch import distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
-from redelastic.torch_internals import abort_nccl, restart_group_names, set_group_timeout
+from redelastic.torch_internals import abort_nccl, nccl_has_failed, restart_group_names, set_group_timeout
 
 from .channel import MAX_REASON, Channel
 from .cutter import Cutter
@@ -35,6 +35,7 @@ CONNECT_TIMEOUT: Final = timedelta(seconds=1)  # of one try to reach the round's
 MAKE_TIMEOUT: Final = timedelta(seconds=1.5)
 CUT_INTERVAL: Final = 0.01  # between two cuts of a group's sockets, in seconds
 IDLE_INTERVAL: Final = 3600.0  # between looks for a command, which wakes the thread anyway, in seconds
+GPU_INTERVAL: Final = 0.1  # the same with GPUs, for whether NCCL has failed: torch looks as often
 LAST_STEP: Final = "redelastic/last_step"  # key of the round's store: the step after which all ranks pause
 EPOCH: Final = "REDELASTIC_EPOCH"  # variable of the round's number
 LAUNCHED: Final = ("RANK", "WORLD_SIZE")  # variables of every launcher
@@ -113,9 +114,9 @@ def _train_once(train: TrainFunction, state: State, timeout: timedelta, *, verif
         dist.destroy_process_group()
 
 
-def _backend() -> str | None:
-    """The default group's backend: gloo, and with GPUs NCCL for what is there, which is torch's choice for None."""
-    return None if torch.cuda.is_available() else "gloo"
+def _backend() -> str:
+    """The default group's backend: gloo, and NCCL for what is on GPUs."""
+    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
 
 
 def _device() -> torch.device:
@@ -149,7 +150,7 @@ class _Survivor:
         self._channel, self._state, self._timeout, self._verify = channel, state, timeout, verify
         self._rounds: queue.SimpleQueue[Mapping[str, str] | None] = queue.SimpleQueue()
         self._epoch = 0  # of the round that this worker is in, or was last
-        self._over = 0  # epoch of the newest round that has ended
+        self._over = 0  # epoch of the newest round that has ended, for all or for this worker
         self._pauses = self._settles = 0  # epoch of the round that is to pause; in which this rank chooses the step
         self._device = torch.device("cpu")
         self._store: dist.Store | None = None  # of the round
@@ -210,23 +211,31 @@ class _Survivor:
         raise SystemExit("redelastic.survive(): the agent is gone.")
 
     def _listen(self) -> None:
-        """Receive commands, in a thread; cut the group as long as its round is over."""
+        """Receive commands, in a thread; cut the group as long as its round is over, or NCCL has failed."""
+        idle = GPU_INTERVAL if torch.cuda.is_available() else IDLE_INTERVAL
         with contextlib.suppress(EOFError):
             while True:
-                cutter = self._cutter
-                cutting = cutter is not None and self._is_over()
-                if cutter is not None and cutting:
-                    abort_nccl()
-                    cutter.cut()
-                command = self._channel.receive(CUT_INTERVAL if cutting else IDLE_INTERVAL)
+                command = self._channel.receive(CUT_INTERVAL if self._cut() else idle)
                 if command:
                     self._obey(command)
         self._over = self._epoch
         self._rounds.put(None)
-        while (cutter := self._cutter) is not None:
-            abort_nccl()
-            cutter.cut()
+        while self._cut():
             threading.Event().wait(CUT_INTERVAL)
+
+    def _cut(self) -> bool:
+        """End the group's operations if this worker is to leave the round; returns whether it is, and has not yet."""
+        epoch, cutter = self._epoch, self._cutter
+        if cutter is None:
+            return False
+        if nccl_has_failed():
+            self._over = max(self._over, epoch)
+        if not self._is_over():
+            return False
+        with contextlib.suppress(RuntimeError):  # of one communicator; the next call tries again
+            abort_nccl()
+        cutter.cut()
+        return True
 
     def _obey(self, command: Mapping[str, Any]) -> None:
         if "abort" in command:

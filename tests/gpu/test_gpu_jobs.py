@@ -14,7 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
-from redelastic.monitoring.events import Hung
+from redelastic.monitoring.collectives import explain
+from redelastic.monitoring.events import Collectives, Hung
 from redelastic.redis.server import RedisServer
 from tests.support.agent_job import AgentJob
 from tests.support.gpu_machine import ON_GPU, ask_card, memory_used, needs_card, needs_gpu, needs_two_cards
@@ -25,8 +26,7 @@ pytestmark = [needs_gpu, pytest.mark.timeout(300), pytest.mark.xdist_group("gpu"
 
 TRAIN = Path(__file__).parents[1] / "support" / "workers" / "gpu.py"
 HELD = 1024  # MiB that a worker holds, beside CUDA's own
-ALONE = {"TEST_BACKEND": "nccl" if ON_GPU else "gloo"}
-SHARED = {"TEST_BACKEND": "gloo"}  # NCCL takes one rank for each GPU
+BACKEND = {"TEST_BACKEND": "nccl" if ON_GPU else "gloo"}
 SHORT = {"keep_alive_interval": 0.4, "keep_alive_max_attempt": 3}
 
 
@@ -53,7 +53,7 @@ def hung(job: AgentJob) -> Hung:
 
 
 def test_nccl_alone(job: Job) -> None:
-    job.start("a", script=TRAIN, env=ALONE)
+    job.start("a", script=TRAIN, env=BACKEND)
     job.wait("it trains", lambda: steps(job) >= 5)
     job.tell("finish")
     assert job.wait_end("a") == 0
@@ -64,7 +64,7 @@ def test_nccl_on_all(server: RedisServer, tmp_path: Path) -> None:
     import torch
 
     with AgentJob(server, tmp_path, "1:1", nproc=torch.cuda.device_count()) as job:
-        job.start("a", script=TRAIN, env=ALONE)
+        job.start("a", script=TRAIN, env=BACKEND)
         job.wait_round("a")
         job.tell("collective-a")  # of all workers of that node, the first one to see it
         assert "all_reduce" in hung(job).stacks
@@ -74,7 +74,7 @@ def test_nccl_on_all(server: RedisServer, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["kill", "freeze"])
 def test_a_node_is_lost(job: Job, how: str) -> None:
-    job.start("a", "b", script=TRAIN, env=SHARED)
+    job.start("a", "b", script=TRAIN, env=BACKEND)
     epoch = job.wait_round("ab")
     getattr(job.nodes["b"], how)()
     job.nodes["b"].may_end = True
@@ -85,7 +85,7 @@ def test_a_node_is_lost(job: Job, how: str) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
 def test_a_worker_is_killed(job: Job, number: signal.Signals) -> None:
-    job.start("a", "b", script=TRAIN, env=SHARED)
+    job.start("a", "b", script=TRAIN, env=BACKEND)
     epoch = job.wait_round("ab")
     psutil.Process(next(line.pid for line in job.lines("step") if line.node == "b")).send_signal(number)
     job.wait_round("ab", after=epoch)
@@ -94,7 +94,7 @@ def test_a_worker_is_killed(job: Job, number: signal.Signals) -> None:
 
 
 def test_a_worker_is_frozen(ours: AgentJob) -> None:
-    ours.start("a", script=TRAIN, env=ALONE, options=("--hang-timeout=3", "--hang-start-timeout=120"))
+    ours.start("a", script=TRAIN, env=BACKEND, options=("--hang-timeout=3", "--hang-start-timeout=120"))
     epoch = ours.wait_round("a")
     psutil.Process(ours.lines("step")[-1].pid).suspend()
     assert (hung(ours).idle_ms or 0) >= 3000
@@ -104,7 +104,7 @@ def test_a_worker_is_frozen(ours: AgentJob) -> None:
 
 
 def test_a_kernel_that_does_not_end(ours: AgentJob) -> None:
-    ours.start("a", script=TRAIN, env=ALONE, options=("--hang-timeout=3", "--hang-start-timeout=120"))
+    ours.start("a", script=TRAIN, env=BACKEND, options=("--hang-timeout=3", "--hang-start-timeout=120"))
     epoch = ours.wait_round("a")
     ours.tell("kernel-a")
     assert "run_for_ever" in hung(ours).stacks, "the stacks tell where"
@@ -114,10 +114,15 @@ def test_a_kernel_that_does_not_end(ours: AgentJob) -> None:
 
 
 def test_a_collective_that_does_not_end(ours: AgentJob) -> None:
-    ours.start("a", "b", script=TRAIN, env=SHARED, options=("--hang-timeout=3", "--hang-start-timeout=120"))
+    ours.start("a", "b", script=TRAIN, env=BACKEND, options=("--hang-timeout=3", "--hang-start-timeout=120"))
     epoch = ours.wait_round("ab")
     ours.tell("collective-b")
-    ours.wait("both are known to hang", lambda: len(ours.events(Hung)) >= 1)
+    hung(ours)
+    ours.wait("both tell what they wait for", lambda: len(ours.events(Collectives)) >= 2)
+    ranks = {line.node: line.rank for line in ours.lines("start") if line.epoch == epoch}
+    why = explain({rank: own for event in ours.events(Collectives) for rank, own in event.last.items()})
+    assert f"rank {ranks['a']} waits in all_reduce(Float[" in why
+    assert f"rank {ranks['b']} has not come to it" in why
     ours.wait_round("ab", after=epoch)
     ours.tell("finish")
     assert ours.wait_end("a") == ours.wait_end("b") == 0
@@ -125,7 +130,7 @@ def test_a_collective_that_does_not_end(ours: AgentJob) -> None:
 
 def test_a_kernel_that_fails(ours: AgentJob) -> None:
     """Its process' context is lost, not the GPU: the next worker trains, and the GPU's check lets the host stay."""
-    ours.start("a", script=TRAIN, env=ALONE, options=("--health-check=gpu", "--max-job-restarts=2"))
+    ours.start("a", script=TRAIN, env=BACKEND, options=("--health-check=gpu", "--max-job-restarts=2"))
     epoch = ours.wait_round("a")
     ours.tell("assert-a")
     ours.wait("it trains again", lambda: steps(ours, epoch) >= 3, 120)
@@ -136,7 +141,7 @@ def test_a_kernel_that_fails(ours: AgentJob) -> None:
 @needs_card
 def test_no_memory_a_second_after_the_agents_death(ours: AgentJob) -> None:
     before = memory_used()
-    ours.start("a", script=TRAIN, env=ALONE)
+    ours.start("a", script=TRAIN, env=BACKEND)
     ours.wait_round("a")
     assert memory_used() >= before + HELD
     ours.nodes["a"].kill_agent_alone()
@@ -145,7 +150,7 @@ def test_no_memory_a_second_after_the_agents_death(ours: AgentJob) -> None:
 
 @needs_card
 def test_telemetry_is_what_nvidia_smi_says(ours: AgentJob) -> None:
-    ours.start("a", script=TRAIN, env=ALONE)
+    ours.start("a", script=TRAIN, env=BACKEND)
     ours.wait_round("a")
 
     def told() -> Any:

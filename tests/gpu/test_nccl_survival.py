@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -12,11 +14,13 @@ from typing import Final
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import ErrorType
 from torch.distributed import distributed_c10d
 
 from redelastic.redis.server import RedisServer
-from redelastic.torch_internals import abort_nccl
-from tests.support.gpu_machine import needs_card, needs_two_cards
+from redelastic.torch_internals import abort_nccl, nccl_has_failed
+from tests.support.agent_job import DRAINED
+from tests.support.gpu_machine import needs_card, needs_gpu
 from tests.support.surviving_job import SurvivingJob
 from tests.support.torchrun_job import PATIENT
 
@@ -28,6 +32,7 @@ class Communicator:
 
     def __init__(self, name: str, calls: list[str], error: str = "") -> None:
         self._name, self._calls, self._error = name, calls, error
+        self.found = ErrorType.SUCCESS
 
     def abort(self) -> None:
         self._calls.append(f"abort {self._name}")
@@ -41,6 +46,9 @@ class Nccl(Communicator):
 
     def _group_end(self) -> None:
         self._calls.append("end")
+
+    def get_error(self) -> ErrorType:
+        return self.found
 
 
 def group(backend: Communicator, *devices: torch.device) -> SimpleNamespace:
@@ -66,6 +74,15 @@ def test_without_nccl_nothing_is_aborted(monkeypatch: pytest.MonkeyPatch) -> Non
     assert calls == []
 
 
+def test_nccl_has_failed_once_one_communicator_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    backends = [Nccl("default", []), Nccl("newest", [])]
+    groups = [group(Communicator("gloo", []), GPU), *(group(backend, GPU) for backend in backends)]
+    monkeypatch.setattr(distributed_c10d, "_world", SimpleNamespace(pg_names=groups))
+    assert not nccl_has_failed()
+    backends[0].found = ErrorType.REMOTE_ERROR
+    assert nccl_has_failed()
+
+
 @needs_card
 def test_a_group_that_was_aborted_fails_and_the_next_one_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
@@ -84,19 +101,56 @@ def test_a_group_that_was_aborted_fails_and_the_next_one_works(tmp_path: Path, m
 
 @pytest.fixture
 def job(server: RedisServer, tmp_path: Path) -> Iterator[SurvivingJob]:
-    with SurvivingJob(server, tmp_path, "1:2", conf=PATIENT) as job:
+    with SurvivingJob(server, tmp_path, "1:3", conf={**PATIENT, "last_call_timeout": 5}) as job:
         yield job
 
 
-@needs_two_cards
+@needs_gpu
 @pytest.mark.timeout(300)
-def test_a_survivor_goes_on_when_its_peer_on_another_gpu_is_killed(job: SurvivingJob) -> None:
-    for card, name in enumerate("ab"):
-        job.begin(name, env={"CUDA_VISIBLE_DEVICES": str(card)})
-    first = job.wait_round("ab")
-    lost, stays = job.by_rank(first)
+def test_survivors_go_on_when_a_peer_is_killed(job: SurvivingJob) -> None:
+    """First a worker, whose node starts another one, and then that node."""
+    job.begin("a", "b", "c")
+    first = job.wait_round("abc")
     before = job.pids(first)
-    lost.kill()
-    second = job.wait_round(stays.name, first)
-    assert job.pids(second)[stays.name] == before[stays.name]
-    job.end(stays.name)
+    [victim] = before["b"]
+    fault = job.note("a worker is killed")
+    os.kill(victim, signal.SIGKILL)
+    second = job.wait_round("ac", first, fault=fault)
+    third = job.wait_round("abc", second)
+    fault = job.note("a node is killed")
+    job.nodes["b"].kill()
+    fourth = job.wait_round("ac", third, fault=fault)
+    for name in "ac":
+        assert job.pids(second)[name] == job.pids(third)[name] == job.pids(fourth)[name] == before[name]
+    job.end("a", "c")
+
+
+@needs_gpu
+@pytest.mark.timeout(300)
+def test_a_node_that_was_frozen_comes_back_with_its_process(server: RedisServer, tmp_path: Path) -> None:
+    with SurvivingJob(server, tmp_path, "1:2", conf={"last_call_timeout": 5}) as job:
+        job.begin("a", "b")
+        first = job.wait_round("ab")
+        before = job.pids(first)
+        job.nodes["b"].freeze()
+        second = job.wait_round("a", first)
+        job.nodes["b"].thaw()
+        third = job.wait_round("ab", second)
+        assert job.pids(third) == before
+        job.end("a", "b")
+
+
+@needs_gpu
+@pytest.mark.timeout(300)
+def test_planned_changes_cut_no_collective(job: SurvivingJob) -> None:
+    job.begin("a", conf={"last_call_timeout": 0})
+    first = job.wait_round("a")
+    before = job.pids(first)
+    job.begin("b")
+    second = job.wait_round("ab", first)
+    job.nodes["b"].terminate()
+    third = job.wait_round("a", second)
+    assert job.pids(second)["a"] == job.pids(third)["a"] == before["a"]
+    assert job.wait_end("b") == DRAINED
+    job.end("a")
+    assert job.committed() == list(range(len(job.committed()))), "no step was made twice"

@@ -5,13 +5,15 @@ from __future__ import annotations
 import inspect
 import os
 import re
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch.distributed.elastic.agent.server.api import WorkerSpec, WorkerState
@@ -212,9 +214,9 @@ def test_an_older_pynvml_knows_no_recovery(install: Install, monkeypatch: pytest
 class Memory:
     """GPU memory of earlier workers, which the driver frees while the agent pauses; each pause is 10 s by its clock."""
 
-    def __init__(self, install: Install, frees_after: int, leaves_after: int = 99) -> None:
+    def __init__(self, install: Install, frees_after: int, leaves_after: int = 99, users: Sequence[int] = ()) -> None:
         self.paused, self._frees_after, self._leaves_after = 0, frees_after, leaves_after
-        self._gpu = FakeGpu(B)
+        self._gpu = FakeGpu(B, users=list(users))
         install(FakeGpu(A), self._gpu)
         self._watched = GpuMemory([Gpu("1", 1, B)], pause=self._pause, clock=lambda: 10.0 * self.paused)
 
@@ -247,6 +249,19 @@ def test_new_workers_do_not_wait_for_ever(install: Install, caplog: pytest.LogCa
     memory.start_workers()
     assert memory.paused == 3
     assert caplog.messages == ["The memory of earlier workers is not free after 30 s, on GPU 1 (890 MiB)."]
+
+
+def test_new_workers_do_not_wait_for_memory_of_other_jobs(install: Install) -> None:
+    """A GPU may be shared by several nodes, or jobs."""
+    with subprocess.Popen(["true"]) as ended:
+        alive, zombie = os.getpid(), ended.pid
+        while psutil.Process(zombie).status() != psutil.STATUS_ZOMBIE:
+            os.sched_yield()
+        for users, pauses in (([alive], 0), ([alive, zombie], 3)):
+            memory = Memory(install, frees_after=99, users=users)
+            memory.start_workers()
+            memory.start_workers()
+            assert memory.paused == pauses
 
 
 def test_new_workers_of_a_node_that_has_to_leave_do_not_wait(install: Install) -> None:

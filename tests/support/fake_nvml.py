@@ -42,6 +42,7 @@ class FakeGpu:
     ecc: int = 0
     recovery: int | None = 0  # the action that NVML recommends; None: the model does not tell
     mig: list[FakeMig | None] | None = None  # None: no MIG mode; a None in the list: an empty place
+    users: list[int] = field(default_factory=list)  # processes
     broken: dict[str, int] = field(default_factory=dict)
     xids: list[int] = field(default_factory=list)
 
@@ -109,6 +110,10 @@ class FakeNvml:
         if isinstance(device, FakeMig):
             return SimpleNamespace(used=MIB, total=100 * MIB)
         return SimpleNamespace(used=device.used, total=device.total)
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: Any) -> list[Any]:  # noqa: N802
+        device = self._check(handle, "nvmlDeviceGetComputeRunningProcesses", mig=True)
+        return [SimpleNamespace(pid=pid) for pid in getattr(device, "users", ())]
 
     def nvmlDeviceGetUtilizationRates(self, handle: Any) -> Any:  # noqa: N802
         return SimpleNamespace(gpu=self._check(handle, "nvmlDeviceGetUtilizationRates").utilization, memory=7)

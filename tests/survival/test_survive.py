@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import redelastic
 from redelastic.agent.options import AgentOptions
+from redelastic.survival import loop
 from redelastic.survival.loop import CONNECT_TIMEOUT, MAKE_TIMEOUT, MEET_TIMEOUT
 from redelastic.workers.channels import WorkerChannels
 from tests.support.long_tests import quick_first
@@ -128,6 +129,39 @@ def test_a_peer_that_is_not_in_the_next_round_keeps_its_connections(processes: P
     third = enter(channels, 3, 0, 1)
     assert processes.values() == [None, None]
     del third  # the server of their store
+    channels.close()
+
+
+def _wait_for_a_peer() -> None:
+    state = redelastic.State()
+
+    def train(this: redelastic.Round) -> None:
+        assert this.store is not None
+        if this.rank == 0 and this.epoch == 1:
+            this.store.set("waits", "")
+            dist.barrier()
+        this.store.wait(["release"])
+
+    # As with GPUs: NCCL learns that a peer has died, and the main thread gets no error.
+    fails = {"RANK": "0", loop.EPOCH: "1"}
+    vars(loop).update(IDLE_INTERVAL=0.01, nccl_has_failed=lambda: fails.items() <= os.environ.items())
+    redelastic.survive(train, state)
+
+
+def test_a_worker_whose_nccl_has_failed_leaves_by_itself(processes: Processes) -> None:
+    channels = WorkerChannels(2, lambda: None)
+    for local_rank in range(2):
+        processes.start(_wait_for_a_peer, **channels.environment(local_rank))
+    until(lambda: len(channels.parked) == 2, "both are ready")
+    first = enter(channels, 1, 0, 1)
+    until(lambda: 0 in channels.parked, "the first has left")
+    assert 1 not in channels.parked
+    channels.abort(1)
+    until(lambda: len(channels.parked) == 2, "the second was told to leave")
+    second = enter(channels, 2, 0, 1)
+    second.set("train/release", "")
+    assert processes.values() == [None, None]
+    del first, second  # the servers of their stores
     channels.close()
 
 

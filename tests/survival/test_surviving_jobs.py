@@ -11,6 +11,7 @@ from typing import Final
 import psutil
 import pytest
 
+from redelastic.agent.surviving import NCCL_VARIABLES
 from redelastic.monitoring.events import Failed, Left, Progressed, Started, Stopped
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
@@ -54,7 +55,7 @@ def test_processes_survive_whatever_ends_their_peers(server: RedisServer, tmp_pa
         before = job.pids(epoch)
         [victim] = before["b"]
         variables = Path(f"/proc/{victim}/environ").read_bytes().split(b"\0")
-        assert b"TORCH_NCCL_ASYNC_ERROR_HANDLING=0" in variables, "NCCL's watchdog would end it"
+        assert {f"{name}=0".encode() for name in NCCL_VARIABLES} <= {*variables}, "NCCL's watchdog would end it"
         os.kill(victim, signal.SIGKILL)
         epoch = job.wait_round("ac", epoch)
         assert job.pids(epoch) == {name: before[name] for name in "ac"}

@@ -1,4 +1,7 @@
-"""What flight recorders hold, and why ranks wait: dumps of torch 2.13 with gloo, of three ranks that hang."""
+"""What flight recorders hold, and why ranks wait: dumps of three ranks that hang.
+
+Those of gloo are of torch 2.13, those of NCCL of torch 2.11 and NCCL 2.28.9, with three ranks on one H200.
+"""
 
 from __future__ import annotations
 
@@ -49,6 +52,34 @@ def test_a_real_hang_is_explained(case: str, why: str) -> None:
     last = of_case(case)
     assert explain(last) == why
     assert explain(decode(json.dumps(last))) == why, "as it comes from Redis"
+
+
+@pytest.mark.parametrize(
+    ("case", "why"),
+    [
+        ("late", "rank 2 waits in broadcast(Float[7]), collective 31 of default_pg, rank 1 has not come to it"),
+        (
+            "shape",
+            (
+                "ranks 0-1 wait in all_reduce(Float[4]), collective 31 of default_pg, "
+                "rank 2 came with all_reduce(Float[4194304])"
+            ),
+        ),
+        (
+            "operation",
+            "ranks 1-2 wait in all_reduce(Float[4]), collective 31 of default_pg, rank 0 came with broadcast(Float[4])",
+        ),
+        (
+            "pair",
+            (
+                "ranks 1-2 wait in all_gather, collective 31 of default_pg, rank 0 has not come to it; "
+                "rank 0 waits in all_reduce(Float[3]), collective 2 of pair, rank 1 has not come to it"
+            ),
+        ),
+    ],
+)
+def test_a_real_hang_of_nccl_is_explained(case: str, why: str) -> None:
+    assert explain(of_case(f"nccl_{case}")) == why
 
 
 def entry(number: int, **more: Any) -> dict[str, Any]:

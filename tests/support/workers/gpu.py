@@ -45,6 +45,7 @@ def main(directory: Path) -> None:
     from record import Recorder  # type: ignore[import-not-found]  # beside this script, which is not in a package here
 
     node = os.environ["TEST_NODE"]
+    os.environ["NCCL_HOSTID"] = node  # nodes share one GPU, which NCCL refuses to ranks of one host
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if ON_GPU else torch.device("cpu")
     if ON_GPU:
         torch.cuda.set_device(device)

@@ -181,6 +181,7 @@ def main(directory: Path) -> None:
     """Train until there is a file ``finish``."""
     from record import Recorder  # type: ignore[import-not-found]  # beside this script
 
+    os.environ["NCCL_HOSTID"] = os.environ["TEST_NODE"]  # nodes share one GPU, which NCCL refuses to ranks of one host
     training = Training(directory, Recorder)
     redelastic.survive(training.train, training.state, verify=True)
     step = training.state.step
