@@ -8,7 +8,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from multiprocessing import get_all_start_methods, resource_tracker
 from typing import Any, Final
@@ -28,7 +28,7 @@ from redelastic.rendezvous.handler import RedisRendezvousHandler
 from redelastic.rendezvous.node import DrainedError, RunStoppedError
 from redelastic.torch_errors import torch_errors
 from redelastic.torch_internals import close_within, known_options, shut_down, watchdog_progress
-from redelastic.workers.channels import Pause
+from redelastic.workers.channels import Parked, Pause
 from redelastic.workers.drains import DrainFile, Drains
 from redelastic.workers.group import Workers
 from redelastic.workers.hangs import Hangs
@@ -261,13 +261,23 @@ class RedisElasticAgent(RegroupingAgent):
             raise AssertionError
         return self._time.begin_round(self._workers, int(worker_group.group_rank or 0))
 
+    @property
+    def _parked(self) -> Mapping[int, Parked]:
+        """Workers that are in no round, as those that survive may be, by local rank."""
+        return {}
+
     def _start_processes(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Start the workers' processes; returns their pids by local rank."""
         spec = worker_group.spec
         self._gpu_memory.await_free(self._node.must_leave)
         reporters = self._workers.reporters if self._workers else ()
         self._workers = workers = Workers(
-            spec.local_world_size, self._options, self._interval, reporters, self._node.watch.notify
+            spec.local_world_size,
+            self._options,
+            self._interval,
+            reporters,
+            self._node.watch.notify,
+            parked=self._parked,
         )
         with self._tree.starting(), self._warm.starting() if self._warm else contextlib.nullcontext():
             pids: dict[int, Any] = super()._start_workers(worker_group)
@@ -277,9 +287,9 @@ class RedisElasticAgent(RegroupingAgent):
         # torch ends the other workers when one has failed, and then reads what they have written
         close_within(self._pcontext, self._shutdown_timeout, remove_torn_errors)
         context: Any = self._pcontext
-        workers.blame.relays, workers.blame.error_files = self._relayed.relays, dict(context.error_files)
-        files = (without_relays(paths, self._relayed.relays) for paths in (context.stdouts, context.stderrs))
-        workers.blame.logs = log_files(*files)
+        relays = self._relayed.relays
+        logs = log_files(*(without_relays(paths, relays) for paths in (context.stdouts, context.stderrs)))
+        workers.blame.read_from(logs=logs, error_files=dict(context.error_files), relays=relays)
         return pids
 
     def _begin_round(self, worker_group: WorkerGroup, earlier: Earlier) -> None:

@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import time
+from collections.abc import Mapping
 from typing import Any, Final
 
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
@@ -66,10 +67,12 @@ class SurvivingAgent(RedisElasticAgent):
         self._close_workers()
         self._channels = WorkerChannels(spec.local_world_size, self._node.watch.notify)
         self._start_processes(worker_group)
-        if self._workers:
-            self._workers.parked = self._channels.parked
         self._keeps = True
         self._await_ready()
+
+    @property
+    def _parked(self) -> Mapping[int, Parked]:
+        return self._channels.parked if self._channels else {}
 
     def _await_ready(self) -> None:
         """Wait until all workers are ready, one has ended, or this node is to leave."""

@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any, Final
 
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerState
@@ -20,7 +21,7 @@ from redelastic.torch_internals import exit_codes
 from .deaths import Deaths, signal_name
 from .last_words import Error, error_in, last_exception, names_a_peer
 from .logs import last_lines, own_log, redacted, tail
-from .relays import Relay
+from .relays import FLUSH_TIMEOUT, Relay
 
 UNKNOWN_EXIT_CODE: Final = 1  # the exit code of a worker that cannot be killed
 
@@ -30,16 +31,14 @@ class Blame:
 
     Attributes:
         logs: log files of the workers that write to one, by local rank.
-        error_files: to which torch has them write the exception that ends them, by local rank.
-        relays: of the output of the workers that has no file, by local rank: of stderr first.
         cause: local rank of the worker that failed first, once :meth:`find_cause` has found it.
         failed_at: when it raised, on the monotonic clock in seconds; None if no cause has been found.
     """
 
     def __init__(self) -> None:
         self.logs: Mapping[int, str] = {}
-        self.error_files: Mapping[int, str] = {}
-        self.relays: Mapping[int, list[Relay]] = {}
+        self._error_files: Mapping[int, str] = {}
+        self._relays: Mapping[int, list[Relay]] = {}
         self._deaths: Deaths | None = None
         self._started_at = 0.0
         self._own_log = own_log()
@@ -49,6 +48,25 @@ class Blame:
     def started(self, deaths: Deaths) -> None:
         """The workers run."""
         self._deaths, self._started_at = deaths, time.monotonic()
+
+    def read_from(
+        self, *, logs: Mapping[int, str], error_files: Mapping[int, str], relays: Mapping[int, list[Relay]]
+    ) -> None:
+        """Learn where the workers write.
+
+        Args:
+            logs: log files of those that write to one, by local rank.
+            error_files: to which torch has them write the exception that ends them, by local rank.
+            relays: of the output that has no file, by local rank: of stderr first. They are closed with this object.
+        """
+        self.logs, self._error_files, self._relays = logs, error_files, relays
+
+    def close(self) -> None:
+        """Close the relays, once they have passed on what they have, or after a while."""
+        until = time.monotonic() + FLUSH_TIMEOUT
+        for relay in chain.from_iterable(self._relays.values()):
+            relay.close(until)
+        self._relays = {}
 
     def begin_round(self, ranks: Mapping[int, int]) -> None:
         """Begin a round, whose failures are all to come: the workers may have survived the one before.
@@ -99,7 +117,7 @@ class Blame:
         Args:
             group: torch's, by local rank.
         """
-        running = [r for r in self.error_files if self._deaths and not self._deaths.ended(r)]
+        running = [r for r in self._error_files if self._deaths and not self._deaths.ended(r)]
         errors = {r: error for r in running if (error := self._error(r)) and not names_a_peer(error.message)}
         if not errors:
             return None
@@ -109,7 +127,7 @@ class Blame:
         return failed_alive({group[r]: failed for r, failed in told.items()})
 
     def _error(self, local_rank: int) -> Error | None:
-        return error_in(self.error_files.get(local_rank, ""))
+        return error_in(self._error_files.get(local_rank, ""))
 
     def _raised_at(self, local_rank: int, ended_at: float) -> float:
         """When a worker raised the exception that ended it, on the monotonic clock in seconds; its end if not known."""
@@ -125,14 +143,14 @@ class Blame:
                 self._words[local_rank] = _safe(error.message)
             else:
                 path = self.logs.get(local_rank, "")
-                ends = [relay.end() for relay in self.relays.get(local_rank, ())[:1]]
+                ends = [relay.end() for relay in self._relays.get(local_rank, ())[:1]]
                 log = next(filter(None, ends), "") or tail(path, start=self._log_start(path))
                 self._words[local_rank] = last_exception(log, self._ranks.get(local_rank))
         return self._words[local_rank]
 
     def last_lines(self, local_rank: int) -> str:
         """The last lines that a worker has written, to its log or through relays."""
-        ends = [relay.end() for relay in self.relays.get(local_rank, ())]
+        ends = [relay.end() for relay in self._relays.get(local_rank, ())]
         if path := self.logs.get(local_rank, ""):
             ends.append(last_lines(path, self._log_start(path)))
         return "\n".join(filter(None, reversed(ends)))

@@ -9,7 +9,6 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterable, Mapping
-from itertools import chain
 from typing import Any, Final
 
 from torch.distributed.elastic.agent.server.api import Worker
@@ -24,7 +23,6 @@ from .board import FROZEN_LOOKS, HangWatch, ProgressBoard
 from .channels import Parked
 from .deaths import Deaths
 from .records import last_collectives
-from .relays import FLUSH_TIMEOUT
 from .stacks import catches, dump_stacks, speaker_of
 from .step_times import StepTimer
 
@@ -47,22 +45,30 @@ class Workers:
         interval: the monitor interval, in seconds.
         reporters: local ranks of workers that reported progress in an earlier group.
         notify: called when a worker has ended, from a thread.
+        parked: the workers that survive and are in no round at any time, by local rank.
 
     Attributes:
         pids: of the workers that were started, by local rank.
         blame: which of them failed first, and why.
-        parked: the workers that survive and are in no round, by local rank.
+        parked: as given.
         signalled: whether one of them was asked to save by signal alone: if it then ends with 0, its work may go on.
         hung: how long each hung worker has made no progress, in seconds, by local rank.
         start_timeout: how long a worker may take to report its first progress, in seconds.
     """
 
     def __init__(
-        self, count: int, options: AgentOptions, interval: float, reporters: Iterable[int], notify: Callable[[], None]
+        self,
+        count: int,
+        options: AgentOptions,
+        interval: float,
+        reporters: Iterable[int],
+        notify: Callable[[], None],
+        *,
+        parked: Mapping[int, Parked],
     ) -> None:
         self.pids: dict[int, int] = {}
         self.blame = Blame()
-        self.parked: Mapping[int, Parked] = {}
+        self.parked = parked
         self.signalled = False
         self.hung: dict[int, float] = {}
         self._by_signal = True  # whether the last request to save was made by signal, too
@@ -290,7 +296,4 @@ class Workers:
     def close(self) -> None:
         """Release the agent's side; the processes are not touched."""
         self._board.close()
-        until = time.monotonic() + FLUSH_TIMEOUT
-        for relay in chain.from_iterable(self.blame.relays.values()):
-            relay.close(until)
-        self.blame.relays = {}
+        self.blame.close()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec, Wo
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousTimeoutError
 
-from redelastic.agent import AgentOptions, RedisElasticAgent
+from redelastic.agent import AgentOptions, RedisElasticAgent, regrouping
 from redelastic.agent.regrouping import RegroupingAgent
 from redelastic.monitoring.control import RunControl
 from redelastic.monitoring.events import Closed, Completed, Left
@@ -144,6 +146,29 @@ def test_a_limit_of_the_wait_is_a_failure_that_closes_nothing(
     until(lambda: site.ran(0, 2), "the other one goes on alone")
     site.tell("finish")
     assert ends[1 - first].result(60).state == WorkerState.SUCCEEDED
+
+
+@pytest.mark.parametrize("kind", [RegroupingAgent, RedisElasticAgent])
+def test_without_a_limit_a_finished_node_waits_for_days(
+    site: Site, kind: type[RegroupingAgent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT", raising=False)
+    finished: list[float] = []
+
+    def monotonic() -> float:
+        """The first call is that of the node that finishes first: it did so days ago."""
+        finished.append(time.monotonic() - (0 if finished else 1e6))
+        return finished[-1]
+
+    monkeypatch.setattr(regrouping, "time", SimpleNamespace(monotonic=monotonic))
+    works_on = 'test "$RANK" = 0 && exit 0; ' + await_file("finish") + "exit 0"
+    ends = [site.start(works_on, (2, 2), kind) for _ in range(2)]
+    until(lambda: finished, "rank 0 has finished")
+    site.tell("finish")
+    assert [end.result(60).state for end in ends] == [WorkerState.SUCCEEDED] * 2
+    for node in site.nodes:
+        node.shutdown()
+    assert [closed.cause for closed in site.closings()] == ["finished"]
 
 
 def test_a_limit_that_is_no_number_is_refused_before_the_job(
