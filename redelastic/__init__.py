@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .agent import AgentOptions, RedisElasticAgent
+    from .monitoring.operator import Run
     from .redis.server import RedisServer
     from .rendezvous.backend import RedisRendezvousBackend, create_backend
     from .rendezvous.handler import RedisRendezvousHandler, create_handler, handler_from_url
@@ -40,6 +41,8 @@ __all__ = [
     "survive",
     "State",
     "Round",
+    # a run, for programs that operate it
+    "Run",
     # a server for tests and single hosts
     "RedisServer",
 ]
@@ -57,6 +60,7 @@ _HOMES = {
     "RedisServer": "redis.server",
     "RedisStore": "store",
     "RoundBrokenError": "store",
+    "Run": "monitoring.operator",
     "Round": "survival.loop",
     "survive": "survival.loop",
     "State": "survival.state",

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 
-from redelastic.monitoring.events import Closed, Stopped
 from redelastic.monitoring.sentences import cause, cause_document
 
-from .checkpoint import add_timeout_argument, ask_to_save
-from .common import OK, add_run_argument, add_server_arguments, open_run
-from .output import add_json_argument, answer, attributed
+from .checkpoint import add_timeout_argument, fields, words
+from .common import OK, add_run_argument, add_server_arguments, end_time_limit, open_run
+from .output import add_json_argument, answer
 
 NAME = "close"
 SUMMARY = "close a run: no new round"
@@ -41,21 +40,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; see :data:`DESCRIPTION`."""
-    control = open_run(arguments)
-    earlier = control.state()  # also refuses to close a run that does not exist: more likely a typo
-    reason = attributed(arguments.reason)
-    saves = None
-    if arguments.stop and arguments.timeout > 0 and not earlier.stopped:
-        saves = ask_to_save(control, f"the run is about to be stopped {reason}", arguments.timeout)
-    why = control.close(reason, stop=arguments.stop)
-    stopped = arguments.stop or earlier.stopped
-    asked = (Stopped if arguments.stop else Closed)(cause="asked", reason=reason)
-    before = earlier.closed is not None or why != asked
+    opened = open_run(arguments)
+    if arguments.stop:
+        end_time_limit()
+    why, before, stopped, saves = opened.close(stop=arguments.stop, reason=arguments.reason, timeout=arguments.timeout)
     message = (
         f"Run {arguments.run!r} was already closed ({cause(why)})" if before else f"Run {arguments.run!r} is closed"
     )
     message += ": its nodes end their workers." if stopped else ": no new round; running workers may finish."
     if saves:
-        message += f" Before, {saves.message}."
-    fields = saves.fields if saves else {"saved": None, "unsaved": None, "unasked": None}
-    return answer(arguments, OK, message, closed=cause_document(why), stopped=stopped, before=before, **fields)
+        message += f" Before, {words(saves)}."
+    closed = cause_document(why)
+    return answer(arguments, OK, message, closed=closed, stopped=stopped, before=before, **fields(saves))

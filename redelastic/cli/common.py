@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, NoReturn
 from redelastic.redis.keys import DEFAULT_PREFIX, RunKeys
 
 if TYPE_CHECKING:  # importing them imports redis-py, which takes 0.1 s: not for --help, or a bad run id
-    from redelastic.monitoring.control import RunControl
+    from redelastic.monitoring.operator import Run
     from redelastic.redis.connection import Connection
     from redelastic.redis.endpoint import Endpoint
 
@@ -24,9 +24,7 @@ UNREACHABLE: Final = 3  # Redis does not answer, or refuses this client
 UNKNOWN: Final = 4  # no such run or node
 UNMEASURED: Final = 5  # something could not be measured
 
-TIMEOUT: Final = 5.0  # for a command's calls, in seconds: a person waits for it
 COMMAND_TIMEOUT: Final = 120.0  # for all of a command that does not wait for anything, in seconds
-CONNECT_TIMEOUT: Final = 0.7  # to find that no Redis is there, in seconds; the last attempt may end later
 
 
 class Parser(argparse.ArgumentParser):
@@ -89,22 +87,25 @@ def endpoint(arguments: argparse.Namespace) -> Endpoint:
 
 def open_connection(arguments: argparse.Namespace) -> Connection:
     """Connect to the Redis that the arguments name."""
-    from redelastic.redis.connection import Connection
+    from redelastic.monitoring.operator import open_connection
 
     where = endpoint(arguments)
-    if not any(getattr(arguments, name, False) for name in ("follow", "watch", "wait")):
-        _limit_time(str(where))
-    return Connection.open(where, TIMEOUT, TIMEOUT, CONNECT_TIMEOUT)
+    limit_time(arguments, str(where))
+    return open_connection(where)
 
 
-def _limit_time(where: str) -> None:
-    """End the command after a while: a call goes on as long as some of its reply gets through, be it byte by byte."""
+def limit_time(arguments: argparse.Namespace, where: str) -> None:
+    """End the command after a while: a call goes on as long as some of its reply gets through, be it byte by byte.
+
+    Commands that wait for something are not ended.
+    """
     from redelastic.redis.errors import UnreachableError
 
     def give_up(*_: object) -> None:
         raise UnreachableError(f"Redis at {where} has not answered in full within {COMMAND_TIMEOUT:g} s.")
 
-    if threading.current_thread() is threading.main_thread():
+    waits = any(getattr(arguments, name, False) for name in ("follow", "watch", "wait"))
+    if not waits and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGALRM, give_up)
         signal.setitimer(signal.ITIMER_REAL, COMMAND_TIMEOUT)
 
@@ -114,9 +115,11 @@ def end_time_limit() -> None:
     signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def open_run(arguments: argparse.Namespace) -> RunControl:
+def open_run(arguments: argparse.Namespace) -> Run:
     """Connect, and open the run that the arguments name."""
-    keys = RunKeys(arguments.run, arguments.key_prefix)  # before any call: a bad id is reported at once
-    from redelastic.monitoring.control import RunControl
+    RunKeys(arguments.run, arguments.key_prefix)  # before any call: a bad id is reported at once
+    from redelastic.monitoring.operator import Run
 
-    return RunControl(open_connection(arguments), keys)
+    where = endpoint(arguments)
+    limit_time(arguments, str(where))
+    return Run(where, arguments.run, key_prefix=arguments.key_prefix)

@@ -11,7 +11,7 @@ from redelastic.monitoring.sentences import event_document
 from redelastic.monitoring.wording import clean, short
 
 from .common import OK, add_run_argument, add_server_arguments, open_run, whole_number
-from .output import add_json_argument, event_table, follow, open_console, write_json
+from .output import add_json_argument, event_table, open_console, write_json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -60,10 +60,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; see :data:`DESCRIPTION`."""
-    control = open_run(arguments)
-    found = control.events(count=arguments.count + 1)
-    if not found:
-        control.state()  # raises if there is no such run
+    opened = open_run(arguments)
+    from redelastic.monitoring.operator import follow
+
+    found = opened.events(count=arguments.count + 1)
     older, past = found[: -arguments.count], found[-arguments.count :]
     printer = Printer(json=arguments.json, detail=arguments.detail)
     if arguments.json and not arguments.follow:
@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
         return OK
     away = False
     try:
-        for seen in follow(control, found[-1].id if found else "0"):
+        for seen in follow(opened.control, found[-1].id if found else "0"):
             if isinstance(seen, Exception):
                 if not away:
                     say(f"redelastic events: {clean(str(seen))} Waiting for it.")

@@ -12,8 +12,7 @@ from .common import NO, OK, UNKNOWN, add_run_argument, add_server_arguments, ope
 from .output import add_json_argument, moment, open_console, write_json, write_line
 
 if TYPE_CHECKING:
-    from redelastic.monitoring.failure import RoundFailure
-    from redelastic.monitoring.logs import Failure, Place
+    from redelastic.monitoring.documents import FailedWorker, Failure, Place
 
 NAME: Final = "logs"
 SUMMARY: Final = "where each rank's log is; the last lines of the worker that failed first"
@@ -46,17 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; see :data:`DESCRIPTION`."""
-    control = open_run(arguments)
-    from redelastic.monitoring.logs import document, explanation, failures, first_failure, places
-
-    events, run = control.events(), control.state()
     rank = arguments.rank
-    found = [place for place in places(events, run.nodes) if rank in (None, place.rank)]
-    if rank is None:
-        failed = first_failure(events)
-    else:
-        failed = next((one for one in reversed(failures(events)) if one.rank == rank), None)
-    why = explanation(events, failed) if rank is None else None
+    logs = open_run(arguments).logs(rank)
+    found, failed, why = logs["logs"], logs["failed"], logs["failure"]
     code, nothing = OK, ""
     if rank is not None and not found and failed is None:
         code, nothing = UNKNOWN, f"no agent has reported a log of rank {rank} in run {arguments.run!r}."
@@ -65,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     elif not found and failed is None and not arguments.failed:
         code, nothing = NO, f"no agent has reported a log in run {arguments.run!r} (see redelastic logs --help)."
     if arguments.json:
-        write_json(document(arguments.run, found, failed, why))
+        write_json(logs)
     elif nothing:
         say(f"redelastic {NAME}: {clean(nothing)}")
     else:
@@ -75,15 +66,13 @@ def run(arguments: argparse.Namespace) -> int:
     return code
 
 
-def _show_reason(why: RoundFailure) -> None:
-    from redelastic.monitoring.failure import lines
-
-    write_line(f"round {why.epoch} failed at {moment(why.time, full=True)}")
-    for name, line in lines(why):
+def _show_reason(why: Failure) -> None:
+    write_line(f"round {why['epoch']} failed at {moment(why['time'], full=True)}")
+    for name, line in why["lines"]:
         write_line(f"  {name:<6} {line}")
 
 
-def _show(found: list[Place], failed: Failure | None, arguments: argparse.Namespace) -> None:
+def _show(found: list[Place], failed: FailedWorker | None, arguments: argparse.Namespace) -> None:
     if not arguments.failed:
         _show_places(found)
     if failed is None:
@@ -91,7 +80,7 @@ def _show(found: list[Place], failed: Failure | None, arguments: argparse.Namesp
     if arguments.failed or arguments.rank is not None:
         _show_failure(failed)
     else:
-        write_line(f"rank {failed.rank} failed first in round {failed.epoch}; --failed shows its last lines")
+        write_line(f"rank {failed['rank']} failed first in round {failed['epoch']}; --failed shows its last lines")
 
 
 def _show_places(found: list[Place]) -> None:
@@ -104,17 +93,17 @@ def _show_places(found: list[Place]) -> None:
     for name in ("rank", "node", "log"):
         table.add_column(name, justify="right" if name == "rank" else "left", overflow="fold")
     for place in found:
-        table.add_row(Text(str(place.rank)), Text(clean(short(place.node))), Text(clean(place.path)))
+        table.add_row(Text(str(place["rank"])), Text(clean(short(place["node"]))), Text(clean(place["path"])))
     open_console().print(table)
 
 
-def _show_failure(failed: Failure) -> None:
+def _show_failure(failed: FailedWorker) -> None:
     import time
 
-    ago = duration(time.time() - failed.time)
-    failure = f"rank {failed.rank} on {short(failed.node)} failed in round {failed.epoch}, {ago} ago"
-    write_line(f"{failure} ({moment(failed.time, full=True)}): {failed.path or 'it has no log file'}")
-    for line in failed.tail.splitlines():
+    ago = duration(time.time() - failed["time"])
+    failure = f"rank {failed['rank']} on {short(failed['node'])} failed in round {failed['epoch']}, {ago} ago"
+    write_line(f"{failure} ({moment(failed['time'], full=True)}): {failed['path'] or 'it has no log file'}")
+    for line in failed["tail"].splitlines():
         write_line("    " + line.expandtabs())
 
 

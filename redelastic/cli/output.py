@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import getpass
 import json
-import os
-import socket
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from redelastic.logs import say
@@ -21,11 +18,8 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-    from redelastic.monitoring.control import RunControl
-    from redelastic.monitoring.events import Event
 
 PIPE_WIDTH: Final = 10_000  # columns where there is no terminal: nothing is wrapped or cut
-MAX_REASON: Final = 1_000  # characters, as in `control`: a longer one would not be repeated in full
 _STYLES: Final = {
     "green": ("completed", "started", "readmitted", "preflight"),
     "yellow": ("drain", "left", "outage"),
@@ -63,20 +57,6 @@ def open_console() -> Console:
     if not console.is_terminal:
         console.width = PIPE_WIDTH
     return console
-
-
-def operator() -> str:
-    """The user and host that run this command, as part of a reason."""
-    try:
-        user = getpass.getuser()
-    except (KeyError, OSError):  # a container whose user has no name
-        user = f"uid {os.getuid()}"
-    return f"{user}@{socket.gethostname()}"
-
-
-def attributed(reason: str) -> str:
-    """A reason as it is recorded in a run: with the user and host that gave it."""
-    return clean(f"by {operator()}" + (f": {reason}" if reason else ""))[:MAX_REASON]
 
 
 def moment(at: float, *, full: bool) -> str:
@@ -132,30 +112,6 @@ def styled(*parts: str | tuple[str, str]) -> Text:
 
     pairs = ((part, "") if isinstance(part, str) else part for part in parts)
     return Text.assemble(*((clean(short(words)), style) for words, style in pairs))
-
-
-def follow(control: RunControl, after: str, block: float = 1.0) -> Iterator[list[Event] | Exception]:
-    """As :meth:`RunControl.follow`, but an outage does not end it.
-
-    Yields:
-        Events; or, while Redis is away, the error that says so every ``block`` seconds.
-    """
-    from redelastic.redis.errors import UnavailableError
-
-    while True:
-        try:
-            for events in control.follow(after, block):
-                after = events[-1].id if events else after
-                yield events
-        except UnavailableError as e:  # noqa: PERF203  (it waits anyway)
-            yield e
-            time.sleep(block)
-
-
-def last_event_id(control: RunControl) -> str:
-    """The id to follow from if only new events matter."""
-    last = control.events(count=1)
-    return last[-1].id if last else "0"
 
 
 def answer(arguments: argparse.Namespace, code: int, message: str, **fields: Any) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from .common import OK, add_run_argument, add_server_arguments, open_run
-from .output import add_json_argument, answer, attributed
+from .output import add_json_argument, answer
 
 NAME = "readmit"
 SUMMARY = "readmit a host that was excluded for its failures"
@@ -35,17 +35,8 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         UnknownNodeError: the host has no failures.
     """
-    control = open_run(arguments)
-    from redelastic.monitoring.control import UnknownNodeError
-
-    before, name = control.state(), arguments.name
-    if not control.readmit(name, attributed(arguments.reason)):
-        others = ", ".join(f"{n} ({failures})" for n, failures in sorted(before.failures.items())[:8])
-        raise UnknownNodeError(
-            f"Run {arguments.run!r} has no failures of a host {name!r}; "
-            + (f"hosts with failures: {others}." if others else "no host has any.")
-        )
-    failures, barred = before.failures.get(name, 0), name in before.barred
+    failures, barred = open_run(arguments).readmit(arguments.name, reason=arguments.reason)
+    name = arguments.name
     message = f"Host {name} may join run {arguments.run!r} again: {failures} consecutive failed rounds cleared."
     if not barred:
         message = f"Host {name} was not excluded from run {arguments.run!r}: {failures} failed rounds cleared."

@@ -73,14 +73,9 @@ def run(arguments: argparse.Namespace) -> int:
     since = _moment(arguments.since) if arguments.since else None
     if out is not None:
         _check(out)
-    control = common.open_run(arguments)
-    from redelastic.monitoring.event_log import EventLog
+    history = common.open_run(arguments).history()
     from redelastic.monitoring.events import is_fault
 
-    state = control.state()
-    event_log = EventLog(control)
-    event_log.read()
-    history = event_log.history(state)
     if history is None:
         say(f"redelastic timeline: run {arguments.run!r} has no events.")
         return common.NO

@@ -5,18 +5,20 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-from redelastic.cli.checkpoint import ask_to_save
+from redelastic import Run
+from redelastic.cli.checkpoint import words
 from redelastic.monitoring.control import RunControl
 from redelastic.monitoring.events import Saved
 from redelastic.redis.connection import Connection
 from redelastic.redis.keys import SAVED, RunKeys
+from redelastic.redis.server import RedisServer
 from redelastic.store import RedisStore
 from tests.support.commands import form, with_agent
 from tests.support.nodes import NodeFactory
 
 
 def test_workers_that_could_not_be_asked_have_not_saved(
-    connection: Connection, keys: RunKeys, new_node: NodeFactory
+    server: RedisServer, connection: Connection, keys: RunKeys, new_node: NodeFactory
 ) -> None:
     """The node's workers were asked moments before, and are not asked again."""
     control, nodes = RunControl(connection, keys), [with_agent(new_node(2, 2)) for _ in range(2)]
@@ -27,6 +29,7 @@ def test_workers_that_could_not_be_asked_have_not_saved(
     store = RedisStore(connection, keys.run_id, epoch=1)
     for rank in range(2):
         store.set(SAVED.format(rank), "9" * 13 + "-0")
-    outcome = ask_to_save(control, "by hand", 60)
-    assert (outcome.saved, outcome.unsaved, outcome.unasked) == (1, [], 1)
-    assert "on 1 node no worker could be asked" in outcome.message
+    with Run(server.url, keys.run_id, key_prefix=keys.prefix) as run:
+        saves = run.checkpoint()
+    assert (saves.saved, saves.unsaved, saves.unasked) == (1, [], 1)
+    assert "on 1 node no worker could be asked" in words(saves)

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from redelastic.cli import drain
+from redelastic.monitoring import operator
 from redelastic.monitoring.control import RunControl
 from redelastic.monitoring.events import Event, Left, Lost
+from redelastic.monitoring.operator import Drain
 from redelastic.monitoring.records import Node, Run
 from tests.support.commands import Cli, form, rank_of, until, with_agent
 from tests.support.nodes import NodeFactory
@@ -123,14 +124,14 @@ class TestDrain:
 
         late = Gone(*[[]] * 6, [lost])
         monkeypatch.setattr(time, "monotonic", lambda: late.now)
-        assert drain._why_not_left(late, node, "0", 200) == "did not leave, it died: it lost its lease"
+        assert Drain(node, True, True, late, "0", 200).wait() == "did not leave, it died: it lost its lease"
         late = Gone(*[[]] * 9)
-        assert drain._why_not_left(late, node, "0", 102) == "", "after a lease no event of the node can follow"
+        assert Drain(node, True, True, late, "0", 102).wait() == "", "after a lease no event of the node can follow"
 
     def test_wait_for_one_that_stays(
         self, cli: Cli, new_node: NodeFactory, run_id: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(drain, "GRACE", 0.1)
+        monkeypatch.setattr(operator, "DRAIN_GRACE", 0.1)
         with_agent(new_node(1, 1)).next_rendezvous()
         done = cli("drain", run_id, "0", "--wait", "--timeout", "0.1", "--json")
         assert (done.code, done.json["left"]) == (1, False)

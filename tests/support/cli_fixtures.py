@@ -22,7 +22,7 @@ def cli(server: RedisServer) -> Cli:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands soon give up a server that they do not reach."""
-    monkeypatch.setattr("redelastic.cli.common.TIMEOUT", 0.5)
+    monkeypatch.setattr("redelastic.monitoring.operator.TIMEOUT", 0.5)
 
 
 @pytest.fixture

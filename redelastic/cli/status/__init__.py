@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 import time
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from redelastic.cli.common import NO, OK, add_run_argument, add_server_arguments, open_run
-from redelastic.cli.output import add_json_argument, follow, open_console, write_json
+from redelastic.cli.output import add_json_argument, open_console, write_json
 
 if TYPE_CHECKING:
-    from redelastic.monitoring.control import RunControl
-    from redelastic.monitoring.event_log import EventLog
+    from redelastic.monitoring.documents import Status
+    from redelastic.monitoring.operator import Run
 
     from .view import Screen
 
@@ -67,14 +67,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; see :data:`DESCRIPTION`."""
-    control = open_run(arguments)
-    from redelastic.monitoring.event_log import EventLog
-
-    event_log = EventLog(control)
-    report = _read(control, event_log)
+    opened = open_run(arguments)
+    report = opened.status()
     if arguments.watch:
         try:
-            _watch(control, event_log, arguments, report)
+            _watch(opened, arguments, report)
         except KeyboardInterrupt:
             return OK
     if arguments.json:
@@ -84,40 +81,33 @@ def run(arguments: argparse.Namespace) -> int:
     return NO if report["phase"] in BAD_PHASES else OK
 
 
-def _read(control: RunControl, event_log: EventLog) -> dict[str, Any]:
-    from redelastic.monitoring.report import describe
-
-    state = control.state()
-    event_log.read()
-    return describe(state, event_log.events, time.time(), event_log.history(state))
-
-
 def _screen(arguments: argparse.Namespace) -> Screen:
     from .view import Screen
 
     return Screen(open_console(), rows=None if arguments.all else ROWS, workers=arguments.workers)
 
 
-def _watch(control: RunControl, event_log: EventLog, arguments: argparse.Namespace, report: dict[str, Any]) -> None:
+def _watch(opened: Run, arguments: argparse.Namespace, report: Status) -> None:
     """Show the run until a signal ends the command."""
     from redelastic.monitoring.control import UnknownRunError
+    from redelastic.monitoring.operator import follow
     from redelastic.redis.errors import RedelasticError
 
     screen = _screen(arguments)
 
     def show(trouble: str) -> None:
         if arguments.json:
-            write_json(report | {"trouble": trouble})
+            write_json({**report, "trouble": trouble})
         else:
             screen.update(report, trouble)
 
     with screen.live(shown=not arguments.json):
         show("")
-        for seen in follow(control, event_log.last_id):
+        for seen in follow(opened.control, opened.last_read):
             trouble = str(seen) if isinstance(seen, Exception) else ""
             if not trouble:
                 try:
-                    report = _read(control, event_log)
+                    report = opened.status()
                 except (RedelasticError, UnknownRunError) as e:
                     trouble = str(e)
             show(trouble)
