@@ -9,7 +9,7 @@ import socket
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
+from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
 from redelastic.redis.connection import Connection
 from redelastic.redis.endpoint import Endpoint, parse_endpoint
@@ -123,15 +123,13 @@ class Drain:
                         return f"did not leave, it died: it {sentence(event)}" if isinstance(event, Lost) else ""
                 if not seen:
                     run = self._control.state()
-                    gone_since = math.inf if self._is_in(run.nodes) else min(gone_since, now)
+                    is_here = any(other.id == self.node.id for other in run.nodes)
+                    gone_since = math.inf if is_here else min(gone_since, now)
                     if now - gone_since > MERGE_DELAY + run.lease:
                         return ""  # a heartbeat has come since: an event would be there
             if now > self._until and (gone_since == math.inf or isinstance(seen, Exception)):
                 return why
         raise AssertionError("a run is followed for ever")
-
-    def _is_in(self, nodes: Any) -> bool:
-        return any(other.id == self.node.id for other in nodes)
 
 
 class Run:
