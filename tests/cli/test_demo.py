@@ -126,6 +126,29 @@ def test_the_node_of_rank_0_dies_and_the_training_does_not(demo: Demo) -> None:
     demo.assert_nothing_is_left()
 
 
+@pytest.mark.long
+@pytest.mark.timeout(200)  # 50 s on two idle cores
+def test_the_others_survive_and_lose_no_step(demo: Demo) -> None:
+    process = demo.start("--survive")
+    assert process.stdout is not None
+    lines: list[str] = []
+    workers: set[int] = set()
+    while line := process.stdout.readline():
+        lines.append(line)
+        if "SIGKILL to node" in line:
+            workers = {worker.pid for worker in demo.workers()}
+        if "All 3 train" in line:
+            assert len(workers & {worker.pid for worker in demo.workers()}) == 2, "the same processes"
+    output = "".join(lines)
+    assert process.wait() == 0, output
+    killed = re.search(r"SIGKILL to node ., agent and worker, at step (\d+)", output)
+    went_on = re.search(r"s after the kill, . and . train on, in the same processes, from step (\d+)\.", output)
+    assert killed, output
+    assert went_on, output
+    assert int(went_on[1]) >= int(killed[1])
+    demo.assert_nothing_is_left()
+
+
 @pytest.mark.parametrize("number", quick_first([signal.SIGINT, signal.SIGTERM]))
 def test_an_interrupted_demo_leaves_nothing(demo: Demo, number: signal.Signals) -> None:
     process = demo.start("--nodes=2")

@@ -18,7 +18,8 @@ It starts a private Redis and a few nodes, each a `redelastic run` with
 --preload=torch, that train a small network on scikit-learn's handwritten
 digits (DDP, gloo, CPU only). During the training, the node of rank 0 gets
 SIGKILL, agent and worker. The others regroup and go on from the last
-checkpoint; then a replacement joins. Meanwhile it prints the run's events, as
+checkpoint, with --survive in the same processes and from the last step; then
+a replacement joins. Meanwhile it prints the run's events, as
 `redelastic events RUN --follow` does, and at the end the accuracy on held-out
 digits.
 
@@ -36,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="nodes to start with, 2 to 8 (default: 3; more take longer)",
     )
+    parser.add_argument("--survive", action="store_true", help="workers keep their processes when another node is lost")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -53,4 +55,4 @@ def run(arguments: argparse.Namespace) -> int:
         return 1
     from .play import play
 
-    return play(arguments.nodes)
+    return play(arguments.nodes, survive=arguments.survive)

@@ -52,9 +52,12 @@ class Job:
         run_id: of the run.
         nnodes: as torchrun's.
         training: arguments of the training, ``train.py``.
+        survive: whether workers keep their processes when another node is lost.
     """
 
-    def __init__(self, stack: contextlib.ExitStack, run_id: str, nnodes: str, *training: str) -> None:
+    def __init__(
+        self, stack: contextlib.ExitStack, run_id: str, nnodes: str, *training: str, survive: bool = False
+    ) -> None:
         self._signals: list[int] = []
         endings = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         stack.enter_context(handling(endings, lambda number, _: self._signals.append(number)))
@@ -66,6 +69,7 @@ class Job:
         self.event_log = EventLog(RunControl(connection, RunKeys(self.run_id)))
         self.nodes: dict[str, subprocess.Popen[bytes]] = {}
         self._stack, self._nnodes, self._training = stack, nnodes, training
+        self._options = ["--survive"] if survive else []
         self._killed: set[str] = set()
         self._printer = Printer()
         self._deadline = time.monotonic() + TIME_LIMIT
@@ -82,7 +86,8 @@ class Job:
         }
         command = [sys.executable, "-m", "redelastic", "run", f"--preload={PRELOAD}", f"--rdzv-id={self.run_id}"]
         command += [f"--node-name={name}", f"--nnodes={self._nnodes}", "--nproc-per-node=1", "--max-restarts=5"]
-        command += ["--local-addr=127.0.0.1", "--rdzv-conf=join_timeout=60", "-m", "redelastic.cli.demo.train"]
+        command += ["--local-addr=127.0.0.1", "--rdzv-conf=join_timeout=60", *self._options]
+        command += ["-m", "redelastic.cli.demo.train"]
         command += [f"--checkpoint={self.folder}/checkpoint.pt", *self._training]
         files: dict[str, Any] = {"stdin": subprocess.DEVNULL, "cwd": self.folder, "env": environment}
         with (self.folder / f"{name}.out").open("w") as out, (self.folder / f"{name}.log").open("w") as log:
@@ -156,8 +161,12 @@ def kill_tree(agent: subprocess.Popen[bytes]) -> None:
         psutil.wait_procs(tree, timeout=10)  # init may be slow to reap them
 
 
-def play(nodes: int) -> int:
+def play(nodes: int, *, survive: bool) -> int:
     """Run the demo from the first node's start to the last one's end.
+
+    Args:
+        nodes: with which it starts.
+        survive: whether workers keep their processes when another node is lost.
 
     Returns:
         The exit code: 0 if all went as promised, 1 if not, 128 + n when signal n ended it.
@@ -165,7 +174,8 @@ def play(nodes: int) -> int:
     try:
         with contextlib.ExitStack() as stack:
             run_id, nnodes = f"demo-{uuid.uuid4().hex[:4]}", f"{nodes - 1}:{nodes}"
-            _perform(Job(stack, run_id, nnodes, f"--steps={STEPS}", f"--pace={PACE}"), nodes)
+            job = Job(stack, run_id, nnodes, f"--steps={STEPS}", f"--pace={PACE}", survive=survive)
+            _perform(job, nodes, survive=survive)
     except (DemoError, OSError, RuntimeError) as error:
         if (code := getattr(error, "code", 1)) == 1:
             _say(f"FAILED: {error}", style="bold red")
@@ -175,7 +185,7 @@ def play(nodes: int) -> int:
     return 0
 
 
-def _perform(job: Job, nodes: int) -> None:
+def _perform(job: Job, nodes: int, *, survive: bool) -> None:
     names, replacement = string.ascii_uppercase[:nodes], string.ascii_uppercase[nodes]
     _say(
         f"{nodes} nodes, each a `redelastic run`, learn handwritten digits together (DDP, on the CPU).",
@@ -192,12 +202,16 @@ def _perform(job: Job, nodes: int) -> None:
     others, began, step = _listed(names.replace(victim, "")), time.monotonic(), job.reports()[-1]["step"]
     job.kill(victim)
     _say(f"SIGKILL to node {victim}, agent and worker, at step {step}: it has rank 0.", style="bold red")
-    _say(f"Without it, workers of {others} fail. The nodes call the roll: who is silent for 0.5 s is lost.")
+    end = "leave the round" if survive else "fail"
+    _say(f"Without it, workers of {others} {end}. The nodes call the roll: who is silent for 0.5 s is lost.")
     job.until(lambda: job.trains(nodes - 1))
     seconds = time.monotonic() - began
+    again = job.reports()[-1]["epoch"]
+    resumed = next(told["step"] for told in job.reports() if told["epoch"] == again)
+    how = f"in the same processes, from step {resumed}" if survive else f"from the checkpoint of step {resumed}"
     job.start(replacement)
     _say(
-        f"{seconds:.1f} s after the kill, {others} train on, from the checkpoint of step {step // 10 * 10}.",
+        f"{seconds:.1f} s after the kill, {others} train on, {how}.",
         f"Node {replacement} starts, as the replacement. It joins once it has imported torch.",
     )
     job.until(lambda: job.trains(nodes))
@@ -213,6 +227,8 @@ def _perform(job: Job, nodes: int) -> None:
         f"Of the nodes' time, {ettr:.0%} was spent training (ETTR).",
         style="bold green",
     )
+    if not survive:
+        _say("`redelastic demo --survive`: the others keep their processes, and lose no step.")
 
 
 def _listed(names: str) -> str:

@@ -1,8 +1,8 @@
-"""The demo's training script: plain DDP that resumes from its checkpoint, on any number of nodes.
+"""The demo's training script: DDP on any number of nodes, whose processes survive if the launcher lets them.
 
-It uses redelastic's ``should_checkpoint()`` and ``progress()``, and the round's epoch in the environment, by which a
-checkpoint refuses writers of past rounds. A new run resumes from an earlier run's checkpoint, whose writers
-are refused from then on. Run it under any torchrun: ``torchrun … -m redelastic.cli.demo.train --checkpoint F``.
+Where they do not, they resume from a checkpoint, which knows the round that wrote it, and refuses writers of past
+rounds. A new run resumes from an earlier run's checkpoint, whose writers are refused from then on. Run it under any
+torchrun: ``torchrun … -m redelastic.cli.demo.train --checkpoint F``.
 
 Which samples a step takes depends on the seed and the step alone, and the loss is a mean over the global batch: the
 result does not depend on how many nodes took part in which step. Rank 0 reports on stdout, one JSON object per line.
@@ -46,52 +46,67 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
 
-    epoch = int(os.environ.get("REDELASTIC_EPOCH", "0"))
-    owner = os.environ.get("TORCHELASTIC_RUN_ID", ""), epoch
-    dist.init_process_group("gloo")
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    train, test = load_data()
-
+    data, test = load_data()
     torch.manual_seed(options.seed)
     model = make_network()
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
-    step, samples, before = resume(options.checkpoint, model, optimizer)
-    parallel = DistributedDataParallel(model)
+    samples = Counter()
+    state = redelastic.State(model=model, optimizer=optimizer, samples=samples)
+    before = resume(options.checkpoint, state, model, optimizer, samples)
 
-    def save() -> None:
-        states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-        save_checkpoint(options.checkpoint, owner, before, {"step": step, "samples": samples, **states})
+    def train(this: redelastic.Round) -> None:
+        owner = os.environ.get("TORCHELASTIC_RUN_ID", ""), this.epoch
 
-    if rank == 0:
-        save()  # from now on the checkpoint is this round's: an older round's rank 0 can no longer write it
-        report("start", epoch=epoch, step=step, world_size=world_size)
-    while step < options.steps:
-        started = time.monotonic()
-        own = global_batch(step, options.batch, options.seed, len(train[0]))[rank::world_size]
-        images, labels = (part[own] for part in train)
-        loss = cross_entropy(parallel(images), labels, reduction="sum")
-        optimizer.zero_grad()
-        (
-            loss * world_size / options.batch
-        ).backward()  # DDP divides by world_size: the gradient is the global batch's mean
-        optimizer.step()
+        def save(step: int) -> None:
+            states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            save_checkpoint(options.checkpoint, owner, before, {"step": step, "samples": samples.number, **states})
 
-        asked = redelastic.should_checkpoint()  # by an agent of `redelastic run`, before its node leaves
-        totals = torch.stack([loss.detach(), torch.tensor(float(len(labels))), torch.tensor(float(asked))])
-        dist.all_reduce(totals)
-        step, samples = step + 1, samples + int(totals[1])
-        if rank == 0:
-            if step % options.save_every == 0 or step == options.steps or totals[2] > 0:
-                save()
-            report("step", epoch=epoch, step=step, world_size=world_size, loss=totals[0].item() / options.batch)
-        redelastic.progress(step)
-        time.sleep(max(0.0, options.pace - (time.monotonic() - started)))
+        parallel = DistributedDataParallel(model)
+        if this.rank == 0:
+            save(state.step)  # from now on it is this round's: an older round's rank 0 can no longer write it
+            report("start", epoch=this.epoch, step=state.step, world_size=this.size)
+        while state.step < options.steps:
+            started = time.monotonic()
+            own = global_batch(state.step, options.batch, options.seed, len(data[0]))[this.rank :: this.size]
+            images, labels = (part[own] for part in data)
+            loss = cross_entropy(parallel(images), labels, reduction="sum")
+            optimizer.zero_grad()
+            # DDP divides by the number of ranks: the gradient is the global batch's mean
+            (loss * this.size / options.batch).backward()
+            asked = redelastic.should_checkpoint()  # by an agent of `redelastic run`, before its node leaves
+            totals = torch.stack([loss.detach(), torch.tensor(float(len(labels))), torch.tensor(float(asked))])
+            dist.all_reduce(totals)
 
-    if rank == 0:
-        report(
-            "done", epoch=epoch, step=step, samples=samples, accuracy=measure(model, test), test_samples=TEST_SAMPLES
-        )
-    dist.barrier()
+            optimizer.step()  # no collective between this and the commit
+            samples.number += int(totals[1])
+            step = state.step + 1
+            if this.rank == 0:
+                if step % options.save_every == 0 or step == options.steps or totals[2] > 0:
+                    save(step)
+                mean = totals[0].item() / options.batch
+                report("step", epoch=this.epoch, step=step, world_size=this.size, loss=mean)
+            state.commit()
+            time.sleep(max(0.0, options.pace - (time.monotonic() - started)))
+        if this.rank == 0:
+            found = {"samples": samples.number, "accuracy": measure(model, test), "test_samples": TEST_SAMPLES}
+            report("done", epoch=this.epoch, step=state.step, **found)
+        dist.barrier()
+
+    redelastic.survive(train, state)
+
+
+class Counter:
+    """A number that is part of the state."""
+
+    number = 0
+
+    def state_dict(self) -> State:
+        """As :class:`redelastic.State` takes it."""
+        return {"number": self.number}
+
+    def load_state_dict(self, state_dict: State) -> None:
+        """As :class:`redelastic.State` gives it."""
+        self.number = state_dict["number"]
 
 
 def global_batch(step: int, batch: int, seed: int, size: int) -> Tensor:
@@ -138,19 +153,16 @@ def measure(model: nn.Module, test: tuple[Tensor, Tensor]) -> float:
     return right / len(labels)
 
 
-def resume(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, int, Owner | None]:
-    """Take over the checkpoint, if any: rank 0 reads it, so that all ranks have the same one.
-
-    Returns:
-        Steps and samples so far, and the checkpoint's owner.
-    """
-    box: list[State | None] = [load_checkpoint(path) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(box)
-    if (state := box[0]) is None:
-        return 0, 0, None
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
-    return state["step"], state["samples"], owner_of(state)
+def resume(
+    path: Path, state: redelastic.State, model: nn.Module, optimizer: torch.optim.Optimizer, samples: Counter
+) -> Owner | None:
+    """Take over the checkpoint, if any; returns its owner. Ranks that read an older one get the newest later."""
+    if (found := load_checkpoint(path)) is None:
+        return None
+    model.load_state_dict(found["model"])
+    optimizer.load_state_dict(found["optimizer"])
+    state.step, samples.number = found["step"], found["samples"]
+    return owner_of(found)
 
 
 def load_checkpoint(path: Path) -> State | None:
@@ -200,4 +212,3 @@ def report(event: str, **fields: float) -> None:
 
 if __name__ == "__main__":
     main()
-    dist.destroy_process_group()  # not in main(): with gloo it can hang while the model exists
