@@ -48,6 +48,9 @@ OTHERS = {
         "--simulated",
     ),
     *("--real", "--simulated"),
+    *("--secret", "--redis", "--hostfile", "--deepspeed", "--local", "--dump", "--job"),
+    *("--save", "--load", "--save-interval", "--exit-signal-handler", "--exit-signal", "--ckpt-format"),
+    *("--global-batch-size",),
 }
 
 
