@@ -1,4 +1,4 @@
-"""Workers that fork, hide and do not end: their programs, their tree, and checks on their processes."""
+"""Processes that stand for workers: those that fork, hide and do not end, and those that report progress on a board."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from redelastic.workers import reaper
+from redelastic.workers.board import ProgressBoard
 from redelastic.workers.processes import ProcessTree
 from tests.support.waiting import Within
 
@@ -82,7 +83,8 @@ live()
 VANISHING = PRELUDE + "daemon(lambda: bare('left')); say('worker'); live()"  # as SECRETIVE, but at once
 
 Pids = dict[str, psutil.Process]
-Start = Callable[..., "subprocess.Popen[bytes]"]
+StartInTree = Callable[..., "subprocess.Popen[bytes]"]
+StartOnBoard = Callable[..., int]
 
 
 @pytest.fixture
@@ -94,11 +96,11 @@ def tree() -> Iterator[ProcessTree]:
 
 
 @pytest.fixture
-def start(tree: ProcessTree, tmp_path: Path) -> Iterator[Start]:
-    """Start workers of ``tree`` the way torch does; their stdout ends with the last of their processes."""
+def start_in_tree(tree: ProcessTree, tmp_path: Path) -> Iterator[StartInTree]:
+    """Starts workers of ``tree`` as torch does; their stdout is closed when the last of their processes ends."""
     made: list[subprocess.Popen[bytes]] = []
 
-    def start(source: str) -> subprocess.Popen[bytes]:
+    def begin(source: str) -> subprocess.Popen[bytes]:
         made.append(
             subprocess.Popen(
                 [sys.executable, "-I", "-S", "-c", source, str(tmp_path)],
@@ -109,8 +111,44 @@ def start(tree: ProcessTree, tmp_path: Path) -> Iterator[Start]:
         )
         return made[-1]
 
-    yield start
+    yield begin
     tree.stop()
+    for worker in made:
+        worker.kill()
+        worker.communicate()
+
+
+@pytest.fixture
+def board() -> Iterator[ProgressBoard]:
+    """The progress board of three workers."""
+    made = ProgressBoard(3)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def start_on_board(board: ProgressBoard) -> Iterator[StartOnBoard]:
+    """Starts a script as a worker, waits until it prints "ready", and returns its process id.
+
+    The script gets a slot of ``board``, or of the board given as ``of``; with None for its local rank it gets none.
+    """
+    made: list[subprocess.Popen[str]] = []
+
+    def begin(
+        code: str,
+        local_rank: int | None = 0,
+        *,
+        of: ProgressBoard = board,
+        command: tuple[str, ...] = (sys.executable, "-c"),
+    ) -> int:
+        environment = {} if local_rank is None else of.environment(local_rank)
+        made.append(subprocess.Popen([*command, code], env=os.environ | environment, stdout=subprocess.PIPE, text=True))
+        stdout = made[-1].stdout
+        assert stdout is not None
+        assert stdout.readline() == "ready\n"
+        return made[-1].pid
+
+    yield begin
     for worker in made:
         worker.kill()
         worker.communicate()

@@ -24,7 +24,7 @@ from tests.support.worker_processes import (
     LIFE,
     PRELUDE,
     SECRETIVE,
-    Start,
+    StartInTree,
     ended,
     lives,
     reaper_of,
@@ -33,14 +33,14 @@ from tests.support.worker_processes import (
     until,
 )
 
-tree, start, foreign = worker_processes.tree, worker_processes.start, worker_processes.foreign
+tree, start, foreign = worker_processes.tree, worker_processes.start_in_tree, worker_processes.foreign
 
 
 # -- what belongs
 
 
 def test_the_tree_is_killed_and_nothing_else(
-    tree: ProcessTree, start: Start, tmp_path: Path, foreign: psutil.Popen
+    tree: ProcessTree, start: StartInTree, tmp_path: Path, foreign: psutil.Popen
 ) -> None:
     worker = start(DAEMON)
     helper = psutil.Popen(["sleep", str(LIFE)], env={**os.environ, **tree.environment}, start_new_session=True)
@@ -56,7 +56,7 @@ def test_the_tree_is_killed_and_nothing_else(
     helper.wait()
 
 
-def test_a_child_of_any_thread_is_found(tree: ProcessTree, start: Start, tmp_path: Path) -> None:
+def test_a_child_of_any_thread_is_found(tree: ProcessTree, start: StartInTree, tmp_path: Path) -> None:
     worker = start(
         PRELUDE
         + """
@@ -69,7 +69,7 @@ live()
     assert len(tree.look([worker.pid])) == 2
 
 
-def test_a_dead_workers_session_belongs(tree: ProcessTree, start: Start, tmp_path: Path) -> None:
+def test_a_dead_workers_session_belongs(tree: ProcessTree, start: StartInTree, tmp_path: Path) -> None:
     worker = start(BARE_IN_SESSION)
     left = said(tmp_path, "worker", "left")["left"]
     ended(worker)
@@ -78,7 +78,7 @@ def test_a_dead_workers_session_belongs(tree: ProcessTree, start: Start, tmp_pat
     assert not lives(left)
 
 
-def test_what_was_seen_once_is_known_for_ever(tree: ProcessTree, start: Start, tmp_path: Path) -> None:
+def test_what_was_seen_once_is_known_for_ever(tree: ProcessTree, start: StartInTree, tmp_path: Path) -> None:
     worker = start(SECRETIVE)
     left = said(tmp_path, "left")["left"]
     assert left.pid in {p.pid for p in tree.look([worker.pid])}
@@ -116,7 +116,7 @@ def test_a_worker_of_an_agent_that_is_itself_a_worker_belongs_to_both(monkeypatc
 # -- pids that the system gave to another process
 
 
-def test_a_process_that_got_a_members_pid_is_not_taken_for_it(tree: ProcessTree, start: Start) -> None:
+def test_a_process_that_got_a_members_pid_is_not_taken_for_it(tree: ProcessTree, start: StartInTree) -> None:
     worker = start(PRELUDE + "live()")
     assert [p.pid for p in tree.look([worker.pid])] == [worker.pid]
     began = reaper.processes()[worker.pid].start
@@ -143,7 +143,7 @@ def test_a_workers_pid_that_another_process_has_by_now_is_no_evidence(tree: Proc
 
 
 def test_what_is_left_gets_sigterm_and_the_time_to_finish(
-    tree: ProcessTree, start: Start, tmp_path: Path, foreign: psutil.Popen
+    tree: ProcessTree, start: StartInTree, tmp_path: Path, foreign: psutil.Popen
 ) -> None:
     worker = start(
         PRELUDE
@@ -171,7 +171,7 @@ say("worker")
 
 
 def test_what_ignores_sigterm_is_killed_when_its_time_is_up(
-    tree: ProcessTree, start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tree: ProcessTree, start: StartInTree, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     worker = start(DEAF)
     left = said(tmp_path, "worker", "left")["left"]
@@ -182,7 +182,7 @@ def test_what_ignores_sigterm_is_killed_when_its_time_is_up(
 
 
 def test_a_process_gets_sigterm_once(
-    tree: ProcessTree, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tree: ProcessTree, start: StartInTree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = start(
         PRELUDE
@@ -211,7 +211,9 @@ wait_for("go")
 
 
 @pytest.mark.fault("a worker fails that shares tensors by file_system", "nothing of it stays in /dev/shm")
-def test_torchs_helper_for_shared_memory_may_end_by_itself(start: Start, tree: ProcessTree, tmp_path: Path) -> None:
+def test_torchs_helper_for_shared_memory_may_end_by_itself(
+    start: StartInTree, tree: ProcessTree, tmp_path: Path
+) -> None:
     """It removes the files of the dead once it is alone; SIGTERM would end it before."""
     (tmp_path / "torch_shm_manager").symlink_to(sys.executable)
     source = "import os, sys; os.rename(*sys.argv[1:]) if sys.stdin.read() == '' else None"
@@ -234,7 +236,7 @@ live()
     assert (tmp_path / "removed").exists()
 
 
-def test_a_stop_does_not_wait_where_nothing_is_left(tree: ProcessTree, start: Start, tmp_path: Path) -> None:
+def test_a_stop_does_not_wait_where_nothing_is_left(tree: ProcessTree, start: StartInTree, tmp_path: Path) -> None:
     assert tree.stop([], grace=10 * DEADLINE) == []
     worker = start(DAEMON)
     pids = said(tmp_path, "worker", "left")
@@ -243,7 +245,7 @@ def test_a_stop_does_not_wait_where_nothing_is_left(tree: ProcessTree, start: St
 
 
 def test_what_does_not_die_is_named(
-    tree: ProcessTree, start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tree: ProcessTree, start: StartInTree, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     worker = start(DAEMON)
     with monkeypatch.context() as deaf:
@@ -257,7 +259,7 @@ def test_what_does_not_die_is_named(
 # -- after a success
 
 
-def test_what_is_left_may_end_by_itself(tree: ProcessTree, start: Start, tmp_path: Path) -> None:
+def test_what_is_left_may_end_by_itself(tree: ProcessTree, start: StartInTree, tmp_path: Path) -> None:
     worker = start(PRELUDE + "daemon(lambda: (say('left'), wait_for('go'), say('uploaded'), os._exit(0)))")
     left = said(tmp_path, "left")["left"]
     worker.wait()
@@ -275,7 +277,7 @@ def test_what_is_left_may_end_by_itself(tree: ProcessTree, start: Start, tmp_pat
 
 
 def test_an_agent_in_a_hurry_names_what_is_left_and_waits_no_longer(
-    tree: ProcessTree, start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tree: ProcessTree, start: StartInTree, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     start(DAEMON)
     left = said(tmp_path, "worker", "left")["left"]
