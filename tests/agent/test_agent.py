@@ -30,11 +30,11 @@ from redelastic.rendezvous.view import View
 from redelastic.workers.signals import SAME_REQUEST_SECONDS
 from tests.support import launchers
 from tests.support.agent_job import AWARE, DRAINED, NO_PROGRESS, REFUSED, STOPPED, AgentJob
+from tests.support.liveness import lives
 from tests.support.long_tests import quick_first
 from tests.support.nodes import NodeFactory
 from tests.support.servers import reserved_port
 from tests.support.torchrun_job import LIMIT, PATIENT, TRAIN, Job
-from tests.support.worker_processes import lives
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -14,9 +14,9 @@ import pytest
 
 from redelastic.monitoring.events import Left, Lost, decode_cause
 from redelastic.redis.server import RedisServer
+from tests.support.liveness import lives
 from tests.support.nodes import NodeFactory
 from tests.support.torchrun_job import PATIENT, Job
-from tests.support.worker_processes import lives
 
 pytestmark = pytest.mark.timeout(400)
 

@@ -14,9 +14,10 @@ from redelastic.monitoring.events import Completed
 from redelastic.redis.server import RedisServer
 from tests.support import launchers
 from tests.support.agent_job import DRAINED, FAILED, REFUSED
+from tests.support.liveness import lives
 from tests.support.long_tests import quick_first, quick_rows
 from tests.support.torchrun_job import LIMIT, PATIENT
-from tests.support.unruly_job import OURS, UNRULY, Unruly, environment, lives, pid_in
+from tests.support.unruly_job import OURS, UNRULY, Unruly, environment, pid_in
 
 pytestmark = pytest.mark.timeout(150)
 

@@ -26,10 +26,11 @@ from redelastic.rendezvous.handler import RedisRendezvousHandler
 from redelastic.store import RedisStore
 from tests.support.agent_job import AWARE, AgentJob
 from tests.support.faulty_proxy import Fault, FaultyProxy
+from tests.support.liveness import lives
 from tests.support.nodes import NodeFactory
 from tests.support.servers import wait_until
 from tests.support.torchrun_job import PATIENT
-from tests.support.unruly_job import Unruly, lives, pid_in
+from tests.support.unruly_job import Unruly, pid_in
 from tests.support.workers.frozen_node import JOINS, REQUESTS, WRITES
 
 pytestmark = pytest.mark.timeout(150)

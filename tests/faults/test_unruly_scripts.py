@@ -18,9 +18,10 @@ from redelastic.redis.server import RedisServer
 from tests.support import launchers
 from tests.support.agent_job import DRAINED, FAILED
 from tests.support.cgroups import limited_memory
+from tests.support.liveness import lives
 from tests.support.long_tests import quick_rows
 from tests.support.torchrun_job import LIMIT
-from tests.support.unruly_job import OURS, UNRULY, Unruly, environment, lives, pid_in, run
+from tests.support.unruly_job import OURS, UNRULY, Unruly, environment, pid_in, run
 
 pytestmark = pytest.mark.timeout(150)
 

@@ -8,8 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any, Final
 
-import psutil
-
 from tests.support import launchers
 from tests.support.agent_job import AgentJob
 from tests.support.torchrun_job import LIMIT
@@ -27,13 +25,6 @@ def run(directory: Path, action: str, *options: str, stdout: Any = None) -> subp
     """Run one node, whose worker misbehaves, on its own server."""
     command = [*OURS, "--standalone", *options, str(UNRULY), str(directory)]
     return launchers.run(command, environment(action), LIMIT, stdout)
-
-
-def lives(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def pid_in(file: Path) -> int:

@@ -163,13 +163,6 @@ def foreign() -> Iterator[psutil.Popen]:
     child.wait()
 
 
-def lives(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
 def reaper_of(agent: psutil.Process, token: str = "") -> psutil.Process:
     """The reaper that an agent keeps for its tree, or for the tree with ``token``."""
 

@@ -16,6 +16,7 @@ from redelastic.workers import reaper
 from redelastic.workers.processes import ProcessTree
 from redelastic.workers.reaper_client import TOKEN_VARIABLE
 from tests.support import worker_processes
+from tests.support.liveness import lives
 from tests.support.worker_processes import (
     BARE_IN_SESSION,
     DAEMON,
@@ -26,7 +27,6 @@ from tests.support.worker_processes import (
     SECRETIVE,
     StartInTree,
     ended,
-    lives,
     reaper_of,
     reuse,
     said,

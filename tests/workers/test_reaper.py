@@ -18,6 +18,7 @@ from redelastic.redis.endpoint import URL_VARIABLE
 from redelastic.workers.reaper import has_token, processes, read
 from redelastic.workers.reaper_client import TOKEN_VARIABLE
 from tests.support.job_user import CANARY
+from tests.support.liveness import lives
 from tests.support.worker_processes import (
     DAEMON,
     DEADLINE,
@@ -26,7 +27,6 @@ from tests.support.worker_processes import (
     PRELUDE,
     SECRETIVE,
     VANISHING,
-    lives,
     reaper_of,
     reuse,
     said,

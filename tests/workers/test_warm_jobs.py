@@ -19,8 +19,9 @@ from redelastic.monitoring.control import UnknownNodeError
 from redelastic.redis.server import RedisServer
 from redelastic.workers.site.sitecustomize import VARIABLE
 from tests.support.agent_job import AgentJob
+from tests.support.liveness import lives
 from tests.support.torchrun_job import LIMIT, PATIENT
-from tests.support.worker_processes import lives, until
+from tests.support.worker_processes import until
 
 pytestmark = pytest.mark.timeout(300)
 
