@@ -15,9 +15,10 @@ from redelastic.monitoring.events import Lost
 from redelastic.redis.server import RedisServer
 from tests.support.agent_job import DRAINED, AgentJob
 from tests.support.browsing import Browser, dashboard
-from tests.support.commands import form, until
+from tests.support.commands import until
 from tests.support.crowds import Crowd
 from tests.support.nodes import NodeFactory
+from tests.support.rounds import join_all
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.long]
 SCRIPT = "<script>document.title='taken'</script><img/src=x/onerror=alert(1)>"
@@ -98,7 +99,7 @@ def test_redis_away_and_back(
     own_server: RedisServer, browser: Browser, new_node: NodeFactory, pool: ThreadPoolExecutor
 ) -> None:
     nodes = [new_node(2, 2, url=own_server.url, node_name=name) for name in "ab"]
-    form(pool, *nodes)
+    join_all(pool, *nodes)
     run_id = nodes[0].node.run_id
     with dashboard(f"--endpoint={own_server.url}") as (url, _):
         browser.open(f"{url}runs/{run_id}")

@@ -14,7 +14,7 @@ from selenium import webdriver
 from selenium.common.exceptions import StaleElementReferenceException
 from selenium.webdriver.common.by import By
 
-from tests.support.commands import Started, started, until
+from tests.support.commands import RunningCommand, running_command, until
 
 FLAGS: Final = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-dev-shm-usage"),
@@ -24,9 +24,9 @@ _URL: Final = re.compile(r"(http://\S+?/)[\s?]")
 
 
 @contextlib.contextmanager
-def dashboard(*arguments: str) -> Iterator[tuple[str, Started]]:
+def dashboard(*arguments: str) -> Iterator[tuple[str, RunningCommand]]:
     """The command as a process of its own; yields its URL, with a trailing slash, and the process."""
-    with started("dashboard", "--port=0", *arguments) as process:
+    with running_command("dashboard", "--port=0", *arguments) as process:
         until(lambda: "Ctrl-C" in process.out or process.process.poll() is not None, "it serves", 120)
         found = _URL.search(process.out)
         assert found, process.out

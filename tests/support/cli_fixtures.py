@@ -8,13 +8,13 @@ from redelastic.monitoring.control import RunControl
 from redelastic.redis.connection import Connection
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
-from tests.support.commands import Cli, Done, command
+from tests.support.commands import Cli, CommandResult, run_command
 
 
 @pytest.fixture
 def cli(server: RedisServer) -> Cli:
-    def run(name: str, *argv: str) -> Done:
-        return command(name, *argv, "--endpoint", server.url)
+    def run(name: str, *argv: str) -> CommandResult:
+        return run_command(name, *argv, "--endpoint", server.url)
 
     return run
 

@@ -12,7 +12,7 @@ import redis
 
 import redelastic
 from redelastic.redis.server import RedisServer
-from tests.support.commands import command
+from tests.support.commands import run_command
 
 PACKAGE: Final = Path(redelastic.__file__).parent
 PAGE: Final = (Path(__file__).parents[2] / "SECURITY.md").read_text()
@@ -50,7 +50,7 @@ def command_line(process: psutil.Process) -> str:
         return ""
 
 
-def run_command(*argv: str, url: str, code: int = 0) -> str:
-    done = command(*argv, "--endpoint", url)
+def output_of(*argv: str, url: str, code: int = 0) -> str:
+    done = run_command(*argv, "--endpoint", url)
     assert done.code == code, (argv, done)
     return done.out + done.err if "--json" not in argv else done.out

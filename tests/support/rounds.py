@@ -5,12 +5,10 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import redis
 from torch.distributed.elastic.rendezvous import RendezvousInfo
 
 from redelastic.monitoring.control import RunControl, UnknownRunError
 from redelastic.monitoring.records import Run
-from redelastic.redis.keys import RunKeys
 from redelastic.rendezvous.handler import RedisRendezvousHandler
 from tests.support.waiting import Within
 
@@ -51,10 +49,6 @@ def events(node: RedisRendezvousHandler, kind: str) -> list[Any]:
 def join_all(pool: ThreadPoolExecutor, *nodes: RedisRendezvousHandler) -> list[RendezvousInfo]:
     joining = [pool.submit(node.next_rendezvous) for node in nodes]
     return [future.result(60) for future in joining]
-
-
-def until_joined(client: redis.Redis, keys: RunKeys, n: int) -> None:
-    until(lambda: client.zcard(keys.candidates) == n, f"{n} candidates")
 
 
 def ranks(infos: list[RendezvousInfo]) -> list[int]:

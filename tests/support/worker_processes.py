@@ -65,7 +65,6 @@ say("worker")
 live()
 """
 )
-BARE_IN_SESSION = PRELUDE + "daemon(lambda: bare('left'), session=False); say('worker'); live()"
 SECRETIVE = (  # first a child without an environment in its own session; after "go" an orphan
     PRELUDE
     + """
@@ -80,7 +79,6 @@ say("worker")
 live()
 """
 )
-VANISHING = PRELUDE + "daemon(lambda: bare('left')); say('worker'); live()"  # as SECRETIVE, but at once
 
 Pids = dict[str, psutil.Process]
 StartInTree = Callable[..., "subprocess.Popen[bytes]"]
@@ -152,15 +150,6 @@ def start_on_board(board: ProgressBoard) -> Iterator[StartOnBoard]:
     for worker in made:
         worker.kill()
         worker.communicate()
-
-
-@pytest.fixture
-def foreign() -> Iterator[psutil.Popen]:
-    """A child of the embedding process that is nobody's worker."""
-    child = psutil.Popen(["sleep", str(LIFE)], start_new_session=True)
-    yield child
-    child.kill()
-    child.wait()
 
 
 def reaper_of(agent: psutil.Process, token: str = "") -> psutil.Process:

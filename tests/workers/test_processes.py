@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -18,7 +19,6 @@ from redelastic.workers.reaper_client import TOKEN_VARIABLE
 from tests.support import worker_processes
 from tests.support.liveness import lives
 from tests.support.worker_processes import (
-    BARE_IN_SESSION,
     DAEMON,
     DEADLINE,
     DEAF,
@@ -33,7 +33,17 @@ from tests.support.worker_processes import (
     until,
 )
 
-tree, start, foreign = worker_processes.tree, worker_processes.start_in_tree, worker_processes.foreign
+tree, start = worker_processes.tree, worker_processes.start_in_tree
+BARE_IN_SESSION = PRELUDE + "daemon(lambda: bare('left'), session=False); say('worker'); live()"
+
+
+@pytest.fixture
+def foreign() -> Iterator[psutil.Popen]:
+    """A child of the embedding process that is nobody's worker."""
+    child = psutil.Popen(["sleep", str(LIFE)], start_new_session=True)
+    yield child
+    child.kill()
+    child.wait()
 
 
 # -- what belongs

@@ -26,12 +26,13 @@ from tests.support.worker_processes import (
     LIFE,
     PRELUDE,
     SECRETIVE,
-    VANISHING,
     reaper_of,
     reuse,
     said,
     until,
 )
+
+VANISHING = PRELUDE + "daemon(lambda: bare('left')); say('worker'); live()"  # as SECRETIVE, but at once
 
 
 class Driven:
