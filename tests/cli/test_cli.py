@@ -86,7 +86,7 @@ class TestErrors:
         assert "refused the login" in done.err
         assert "sesame" not in done.err
 
-    @pytest.mark.usefixtures("impatient")
+    @pytest.mark.usefixtures("short_timeout")
     @pytest.mark.parametrize("argv", [*COMMANDS, ("list",)], ids=lambda argv: argv[0])
     def test_an_unreachable_server(self, argv: tuple[str, ...]) -> None:
         done = run_command(*argv, "--endpoint", "127.0.0.1:1")
@@ -94,7 +94,7 @@ class TestErrors:
         assert "127.0.0.1:1 could not be reached" in done.err
         assert "default" not in done.err
 
-    @pytest.mark.usefixtures("impatient")
+    @pytest.mark.usefixtures("short_timeout")
     def test_an_unreachable_server_that_nobody_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("redelastic.redis.endpoint.DEFAULT_PORT", 1)
         monkeypatch.delenv("REDELASTIC_REDIS_URL", raising=False)

@@ -141,7 +141,7 @@ class TestPage:
             browser.open(f"file://{tmp_path}/it.html")
             browser.until(".events", "<script>alert(1)</script>")
             assert browser.run("return document.querySelectorAll('main script, main img').length") == 0
-            assert browser.complaints() == []
+            assert browser.console_errors() == []
         finally:
             browser.close()
 

@@ -36,7 +36,7 @@ def browser(chromium: Browser) -> Iterator[Browser]:
     """A browser in which no page has complained when the test is over."""
     yield chromium
     chromium.open("about:blank")
-    assert chromium.complaints() == []
+    assert chromium.console_errors() == []
 
 
 @pytest.mark.fault("nodes are killed, drained and join", "the dashboard shows each as it happens")
@@ -176,5 +176,5 @@ def test_a_run_that_is_not_there(server: RedisServer, browser: Browser, new_node
         until(lambda: browser.rows() == {"a": "running"}, "it is shown as soon as it is there", 60)
         browser.open(f"{url}runs/bad*id")
         browser.until(".banner", "The dashboard's server refuses this page")
-        [told] = browser.complaints()
+        [told] = browser.console_errors()
         assert re.search(r"/live\?run=bad\*id .* 404 ", told)

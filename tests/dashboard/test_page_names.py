@@ -126,7 +126,7 @@ def made_up_runs(client: redis.Redis) -> Iterator[RunKeys]:
 def look(browser: Browser, url: str) -> str:
     """Try all that a page has, without a complaint of the browser's; returns what it showed."""
     shown: str = browser.driver.execute_async_script(TRY_ALL)
-    assert browser.complaints() == [], url
+    assert browser.console_errors() == [], url
     return shown
 
 

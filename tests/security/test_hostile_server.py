@@ -88,7 +88,7 @@ def url(request: pytest.FixtureRequest) -> Iterator[str]:
         server.shutdown()
 
 
-@pytest.mark.usefixtures("impatient")
+@pytest.mark.usefixtures("short_timeout")
 @pytest.mark.fault("a server that answers in wrong shapes", "a command ends with one line")
 @pytest.mark.parametrize("url", SHAPES.values(), ids=SHAPES, indirect=True)
 def test_answers_of_a_wrong_shape(url: str) -> None:

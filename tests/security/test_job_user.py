@@ -20,8 +20,8 @@ from redelastic.redis.server import RedisServer
 from tests.support import servers
 from tests.support.agent_job import DRAINED, STOPPED, AgentJob
 from tests.support.job_user import CANARY, as_user_of, command_line, job_rules, output_of
+from tests.support.lifecycle import live_through_a_run
 from tests.support.nodes import NodeFactory
-from tests.support.whole_life import live_a_whole_life
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -85,7 +85,7 @@ def tells(node: Node) -> bool:
 
 
 def test_the_backend_and_the_stores_work_for_that_user(every_server: RedisServer, run_id: str) -> None:
-    live_a_whole_life(as_user_of(every_server, run_id).url, run_id, 2)
+    live_through_a_run(as_user_of(every_server, run_id).url, run_id, 2)
 
 
 def test_what_more_a_cluster_and_another_database_need(run_id: str) -> None:
@@ -94,7 +94,7 @@ def test_what_more_a_cluster_and_another_database_need(run_id: str) -> None:
         for server in cluster.servers:
             url = as_user_of(server, run_id, "+cluster|slots", "+command").url
         url = cluster.url.replace(f":{cluster.password}@", f"{run_id}:{CANARY}@")
-        live_a_whole_life(url, run_id, 2)
+        live_through_a_run(url, run_id, 2)
         assert json.loads(output_of("status", run_id, "--json", url=url, code=0))["run"] == run_id
 
 

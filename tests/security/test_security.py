@@ -198,7 +198,7 @@ def test_nothing_of_ours_unpickles_or_runs_what_it_reads() -> None:
 # -- secrets
 
 
-@pytest.mark.usefixtures("impatient")
+@pytest.mark.usefixtures("short_timeout")
 def test_no_command_tells_the_password(server: RedisServer, run_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither where it is right, nor where it is not, nor where the rest of the URL is not."""
     with server.get_client() as admin:

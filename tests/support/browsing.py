@@ -75,7 +75,7 @@ class Browser:
         """The return value of a script run in the page."""
         return self.driver.execute_script(script)
 
-    def complaints(self) -> list[str]:
+    def console_errors(self) -> list[str]:
         """Console messages since the last call about errors and policy violations."""
         told = [entry["message"] for entry in self.driver.get_log("browser")]
         return [message for message in told if "net::ERR_" not in message]  # tests end their servers

@@ -20,8 +20,8 @@ def cli(server: RedisServer) -> Cli:
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands soon give up a server that they do not reach."""
+def short_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands give up a server that they do not reach after half a second."""
     monkeypatch.setattr("redelastic.monitoring.operator.TIMEOUT", 0.5)
 
 

@@ -24,7 +24,7 @@ from redelastic.redis.connection import Connection
 from redelastic.redis.endpoint import URL_VARIABLE, parse_endpoint
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import find_binary, reserve_port
-from tests.support.torchrun_job import _REAPER, TOKEN
+from tests.support.torchrun_job import REAPER, TOKEN
 
 T = TypeVar("T")
 
@@ -91,7 +91,7 @@ class Site:
         self.environment = {**inherited, "PATH": path, "HOME": str(folder), "OMP_NUM_THREADS": "1", TOKEN: self._token}
         self._started: list[subprocess.Popen[bytes]] = []
         self._reaper = subprocess.Popen(
-            [sys.executable, "-c", _REAPER, TOKEN, self._token], stdin=subprocess.PIPE, start_new_session=True
+            [sys.executable, "-c", REAPER, TOKEN, self._token], stdin=subprocess.PIPE, start_new_session=True
         )
 
     def __enter__(self) -> Self:

@@ -39,10 +39,10 @@ def with_sentinel(sentinels: SentinelGroup) -> Iterator[Shard]:
     shard = Shard(sentinels.url, sentinels.servers)
     yield shard
     shard.heal()
-    wait_until(lambda: all_is_well(sentinels), "the sentinels know who is who", 30)
+    wait_until(lambda: sentinels_agree(sentinels), "the sentinels know who is who", 30)
 
 
-def all_is_well(group: SentinelGroup) -> bool:
+def sentinels_agree(group: SentinelGroup) -> bool:
     """Whether every sentinel names the current master and finds the others up."""
 
     def sees_all(port: int) -> bool:

@@ -21,7 +21,7 @@ from tests.support.agent_job import AgentJob
 from tests.support.nodes import NodeFactory
 from tests.support.rounds import state
 from tests.support.servers import Shard, wait_until
-from tests.support.torchrun_job import PATIENT
+from tests.support.torchrun_job import LONG_LEASES
 
 T = TypeVar("T")
 INTERVAL: Final = 0.4
@@ -130,7 +130,7 @@ class ReplicatedJob(AgentJob):
     """A job on servers whose master may be killed."""
 
     def __init__(self, shard: Shard, run_id: str, directory: Path, nnodes: str, **more: Any) -> None:
-        more["conf"] = {**PATIENT, **more.get("conf", {})}
+        more["conf"] = {**LONG_LEASES, **more.get("conf", {})}
         super().__init__(cast("RedisServer", shard), directory, nnodes, **more)
         self.shard, self.run_id = shard, run_id
         self.control = RunControl(Connection.open(shard.url), RunKeys(run_id))

@@ -104,23 +104,23 @@ class Row:
             self.figures.setdefault((what, unit), []).append(value)
 
     def __str__(self) -> str:
-        figures = "; ".join(figure(name, unit, values) for (name, unit), values in self.figures.items())
+        figures = "; ".join(format_figure(name, unit, values) for (name, unit), values in self.figures.items())
         return f"{figures or '-'} | {self.runs}"
 
 
-def shown(value: float, unit: str) -> str:
+def format_value(value: float, unit: str) -> str:
     factor, name = next((u for u in UNITS[unit] if abs(value) >= u[0]), UNITS[unit][-1])
     scaled = value / factor
     digits = f"{scaled:,.0f}" if abs(scaled) >= 10 or (not unit and scaled == round(scaled)) else f"{scaled:.2g}"
     return f"{digits} {name}".strip()
 
 
-def figure(what: str, unit: str, values: list[float]) -> str:
-    middle, low, high = (shown(v, unit) for v in (statistics.median(values), min(values), max(values)))
+def format_figure(what: str, unit: str, values: list[float]) -> str:
+    middle, low, high = (format_value(v, unit) for v in (statistics.median(values), min(values), max(values)))
     return f"{what} {middle}" + (f" ({low} to {high})" if low != high else "")
 
 
-def declared() -> dict[Fault, set[str]]:
+def declared_faults() -> dict[Fault, set[str]]:
     """The faults that tests declare, long tests too, and which tests those are."""
     found: dict[Fault, set[str]] = {}
 
@@ -136,7 +136,7 @@ def declared() -> dict[Fault, set[str]]:
     return found
 
 
-def listed(lines: Iterable[str]) -> dict[Fault, tuple[str, set[str]]]:
+def faults_on_page(lines: Iterable[str]) -> dict[Fault, tuple[str, set[str]]]:
     """The faults on a page: what was measured, in how many cases, and the tests that are named."""
     found, section = {}, ""
     for line in lines:
@@ -148,7 +148,7 @@ def listed(lines: Iterable[str]) -> dict[Fault, tuple[str, set[str]]]:
     return found
 
 
-def page(faults: dict[Fault, set[str]], measured: Mapping[Fault, object]) -> Iterator[str]:
+def page_lines(faults: dict[Fault, set[str]], measured: Mapping[Fault, object]) -> Iterator[str]:
     """The page's lines, by the names of the tests."""
     sections: dict[str, list[Fault]] = {}
     for fault in sorted(faults, key=lambda fault: sorted(faults[fault])):
@@ -193,7 +193,7 @@ def main() -> None:
     parser.add_argument("results", nargs="*", type=Path, help="what runs with REDELASTIC_FAULTS=FILE have left")
     parser.add_argument("--check", action="store_true", help="only compare the page with what tests declare")
     arguments = parser.parse_args()
-    faults, on_page = declared(), listed(PAGE.read_text(encoding="utf-8").splitlines())
+    faults, on_page = declared_faults(), faults_on_page(PAGE.read_text(encoding="utf-8").splitlines())
     if arguments.check:
         if found := list(differences(faults, on_page)):
             sys.exit("\n".join([f"{PAGE.name} is not what tests declare:", *found]))
@@ -205,7 +205,7 @@ def main() -> None:
             section, what, promise = result["fault"]
             rows.setdefault((section, what, promise), Row()).add(result["measured"])
     measured = {fault: text for fault, (text, _) in on_page.items()} | rows
-    PAGE.write_text("\n".join(page(faults, measured)) + "\n", encoding="utf-8")
+    PAGE.write_text("\n".join(page_lines(faults, measured)) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -14,11 +14,11 @@ ON_GPU: Final = torch.cuda.is_available()
 COUNT: Final = torch.cuda.device_count() if ON_GPU else 0
 
 needs_gpu: Final = pytest.mark.skipif(not (ON_GPU or STUB), reason="needs a GPU: .ci/gpu, where there is one")
-needs_card: Final = pytest.mark.skipif(not ON_GPU, reason="needs a GPU: .ci/gpu, where there is one")
-needs_two_cards: Final = pytest.mark.skipif(COUNT < 2, reason="needs two GPUs: .ci/gpu, where there are two")
+needs_real_gpu: Final = pytest.mark.skipif(not ON_GPU, reason="needs a GPU: .ci/gpu, where there is one")
+needs_two_gpus: Final = pytest.mark.skipif(COUNT < 2, reason="needs two GPUs: .ci/gpu, where there are two")
 
 
-def ask_card(*fields: str) -> list[str]:
+def query_gpu(*fields: str) -> list[str]:
     """What nvidia-smi says of the first GPU, in MiB, degrees and percent: ``ask_card("uuid", "memory.used")``."""
     command = ["nvidia-smi", "--id=0", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
     told = subprocess.run(command, check=True, capture_output=True, text=True, timeout=30).stdout
@@ -27,5 +27,5 @@ def ask_card(*fields: str) -> list[str]:
 
 def memory_used() -> int:
     """Memory used on the first GPU, in MiB."""
-    [used] = ask_card("memory.used")
+    [used] = query_gpu("memory.used")
     return int(used)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any, Final
 
-SOON: Final = 30.0  # within which another thread has to get through, in seconds
+THREAD_TIMEOUT: Final = 30.0  # within which another thread has to get through, in seconds
 
 
 class InterruptError(Exception):
@@ -26,11 +26,11 @@ def interrupt_everywhere(call: Callable[[], Any], check: Callable[[], Any], step
     return times
 
 
-def gets_through(call: Callable[[], Any]) -> None:
+def assert_thread_finishes(call: Callable[[], Any]) -> None:
     """Assert that a call ends in another thread."""
     thread = threading.Thread(target=call, daemon=True)
     thread.start()
-    thread.join(SOON)
+    thread.join(THREAD_TIMEOUT)
     assert not thread.is_alive(), "another thread hangs"
 
 

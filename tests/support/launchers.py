@@ -37,7 +37,7 @@ PREPARED: Final = (
     *("torch.distributed.run", "redelastic.cli.run", "redelastic.agent.agent", "redelastic.plugin"),
     *("torch.nn.parallel", "torch._dynamo", "hypothesis"),  # what functions of tests and their modules import
 )
-ADDRESS: Final = "TEST_TEMPLATES"  # environment variable: of the socket of the process that forks templates
+ADDRESS_VARIABLE: Final = "TEST_TEMPLATES"  # environment variable: of the socket of the process that forks templates
 ROOT: Final = Path(__file__).parents[2]
 READ_AT_THE_START: Final = re.compile("PYTHON|LD_|MALLOC|TORCH(?!ELASTIC_)|OMP_|LOGLEVEL|TZ|LANG|LC_")
 NAMESPACES: Final = ("net", "mnt", "uts")
@@ -79,13 +79,13 @@ class Template:
     """The process that launchers are forked from; it ends with this one, and they end with it."""
 
     def __init__(self) -> None:
-        if ADDRESS not in os.environ:
-            share()
+        if ADDRESS_VARIABLE not in os.environ:
+            start_template_maker()
         self._lock = threading.Lock()
         self._statuses: dict[int, int] = {}
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         atexit.register(self._socket.close)
-        self._socket.connect(os.environ[ADDRESS])
+        self._socket.connect(os.environ[ADDRESS_VARIABLE])
         told = json.loads(self._socket.recv(100_000))
         self._pid: int = told["template"]
         self.variables: dict[str, str] = told["variables"]
@@ -131,14 +131,14 @@ def read_at_the_start(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if READ_AT_THE_START.match(name)}
 
 
-def share() -> None:
+def start_template_maker() -> None:
     """Start the process that forks templates for this process and those that it starts; it ends with this one."""
     folder = tempfile.TemporaryDirectory()
     atexit.register(folder.cleanup)
-    os.environ[ADDRESS] = f"{folder.name}/socket"
+    os.environ[ADDRESS_VARIABLE] = f"{folder.name}/socket"
     lives, lifeline = os.pipe()  # nobody else has the end that this process keeps
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listener.bind(os.environ[ADDRESS])
+    listener.bind(os.environ[ADDRESS_VARIABLE])
     listener.listen(100)
     inherited = [listener.fileno(), lives]
     command = [sys.executable, "-m", __name__, *map(str, inherited)]
@@ -246,7 +246,7 @@ def serve(ours: socket.socket) -> dict[str, Any]:
                 ours.send(json.dumps({"pid": pid}).encode())
                 continue
             end_with(parent)
-            become(files)
+            become_new_process(files)
             told: dict[str, Any] = json.loads(request)
             return told
 
@@ -275,7 +275,7 @@ def end_with(parent: int) -> None:
         os._exit(1)
 
 
-def become(files: list[int]) -> None:
+def become_new_process(files: list[int]) -> None:
     """Make this fork what a new process is."""
     os.setsid()
     signal.set_wakeup_fd(-1)

@@ -15,12 +15,12 @@ from tests.support.faulty_proxy import Chance, FaultyProxy
 
 T = TypeVar("T")
 
-ATTEMPT: Final = 0.4  # timeout of one attempt, in seconds
+ATTEMPT_TIMEOUT: Final = 0.4  # timeout of one attempt, in seconds
 SILENCE: Final = 1.0  # how long a reply is withheld, in seconds: longer than an attempt
-PATIENCE: Final = 60.0  # for a call with all its retries, in seconds
+CALL_TIMEOUT: Final = 60.0  # for a call with all its retries, in seconds
 
 
-def address(server: RedisServer) -> tuple[str, int]:
+def address_of(server: RedisServer) -> tuple[str, int]:
     host, _, port = server.endpoint.rpartition(":")
     return host, int(port)
 
@@ -46,7 +46,7 @@ class LossyNetwork:
     def url(self) -> str:
         """The server's URL, through a new proxy."""
         chance = Chance(f"{self._seed}, network of {len(self.proxies)}", self._rate, SILENCE)
-        proxy = self._paths.enter_context(FaultyProxy(*address(self.server), chance))
+        proxy = self._paths.enter_context(FaultyProxy(*address_of(self.server), chance))
         self.proxies.append(proxy)
         return self.server.url.replace(self.server.endpoint, f"127.0.0.1:{proxy.port}")
 
@@ -67,8 +67,8 @@ def all_at_once(*calls: Callable[[], T]) -> list[T]:
 
     for each in zip(calls, futures, strict=True):
         threading.Thread(target=run, args=each, daemon=True).start()
-    done, _ = wait(futures, 2 * PATIENCE, FIRST_EXCEPTION)
+    done, _ = wait(futures, 2 * CALL_TIMEOUT, FIRST_EXCEPTION)
     for future in done:
         future.result()
-    assert len(done) == len(futures), f"not within {2 * PATIENCE:g} s"
+    assert len(done) == len(futures), f"not within {2 * CALL_TIMEOUT:g} s"
     return [future.result() for future in futures]

@@ -83,7 +83,7 @@ class Story:
             self.tell(at + start * self.random.uniform(0.6, 1), Started(node=node, rank=rank))
 
     def events(self) -> list[Event]:
-        return told_together(self.one_by_one())
+        return merged(self.one_by_one())
 
     def one_by_one(self) -> list[Event]:
         """Each event of each node separately: what the scripts take in, not what they write."""
@@ -110,7 +110,7 @@ class _Row:
     untold: list[Event] = field(default_factory=list)
 
 
-class _Telling:
+class _EventStream:
     """What `record` in `lua/events.lua` makes of events if heartbeats come whenever needed; times in ms."""
 
     def __init__(self) -> None:
@@ -152,9 +152,9 @@ class _Telling:
         self.told.append(replace(event, id=f"{now}-{len(self.told)}", time=now / 1000))
 
 
-def told_together(events: Iterable[Event]) -> list[Event]:
+def merged(events: Iterable[Event]) -> list[Event]:
     """The events in a run's stream after these have happened."""
-    telling = _Telling()
+    telling = _EventStream()
     for event in events:
         now = round(1000 * event.time)
         if telling.due is not None and telling.due <= now:

@@ -180,5 +180,5 @@ def group(new_node: NodeFactory, server: RedisServer, *sizes: int, **config: Any
     return [new_node(*sizes, url=server.url, **config) for _ in range(3)]
 
 
-def told(nodes: list[RedisRendezvousHandler]) -> list[int]:
+def waiting_counts(nodes: list[RedisRendezvousHandler]) -> list[int]:
     return [node.num_nodes_waiting() for node in nodes]

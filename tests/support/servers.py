@@ -206,7 +206,7 @@ class SentinelGroup:
 
 # After a failover the new master drops its connections, the sentinels' own among them, and a sentinel tries to connect
 # once a second: with less patience, it may take the live master for dead, and another takes over beside it.
-SENTINEL_PATIENCE: Final = 2000  # ms
+SENTINEL_DOWN_AFTER: Final = 2000  # ms
 
 
 @contextlib.contextmanager
@@ -226,7 +226,7 @@ def sentinel_group() -> Iterator[SentinelGroup]:
                 f"bind {HOST}\nport {port}\ndir {folder}\nrequirepass {sentinel_password}\n"
                 f"sentinel monitor {MASTER_NAME} {HOST} {port_of(master)} 2\n"
                 f"sentinel auth-pass {MASTER_NAME} {password}\n"
-                f"sentinel down-after-milliseconds {MASTER_NAME} {SENTINEL_PATIENCE}\n"
+                f"sentinel down-after-milliseconds {MASTER_NAME} {SENTINEL_DOWN_AFTER}\n"
                 f"sentinel failover-timeout {MASTER_NAME} 3000\n"
             )
             command = [find_binary(), str(config_file), "--sentinel"]

@@ -36,7 +36,7 @@ def in_thread(function: Callable[..., Any], *args: Any) -> Future[Any]:
 
 
 @contextlib.contextmanager
-def opened(server: RedisServer, run_id: str, **options: Any) -> Iterator[RedisStore]:
+def open_store(server: RedisServer, run_id: str, **options: Any) -> Iterator[RedisStore]:
     made = RedisStore(server.url, run_id, **options)
     yield made
     made.close()
@@ -44,7 +44,7 @@ def opened(server: RedisServer, run_id: str, **options: Any) -> Iterator[RedisSt
 
 @pytest.fixture
 def store(server: RedisServer, run_id: str) -> Iterator[RedisStore]:
-    with opened(server, run_id) as made:
+    with open_store(server, run_id) as made:
         yield made
 
 

@@ -63,7 +63,7 @@ def _terminator(port: int, target: int, settings: dict[str, str]) -> Iterator[No
     class Handler(socketserver.BaseRequestHandler):
         def handle(self) -> None:
             with contextlib.suppress(OSError), context.wrap_socket(self.request, server_side=True) as client:
-                _hand_on(client, target)
+                _relay(client, target)
 
     with _Terminator((servers.HOST, port), Handler) as listening:
         thread = threading.Thread(target=listening.serve_forever, args=(0.02,), daemon=True)
@@ -77,7 +77,7 @@ class _Terminator(socketserver.ThreadingTCPServer):
     daemon_threads = True
 
 
-def _hand_on(client: ssl.SSLSocket, target: int) -> None:
+def _relay(client: ssl.SSLSocket, target: int) -> None:
     """Relay between client and server until one of them hangs up."""
     with socket.create_connection((servers.HOST, target)) as server:
         while True:

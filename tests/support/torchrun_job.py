@@ -32,21 +32,24 @@ T = TypeVar("T")
 TRAIN: Final = Path(__file__).parent / "workers" / "train.py"
 TOKEN: Final = "TEST_JOB"  # environment variable that identifies every process of a job, orphans too
 LIMIT: Final = 60.0  # for anything to happen, in seconds: far above what it takes; this is not a test of speed
-POLL: Final = 0.05
+POLL_INTERVAL: Final = 0.05
 CONF: Final[Mapping[str, float]] = {
     "keep_alive_interval": 0.4,
     "keep_alive_max_attempt": 3,
     "last_call_timeout": 60,  # the first group is complete once max_nodes have joined, unless a test says otherwise
     "join_timeout": 60,
 }
-AT_ONCE: Final = ("--admit=now", "--admit-interval=0")  # new nodes wait for nobody, unless a test says otherwise
-PATIENT: Final[Mapping[str, float]] = {
+ADMIT_AT_ONCE: Final = ("--admit=now", "--admit-interval=0")  # new nodes wait for nobody, unless a test says otherwise
+LONG_LEASES: Final[Mapping[str, float]] = {
     "keep_alive_max_attempt": 15
 }  # leases of 6 s outlast the pause of a busy machine
-CALM: Final[Mapping[str, float]] = {"keep_alive_max_attempt": 75, "roll_call_timeout": 20}  # no pause is a loss
+LONGEST_LEASES: Final[Mapping[str, float]] = {
+    "keep_alive_max_attempt": 75,
+    "roll_call_timeout": 20,
+}  # no pause is a loss
 
 # Kills all processes of a job once this pipe is closed: at the end of a test, and when pytest itself is killed.
-_REAPER: Final = """
+REAPER: Final = """
 import os, psutil, sys, time
 sys.stdin.read()
 name, token = sys.argv[1:]
@@ -173,7 +176,7 @@ class Job:
         directory.mkdir(parents=True, exist_ok=True)
         self._client = server.get_client(decode_responses=True)
         self._reaper = subprocess.Popen(
-            [sys.executable, "-c", _REAPER, TOKEN, self._token], stdin=subprocess.PIPE, start_new_session=True
+            [sys.executable, "-c", REAPER, TOKEN, self._token], stdin=subprocess.PIPE, start_new_session=True
         )
 
     def __enter__(self) -> Self:
@@ -205,7 +208,7 @@ class Job:
         """Start nodes; options are the launcher's, arguments the script's; `conf` overrides the job's."""
         for name in names:
             torchrun = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=redis"]
-            ours = [sys.executable, "-m", "redelastic", "run", f"--node-name={name}", *AT_ONCE]
+            ours = [sys.executable, "-m", "redelastic", "run", f"--node-name={name}", *ADMIT_AT_ONCE]
             command = ours if self._agent else torchrun
             command += [
                 f"--rdzv-id={self.run_id}",
@@ -294,7 +297,7 @@ class Job:
                 )
             if time.monotonic() > deadline:
                 pytest.fail(f"Not within {limit:g} s: {what}." + self.report())
-            time.sleep(POLL)
+            time.sleep(POLL_INTERVAL)
 
     def wait_round(self, nodes: Iterable[str], after: int | None = None, *, fault: float | None = None) -> int:
         """Wait until exactly these nodes have made two steps in a round together; returns its epoch.

@@ -21,8 +21,8 @@ ENVIRONMENT: Final = {
     "PET_DRAIN_TIMEOUT": "300",  # so does one that does not save
 }
 LIBRARIES: Final = {"transformers": "transformers.trainer", "lightning": "lightning", "torch": "torch._dynamo"}
-HOLD: Final = 25  # the step after which workers wait
-START: Final = 150.0  # for workers to import their library, in seconds
+HELD_STEP: Final = 25  # the step after which workers wait
+START_TIMEOUT: Final = 150.0  # for workers to import their library, in seconds
 
 
 def preload(library: str) -> tuple[str, ...]:
@@ -57,7 +57,7 @@ class TrainerJob(Job):
 
     def _script(self, name: str) -> list[str]:
         """The command line, without Python, with which a node's workers run a script."""
-        own = [str(PACED), str(self.directory), str(HOLD)]
+        own = [str(PACED), str(self.directory), str(HELD_STEP)]
         return [*own, str(EXAMPLES / name), str(self.saved), "--steps=30", "--save-every=10"]
 
     def wait_held(self, names: Iterable[str], after: int = 0) -> int:
@@ -65,16 +65,18 @@ class TrainerJob(Job):
         names = set(names)
 
         def held() -> int:
-            lines = [line for line in self.lines("step") if line.step == HOLD and line.epoch > after]
+            lines = [line for line in self.lines("step") if line.step == HELD_STEP and line.epoch > after]
             newest = max((line.epoch for line in lines), default=0)
             ranks = {line.rank: line.node for line in lines if line.epoch == newest}
             return newest if set(ranks.values()) == names and len(ranks) == len(names) * self.nproc else 0
 
-        return self.wait(f"{sorted(names)} are held after epoch {after}", held, START)
+        return self.wait(f"{sorted(names)} are held after epoch {after}", held, START_TIMEOUT)
 
     def wait_steps(self, after: int) -> int:
         """Wait for a step in a round after epoch `after`; returns its epoch."""
-        return self.wait(f"steps are made after epoch {after}", lambda: self.epoch if self.epoch > after else 0, START)
+        return self.wait(
+            f"steps are made after epoch {after}", lambda: self.epoch if self.epoch > after else 0, START_TIMEOUT
+        )
 
     def first_step(self, epoch: int) -> int:
         """The first step made in a round."""

@@ -13,7 +13,7 @@ from tests.support.agent_job import AgentJob
 from tests.support.torchrun_job import LIMIT
 
 UNRULY: Final = Path(__file__).parent / "workers" / "unruly.py"
-OURS: Final = (sys.executable, "-m", "redelastic", "run")
+REDELASTIC_RUN: Final = (sys.executable, "-m", "redelastic", "run")
 
 
 def environment(action: str = "") -> dict[str, str]:
@@ -21,17 +21,17 @@ def environment(action: str = "") -> dict[str, str]:
     return env | {"OMP_NUM_THREADS": "1", "UNRULY": action}
 
 
-def run(directory: Path, action: str, *options: str, stdout: Any = None) -> subprocess.CompletedProcess[str]:
+def run_standalone(directory: Path, action: str, *options: str, stdout: Any = None) -> subprocess.CompletedProcess[str]:
     """Run one node, whose worker misbehaves, on its own server."""
-    command = [*OURS, "--standalone", *options, str(UNRULY), str(directory)]
+    command = [*REDELASTIC_RUN, "--standalone", *options, str(UNRULY), str(directory)]
     return launchers.run(command, environment(action), LIMIT, stdout)
 
 
-def pid_in(file: Path) -> int:
+def read_pid(file: Path) -> int:
     return int(file.read_text())
 
 
-class Unruly(AgentJob):
+class UnrulyJob(AgentJob):
     """Nodes whose workers misbehave."""
 
     def begin(self, *names: str, action: str = "wait", **more: Any) -> None:

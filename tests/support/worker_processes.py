@@ -168,17 +168,17 @@ def reaper_of(agent: psutil.Process, token: str = "") -> psutil.Process:
     return reaper
 
 
-def said(folder: Path, *names: str) -> Pids:
+def wait_for_pids(folder: Path, *names: str) -> Pids:
     until(lambda: all((folder / name).exists() for name in names), f"the pids of {names}")
     return {name: psutil.Process(int((folder / name).read_text())) for name in names}
 
 
-def ended(worker: subprocess.Popen[bytes]) -> None:
+def kill_and_reap(worker: subprocess.Popen[bytes]) -> None:
     worker.kill()
     worker.wait()
 
 
-def reuse(pid: int, began: float, command: list[str]) -> psutil.Popen:
+def start_with_pid(pid: int, began: float, command: list[str]) -> psutil.Popen:
     """Start ``command`` with the pid of a dead process that ``began`` then.
 
     The kernel reports start times to 10 ms: one begun in the same tick would look like the same process.

@@ -26,11 +26,11 @@ from tests.support.worker_processes import (
     PRELUDE,
     SECRETIVE,
     StartInTree,
-    ended,
+    kill_and_reap,
     reaper_of,
-    reuse,
-    said,
+    start_with_pid,
     until,
+    wait_for_pids,
 )
 
 tree, start = worker_processes.tree, worker_processes.start_in_tree
@@ -55,7 +55,7 @@ def test_the_tree_is_killed_and_nothing_else(
     worker = start(DAEMON)
     helper = psutil.Popen(["sleep", str(LIFE)], env={**os.environ, **tree.environment}, start_new_session=True)
     tree.spare(helper.pid)
-    pids = said(tmp_path, "worker", "left")
+    pids = wait_for_pids(tmp_path, "worker", "left")
     assert [p.pid for p in tree.look([worker.pid])] == [worker.pid], "a look follows only children"
     assert set(tree.stop([worker.pid])) == {p.pid for p in pids.values()}
     assert not lives(pids["left"])
@@ -75,14 +75,14 @@ threading.Thread(target=lambda: (subprocess.Popen(["sleep", "90"]), say("forked"
 live()
 """
     )
-    said(tmp_path, "forked")
+    wait_for_pids(tmp_path, "forked")
     assert len(tree.look([worker.pid])) == 2
 
 
 def test_a_dead_workers_session_belongs(tree: ProcessTree, start: StartInTree, tmp_path: Path) -> None:
     worker = start(BARE_IN_SESSION)
-    left = said(tmp_path, "worker", "left")["left"]
-    ended(worker)
+    left = wait_for_pids(tmp_path, "worker", "left")["left"]
+    kill_and_reap(worker)
     assert (left.environ(), left.ppid() == worker.pid) == ({}, False)
     assert tree.stop([worker.pid]) == [left.pid]
     assert not lives(left)
@@ -90,11 +90,11 @@ def test_a_dead_workers_session_belongs(tree: ProcessTree, start: StartInTree, t
 
 def test_what_was_seen_once_is_known_for_ever(tree: ProcessTree, start: StartInTree, tmp_path: Path) -> None:
     worker = start(SECRETIVE)
-    left = said(tmp_path, "left")["left"]
+    left = wait_for_pids(tmp_path, "left")["left"]
     assert left.pid in {p.pid for p in tree.look([worker.pid])}
     (tmp_path / "go").touch()
     until((tmp_path / "went").exists, "the parent's end")
-    ended(worker)
+    kill_and_reap(worker)
     until(lambda: left.ppid() not in (worker.pid, int((tmp_path / "went").read_text())), "that it is an orphan")
     assert (os.getsid(left.pid), left.environ()) == (left.pid, {})
     until(lambda: [p.pid for p in tree.look([])] == [left.pid], "that the parent is gone")
@@ -130,8 +130,8 @@ def test_a_process_that_got_a_members_pid_is_not_taken_for_it(tree: ProcessTree,
     worker = start(PRELUDE + "live()")
     assert [p.pid for p in tree.look([worker.pid])] == [worker.pid]
     began = reaper.processes()[worker.pid].start
-    ended(worker)
-    stranger = reuse(worker.pid, began, ["sleep", str(LIFE)])
+    kill_and_reap(worker)
+    stranger = start_with_pid(worker.pid, began, ["sleep", str(LIFE)])
     assert tree.stop() == []
     assert lives(stranger)
     stranger.kill()
@@ -172,8 +172,8 @@ daemon(upload)
 say("worker")
 """
     )
-    left = said(tmp_path, "worker", "left")["left"]
-    ended(worker)
+    left = wait_for_pids(tmp_path, "worker", "left")["left"]
+    kill_and_reap(worker)
     (tmp_path / "go").touch()
     assert tree.stop([worker.pid], grace=DEADLINE) == [left.pid]
     assert (tmp_path / "finished").exists()
@@ -184,8 +184,8 @@ def test_what_ignores_sigterm_is_killed_when_its_time_is_up(
     tree: ProcessTree, start: StartInTree, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     worker = start(DEAF)
-    left = said(tmp_path, "worker", "left")["left"]
-    ended(worker)
+    left = wait_for_pids(tmp_path, "worker", "left")["left"]
+    kill_and_reap(worker)
     assert tree.stop([worker.pid], grace=0.2) == [left.pid]
     assert not lives(left)
     assert f"did not exit within 0.2 s of SIGTERM: {left.pid}." in caplog.text
@@ -205,7 +205,7 @@ say("worker")
 wait_for("go")
 """
     )
-    said(tmp_path, "worker")
+    wait_for_pids(tmp_path, "worker")
     looks, look = [], reaper.processes
 
     def look_and_end_it_at_the_third() -> dict[int, reaper.Process]:
@@ -240,7 +240,7 @@ say("worker")
 live()
 """
     )
-    said(tmp_path, "worker")
+    wait_for_pids(tmp_path, "worker")
     tree.look([worker.pid])
     assert tree.stop([worker.pid], grace=DEADLINE) == [worker.pid]
     assert (tmp_path / "removed").exists()
@@ -249,8 +249,8 @@ live()
 def test_a_stop_does_not_wait_where_nothing_is_left(tree: ProcessTree, start: StartInTree, tmp_path: Path) -> None:
     assert tree.stop([], grace=10 * DEADLINE) == []
     worker = start(DAEMON)
-    pids = said(tmp_path, "worker", "left")
-    ended(worker)
+    pids = wait_for_pids(tmp_path, "worker", "left")
+    kill_and_reap(worker)
     assert tree.stop([worker.pid], grace=10 * DEADLINE) == [pids["left"].pid]
 
 
@@ -271,7 +271,7 @@ def test_what_does_not_die_is_named(
 
 def test_what_is_left_may_end_by_itself(tree: ProcessTree, start: StartInTree, tmp_path: Path) -> None:
     worker = start(PRELUDE + "daemon(lambda: (say('left'), wait_for('go'), say('uploaded'), os._exit(0)))")
-    left = said(tmp_path, "left")["left"]
+    left = wait_for_pids(tmp_path, "left")["left"]
     worker.wait()
     asked = []
 
@@ -290,7 +290,7 @@ def test_an_agent_in_a_hurry_names_what_is_left_and_waits_no_longer(
     tree: ProcessTree, start: StartInTree, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     start(DAEMON)
-    left = said(tmp_path, "worker", "left")["left"]
+    left = wait_for_pids(tmp_path, "worker", "left")["left"]
     tree.wait([], time.monotonic() + 10 * DEADLINE, lambda: "which will get SIGTERM in" in caplog.text)
     assert lives(left)
     assert f"{left.pid} (python" in caplog.text, "it is named"

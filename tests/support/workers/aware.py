@@ -40,11 +40,11 @@ def hang() -> None:
     threading.Lock().acquire() and threading.Event().wait()
 
 
-def end_well(_signal: int, _frame: object) -> None:
+def exit_with_0(_signal: int, _frame: object) -> None:
     os._exit(0)
 
 
-def take_to_its_ways(directory: Path, group: Group) -> None:
+def install_signal_handlers(directory: Path, group: Group) -> None:
     """Set up how this worker handles signals."""
 
     def end_slowly(_signal: int, _frame: object) -> None:
@@ -55,7 +55,7 @@ def take_to_its_ways(directory: Path, group: Group) -> None:
     ways: dict[str, tuple[signal.Signals, Any]] = {
         "slow": (signal.SIGTERM, end_slowly),
         "deaf": (signal.SIGTERM, signal.SIG_IGN),
-        "saver": (signal.SIGUSR1, end_well),
+        "saver": (signal.SIGUSR1, exit_with_0),
     }
     for way, (number, handler) in ways.items():
         if (directory / f"{way}-{os.environ['TEST_NODE']}").exists():
@@ -81,7 +81,7 @@ def fail_as_told(directory: Path, step: int, first: int) -> None:
 
 def main(directory: Path) -> None:
     group = Group()
-    take_to_its_ways(directory, group)
+    install_signal_handlers(directory, group)
     group.connect(directory)
     record = Recorder(directory)
     checkpoint = directory / "step"

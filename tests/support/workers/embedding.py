@@ -28,7 +28,7 @@ from redelastic.rendezvous.handler import handler_from_parameters
 NAMES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE")
 
 
-def tell(*words: str) -> dict[str, Any]:
+def report(*words: str) -> dict[str, Any]:
     """A worker's answer."""
     caught = [s.name for s in (signal.SIGTERM, signal.SIGUSR1) if callable(signal.getsignal(s))]
     return {name: int(os.environ[name]) for name in NAMES} | {
@@ -42,14 +42,14 @@ def fail(*words: str) -> None:
     raise ValueError(f"{' '.join(words)} are no good")
 
 
-def fail_beside_a_lazy_one(*_: str) -> None:
+def fail_beside_a_waiting_rank(*_: str) -> None:
     """Rank 1 fails while rank 0 waits for SIGTERM."""
     if os.environ["RANK"] == "0":
         time.sleep(600)
     fail("lazy workers")
 
 
-def left() -> dict[str, Any]:
+def leftovers() -> dict[str, Any]:
     """What an agent might leave behind in this process, once collected and its threads have had time to end."""
     gc.collect()
     for thread in threading.enumerate():
@@ -122,7 +122,7 @@ def main(url: str, runs: list[dict[str, Any]]) -> None:
     with subprocess.Popen(["sleep", "600"]) as own:  # none of the agent's business
         for one in runs:
             told = run(url, **one)
-            answer = told | {"left": left(), "own child lives": own.poll() is None}
+            answer = told | {"left": leftovers(), "own child lives": own.poll() is None}
             sys.stdout.write(f"{json.dumps(answer)}\n")
             sys.stdout.flush()
         own.kill()

@@ -84,7 +84,7 @@ def reference(steps: int) -> tuple[list[float], list[float]]:
     return weights(model), losses
 
 
-class Witness:
+class ExchangeRecorder:
     """An entry of the state that records the exchange of state."""
 
     def __init__(self, directory: Path, recorder: Callable[[Path], Any]) -> None:
@@ -109,7 +109,7 @@ class Training:
         self._node = os.environ["TEST_NODE"]
         self.model, self._optimizer, self._batches = make()
         self._entries: dict[str, Any] = {"model": self.model, "optimizer": self._optimizer, "batches": self._batches}
-        self.state = redelastic.State(**self._entries, witness=Witness(directory, recorder))
+        self.state = redelastic.State(**self._entries, witness=ExchangeRecorder(directory, recorder))
         if self._checkpoint.exists():
             saved = torch.load(self._checkpoint)
             for name, entry in self._entries.items():

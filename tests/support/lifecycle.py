@@ -74,7 +74,7 @@ def use_store(store: RedisStore, other: RedisStore) -> None:
         store.wait(["none"], timedelta(seconds=0.05))
 
 
-def live_a_whole_life(url: str, run_id: str, count: int, **config: Any) -> None:
+def live_through_a_run(url: str, run_id: str, count: int, **config: Any) -> None:
     """Two rounds, the store of the second, torch's backend contract, and the end of the run."""
     with nodes(url, run_id, count, **config) as members:
         rendezvous(members)
