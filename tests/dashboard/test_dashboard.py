@@ -218,8 +218,8 @@ class TestJson:
         names = (("/%2F", 100), ("", 2), ("-x", 1))
         many, few, broken = (Crowd(client, f"{run_id}{name}", n, lease=600) for name, n in names)
         node, path = few.members[0], "/logs/0/stdout.log"
-        few.tell(Started(epoch=4, size=2, node=node, rank=0, logs={0: path}))
-        few.tell(Log(epoch=4, size=2, node=node, rank=0, age_ms=1500, path=path, lines="the last lines"))
+        few.add(Started(epoch=4, size=2, node=node, rank=0, logs={0: path}))
+        few.add(Log(epoch=4, size=2, node=node, rank=0, age_ms=1500, path=path, lines="the last lines"))
         client.hset(broken.keys.run, "epoch", "x")
         ours = [crowd.keys.run_id for crowd in (many, few, broken)]
 

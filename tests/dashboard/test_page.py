@@ -154,7 +154,7 @@ def test_nodes_that_are_lost_together_are_each_seen(
 ) -> None:
     crowd = Crowd(client, run_id, 100, gpus=0)
     lost = crowd.members[20:84]
-    crowd.tell(Lost(epoch=4, size=100, node=lost[0], nodes=tuple(lost), cause="lease", silent_ms=6000))
+    crowd.add(Lost(epoch=4, size=100, node=lost[0], nodes=tuple(lost), cause="lease", silent_ms=6000))
     with dashboard(f"--endpoint={server.url}") as (url, _):
         browser.open(f"{url}runs/{run_id}")
         told = browser.until(".events", "and 63 more nodes lost its lease after 6.0 s")

@@ -178,7 +178,7 @@ def fuzz_wake_ups(dice: Dice) -> None:
         }
         change |= {"reason": "why", "waiting": "1", "lost": "1", "timeout": "30000", "called_at": "1"}
         entries.append(
-            (f"{i}-0", {k: dice.told() if dice.random() < 0.3 else v for k, v in change.items() if dice.random() < 0.9})
+            (f"{i}-0", {k: dice.text() if dice.random() < 0.3 else v for k, v in change.items() if dice.random() < 0.9})
         )
     keeper.hear(entries)
     assert node.view.nodes_waiting >= 0

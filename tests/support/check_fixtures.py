@@ -1,4 +1,4 @@
-"""The node that the health checks of the tests examine."""
+"""The node on which tests run health checks."""
 
 from __future__ import annotations
 

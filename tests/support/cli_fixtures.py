@@ -1,4 +1,4 @@
-"""Commands on the test's server, and its run from outside, as a plugin of pytest."""
+"""A pytest plugin for tests of commands: a command on the test's server, and the control of its run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of `redelastic doctor` share: its findings by name, and that it leaves a server as it was."""
+"""Findings of `redelastic doctor` on a server, and a check that a server keeps its contents."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Found = dict[str, Finding]
 
 
 def examined(url: str, run_id: str = "") -> Found:
-    """What the doctor finds on a server."""
+    """The doctor's findings on a server, by name."""
     found = examine(parse_endpoint(url), "redelastic", run_id)
-    assert len({finding.name for finding in found}) == len(found), "names are for programs: each comes once"
+    assert len({finding.name for finding in found}) == len(found), "programs find a finding by its name"
     return {finding.name: finding for finding in found}
 
 

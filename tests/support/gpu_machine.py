@@ -1,4 +1,4 @@
-"""Whether there is a GPU to test on, or a stub of one, and what nvidia-smi says of it."""
+"""Which tests run on this machine's GPUs, or without one on a stub, and queries of the first GPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final
 import pytest
 import torch
 
-STUB: Final = bool(os.environ.get("REDELASTIC_GPU_STUB"))  # the jobs run on the CPU; queries of the card are skipped
+STUB: Final = bool(os.environ.get("REDELASTIC_GPU_STUB"))  # jobs run on the CPU; tests that query a GPU are skipped
 ON_GPU: Final = torch.cuda.is_available()
 COUNT: Final = torch.cuda.device_count() if ON_GPU else 0
 
@@ -19,10 +19,10 @@ needs_two_gpus: Final = pytest.mark.skipif(COUNT < 2, reason="needs two GPUs: .c
 
 
 def query_gpu(*fields: str) -> list[str]:
-    """What nvidia-smi says of the first GPU, in MiB, degrees and percent: ``ask_card("uuid", "memory.used")``."""
+    """Fields of the first GPU by nvidia-smi, in MiB, degrees and percent: ``query_gpu("uuid", "memory.used")``."""
     command = ["nvidia-smi", "--id=0", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
-    told = subprocess.run(command, check=True, capture_output=True, text=True, timeout=30).stdout
-    return [field.strip() for field in told.split(",")]
+    output = subprocess.run(command, check=True, capture_output=True, text=True, timeout=30).stdout
+    return [field.strip() for field in output.split(",")]
 
 
 def memory_used() -> int:

@@ -1,4 +1,4 @@
-"""Hostile values, texts, URLs and requests: raw material of the fuzz tests."""
+"""Hostile words, values and URLs, and well-formed samples to spoil, for the fuzz tests."""
 
 from __future__ import annotations
 
@@ -29,14 +29,13 @@ WORDS: Final = [
         "undefined",
     ),
 ]
-LARGE_IDS: Final = [
-    f"{ms}-{n}" for ms in (10**18 - 1, 2**63, 2**64 - 1) for n in (1, 2**64 - 2, 2**64 - 1)
-]  # of entries
+# Ids of entries of a stream.
+LARGE_IDS: Final = [f"{ms}-{n}" for ms in (10**18 - 1, 2**63, 2**64 - 1) for n in (1, 2**64 - 2, 2**64 - 1)]
 RAW: Final = [*(word.encode() for word in WORDS), b"\xff\xfe", b"\x80\x04\x95", b"\xed\xa0\x80", b"\x00" * 64]
 
 
 class Dice(random.Random):
-    """Chooses at random, and spoils samples."""
+    """Draws hostile values, the same ones for the same seed, and spoils samples."""
 
     def word(self) -> str:
         roll = self.random()
@@ -49,8 +48,8 @@ class Dice(random.Random):
     def raw(self) -> bytes:
         return self.choice(RAW) if self.random() < 0.8 else self.word().encode("utf-8", "surrogatepass")
 
-    def told(self) -> str:
-        """A word as it comes from Redis: decoded bytes."""
+    def text(self) -> str:
+        """Bytes of Redis, decoded as redelastic does."""
         return self.raw().decode(errors="replace")
 
     def spoil(self, sample: str) -> str:
@@ -68,7 +67,7 @@ class Dice(random.Random):
         return self.choice((0, 1, -1, 3, 2**31, 2**53, 2**63, 10**400, 1e308, math.inf, math.nan, 0.5, True, None))
 
     def value(self, depth: int = 3) -> Any:
-        """Anything that JSON can hold."""
+        """Any value of JSON."""
         roll = self.random()
         if depth and roll < 0.2:
             return [self.value(depth - 1) for _ in range(self.randrange(4))]
@@ -77,7 +76,7 @@ class Dice(random.Random):
         return self.number() if roll < 0.7 else self.word()
 
     def status(self) -> dict[str, Any]:
-        """A node's status: some fields as they should be, others anything."""
+        """A node's status: known fields with any values; mostly with lists of workers and GPUs."""
         made = {name: self.value(1) for name in self.sample(FIELDS, self.randrange(8))}
         for name in ("workers", "gpus"):
             if self.random() < 0.7:
