@@ -17,11 +17,11 @@ from redelastic.workers.board import ProgressBoard
 from redelastic.workers.processes import ProcessTree
 from tests.support.waiting import Within
 
-DEADLINE = 30.0  # for what normally takes well under a second, in seconds
+DEADLINE = 30.0  # of waits for what takes well under a second, in seconds
 LIFE = 90  # of a process that nobody ends, in seconds
 until = Within(DEADLINE)
 
-# What the workers below have in common. `say` publishes the caller's pid under a name.
+# Functions for the programs below. `say` publishes the caller's pid in a file, which appears only once it is whole.
 PRELUDE = f"""
 import os, signal, sys, time
 folder = sys.argv[1]
@@ -65,7 +65,7 @@ say("worker")
 live()
 """
 )
-SECRETIVE = (  # first a child without an environment in its own session; after "go" an orphan
+SECRETIVE = (  # its grandchild is in its own session without an environment, and an orphan after "go"
     PRELUDE
     + """
 if os.fork() == 0:
@@ -153,7 +153,7 @@ def start_on_board(board: ProgressBoard) -> Iterator[StartOnBoard]:
 
 
 def reaper_of(agent: psutil.Process, token: str = "") -> psutil.Process:
-    """The reaper that an agent keeps for its tree, or for the tree with ``token``."""
+    """The reaper that an agent has started, for the process tree with ``token`` if one is given."""
 
     def found() -> psutil.Process | None:
         for child in agent.children():
@@ -169,6 +169,7 @@ def reaper_of(agent: psutil.Process, token: str = "") -> psutil.Process:
 
 
 def wait_for_pids(folder: Path, *names: str) -> Pids:
+    """Wait until processes have said their pids under these names; returns the processes."""
     until(lambda: all((folder / name).exists() for name in names), f"the pids of {names}")
     return {name: psutil.Process(int((folder / name).read_text())) for name in names}
 
@@ -179,9 +180,9 @@ def kill_and_reap(worker: subprocess.Popen[bytes]) -> None:
 
 
 def start_with_pid(pid: int, began: float, command: list[str]) -> psutil.Popen:
-    """Start ``command`` with the pid of a dead process that ``began`` then.
+    """Start a process with the pid of a dead one, which began at ``began``.
 
-    The kernel reports start times to 10 ms: one begun in the same tick would look like the same process.
+    The kernel's start times have ticks of 10 ms: a process begun in the same tick would be taken for the dead one.
     """
     last = Path("/proc/sys/kernel/ns_last_pid")
     for _ in range(200):
@@ -191,9 +192,9 @@ def start_with_pid(pid: int, began: float, command: list[str]) -> psutil.Popen:
         except OSError as e:
             pytest.skip(f"the next pid cannot be chosen here: {e}")
         child = psutil.Popen(command, start_new_session=True)
-        last.write_text(newest)  # or whatever starts next would get the pids of other tests' dead processes
+        last.write_text(newest)  # else the next processes would get pids of other tests' dead processes
         if child.pid == pid and reaper.processes()[pid].start != began:
             return child
         child.kill()
         child.wait()
-    pytest.fail(f"others were faster to get pid {pid}, 200 times")
+    pytest.fail(f"200 times, another process got pid {pid} first")
