@@ -7,7 +7,7 @@ Usage: surviving.py DIRECTORY. A new process begins with the newest checkpoint t
   fail-NODE      the worker of that node raises a ValueError at its next step, and removes the file
   poison-NODE    it does so at the step that this file names, each time
   lonely-NODE    each step of all ranks fails: they wait for a message that no rank sends
-  stuck-NODE     the worker of that node waits before its next step while this file is there, and leaves no round that ends
+  stuck-NODE     the worker of that node waits before a step while this file is there, and leaves no round
   linger         the exchange of state takes longer, by as many seconds as this file says
 """
 
