@@ -13,12 +13,13 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from redelastic.monitoring.collectives import explain
 from redelastic.monitoring.events import Collectives, Hung
 from redelastic.redis.server import RedisServer
 from tests.support.agent_job import AgentJob
-from tests.support.gpu_machine import ON_GPU, memory_used, needs_gpu, needs_real_gpu, needs_two_gpus, query_gpu
+from tests.support.gpu_machine import ON_GPU, needs_gpu, needs_real_gpu
 from tests.support.servers import wait_until
 from tests.support.torchrun_job import Job
 
@@ -28,6 +29,8 @@ TRAIN = Path(__file__).parents[1] / "support" / "workers" / "gpu.py"
 HELD = 1024  # MiB that a worker holds, beside CUDA's own
 BACKEND = {"TEST_BACKEND": "nccl" if ON_GPU else "gloo"}
 SHORT = {"keep_alive_interval": 0.4, "keep_alive_max_attempt": 3}
+COUNT = torch.cuda.device_count() if ON_GPU else 0
+needs_two_gpus = pytest.mark.skipif(COUNT < 2, reason="needs two GPUs: .ci/gpu, where there are two")
 
 
 @pytest.fixture(params=["redelastic run", "torchrun"])
@@ -42,6 +45,19 @@ def job(request: pytest.FixtureRequest, server: RedisServer, tmp_path: Path) -> 
 def ours(server: RedisServer, tmp_path: Path) -> Iterator[AgentJob]:
     with AgentJob(server, tmp_path, "1:2", conf={**SHORT, "last_call_timeout": 1}) as made:
         yield made
+
+
+def query_gpu(*fields: str) -> list[str]:
+    """Fields of the first GPU by nvidia-smi, in MiB, degrees and percent: ``query_gpu("uuid", "memory.used")``."""
+    command = ["nvidia-smi", "--id=0", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
+    output = subprocess.run(command, check=True, capture_output=True, text=True, timeout=30).stdout
+    return [field.strip() for field in output.split(",")]
+
+
+def memory_used() -> int:
+    """Memory used on the first GPU, in MiB."""
+    [used] = query_gpu("memory.used")
+    return int(used)
 
 
 def steps(job: Job, epoch: int = 0) -> int:

@@ -1,4 +1,4 @@
-"""Hostile words, values and URLs, and well-formed samples to spoil, for the fuzz tests."""
+"""Hostile words and values, and well-formed ones to spoil, for the fuzz tests."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import random
 from typing import Any, Final
 
 from tests.proofs.oracle_state import PROTOCOL
-
-CANARY: Final = "s3cr3t-c4n4ry"  # a password that no message may contain
 
 WORDS: Final = [
     *("", " ", "0", "-1", "1", "1.5", "1e5", "0x10", "nan", "inf", "-inf", "1e400", "9" * 400, "9" * 5000, str(2**63)),
@@ -122,15 +120,4 @@ VALUES: Final = (
     *NODES,
     " ".join(NODES),
     "{}",
-)
-URLS: Final = (
-    f"redis://user:{CANARY}@localhost:6379/0",
-    f"redis+sentinel://u:{CANARY}@a:1,b:2/mymaster/3?sentinel_password=other&sentinel_username=u",
-    f"rediss+cluster://:{CANARY}@[::1]:6379,h.example:1",
-    f"unix://u:{CANARY}@/tmp/redis.sock?db=2",
-    "localhost:6379",
-    "",
-)
-QUERY: Final = (
-    "run_id=job&min_nodes=1&max_nodes=3&last_call_timeout=5&ttl=900&key_prefix=p&topology=rack1&timeout=3&rank=0"
 )
