@@ -58,8 +58,8 @@ def pytest_configure(config: pytest.Config) -> None:
             signal.signal(number, lambda *_: None)
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or each process that a test starts would compile the package anew
     _keep_files_in_memory()
-    if getattr(config.option, "numprocesses", None) and launchers.ADDRESS not in os.environ:
-        launchers.share()  # with the processes of xdist, which inherit the address
+    if getattr(config.option, "numprocesses", None) and launchers.ADDRESS_VARIABLE not in os.environ:
+        launchers.start_template_maker()  # with the processes of xdist, which inherit the address
 
 
 @pytest.hookimpl(trylast=True)

@@ -6,7 +6,7 @@ holds what the browser runs: one HTML file, a style sheet and a few modules; not
 ``standalone`` makes one file of them and of a run's data, for ``redelastic timeline``; it needs no extra.
 
 What one update costs when every node has sent a heartbeat, with 8 GPUs a node, on 2 busy cores on 2026-11-24
-(``python tests/support/crowds.py 1000``; every browser is sent the same bytes):
+(``python -m tests.support.crowds 1000``; every browser is sent the same bytes):
 
 ===== ============= =============== ================ ===================
 nodes whole page    update          CPU to read it   CPU to tell changes

@@ -11,7 +11,7 @@ from redelastic.cli import run
 from redelastic.monitoring.events import Admitted, Completed, Left, Save, Saved
 from redelastic.redis.server import RedisServer
 from tests.support.agent_job import AgentJob
-from tests.support.commands import command
+from tests.support.commands import run_command
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -69,12 +69,12 @@ def test_a_checkpoint_can_be_requested_and_a_stopped_run_saves_first(server: Red
         job.begin("a", "b")
         job.wait_round("ab")
         job.wait("b makes steps", lambda: [line for line in job.lines("step") if line.node == "b"])
-        asked = command("checkpoint", job.run_id, "--endpoint", server.url)
+        asked = run_command("checkpoint", job.run_id, "--endpoint", server.url)
         assert asked.code == 0, asked
         assert "the workers of 2 nodes have saved" in asked.out
         assert {line.node for line in job.lines("saved")} == {"a", "b"}
         job.nodes["a"].may_end = job.nodes["b"].may_end = True
-        stopped = command("close", job.run_id, "--stop", "--endpoint", server.url)
+        stopped = run_command("close", job.run_id, "--stop", "--endpoint", server.url)
         assert stopped.code == 0, stopped
         assert "Before, the workers of 2 nodes have saved." in stopped.out
         assert [job.wait_end(name) for name in "ab"] == [76, 76]

@@ -30,11 +30,11 @@ from redelastic.rendezvous.view import View
 from redelastic.workers.signals import SAME_REQUEST_SECONDS
 from tests.support import launchers
 from tests.support.agent_job import AWARE, DRAINED, NO_PROGRESS, REFUSED, STOPPED, AgentJob
+from tests.support.liveness import lives
 from tests.support.long_tests import quick_first
 from tests.support.nodes import NodeFactory
 from tests.support.servers import reserved_port
-from tests.support.torchrun_job import LIMIT, PATIENT, TRAIN, Job
-from tests.support.worker_processes import lives
+from tests.support.torchrun_job import LIMIT, LONG_LEASES, TRAIN, Job
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -42,7 +42,7 @@ pytestmark = pytest.mark.timeout(300)
 @pytest.mark.fault("an agent gets SIGTERM", "all workers save, the node leaves, the others go on at once")
 def test_a_node_that_is_terminated_drains(server: RedisServer, tmp_path: Path) -> None:
     """All workers of the job save, then the node leaves, and its spare is promoted."""
-    with AgentJob(server, tmp_path, "1:2", conf=PATIENT) as job:
+    with AgentJob(server, tmp_path, "1:2", conf=LONG_LEASES) as job:
         job.begin("a", "b")
         epoch = job.wait_round("ab")
         job.begin("c")
@@ -89,7 +89,7 @@ def test_the_end_of_a_worker_does_not_wait_for_the_monitor_interval(server: Redi
 
 
 def test_the_log_says_which_round_began_and_how_the_run_ended(server: RedisServer, tmp_path: Path) -> None:
-    with AgentJob(server, tmp_path, "1:2", conf=PATIENT) as job:
+    with AgentJob(server, tmp_path, "1:2", conf=LONG_LEASES) as job:
         job.begin("a", "b")
         epoch = job.wait_round("ab")
         job.nodes["b"].kill()
@@ -104,7 +104,7 @@ def test_the_log_says_which_round_began_and_how_the_run_ended(server: RedisServe
 
 @pytest.mark.parametrize("how", quick_first(["SIGUSR1", "command", "file"]))
 def test_a_signal_a_command_and_a_file_drain_a_node(server: RedisServer, tmp_path: Path, how: str) -> None:
-    with AgentJob(server, tmp_path, "1:2", conf=PATIENT) as job:
+    with AgentJob(server, tmp_path, "1:2", conf=LONG_LEASES) as job:
         drain_file = tmp_path / "notice"
         job.begin("a", "b", options=(f"--drain-file={drain_file}-b",))
         job.wait_round("ab")
@@ -127,7 +127,7 @@ def test_a_signal_a_command_and_a_file_drain_a_node(server: RedisServer, tmp_pat
 
 @pytest.mark.fault("a node drains, and its workers do not save", "it leaves at the drain timeout")
 def test_a_drain_ends_at_its_timeout(server: RedisServer, tmp_path: Path) -> None:
-    with AgentJob(server, tmp_path, "1:2", conf=PATIENT) as job:
+    with AgentJob(server, tmp_path, "1:2", conf=LONG_LEASES) as job:
         job.tell("no-save")
         job.begin("a", "b", options=("--drain-timeout=1.5",))
         epoch = job.wait_round("ab")
@@ -140,7 +140,7 @@ def test_a_drain_ends_at_its_timeout(server: RedisServer, tmp_path: Path) -> Non
 
 
 def test_a_node_without_workers_drains_at_once(server: RedisServer, tmp_path: Path) -> None:
-    with AgentJob(server, tmp_path, "2:2", conf=PATIENT) as job:
+    with AgentJob(server, tmp_path, "2:2", conf=LONG_LEASES) as job:
         job.begin("a")
         job.wait("a waits", lambda: job.redis("candidates"))
         job.nodes["a"].terminate()
@@ -150,7 +150,7 @@ def test_a_node_without_workers_drains_at_once(server: RedisServer, tmp_path: Pa
 
 @pytest.mark.long
 def test_a_second_sigterm_ends_the_node_at_once(server: RedisServer, tmp_path: Path) -> None:
-    with AgentJob(server, tmp_path, "1:2", conf=PATIENT) as job:
+    with AgentJob(server, tmp_path, "1:2", conf=LONG_LEASES) as job:
         job.tell("no-save")
         job.begin("a", "b", options=("--drain-timeout=50",))
         epoch = job.wait_round("ab")
@@ -164,7 +164,7 @@ def test_a_second_sigterm_ends_the_node_at_once(server: RedisServer, tmp_path: P
 @pytest.mark.fault("an agent gets SIGTERM twice at once, as from GNU timeout", "that is one drain: all workers save")
 def test_a_sigterm_that_comes_twice_is_one_drain(server: RedisServer, tmp_path: Path) -> None:
     """GNU timeout sends the signal to the process and then to its group."""
-    with AgentJob(server, tmp_path, "1:2", conf=PATIENT) as job:
+    with AgentJob(server, tmp_path, "1:2", conf=LONG_LEASES) as job:
         job.begin("a", "b")
         epoch = job.wait_round("ab")
         status = Path(f"/proc/{job.nodes['b'].process.pid}/status")
@@ -205,7 +205,7 @@ def terminate_again(job: AgentJob, name: str) -> None:
 @pytest.mark.parametrize("way", quick_first(["slow", "saver"]))
 def test_a_drain_costs_the_others_no_restart(server: RedisServer, tmp_path: Path, way: str) -> None:
     """The other node has none to lose, and its workers fail before the node that drains has left."""
-    with AgentJob(server, tmp_path, "1:2", conf=PATIENT) as job:
+    with AgentJob(server, tmp_path, "1:2", conf=LONG_LEASES) as job:
         job.tell(f"{way}-b")
         job.begin("a", "b", max_restarts=0)
         drain_b(job)
@@ -213,7 +213,7 @@ def test_a_drain_costs_the_others_no_restart(server: RedisServer, tmp_path: Path
 
 def test_a_worker_that_exits_with_0_when_asked_to_save_has_not_finished(server: RedisServer, tmp_path: Path) -> None:
     """Its node is not rank 0's, and sees the exit long before the others have saved."""
-    with AgentJob(server, tmp_path, "1:2", conf=PATIENT) as job:
+    with AgentJob(server, tmp_path, "1:2", conf=LONG_LEASES) as job:
         job.tell("saver-b")
         job.tell("no-save")
         job.begin("a", max_restarts=0)
@@ -252,7 +252,7 @@ def test_a_signal_that_was_ignored_at_the_start_stays_ignored(server: RedisServe
 
 def test_a_signal_to_all_processes_of_a_node_drains_it(server: RedisServer, tmp_path: Path) -> None:
     """Some schedulers signal all processes: the workers die, which does not count as a failure."""
-    with AgentJob(server, tmp_path, "1:2", conf=PATIENT) as job:
+    with AgentJob(server, tmp_path, "1:2", conf=LONG_LEASES) as job:
         job.begin("a", "b", max_restarts=0)
         epoch = job.wait_round("ab")
         agent, *others = job.nodes["b"].tree()
@@ -271,7 +271,7 @@ def test_a_signal_to_all_processes_of_a_node_drains_it(server: RedisServer, tmp_
 
 @pytest.mark.fault("a worker hangs", "it is found after `--hang-timeout`, its stack is reported, workers are restarted")
 def test_a_worker_that_hangs_is_found_and_restarted(server: RedisServer, tmp_path: Path) -> None:
-    with AgentJob(server, tmp_path, "2:2", conf=PATIENT) as job:
+    with AgentJob(server, tmp_path, "2:2", conf=LONG_LEASES) as job:
         job.begin("a", options=("--hang-timeout=60", "--hang-start-timeout=60"))  # its worker waits for b's
         job.begin("b", options=("--hang-timeout=6", "--hang-start-timeout=60"))
         epoch = job.wait_round("ab")
@@ -320,7 +320,7 @@ def test_an_agent_that_is_killed_takes_its_workers_along(server: RedisServer, tm
 
 @pytest.mark.fault("workers fail again and again", "the job has one budget of restarts")
 def test_the_job_has_one_budget_of_restarts(server: RedisServer, tmp_path: Path) -> None:
-    with AgentJob(server, tmp_path, "2:2", conf=PATIENT) as job:
+    with AgentJob(server, tmp_path, "2:2", conf=LONG_LEASES) as job:
         job.tell("patient")  # else both agents report a failure, in either order
         job.begin("a", "b", options=("--max-job-restarts=2",), max_restarts=9)
         epoch = job.wait_round("ab")
@@ -342,7 +342,7 @@ def test_the_job_has_one_budget_of_restarts(server: RedisServer, tmp_path: Path)
 
 @pytest.mark.fault("workers fail at the same step, again and again", "the job stops, with an exit code of its own")
 def test_a_job_that_makes_no_progress_stops(server: RedisServer, tmp_path: Path) -> None:
-    with AgentJob(server, tmp_path, "2:2", conf=PATIENT) as job:
+    with AgentJob(server, tmp_path, "2:2", conf=LONG_LEASES) as job:
         (tmp_path / "poison").write_text("2")
         job.begin("a", "b", options=("--max-idle-restarts=2",), max_restarts=9, may_end=True)
         assert job.wait_end("a") == job.wait_end("b") == NO_PROGRESS
@@ -356,7 +356,7 @@ def test_a_job_that_makes_no_progress_stops(server: RedisServer, tmp_path: Path)
 
 @pytest.mark.fault("workers fail in each round, a step later than before", "the job goes on")
 def test_a_job_that_advances_by_a_step_in_each_round_goes_on(server: RedisServer, tmp_path: Path) -> None:
-    with AgentJob(server, tmp_path, "2:2", conf=PATIENT) as job:
+    with AgentJob(server, tmp_path, "2:2", conf=LONG_LEASES) as job:
         job.tell("limp")
         job.begin("a", "b", options=("--max-idle-restarts=1",), max_restarts=99)
         job.wait("it has failed four times", lambda: int((job.redis("run") or {}).get("restarts", 0)) >= 4)
@@ -372,7 +372,7 @@ def test_a_job_that_advances_by_a_step_in_each_round_goes_on(server: RedisServer
 def test_a_job_that_loses_rank_0_and_makes_no_progress_stops(server: RedisServer, tmp_path: Path) -> None:
     checkpoint = tmp_path / "step"
     checkpoint.write_text("1000")
-    with AgentJob(server, tmp_path, "1:2", conf=PATIENT) as job:
+    with AgentJob(server, tmp_path, "1:2", conf=LONG_LEASES) as job:
         options = ("--max-idle-restarts=2",)
         job.begin("a", options=options, max_restarts=9)
         stays, epoch = "a", 0
@@ -391,7 +391,7 @@ def test_a_job_that_loses_rank_0_and_makes_no_progress_stops(server: RedisServer
 
 @pytest.mark.fault("a host's worker fails first, again and again", "the host is barred until it is readmitted")
 def test_a_host_that_fails_again_and_again_is_barred(server: RedisServer, tmp_path: Path) -> None:
-    with AgentJob(server, tmp_path, "1:2", conf=PATIENT) as job:
+    with AgentJob(server, tmp_path, "1:2", conf=LONG_LEASES) as job:
         job.tell("patient")  # else both agents report a failure, and their order is by chance
         job.begin("a", "b", options=("--max-failed-rounds=2",), max_restarts=9)
         epoch = job.wait_round("ab")

@@ -47,7 +47,7 @@ def test_each_name_of_the_package_is_there(name: str) -> None:
 
 def test_return_values_roles_and_ranks_of_two_agents(server: RedisServer, run_id: str) -> None:
     """Each agent returns the values of its own workers, by global rank; one forks them, the other spawns them."""
-    common = {"run_id": run_id, "entrypoint": "tell", "args": ("a", "b"), "nodes": 2}
+    common = {"run_id": run_id, "entrypoint": "report", "args": ("a", "b"), "nodes": 2}
     first = common | {"topology": "1", "role": "trainer", "workers": 1, "start_method": "spawn"}
     second = common | {"topology": "2", "role": "reader", "workers": 2, "start_method": "fork"}
     with ThreadPoolExecutor(2) as pool:
@@ -66,14 +66,14 @@ def test_return_values_roles_and_ranks_of_two_agents(server: RedisServer, run_id
 @pytest.mark.long
 def test_agents_that_run_one_after_the_other_leave_nothing_behind(server: RedisServer, run_id: str) -> None:
     """However a run ends, its threads, files, processes and signal handlers end with it; the program's own stay."""
-    function = {"entrypoint": "tell", "start_method": "fork"}
+    function = {"entrypoint": "report", "start_method": "fork"}
     kinds: list[dict[str, Any]] = [
         function | {"start_method": "spawn"},  # spawning leaves multiprocessing's resource tracker
         function,
         {"entrypoint": sys.executable, "args": ["-c", "import os; os.environ['RANK']"]},
         {"entrypoint": "false"},
         {"entrypoint": "fail", "args": ["bad", "words"], "start_method": "fork", "max_restarts": 1},
-        {"entrypoint": "fail_beside_a_lazy_one", "workers": 2, "start_method": "fork"},
+        {"entrypoint": "fail_beside_a_waiting_rank", "workers": 2, "start_method": "fork"},
         function | {"unfit": True},
         function | {"times": 2},
     ]

@@ -25,8 +25,8 @@ from redelastic.redis.server import RedisServer
 from redelastic.workers.group import Workers
 from tests.support.agent_job import DRAINED, UNUSED, AgentJob
 from tests.support.long_tests import quick_first
-from tests.support.torchrun_job import CALM, LIMIT, PATIENT, Job
-from tests.support.unruly_job import UNRULY, Unruly
+from tests.support.torchrun_job import LIMIT, LONG_LEASES, LONGEST_LEASES, Job
+from tests.support.unruly_job import UNRULY, UnrulyJob
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -64,7 +64,7 @@ def test_a_torn_error_file_stops_nothing(server: RedisServer, tmp_path: Path, ag
 
 @pytest.mark.parametrize("agent", quick_first([True, False]), ids=["redelastic run", "torchrun"])
 def test_regrouping_leaves_the_logs_of_earlier_rounds(server: RedisServer, tmp_path: Path, agent: bool) -> None:
-    with Job(server, tmp_path, "1:2", agent=agent, conf=PATIENT) as job:
+    with Job(server, tmp_path, "1:2", agent=agent, conf=LONG_LEASES) as job:
         logs = tmp_path / "logs"
         job.start("a", "b", options=(f"--log-dir={logs}", "--redirects=3"))
         epoch = job.wait_round("ab")
@@ -166,7 +166,7 @@ finally:
         while other.exists() and other.read_text().rpartition(")")[2].split()[0] not in "ZX":
             time.sleep(0.01)
 """)
-    with AgentJob(server, tmp_path, "2:2", conf=CALM, nproc=2) as job:
+    with AgentJob(server, tmp_path, "2:2", conf=LONGEST_LEASES, nproc=2) as job:
         job.start("a", "b", script=script, arguments=[str(UNRULY.parent)])
         assert [job.wait_end(name) for name in "ab"] == [0, 0], job.report()
         assert job.redis("run")["blamed"] == "a"
@@ -238,7 +238,7 @@ def main():
     raise ValueError("out of step")
 main()
 """)
-    with AgentJob(server, tmp_path, "2:2", conf=CALM) as job:
+    with AgentJob(server, tmp_path, "2:2", conf=LONGEST_LEASES) as job:
         job.start("a", "b", script=script)
         assert [job.wait_end(name) for name in "ab"] == [0, 0], job.report()
         assert job.redis("run")["blamed"] == "a"
@@ -334,7 +334,7 @@ def test_a_script_that_knows_nothing_of_us_is_not_restarted(server: RedisServer,
 
 @pytest.mark.fault("a node drains whose workers have finished", "it leaves; the others go on without it, and finish")
 def test_a_drain_after_the_end_ends_no_run(server: RedisServer, tmp_path: Path) -> None:
-    with Unruly(server, tmp_path, "1:2", conf=PATIENT) as job:
+    with UnrulyJob(server, tmp_path, "1:2", conf=LONG_LEASES) as job:
         job.begin("a", "b", action="end_but_rank_0")
         for name in "ab":
             job.wait_file(f"{name}-started")
@@ -371,7 +371,7 @@ def test_without_pidfds_a_worker_that_has_ended_does_not_hang(monkeypatch: pytes
 
 @pytest.mark.fault("a job is started again under a run id that is in use", "the second says at once that it is a spare")
 def test_a_second_start_under_the_same_run_id_says_that_it_trains_nothing(server: RedisServer, tmp_path: Path) -> None:
-    with AgentJob(server, tmp_path, "1:1", conf=CALM) as job:
+    with AgentJob(server, tmp_path, "1:1", conf=LONGEST_LEASES) as job:
         job.begin("a")
         job.wait_round("a")
         job.begin("b", may_end=True)

@@ -11,7 +11,7 @@ import pytest
 from redelastic.monitoring.events import Left
 from redelastic.redis.server import RedisServer
 from tests.support.agent_job import DRAINED, FAILED, AgentJob
-from tests.support.torchrun_job import PATIENT
+from tests.support.torchrun_job import LONG_LEASES
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -22,7 +22,7 @@ def test_a_node_with_another_secret_ends_and_the_others_train_on(server: RedisSe
     for file, secret in ((right, "the secret of the job"), (wrong, "a guess at the secret")):
         file.write_text(secret)
         file.chmod(0o600)
-    with AgentJob(server, tmp_path, "2:3", conf={**PATIENT, "last_call_timeout": 0}) as job:
+    with AgentJob(server, tmp_path, "2:3", conf={**LONG_LEASES, "last_call_timeout": 0}) as job:
         job.start("a", "b", options=(f"--join-secret-file={right}",))
         first = job.wait_round("ab")
         job.start("c", options=(f"--join-secret-file={wrong}",), may_end=True)

@@ -23,8 +23,8 @@ from redelastic.redis.errors import UnreachableError
 from redelastic.redis.server import RedisServer
 from tests.support.agent_job import DRAINED, AgentJob
 from tests.support.long_tests import quick_first
-from tests.support.torchrun_job import LIMIT, PATIENT
-from tests.support.unruly_job import OURS, environment
+from tests.support.torchrun_job import LIMIT, LONG_LEASES
+from tests.support.unruly_job import REDELASTIC_RUN, environment
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -69,7 +69,7 @@ while not (folder / "finish").exists():
 def run(folder: Path, program: str, *options: str, **more: Any) -> subprocess.CompletedProcess[str]:
     script = folder / "script.py"
     script.write_text(program)
-    command = [*OURS, "--standalone", *options, str(script)]
+    command = [*REDELASTIC_RUN, "--standalone", *options, str(script)]
     return subprocess.run(
         command, env=environment(), capture_output=True, text=True, timeout=LIMIT, check=False, **more
     )
@@ -107,7 +107,7 @@ def test_scripts_that_save_and_end_with_0_have_not_finished(server: RedisServer,
     """As handlers of SIGUSR1 do under Slurm: the node that drains leaves, the others go on."""
     script = tmp_path / "script.py"
     script.write_text(LEAVES)
-    with AgentJob(server, tmp_path, "1:3", conf=PATIENT) as job:
+    with AgentJob(server, tmp_path, "1:3", conf=LONG_LEASES) as job:
         job.start("a", "b", "c", script=script, may_end=True)
         job.wait("all run", lambda: all((tmp_path / f"{name}-1").exists() for name in "abc"))
         job.nodes[first].terminate()

@@ -11,7 +11,7 @@ from redelastic.monitoring.events import Started
 from redelastic.monitoring.report import describe
 from redelastic.redis.server import RedisServer
 from tests.support.agent_job import AgentJob
-from tests.support.torchrun_job import PATIENT
+from tests.support.torchrun_job import LONG_LEASES
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -47,7 +47,7 @@ def start(job: AgentJob, folder: Path, *arguments: object) -> None:
 
 @pytest.mark.fault("a rank is slower than the others", "`status` names it within some two minutes")
 def test_a_slow_rank_is_named(server: RedisServer, tmp_path: Path) -> None:
-    with AgentJob(server, tmp_path, "2:2", nproc=2, conf=PATIENT) as job:
+    with AgentJob(server, tmp_path, "2:2", nproc=2, conf=LONG_LEASES) as job:
         start(job, tmp_path, 0.05, SLOW, 10**6)
         [line] = job.wait("a rank is slow", lambda: problems(job), 180)
         assert f"(rank {SLOW}) is slow" in line
@@ -55,7 +55,7 @@ def test_a_slow_rank_is_named(server: RedisServer, tmp_path: Path) -> None:
 
 @pytest.mark.fault("all ranks are equally fast, for 10,000 steps", "no rank is called slow")
 def test_equal_ranks_are_never_slow(server: RedisServer, tmp_path: Path) -> None:
-    with AgentJob(server, tmp_path, "2:2", nproc=2, conf=PATIENT) as job:
+    with AgentJob(server, tmp_path, "2:2", nproc=2, conf=LONG_LEASES) as job:
         start(job, tmp_path, 0.01, -1, EVEN_STEPS)
         known = 0
         while any(node.process.poll() is None for node in job.nodes.values()):

@@ -14,9 +14,9 @@ import pytest
 
 from redelastic.monitoring.events import Left, Lost, decode_cause
 from redelastic.redis.server import RedisServer
+from tests.support.liveness import lives
 from tests.support.nodes import NodeFactory
-from tests.support.torchrun_job import PATIENT, Job
-from tests.support.worker_processes import lives
+from tests.support.torchrun_job import LONG_LEASES, Job
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.timeout(400)
     "torchrun: the node of each role is killed in turn", "I7: the others train on, whichever rank it had"
 )
 def test_any_node_may_be_killed(server: RedisServer, tmp_path: Path) -> None:
-    with Job(server, tmp_path, "1:4", conf=PATIENT) as job:
+    with Job(server, tmp_path, "1:4", conf=LONG_LEASES) as job:
         names = set("abcd")
         job.start(*names)
         epoch = job.wait_round(names)
@@ -206,7 +206,7 @@ def test_two_jobs_on_one_redis_do_not_disturb_each_other(server: RedisServer, tm
 
 @pytest.mark.long
 def test_nodes_with_several_workers_recover(server: RedisServer, tmp_path: Path) -> None:
-    with Job(server, tmp_path, "1:2", nproc=2, conf=PATIENT) as job:
+    with Job(server, tmp_path, "1:2", nproc=2, conf=LONG_LEASES) as job:
         job.start(*"ab")
         epoch = job.wait_round("ab")
         victim, survivor = job.by_rank(epoch)

@@ -16,7 +16,7 @@ from redelastic.monitoring.events import Failed, Progressed, Started
 from redelastic.monitoring.history import History
 from redelastic.redis.server import RedisServer
 from tests.support.agent_job import AgentJob
-from tests.support.torchrun_job import PATIENT
+from tests.support.torchrun_job import LONG_LEASES
 
 STEPS: Final = Path(__file__).parents[1] / "support" / "workers" / "steps.py"
 FAILS_AFTER, HANGS_AFTER, LAST = 39, 69, 89  # steps of that script
@@ -98,7 +98,7 @@ def test_the_time_of_a_job_that_fails_and_hangs(server: RedisServer, tmp_path: P
 
 
 def test_a_new_rank_0_reports_which_steps_are_redone(server: RedisServer, tmp_path: Path) -> None:
-    with SteppingJob(server, tmp_path, "2:2", conf=PATIENT) as job:
+    with SteppingJob(server, tmp_path, "2:2", conf=LONG_LEASES) as job:
         job.run("a", "b")
         job.let_go(1, 0)
         job.wait("there are steps to lose", lambda: [line for line in job.lines("step") if line.step >= 35])

@@ -21,7 +21,7 @@ from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.node import News
 from tests.support import commands
-from tests.support.commands import Cli, command, started, until
+from tests.support.commands import Cli, run_command, running_command, until
 from tests.support.nodes import NodeFactory
 
 pytest_plugins = ["tests.support.cli_fixtures"]
@@ -41,7 +41,7 @@ HOSTILE = "\x1b[2J\x9b[red]bold[/red]\r\n\u202e\u2066"  # clears screens, revers
     ],
 )
 def test_wrong_arguments_are_one_line_that_says_what_was_meant(argv: tuple[str, ...], told: str) -> None:
-    done = command(*argv)
+    done = run_command(*argv)
     assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
     assert told in done.err
 
@@ -66,7 +66,7 @@ class TestErrors:
     @pytest.mark.parametrize("argv", COMMANDS, ids=lambda argv: argv[0])
     def test_a_bad_run_id(self, argv: tuple[str, ...]) -> None:
         name, _, *rest = argv
-        done = command(name, "my job", *rest, "--endpoint", "nowhere.invalid")  # nobody is asked
+        done = run_command(name, "my job", *rest, "--endpoint", "nowhere.invalid")  # nobody is asked
         assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
         assert done.err.startswith(f"redelastic {name}: The run id 'my job' contains ' '")
 
@@ -81,30 +81,30 @@ class TestErrors:
     @pytest.mark.parametrize("argv", [*COMMANDS, ("list",)], ids=lambda argv: argv[0])
     def test_a_wrong_password(self, server: RedisServer, argv: tuple[str, ...]) -> None:
         host = server.url.rpartition("@")[2]
-        done = command(*argv, "--endpoint", f"redis://:sesame@{host}")
+        done = run_command(*argv, "--endpoint", f"redis://:sesame@{host}")
         assert (done.code, done.out, done.err.count("\n")) == (3, "", 1)
         assert "refused the login" in done.err
         assert "sesame" not in done.err
 
-    @pytest.mark.usefixtures("impatient")
+    @pytest.mark.usefixtures("short_timeout")
     @pytest.mark.parametrize("argv", [*COMMANDS, ("list",)], ids=lambda argv: argv[0])
     def test_an_unreachable_server(self, argv: tuple[str, ...]) -> None:
-        done = command(*argv, "--endpoint", "127.0.0.1:1")
+        done = run_command(*argv, "--endpoint", "127.0.0.1:1")
         assert (done.code, done.out, done.err.count("\n")) == (3, "", 1)
         assert "127.0.0.1:1 could not be reached" in done.err
         assert "default" not in done.err
 
-    @pytest.mark.usefixtures("impatient")
+    @pytest.mark.usefixtures("short_timeout")
     def test_an_unreachable_server_that_nobody_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("redelastic.redis.endpoint.DEFAULT_PORT", 1)
         monkeypatch.delenv("REDELASTIC_REDIS_URL", raising=False)
-        done = command("status", "RUN")
+        done = run_command("status", "RUN")
         assert (done.code, done.err.count("\n")) == (3, 1)
         default = r"redis://localhost:1 \(the default, .*REDELASTIC_REDIS_URL was given\) could not be reached"
         assert re.search(default, done.err)
 
     def test_no_command(self) -> None:
-        done = command()
+        done = run_command()
         assert (done.code, done.out) == (2, "")
         assert all(name in done.err for name in ("run", "status", "timeline", "demo"))
 
@@ -112,13 +112,13 @@ class TestErrors:
         self, server: RedisServer, run_id: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("REDELASTIC_REDIS_URL", server.url)
-        assert command("status", run_id).code == 4
+        assert run_command("status", run_id).code == 4
 
     @pytest.mark.parametrize(
         "argv", [("events", "r", "-n", "0"), ("events", "r", "-n", "x"), ("drain", "r", "0", "--timeout", "-1")]
     )
     def test_wrong_arguments(self, argv: tuple[str, ...]) -> None:
-        done = command(*argv)
+        done = run_command(*argv)
         assert (done.code, done.err.count("\n")) == (2, 1)
 
 
@@ -210,7 +210,7 @@ class TestEvents:
 
     def test_follow(self, server: RedisServer, new_node: NodeFactory, control: RunControl, run_id: str) -> None:
         new_node(1, 1).next_rendezvous()
-        with started("events", run_id, "--follow", "--json", "--endpoint", server.url) as following:
+        with running_command("events", run_id, "--follow", "--json", "--endpoint", server.url) as following:
             following.until("max_nodes joined")
             control.note(Refused(reason="GPU 3 is gone"))
             following.until("GPU 3 is gone")
@@ -219,7 +219,7 @@ class TestEvents:
 
     def test_follow_through_an_outage(self, own_server: RedisServer, new_node: NodeFactory, run_id: str) -> None:
         new_node(1, 1, url=own_server.url).next_rendezvous()
-        with started("events", run_id, "--follow", "--endpoint", own_server.url, columns=80) as following:
+        with running_command("events", run_id, "--follow", "--endpoint", own_server.url, columns=80) as following:
             following.until("max_nodes joined")
             own_server.kill()
             following.until("could not be reached", err=True)

@@ -13,8 +13,9 @@ from redelastic.redis.connection import Connection
 from redelastic.redis.keys import SAVED, RunKeys
 from redelastic.redis.server import RedisServer
 from redelastic.store import RedisStore
-from tests.support.commands import form, with_agent
+from tests.support.commands import with_agent
 from tests.support.nodes import NodeFactory
+from tests.support.rounds import join_all
 
 
 def test_workers_that_could_not_be_asked_have_not_saved(
@@ -23,7 +24,7 @@ def test_workers_that_could_not_be_asked_have_not_saved(
     """The node's workers were asked moments before, and are not asked again."""
     control, nodes = RunControl(connection, keys), [with_agent(new_node(2, 2)) for _ in range(2)]
     with ThreadPoolExecutor(2) as pool:
-        form(pool, *nodes)
+        join_all(pool, *nodes)
     for node, asked in zip(nodes, (0, 2), strict=True):
         control.note(replace(Saved(asked=asked), node=node.node.id))
     store = RedisStore(connection, keys.run_id, epoch=1)

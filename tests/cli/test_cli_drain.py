@@ -14,8 +14,9 @@ from redelastic.monitoring.control import RunControl
 from redelastic.monitoring.events import Event, Left, Lost
 from redelastic.monitoring.operator import Drain
 from redelastic.monitoring.records import Node, Run
-from tests.support.commands import Cli, form, rank_of, until, with_agent
+from tests.support.commands import Cli, rank_of, until, with_agent
 from tests.support.nodes import NodeFactory
+from tests.support.rounds import join_all
 from tests.support.scenes import START
 
 pytest_plugins = ["tests.support.cli_fixtures"]
@@ -37,7 +38,7 @@ class TestDrain:
         self, cli: Cli, new_node: NodeFactory, pool: ThreadPoolExecutor, run_id: str, by: str
     ) -> None:
         nodes = [with_agent(new_node(2, 2, node_name=f"host-{i}")) for i in range(2)]
-        form(pool, *nodes)
+        join_all(pool, *nodes)
         members = [node.node for node in nodes]
         named = {"rank": str(rank_of(members[1])), "name": "host-1", "id": members[1].id}[by]
         done = cli("drain", run_id, named, "--reason", "spot VM goes", "--timeout", "12", "--json")
@@ -71,7 +72,7 @@ class TestDrain:
         self, cli: Cli, new_node: NodeFactory, pool: ThreadPoolExecutor, run_id: str
     ) -> None:
         nodes = [with_agent(new_node(2, 2)) for _ in range(2)]
-        form(pool, *nodes)
+        join_all(pool, *nodes)
         victim = nodes[0].node
 
         def die() -> None:
@@ -90,7 +91,7 @@ class TestDrain:
         """Their events are merged under the first node's name."""
         nodes = [with_agent(new_node(20, 20, join_timeout=60)) for _ in range(20)]
         with ThreadPoolExecutor(20) as many:
-            form(many, *nodes)
+            join_all(many, *nodes)
         last = max(nodes, key=lambda node: rank_of(node.node))
 
         def leave() -> None:

@@ -13,7 +13,7 @@ from redelastic.monitoring.records import Node
 from redelastic.redis.server import RedisServer
 from redelastic.workers.logs import HIDDEN, TAIL, last_lines, log_files, redacted, tail
 from tests.support.agent_job import AgentJob
-from tests.support.commands import command
+from tests.support.commands import run_command
 
 
 @pytest.mark.timeout(300)
@@ -24,7 +24,7 @@ def test_the_log_of_the_worker_that_failed_first(server: RedisServer, tmp_path: 
         job.tell("patient")  # a worker that loses its peer waits, so b always fails first
         job.begin("a", "b", options=options, env={"SOME_API_KEY": "told to fail"})  # it stands in the log
         epoch = job.wait_round("ab")
-        found = command("logs", job.run_id, "--json", "--endpoint", server.url).json
+        found = run_command("logs", job.run_id, "--json", "--endpoint", server.url).json
         by_rank = {log["rank"]: log for log in found["logs"]}
         assert sorted(by_rank) == [0, 1]
         assert found["failed"] is None
@@ -32,39 +32,39 @@ def test_the_log_of_the_worker_that_failed_first(server: RedisServer, tmp_path: 
             assert log["epoch"] == epoch
             assert Path(log["path"]).is_file()
             assert log["path"].startswith(str(tmp_path / "logs"))
-        nothing = command("logs", job.run_id, "--failed", "--endpoint", server.url)
+        nothing = run_command("logs", job.run_id, "--failed", "--endpoint", server.url)
         assert (nothing.code, nothing.out) == (1, "")
-        as_json = command("logs", job.run_id, "--failed", "--json", "--endpoint", server.url)
+        as_json = run_command("logs", job.run_id, "--failed", "--json", "--endpoint", server.url)
         assert (as_json.code, as_json.json) == (1, found)
 
         victim = job.id_of("b")
         job.tell("fail-b")
         job.wait_round("ab", epoch)
         job.wait("its log is recorded", lambda: [event for event in job.events(Log) if event.node == victim])
-        failed = command("logs", job.run_id, "--json", "--endpoint", server.url).json["failed"]
+        failed = run_command("logs", job.run_id, "--json", "--endpoint", server.url).json["failed"]
         assert (failed["node"], failed["epoch"]) == (victim, epoch)
         assert failed["path"] == by_rank[failed["rank"]]["path"]
         assert f"the worker of node b was {HIDDEN} at step" in failed["tail"]
         assert "told to fail" in Path(failed["path"]).read_text()
-        done = command("logs", job.run_id, "--failed", "--endpoint", server.url)
+        done = run_command("logs", job.run_id, "--failed", "--endpoint", server.url)
         assert done.code == 0
         assert done.out.startswith(f"round {epoch} failed at ")
         assert f"\nrank {failed['rank']} on b-" in done.out
         assert "told to fail" not in done.out
         assert f"was {HIDDEN} at step" in done.out
-        of_rank = command("logs", job.run_id, f"--rank={failed['rank']}", "--endpoint", server.url)
+        of_rank = run_command("logs", job.run_id, f"--rank={failed['rank']}", "--endpoint", server.url)
         assert failed["path"] in of_rank.out
-        unknown = command("logs", job.run_id, "--rank=7", "--endpoint", server.url)
+        unknown = run_command("logs", job.run_id, "--rank=7", "--endpoint", server.url)
         assert (unknown.code, unknown.out, unknown.err.count("\n")) == (4, "", 1)
-        as_json = command("logs", job.run_id, "--rank=7", "--json", "--endpoint", server.url)
+        as_json = run_command("logs", job.run_id, "--rank=7", "--json", "--endpoint", server.url)
         assert (as_json.code, as_json.json["logs"], as_json.err) == (4, [], "")
         job.tell("finish")
         assert job.wait_end("a") == job.wait_end("b") == 0
 
 
 def test_no_such_run_and_no_such_rank(server: RedisServer) -> None:
-    assert command("logs", "not-there", "--endpoint", server.url).code == 4
-    assert command("logs", "x", "--rank=-1", "--endpoint", server.url).code == 2
+    assert run_command("logs", "not-there", "--endpoint", server.url).code == 4
+    assert run_command("logs", "x", "--rank=-1", "--endpoint", server.url).code == 2
 
 
 def test_the_first_failure_is_the_earliest_not_the_first_report() -> None:

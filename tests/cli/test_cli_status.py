@@ -26,16 +26,17 @@ from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.handler import RedisRendezvousHandler
 from redelastic.rendezvous.node import News
-from tests.support.commands import Cli, Done, command, form, started, until
+from tests.support.commands import Cli, CommandResult, run_command, running_command, until
 from tests.support.nodes import NodeFactory
+from tests.support.rounds import join_all
 
 GIB = 2**30
 
 
 @pytest.fixture
 def cli(server: RedisServer) -> Cli:
-    def run(*argv: str) -> Done:
-        return command("status", *argv, "--endpoint", server.url)
+    def run(*argv: str) -> CommandResult:
+        return run_command("status", *argv, "--endpoint", server.url)
 
     return run
 
@@ -53,7 +54,7 @@ def workers(*steps: int, **more: Any) -> list[dict[str, Any]]:
 class TestPhases:
     def test_running(self, cli: Cli, new_node: NodeFactory, pool: ThreadPoolExecutor, run_id: str) -> None:
         nodes = [tell(new_node(2, 2, node_name=f"host-{i}"), restarts=i) for i in range(2)]
-        form(pool, *nodes)
+        join_all(pool, *nodes)
         done = cli(run_id, "--json")
         assert done.code == 0
         report = done.json
@@ -77,7 +78,7 @@ class TestPhases:
         assert done.out.splitlines()[0] == "forming round 1"
         assert "not complete: 1 of at least 2 nodes have joined." in done.out
         assert "waiting" in done.out
-        form(pool, new_node(2, 2))
+        join_all(pool, new_node(2, 2))
         joining.result(60)
 
     def test_regrouping(self, cli: Cli, new_node: NodeFactory, pool: ThreadPoolExecutor, run_id: str) -> None:
@@ -89,7 +90,7 @@ class TestPhases:
         assert done.code == 0
         assert re.match(r"regrouping: round 1 is broken: \S+ waits to join\n", done.out)
         assert "not complete: 1 of 1 members still hold round 1" in done.out
-        form(pool, first)
+        join_all(pool, first)
         joining.result(60)
 
     def test_spares_are_told_from_those_who_wait(
@@ -170,7 +171,7 @@ class TestProblems:
             slow := new_node(2, 2, node_name="slow", topology="a"), workers=hung, gpus=gpus, cpu=780.4, memory=31 * GIB
         )
         tell(fast := new_node(2, 2, node_name="fast", topology="b"), workers=workers(400, 412))
-        form(pool, slow, fast)
+        join_all(pool, slow, fast)
         done = cli(run_id)
         assert done.code == 0  # it runs
         lines = done.out.splitlines()
@@ -239,10 +240,10 @@ class TestProblems:
         self, cli: Cli, new_node: NodeFactory, pool: ThreadPoolExecutor, run_id: str
     ) -> None:
         nodes = [new_node(1, 8, last_call_timeout=60) for i in range(8)]
-        form(pool, *nodes)
+        join_all(pool, *nodes)
         nodes.pop().node.stop()
         until(nodes[0].num_nodes_waiting, "the loss is known")
-        form(pool, *nodes)
+        join_all(pool, *nodes)
         told = [event["event"] for event in cli(run_id, "--json").json["events"]]
         assert told[-3:] == ["completed", "lost", "completed"]
 
@@ -382,11 +383,11 @@ def test_a_pipe_gets_no_colours_and_nothing_cut(
     new_node(1, 1).next_rendezvous()
     reason = 200 * "long "
     client.xadd(keys.events, {"event": "refused", "reason": reason})
-    with started("status", keys.run_id, "--endpoint", server.url) as one:
+    with running_command("status", keys.run_id, "--endpoint", server.url) as one:
         assert one.process.wait(60) == 0
         one.until(reason.strip())
         assert "\x1b" not in one.out
-    with started("status", keys.run_id, "--endpoint", server.url, columns=80) as one:
+    with running_command("status", keys.run_id, "--endpoint", server.url, columns=80) as one:
         assert one.process.wait(60) == 0
         until(lambda: "\x1b[1;32mrunning: round 1" in one.out, "green in a terminal")
 
@@ -399,13 +400,13 @@ class TestWatch:
         self, server: RedisServer, new_node: NodeFactory, pool: ThreadPoolExecutor, run_id: str
     ) -> None:
         nodes = [new_node(1, 2, last_call_timeout=60) for _ in range(2)]
-        form(pool, *nodes)
-        with started("status", run_id, "--watch", "--endpoint", server.url, columns=80) as watching:
+        join_all(pool, *nodes)
+        with running_command("status", run_id, "--watch", "--endpoint", server.url, columns=80) as watching:
             watching.until("running: round 1, 2 nodes, up ")
             nodes.pop().node.stop()
             until(nodes[0].num_nodes_waiting, "the loss is known")
             watching.until("lost its lease after")
-            form(pool, *nodes)
+            join_all(pool, *nodes)
             watching.until("running: round 2, 1 node, up ")
             before = len(watching.out)
             assert watching.interrupt() == 0
@@ -414,7 +415,7 @@ class TestWatch:
 
     def test_redis_is_away(self, own_server: RedisServer, new_node: NodeFactory, run_id: str) -> None:
         new_node(1, 1, url=own_server.url).next_rendezvous()
-        with started("status", run_id, "--watch", "--endpoint", own_server.url, columns=80) as watching:
+        with running_command("status", run_id, "--watch", "--endpoint", own_server.url, columns=80) as watching:
             watching.until("running: round 1")
             own_server.kill()
             watching.until("Out of date")
@@ -432,7 +433,7 @@ class TestWatch:
     def test_as_json(self, server: RedisServer, new_node: NodeFactory, run_id: str) -> None:
         node = new_node(1, 1)
         node.next_rendezvous()
-        with started("status", run_id, "--watch", "--json", "--endpoint", server.url) as watching:
+        with running_command("status", run_id, "--watch", "--json", "--endpoint", server.url) as watching:
             watching.until('"phase": "running"')
             node.set_closed()
             watching.until('"phase": "closed"')

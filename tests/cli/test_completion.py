@@ -11,7 +11,7 @@ import pytest
 
 from redelastic import cli
 from redelastic.cli.completion import SHELLS
-from tests.support.commands import command
+from tests.support.commands import run_command
 from tests.support.long_tests import quick_first
 
 # Commands that complete the line in $2 with the script in $1; they print one word a line.
@@ -28,7 +28,7 @@ COMPLETERS = {
 def scripts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("completion")
     for shell in SHELLS:
-        done = command("completion", shell)
+        done = run_command("completion", shell)
         assert (done.code, done.err) == (0, "")
         (folder / shell).write_text(done.out)
     return {shell: folder / shell for shell in SHELLS}
@@ -83,7 +83,7 @@ def test_zsh_loads_its_script(scripts: dict[str, Path], tmp_path: Path) -> None:
 
 
 def test_wrong_arguments() -> None:
-    done = command("completion", "tcsh")
+    done = run_command("completion", "tcsh")
     assert done.code == 2
     assert done.err.count("\n") == 1
 

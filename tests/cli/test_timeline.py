@@ -67,9 +67,9 @@ def hostile() -> History:
     node = f"{HOSTILE}-1-0123456789ab"
     story.join(0, [node])
     story.complete(1, [node], "max_nodes")
-    story.tell(2, Hung(node=node, message=f"{HOSTILE}\u2028", stacks=f"{HOSTILE}\n{HOSTILE}</script>"))
-    story.tell(3, Event(event=HOSTILE, node=node))
-    story.tell(4, Closed(cause="asked", reason=HOSTILE))
+    story.add(2, Hung(node=node, message=f"{HOSTILE}\u2028", stacks=f"{HOSTILE}\n{HOSTILE}</script>"))
+    story.add(3, Event(event=HOSTILE, node=node))
+    story.add(4, Closed(cause="asked", reason=HOSTILE))
     return replay(story.events())
 
 
@@ -141,7 +141,7 @@ class TestPage:
             browser.open(f"file://{tmp_path}/it.html")
             browser.until(".events", "<script>alert(1)</script>")
             assert browser.run("return document.querySelectorAll('main script, main img').length") == 0
-            assert browser.complaints() == []
+            assert browser.console_errors() == []
         finally:
             browser.close()
 

@@ -14,7 +14,7 @@ import pytest
 
 from redelastic.redis.server import RedisServer
 from tests.support.browsing import dashboard
-from tests.support.commands import Done
+from tests.support.commands import CommandResult
 from tests.support.nodes import NodeFactory
 
 LEFT_OUT: Final = ("torch", "prometheus_client")
@@ -24,8 +24,8 @@ ROOT: Final = Path(__file__).parents[2]
 # Each runs in an interpreter without LEFT_OUT. Its input and its output are JSON.
 RUN_COMMANDS: Final = """
 import dataclasses, json, sys
-from tests.support.commands import command
-print(json.dumps([dataclasses.asdict(command(*argv)) for argv in json.load(sys.stdin)]))
+from tests.support.commands import run_command
+print(json.dumps([dataclasses.asdict(run_command(*argv)) for argv in json.load(sys.stdin)]))
 """
 IMPORT_ALL: Final = """
 import json, pkgutil, sys
@@ -95,7 +95,7 @@ def test_the_commands_on_a_real_run(
         "demo": ([], 1, "redelastic demo: torch not installed"),
     }
     given += [[name, *arguments] for name, (arguments, _, _) in others.items()]
-    done = [Done(**one) for one in without_torch(RUN_COMMANDS, given)]
+    done = [CommandResult(**one) for one in without_torch(RUN_COMMANDS, given)]
     for one, (name, (_, code, text)) in zip(done, (asked | others).items(), strict=True):
         assert one.code == code, (name, one)
         assert text in one.out + one.err, name

@@ -28,7 +28,7 @@ from redelastic.monitoring.records import Run
 from redelastic.monitoring.report import describe
 from redelastic.redis.server import RedisServer
 from tests.support.browsing import dashboard
-from tests.support.commands import command, until
+from tests.support.commands import run_command, until
 from tests.support.crowds import Crowd
 from tests.support.scenes import START, Story, many_nodes
 
@@ -167,11 +167,11 @@ class TestWhoIsLetIn:
                 (("--port", port), f"cannot listen on port {port} of localhost: Address already in use"),
                 (("--port", "70000"), "must be a port from 0 to 65535"),
             ]:
-                done = command("dashboard", "--endpoint", server.url, *arguments)
+                done = run_command("dashboard", "--endpoint", server.url, *arguments)
                 assert done.code == 2, arguments
                 assert said in done.err
                 assert done.err.count("\n") == 1
-        assert command("dashboard", "--endpoint", "127.0.0.1:1").code == 3
+        assert run_command("dashboard", "--endpoint", "127.0.0.1:1").code == 3
 
 
 @pytest.mark.fault("a thousand silent connections to the dashboard, few files", "it answers, and logs nothing")
@@ -218,13 +218,13 @@ class TestJson:
         names = (("/%2F", 100), ("", 2), ("-x", 1))
         many, few, broken = (Crowd(client, f"{run_id}{name}", n, lease=600) for name, n in names)
         node, path = few.members[0], "/logs/0/stdout.log"
-        few.tell(Started(epoch=4, size=2, node=node, rank=0, logs={0: path}))
-        few.tell(Log(epoch=4, size=2, node=node, rank=0, age_ms=1500, path=path, lines="the last lines"))
+        few.add(Started(epoch=4, size=2, node=node, rank=0, logs={0: path}))
+        few.add(Log(epoch=4, size=2, node=node, rank=0, age_ms=1500, path=path, lines="the last lines"))
         client.hset(broken.keys.run, "epoch", "x")
         ours = [crowd.keys.run_id for crowd in (many, few, broken)]
 
         def printed(*argv: str) -> Any:
-            return command(*argv, "--json", "--endpoint", server.url).json
+            return run_command(*argv, "--json", "--endpoint", server.url).json
 
         with dashboard(f"--endpoint={server.url}") as (url, _):
 
@@ -396,7 +396,7 @@ class TestView:
 
 def test_it_needs_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "uvicorn", None)
-    done = command("dashboard")
+    done = run_command("dashboard")
     assert (done.code, done.err) == (
         2,
         "redelastic dashboard: the dashboard needs an extra: pip install 'redelastic[dashboard]'.\n",

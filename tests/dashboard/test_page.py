@@ -15,9 +15,10 @@ from redelastic.monitoring.events import Lost
 from redelastic.redis.server import RedisServer
 from tests.support.agent_job import DRAINED, AgentJob
 from tests.support.browsing import Browser, dashboard
-from tests.support.commands import form, until
+from tests.support.commands import until
 from tests.support.crowds import Crowd
 from tests.support.nodes import NodeFactory
+from tests.support.rounds import join_all
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.long]
 SCRIPT = "<script>document.title='taken'</script><img/src=x/onerror=alert(1)>"
@@ -35,7 +36,7 @@ def browser(chromium: Browser) -> Iterator[Browser]:
     """A browser in which no page has complained when the test is over."""
     yield chromium
     chromium.open("about:blank")
-    assert chromium.complaints() == []
+    assert chromium.console_errors() == []
 
 
 @pytest.mark.fault("nodes are killed, drained and join", "the dashboard shows each as it happens")
@@ -98,7 +99,7 @@ def test_redis_away_and_back(
     own_server: RedisServer, browser: Browser, new_node: NodeFactory, pool: ThreadPoolExecutor
 ) -> None:
     nodes = [new_node(2, 2, url=own_server.url, node_name=name) for name in "ab"]
-    form(pool, *nodes)
+    join_all(pool, *nodes)
     run_id = nodes[0].node.run_id
     with dashboard(f"--endpoint={own_server.url}") as (url, _):
         browser.open(f"{url}runs/{run_id}")
@@ -153,7 +154,7 @@ def test_nodes_that_are_lost_together_are_each_seen(
 ) -> None:
     crowd = Crowd(client, run_id, 100, gpus=0)
     lost = crowd.members[20:84]
-    crowd.tell(Lost(epoch=4, size=100, node=lost[0], nodes=tuple(lost), cause="lease", silent_ms=6000))
+    crowd.add(Lost(epoch=4, size=100, node=lost[0], nodes=tuple(lost), cause="lease", silent_ms=6000))
     with dashboard(f"--endpoint={server.url}") as (url, _):
         browser.open(f"{url}runs/{run_id}")
         told = browser.until(".events", "and 63 more nodes lost its lease after 6.0 s")
@@ -175,5 +176,5 @@ def test_a_run_that_is_not_there(server: RedisServer, browser: Browser, new_node
         until(lambda: browser.rows() == {"a": "running"}, "it is shown as soon as it is there", 60)
         browser.open(f"{url}runs/bad*id")
         browser.until(".banner", "The dashboard's server refuses this page")
-        [told] = browser.complaints()
+        [told] = browser.console_errors()
         assert re.search(r"/live\?run=bad\*id .* 404 ", told)

@@ -22,7 +22,7 @@ from redelastic.monitoring.history import STATES
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
 from tests.support.browsing import Browser, dashboard
-from tests.support.commands import command, until
+from tests.support.commands import run_command, until
 from tests.support.fuzzing import hostile_entry, plant, spoil_keys
 from tests.support.hostile import FIELDS, LARGE_IDS, Dice
 
@@ -126,7 +126,7 @@ def made_up_runs(client: redis.Redis) -> Iterator[RunKeys]:
 def look(browser: Browser, url: str) -> str:
     """Try all that a page has, without a complaint of the browser's; returns what it showed."""
     shown: str = browser.driver.execute_async_script(TRY_ALL)
-    assert browser.complaints() == [], url
+    assert browser.console_errors() == [], url
     return shown
 
 
@@ -152,8 +152,8 @@ def test_any_name_and_any_time(own_server: RedisServer, tmp_path: Path) -> None:
             browser.open(f"{url}runs/{quote(run_id)}")
             until(lambda: browser.text("#live") in ("Live", "Away"), f"the page shows {run_id}", 60)
             page, rows = look(browser, run_id), browser.rows()
-            done = command("timeline", run_id, own, f"--out={file}")
-            status, document = command("status", run_id, own), command("status", run_id, own, "--json")
+            done = run_command("timeline", run_id, own, f"--out={file}")
+            status, document = run_command("status", run_id, own), run_command("status", run_id, own, "--json")
             assert {done.code, status.code, document.code} <= {0, 1, 3}, (done, status)
             if done.code == 0:
                 browser.open(file.as_uri())

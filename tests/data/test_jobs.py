@@ -10,7 +10,7 @@ from redelastic.redis.server import RedisServer
 from tests.support.agent_job import DRAINED
 from tests.support.long_tests import quick_first
 from tests.support.surviving_job import SurvivingJob
-from tests.support.torchrun_job import PATIENT
+from tests.support.torchrun_job import LONG_LEASES
 
 
 @pytest.mark.timeout(400)  # longer than all waits, so that the wait that failed is reported
@@ -18,7 +18,7 @@ from tests.support.torchrun_job import PATIENT
 def test_a_kill_a_join_and_a_drain_change_neither_samples_nor_losses(
     server: RedisServer, tmp_path: Path, survive: bool
 ) -> None:
-    with SurvivingJob(server, tmp_path, "2:3", conf=PATIENT) as job:
+    with SurvivingJob(server, tmp_path, "2:3", conf=LONG_LEASES) as job:
         job.begin("a", "b", "c", survive=survive)
         epoch = job.wait_round("abc")
         killed, *others = job.by_rank(epoch)

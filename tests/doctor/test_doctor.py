@@ -16,11 +16,17 @@ import pytest
 from rich.console import Console
 
 import redelastic.doctor as doctor_module
+from redelastic import cli
 from redelastic.cli import doctor as command
 from redelastic.doctor import LEVELS, Finding, rights, trial
 from redelastic.redis.server import RedisServer
-from tests.support.doctoring import bad, look, run_command, untouched
+from tests.support.doctoring import examined, names_at, problems, unchanged
 from tests.support.servers import HOST, frozen, redis_cluster, replica_of, reserved_port, sentinel_group, wait_until
+
+
+def run_doctor(*argv: str) -> int:
+    return cli.main(["doctor", *argv])
+
 
 # -- Servers that are fit
 
@@ -28,8 +34,8 @@ from tests.support.servers import HOST, frozen, redis_cluster, replica_of, reser
 def test_a_good_server_is_found_fit_and_left_as_it_was(every_server: RedisServer) -> None:
     with every_server.get_client() as client:
         before = client.dbsize()
-        found = look(every_server.url)
-        assert not bad(found)
+        found = examined(every_server.url)
+        assert not problems(found)
         assert not [finding for finding in found.values() if "unknown" in finding.found]
         for name in ("latency", "rights", "rendezvous", "bootstrap", "store", "wake-up", "version", "eviction"):
             assert found[name].level == "ok", found[name]
@@ -43,14 +49,14 @@ def test_a_good_server_is_found_fit_and_left_as_it_was(every_server: RedisServer
 
 
 def test_repeated_examinations_leave_nothing_behind(own_server: RedisServer) -> None:
-    with untouched(own_server):
+    with unchanged(own_server):
         for _ in range(5):
-            assert look(own_server.url)["rendezvous"].level == "ok"
+            assert examined(own_server.url)["rendezvous"].level == "ok"
 
 
 def test_keys_that_could_not_be_removed_expire(own_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rights.Corner, "clear", lambda *_: None)
-    look(own_server.url)
+    examined(own_server.url)
     with own_server.get_client() as client:
         left = client.keys("*")
         assert len(left) > 10
@@ -58,24 +64,24 @@ def test_keys_that_could_not_be_removed_expire(own_server: RedisServer, monkeypa
 
 
 def test_a_persistent_server_behind_a_unix_socket_has_no_warnings(tmp_path: Any) -> None:
-    with RedisServer(unix_socket=True, data_dir=tmp_path) as server, untouched(server):
-        found = look(server.url)
-        assert bad(found, "warning") <= {"shared-memory", "open-files"}
-        assert not bad(found)
+    with RedisServer(unix_socket=True, data_dir=tmp_path) as server, unchanged(server):
+        found = examined(server.url)
+        assert names_at(found, "warning") <= {"shared-memory", "open-files"}
+        assert not problems(found)
         assert found["persistence"].found == "append-only file"
 
 
 def test_a_master_that_sentinels_watch() -> None:
-    with sentinel_group() as group, untouched(group.master()):
-        found = look(group.url)
-        assert not bad(found)
+    with sentinel_group() as group, unchanged(group.master()):
+        found = examined(group.url)
+        assert not problems(found)
         assert "sentinels" in found["topology"].found
         assert found["replicas"].level == "warning"
         assert "min-replicas-to-write is 0" in found["replicas"].found
         sentinel = f"redis://:{group.sentinel_password}@{HOST}:{group.sentinel_ports[0]}"
-        wrong = look(sentinel)
+        wrong = examined(sentinel)
         assert "redis+sentinel://" in wrong["topology"].advice
-        assert bad(wrong) == {"topology"}
+        assert problems(wrong) == {"topology"}
 
 
 def test_a_cluster_and_one_node_of_it() -> None:
@@ -83,17 +89,17 @@ def test_a_cluster_and_one_node_of_it() -> None:
         for server in cluster.servers:
             clients = stack.enter_context(server.get_client())
             clients.config_set("maxmemory-policy", "noeviction")
-        found = look(cluster.url)
-        assert not bad(found)
+        found = examined(cluster.url)
+        assert not problems(found)
         assert found["topology"].found == "a Cluster"
         assert found["cluster"].found == "ok, 3 masters"
         with cluster.servers[1].get_client() as client:
             client.config_set("maxmemory-policy", "allkeys-lru")
-        worst = look(cluster.url)["eviction"]
+        worst = examined(cluster.url)["eviction"]
         assert worst.level == "warning"
         assert cluster.servers[1].endpoint in worst.found
-        single = look(cluster.servers[0].url)
-        assert bad(single) == {"topology"}
+        single = examined(cluster.servers[0].url)
+        assert problems(single) == {"topology"}
         assert "redis+cluster://" in single["topology"].advice
         for server in cluster.servers:
             with server.get_client() as client:
@@ -120,8 +126,8 @@ def test_a_cluster_and_one_node_of_it() -> None:
     ],
 )
 def test_the_finding_of_each_setting(config: dict[str, str], name: str, level: str, said: str) -> None:
-    with RedisServer(config=config) as server, untouched(server):
-        finding = look(server.url)[name]
+    with RedisServer(config=config) as server, unchanged(server):
+        finding = examined(server.url)[name]
         assert finding.level == level, finding
         assert said in finding.advice
 
@@ -132,7 +138,7 @@ def test_the_tutorials_server_has_the_warnings_that_the_tutorial_quotes() -> Non
     config = dict(line.split(" ", 1) for line in lines.replace("\\n", "\n").splitlines())
     del config["requirepass"]  # RedisServer sets one of its own
     with RedisServer(config=config) as server:
-        found = look(server.url.replace(HOST, "0.0.0.0"))  # noqa: S104  # this host, by an address that is not loopback
+        found = examined(server.url.replace(HOST, "0.0.0.0"))  # noqa: S104  # this host, by an address that is not loopback
     warnings = [one for one in found.values() if one.group == "server" and one.level not in {"ok", "note"}]
     assert {one.name for one in warnings} == {"encryption", "persistence"}
     said = "".join(f"  {one.name}: {one.found}\n    {one.advice}\n" for one in warnings)
@@ -141,14 +147,14 @@ def test_the_tutorials_server_has_the_warnings_that_the_tutorial_quotes() -> Non
 
 def test_the_nodes_of_its_trial_log_nothing(own_server: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
     """The output is the findings, without lines of a job's log."""
-    assert look(own_server.url)["rendezvous"].level == "ok"
+    assert examined(own_server.url)["rendezvous"].level == "ok"
     assert caplog.records == []
 
 
 def test_a_full_server_is_a_problem_of_each_finding_that_it_causes() -> None:
     with RedisServer(config={"maxmemory": "1mb"}) as server, server.get_client() as client:
-        found = look(server.url)
-        assert bad(found) == {"memory", "rendezvous", "store"}
+        found = examined(server.url)
+        assert problems(found) == {"memory", "rendezvous", "store"}
         assert "maxmemory" in found["rendezvous"].advice  # in other words on Redis 6.2
         assert "maxmemory" in found["memory"].advice
         assert client.dbsize() == 0
@@ -156,8 +162,8 @@ def test_a_full_server_is_a_problem_of_each_finding_that_it_causes() -> None:
 
 def test_a_master_that_waits_for_its_replicas_is_a_problem() -> None:
     with RedisServer(config={"min-replicas-to-write": "1"}) as server:
-        found = look(server.url)
-        assert bad(found) == {"replicas"}
+        found = examined(server.url)
+        assert problems(found) == {"replicas"}
         assert found["rendezvous"].found == "skipped because of replicas"
         assert "writes are refused" in found["replicas"].found
 
@@ -168,21 +174,21 @@ def test_a_failed_snapshot_is_a_problem(own_server: RedisServer) -> None:
         Path(client.config_get("dir")["dir"], "dump.rdb").mkdir()  # a snapshot cannot replace a folder, not even root's
         client.bgsave()
         wait_until(lambda: client.info()["rdb_last_bgsave_status"] == "err", "the snapshot failed")
-        found = look(own_server.url)
-        assert bad(found) == {"reachable"}
+        found = examined(own_server.url)
+        assert problems(found) == {"reachable"}
         assert found["reachable"].found == "yes, but it refuses the login"
         assert "MISCONF" in found["reachable"].advice
         client.config_set("stop-writes-on-bgsave-error", "no")
-        found = look(own_server.url)
-        assert not bad(found)
+        found = examined(own_server.url)
+        assert not problems(found)
         assert found["persistence"].found == "the last snapshot failed"
         client.config_set("save", "")  # else the server would not end before it has saved
 
 
 def test_a_replica_is_a_problem_and_gets_no_trial(own_server: RedisServer) -> None:
-    with replica_of(own_server) as replica, untouched(own_server):
-        found = look(replica.url)
-        assert bad(found) == {"role"}
+    with replica_of(own_server) as replica, unchanged(own_server):
+        found = examined(replica.url)
+        assert problems(found) == {"role"}
         assert found["rendezvous"].found == "skipped because of role"
 
 
@@ -192,7 +198,7 @@ def test_a_replica_is_a_problem_and_gets_no_trial(own_server: RedisServer) -> No
 def test_a_wrong_password_is_unreachable_and_the_host_is_shown(
     server: RedisServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code = run_command("--endpoint", f"redis://:wr0ng-secret@{server.endpoint}")
+    code = run_doctor("--endpoint", f"redis://:wr0ng-secret@{server.endpoint}")
     out = capsys.readouterr().out
     assert code == 3
     assert "refused the login" in out
@@ -202,7 +208,7 @@ def test_a_wrong_password_is_unreachable_and_the_host_is_shown(
 
 def test_a_closed_port_is_unreachable_and_the_host_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     with reserved_port() as port:
-        assert run_command("--endpoint", f"{HOST}:{port}", "--json") == 3
+        assert run_doctor("--endpoint", f"{HOST}:{port}", "--json") == 3
     found = {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)["findings"]}
     assert found["reachable"]["level"] == "problem"
     assert "Check that it runs there" in found["reachable"]["advice"]
@@ -224,17 +230,17 @@ def test_a_server_that_freezes_midway_ends_the_examination_with_the_findings(
 
         monkeypatch.setattr(doctor_module, last, freeze_after)
         started = time.monotonic()
-        found = look(own_server.url)
+        found = examined(own_server.url)
         assert time.monotonic() - started < 30  # ten seconds, and time for a busy machine
-    assert bad(found) == {"reachable"}
+    assert problems(found) == {"reachable"}
     assert found["reachable"].found == "no longer"
     assert found["version"].level == "ok"
     assert found["torch"].level == "ok"
 
 
 def test_a_bad_endpoint_or_run_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_command("--endpoint", "http://example") == 2
-    assert run_command("--endpoint", HOST, "--run", "a b") == 2
+    assert run_doctor("--endpoint", "http://example") == 2
+    assert run_doctor("--endpoint", HOST, "--run", "a b") == 2
     assert capsys.readouterr().err.count("\n") == 2
 
 
@@ -244,15 +250,15 @@ def test_an_interrupt_removes_the_keys(own_server: RedisServer, monkeypatch: pyt
         yield from ()
 
     monkeypatch.setattr(trial, "try_store", interrupt)
-    with untouched(own_server):
-        assert run_command("--endpoint", own_server.url) == 130
+    with unchanged(own_server):
+        assert run_doctor("--endpoint", own_server.url) == 130
 
 
 # -- What is printed
 
 
 def test_json_is_a_list_with_numbers_as_numbers(server: RedisServer, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_command("--endpoint", server.url, "--json") == 0
+    assert run_doctor("--endpoint", server.url, "--json") == 0
     found = json.loads(capsys.readouterr().out)["findings"]
     for finding in found:
         assert finding.keys() == {"group", "name", "level", "found", "advice", "numbers"}
@@ -264,7 +270,7 @@ def test_json_is_a_list_with_numbers_as_numbers(server: RedisServer, capsys: pyt
 def test_a_pipe_gets_whole_lines_without_colours_and_problems_last(capsys: pytest.CaptureFixture[str]) -> None:
     config = {"maxmemory-policy": "allkeys-lru", "maxmemory": "100mb", "hz": "5"}
     with RedisServer(config=config) as server:
-        assert run_command("--endpoint", server.url) == 1
+        assert run_doctor("--endpoint", server.url) == 1
     out = capsys.readouterr().out
     assert "\x1b" not in out
     assert all(line == line.rstrip() for line in out.splitlines())

@@ -16,7 +16,7 @@ from redelastic.doctor import host
 from redelastic.redis.endpoint import parse_endpoint
 from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.addresses import LocalAddress
-from tests.support.doctoring import look
+from tests.support.doctoring import examined
 from tests.support.fake_nvml import install_driver
 
 
@@ -57,7 +57,7 @@ def test_the_address_that_peers_use(url: str, address: str, reached: bool, level
 def test_a_store_out_of_reach_is_a_problem(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     nowhere = LocalAddress("no-such-host.invalid", "a test")
     monkeypatch.setattr("redelastic.rendezvous.handler.find_address", lambda *_: nowhere)
-    found = look(server.url)
+    found = examined(server.url)
     assert found["rendezvous"].level == "ok"
     assert found["bootstrap"].level == "problem"
     assert "no-such-host.invalid" in found["bootstrap"].found

@@ -14,7 +14,7 @@ from redelastic.redis.connection import Connection
 from redelastic.redis.endpoint import parse_endpoint
 from redelastic.redis.errors import ACL_RULES
 from redelastic.redis.server import RedisServer
-from tests.support.doctoring import bad, look, untouched
+from tests.support.doctoring import examined, problems, unchanged
 
 
 def add_user(server: RedisServer, rules: str) -> str:
@@ -29,9 +29,9 @@ def rules_of(run_id: str) -> str:
 
 def test_the_readmes_user_of_one_run(own_server: RedisServer) -> None:
     url = add_user(own_server, rules_of("my-job"))
-    with untouched(own_server):
-        found = look(url, "my-job")
-    assert not bad(found)
+    with unchanged(own_server):
+        found = examined(url, "my-job")
+    assert not problems(found)
     for name in ("rights", "rendezvous", "bootstrap", "store", "wake-up", "version", "role"):
         assert found[name].level == "ok", found[name]
     assert found["login"].found == "user 'job'"
@@ -44,7 +44,7 @@ def test_the_readmes_user_of_one_run(own_server: RedisServer) -> None:
 def test_a_trial_does_not_disturb_the_run_whose_keys_it_may_use(new_node: Any, server: RedisServer) -> None:
     node = new_node(1, 1, keep_alive_interval=0.2)
     before = node.next_rendezvous()
-    found = look(server.url, node.get_run_id())
+    found = examined(server.url, node.get_run_id())
     assert found["rendezvous"].level == "ok"
     assert found["store"].level == "ok"
     assert node.num_nodes_waiting() == 0
@@ -53,23 +53,23 @@ def test_a_trial_does_not_disturb_the_run_whose_keys_it_may_use(new_node: Any, s
 
 
 def test_the_user_of_another_run_is_asked_for_its_name(own_server: RedisServer) -> None:
-    found = look(add_user(own_server, rules_of("my-job")))
-    assert bad(found) == {"rights"}
+    found = examined(add_user(own_server, rules_of("my-job")))
+    assert problems(found) == {"rights"}
     assert "--run" in found["rights"].advice
     assert found["rendezvous"].found == "skipped because of rights"
 
 
 def test_commands_that_are_denied_are_named(every_server: RedisServer) -> None:
     url = add_user(every_server, rules_of("my-job") + " -evalsha -hset")
-    found = look(url, "my-job")
-    assert bad(found) == {"rights"}
+    found = examined(url, "my-job")
+    assert problems(found) == {"rights"}
     assert "EVALSHA, HSET" in found["rights"].found
     assert rules_of("my-job") in found["rights"].advice
 
 
 def test_info_replaces_a_denied_hello(own_server: RedisServer) -> None:
-    found = look(add_user(own_server, rules_of("my-job") + " +info -hello"), "my-job")
-    assert not bad(found)
+    found = examined(add_user(own_server, rules_of("my-job") + " +info -hello"), "my-job")
+    assert not problems(found)
     for name in ("version", "role", "topology", "eviction", "memory", "clients", "hz"):
         assert "unknown" not in found[name].found
     assert found["role"].found == "master"

@@ -16,7 +16,7 @@ from redelastic.workers.stacks import catches
 from tests.support.agent_job import DRAINED, FAILED
 from tests.support.long_tests import quick_first
 from tests.support.torchrun_job import LIMIT, Job
-from tests.support.unruly_job import OURS, UNRULY, Unruly, environment, run
+from tests.support.unruly_job import REDELASTIC_RUN, UNRULY, UnrulyJob, environment, run_standalone
 from tests.support.waiting import Within
 
 pytestmark = pytest.mark.timeout(150)
@@ -94,7 +94,7 @@ def test_an_unreachable_server_or_a_wrong_password_is_one_line(
 
 
 def test_a_failure_record_of_another_type_is_reported(server: RedisServer, tmp_path: Path) -> None:
-    with Unruly(server, tmp_path, "1:1") as job, server.get_client() as client:
+    with UnrulyJob(server, tmp_path, "1:1") as job, server.get_client() as client:
         key = RunKeys(job.run_id).failures
         client.set(key, "another program's", ex=60)
         job.begin("a", options=["--max-failed-rounds=2"])
@@ -106,7 +106,7 @@ def test_a_failure_record_of_another_type_is_reported(server: RedisServer, tmp_p
 def test_a_health_port_that_is_taken(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        done = run(tmp_path, "wait", f"--health-port={port}")
+        done = run_standalone(tmp_path, "wait", f"--health-port={port}")
     assert done.returncode == FAILED
     assert done.stderr.startswith(f"redelastic run: The health endpoint cannot listen on port {port}")
     assert done.stderr.count("\n") == 1
@@ -114,7 +114,7 @@ def test_a_health_port_that_is_taken(tmp_path: Path) -> None:
 
 
 def test_a_node_with_another_nnodes_than_the_run_fails(server: RedisServer, tmp_path: Path) -> None:
-    with Unruly(server, tmp_path, "1:1") as job:
+    with UnrulyJob(server, tmp_path, "1:1") as job:
         job.begin("a")
         job.wait_file("a-started")
         job.begin("b", nnodes="2:3")
@@ -127,7 +127,7 @@ def test_a_node_with_another_nnodes_than_the_run_fails(server: RedisServer, tmp_
 
 
 def test_an_interrupt_while_it_waits_for_others(server: RedisServer, tmp_path: Path) -> None:
-    with Unruly(server, tmp_path, "2:2") as job:
+    with UnrulyJob(server, tmp_path, "2:2") as job:
         job.begin("a")
         job.wait("a waits", lambda: job.redis("candidates"))
         job.nodes["a"].process.send_signal(signal.SIGINT)
@@ -145,19 +145,19 @@ def test_an_unusual_locale_or_loglevel_does_not_stop_a_job(tmp_path: Path) -> No
         ("verbose", "LOGLEVEL='verbose' is no level of Python's logging: WARNING is used.\n"),
         ("info", None),
     ):
-        command = [*OURS, "--standalone", str(script)]
+        command = [*REDELASTIC_RUN, "--standalone", str(script)]
         env = environment() | ascii_only | {"LOGLEVEL": level}
         done = subprocess.run(command, env=env, capture_output=True, timeout=LIMIT, check=False)
         assert (done.returncode, done.stdout) == (0, b"ran\n"), done.stderr
         assert done.stderr.startswith(said.encode() if said else b"I")
-    done = subprocess.run([*OURS, "--help"], env=env, capture_output=True, timeout=LIMIT, check=False)
+    done = subprocess.run([*REDELASTIC_RUN, "--help"], env=env, capture_output=True, timeout=LIMIT, check=False)
     assert (done.returncode, done.stderr) == (0, b"")
 
 
 @pytest.mark.fault("a node is asked to drain while it waits for Redis", "it leaves at once")
 @pytest.mark.parametrize("how", ["SIGTERM", "drain file"])
 def test_a_drain_while_redis_is_awaited(tmp_path: Path, how: str) -> None:
-    with RedisServer() as server, Unruly(server, tmp_path, "1:1") as job:
+    with RedisServer() as server, UnrulyJob(server, tmp_path, "1:1") as job:
         server.kill()
         job.begin("a", options=(f"--drain-file={tmp_path / 'notice'}",))
         job.wait("it waits", lambda: "Waiting for it" in job.nodes["a"].stderr)
@@ -185,7 +185,7 @@ except BaseException:
     if not {swallowed}:
         raise
 """)
-    command = [*OURS, "--standalone", str(UNRULY), str(tmp_path)]
+    command = [*REDELASTIC_RUN, "--standalone", str(UNRULY), str(tmp_path)]
     env = environment("wait") | {"PYTHONPATH": str(tmp_path)}
     with subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True) as process:
         Within(LIMIT)((tmp_path / "imported").exists, "that it imports torch")

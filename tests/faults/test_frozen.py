@@ -26,10 +26,11 @@ from redelastic.rendezvous.handler import RedisRendezvousHandler
 from redelastic.store import RedisStore
 from tests.support.agent_job import AWARE, AgentJob
 from tests.support.faulty_proxy import Fault, FaultyProxy
+from tests.support.liveness import lives
 from tests.support.nodes import NodeFactory
 from tests.support.servers import wait_until
-from tests.support.torchrun_job import PATIENT
-from tests.support.unruly_job import Unruly, lives, pid_in
+from tests.support.torchrun_job import LONG_LEASES
+from tests.support.unruly_job import UnrulyJob, read_pid
 from tests.support.workers.frozen_node import JOINS, REQUESTS, WRITES
 
 pytestmark = pytest.mark.timeout(150)
@@ -206,7 +207,7 @@ def test_a_late_join_of_the_old_identity_has_no_effect(pair: Pair) -> None:
     "I4: REDELASTIC_EPOCH shows that the workers' writes are stale; they are stopped, the node comes back as a new one",
 )
 def test_a_frozen_tree_is_replaced_and_its_worker_overwrites_no_checkpoint(server: RedisServer, tmp_path: Path) -> None:
-    with AgentJob(server, tmp_path, "1:2", conf=PATIENT) as job:
+    with AgentJob(server, tmp_path, "1:2", conf=LONG_LEASES) as job:
         job.start("a", "b", script=WORKERS / "frozen_saver.py")
 
         def epoch_of(name: str, after: int = 0) -> int:
@@ -237,7 +238,7 @@ def test_a_frozen_tree_is_replaced_and_its_worker_overwrites_no_checkpoint(serve
 
 @pytest.mark.fault("an agent is frozen, and thawed", "I4: it comes back as a new node")
 def test_a_frozen_agent_comes_back_as_a_new_node(server: RedisServer, tmp_path: Path) -> None:
-    with AgentJob(server, tmp_path, "1:2", conf=PATIENT) as job:
+    with AgentJob(server, tmp_path, "1:2", conf=LONG_LEASES) as job:
         job.begin("a", "b")
         epoch = job.wait_round("ab")
         agent, *others = job.nodes["b"].tree()
@@ -258,9 +259,9 @@ def test_a_frozen_agent_comes_back_as_a_new_node(server: RedisServer, tmp_path: 
 @pytest.mark.fault("an agent is frozen, its workers are not", "they are stopped once it is thawed")
 def test_a_frozen_agents_workers_are_stopped(server: RedisServer, tmp_path: Path) -> None:
     """The workers would never end by themselves."""
-    with Unruly(server, tmp_path, "1:2", conf={"last_call_timeout": 0.2}) as job:
+    with UnrulyJob(server, tmp_path, "1:2", conf={"last_call_timeout": 0.2}) as job:
         job.begin("b")
-        worker = pid_in(job.wait_file("b-started"))
+        worker = read_pid(job.wait_file("b-started"))
         [agent, *_] = job.nodes["b"].tree()
         before = job.control.state().members[0].id
         agent.suspend()

@@ -30,6 +30,7 @@ from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.handler import RedisRendezvousHandler, handler_from_parameters
 from tests.support.agent_job import AWARE
 from tests.support.fault_matrix import Measured
+from tests.support.liveness import lives
 from tests.support.namespaces import LINK, Network, NetworkServer, both_ways
 from tests.support.servers import wait_until
 from tests.support.torchrun_job import LIMIT, Job
@@ -278,10 +279,6 @@ def events(job: Job, kind: str) -> list[dict[str, str]]:
     return [event for _, event in job.redis("events") or [] if event["event"] == kind]
 
 
-def is_alive(process: psutil.Process) -> bool:
-    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-
-
 AGENTS: Final = [pytest.param(False, id="torchrun"), pytest.param(True, id="redelastic run")]
 JOBS: Final = [
     pytest.param(*fault.values, *agent.values, id=f"{fault.id}-{agent.id}", marks=fault.marks)
@@ -305,13 +302,13 @@ def test_a_training_node_is_cut_off(
             smaller = job.wait_round([node.name for node in others], epoch, fault=at)
             measured("survivors train", time.time() - at)
             if fault in (off_all, unplugged):
-                assert is_alive(worker), "its worker waits for peers that it does not hear, and is left alone (I9)"
+                assert lives(worker), "its worker waits for peers that it does not hear, and is left alone (I9)"
             else:
-                job.wait("its worker has failed, as its peers' have ended", lambda: not is_alive(worker))
+                job.wait("its worker has failed, as its peers' have ended", lambda: not lives(worker))
         at = job.note("healed")
         job.wait_round(NAMES, smaller, fault=at)
         measured("all train", time.time() - at)
-        assert not is_alive(worker)
+        assert not lives(worker)
         assert [line.epoch for line in job.lines("start") if line.node == cut.name][1:] == [smaller + 1]
         assert len(events(job, "lost")) == 1
         job.finish(*NAMES)

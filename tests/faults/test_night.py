@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from redelastic.redis.server import RedisServer
 from tests.support.agent_job import DRAINED, AgentJob
-from tests.support.commands import command
+from tests.support.commands import run_command
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -45,7 +45,7 @@ def test_the_commands_show_the_truth(  # noqa: PLR0915  (a night, from its begin
     with AgentJob(server, tmp_path, "2:3") as job:
 
         def ask(name: str, *more: str) -> Any:
-            done = command(name, *([] if name in ("doctor", "list") else [job.run_id]), *more, "--json")
+            done = run_command(name, *([] if name in ("doctor", "list") else [job.run_id]), *more, "--json")
             assert done.code == 0, done
             return done.json
 
@@ -105,7 +105,7 @@ def test_the_commands_show_the_truth(  # noqa: PLR0915  (a night, from its begin
 
         begin("d")
         epoch = job.wait_round("abd", epoch)
-        done = command("drain", job.run_id, "b", "--reason", "its fan is loud", "--wait", "--json")
+        done = run_command("drain", job.run_id, "b", "--reason", "its fan is loud", "--wait", "--json")
         assert done.code == 0, done
         assert job.wait_end("b") == DRAINED
         epoch = job.wait_round("ad", epoch)

@@ -31,7 +31,7 @@ from tests.support.long_tests import quick_first
 from tests.support.nodes import NodeFactory
 from tests.support.rounds import events, join, record, state
 from tests.support.servers import HOST, port_of, wait_until
-from tests.support.torchrun_job import PATIENT, Job
+from tests.support.torchrun_job import LONG_LEASES, Job
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -268,7 +268,7 @@ def test_a_training_outlives_a_server_that_comes_back_empty(
     own_server: RedisServer, tmp_path: Path, *, agent: bool
 ) -> None:
     new_job = AgentJob if agent else Job
-    with new_job(own_server, tmp_path, "1:3", conf=PATIENT) as job:
+    with new_job(own_server, tmp_path, "1:3", conf=LONG_LEASES) as job:
         job.start("a", "b", "c")
         epoch = job.wait_round("abc")
         workers = {line.pid for line in job.lines("start")}

@@ -20,7 +20,7 @@ from redelastic.redis.server import RedisServer
 from tests.support.agent_job import FAILED, REFUSED, STOPPED, AgentJob
 from tests.support.long_tests import quick_first, quick_rows
 from tests.support.torchrun_job import LIMIT
-from tests.support.unruly_job import OURS, UNRULY, environment, run
+from tests.support.unruly_job import REDELASTIC_RUN, UNRULY, environment, run_standalone
 from tests.support.workers.unruly import FLOOD, LINE
 
 pytestmark = pytest.mark.timeout(150)
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.timeout(150)
 @pytest.mark.parametrize("how", quick_first(["--redirects=3", "--tee=3"]))
 def test_100_mb_of_output_into_files(tmp_path: Path, how: str) -> None:
     with (tmp_path / "console").open("wb") as console:
-        done = run(tmp_path, "flood", how, f"--log-dir={tmp_path / 'logs'}", stdout=console)
+        done = run_standalone(tmp_path, "flood", how, f"--log-dir={tmp_path / 'logs'}", stdout=console)
     assert done.returncode == 0
     [log] = (tmp_path / "logs").rglob("stdout.log")
     assert log.stat().st_size == FLOOD
@@ -47,7 +47,7 @@ def test_100_mb_of_output_to_a_slow_reader(
     """While nobody reads, the worker or the copy of its log waits, and the node keeps its lease; nothing is lost."""
     control = RunControl(Connection.open(server.url), RunKeys(run_id))
     where = [f"--rdzv-id={run_id}", f"--rdzv-endpoint={server.url}", "--rdzv-conf=keep_alive_interval=0.3"]
-    command = [*OURS, *where, *options, str(UNRULY), str(tmp_path)]
+    command = [*REDELASTIC_RUN, *where, *options, str(UNRULY), str(tmp_path)]
     with subprocess.Popen(command, env=environment("flood"), stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         _wait(lambda: _full(process.stdout), "the pipe is full")
@@ -123,7 +123,7 @@ def _fill(pipe: int) -> None:
 @pytest.mark.parametrize("options", [(), ("--preload=json", "--redirects=3")], ids=["cold", "warm"])
 def test_closed_standard_streams_change_nothing(tmp_path: Path, closed: str, options: tuple[str, ...]) -> None:
     (tmp_path / "finish").touch()
-    node = [*OURS, "--standalone", f"--log-dir={tmp_path / 'logs'}", *options, str(UNRULY), str(tmp_path)]
+    node = [*REDELASTIC_RUN, "--standalone", f"--log-dir={tmp_path / 'logs'}", *options, str(UNRULY), str(tmp_path)]
     shell = ["bash", "-c", f'exec "$@" {closed}', "bash", *node]
     assert subprocess.run(shell, env=environment("wait"), timeout=LIMIT, check=False).returncode == 0
     assert (tmp_path / "a-started").exists()
@@ -136,7 +136,7 @@ def test_closed_standard_streams_change_nothing(tmp_path: Path, closed: str, opt
 )
 def test_a_full_stderr_does_not_change_the_exit_code(tmp_path: Path, options: tuple[str, ...], code: int) -> None:
     (tmp_path / "finish").touch()
-    command = [*OURS, "--standalone", *options, str(UNRULY), str(tmp_path)]
+    command = [*REDELASTIC_RUN, "--standalone", *options, str(UNRULY), str(tmp_path)]
     with Path("/dev/full").open("wb") as full:  # a process of its own, since the interpreter's last flush fails too
         ended = subprocess.run(command, env=environment("fail_at_the_end"), stderr=full, timeout=LIMIT, check=False)
     assert ended.returncode == code
@@ -158,7 +158,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_full_log_directory_is_refused(small_disk: Path, tmp_path: Path) -> None:
-    done = run(tmp_path, "flood", "--redirects=3", f"--log-dir={small_disk}")
+    done = run_standalone(tmp_path, "flood", "--redirects=3", f"--log-dir={small_disk}")
     assert done.returncode == REFUSED
     assert done.stderr.count("\n") == 1
     assert f"the log directory {small_disk} has" in done.stderr
@@ -167,7 +167,7 @@ def test_a_full_log_directory_is_refused(small_disk: Path, tmp_path: Path) -> No
 
 @pytest.mark.fault("the disk of the log directory is full", "the job goes on")
 def test_a_log_directory_that_fills_up(small_disk: Path, tmp_path: Path) -> None:
-    done = run(tmp_path, "flood", "--health-check=none", "--tee=3", f"--log-dir={small_disk}")
+    done = run_standalone(tmp_path, "flood", "--health-check=none", "--tee=3", f"--log-dir={small_disk}")
     assert os.statvfs(small_disk).f_bavail == 0
     assert done.returncode == FAILED, "a worker that cannot write has failed, as under torchrun"
     assert "exitcode  : 1 (" in done.stderr

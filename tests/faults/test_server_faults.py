@@ -29,7 +29,7 @@ from tests.support.server_faults import (
     full_memory,
     group,
     read_only,
-    told,
+    waiting_counts,
 )
 from tests.support.servers import wait_until
 
@@ -79,7 +79,7 @@ def test_a_running_round_outlives_a_fault(
     with fault[0](own_server):
         ends = time.monotonic() + away
         while time.monotonic() < ends:
-            assert told(nodes) == [0, 0, 0]
+            assert waiting_counts(nodes) == [0, 0, 0]
             time.sleep(0.02)
     over = time.monotonic()
 
@@ -89,12 +89,12 @@ def test_a_running_round_outlives_a_fault(
 
     wait_until(lambda: record(nodes[0]) == before and fresh(), "all beat again", 20)
     measured("all beat again", time.monotonic() - over)
-    assert told(nodes) == [0, 0, 0]
+    assert waiting_counts(nodes) == [0, 0, 0]
 
     dead, *others = nodes
     dead.node.stop()
     silent = time.monotonic()
-    wait_until(lambda: all(told(others)), "its death is known", 20)
+    wait_until(lambda: all(waiting_counts(others)), "its death is known", 20)
     measured("a later death known", time.monotonic() - silent)
     assert sorted(join(*others)) == [(0, 2), (1, 2)]
     assert [event.node for event in events(others[0], "lost")] == [dead.node.id], "and nobody else was lost"
@@ -142,7 +142,7 @@ def test_a_regrouping_waits_for_the_fault_to_end(
     places = join(*nodes)
     with ThreadPoolExecutor(3) as pool:
         again = [pool.submit(nodes[0].next_rendezvous)]
-        wait_until(lambda: all(told(nodes[1:])), "the others are to regroup", 20)
+        wait_until(lambda: all(waiting_counts(nodes[1:])), "the others are to regroup", 20)
         with fault[0](own_server):
             again += [pool.submit(node.next_rendezvous) for node in nodes[1:]]
             wait_for_a_lease(nodes, again)

@@ -18,7 +18,7 @@ from tests.support.calls import takes
 from tests.support.faulty_proxy import Fault as Faulty
 from tests.support.faulty_proxy import FaultyProxy
 from tests.support.long_tests import quick_first
-from tests.support.lossy_network import address
+from tests.support.lossy_network import address_of
 from tests.support.nodes import NodeFactory
 from tests.support.rounds import events
 from tests.support.server_faults import (
@@ -31,7 +31,7 @@ from tests.support.server_faults import (
     full_memory,
     group,
     read_only,
-    told,
+    waiting_counts,
 )
 from tests.support.servers import frozen
 
@@ -114,7 +114,7 @@ def test_a_store_says_at_once_what_will_not_pass(
 def test_a_value_takes_longer_than_an_attempt(write: str, own_server: RedisServer, run_id: str) -> None:
     value = b"v" * 2**25
     late = Faulty(keep=None, hold_request=True, hold=0.05)
-    with FaultyProxy(*address(own_server), lambda: late) as slow:  # by that time for each MB, or less
+    with FaultyProxy(*address_of(own_server), lambda: late) as slow:  # by that time for each MB, or less
         url = own_server.url.replace(own_server.endpoint, f"127.0.0.1:{slow.port}")
         connection = Connection.open(url, attempt_timeout=0.5)
         store = RedisStore(connection, run_id, timeout=30)
@@ -162,7 +162,7 @@ def test_a_reply_too_large_for_the_servers_buffer(read: str, own_server: RedisSe
         wanted = UnavailableError if read == "events" else dist.DistNetworkError
         with pytest.raises(wanted, match="could not be reached"):
             operation()
-        assert told(nodes) == [0, 0, 0]
+        assert waiting_counts(nodes) == [0, 0, 0]
     assert operation()
-    assert told(nodes) == [0, 0, 0]
+    assert waiting_counts(nodes) == [0, 0, 0]
     assert not events(nodes[0], "lost")

@@ -13,12 +13,13 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from redelastic.monitoring.collectives import explain
 from redelastic.monitoring.events import Collectives, Hung
 from redelastic.redis.server import RedisServer
 from tests.support.agent_job import AgentJob
-from tests.support.gpu_machine import ON_GPU, ask_card, memory_used, needs_card, needs_gpu, needs_two_cards
+from tests.support.gpu_machine import ON_GPU, needs_gpu, needs_real_gpu
 from tests.support.servers import wait_until
 from tests.support.torchrun_job import Job
 
@@ -28,6 +29,8 @@ TRAIN = Path(__file__).parents[1] / "support" / "workers" / "gpu.py"
 HELD = 1024  # MiB that a worker holds, beside CUDA's own
 BACKEND = {"TEST_BACKEND": "nccl" if ON_GPU else "gloo"}
 SHORT = {"keep_alive_interval": 0.4, "keep_alive_max_attempt": 3}
+COUNT = torch.cuda.device_count() if ON_GPU else 0
+needs_two_gpus = pytest.mark.skipif(COUNT < 2, reason="needs two GPUs: .ci/gpu, where there are two")
 
 
 @pytest.fixture(params=["redelastic run", "torchrun"])
@@ -42,6 +45,19 @@ def job(request: pytest.FixtureRequest, server: RedisServer, tmp_path: Path) -> 
 def ours(server: RedisServer, tmp_path: Path) -> Iterator[AgentJob]:
     with AgentJob(server, tmp_path, "1:2", conf={**SHORT, "last_call_timeout": 1}) as made:
         yield made
+
+
+def query_gpu(*fields: str) -> list[str]:
+    """Fields of the first GPU by nvidia-smi, in MiB, degrees and percent: ``query_gpu("uuid", "memory.used")``."""
+    command = ["nvidia-smi", "--id=0", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
+    output = subprocess.run(command, check=True, capture_output=True, text=True, timeout=30).stdout
+    return [field.strip() for field in output.split(",")]
+
+
+def memory_used() -> int:
+    """Memory used on the first GPU, in MiB."""
+    [used] = query_gpu("memory.used")
+    return int(used)
 
 
 def steps(job: Job, epoch: int = 0) -> int:
@@ -59,7 +75,7 @@ def test_nccl_alone(job: Job) -> None:
     assert job.wait_end("a") == 0
 
 
-@needs_two_cards
+@needs_two_gpus
 def test_nccl_on_all(server: RedisServer, tmp_path: Path) -> None:
     import torch
 
@@ -138,7 +154,7 @@ def test_a_kernel_that_fails(ours: AgentJob) -> None:
     assert ours.wait_end("a") == 0
 
 
-@needs_card
+@needs_real_gpu
 def test_no_memory_a_second_after_the_agents_death(ours: AgentJob) -> None:
     before = memory_used()
     ours.start("a", script=TRAIN, env=BACKEND)
@@ -148,7 +164,7 @@ def test_no_memory_a_second_after_the_agents_death(ours: AgentJob) -> None:
     wait_until(lambda: memory_used() < before + 100, "the card is free again", 1.0)
 
 
-@needs_card
+@needs_real_gpu
 def test_telemetry_is_what_nvidia_smi_says(ours: AgentJob) -> None:
     ours.start("a", script=TRAIN, env=BACKEND)
     ours.wait_round("a")
@@ -157,7 +173,7 @@ def test_telemetry_is_what_nvidia_smi_says(ours: AgentJob) -> None:
         return ours.control.find("a").status.get("gpus", [{}])[0]
 
     ours.wait("its memory has been told", lambda: told().get("memory_used", 0) > HELD * 2**20)
-    uuid, name, used, total, temperature, ecc = ask_card(
+    uuid, name, used, total, temperature, ecc = query_gpu(
         "uuid", "name", "memory.used", "memory.total", "temperature.gpu", "ecc.errors.uncorrected.volatile.total"
     )
     gpu = told()
@@ -188,15 +204,15 @@ def seen(tmp_path: Path, *options: str, visible: str | None = None) -> Any:
     return json.loads(done.stdout)
 
 
-@needs_card
+@needs_real_gpu
 def test_a_worker_sees_its_own_gpu_only(tmp_path: Path) -> None:
     visible, local_rank, count = seen(tmp_path, "--virtual-local-rank", "--nproc-per-node=1")
     assert (local_rank, count) == ("0", 1)
     assert visible is not None
 
 
-@needs_card
+@needs_real_gpu
 def test_a_gpu_that_is_named_by_its_uuid(tmp_path: Path) -> None:
-    [uuid] = ask_card("uuid")
+    [uuid] = query_gpu("uuid")
     assert seen(tmp_path, visible=uuid)[::2] == [uuid, 1]
     assert seen(tmp_path, "--virtual-local-rank", visible=uuid) == [uuid, "0", 1]

@@ -20,9 +20,9 @@ from torch.distributed import distributed_c10d
 from redelastic.redis.server import RedisServer
 from redelastic.torch_internals import abort_nccl, nccl_has_failed
 from tests.support.agent_job import DRAINED
-from tests.support.gpu_machine import needs_card, needs_gpu
+from tests.support.gpu_machine import needs_gpu, needs_real_gpu
 from tests.support.surviving_job import SurvivingJob
-from tests.support.torchrun_job import PATIENT
+from tests.support.torchrun_job import LONG_LEASES
 
 GPU: Final = torch.device("cuda")
 
@@ -83,7 +83,7 @@ def test_nccl_has_failed_once_one_communicator_has(monkeypatch: pytest.MonkeyPat
     assert nccl_has_failed()
 
 
-@needs_card
+@needs_real_gpu
 def test_a_group_that_was_aborted_fails_and_the_next_one_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     for name in ("first", "second"):
@@ -101,7 +101,7 @@ def test_a_group_that_was_aborted_fails_and_the_next_one_works(tmp_path: Path, m
 
 @pytest.fixture
 def job(server: RedisServer, tmp_path: Path) -> Iterator[SurvivingJob]:
-    with SurvivingJob(server, tmp_path, "1:3", conf={**PATIENT, "last_call_timeout": 5}) as job:
+    with SurvivingJob(server, tmp_path, "1:3", conf={**LONG_LEASES, "last_call_timeout": 5}) as job:
         yield job
 
 

@@ -18,8 +18,8 @@ import pytest
 from redelastic.host import checks, limited
 from redelastic.host.checks import Node, disk, gpu, known_checks, memory, run_checks
 from redelastic.host.limited import run_within
-from tests.support import checking
-from tests.support.checking import gone
+from tests.support import check_fixtures
+from tests.support.liveness import lives
 from tests.support.servers import wait_until
 
 HOOKS = """
@@ -34,7 +34,7 @@ def hangs(node): threading.Event().wait()
 """
 
 
-node = checking.node
+node = check_fixtures.node
 
 
 @pytest.fixture
@@ -163,14 +163,14 @@ def test_a_command_that_hangs_is_killed_with_its_children(tmp_path: Path) -> Non
     reason = run_checks([], command, Node(tmp_path, 1, timeout=6))  # the shell's start may take seconds
     assert reason == "command: did not end within 6 s"
     child = int((tmp_path / "child").read_text())
-    wait_until(lambda: gone(child), f"its child {child} is gone")
+    wait_until(lambda: not lives(child), f"its child {child} is gone")
 
 
 def test_a_background_process_of_a_command_is_killed_and_not_waited_for(tmp_path: Path, node: Node) -> None:
     reason = run_checks([], f"sleep 300 & echo $! >{tmp_path}/child; echo no; exit 1", node)
     assert reason == "command: no"
     child = int((tmp_path / "child").read_text())
-    wait_until(lambda: gone(child), f"its child {child} is gone")
+    wait_until(lambda: not lives(child), f"its child {child} is gone")
 
 
 def test_a_daemon_of_the_command_that_holds_its_output_is_not_waited_for(tmp_path: Path, node: Node) -> None:
@@ -179,7 +179,7 @@ def test_a_daemon_of_the_command_that_holds_its_output_is_not_waited_for(tmp_pat
     started = f"setsid sh -c 'echo $$ >{tmp_path}/daemon; exec sleep 300' & until [ -s {tmp_path}/daemon ]; do :; done"
     assert run_checks([], f"{started}; echo no; exit 1", node) == "command: no"
     daemon = int((tmp_path / "daemon").read_text())
-    assert not gone(daemon), "its own session kept it alive, with the pipe open"
+    assert lives(daemon), "its own session kept it alive, with the pipe open"
     os.kill(daemon, signal.SIGKILL)
 
 
@@ -221,7 +221,7 @@ def test_an_agent_that_ends_during_a_check_leaves_no_process(start: str, tmp_pat
     agent = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)])
     wait_until((tmp_path / "pid").exists, "the command runs")
     command = int((tmp_path / "pid").read_text())
-    assert not gone(command)
+    assert lives(command)
     agent.terminate()
     assert agent.wait(20) == 7
-    wait_until(lambda: gone(command), f"process {command} is gone")
+    wait_until(lambda: not lives(command), f"process {command} is gone")

@@ -16,12 +16,12 @@ from torch.overrides import TorchFunctionMode
 
 from redelastic.host import checks, gpu_probe
 from redelastic.host.checks import Node, gpu
-from tests.support import checking, launchers
-from tests.support.checking import gone
+from tests.support import check_fixtures, launchers
 from tests.support.fake_nvml import install_device_nodes
+from tests.support.liveness import lives
 from tests.support.servers import wait_until
 
-node = checking.node
+node = check_fixtures.node
 
 
 def probe(kind: str, expected: int) -> subprocess.CompletedProcess[str]:
@@ -102,7 +102,7 @@ def test_gpu_names_the_device_that_hangs(node: Node, stand_in: Callable[[str], N
     stand_in(f"echo $$ >{node.log_dir}/pid; echo device 1: was asked for a matmul; echo warning: odd; exec sleep 300")
     reason = gpu(Node(node.log_dir, 2, timeout=6))  # its shell's start may take seconds
     assert reason == "device 1: was asked for a matmul; the probe did not end within 6 s"
-    wait_until(lambda: gone(int((node.log_dir / "pid").read_text())), "the probe is gone")
+    wait_until(lambda: not lives(int((node.log_dir / "pid").read_text())), "the probe is gone")
 
 
 def test_gpu_names_the_device_that_the_probe_died_of(node: Node, stand_in: Callable[[str], None]) -> None:

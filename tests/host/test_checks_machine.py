@@ -16,10 +16,10 @@ import pytest
 from redelastic.host import checks
 from redelastic.host.cgroups import memory_room
 from redelastic.host.checks import Node, disk, memory
-from tests.support import checking
+from tests.support import check_fixtures
 from tests.support.servers import wait_until
 
-node = checking.node
+node = check_fixtures.node
 
 
 # -- disks

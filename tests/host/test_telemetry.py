@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from redelastic.host.telemetry import Telemetry
+from tests.support.liveness import lives
 
 PUPPET = """
 import mmap, os, signal, subprocess, sys, time
@@ -85,13 +86,6 @@ class Puppet:
         while any(map(lives, tree)):  # SIGKILL takes effect a little later
             assert time.monotonic() < deadline, tree
             time.sleep(0.005)
-
-
-def lives(process: psutil.Process) -> bool:
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE  # init may be slow to reap, or never do
-    except psutil.NoSuchProcess:
-        return False
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from redelastic.monitoring.events import Hung
 from redelastic.redis.server import RedisServer
 from tests.support.agent_job import DRAINED, AgentJob
 from tests.support.long_tests import quick_first
-from tests.support.trainer_job import START, preload
+from tests.support.trainer_job import START_TIMEOUT, preload
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -33,7 +33,7 @@ class Small(AgentJob):
     def train(self, name: str, *options: str) -> None:
         self.start(name, script=self.script, options=(*self.preload, *options), env={"HF_HUB_OFFLINE": "1"})
 
-    def wait_end(self, name: str, limit: float = START) -> int:
+    def wait_end(self, name: str, limit: float = START_TIMEOUT) -> int:
         return super().wait_end(name, limit)
 
     def said(self, name: str) -> list[str]:
@@ -46,7 +46,7 @@ class Small(AgentJob):
 def test_a_drain_during_an_evaluation_saves(library: str, server: RedisServer, tmp_path: Path) -> None:
     with Small(server, tmp_path, library, nproc=2) as job:
         job.train("a", "--drain-timeout=20")
-        job.wait("it evaluates", (tmp_path / "evaluates").exists, START)
+        job.wait("it evaluates", (tmp_path / "evaluates").exists, START_TIMEOUT)
         job.nodes["a"].terminate()
         assert job.wait_end("a") == DRAINED, job.report()
         job.tell("finish")
@@ -84,7 +84,7 @@ def test_a_drain_waits_for_a_save_in_the_background(server: RedisServer, tmp_pat
     with Small(server, tmp_path, "lightning") as job:
         job.tell("async")
         job.train("a", "--drain-timeout=100")
-        job.wait("it trains", lambda: len(job.said("steps")) > 4, START)
+        job.wait("it trains", lambda: len(job.said("steps")) > 4, START_TIMEOUT)
         asked_after = int(job.said("steps")[-1])
         job.nodes["a"].terminate()
         assert job.wait_end("a") == DRAINED, job.report()

@@ -18,7 +18,7 @@ from redelastic.monitoring.history import replay
 from redelastic.monitoring.report import describe
 from redelastic.redis.server import RedisServer
 from tests.support.agent_job import AgentJob
-from tests.support.torchrun_job import CALM, LIMIT
+from tests.support.torchrun_job import LIMIT, LONGEST_LEASES
 
 A, B, C = (f"{name}-7-0123456789ab" for name in "abc")
 PEER = "RuntimeError: Connection closed by peer"
@@ -153,7 +153,7 @@ def test_every_place_says_the_same(server: RedisServer, tmp_path: Path) -> None:
     script.write_text(
         "import os, time\nif os.environ['TEST_NODE'] == 'b':\n    time.sleep(600)\nraise ValueError('bad batch')\n"
     )
-    with AgentJob(server, tmp_path, "2:2", conf=CALM) as job:
+    with AgentJob(server, tmp_path, "2:2", conf=LONGEST_LEASES) as job:
         logs = (f"--log-dir={tmp_path / 'logs'}", "--redirects=3")
         job.start("a", "b", script=script, max_restarts=0, may_end=True, options=logs)
         codes = [job.wait_end(name) for name in "ab"]

@@ -251,19 +251,19 @@ class TestReplay:
         story.join(0, [a])
         story.join(4, [b])
         story.complete(10, [a, b], "max_nodes", steps=False)
-        story.tell(12, Started(node=a, rank=0))
-        story.tell(13, Started(node=b, rank=1))
-        story.tell(16, Progressed(node=a, step=1, since_progress_ms=500))
+        story.add(12, Started(node=a, rank=0))
+        story.add(13, Started(node=b, rank=1))
+        story.add(16, Progressed(node=a, step=1, since_progress_ms=500))
         story.join(20, [c])  # a spare: it breaks nothing
         story.lose(40, b, 6500)
         story.regroup(41, [a])
         story.complete(41.5, [a, c], "max_nodes", steps=False)
-        story.tell(42, Started(node=a, rank=0, last_step=20, since_progress_ms=10_000))
-        story.tell(44, Started(node=c, rank=1))
-        story.tell(45, Progressed(node=a, step=16, last_step=20))
-        story.tell(47, Progressed(node=a, step=21, last_step=20))
-        story.tell(50, Left(node=a, cause="finished"))
-        story.tell(50, Closed(node=a, cause="finished"))
+        story.add(42, Started(node=a, rank=0, last_step=20, since_progress_ms=10_000))
+        story.add(44, Started(node=c, rank=1))
+        story.add(45, Progressed(node=a, step=16, last_step=20))
+        story.add(47, Progressed(node=a, step=21, last_step=20))
+        story.add(50, Left(node=a, cause="finished"))
+        story.add(50, Closed(node=a, cause="finished"))
         history = replay(story.events(), START + 60)
         assert spans(history, "a") == [
             ("waiting", 0, 10, 0, None),
@@ -326,7 +326,7 @@ class TestReplay:
         story.join(0, [a, b, c])
         story.complete(3, [b, c, a], "max_nodes")  # by label, not by arrival
         assert replay(story.events()).rounds[0].members == {b: 0, c: 1, a: 2}
-        story.tell(4, Started(node=c, rank=1))
+        story.add(4, Started(node=c, rank=1))
         without_beginning = [event for event in story.events() if isinstance(event, Started)]
         assert replay(without_beginning).rounds[0].members == {c: 1}
 
@@ -335,9 +335,9 @@ class TestReplay:
         a, b = story.node("a"), story.node("b")
         story.join(0, [a, b])
         story.complete(1, [a, b], "max_nodes")
-        story.tell(30, Outage(away_ms=12_500))
-        story.tell(40, Drain(node=b, reason="by hand"))
-        story.tell(50, Readmitted(node="a-host", reason="by hand"))  # a host, and no node
+        story.add(30, Outage(away_ms=12_500))
+        story.add(40, Drain(node=b, reason="by hand"))
+        story.add(50, Readmitted(node="a-host", reason="by hand"))  # a host, and no node
         history = replay(story.events())
         assert [(start - START, end - START) for start, end in history.outages] == [(17.5, 30)]
         assert history.rounds[0].broken_at is None
@@ -400,14 +400,14 @@ def fault(what: Event, *, then: bool = True, since_ms: int = 5000) -> list[Event
     a, b = story.node("a"), story.node("b")
     story.join(0, [a, b])
     story.complete(10, [a, b], start=10)
-    story.tell(50, replace(what, node=b))
+    story.add(50, replace(what, node=b))
     if then:
         rest = [a] if isinstance(what, Lost) else [a, b]
         story.regroup(50.5, rest)
         story.complete(52, rest, steps=False)
-        story.tell(55, Started(node=a, rank=0, last_step=40, since_progress_ms=since_ms))
-        story.tell(60, Progressed(node=a, step=11, last_step=40))
-        story.tell(75, Progressed(node=a, step=41, last_step=40))
+        story.add(55, Started(node=a, rank=0, last_step=40, since_progress_ms=since_ms))
+        story.add(60, Progressed(node=a, step=11, last_step=40))
+        story.add(75, Progressed(node=a, step=41, last_step=40))
     return story.events()
 
 
@@ -439,8 +439,8 @@ class TestEffectiveTrainingTime:
         a = story.node("a")
         story.join(0, [a])
         story.complete(10, [a], steps=False)
-        story.tell(20, Started(node=a, rank=0))
-        story.tell(30.5, Progressed(node=a, step=1, since_progress_ms=500))
+        story.add(20, Started(node=a, rank=0))
+        story.add(30.5, Progressed(node=a, step=1, since_progress_ms=500))
         history = replay(story.events(), START + 50)
         assert history.ettr == pytest.approx(20 / 50)
         assert history.seconds["starting"] == pytest.approx(20)
@@ -450,7 +450,7 @@ class TestEffectiveTrainingTime:
         a = story.node("a")
         story.join(0, [a])
         story.complete(10, [a], steps=False)
-        story.tell(20, Started(node=a, rank=0))
+        story.add(20, Started(node=a, rank=0))
         history = replay(story.events(), START + 50)
         assert history.ettr is None
         assert history.seconds["starting"] == pytest.approx(10)
@@ -500,7 +500,7 @@ class TestEffectiveTrainingTime:
         story.complete(10, [a], steps=False)
         story.regroup(20, [a])
         story.complete(30, [a], steps=False)
-        story.tell(31, Progressed(node=a, step=5, since_progress_ms=5000))
+        story.add(31, Progressed(node=a, step=5, since_progress_ms=5000))
         assert replay(story.events(), START + 50).seconds["training"] == 0
 
     def test_it_is_unknown_for_a_single_moment(self) -> None:

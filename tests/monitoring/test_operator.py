@@ -18,8 +18,9 @@ from redelastic.monitoring.failure import document as failure_document
 from redelastic.monitoring.failure import last_failure
 from redelastic.monitoring.sentences import cause_document, event_document
 from redelastic.redis.server import RedisServer
-from tests.support.commands import Cli, form, rank_of, until, with_agent
+from tests.support.commands import Cli, rank_of, until, with_agent
 from tests.support.nodes import NodeFactory
+from tests.support.rounds import join_all
 
 pytest_plugins = ["tests.support.cli_fixtures"]
 
@@ -58,7 +59,7 @@ def test_documents_have_their_types(run: redelastic.Run, new_node: NodeFactory, 
     status = {"agent": "redelastic", "workers": workers, "gpus": [{"index": 0, "xids": {"79": 1}}, {}], "cpu": 3.5}
     for node in nodes:
         node.node.describe = lambda base: json.dumps(base | status)
-    form(pool, *nodes)
+    join_all(pool, *nodes)
     failed = Failed(rank=1, exit_code=3, message="no memory", node=nodes[0].node.id)
     run.control.note(failed)
     nodes[0].end(Left(cause="failed"), "goes on")
@@ -112,7 +113,7 @@ def test_events_as_they_come_until_the_run_is_closed(
 
 def test_a_node_is_drained(run: redelastic.Run, new_node: NodeFactory, pool: ThreadPoolExecutor) -> None:
     nodes = [with_agent(new_node(1, 2)), new_node(1, 2)]
-    form(pool, *nodes)
+    join_all(pool, *nodes)
     able, unable = (str(rank_of(node.node)) for node in nodes)
     refused = run.drain(unable)
     assert (refused.can_drain, refused.asked) == (False, False)

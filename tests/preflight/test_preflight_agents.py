@@ -10,7 +10,7 @@ import pytest
 from redelastic.monitoring.events import Barred, Completed, Preflight
 from redelastic.redis.server import RedisServer
 from tests.support.agent_job import AgentJob
-from tests.support.commands import command
+from tests.support.commands import run_command
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -44,9 +44,9 @@ def test_an_excluded_host_waits_until_it_is_readmitted_and_joins_unmeasured(
         assert barred.failures == 1_000_000
         job.begin("a", options=PREFLIGHT, conf=CONF)
         epoch = job.wait_round("a")
-        status = command("status", job.run_id, "--endpoint", server.url)
+        status = run_command("status", job.run_id, "--endpoint", server.url)
         assert "host b is excluded: a preflight has found it to be an outlier" in status.out
-        assert command("readmit", job.run_id, "b", "--endpoint", server.url).code == 0
+        assert run_command("readmit", job.run_id, "b", "--endpoint", server.url).code == 0
         job.wait_round("ab", epoch)
         assert [event.hosts for event in job.events(Preflight)] == [1]
         assert [event.size for event in job.events(Completed)] == [1, 2]
@@ -65,6 +65,6 @@ def test_an_excluded_host_waits_until_it_is_readmitted_and_joins_unmeasured(
 def test_options_that_do_not_go_together_are_refused(options: tuple[str, ...], message: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.touch()
-    done = command("run", "--rdzv-id=j", *options, str(script))
+    done = run_command("run", "--rdzv-id=j", *options, str(script))
     assert done.code == 2
     assert message in done.err

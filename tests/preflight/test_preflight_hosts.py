@@ -14,7 +14,7 @@ from redelastic.monitoring.events import EXCLUDED, Outlier, Preflight
 from redelastic.redis.connection import Connection
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
-from tests.support.commands import command
+from tests.support.commands import run_command
 from tests.support.namespaces import Network, NetworkServer
 from tests.support.preflight_draws import FAULTS
 from tests.support.preflight_job import Hosts
@@ -78,7 +78,7 @@ def test_a_preflight_waits_for_a_missing_host_and_measures_nothing(
     ],
 )
 def test_a_wrong_option_is_refused(argument: str, message: str) -> None:
-    done = command("preflight", "--rdzv-id=j", "--nnodes=2", argument)
+    done = run_command("preflight", "--rdzv-id=j", "--nnodes=2", argument)
     assert done.code == common.USAGE
     assert message in done.err
 

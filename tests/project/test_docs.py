@@ -26,7 +26,7 @@ from redelastic.monitoring.history import replay
 from redelastic.monitoring.records import Node, Run
 from redelastic.monitoring.report import describe
 from redelastic.rendezvous.settings import Settings
-from tests.support.commands import command
+from tests.support.commands import run_command
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -150,7 +150,7 @@ QUOTED = [
 
 @pytest.mark.parametrize(("page", "prompt", "output"), QUOTED, ids=[prompt for _, prompt, _ in QUOTED])
 def test_the_quoted_errors_are_what_is_printed(page: str, prompt: str, output: str) -> None:
-    done = command(*shlex.split(prompt)[1:])
+    done = run_command(*shlex.split(prompt)[1:])
     assert (done.out + done.err) == output, page
 
 

@@ -28,7 +28,7 @@ from redelastic.store import RedisStore, RoundBrokenError
 from tests.proofs.oracle import apply
 from tests.proofs.oracle_state import NOTHING, Beat, Join, Known, Leave, Request, Settings, State
 from tests.proofs.twin import Server, stored
-from tests.support.lossy_network import ATTEMPT, PATIENCE, LossyNetwork, address, all_at_once
+from tests.support.lossy_network import ATTEMPT_TIMEOUT, CALL_TIMEOUT, LossyNetwork, address_of, all_at_once
 
 ROUNDS: Final = 10  # of a batch
 RATE: Final = 0.1  # of requests that meet a fault
@@ -39,7 +39,7 @@ class Monitor:
 
     def __init__(self, server: RedisServer) -> None:
         self._server = server
-        self._socket = socket.create_connection(address(server))
+        self._socket = socket.create_connection(address_of(server))
         self._socket.sendall(f"AUTH {server.password}\r\nMONITOR\r\n".encode())
         self._file = self._socket.makefile("rb")
         assert [self._file.readline() for _ in range(2)] == [b"+OK\r\n"] * 2
@@ -58,7 +58,7 @@ class Monitor:
         """Words of each command so far, including commands of scripts; ends the monitor."""
         with self._server.get_client() as client:
             client.echo(self._end)
-        self._reader.join(PATIENCE)
+        self._reader.join(CALL_TIMEOUT)
         assert not self._reader.is_alive()
         self._socket.close()
         for line in self._lines:
@@ -117,9 +117,13 @@ def run_batch(seed: str) -> Counter[str]:
             config: dict[str, Any] = {
                 "keep_alive_interval": 0.5,
                 "keep_alive_max_attempt": 60,
-                "join_timeout": PATIENCE,
+                "join_timeout": CALL_TIMEOUT,
             }
-            config |= {"read_timeout": PATIENCE, "close_timeout": PATIENCE, "heartbeat_timeout": ATTEMPT}
+            config |= {
+                "read_timeout": CALL_TIMEOUT,
+                "close_timeout": CALL_TIMEOUT,
+                "heartbeat_timeout": ATTEMPT_TIMEOUT,
+            }
             node = handler_from_parameters(RendezvousParameters("redis", url, keys.run_id, n, n, **config))
             assert isinstance(node, RedisRendezvousHandler)
             return node
@@ -129,7 +133,7 @@ def run_batch(seed: str) -> Counter[str]:
             leaving, leaves = random.randrange(n), epoch > 1 and random.random() < 0.3
             last: list[Callable[[], Any]] = []
             if leaves:
-                last.append(partial(nodes[leaving].end, Left(cause="drained"), "goes on", PATIENCE))
+                last.append(partial(nodes[leaving].end, Left(cause="drained"), "goes on", CALL_TIMEOUT))
                 nodes[leaving] = new_node()
             infos = all_at_once(*(node.next_rendezvous for node in nodes), *last)[:n]
             agreed(infos, n, epoch)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from redelastic.redis.connection import Connection
 from redelastic.store import RedisStore
-from tests.support.lossy_network import ATTEMPT, PATIENCE, LossyNetwork, all_at_once
+from tests.support.lossy_network import ATTEMPT_TIMEOUT, CALL_TIMEOUT, LossyNetwork, all_at_once
 
 OPERATIONS: Final = 5_000  # of a batch
 CLIENTS: Final = 4
@@ -166,9 +166,9 @@ def run_batch(seed: str) -> Counter[str]:
         network = LossyNetwork(stack, seed, RATE)
         clients = []
         for me in range(CLIENTS):
-            connection = Connection.open(network.url(), ATTEMPT, PATIENCE, PATIENCE)
+            connection = Connection.open(network.url(), ATTEMPT_TIMEOUT, CALL_TIMEOUT, CALL_TIMEOUT)
             stack.callback(connection.close)
-            store = RedisStore(connection, "lossy", timeout=PATIENCE)
+            store = RedisStore(connection, "lossy", timeout=CALL_TIMEOUT)
             stack.callback(store.close)
             clients.append(Client(me, store, Random(f"{seed}, calls of {me}")))
         all_at_once(*(partial(client.run, OPERATIONS // CLIENTS) for client in clients))

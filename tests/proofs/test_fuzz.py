@@ -47,9 +47,22 @@ from tests.support.fuzzing import (
     status_text,
     try_all,
 )
-from tests.support.hostile import CANARY, NODES, QUERY, URLS, Dice
+from tests.support.hostile import NODES, Dice
 
 pytestmark = pytest.mark.timeout(3600 if "REDELASTIC_FUZZ" in os.environ else 120)
+
+CANARY: Final = "s3cr3t-c4n4ry"  # a password that no message may contain
+URLS: Final = (
+    f"redis://user:{CANARY}@localhost:6379/0",
+    f"redis+sentinel://u:{CANARY}@a:1,b:2/mymaster/3?sentinel_password=other&sentinel_username=u",
+    f"rediss+cluster://:{CANARY}@[::1]:6379,h.example:1",
+    f"unix://u:{CANARY}@/tmp/redis.sock?db=2",
+    "localhost:6379",
+    "",
+)
+QUERY: Final = (
+    "run_id=job&min_nodes=1&max_nodes=3&last_call_timeout=5&ttl=900&key_prefix=p&topology=rack1&timeout=3&rank=0"
+)
 
 
 # -- names, endpoints, settings
@@ -178,7 +191,7 @@ def fuzz_wake_ups(dice: Dice) -> None:
         }
         change |= {"reason": "why", "waiting": "1", "lost": "1", "timeout": "30000", "called_at": "1"}
         entries.append(
-            (f"{i}-0", {k: dice.told() if dice.random() < 0.3 else v for k, v in change.items() if dice.random() < 0.9})
+            (f"{i}-0", {k: dice.text() if dice.random() < 0.3 else v for k, v in change.items() if dice.random() < 0.9})
         )
     keeper.hear(entries)
     assert node.view.nodes_waiting >= 0

@@ -21,8 +21,8 @@ from redelastic.redis.names import look_up
 from redelastic.redis.server import RedisServer
 from redelastic.store import RedisStore
 from tests.support import servers
-from tests.support.calls import ATTEMPT, LONG, increment, opened, takes
-from tests.support.interrupts import gets_through, interrupt_everywhere
+from tests.support.calls import ATTEMPT_TIMEOUT, LONG_TIMEOUT, increment, open_connection, takes
+from tests.support.interrupts import assert_thread_finishes, interrupt_everywhere
 from tests.support.peers import peer
 from tests.support.servers import HOST, Cluster, SentinelGroup, Shard, port_of, wait_until
 
@@ -61,7 +61,7 @@ def front(server: RedisServer) -> Iterator[tuple[int, list[RedisServer]]]:
 @pytest.mark.fault("all nodes of a Cluster get new addresses", "clients find them by the endpoint that the user named")
 def test_a_cluster_whose_addresses_all_change() -> None:
     with one_node_cluster() as new, one_node_cluster() as old, front(old) as (port, behind):
-        connection = opened(f"redis+cluster://:right@{HOST}:{port}")
+        connection = open_connection(f"redis+cluster://:right@{HOST}:{port}")
         assert connection.call(increment) == 1
         behind.append(new)
         old.kill()
@@ -140,7 +140,7 @@ def test_a_failover_in_a_cluster_whose_named_endpoint_is_gone(
 ) -> None:
     write = (b"SET", f"{{{run_id}}}:k".encode(), b"v")
     with front(in_cluster.servers[0]) as (port, behind):
-        connection = opened(f"redis+cluster://:{replicated_cluster.password}@{HOST}:{port}")
+        connection = open_connection(f"redis+cluster://:{replicated_cluster.password}@{HOST}:{port}")
         assert connection.exchange(write)
         behind.clear()
         in_cluster.kill_master()
@@ -161,7 +161,7 @@ def test_sentinels_that_the_user_did_not_name(sentinels: SentinelGroup, silent: 
     named = True
     with peer(serve) as first, contextlib.ExitStack() as stack:
         hosts = ",".join(f"{HOST}:{port}" for port in sentinels.sentinel_ports)
-        connection = opened(sentinels.url.replace(hosts, f"{HOST}:{first.port}"), attempt=LONG)
+        connection = open_connection(sentinels.url.replace(hosts, f"{HOST}:{first.port}"), attempt=LONG_TIMEOUT)
         assert connection.call(lambda client: client.ping())
         named = False
         for opened_socket in first.sockets:
@@ -170,7 +170,7 @@ def test_sentinels_that_the_user_did_not_name(sentinels: SentinelGroup, silent: 
         for port in sorted(sentinels.sentinel_ports[1:])[:silent]:
             stack.enter_context(stopped(port))
         connection.close()
-        with takes(0, silent * LONG / 3 + 1):
+        with takes(0, silent * LONG_TIMEOUT / 3 + 1):
             assert connection.call(lambda client: client.ping())
         connection.close()
 
@@ -207,7 +207,7 @@ def silent_name_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Ev
 def test_a_silent_name_server_and_a_lost_connection(
     own_server: RedisServer, silent_name_server: threading.Event
 ) -> None:
-    connection = opened(own_server.url.replace(HOST, "localhost"), attempt=ATTEMPT)
+    connection = open_connection(own_server.url.replace(HOST, "localhost"), attempt=ATTEMPT_TIMEOUT)
     connection.call(lambda client: client.set("counter", 1))
     silent_name_server.set()
     with own_server.get_client() as admin:
@@ -220,7 +220,7 @@ def test_a_silent_name_server_and_a_lost_connection(
 def test_a_look_up_ends_with_its_caller_s_time(silent_name_server: threading.Event) -> None:
     silent_name_server.set()
     with takes(0.5, 2), pytest.raises(UnreachableError, match="did not answer"):
-        opened("redis://never-known.invalid:1", attempt=ATTEMPT, connect=0.5)
+        open_connection("redis://never-known.invalid:1", attempt=ATTEMPT_TIMEOUT, connect=0.5)
 
 
 def test_an_interrupt_amid_a_look_up_holds_up_no_other_thread(silent_name_server: threading.Event) -> None:
@@ -231,4 +231,4 @@ def test_an_interrupt_amid_a_look_up_holds_up_no_other_thread(silent_name_server
             look_up("not-known.invalid", 1, 0.01)
 
     ask()  # from now on all share one look-up, which does not end
-    assert interrupt_everywhere(ask, lambda: gets_through(ask)) > 10
+    assert interrupt_everywhere(ask, lambda: assert_thread_finishes(ask)) > 10

@@ -25,7 +25,7 @@ from redelastic.redis.errors import CorruptStateError, UnavailableError, Unreach
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
 from tests.support import servers
-from tests.support.calls import ATTEMPT, LONG, increment, opened, takes
+from tests.support.calls import ATTEMPT_TIMEOUT, LONG_TIMEOUT, increment, open_connection, takes
 from tests.support.nodes import NodeFactory
 from tests.support.peers import lossy_proxy, peer, say_nothing, speak_http
 
@@ -43,7 +43,7 @@ def test_connecting_is_given_up_after_its_time(tmp_path_factory: pytest.TempPath
                 takes(0.3, 2),
                 pytest.raises(UnreachableError, match=r"could not be reached .*Check that it runs") as raised,
             ):
-                opened(url, attempt=ATTEMPT, connect=0.5)
+                open_connection(url, attempt=ATTEMPT_TIMEOUT, connect=0.5)
             assert isinstance(raised.value, UnavailableError)
             assert url in str(raised.value)
 
@@ -64,7 +64,7 @@ def test_a_host_that_drops_every_packet_is_given_up_long_before_an_attempt_would
             waiting.connect_ex(full.getsockname())
         url = f"redis://127.0.0.1:{full.getsockname()[1]}"
         with takes(0.5, 5), pytest.raises(UnreachableError, match="Timeout connecting"):
-            Connection.open(url, attempt_timeout=LONG, connect_timeout=0.5)
+            Connection.open(url, attempt_timeout=LONG_TIMEOUT, connect_timeout=0.5)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_a_peer_that_says_nothing(scheme: str) -> None:
     with peer(say_nothing) as mute:
         rest = f"127.0.0.1:{mute.port}" + ("/m" if scheme.endswith("sentinel") else "")
         with takes(0.5, 2), pytest.raises(UnreachableError, match=r"(could not be reached|named no master) within"):
-            opened(f"{scheme}://{rest}", attempt=ATTEMPT, connect=0.5)
+            open_connection(f"{scheme}://{rest}", attempt=ATTEMPT_TIMEOUT, connect=0.5)
         servers.wait_until(lambda: mute.accepted >= 1, "it was asked")
 
 
@@ -97,7 +97,7 @@ def test_a_peer_that_is_no_redis_is_refused_at_once(scheme: str, login: str) -> 
         rest = f"{login}127.0.0.1:{http.port}" + ("/m" if scheme.endswith("sentinel") else "")
         says = r"TLS with Redis at .* failed" if scheme == "rediss" else r"is not Redis: .* Check host and port"
         with takes(0, 1), pytest.raises(UnavailableError, match=says) as raised:
-            opened(f"{scheme}://{rest}")
+            open_connection(f"{scheme}://{rest}")
         assert not isinstance(raised.value, UnreachableError)
 
 
@@ -121,19 +121,19 @@ def in_background(work: Callable[[], object]) -> threading.Thread:
 def test_too_many_clients_passes(own_server: RedisServer) -> None:
     admin = own_server.get_client()
     admin.ping()
-    connection = opened(own_server.url)
+    connection = open_connection(own_server.url)
     connection.client.connection_pool.disconnect()  # type: ignore[union-attr]
     admin.config_set("maxclients", 1)
     with takes(0.5, 2), pytest.raises(UnreachableError, match=r"max number of clients|could not be reached"):
         connection.call(increment, 0.5)
     with pytest.raises(UnreachableError):
-        opened(own_server.url, connect=0.5)
+        open_connection(own_server.url, connect=0.5)
     before = admin.info("stats")["rejected_connections"]
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(connection.call, increment)
         servers.wait_until(lambda: admin.info("stats")["rejected_connections"] > before + 3, "the call tries again")
         admin.config_set("maxclients", 100)
-        assert waiting.result(LONG) == 1
+        assert waiting.result(LONG_TIMEOUT) == 1
     connection.close()
     admin.close()
 
@@ -145,7 +145,7 @@ def test_a_server_that_still_loads_its_data_is_waited_for(tmp_path: object) -> N
             for i in range(16384):  # it looks at its clients after each 1,024 commands that it loads
                 pipe.set(f"k{i}", "x")
             pipe.execute()
-        connection = opened(server.url, attempt=ATTEMPT)
+        connection = open_connection(server.url, attempt=ATTEMPT_TIMEOUT)
         server.kill()
         server.config["key-load-delay"] = "300"  # in microseconds, for each key
         with ThreadPoolExecutor(2) as pool:
@@ -162,8 +162,8 @@ def test_a_server_that_still_loads_its_data_is_waited_for(tmp_path: object) -> N
                 return bool(seen)
 
             servers.wait_until(loading, "the server loads")
-            assert waiting.result(LONG) == (b"x", 0)
-            starting.result(LONG)
+            assert waiting.result(LONG_TIMEOUT) == (b"x", 0)
+            starting.result(LONG_TIMEOUT)
         connection.close()
 
 
@@ -173,7 +173,7 @@ FOREVER = "while true do end"
 def test_a_script_that_runs_for_ever_is_waited_for_until_it_is_killed(own_server: RedisServer) -> None:
     with own_server.get_client() as admin:
         admin.config_set("busy-reply-threshold", 10)
-        connection = opened(own_server.url)
+        connection = open_connection(own_server.url)
         with own_server.get_client(socket_timeout=60) as culprit:
 
             def run_forever() -> None:
@@ -198,15 +198,15 @@ def test_a_script_that_runs_for_ever_is_waited_for_until_it_is_killed(own_server
                 waiting = pool.submit(connection.call, increment)
                 assert not waiting.done()
                 admin.script_kill()
-                assert waiting.result(LONG) == 1
-            thread.join(LONG)
+                assert waiting.result(LONG_TIMEOUT) == 1
+            thread.join(LONG_TIMEOUT)
         connection.close()
 
 
 def test_our_own_script_killed_by_somebody_is_sent_again(own_server: RedisServer) -> None:
     with own_server.get_client() as admin:
         admin.config_set("busy-reply-threshold", 10)
-        connection = opened(own_server.url)
+        connection = open_connection(own_server.url)
         admin.set("spin", 1)
         code = "while redis.call('GET', KEYS[1]) == '1' do end return 7"
         with ThreadPoolExecutor(1) as pool:
@@ -230,13 +230,13 @@ def test_our_own_script_killed_by_somebody_is_sent_again(own_server: RedisServer
                 return True
 
             servers.wait_until(let_go, "the key is changed between two attempts")
-            assert waiting.result(LONG) == 7
+            assert waiting.result(LONG_TIMEOUT) == 7
         connection.close()
 
 
 @pytest.mark.fault("SCRIPT FLUSH between two calls", "I8: the script is sent again, and has its effect once")
 def test_scripts_that_were_flushed_are_sent_again(own_server: RedisServer) -> None:
-    connection = opened(own_server.url)
+    connection = open_connection(own_server.url)
     keys = [*RunKeys("r").types, RunKeys("r").status("n")]
     with own_server.get_client() as admin:
         why = scripts.CLOSE(connection, keys, [1000, 0, "me"])
@@ -251,7 +251,7 @@ def test_scripts_that_were_flushed_are_sent_again(own_server: RedisServer) -> No
 
 
 def test_a_server_killed_and_restarted_between_calls(own_server: RedisServer) -> None:
-    connection = opened(own_server.url)
+    connection = open_connection(own_server.url)
     assert connection.call(increment) == 1
     own_server.kill()
     with takes(0.5, 2), pytest.raises(UnreachableError, match=r"within .* s: .*Connection refused"):
@@ -264,7 +264,7 @@ def test_a_server_killed_and_restarted_between_calls(own_server: RedisServer) ->
 
 
 def test_a_server_killed_and_restarted_during_a_call(own_server: RedisServer) -> None:
-    connection = opened(own_server.url)
+    connection = open_connection(own_server.url)
     with own_server.get_client() as admin, ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(connection.call, lambda c: c.blpop(["queue"], 0))
         servers.wait_until(lambda: admin.info("clients")["blocked_clients"] == 1, "the call blocks")
@@ -272,40 +272,40 @@ def test_a_server_killed_and_restarted_during_a_call(own_server: RedisServer) ->
         own_server.start()
         servers.wait_until(lambda: admin.info("clients")["blocked_clients"] == 1, "the call blocks again")
         admin.rpush("queue", "item")
-        assert waiting.result(LONG) == (b"queue", b"item") or waiting.result() == [b"queue", b"item"]
+        assert waiting.result(LONG_TIMEOUT) == (b"queue", b"item") or waiting.result() == [b"queue", b"item"]
     connection.close()
 
 
 def test_a_server_killed_during_a_call_for_good(own_server: RedisServer) -> None:
-    connection = opened(own_server.url)
+    connection = open_connection(own_server.url)
     with own_server.get_client() as admin, ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(connection.call, lambda c: c.blpop(["queue"], 0), 1.0)
         servers.wait_until(lambda: admin.info("clients")["blocked_clients"] == 1, "the call blocks")
         own_server.kill()
         with pytest.raises(UnreachableError):
-            waiting.result(LONG)
+            waiting.result(LONG_TIMEOUT)
     connection.close()
 
 
 def test_a_frozen_server_is_noticed_and_waited_for(own_server: RedisServer) -> None:
-    connection = opened(own_server.url, attempt=ATTEMPT)
+    connection = open_connection(own_server.url, attempt=ATTEMPT_TIMEOUT)
     with own_server.get_client(), ThreadPoolExecutor(4) as pool:
         connection.call(lambda c: c.set("counter", 1))  # however often it is sent
         with servers.frozen(own_server):
-            with takes(ATTEMPT, ATTEMPT), pytest.raises(UnreachableError, match="Timeout"):
+            with takes(ATTEMPT_TIMEOUT, ATTEMPT_TIMEOUT), pytest.raises(UnreachableError, match="Timeout"):
                 connection.call(increment, 0)
-            with takes(1, 1 + ATTEMPT), pytest.raises(UnreachableError, match="Timeout"):
+            with takes(1, 1 + ATTEMPT_TIMEOUT), pytest.raises(UnreachableError, match="Timeout"):
                 connection.call(lambda c: c.get("counter"), 1)
             waiting = [pool.submit(connection.call, lambda c: c.get("counter")) for _ in range(4)]
-            with takes(ATTEMPT, ATTEMPT), pytest.raises(UnreachableError):
+            with takes(ATTEMPT_TIMEOUT, ATTEMPT_TIMEOUT), pytest.raises(UnreachableError):
                 connection.read({b"stream": "0-0"}, 60)
-        assert [w.result(LONG) for w in waiting] == [b"2"] * 4  # what was on its way arrived once
+        assert [w.result(LONG_TIMEOUT) for w in waiting] == [b"2"] * 4  # what was on its way arrived once
     connection.close()
 
 
 @pytest.mark.parametrize("attempt", [1.0, 3.0, 30.0])
 def test_the_kernel_gives_up_a_silent_peer_within_a_lease(own_server: RedisServer, attempt: float) -> None:
-    connection = opened(own_server.url, attempt=attempt)
+    connection = open_connection(own_server.url, attempt=attempt)
     used = psutil.Process().net_connections("tcp")
     [descriptor] = [each.fd for each in used if each.raddr and each.raddr.port == servers.port_of(own_server)]
     with socket.socket(fileno=os.dup(descriptor)) as channel:
@@ -322,7 +322,7 @@ def test_the_kernel_gives_up_a_silent_peer_within_a_lease(own_server: RedisServe
 def test_a_blocking_read_ends_before_the_time_out_of_its_socket(own_server: RedisServer) -> None:
     """Were it not so, each quiet wait would look like a server that is away."""
     attempt = 8.0  # a busy machine may be late by half of it
-    connection = opened(own_server.url, attempt=attempt)
+    connection = open_connection(own_server.url, attempt=attempt)
     with takes(attempt / 2, attempt):
         assert connection.read({b"stream": "0-0"}, 60) == {}
     with own_server.get_client() as admin:
@@ -371,7 +371,7 @@ def counts(client: redis.Redis | RedisCluster) -> int:
 def test_redis_py_sends_nothing_twice_when_the_connection_breaks(own_server: RedisServer) -> None:
     """Each lost reply is an effect that redis-py's own retry would double."""
     with own_server.get_client() as admin, lossy_proxy(own_server, b"INCRBY") as (url, control):
-        connection = opened(url)
+        connection = open_connection(url)
         for n in range(1, 6):
             control.losses = 1
             with pytest.raises(UnreachableError):
@@ -396,7 +396,7 @@ def test_redis_pys_defaults_would_send_twice(own_server: RedisServer) -> None:
 
 
 def test_redis_py_sends_nothing_twice_when_the_time_is_up(own_server: RedisServer) -> None:
-    connection = opened(own_server.url, attempt=ATTEMPT)
+    connection = open_connection(own_server.url, attempt=ATTEMPT_TIMEOUT)
     with own_server.get_client() as admin:
         connection.call(lambda c: c.set("counter", 1))  # however often it is sent
         with servers.frozen(own_server), pytest.raises(UnreachableError):
@@ -423,14 +423,14 @@ def test_a_callers_own_client_may_send_twice_and_nothing_doubles(own_server: Red
 
 
 def test_a_connection_serves_many_threads_at_once(server: RedisServer, run_id: str) -> None:
-    connection = opened(server.url)
+    connection = open_connection(server.url)
     with ThreadPoolExecutor(32) as pool:
-        blocked = [pool.submit(connection.read, {f"{run_id}{i}".encode(): "0-0"}, LONG) for i in range(31)]
+        blocked = [pool.submit(connection.read, {f"{run_id}{i}".encode(): "0-0"}, LONG_TIMEOUT) for i in range(31)]
         with server.get_client() as admin:
             servers.wait_until(lambda: admin.info("clients")["blocked_clients"] >= 31, "all threads block at once")
             for i in range(31):
                 admin.xadd(f"{run_id}{i}", {"n": i})
-        assert [list(b.result(LONG)) for b in blocked] == [[f"{run_id}{i}".encode()] for i in range(31)]
+        assert [list(b.result(LONG_TIMEOUT)) for b in blocked] == [[f"{run_id}{i}".encode()] for i in range(31)]
     connection.close()
 
 

@@ -11,7 +11,7 @@ from redelastic.redis.errors import CorruptStateError, RedelasticError, Unavaila
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
 from tests.support import servers
-from tests.support.calls import increment, opened, takes
+from tests.support.calls import increment, open_connection, takes
 
 # -- refused
 
@@ -22,14 +22,14 @@ def test_a_refused_login_is_final_and_says_where_to_put_it(server: RedisServer, 
         takes(0, 1),
         pytest.raises(UnavailableError, match=r"refused the login: .*REDELASTIC_REDIS_URL") as raised,
     ):
-        opened(f"redis://{login}{server.endpoint}")
+        open_connection(f"redis://{login}{server.endpoint}")
     assert not isinstance(raised.value, UnreachableError)
 
 
 def test_a_user_that_is_switched_off_while_we_are_connected(own_server: RedisServer) -> None:
     with own_server.get_client() as admin:
         admin.acl_setuser("u", enabled=True, passwords=["+p"], categories=["+@all"], keys=["*"])
-        connection = opened(f"redis://u:p@{own_server.endpoint}")
+        connection = open_connection(f"redis://u:p@{own_server.endpoint}")
         admin.acl_setuser("u", enabled=False)
         admin.client_kill_filter(_type="normal", skipme=True)
         with takes(0, 1), pytest.raises(UnavailableError, match="refused the login"):
@@ -42,7 +42,7 @@ def test_a_database_that_is_not_there(server: RedisServer) -> None:
         takes(0, 1),
         pytest.raises(UnavailableError, match=r"does not have that database.*Omit the number"),
     ):
-        opened(server.url.removesuffix("/0") + "/99")
+        open_connection(server.url.removesuffix("/0") + "/99")
 
 
 def test_a_server_that_is_no_cluster_and_no_sentinel(server: RedisServer) -> None:
@@ -52,13 +52,13 @@ def test_a_server_that_is_no_cluster_and_no_sentinel(server: RedisServer) -> Non
     ):
         url = server.url.replace("redis://", f"{scheme}://").removesuffix("/0") + rest
         with takes(0, 1), pytest.raises(UnavailableError, match=says):
-            opened(url)
+            open_connection(url)
 
 
 @pytest.mark.fault("the endpoint is a read-only replica", "it is told at once, with what to do")
 def test_a_replica_is_refused(server: RedisServer) -> None:
     with servers.replica_of(server) as replica:
-        connection = opened(replica.url)
+        connection = open_connection(replica.url)
         for write in (increment, lambda _: scripts.CLOSE(connection, [*RunKeys("r").types, "n"], [1000, 0, "me"])):
             with takes(0, 1), pytest.raises(UnavailableError, match=r"read-only replica. Name its master"):
                 connection.call(write)
@@ -69,7 +69,7 @@ def test_a_replica_is_refused(server: RedisServer) -> None:
 def test_a_request_that_is_too_long_is_sent_once() -> None:
     """The server says so and hangs up while the request is still being sent."""
     with servers.redis_server("right", {"proto-max-bulk-len": "1mb"}) as server, server.get_client() as admin:
-        connection = opened(server.url)
+        connection = open_connection(server.url)
         before = admin.info("stats")["total_connections_received"]
         with pytest.raises(UnavailableError, match="proto-max-bulk-len") as raised:
             connection.exchange((b"SET", b"k", bytes(4_000_000)))
@@ -81,7 +81,7 @@ def test_a_request_that_is_too_long_is_sent_once() -> None:
 
 def test_a_server_out_of_memory(own_server: RedisServer) -> None:
     with own_server.get_client() as admin:
-        connection = opened(own_server.url)
+        connection = open_connection(own_server.url)
         admin.config_set("maxmemory", "1")
         with pytest.raises(UnavailableError, match=r"out of memory.*Raise its maxmemory"):
             connection.call(increment)
@@ -107,7 +107,7 @@ def test_a_server_out_of_memory(own_server: RedisServer) -> None:
     ],
 )
 def test_replies_become_torchs_errors(server: RedisServer, run_id: str, code: str, kind: type, says: str) -> None:
-    connection = opened(server.url)
+    connection = open_connection(server.url)
     with pytest.raises(RedelasticError, match=says) as raised:
         connection.call(lambda c: c.eval(code, 1, run_id), 0)
     assert type(raised.value) is kind

@@ -13,7 +13,7 @@ import pytest
 from redelastic.redis.connection import Connection
 from redelastic.redis.interrupts import Latch
 from redelastic.redis.server import RedisServer
-from tests.support.interrupts import SOON, interrupt_everywhere
+from tests.support.interrupts import THREAD_TIMEOUT, interrupt_everywhere
 from tests.support.servers import HOST, wait_until
 
 CAMPAIGN = """
@@ -160,7 +160,7 @@ def test_an_interrupt_of_one_wait_holds_up_no_other() -> None:
 
         def join_and_set(latch: Latch) -> list[Future[bool]]:
             time.sleep(0.01)  # the wait that is interrupted has begun by then, or there is nothing to see
-            others = [pool.submit(latch.wait, 2 * SOON) for _ in range(8)]
+            others = [pool.submit(latch.wait, 2 * THREAD_TIMEOUT) for _ in range(8)]
             time.sleep(0.01)  # and so have these
             latch.set()
             return others
@@ -173,7 +173,7 @@ def test_an_interrupt_of_one_wait_holds_up_no_other() -> None:
 
         def check() -> None:
             nonlocal running
-            assert all(other.result(SOON) for other in running[1].result(SOON))
+            assert all(other.result(THREAD_TIMEOUT) for other in running[1].result(THREAD_TIMEOUT))
             running = begin()
 
-        assert interrupt_everywhere(lambda: running[0].wait(SOON), check) > 3
+        assert interrupt_everywhere(lambda: running[0].wait(THREAD_TIMEOUT), check) > 3

@@ -15,7 +15,7 @@ from redelastic.redis.endpoint import parse_endpoint
 from redelastic.redis.errors import UnreachableError
 from redelastic.redis.pace import EARLY_PAUSE, Pace
 from tests.support.calls import increment
-from tests.support.interrupts import gets_through, interrupt_everywhere
+from tests.support.interrupts import assert_thread_finishes, interrupt_everywhere
 from tests.support.peers import peer
 from tests.support.servers import HOST
 
@@ -54,7 +54,7 @@ def test_an_interrupt_amid_an_outage_holds_up_no_other_thread() -> None:
                 pace.run(fail)
 
     def come_back() -> None:
-        gets_through(lambda: pace.note(rx.ResponseError("here again")))
+        assert_thread_finishes(lambda: pace.note(rx.ResponseError("here again")))
         assert pace.is_up
 
     assert interrupt_everywhere(try_twice, come_back) > 20

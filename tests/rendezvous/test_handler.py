@@ -31,9 +31,13 @@ from redelastic.rendezvous.handler import EPOCH_VARIABLE
 from redelastic.rendezvous.view import Break, View
 from redelastic.store import RoundBrokenError
 from tests.support.nodes import NodeFactory
-from tests.support.rounds import join_all, ranks, until, until_joined
+from tests.support.rounds import join_all, ranks, until
 
 LONG = 60.0  # for a last call that no group needs, and for what a busy machine does late, in seconds
+
+
+def until_joined(client: redis.Redis, keys: RunKeys, n: int) -> None:
+    until(lambda: client.zcard(keys.candidates) == n, f"{n} candidates")
 
 
 class TestForming:

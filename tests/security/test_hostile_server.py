@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from redelastic.cli import common
-from tests.support.commands import command
+from tests.support.commands import run_command
 
 pytest_plugins = ["tests.support.cli_fixtures"]
 SHAPES = {
@@ -48,7 +48,7 @@ def test_a_server_that_never_comes_to_an_end(monkeypatch: pytest.MonkeyPatch) ->
         with socket.create_server(("127.0.0.1", 0)) as server:
             thread = threading.Thread(target=drip, args=(server, beginning))
             thread.start()
-            done = command("status", "r", "--endpoint", f"127.0.0.1:{server.getsockname()[1]}")
+            done = run_command("status", "r", "--endpoint", f"127.0.0.1:{server.getsockname()[1]}")
             over.set()
             server.shutdown(socket.SHUT_RDWR)  # ends the wait for a command that gave up before it connected
             thread.join()
@@ -88,7 +88,7 @@ def url(request: pytest.FixtureRequest) -> Iterator[str]:
         server.shutdown()
 
 
-@pytest.mark.usefixtures("impatient")
+@pytest.mark.usefixtures("short_timeout")
 @pytest.mark.fault("a server that answers in wrong shapes", "a command ends with one line")
 @pytest.mark.parametrize("url", SHAPES.values(), ids=SHAPES, indirect=True)
 def test_answers_of_a_wrong_shape(url: str) -> None:
@@ -96,7 +96,7 @@ def test_answers_of_a_wrong_shape(url: str) -> None:
         *(("status", "r"), ("status", "r", "--json"), ("events", "r"), ("logs", "r"), ("timeline", "r", "--json")),
         *(("list",), ("drain", "r", "a"), ("close", "r"), ("readmit", "r", "a")),
     ):
-        done = command(*argv, "--endpoint", url)
+        done = run_command(*argv, "--endpoint", url)
         assert "Traceback" not in done.err, argv
         assert done.err.count("\n") == (1 if done.code else 0), (argv, done.err)
         assert not set(done.out + done.err) & set("\x1b\x00"), argv

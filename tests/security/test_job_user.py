@@ -19,9 +19,9 @@ from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
 from tests.support import servers
 from tests.support.agent_job import DRAINED, STOPPED, AgentJob
-from tests.support.job_user import CANARY, as_user_of, command_line, job_rules, run_command
+from tests.support.job_user import CANARY, as_user_of, command_line, job_rules, output_of
+from tests.support.lifecycle import live_through_a_run
 from tests.support.nodes import NodeFactory
-from tests.support.whole_life import live_a_whole_life
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -53,24 +53,24 @@ def test_every_feature_works_for_the_user_of_one_run(every_server: RedisServer, 
             job.tell("fail-b")
             job.wait_event(Barred)
             epoch = job.wait_round("a", epoch)
-            said = [run_command("readmit", job.run_id, "b", url=user.url)]
+            said = [output_of("readmit", job.run_id, "b", url=user.url)]
             epoch = job.wait_round("ab", epoch)
             job.wait(
                 "both tell how far they are, and what they use", lambda: all(map(tells, job.control.state().nodes))
             )
             for line in ("status", "status --workers --json", "events --detail", "events --json", "timeline --json"):
                 name, *options = line.split()
-                said.append(run_command(name, job.run_id, *options, url=user.url))
+                said.append(output_of(name, job.run_id, *options, url=user.url))
             assert {node["name"] for node in json.loads(said[2])["nodes"]} == {"a", "b"}
-            said.append(run_command("doctor", "--run", job.run_id, url=user.url))
+            said.append(output_of("doctor", "--run", job.run_id, url=user.url))
             job.nodes["b"].may_end = True
-            said.append(run_command("drain", job.run_id, "b", "--wait", url=user.url))
+            said.append(output_of("drain", job.run_id, "b", "--wait", url=user.url))
             assert job.wait_end("b") == DRAINED
             job.wait_round("a", epoch)
             job.nodes["a"].may_end = True
-            said.append(run_command("close", job.run_id, "--stop", url=user.url))
+            said.append(output_of("close", job.run_id, "--stop", url=user.url))
             assert job.wait_end("a") == STOPPED
-            refused = run_command("list", url=user.url, code=3)
+            refused = output_of("list", url=user.url, code=3)
             assert "needs ~redelastic:* and +scan" in refused, "what this user needs beside its rules"
             said += [refused, *shown]
             said += [node.log_tail(10_000) for node in job.nodes.values()]
@@ -85,7 +85,7 @@ def tells(node: Node) -> bool:
 
 
 def test_the_backend_and_the_stores_work_for_that_user(every_server: RedisServer, run_id: str) -> None:
-    live_a_whole_life(as_user_of(every_server, run_id).url, run_id, 2)
+    live_through_a_run(as_user_of(every_server, run_id).url, run_id, 2)
 
 
 def test_what_more_a_cluster_and_another_database_need(run_id: str) -> None:
@@ -94,8 +94,8 @@ def test_what_more_a_cluster_and_another_database_need(run_id: str) -> None:
         for server in cluster.servers:
             url = as_user_of(server, run_id, "+cluster|slots", "+command").url
         url = cluster.url.replace(f":{cluster.password}@", f"{run_id}:{CANARY}@")
-        live_a_whole_life(url, run_id, 2)
-        assert json.loads(run_command("status", run_id, "--json", url=url, code=0))["run"] == run_id
+        live_through_a_run(url, run_id, 2)
+        assert json.loads(output_of("status", run_id, "--json", url=url, code=0))["run"] == run_id
 
 
 def test_listing_runs_takes_a_user_for_that(every_server: RedisServer, new_node: NodeFactory, run_id: str) -> None:
@@ -106,7 +106,7 @@ def test_listing_runs_takes_a_user_for_that(every_server: RedisServer, new_node:
         more = ("+zrange", "+smembers")
         admin.execute_command("ACL SETUSER", f"{run_id}-lists", "reset", "on", f">{CANARY}", *rules, *more)
         url = f"redis://{run_id}-lists:{CANARY}@{every_server.endpoint}"
-        assert run_id in run_command("list", url=url)
+        assert run_id in output_of("list", url=url)
         admin.execute_command("ACL DELUSER", f"{run_id}-lists")
 
 

@@ -23,7 +23,7 @@ from redelastic.redis.connection import Connection
 from redelastic.redis.endpoint import parse_endpoint
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
-from tests.support.commands import command
+from tests.support.commands import run_command
 from tests.support.job_user import CANARY, PACKAGE, as_user_of, command_line
 from tests.support.nodes import NodeFactory
 
@@ -73,7 +73,7 @@ def test_nothing_from_redis_is_obeyed(  # noqa: PLR0917  (fixtures)
             f"status {run_id}",
         )
     ]
-    said = [done.out + done.err for done in (command(*argv) for argv in asked)]
+    said = [done.out + done.err for done in (run_command(*argv) for argv in asked)]
     client.delete(f"redelastic:{{{HOSTILE}}}:run")
     for argv, out in zip(asked, said, strict=True):
         obeyed = {sign for sign in out.replace("\n", "") if sign in "\x1b\x07\r\u202e" or sign < " "}
@@ -97,13 +97,13 @@ def test_what_is_far_too_long_is_cut(
     client.xadd(keys.events, {"event": "hung", "node": huge, "message": huge, "stacks": huge})
     client.xadd(keys.events, {"event": huge})
     for name in ("status", "events"):
-        done = command(name, run_id, "--endpoint", server.url)
+        done = run_command(name, run_id, "--endpoint", server.url)
         assert done.code == 0
         assert len(done.out) < 200_000
     control = RunControl(Connection.open(server.url), keys)
     control.drain(node.node.id, huge, 1)
     assert len(client.hget(keys.run, f"draining {node.node.id}") or b"") < MAX_REASON + 20
-    assert command("close", run_id, "--reason", "y" * 3000, "--endpoint", server.url).out.endswith("may finish.\n")
+    assert run_command("close", run_id, "--reason", "y" * 3000, "--endpoint", server.url).out.endswith("may finish.\n")
     record: Any = client.hget(keys.run, "closed")
     assert len(record) < MAX_REASON + 100
     closed = decode_cause(record.decode())
@@ -198,7 +198,7 @@ def test_nothing_of_ours_unpickles_or_runs_what_it_reads() -> None:
 # -- secrets
 
 
-@pytest.mark.usefixtures("impatient")
+@pytest.mark.usefixtures("short_timeout")
 def test_no_command_tells_the_password(server: RedisServer, run_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither where it is right, nor where it is not, nor where the rest of the URL is not."""
     with server.get_client() as admin:
@@ -220,13 +220,13 @@ def test_no_command_tells_the_password(server: RedisServer, run_id: str, monkeyp
         monkeypatch.setenv("REDELASTIC_REDIS_URL", url)
         for argv in commands if url == user.url else commands[:1]:
             for more in ((), ("--endpoint", url)):
-                done = command(*argv, *more)
+                done = run_command(*argv, *more)
                 assert done.code, (argv, url)
                 assert CANARY not in done.out + done.err, (argv, url)
                 assert "Traceback" not in done.err
     monkeypatch.setenv("REDELASTIC_REDIS_URL", urls[1])
     monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGINT")  # as it was, afterwards
-    done = command("run", "--rdzv-id=x", "--nnodes=1", __file__)
+    done = run_command("run", "--rdzv-id=x", "--nnodes=1", __file__)
     assert done.code == 3
     assert CANARY not in done.out + done.err
 

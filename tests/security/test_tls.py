@@ -20,7 +20,7 @@ from redelastic.redis.errors import UnavailableError
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
 from tests.support.agent_job import AWARE, AgentJob
-from tests.support.job_user import CANARY, AsUser, run_command
+from tests.support.job_user import CANARY, AsUser, output_of
 from tests.support.tls_files import Certificates, make_certificates
 from tests.support.tls_servers import WHO_SPEAKS_TLS, tls_server
 
@@ -88,7 +88,7 @@ def test_a_job_over_tls_with_client_certificates(certificates: Certificates, tmp
                 "--ssl-cert-key",
                 conf["ssl_cert_key"],
             )
-            told = json.loads(run_command("status", job.run_id, "--json", *options, url=server.url))
+            told = json.loads(output_of("status", job.run_id, "--json", *options, url=server.url))
             assert {node["name"] for node in told["nodes"]} == {"a", "b"}
             job.tell("finish")
             assert job.wait_end("a") == job.wait_end("b") == 0

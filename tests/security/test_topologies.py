@@ -19,9 +19,9 @@ from redelastic.redis.errors import ACL_RULES, UnavailableError, UnreachableErro
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
 from tests.support import servers
+from tests.support.lifecycle import live_through_a_run, make_node, nodes, rendezvous, use_store
 from tests.support.tls_files import Certificates, encrypt_key, make_certificates
 from tests.support.tls_servers import WHO_SPEAKS_TLS, tls_server
-from tests.support.whole_life import live_a_whole_life, make_node, nodes, rendezvous, use_store
 
 # -- TLS
 
@@ -44,12 +44,12 @@ def strict_tls_url(request: pytest.FixtureRequest, certificates: Certificates) -
 
 
 def test_a_run_over_tls_with_a_ca_of_ones_own(tls_url: str, certificates: Certificates, run_id: str) -> None:
-    live_a_whole_life(tls_url, run_id, 2, ca_cert=certificates.ca)
+    live_through_a_run(tls_url, run_id, 2, ca_cert=certificates.ca)
 
 
 def test_a_run_over_tls_with_client_certificates(strict_tls_url: str, certificates: Certificates, run_id: str) -> None:
     files = {"ca_cert": certificates.ca, "ssl_cert": certificates.client, "ssl_cert_key": certificates.client_key}
-    live_a_whole_life(strict_tls_url, run_id, 2, **files)
+    live_through_a_run(strict_tls_url, run_id, 2, **files)
 
 
 def refused(url: str, says: str, **files: str) -> None:
@@ -101,7 +101,7 @@ def test_a_server_without_tls_and_a_client_without_it_say_what_to_try(tls_url: s
 
 def test_a_run_over_a_unix_socket(run_id: str) -> None:
     with RedisServer(unix_socket=True) as server:
-        live_a_whole_life(server.url, run_id, 2)
+        live_through_a_run(server.url, run_id, 2)
 
 
 # -- ACL
@@ -122,7 +122,7 @@ def test_a_user_of_one_run_lives_its_whole_life(every_server: RedisServer, run_i
     rules = rules.replace("<key_prefix>", "redelastic").replace("<run_id>", run_id)
     with every_server.get_client() as admin:
         allow(admin, run_id, "run-password", rules)
-        live_a_whole_life(f"redis://{run_id}:run-password@{every_server.endpoint}", run_id, 3)
+        live_through_a_run(f"redis://{run_id}:run-password@{every_server.endpoint}", run_id, 3)
 
 
 def test_the_rules_allow_nothing_that_harms_others(every_server: RedisServer, run_id: str) -> None:
@@ -226,7 +226,7 @@ def test_a_sentinel_taken_for_a_server(sentinels: servers.SentinelGroup) -> None
 
 def test_a_run_goes_on_after_a_fail_over(sentinels: servers.SentinelGroup, run_id: str) -> None:
     """The same handlers, with the round's record at the replica that was promoted."""
-    live_a_whole_life(sentinels.url, f"{run_id}-before", 3)
+    live_through_a_run(sentinels.url, f"{run_id}-before", 3)
     with nodes(sentinels.url, run_id, 3) as members:
         before = rendezvous(members)
         before[0].store.set("k", "v")
@@ -261,7 +261,7 @@ def test_runs_in_every_part_of_a_cluster(cluster: servers.Cluster, run_id: str) 
         runs.setdefault(cluster.owner(RunKeys(name).run).endpoint, name)
     assert len(runs) == 3
     with ThreadPoolExecutor(3) as pool:
-        for done in [pool.submit(live_a_whole_life, cluster.url, name, 4) for name in runs.values()]:
+        for done in [pool.submit(live_through_a_run, cluster.url, name, 4) for name in runs.values()]:
             done.result(60)
     for server in cluster.servers:
         with server.get_client() as client:
@@ -274,7 +274,7 @@ def test_a_user_of_one_run_on_a_cluster(cluster: servers.Cluster, run_id: str) -
     for server in cluster.servers:
         with server.get_client() as admin:
             allow(admin, run_id, "run-password", rules_for(run_id) + " +cluster|slots +command")
-    live_a_whole_life(cluster.url.replace(f":{cluster.password}@", f"{run_id}:run-password@"), run_id, 2)
+    live_through_a_run(cluster.url.replace(f":{cluster.password}@", f"{run_id}:run-password@"), run_id, 2)
 
 
 def test_a_node_of_a_cluster_taken_for_a_server(cluster: servers.Cluster, run_id: str) -> None:

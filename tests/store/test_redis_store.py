@@ -26,13 +26,13 @@ from tests.support import stores
 from tests.support.calls import takes
 from tests.support.peers import peer, speak_http
 from tests.support.servers import HOST, reserved_port
-from tests.support.stores import SHORT, SOON, in_thread, opened, until
+from tests.support.stores import SHORT, SOON, in_thread, open_store, until
 
 store = stores.store
 
 
 def test_all_keys_have_a_time_to_live(client: redis.Redis, server: RedisServer, run_id: str) -> None:
-    with opened(server, run_id, ttl=100) as store:
+    with open_store(server, run_id, ttl=100) as store:
         store.set_timeout(SHORT)
         for miss in (lambda: store.get("missing"), lambda: store.queue_pop("missing")):
             with pytest.raises(dist.DistStoreError):
@@ -60,14 +60,14 @@ def test_all_keys_have_a_time_to_live(client: redis.Redis, server: RedisServer, 
 def test_stores_of_other_names_and_runs_are_apart(server: RedisServer, run_id: str, store: RedisStore) -> None:
     store.set("k", "v")
     for options in ({"name": "other"}, {"epoch": 1}, {"key_prefix": "other"}):
-        with opened(server, run_id, **options) as other:
+        with open_store(server, run_id, **options) as other:
             assert not other.check(["k"])
-    with opened(server, run_id + "x") as other:
+    with open_store(server, run_id + "x") as other:
         assert not other.check(["k"])
-    with opened(server, run_id, name="1") as named, opened(server, run_id, epoch=1) as of_round:
+    with open_store(server, run_id, name="1") as named, open_store(server, run_id, epoch=1) as of_round:
         named.set("k", "v")
         assert not of_round.check(["k"])
-    with opened(server, run_id) as same:
+    with open_store(server, run_id) as same:
         assert same.get("k") == b"v"
 
 
@@ -127,7 +127,7 @@ def test_other_keys_are_written_again(store: RedisStore, key: str) -> None:
 
 
 def test_groups_of_a_round_may_write_their_addresses_again(server: RedisServer, run_id: str) -> None:
-    with opened(server, run_id, epoch=1) as store:
+    with open_store(server, run_id, epoch=1) as store:
         for value in ("a", "b"):
             store.set("0//cpu//0/0", value)
         assert store.get("0//cpu//0/0") == b"b"
@@ -270,7 +270,7 @@ def test_a_time_out_names_the_limit_that_was_asked_for(store: RedisStore, millis
 
 def test_timeouts_and_numbers_may_be_of_other_types(server: RedisServer, run_id: str) -> None:
     """TCPStore takes them too."""
-    with opened(server, run_id) as store:
+    with open_store(server, run_id) as store:
         with pytest.raises(dist.DistStoreError):
             store.wait(["missing"], 0.05)
         with pytest.raises(dist.DistStoreError):
@@ -282,12 +282,12 @@ def test_timeouts_and_numbers_may_be_of_other_types(server: RedisServer, run_id:
 
 @pytest.mark.parametrize("ttl", [0, -1, 0.0001, float("inf"), float("nan")])
 def test_a_ttl_that_keeps_nothing_is_refused(server: RedisServer, run_id: str, ttl: float) -> None:
-    with pytest.raises(ValueError, match=r"ttl=.* is out of range"), opened(server, run_id, ttl=ttl):
+    with pytest.raises(ValueError, match=r"ttl=.* is out of range"), open_store(server, run_id, ttl=ttl):
         pass
 
 
 def test_an_error_has_the_one_below_as_its_cause(own_server: RedisServer, run_id: str) -> None:
-    with opened(own_server, run_id) as store, own_server.get_client() as client:
+    with open_store(own_server, run_id) as store, own_server.get_client() as client:
         for call in (lambda: store.barrier("b", 2, SHORT), lambda: store.wait(["k"], SHORT)):
             with pytest.raises(dist.DistStoreError, match="timeout") as caught:
                 call()
@@ -299,7 +299,7 @@ def test_an_error_has_the_one_below_as_its_cause(own_server: RedisServer, run_id
             assert isinstance(wrong.value.__cause__, dist.DistStoreError)
             assert isinstance(wrong.value.__cause__.__cause__, RedelasticError)
         client.hset(RunKeys(run_id).run, "epoch", 4)
-        with opened(own_server, run_id, epoch=3) as round_store:
+        with open_store(own_server, run_id, epoch=3) as round_store:
             with pytest.raises(RoundBrokenError) as broken:
                 round_store.add("n", 1)
             assert isinstance(broken.value.__cause__, FencedError)
@@ -315,7 +315,7 @@ def test_a_server_without_its_scripts_keeps_no_request_alive(own_server: RedisSe
         store.add("n", 1)
         return weakref.ref(held)
 
-    with opened(own_server, run_id) as store, own_server.get_client() as client:
+    with open_store(own_server, run_id) as store, own_server.get_client() as client:
         call(store)
         client.script_flush()
         gc.disable()
@@ -333,7 +333,7 @@ def test_data_for_repeated_requests_are_kept_for_minutes_only(
 ) -> None:
     """They go when the item arrives, with `close`, or after minutes: each write renews the store, but not them."""
     keys = RunKeys(run_id).store("default")
-    with opened(server, run_id) as store, opened(server, run_id) as other:
+    with open_store(server, run_id) as store, open_store(server, run_id) as other:
         store.queue_push("q", bytes(100_000))
         other.queue_pop("q")
         kept = client.keys(f"{keys.base}:[dr]e*")

@@ -13,7 +13,7 @@ from redelastic.redis.server import RedisServer
 from redelastic.store import RedisStore
 from tests.support import stores
 from tests.support.store_contract import HashContract, RedisContract, TCPContract
-from tests.support.stores import opened
+from tests.support.stores import open_store
 
 shared_tcp_store, tcp_store = stores.shared_tcp_store, stores.tcp_store
 
@@ -33,7 +33,7 @@ class TestTCPStore(TCPContract):
 class TestRedisStore(RedisContract):
     @pytest.fixture
     def store(self, server: RedisServer, run_id: str) -> Iterator[Any]:
-        with opened(server, run_id) as made:
+        with open_store(server, run_id) as made:
             yield made
 
 

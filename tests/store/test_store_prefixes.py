@@ -11,7 +11,7 @@ import torch.distributed as dist
 from redelastic.redis.server import RedisServer
 from tests.support import stores
 from tests.support.store_contract import NEEDS_BARRIER, HashContract, RedisContract, TCPContract
-from tests.support.stores import LONG, SHORT, SOON, in_thread, opened, until
+from tests.support.stores import LONG, SHORT, SOON, in_thread, open_store, until
 
 shared_tcp_store, tcp_store = stores.shared_tcp_store, stores.tcp_store
 
@@ -19,12 +19,12 @@ shared_tcp_store, tcp_store = stores.shared_tcp_store, stores.tcp_store
 class TestRedisStorePrefixed(RedisContract):
     @pytest.fixture
     def store(self, server: RedisServer, run_id: str) -> Iterator[Any]:
-        with opened(server, run_id) as made:
+        with open_store(server, run_id) as made:
             made.set("outside", "v")
             yield made.prefixed("outer").prefixed(b"inner")
 
     def test_prefixes_stand_before_the_keys(self, server: RedisServer, run_id: str) -> None:
-        with opened(server, run_id) as made:
+        with open_store(server, run_id) as made:
             view = made.prefixed("outer").prefixed("inner")
             view.set("k", "v")
             view.queue_push("q", "item")
@@ -37,7 +37,7 @@ class TestRedisStorePrefixed(RedisContract):
 @NEEDS_BARRIER
 def test_a_barrier_is_met_through_any_prefix(server: RedisServer, run_id: str) -> None:
     """torch's own view calls add, set and wait."""
-    with opened(server, run_id) as made:
+    with open_store(server, run_id) as made:
         view: Any = dist.PrefixStore("p", made)
         meeting = [in_thread(each.barrier, "b", 4, LONG) for each in (view, made.prefixed("p"), view)]
         until(lambda: made.check(["p/b/num_members"]) and made.get("p/b/num_members") == b"3")
@@ -64,12 +64,12 @@ class TestPrefixStoreOfRedisStore(RedisContract):
 
     @pytest.fixture
     def store(self, server: RedisServer, run_id: str) -> Iterator[Any]:
-        with opened(server, run_id) as made:
+        with open_store(server, run_id) as made:
             yield dist.PrefixStore("p", made)
 
 
 class TestNestedPrefixStores(TestPrefixStoreOfRedisStore):
     @pytest.fixture
     def store(self, server: RedisServer, run_id: str) -> Iterator[Any]:
-        with opened(server, run_id) as made:
+        with open_store(server, run_id) as made:
             yield dist.PrefixStore("inner", dist.PrefixStore("outer", made.prefixed("own")))

@@ -20,7 +20,7 @@ from redelastic.store import RedisStore
 from tests.support import stores
 from tests.support.peers import lossy_proxy
 from tests.support.servers import frozen
-from tests.support.stores import SOON, in_thread, opened, until
+from tests.support.stores import SOON, in_thread, open_store, until
 
 store = stores.store
 
@@ -48,7 +48,7 @@ def test_many_threads_block_at_once_on_one_handle(own_server: RedisServer, run_i
 
 
 def test_a_thousand_waits_leak_no_connection(own_server: RedisServer, run_id: str) -> None:
-    with opened(own_server, run_id) as store, own_server.get_client() as client:
+    with open_store(own_server, run_id) as store, own_server.get_client() as client:
         store.set("there", "v")
         for i in range(500):
             store.wait(["there"])
@@ -74,7 +74,7 @@ def test_a_blocked_wait_sends_no_requests(own_server: RedisServer, run_id: str) 
 
 
 def test_a_wait_for_existing_keys_runs_no_script(own_server: RedisServer, run_id: str) -> None:
-    with opened(own_server, run_id) as store, own_server.get_client() as client:
+    with open_store(own_server, run_id) as store, own_server.get_client() as client:
         store.set("there", "")
         before = client.info("commandstats")["cmdstat_evalsha"]["calls"]
         store.wait(["there"])
@@ -110,7 +110,7 @@ def test_a_barrier_costs_one_script_per_member_and_one_wake_up(own_server: Redis
 def test_a_wake_up_has_the_value(
     own_server: RedisServer, run_id: str, write: Callable[[RedisStore], None], value: bytes
 ) -> None:
-    with opened(own_server, run_id) as store, own_server.get_client() as client:
+    with open_store(own_server, run_id) as store, own_server.get_client() as client:
         key = "/last_member" if value == b"1" else "k"
         waiting = in_thread(store.get, key)
         until(lambda: blocked_clients(client) == 1)
@@ -134,7 +134,7 @@ def test_a_waiter_does_not_get_an_earlier_value(own_server: RedisServer, run_id:
 
 
 def test_a_wait_with_a_timeout_of_0_checks_once(own_server: RedisServer, run_id: str) -> None:
-    with opened(own_server, run_id) as store, own_server.get_client() as client:
+    with open_store(own_server, run_id) as store, own_server.get_client() as client:
         with pytest.raises(dist.DistStoreError, match="wait timeout"):
             store.wait(["k"], timedelta(0))
         assert "cmdstat_xread" not in client.info("commandstats")
@@ -147,7 +147,7 @@ def test_a_barrier_that_all_have_passed_is_open(store: RedisStore) -> None:
 
 @pytest.mark.parametrize("what", ["get", "wait", "queue_pop"])
 def test_a_wait_survives_the_loss_of_all_data(own_server: RedisServer, run_id: str, what: str) -> None:
-    with opened(own_server, run_id) as store, own_server.get_client() as client:
+    with open_store(own_server, run_id) as store, own_server.get_client() as client:
         waiting = in_thread(getattr(store, what), ["k"] if what == "wait" else "k")
         until(lambda: blocked_clients(client) == 1)
         client.flushall()
@@ -160,7 +160,7 @@ def test_a_wait_survives_the_loss_of_all_data(own_server: RedisServer, run_id: s
 
 
 def test_a_wait_survives_a_restart(own_server: RedisServer, run_id: str) -> None:
-    with opened(own_server, run_id) as store:
+    with open_store(own_server, run_id) as store:
         with own_server.get_client() as client:
             waiting = in_thread(store.get, "k")
             until(lambda: blocked_clients(client) == 1)
@@ -171,7 +171,7 @@ def test_a_wait_survives_a_restart(own_server: RedisServer, run_id: str) -> None
 
 
 def test_a_wait_ends_in_time_while_redis_is_away(own_server: RedisServer, run_id: str) -> None:
-    with opened(own_server, run_id) as store:
+    with open_store(own_server, run_id) as store:
         own_server.kill()
         started = time.monotonic()
         with pytest.raises(dist.DistNetworkError, match="could not be reached"):
@@ -210,7 +210,7 @@ def test_a_signal_handlers_error_ends_a_wait(
 
 
 def test_a_wait_outlasts_the_stores_time_to_live(own_server: RedisServer, run_id: str) -> None:
-    with opened(own_server, run_id, ttl=0.2) as store:
+    with open_store(own_server, run_id, ttl=0.2) as store:
         store._connection.max_block = 60
         waiting = in_thread(store.get, "k")
         with own_server.get_client() as client:
@@ -221,7 +221,7 @@ def test_a_wait_outlasts_the_stores_time_to_live(own_server: RedisServer, run_id
 
 
 def test_a_wait_for_a_queue_with_items_writes_nothing(own_server: RedisServer, run_id: str) -> None:
-    with opened(own_server, run_id) as store, own_server.get_client() as client:
+    with open_store(own_server, run_id) as store, own_server.get_client() as client:
         store._connection.max_block = 60
         store.queue_push("q", "item")
         client.config_set("maxmemory", 1)
@@ -236,7 +236,7 @@ def test_a_late_wake_up_leaves_only_the_rest_of_the_timeout(
 ) -> None:
     """If Redis goes away just then, the next request gets only the time that is left."""
     limits: list[float] = []
-    with opened(own_server, run_id, timeout=2) as store:
+    with open_store(own_server, run_id, timeout=2) as store:
         store.set("there", "v")
         exchange = store._connection.exchange
 
@@ -270,7 +270,7 @@ def test_a_frozen_server_gets_no_attempt_after_the_timeout(own_server: RedisServ
 
 
 def test_an_item_wakes_only_the_longest_waiter(own_server: RedisServer, run_id: str) -> None:
-    with opened(own_server, run_id) as store, own_server.get_client() as client:
+    with open_store(own_server, run_id) as store, own_server.get_client() as client:
         store._connection.max_block = 60
         pops: list[Future[bytes]] = []
         for _ in range(10):
@@ -285,7 +285,11 @@ def test_an_item_wakes_only_the_longest_waiter(own_server: RedisServer, run_id: 
 
 
 def test_items_are_not_kept_for_dead_waiters(own_server: RedisServer, run_id: str) -> None:
-    with opened(own_server, run_id) as store, opened(own_server, run_id) as dead, own_server.get_client() as client:
+    with (
+        open_store(own_server, run_id) as store,
+        open_store(own_server, run_id) as dead,
+        own_server.get_client() as client,
+    ):
         dead.set_timeout(timedelta(seconds=0.1))
         with pytest.raises(dist.DistStoreError, match="wait timeout"):
             dead.queue_pop("q")

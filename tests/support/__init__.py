@@ -1,4 +1,4 @@
-"""What test files share."""
+"""Fixtures, jobs, servers and helpers that test files share."""
 
 import pytest
 

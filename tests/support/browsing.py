@@ -1,4 +1,4 @@
-"""A real browser on a real dashboard."""
+"""Headless Chromium, and the dashboard as a process that it can visit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from selenium import webdriver
 from selenium.common.exceptions import StaleElementReferenceException
 from selenium.webdriver.common.by import By
 
-from tests.support.commands import Started, started, until
+from tests.support.commands import RunningCommand, running_command, until
 
 FLAGS: Final = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-dev-shm-usage"),
@@ -24,9 +24,9 @@ _URL: Final = re.compile(r"(http://\S+?/)[\s?]")
 
 
 @contextlib.contextmanager
-def dashboard(*arguments: str) -> Iterator[tuple[str, Started]]:
-    """The command as a process of its own; yields its URL, with a trailing slash, and the process."""
-    with started("dashboard", "--port=0", *arguments) as process:
+def dashboard(*arguments: str) -> Iterator[tuple[str, RunningCommand]]:
+    """Run `redelastic dashboard`; yields its URL, with a trailing slash, and the process."""
+    with running_command("dashboard", "--port=0", *arguments) as process:
         until(lambda: "Ctrl-C" in process.out or process.process.poll() is not None, "it serves", 120)
         found = _URL.search(process.out)
         assert found, process.out
@@ -34,7 +34,7 @@ def dashboard(*arguments: str) -> Iterator[tuple[str, Started]]:
 
 
 class Browser:
-    """Headless Chromium, on one page at a time."""
+    """Headless Chromium with one page; the test is skipped where it is not installed."""
 
     def __init__(self, profile: Path) -> None:
         chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
@@ -54,19 +54,19 @@ class Browser:
         self.driver.get(url)
 
     def text(self, selector: str) -> str:
-        """The text there; for several elements one below the other."""
+        """The text of the elements that match, a line or more for each; "" while the page replaces them."""
         with contextlib.suppress(StaleElementReferenceException):
             return "\n".join(found.text for found in self.driver.find_elements(By.CSS_SELECTOR, selector))
         return ""
 
     def until(self, selector: str, reads: str | Callable[[str], object]) -> str:
-        """Wait for text there that contains this text or passes this test; return all of it."""
+        """Wait until the text of `selector` contains a string or passes a test; returns that text."""
         holds = (lambda text: reads in text) if isinstance(reads, str) else reads
         until(lambda: holds(self.text(selector)), f"{selector} reads {reads}: {self.text('body')}", 60)
         return self.text(selector)
 
     def rows(self) -> dict[str, str]:
-        """The state, in a word, of each node in sight, by its name."""
+        """The state shown for each node on the page, by the node's name."""
         script = """return [...document.querySelectorAll(".nodes tbody tr:not(.gap)")].map(
             (row) => [row.querySelector(".c-node").textContent, row.querySelector(".c-state").textContent])"""
         return dict(self.run(script))
@@ -75,10 +75,10 @@ class Browser:
         """The return value of a script run in the page."""
         return self.driver.execute_script(script)
 
-    def complaints(self) -> list[str]:
-        """Console messages since the last call about errors and policy violations."""
-        told = [entry["message"] for entry in self.driver.get_log("browser")]
-        return [message for message in told if "net::ERR_" not in message]  # tests end their servers
+    def console_errors(self) -> list[str]:
+        """Console messages since the last call: errors and violations of the content security policy."""
+        messages = [entry["message"] for entry in self.driver.get_log("browser")]
+        return [message for message in messages if "net::ERR_" not in message]  # a test has ended its server
 
     def close(self) -> None:
         self.driver.quit()

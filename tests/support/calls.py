@@ -1,4 +1,4 @@
-"""Calls to Redis, and how long they take."""
+"""Connections to Redis with known time limits, and a check of how long a call takes."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ from contextlib import contextmanager
 from redelastic.redis.connection import Connection
 from redelastic.redis.wire import Client
 
-ATTEMPT = 0.5  # timeout of one attempt on a server that gives no answer, in seconds
-LONG = 60.0  # of anything that a busy machine should not end, in seconds
-SLOW = 20.0  # allowance for a busy machine, in seconds
+ATTEMPT_TIMEOUT = 0.5  # of one attempt on a server that does not answer, in seconds
+LONG_TIMEOUT = 60.0  # of what must not time out on a busy machine, in seconds
+ALLOWANCE = 20.0  # for what a busy machine adds, in seconds
 
 
-def opened(url: str, *, attempt: float = LONG, connect: float = LONG) -> Connection:
-    """A connection whose calls are retried for ``LONG``; one that is attempted twice may have two effects."""
-    return Connection.open(url, attempt, LONG, connect)
+def open_connection(url: str, *, attempt: float = LONG_TIMEOUT, connect: float = LONG_TIMEOUT) -> Connection:
+    """A connection whose calls are retried for ``LONG_TIMEOUT``, so that a second attempt shows as a second effect."""
+    return Connection.open(url, attempt, LONG_TIMEOUT, connect)
 
 
 @contextmanager
 def takes(least: float, most: float) -> Iterator[None]:
+    """Check that this block takes between so many seconds, with an allowance for a busy machine."""
     started = time.monotonic()
     yield
     took = time.monotonic() - started
-    assert least <= took <= most + SLOW, f"{took:.2f} s"  # pytest shows no values for a module that is not a test
+    assert least <= took <= most + ALLOWANCE, f"{took:.2f} s"  # pytest explains asserts of tests only
 
 
 def increment(client: Client) -> int:

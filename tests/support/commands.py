@@ -1,4 +1,4 @@
-"""Runs the commands: in this process or as a user would, on runs whose nodes are in this process."""
+"""Commands of `redelastic`, run in this process or in one of their own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ import sys
 import termios
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +30,9 @@ until = Within(60)
 
 
 @dataclass
-class Done:
+class CommandResult:
+    """The exit code of a command and what it printed."""
+
     code: int
     out: str
     err: str
@@ -41,41 +42,34 @@ class Done:
         return json.loads(self.out)
 
 
-Cli = Callable[..., Done]  # what the fixture `cli` of `cli_fixtures.py` is
+Cli = Callable[..., CommandResult]  # type of the fixture `cli` in `cli_fixtures.py`
 
 
-def command(*argv: str) -> Done:
-    """Run a command in this process, with its output in pipes."""
+def run_command(*argv: str) -> CommandResult:
+    """Run a command in this process; its output is no terminal."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
             code = redelastic.cli.main(argv)
         except SystemExit as e:
             code = int(e.code or 0)
-    return Done(code, out.getvalue(), err.getvalue())
+    return CommandResult(code, out.getvalue(), err.getvalue())
 
 
-def form(pool: ThreadPoolExecutor, *nodes: RedisRendezvousHandler) -> None:
-    """Have nodes form a round."""
-    for future in [pool.submit(node.next_rendezvous) for node in nodes]:
-        future.result(60)
-
-
-class Started:
-    """A command that runs in its own process.
+class RunningCommand:
+    """A command that runs in its own process, and its output so far.
 
     Args:
-        argv: its arguments.
-        columns: width of its terminal; None for pipes.
+        argv: the command's name and arguments.
+        columns: width of its terminal; None: its output goes into a pipe.
     """
 
     def __init__(self, *argv: str, columns: int | None = None) -> None:
         environment = {k: v for k, v in os.environ.items() if k not in {"COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR"}}
-        theirs = write = -1
         if columns is None:
-            theirs, write = os.pipe()
+            read, write = os.pipe()
         else:
-            theirs, write = pty.openpty()
+            read, write = pty.openpty()
             fcntl.ioctl(write, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
         self._error_end, error_end = os.pipe()
         self.process = subprocess.Popen(
@@ -87,14 +81,15 @@ class Started:
         )
         os.close(write)
         os.close(error_end)
-        self._texts = {theirs: "", self._error_end: ""}
-        self._out_end = theirs
+        self._texts = {read: "", self._error_end: ""}
+        self._out_end = read
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
     def _read(self) -> None:
         open_ends = set(self._texts)
-        decoders = {end: codecs.getincrementaldecoder("utf-8")("replace") for end in open_ends}  # for parts of a sign
+        # Incremental, since a read may end within a character.
+        decoders = {end: codecs.getincrementaldecoder("utf-8")("replace") for end in open_ends}
         while open_ends:
             for end in select.select(list(open_ends), [], [])[0]:
                 try:
@@ -115,14 +110,14 @@ class Started:
         return self._texts[self._error_end]
 
     def until(self, text: str, *, err: bool = False, after: int = 0) -> None:
-        """Wait until it has written ``text``, at or after this character position."""
+        """Wait until ``text`` is in its stdout, or in its stderr, from the character ``after`` on."""
         until(lambda: text in (self.err if err else self.out)[after:] or self.process.poll() is not None, text)
         if text not in (self.err if err else self.out)[after:]:
-            self._reader.join(60)  # it has ended, and its last words may still be in the pipe
+            self._reader.join(60)  # it has ended, and the rest of its output may still be in the pipe
         assert text in (self.err if err else self.out)[after:], f"it ended, with {self.out}\n{self.err}"
 
     def interrupt(self) -> int:
-        """Do what Ctrl-C does; returns the exit code."""
+        """Send SIGINT, as Ctrl-C does; returns the exit code."""
         self.process.send_signal(signal.SIGINT)
         code = self.process.wait(60)
         self._reader.join(60)
@@ -130,9 +125,9 @@ class Started:
 
 
 @contextlib.contextmanager
-def started(*argv: str, columns: int | None = None) -> Iterator[Started]:
+def running_command(*argv: str, columns: int | None = None) -> Iterator[RunningCommand]:
     """Start a command, and kill it at the end if it has not ended."""
-    process = Started(*argv, columns=columns)
+    process = RunningCommand(*argv, columns=columns)
     try:
         yield process
     finally:
@@ -141,11 +136,13 @@ def started(*argv: str, columns: int | None = None) -> Iterator[Started]:
 
 
 def with_agent(node: RedisRendezvousHandler) -> RedisRendezvousHandler:
+    """Have the node's status say that it runs our agent, which drains need."""
     node.node.describe = lambda base: json.dumps(base | {"agent": "redelastic"})
     return node
 
 
-def rank_of(member: Node) -> int:
-    entered = member.view.round
+def rank_of(node: Node) -> int:
+    """The node's rank in its round."""
+    entered = node.view.round
     assert entered is not None
     return entered.rank

@@ -1,4 +1,4 @@
-"""Made-up runs in a real Redis, of any number of nodes, written the way the scripts write them."""
+"""Made-up runs of any number of nodes in a real Redis: the keys that the Lua scripts would have written."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from redelastic.redis.keys import RunKeys
 from tests.proofs.oracle_state import PROTOCOL
 from tests.support.scenes import Story
 
-LEASE = 6.0  # in seconds
+LEASE = 6.0  # of each node, in seconds
 
 
 def fields_of(event: Event) -> dict[Any, Any]:
-    """An event as an entry of a stream."""
+    """The fields of an event's entry in the stream of events."""
     fields: dict[Any, Any] = {"event": event.event, "epoch": event.epoch, "size": event.size, "node": event.node}
     fields |= {"nodes": " ".join(event.nodes)} if event.nodes else {}
     fields |= {"breaks": 1} if event.breaks else {}
@@ -28,12 +28,12 @@ def fields_of(event: Event) -> dict[Any, Any]:
 
 
 class Crowd:
-    """A run with a past and only live nodes: :meth:`beat` has each report what it does now.
+    """A run with past rounds, whose nodes are all alive; :meth:`beat` renews their leases and statuses.
 
     Args:
-        client: of the server.
-        run_id: of the run.
-        nodes: how many.
+        client: a client of the server.
+        run_id: the run's id.
+        nodes: number of nodes.
         gpus: GPUs per node.
         age: how long ago the run began, in seconds.
         lease: how long the nodes live after each :meth:`beat`, in seconds.
@@ -66,9 +66,9 @@ class Crowd:
                 story.lose(at * age, victim, 6100)
             elif kind == "hung":
                 hung: dict[str, Any] = {"local_rank": 3, "rank": 11, "pid": 4003, "idle_ms": 120_000, "step": 30_412}
-                story.tell(at * age, Hung(node=victim, **hung, stacks="Thread 0x1\n  File train.py, line 3"))
+                story.add(at * age, Hung(node=victim, **hung, stacks="Thread 0x1\n  File train.py, line 3"))
             else:
-                story.tell(at * age, Failed(node=victim, local_rank=5, rank=85, pid=4005, exit_code=1))
+                story.add(at * age, Failed(node=victim, local_rank=5, rank=85, pid=4005, exit_code=1))
             stay = [node for node in self.members if kind != "lost" or node != victim]
             story.regroup(at * age + 0.2, stay, within=2)
             if kind == "lost":
@@ -103,12 +103,12 @@ class Crowd:
             pipe.execute()
         self.beat()
 
-    def tell(self, event: Event) -> None:
-        """Have something happen now."""
+    def add(self, event: Event) -> None:
+        """Add an event that happens now."""
         self._client.xadd(self.keys.events, fields_of(event), id=f"{round(1000 * time.time())}-*")
 
     def beat(self, steps: int = 1, silent: Sequence[str] = ()) -> None:
-        """Have each node but the ``silent`` ones report its state, ``steps`` steps further."""
+        """Have each node but the ``silent`` ones renew its lease and report ``steps`` more steps."""
         self.step += steps
         until = round(1000 * (time.time() + self._lease))
         with self._client.pipeline(transaction=False) as pipe:
@@ -149,23 +149,23 @@ class Crowd:
 
 
 def main(nodes: int) -> None:
-    """Print what one update of the dashboard's page costs, for ``nodes`` nodes of 8 GPUs, each with a new heartbeat."""
+    """Print the cost of one update of the dashboard's page after a heartbeat of each node of 8 GPUs."""
     with RedisServer() as server, server.get_client() as client:
         crowd = Crowd(client, "crowd", nodes)
         watch = Watch(Connection.open(server.url), crowd.keys)
         watch.read(has_page=True)
-        whole, told = len(json.dumps(watch.page)), []
+        page_size, costs = len(json.dumps(watch.page)), []
         for _ in range(9):
             before = watch.page
             crowd.beat()
             began = time.process_time()
             watch.read(has_page=True)
-            looked = time.process_time()
+            done = time.process_time()
             patch = json.dumps(merge_patch(before, watch.page), separators=(",", ":"))
-            told.append((1000 * (looked - began), 1000 * (time.process_time() - looked), len(patch)))
-    look, diff, size = (statistics.median(column) for column in zip(*told, strict=True))
+            costs.append((1000 * (done - began), 1000 * (time.process_time() - done), len(patch)))
+    read, diff, size = (statistics.median(column) for column in zip(*costs, strict=True))
     sys.stdout.write(
-        f"{nodes} nodes: the page {whole:,} bytes; an update {size:,.0f} bytes, {look:.0f} ms of CPU to read and "
+        f"{nodes} nodes: the page {page_size:,} bytes; an update {size:,.0f} bytes, {read:.0f} ms of CPU to read and "
         f"{diff:.0f} ms to tell what changed\n"
     )
 

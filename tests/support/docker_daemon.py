@@ -1,8 +1,8 @@
 """A private Docker daemon for a test, in its own network, mount and process namespaces.
 
-Its bridges, firewall rules and mounts are not the host's, its images are in memory, and everything ends with one
-process: the daemon's, which ends with its parent, even by SIGKILL. All else is a folder with its
-log and its socket, and the cgroups of its containers; they are removed at the end.
+Its bridges, firewall rules and mounts are not the host's, and its images are in memory. All of them end with the
+daemon's process, which ends with its parent, even by SIGKILL. A folder with its log and its socket, and the cgroups of
+its containers, are removed at the end.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ class DockerError(RuntimeError):
 
 
 def missing() -> str:
-    """Why no daemon can run here, in one line; empty if one can."""
+    """Why no daemon can run here, in one line; "" if one can."""
     if os.geteuid() != 0:
         return "a Docker daemon needs root"
     if (free := psutil.virtual_memory().available) < _MEMORY:
         return f"of memory {free / 1e9:.1f} GB are free, {_MEMORY / 1e9:.0f} GB are needed"
-    lacking = sorted({package for program, package in _NEEDED.items() if shutil.which(program) is None})
-    return f"not installed: the Debian packages {', '.join(lacking)}" if lacking else ""
+    packages = sorted({package for program, package in _NEEDED.items() if shutil.which(program) is None})
+    return f"not installed: the Debian packages {', '.join(packages)}" if packages else ""
 
 
 class DockerDaemon:
-    """The daemon, and the commands that talk to it; for one block.
+    """The daemon, for one block, and docker commands that use it.
 
     Raises:
         DockerError: it does not start here; the message ends with its log.
@@ -70,8 +70,8 @@ class DockerDaemon:
             stack.callback(self._remove_cgroups)
             log, data = self.folder / "log", self.folder / "data"
             data.mkdir()
-            # the process that is killed is unshare; the kernel kills its child, the first in the process namespace, and
-            # with it all others there
+            # What is killed is unshare. The kernel then kills its child, the first process of the pid namespace, and
+            # with it all others there.
             process = server_module._OwnedProcess(
                 [
                     *(str(shutil.which("unshare")), "--mount", "--net", "--pid", "--fork", "--kill-child"),
@@ -110,7 +110,7 @@ class DockerDaemon:
         assert not alive, f"dockerd is still there: {alive}"
 
     def _remove_cgroups(self) -> None:
-        """Remove the containers' cgroups; those of processes just killed stay busy for a moment."""
+        """Remove the containers' cgroups. For a moment after its processes are killed, a cgroup is still busy."""
 
         def gone() -> bool:
             for root in self.cgroups():
@@ -122,11 +122,11 @@ class DockerDaemon:
         wait_until(gone, "the containers' cgroups are removed", 30)
 
     def cgroups(self) -> list[Path]:
-        """Those that exist, in each hierarchy."""
+        """The roots of the containers' cgroups that exist, one in each hierarchy."""
         return [path for path in (_CGROUPS / self.name, *_CGROUPS.glob(f"*/{self.name}")) if path.exists()]
 
     def docker(self, *arguments: str) -> str:
-        """The stdout of a docker command.
+        """Run a docker command; returns its stdout.
 
         Raises:
             DockerError: it failed.
@@ -134,17 +134,17 @@ class DockerDaemon:
         return self._checked(["docker", *arguments], {})
 
     def compose(self, file: Path, *arguments: str, settings: Mapping[str, str]) -> str:
-        """The same for Compose: version 2 if docker has it, else Debian's."""
+        """Run a command of Compose: version 2 if docker has it, else Debian's; returns its stdout."""
         has_plugin = self._run(["docker", "compose", "version"], {}).returncode == 0
         command = ["docker", "compose"] if has_plugin else ["docker-compose"]
         return self._checked([*command, f"--file={file}", f"--project-name={self.name}", *arguments], settings)
 
     def import_image(self, name: str, write: Callable[[IO[bytes]], None], *changes: str) -> None:
-        """Make an image from the archive that ``write`` writes; the changes are Dockerfile lines."""
+        """Make an image from the tar archive that ``write`` writes; each change is a line of a Dockerfile."""
         command = ["docker", "import", *(f"--change={change}" for change in changes), "-", name]
-        with (self.folder / "import").open("w+b") as said:
+        with (self.folder / "import").open("w+b") as output:
             process = subprocess.Popen(
-                command, env=self._environment({}), stdin=subprocess.PIPE, stdout=said, stderr=said
+                command, env=self._environment({}), stdin=subprocess.PIPE, stdout=output, stderr=output
             )
             assert process.stdin is not None
             try:
@@ -154,8 +154,8 @@ class DockerDaemon:
                 pass
             finally:
                 if process.wait(LIMIT) != 0:
-                    said.seek(0)
-                    raise DockerError(f"{' '.join(command)}: {said.read().decode(errors='replace')}")
+                    output.seek(0)
+                    raise DockerError(f"{' '.join(command)}: {output.read().decode(errors='replace')}")
 
     def left(self) -> list[str]:
         """The containers, volumes and networks left, except Docker's own networks."""

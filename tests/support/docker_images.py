@@ -1,4 +1,4 @@
-"""Base images with the names of public ones, made from this host's installation, without a registry."""
+"""Stand-ins for public base images, made from this host's installation without a registry."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from typing import IO, Final
 
 from redelastic.redis.server import find_binary
 
-_COMMANDS: Final = ("cat", "cut", "getent", "grep", "install", "sh", "useradd")  # what containers call
-_REDIS: Final = 999  # its user and group
+_COMMANDS: Final = ("cat", "cut", "getent", "grep", "install", "sh", "useradd")  # that containers run
+_REDIS: Final = 999  # id of its user and group
 _PYTHON: Final = f"python{sys.version_info[0]}.{sys.version_info[1]}"
-# What the lock file names is there, but in the versions of this environment: there is no registry to get others from.
+# Without a registry, only the versions of this environment can be had: an installation from the lock file does nothing.
 _PIP: Final = (
     f"#!/usr/local/bin/{_PYTHON}\nimport sys\nfrom pip._internal.cli.main import main\n"
     "sys.exit('--require-hashes' not in sys.argv and main())\n"
 )
-# All that pip may need is there, even the build backend; "no-build-isolation = false" is pip's "no isolation".
+# The build backend is there too, so pip needs no index. "no-build-isolation = false" turns build isolation off.
 _PIP_CONF: Final = "[global]\nno-index = true\nroot-user-action = ignore\n[install]\nno-build-isolation = false\n"
 # Left out of the environment: redelastic, which the Dockerfile installs, and large parts that no node needs.
 _LEFT_OUT: Final = re.compile("^/(_?redelastic|__editable|mypy|[0-9a-f]{20}__mypyc|torch/(bin/test_|include/|test/))")
@@ -34,7 +34,7 @@ class Rootfs:
     """The files of an image, written to a stream as a tar archive.
 
     Args:
-        stream: the stream to write to.
+        stream: where the archive goes.
     """
 
     def __init__(self, stream: IO[bytes]) -> None:
@@ -57,15 +57,16 @@ class Rootfs:
         self._tar.close()
 
     def program(self, name: str, place: str = "") -> None:
-        """Add a program of this host, in its place in the image."""
+        """Add a program of this host; ``place`` is its path in the image."""
         path = shutil.which(name)
         assert path is not None, f"there is no {name}"
         self._add(Path(path).resolve(), place or f"usr/bin/{name}")
         self.needs_libraries_of([path])
 
     def needs_libraries_of(self, binaries: Iterable[str | Path]) -> None:
-        said = subprocess.run(["ldd", *binaries], capture_output=True, text=True, check=False).stdout
-        self._libraries |= {path for path in _LIBRARY.findall(said) if "/site-packages/" not in path}
+        """Have :meth:`close` add the shared libraries that these need."""
+        output = subprocess.run(["ldd", *binaries], capture_output=True, text=True, check=False).stdout
+        self._libraries |= {path for path in _LIBRARY.findall(output) if "/site-packages/" not in path}
 
     def write(self, name: str, text: str, mode: int = 0o644) -> None:
         entry = tarfile.TarInfo(name)
@@ -83,7 +84,7 @@ class Rootfs:
         self._tar.addfile(entry)
 
     def tree(self, source: Path, name: str, leave_out: re.Pattern[str]) -> None:
-        """Add a folder, without paths below it that match ``leave_out``."""
+        """Add a folder, but not the paths below it that match ``leave_out``."""
 
         def kept(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
             if leave_out.search(entry.name.removeprefix(name)):
@@ -97,15 +98,16 @@ class Rootfs:
 
 
 def _of_root(entry: tarfile.TarInfo) -> tarfile.TarInfo:
+    """Make root the owner."""
     entry.uid = entry.gid = 0
     entry.uname = entry.gname = ""
     return entry
 
 
 def write_python(stream: IO[bytes]) -> None:
-    """Write this interpreter and all packages of its environment but redelastic, as in the public image.
+    """Write an image with this interpreter and the packages of its environment, without redelastic.
 
-    /usr/local is a virtual environment: otherwise Debian's own interpreter would look for packages in Debian's places.
+    /usr/local is a virtual environment, since Debian's interpreter would look for packages elsewhere.
     """
     image = Rootfs(stream)
     stdlib, packages = Path(sysconfig.get_path("stdlib")), Path(sysconfig.get_path("purelib"))
@@ -121,7 +123,7 @@ def write_python(stream: IO[bytes]) -> None:
 
 
 def write_redis(stream: IO[bytes]) -> None:
-    """Write this host's Redis."""
+    """Write an image with this host's Redis."""
     image = Rootfs(stream)
     image.program(find_binary(), "usr/bin/redis-server")
     image.program("redis-cli")

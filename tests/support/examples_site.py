@@ -1,4 +1,4 @@
-"""Where the recipes of examples/ run: programs on PATH stand in for ssh, srun, scontrol and a kubelet."""
+"""Where tests run the recipes of examples/: stand-ins for ssh, srun and scontrol on PATH, and for a kubelet."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from redelastic.redis.connection import Connection
 from redelastic.redis.endpoint import URL_VARIABLE, parse_endpoint
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import find_binary, reserve_port
-from tests.support.torchrun_job import _REAPER, TOKEN
+from tests.support.torchrun_job import REAPER, TOKEN
 
 T = TypeVar("T")
 
@@ -34,14 +34,14 @@ POLL: Final = 0.1  # in seconds: scanning all processes of the machine takes tim
 EXAMPLES: Final = Path(__file__).parents[2] / "examples"
 AWARE: Final = Path(__file__).parent / "workers" / "aware.py"
 
-# What a host does for an ssh login: a new session, none of our environment, and another folder.
+# Like sshd: a new session, without this environment, in another folder.
 SSH: Final = f"""#!/bin/bash
 while [[ $1 = -* ]]; do [[ $1 = -o ]] && shift; shift; done
 cd / && exec env -i HOME="$HOME" PATH=/usr/bin:/bin OMP_NUM_THREADS=1 {TOKEN}="${TOKEN}" TEST_NODE="${{1#*@}}" \\
   setsid --wait bash -c "$2"
 """
 
-# One task per node. As with KillOnBadExit, a failing task ends the others unless srun is told otherwise.
+# One task per node. As with Slurm's KillOnBadExit, a task that fails ends the others, unless --kill-on-bad-exit=0.
 SRUN: Final = f"""#!{sys.executable}
 import os, subprocess, sys
 command = sys.argv[1:]
@@ -60,8 +60,8 @@ while len(codes) < len(tasks):
 sys.exit(max(codes))
 """
 
-# It overwrites its environment with a title, so it is known by its pid; it ends with its parent, unless a test sets
-# REDIS_TIE. It may have a port of its own, where a cluster would give it an address of its own.
+# Redis overwrites its environment with a title, so `Site` knows it by its pid. It ends with its parent, unless a test
+# sets REDIS_TIE. With REDIS_OPTIONS it gets a port of its own, where a cluster would give it an address of its own.
 REDIS: Final = """#!/bin/bash
 echo $$ >>redis.pids
 exec ${{REDIS_TIE-setpriv --pdeathsig KILL}} {binary} "$@" $REDIS_OPTIONS
@@ -71,11 +71,11 @@ SCONTROL: Final = '#!/bin/bash\necho "$@" >>scontrol.log\n'
 
 
 class Site:
-    """A folder with programs in front of the real ones; no process is left at the end.
+    """A folder in which recipes run, with stand-ins first on PATH; at the end no process is left.
 
     Args:
-        folder: where recipes run.
-        programs: their texts, by name.
+        folder: the folder.
+        programs: the text of each stand-in, by name.
     """
 
     def __init__(self, folder: Path, **programs: str) -> None:
@@ -91,19 +91,19 @@ class Site:
         self.environment = {**inherited, "PATH": path, "HOME": str(folder), "OMP_NUM_THREADS": "1", TOKEN: self._token}
         self._started: list[subprocess.Popen[bytes]] = []
         self._reaper = subprocess.Popen(
-            [sys.executable, "-c", _REAPER, TOKEN, self._token], stdin=subprocess.PIPE, start_new_session=True
+            [sys.executable, "-c", REAPER, TOKEN, self._token], stdin=subprocess.PIPE, start_new_session=True
         )
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        for left in self.processes():
+        for process in self.processes():
             with contextlib.suppress(psutil.NoSuchProcess):
-                left.kill()
+                process.kill()
         self._reaper.communicate(timeout=LIMIT)
-        for process in self._started:
-            process.wait(LIMIT)
+        for started in self._started:
+            started.wait(LIMIT)
 
     def start(self, *command: str | Path, **environment: str) -> subprocess.Popen[bytes]:
         """Start a program in the site's folder; its output is appended to `log`."""
@@ -125,7 +125,7 @@ class Site:
         return (self.folder / "log").read_text(errors="replace")
 
     def recipe(self, name: str, script: str | None = None) -> Path:
-        """A copy of a recipe with the user's edits: the training script, and whatever else."""
+        """A copy of a recipe in the folder; with ``script``, edited as users do to train with another script."""
         text = (EXAMPLES / name).read_text()
         if script is not None:
             before, line, after = text.partition("\nscript=(")
@@ -165,7 +165,7 @@ class Site:
         return int(process.returncode)
 
     def control(self) -> RunControl:
-        """The agents' run, reached the way they reach it."""
+        """The control of the agents' run, by the endpoint and the login of an agent."""
         agent = self.wait("there is an agent", self.agents)[0]
         [run_id] = [word.partition("=")[2] for word in agent.cmdline() if word.startswith("--rdzv-id=")]
         ca = [word.partition("ca_cert=")[2] for word in agent.cmdline() if "ca_cert=" in word]
@@ -173,7 +173,7 @@ class Site:
         return RunControl(Connection.open(endpoint, connect_timeout=LIMIT), RunKeys(run_id))
 
     def assert_no_password_is_seen(self) -> None:
-        """No command line of the site's processes contains the agents' password."""
+        """Neither a command line of the site's processes nor the log contains the agents' password."""
         lines = [" ".join(_command(p)) for p in self.processes()]
         passwords = {urlsplit(_environment(p).get(URL_VARIABLE, "")).password for p in self.agents()} - {None}
         assert passwords
@@ -204,12 +204,12 @@ def _lives(process: psutil.Process) -> bool:
 
 
 def _is_agent(words: list[str]) -> bool:
-    """Whether this is Python with our command, not a shell or srun in front of it."""
+    """Whether this is Python with `redelastic run`, not a shell or srun that starts it."""
     return len(words) > 2 and words[1].endswith("/redelastic") and words[2] == "run"
 
 
 def kill_node(agent: psutil.Process) -> None:
-    """Kill a node as if its machine died."""
+    """Kill an agent and its workers at once, as if their host died."""
     for process in [agent, *agent.children(recursive=True)]:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.send_signal(signal.SIGKILL)
@@ -233,14 +233,14 @@ def port_of_a_slurm_job() -> Iterator[int]:
 
 
 class Pod:
-    """A container's commands, run the way a kubelet runs them.
+    """A pod of one container, whose commands run here as a kubelet would run them.
 
     Args:
         site: where it runs.
-        spec: the pod's spec.
-        labels: the pod's labels.
+        spec: its spec.
+        labels: its labels.
         secrets: the cluster's secrets, by name and key.
-        instead: replacements for names, ports and paths that are private in a pod but shared here.
+        instead: replacements for names, ports and paths that each pod has for itself, but that are shared here.
     """
 
     def __init__(
@@ -266,13 +266,14 @@ class Pod:
             self.environment[variable["name"]] = value
 
     def start(self, *, script: list[str] | None = None, **more: str) -> None:
-        """Start the container, optionally with another training script, and with more environment."""
+        """Start the container, with another training script if one is given, and ``more`` environment variables."""
         words = [*self.container.get("command", []), *self.container.get("args", [])]
         words = [self._own(word) for word in words]
         words = words if script is None else [*words[: words.index("-m")], *script]
         self.process = self.site.start(*words, **self.environment, **more)
 
     def _own(self, text: str) -> str:
+        """A text of the spec with its variables and its replacements."""
         for name, value in self.environment.items():
             text = text.replace(f"$({name})", value)
         for word, own in self._instead.items():
@@ -280,7 +281,7 @@ class Pod:
         return text
 
     def probe(self, name: str) -> bool:
-        """Probe the container as a kubelet does."""
+        """Send the container's readinessProbe, or another one by its name; returns whether it succeeds."""
         request = self.container[name]["httpGet"]
         [port] = [p["containerPort"] for p in self.container["ports"] if p["name"] == request["port"]]
         url = f"http://127.0.0.1:{self._own(str(port))}{request['path']}"
@@ -292,11 +293,12 @@ class Pod:
             return False
 
     def pre_stop(self) -> None:
+        """Run the container's preStop hook."""
         command = self.container["lifecycle"]["preStop"]["exec"]["command"]
         assert self.site.start(*map(self._own, command), **self.environment).wait(LIMIT) == 0
 
     def delete(self) -> int:
-        """Do what `kubectl delete pod` does; returns the exit code."""
+        """End the pod as a kubelet does: preStop, SIGTERM, SIGKILL after the grace period; returns the exit code."""
         self.pre_stop()
         self.process.terminate()
         try:
@@ -307,7 +309,7 @@ class Pod:
 
 
 def job_action(spec: Mapping[str, Any], code: int) -> str:
-    """What a Job's failure policy does when a pod ended with this code."""
+    """The action of a Job's podFailurePolicy for a container's exit code."""
     for rule in spec["podFailurePolicy"]["rules"]:
         if code in rule.get("onExitCodes", {}).get("values", []):
             return str(rule["action"])

@@ -1,4 +1,4 @@
-"""Servers with replicas shared by many tests, as a pytest plugin: each test leaves them intact."""
+"""A pytest plugin: servers with replicas for many tests. After each test, its fixture repairs them."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ def with_sentinel(sentinels: SentinelGroup) -> Iterator[Shard]:
     shard = Shard(sentinels.url, sentinels.servers)
     yield shard
     shard.heal()
-    wait_until(lambda: all_is_well(sentinels), "the sentinels know who is who", 30)
+    wait_until(lambda: sentinels_agree(sentinels), "the sentinels know who is who", 30)
 
 
-def all_is_well(group: SentinelGroup) -> bool:
-    """Whether every sentinel names the current master and finds the others up."""
+def sentinels_agree(group: SentinelGroup) -> bool:
+    """Whether every sentinel names the current master and finds all servers up."""
 
     def sees_all(port: int) -> bool:
         with redis.Redis(HOST, port, password=group.sentinel_password) as sentinel:
-            told: Any = sentinel.sentinel_master(MASTER_NAME)
+            master_state: Any = sentinel.sentinel_master(MASTER_NAME)
             replicas: Any = sentinel.sentinel_slaves(MASTER_NAME)
-        up = [state["flags"] for state in (told, *replicas)]
-        return (told["port"], up) == (port_of(group.master()), ["master", "slave", "slave"])
+        up = [state["flags"] for state in (master_state, *replicas)]
+        return (master_state["port"], up) == (port_of(group.master()), ["master", "slave", "slave"])
 
     master = Shard(group.url, group.servers).master()
     return master is group.master() and all(map(sees_all, group.sentinel_ports))
@@ -58,5 +58,6 @@ def all_is_well(group: SentinelGroup) -> bool:
 
 @pytest.fixture(params=quick_first(["with_sentinel", "in_cluster"]))
 def shard(request: pytest.FixtureRequest) -> Shard:
+    """Each kind of server that fails over; all but the first kind are long."""
     found: Shard = request.getfixturevalue(request.param)
     return found

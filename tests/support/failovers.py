@@ -1,4 +1,4 @@
-"""What the tests of failovers share: a killed master, lost writes, and groups of nodes."""
+"""Failovers: a master that is killed, writes that are lost, and groups of nodes and jobs that go through it."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ from tests.support.agent_job import AgentJob
 from tests.support.nodes import NodeFactory
 from tests.support.rounds import state
 from tests.support.servers import Shard, wait_until
-from tests.support.torchrun_job import PATIENT
+from tests.support.torchrun_job import LONG_LEASES
 
 T = TypeVar("T")
 INTERVAL: Final = 0.4
 LIMIT: Final = 60.0
+# What tests of failovers declare: beginnings of faults, and promises.
 TAKES_OVER: Final = "the master is killed, a replica takes over"
 LOST: Final = "the master is killed, its replica has not seen "
 CONFIRMED: Final = "min_replicas=1: "
@@ -34,7 +35,7 @@ NO_LOSS: Final = "I1, I2, I4: no round that a node has entered is lost"
 
 
 class FailOver:
-    """The SIGKILL of a master, and what is measured from then on."""
+    """Kills a master, and measures the time since."""
 
     def __init__(self, shard: Shard, run_id: str) -> None:
         self._shard, self._run = shard, RunKeys(run_id).run
@@ -60,17 +61,19 @@ class FailOver:
 
 
 def wait_until_all_beat(*nodes: RedisRendezvousHandler) -> None:
-    told = RunControl(nodes[0].backend.connection, nodes[0].backend.keys)
+    """Wait until Redis has heard each of these members within two heartbeat intervals."""
+    control = RunControl(nodes[0].backend.connection, nodes[0].backend.keys)
     ids = {node.node.id for node in nodes}
 
     def fresh() -> bool:
-        here = {node.id: node.silence for node in told.state().members}
+        here = {node.id: node.silence for node in control.state().members}
         return set(here) >= ids and max(here[node] for node in ids) < 2 * INTERVAL
 
     wait_until(fresh, "all beat again", LIMIT)
 
 
 def wait_for_candidates(node: RedisRendezvousHandler, count: int) -> None:
+    """Wait until so many nodes wait for a round of this node's run."""
     wait_until(lambda: (run := state(node)) is not None and len(run.candidates) == count, f"{count} wait", LIMIT)
 
 
@@ -78,13 +81,14 @@ Group = list[RedisRendezvousHandler]
 
 
 def new_group(new_node: NodeFactory, shard: Shard, low: int, high: int, count: int = 3, **config: Any) -> Group:
+    """So many nodes of the test's run, which has ``low`` to ``high``, on a shard."""
     config = {"keep_alive_interval": INTERVAL, "join_timeout": LIMIT} | config
     return [new_node(low, high, url=shard.url, **config) for _ in range(count)]
 
 
 @contextmanager
 def lost_writes(shard: Shard, run_id: str) -> Iterator[None]:
-    """Lose what the master acknowledges within this block: no replica sees it, and then the master is killed."""
+    """Lose what the master acknowledges in this block: no replica gets it, and at the end the master is killed."""
     shard.replicate(run_id)
     with shard.cut():
         yield
@@ -97,7 +101,7 @@ def resolved(*futures: Future[T]) -> list[T]:
 
 
 def settle(nodes: Group) -> None:
-    """Do as agents do: join the next round whenever nodes wait, until all are in one round that stands."""
+    """Have each node join whenever nodes wait, as agents do, until all are in one round that is not broken."""
     settled = threading.Event()
 
     def agent(node: RedisRendezvousHandler) -> None:
@@ -127,10 +131,10 @@ def settle(nodes: Group) -> None:
 
 
 class ReplicatedJob(AgentJob):
-    """A job on servers whose master may be killed."""
+    """A job on a shard, whose master may be killed."""
 
     def __init__(self, shard: Shard, run_id: str, directory: Path, nnodes: str, **more: Any) -> None:
-        more["conf"] = {**PATIENT, **more.get("conf", {})}
+        more["conf"] = {**LONG_LEASES, **more.get("conf", {})}
         super().__init__(cast("RedisServer", shard), directory, nnodes, **more)
         self.shard, self.run_id = shard, run_id
         self.control = RunControl(Connection.open(shard.url), RunKeys(run_id))
@@ -140,20 +144,22 @@ class ReplicatedJob(AgentJob):
             return super().redis(name)
 
     def state(self) -> Run | None:
+        """The run; None if Redis has none."""
         try:
             return self.control.state()
         except UnknownRunError:
             return None
 
     def wait_epoch(self, epoch: int) -> None:
-        """Wait until Redis has completed that round, whether or not its nodes know yet."""
+        """Wait until the round is complete in Redis; its nodes may not know yet."""
         self.wait(f"round {epoch} is complete", lambda: (run := self.state()) is not None and run.epoch == epoch)
 
     def wait_joined(self, count: int) -> None:
+        """Wait until so many nodes wait for a round."""
         self.wait(f"{count} wait", lambda: (run := self.state()) is not None and len(run.candidates) == count)
 
     def train_on(self, epoch: int, nodes: str) -> None:
-        """Check that these nodes train in that round, and entered it once."""
+        """Check that these nodes train on in that round, and that no worker was restarted."""
         steps = len(self.lines("step"))
         self.wait("they train on", lambda: len(self.lines("step")) > steps + 30)
         assert self.wait_round(nodes, epoch - 1) == epoch

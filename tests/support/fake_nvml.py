@@ -1,6 +1,6 @@
-"""NVML without a GPU: the pynvml functions that we call, on made-up GPUs; constants and errors are the real ones.
+"""NVML without a GPU: pynvml's functions that redelastic calls, on made-up GPUs, with pynvml's constants and errors.
 
-``test_gpus.py`` compares each function with the installed nvidia-ml-py, so that this fake cannot drift from it.
+``test_gpus.py`` compares each function with the installed nvidia-ml-py, so that this fake stays like it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class FakeMig:
 
 @dataclass(eq=False)
 class FakeGpu:
-    """A GPU; ``broken`` maps functions that fail for it to their errors; ``xids`` are events not yet fetched."""
+    """A GPU; ``broken`` has the error of each function that fails ("*": all), ``xids`` the events not yet fetched."""
 
     uuid: str
     name: str = "NVIDIA H200"
@@ -40,9 +40,9 @@ class FakeGpu:
     utilization: int = 42
     temperature: int = 61
     ecc: int = 0
-    recovery: int | None = 0  # the action that NVML recommends; None: the model does not tell
+    recovery: int | None = 0  # the action that NVML recommends; None: not supported
     mig: list[FakeMig | None] | None = None  # None: no MIG mode; a None in the list: an empty place
-    users: list[int] = field(default_factory=list)  # processes
+    users: list[int] = field(default_factory=list)  # pids of the processes that use it
     broken: dict[str, int] = field(default_factory=dict)
     xids: list[int] = field(default_factory=list)
 
@@ -52,16 +52,16 @@ class FakeGpu:
 
 
 class FakeNvml:
-    """Stands for the module ``pynvml``."""
+    """Stands in for the module ``pynvml``."""
 
     def __init__(self, *gpus: FakeGpu, init_error: int = 0) -> None:
         self.gpus = gpus
         self.init_error = init_error
-        self.waited: list[int] = []  # the time limit of each wait for an event, in milliseconds
+        self.waited: list[int] = []  # timeout of each wait for an event, in milliseconds
         self.event_sets = 0  # not yet freed
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith(("__spec__", "NVML", "nvmlEventType")):  # no functions
+        if name.startswith(("__spec__", "NVML", "nvmlEventType")):  # all but functions
             return getattr(pynvml, name)
         raise AttributeError(name)
 
@@ -129,8 +129,8 @@ class FakeNvml:
     def nvmlDeviceGetFieldValues(self, handle: Any, fieldIds: list[int]) -> list[Any]:  # noqa: N802, N803
         assert fieldIds == [pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION]
         action = self._check(handle, "nvmlDeviceGetFieldValues").recovery
-        told = pynvml.NVML_ERROR_NOT_SUPPORTED if action is None else pynvml.NVML_SUCCESS
-        return [SimpleNamespace(nvmlReturn=told, value=SimpleNamespace(uiVal=action or 0))]
+        status = pynvml.NVML_ERROR_NOT_SUPPORTED if action is None else pynvml.NVML_SUCCESS
+        return [SimpleNamespace(nvmlReturn=status, value=SimpleNamespace(uiVal=action or 0))]
 
     def nvmlDeviceGetMigMode(self, device: Any) -> list[int]:  # noqa: N802
         gpu = self._check(device, "nvmlDeviceGetMigMode")
@@ -171,12 +171,12 @@ class FakeNvml:
 
 
 def install_device_nodes(monkeypatch: pytest.MonkeyPatch, *patterns: str) -> None:
-    """Have the files in /dev that match these patterns be those of a GPU driver."""
+    """Have redelastic take the files in /dev that match these patterns for those of a GPU driver."""
     monkeypatch.setattr(devices, "DEVICE_NODES", patterns)
 
 
 def install_driver(monkeypatch: pytest.MonkeyPatch, folder: Path, program: str) -> None:
-    """Make this a host with a driver: the process that queries it first runs ``program``, which sets ``nvml``."""
+    """Make this a host with a driver: the process that queries NVML uses ``nvml``, which the code ``program`` sets."""
     script = folder / "program.py"
     script.write_text(
         f"import os, runpy, sys, time\nsys.path.append({str(Path(__file__).parent)!r})\n"

@@ -1,9 +1,9 @@
-"""The fault matrix: what the suite does to redelastic, what is promised in each case, and what was measured.
+"""The fault matrix, a pytest plugin and the command that writes FAULTS.md: faults, promises and measurements.
 
-A test says what it does with ``@pytest.mark.fault(what, promise)``, and what it measured with the fixture ``measured``.
-With REDELASTIC_FAULTS=FILE a run of pytest adds its results to FILE; ``python -m tests.support.fault_matrix FILE…``
-writes them into redelastic/FAULTS.md, where rows that were not run keep what an earlier run measured. ``--check`` says
-whether that page lists exactly the faults that tests declare, and names their tests.
+A test declares a fault with ``@pytest.mark.fault(what, promise)`` and notes measurements with the fixture ``measured``.
+With REDELASTIC_FAULTS=FILE a run of pytest appends its results to FILE; ``python -m tests.support.fault_matrix FILE…``
+puts them into redelastic/FAULTS.md, where the rows of tests that did not run keep their measurements. ``--check``
+fails if that page has other faults than tests declare, or names other tests.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import pytest
 
 TESTS: Final = Path(__file__).parents[1]
 PAGE: Final = TESTS.parent / "redelastic" / "FAULTS.md"
-UNITS: Final[dict[str, tuple[tuple[float, str], ...]]] = {  # from the largest to the smallest
+UNITS: Final[dict[str, tuple[tuple[float, str], ...]]] = {  # factor and name, the largest first
     "s": ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")),
     "B": ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B")),
     "": ((1.0, ""),),
@@ -35,7 +35,7 @@ UNITS: Final[dict[str, tuple[tuple[float, str], ...]]] = {  # from the largest t
 
 Measured = Callable[..., None]
 _results: Final[list[dict[str, Any]]] = []
-_running: Final[list[pytest.Item]] = []  # at most one
+_running: Final[list[pytest.Item]] = []  # the test that runs, if one does
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -46,12 +46,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def measured() -> Measured:
-    """Notes a figure for the fault matrix, like :func:`note`."""
+    """:func:`note`."""
     return note
 
 
 def note(what: str, value: float, unit: str = "s") -> None:
-    """Note a figure of the running test: ``note("detected", 1.2)``; units are s, B, or "" for plain numbers."""
+    """Note a measurement of this test: ``note("detected", 1.2)``; the unit is s, B, or "" for a plain number."""
     assert unit in UNITS
     for test in _running:
         test.user_properties.append(("measured", [what, float(value), unit]))
@@ -64,12 +64,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def faults_of(item: pytest.Item) -> list[list[str]]:
-    """Section, fault and promise of each row that a test shows."""
+    """Section, fault and promise of each fault that a test declares."""
     title = (getattr(item, "module", None).__doc__ or "").strip().split("\n")[0]
     return [[title.rstrip("."), *mark.args] for mark in item.iter_markers("fault")]
 
 
 def name_of(node_id: str) -> str:
+    """A test's name on the page: file and function, without folder and parameters."""
     return node_id.partition("[")[0].rpartition("/")[2]
 
 
@@ -77,7 +78,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     faults: Any = dict(report.user_properties).get("faults", ())
     if report.when == "call" and report.passed:
         figures = [value for name, value in report.user_properties if name == "measured"]
-        for fault in faults:  # of several, a figure does not say which one it is of
+        for fault in faults:  # a figure does not say which of several it belongs to
             _results.append({"fault": fault, "measured": figures if len(faults) == 1 else []})
 
 
@@ -93,7 +94,7 @@ Fault = tuple[str, str, str]  # section, fault, promise
 
 @dataclass
 class Row:
-    """What one fault has measured."""
+    """The measurements of one fault; as a string, its cells on the page."""
 
     runs: int = 0
     figures: dict[tuple[str, str], list[float]] = field(default_factory=dict)
@@ -104,24 +105,26 @@ class Row:
             self.figures.setdefault((what, unit), []).append(value)
 
     def __str__(self) -> str:
-        figures = "; ".join(figure(name, unit, values) for (name, unit), values in self.figures.items())
+        figures = "; ".join(format_figure(name, unit, values) for (name, unit), values in self.figures.items())
         return f"{figures or '-'} | {self.runs}"
 
 
-def shown(value: float, unit: str) -> str:
+def format_value(value: float, unit: str) -> str:
+    """A value with two digits or more, in the largest unit that it has one of."""
     factor, name = next((u for u in UNITS[unit] if abs(value) >= u[0]), UNITS[unit][-1])
     scaled = value / factor
     digits = f"{scaled:,.0f}" if abs(scaled) >= 10 or (not unit and scaled == round(scaled)) else f"{scaled:.2g}"
     return f"{digits} {name}".strip()
 
 
-def figure(what: str, unit: str, values: list[float]) -> str:
-    middle, low, high = (shown(v, unit) for v in (statistics.median(values), min(values), max(values)))
+def format_figure(what: str, unit: str, values: list[float]) -> str:
+    """The median of values, with the lowest and the highest."""
+    middle, low, high = (format_value(v, unit) for v in (statistics.median(values), min(values), max(values)))
     return f"{what} {middle}" + (f" ({low} to {high})" if low != high else "")
 
 
-def declared() -> dict[Fault, set[str]]:
-    """The faults that tests declare, long tests too, and which tests those are."""
+def declared_faults() -> dict[Fault, set[str]]:
+    """The faults that tests declare, with the names of the tests; long tests too."""
     found: dict[Fault, set[str]] = {}
 
     class Collected:
@@ -129,15 +132,15 @@ def declared() -> dict[Fault, set[str]]:
             for section, what, promise in faults_of(item):
                 found.setdefault((section, what, promise), set()).add(name_of(item.nodeid))
 
-    with contextlib.redirect_stdout(io.StringIO()) as said:
+    with contextlib.redirect_stdout(io.StringIO()) as output:
         status = pytest.main(["--collect-only", "-q", str(TESTS)], plugins=[Collected()])
     if status not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
-        sys.exit(said.getvalue())
+        sys.exit(output.getvalue())
     return found
 
 
-def listed(lines: Iterable[str]) -> dict[Fault, tuple[str, set[str]]]:
-    """The faults on a page: what was measured, in how many cases, and the tests that are named."""
+def faults_on_page(lines: Iterable[str]) -> dict[Fault, tuple[str, set[str]]]:
+    """The faults on a page: the cells with measurements and cases, and the names of the tests."""
     found, section = {}, ""
     for line in lines:
         if line.startswith("## "):
@@ -148,8 +151,8 @@ def listed(lines: Iterable[str]) -> dict[Fault, tuple[str, set[str]]]:
     return found
 
 
-def page(faults: dict[Fault, set[str]], measured: Mapping[Fault, object]) -> Iterator[str]:
-    """The page's lines, by the names of the tests."""
+def page_lines(faults: dict[Fault, set[str]], measured: Mapping[Fault, object]) -> Iterator[str]:
+    """The lines of the page, its rows in the order of the tests' names."""
     sections: dict[str, list[Fault]] = {}
     for fault in sorted(faults, key=lambda fault: sorted(faults[fault])):
         sections.setdefault(fault[0], []).append(fault)
@@ -178,6 +181,7 @@ def page(faults: dict[Fault, set[str]], measured: Mapping[Fault, object]) -> Ite
 
 
 def differences(faults: dict[Fault, set[str]], on_page: dict[Fault, tuple[str, set[str]]]) -> Iterator[str]:
+    """A line for each fault that tests declare otherwise than the page has it."""
     for fault in sorted({*faults, *on_page}):
         row = " | ".join(fault[1:])
         if fault not in on_page:
@@ -190,10 +194,10 @@ def differences(faults: dict[Fault, set[str]], on_page: dict[Fault, tuple[str, s
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Write redelastic/FAULTS.md from results of the suite.")
-    parser.add_argument("results", nargs="*", type=Path, help="what runs with REDELASTIC_FAULTS=FILE have left")
+    parser.add_argument("results", nargs="*", type=Path, help="files that runs with REDELASTIC_FAULTS=FILE wrote")
     parser.add_argument("--check", action="store_true", help="only compare the page with what tests declare")
     arguments = parser.parse_args()
-    faults, on_page = declared(), listed(PAGE.read_text(encoding="utf-8").splitlines())
+    faults, on_page = declared_faults(), faults_on_page(PAGE.read_text(encoding="utf-8").splitlines())
     if arguments.check:
         if found := list(differences(faults, on_page)):
             sys.exit("\n".join([f"{PAGE.name} is not what tests declare:", *found]))
@@ -205,7 +209,7 @@ def main() -> None:
             section, what, promise = result["fault"]
             rows.setdefault((section, what, promise), Row()).add(result["measured"])
     measured = {fault: text for fault, (text, _) in on_page.items()} | rows
-    PAGE.write_text("\n".join(page(faults, measured)) + "\n", encoding="utf-8")
+    PAGE.write_text("\n".join(page_lines(faults, measured)) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
-"""A TCP proxy that loses things like a network does: faults placed by a test, each of which reports that it fired, or
-faults drawn at random, each of which is counted.
+"""A TCP proxy that loses and delays requests and replies.
+
+A test adds faults, each of which reports that it has happened, or has them drawn at random; the proxy counts both.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Final
 
 from typing_extensions import Self
 
-WAIT = 20.0  # how long a test may hold something back, in seconds
+WAIT = 20.0  # limit of what a test holds back, in seconds
 
 
 @dataclass
@@ -26,17 +27,19 @@ class Fault:
     """What happens to the next request that contains ``match``.
 
     Attributes:
-        keep: bytes of the reply that still reach the client before its connection is cut, below 0: all but that many;
-            None: all of them, no cut.
+        keep: bytes of the reply that reach the client before its connection is cut; below 0, all but so many. None: the
+            whole reply reaches it, and nothing is cut.
         lose_request: the request does not reach the server before ``release``; the client's connection is cut.
-        meanwhile: called once the request has taken effect or is lost, before the client learns anything.
+        meanwhile: called once the request has taken effect or is lost, before the client sees any of it.
         hold_request: the request does not reach the server before ``release``; the client waits.
         hold_reply: the reply waits for ``release``.
-        hold: how long to wait for ``release`` at most, in seconds.
-        late: a lost request reaches the server after this time, without ``release``.
-        kind: the name it is counted under.
+        hold: limit of the wait for ``release``, in seconds.
+        late: a lost request reaches the server after ``hold``, if nobody calls ``release`` before.
+        kind: the name under which it is counted.
         taken: whether the request has been seen.
         fired: set once the fault has happened.
+        arrived: set once what was held back has reached the other side.
+        released: set by ``release``.
     """
 
     match: bytes = b""
@@ -54,21 +57,21 @@ class Fault:
     released: threading.Event = field(default_factory=threading.Event)
 
     def release(self) -> None:
-        """Release the request or reply held back; returns once it has arrived."""
+        """Release the request or reply that is held back; returns once it has arrived."""
         self.released.set()
         assert self.arrived.wait(WAIT)
 
 
 class Chance:
-    """Draws what happens to each request through a proxy; deterministic for a seed.
+    """Draws the fault of each request through a proxy, the same ones for the same seed.
 
     Args:
-        seed: of the draws.
-        rate: how likely a request is to meet a fault.
-        silence: how long to withhold a reply so that the client gives up by itself, in seconds.
+        seed: seed of the draws.
+        rate: probability that a request meets a fault.
+        silence: how long a reply is withheld, so that the client's attempt times out, in seconds.
     """
 
-    RARE: Final = "reply withheld"  # it costs the client its whole time limit
+    RARE: Final = "reply withheld"  # it costs the client its whole timeout
     KINDS: Final = ("request lost", "request late", "reply lost", "reply cut short", "reply late", RARE)
 
     def __init__(self, seed: str, rate: float, silence: float) -> None:
@@ -82,7 +85,7 @@ class Chance:
         match kind:
             case "request lost":
                 return Fault(kind=kind, lose_request=True, hold=0)
-            case "request late":  # after its sender has given up the connection and perhaps resent it
+            case "request late":  # after the client has lost the connection and perhaps sent it again
                 return Fault(kind=kind, lose_request=True, hold=soon, late=True)
             case "reply lost":
                 return Fault(kind=kind)
@@ -95,7 +98,9 @@ class Chance:
 class FaultyProxy:
     """Forwards each connection to ``host:port``.
 
-    Runs the faults in the order they were added, and those that ``chance`` draws. ``happened`` counts both.
+    A request meets the first fault that matches, in the order in which they were added, or else what ``chance`` draws.
+
+    ``happened`` counts the faults of each kind.
     """
 
     def __init__(self, host: str, port: int, chance: Callable[[], Fault | None] = lambda: None) -> None:
@@ -127,6 +132,7 @@ class FaultyProxy:
         self._listener.close()
 
     def add(self, fault: Fault) -> Fault:
+        """Add a fault for the next request that it matches; returns it."""
         with self._lock:
             self._faults.append(fault)
         return fault
@@ -144,7 +150,7 @@ class FaultyProxy:
                 return
             try:
                 upstream = socket.create_connection(self._target)
-            except OSError:  # the server is away
+            except OSError:  # the server does not run
                 client.close()
                 continue
             for each in (client, upstream):
@@ -167,7 +173,7 @@ class FaultyProxy:
         try:
             self._pump(client, upstream)
         except OSError:
-            pass  # one side is gone: close the other too
+            pass  # one side has ended: close the other one too
         finally:
             with self._lock:
                 self._sockets -= {client, upstream}
@@ -192,7 +198,7 @@ class FaultyProxy:
                 request = client.recv(1 << 20)
                 if not request:
                     return
-                fault = fault or self._take(request)  # a client that does not wait for replies may send several
+                fault = fault or self._take(request)  # a client that pipelines may send several requests first
                 if fault is not None and fault.lose_request:
                     self._hold(fault, request, client, upstream)
                     return
@@ -207,7 +213,7 @@ class FaultyProxy:
         fault.fired.set()
 
     def _deliver(self, fault: Fault, reply: bytes, client: socket.socket) -> bool:
-        """Do to a reply what the fault says; returns whether the connection survives."""
+        """Send a reply as the fault says; returns whether the connection stays."""
         fault.meanwhile()
         if not fault.hold_request:
             self._fire(fault)
@@ -218,6 +224,7 @@ class FaultyProxy:
         return fault.keep is None
 
     def _hold(self, fault: Fault, request: bytes, client: socket.socket, upstream: socket.socket) -> None:
+        """Cut the client's connection, and send its request late or never."""
         fault.meanwhile()
         self._fire(fault)
         client.close()
@@ -227,7 +234,7 @@ class FaultyProxy:
             fault.arrived.set()
 
 
-if __name__ == "__main__":  # a proxy that can be frozen: it prints its port, and ends with its standard input
+if __name__ == "__main__":  # a process, so that a test can freeze it: it prints its port, and ends with its stdin
     with FaultyProxy(sys.argv[1], int(sys.argv[2])) as running:
         sys.stdout.write(f"{running.port}\n")
         sys.stdout.flush()

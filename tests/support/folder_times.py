@@ -1,4 +1,4 @@
-"""A pytest plugin: the summary says how long each test folder took, setup and teardown included."""
+"""A pytest plugin: the summary has the time of each folder's tests, with setup and teardown."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _tests: Final[Counter[str]] = Counter()
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     folder = report.nodeid.partition("::")[0].rpartition("/")[0]
-    _seconds[folder] += report.duration  # type: ignore[assignment]  # a Counter adds up floats as well
+    _seconds[folder] += report.duration  # type: ignore[assignment]  # a Counter adds up floats too
     _tests[folder] += report.when == "call"
 
 

@@ -1,4 +1,4 @@
-"""What the fuzz tests share: how many inputs they make, and hostile replies of Redis, runs and histories."""
+"""Fuzzing: the number of inputs, and hostile replies of Redis, runs and histories, from the values of `hostile.py`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SEED: Final = int(os.environ.get("REDELASTIC_FUZZ_SEED", "0"))
 
 @contextlib.contextmanager
 def no_logs() -> Iterator[None]:
-    """Silence the log: a node logs what it hears, and nobody reads a million of these."""
+    """Silence logging: nodes log what they read, and it would be a million lines."""
     logging.disable(logging.CRITICAL)
     try:
         yield
@@ -35,6 +35,7 @@ def no_logs() -> Iterator[None]:
 
 
 def try_all(target: Callable[[Dice], None], count: int) -> None:
+    """Call ``target`` with so many seeds; the error of a failing call names its seed."""
     with no_logs():
         for number in range(SEED * 1_000_003, SEED * 1_000_003 + count):
             try:
@@ -44,7 +45,7 @@ def try_all(target: Callable[[Dice], None], count: int) -> None:
 
 
 class Replies:
-    """A connection on which Redis gives prepared answers; streams have nothing new."""
+    """A connection on which Redis gives these replies, one after the other; streams have no new entries."""
 
     name = "here"
     read_timeout = 1.0
@@ -66,7 +67,7 @@ def control_of(*replies: Any) -> RunControl:
 
 
 def pairs(dice: Dice, sound: dict[str, str], spoilt: float = 0.15) -> list[bytes]:
-    """A hash, as in a reply of Redis."""
+    """The reply to HGETALL of a hash, of which some fields are missing and some values spoilt."""
     flat: list[bytes] = []
     for name, value in sound.items():
         if dice.random() < 0.9:
@@ -75,18 +76,20 @@ def pairs(dice: Dice, sound: dict[str, str], spoilt: float = 0.15) -> list[bytes
 
 
 def score(dice: Dice) -> bytes:
-    """As Redis prints scores of a sorted set: any double but NaN."""
+    """A score of a sorted set as Redis prints it: any double but NaN."""
     return dice.choice((b"0", b"1", b"-2147483648", b"1700000006000", b"inf", b"-inf", b"1e+308", b"0.5"))
 
 
 def scored(dice: Dice) -> list[bytes]:
+    """The reply to ZRANGE WITHSCORES of a sorted set of all nodes."""
     return [part for node in NODES for part in (node.encode(), score(dice))]
 
 
 def hostile_run(dice: Dice) -> Run:
+    """A run as decoded from hostile replies."""
     members = [node.encode() for node in NODES if dice.random() < 0.5] + ([dice.raw()] if dice.random() < 0.1 else [])
-    candidates = [part for node in (*NODES[2:], dice.told()) for part in (node.encode(), score(dice))]
-    failures = pairs(dice, {"a": "1", "b": "2", dice.told(): "1"}, 0.5)
+    candidates = [part for node in (*NODES[2:], dice.text()) for part in (node.encode(), score(dice))]
+    failures = pairs(dice, {"a": "1", "b": "2", dice.text(): "1"}, 0.5)
     reply = [1_700_000_001_000, pairs(dice, RECORD), scored(dice), members, candidates, scored(dice), failures]
     ranked = [node for node in NODES if node.encode() in members]
     statuses = [status_text(dice) for _ in range(len(ranked) + 2)]
@@ -94,6 +97,7 @@ def hostile_run(dice: Dice) -> Run:
 
 
 def status_text(dice: Dice) -> bytes | None:
+    """A node's status as in Redis: missing, JSON, spoilt JSON or no JSON at all."""
     roll = dice.random()
     if roll < 0.1:
         return None
@@ -102,7 +106,7 @@ def status_text(dice: Dice) -> bytes | None:
 
 
 def hostile_entry(dice: Dice) -> tuple[str, dict[str, str]]:
-    """The id and the fields of an event."""
+    """The id and the fields of an entry in the stream of events."""
     kind = dice.choice((*KINDS, "x", "constructor", "__proto__"))
     fields = {"event": kind, "node": dice.choice(NODES), "epoch": str(dice.randrange(4)), "size": "2"}
     own = KINDS[kind].__dataclass_fields__ if kind in KINDS else {}
@@ -111,7 +115,7 @@ def hostile_entry(dice: Dice) -> tuple[str, dict[str, str]]:
         fields["nodes"] = " ".join(dice.choice(NODES) for _ in range(3))
     for name in (*fields, "nodes"):
         if dice.random() < 0.12:
-            fields[name] = dice.told()
+            fields[name] = dice.text()
     place = f"{dice.randrange(99_999)}-{dice.randrange(3)}"
     if dice.random() < 0.1:
         place = dice.choice((f"{1_700_000_000_000 + dice.randrange(100_000)}-0", "0-1", *LARGE_IDS))
@@ -127,7 +131,7 @@ def hostile_history(dice: Dice) -> list[Event]:
 
 
 def spoil_keys(dice: Dice, client: redis.Redis, keys: RunKeys) -> None:
-    """Leave some of the run's record as it is, and put anything into the rest."""
+    """Replace some of the run's keys by keys of another type, and add hostile fields, members and entries."""
     pipe = client.pipeline(transaction=False)
     store = keys.store(2)
     for key in (*keys.types, keys.state, store.data, store.waits):
@@ -135,7 +139,7 @@ def spoil_keys(dice: Dice, client: redis.Redis, keys: RunKeys) -> None:
             pipe.delete(key)
             getattr(pipe, dice.choice(("set", "rpush", "sadd")))(key, dice.raw())
     for _ in range(1 + dice.randrange(3)):
-        pipe.hset(keys.run, dice.choice((*RECORD, "draining " + NODES[0], dice.told())), dice.raw())
+        pipe.hset(keys.run, dice.choice((*RECORD, "draining " + NODES[0], dice.text())), dice.raw())
         zset = dice.choice((keys.ranks, keys.leases, keys.candidates))
         pipe.zadd(
             zset,
@@ -161,7 +165,7 @@ def spoil_keys(dice: Dice, client: redis.Redis, keys: RunKeys) -> None:
 
 
 def plant(client: redis.Redis, keys: RunKeys) -> None:
-    """A run of three nodes, two of them in round 2."""
+    """Write a run of three nodes, two of which are in round 2."""
     now = int(client.time()[0]) * 1000
     pipe = client.pipeline(transaction=False)
     store = keys.store(2)

@@ -1,4 +1,4 @@
-"""Hostile values, texts, URLs and requests: raw material of the fuzz tests."""
+"""Hostile words and values, and well-formed ones to spoil, for the fuzz tests."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import random
 from typing import Any, Final
 
 from tests.proofs.oracle_state import PROTOCOL
-
-CANARY: Final = "s3cr3t-c4n4ry"  # a password that no message may contain
 
 WORDS: Final = [
     *("", " ", "0", "-1", "1", "1.5", "1e5", "0x10", "nan", "inf", "-inf", "1e400", "9" * 400, "9" * 5000, str(2**63)),
@@ -29,14 +27,13 @@ WORDS: Final = [
         "undefined",
     ),
 ]
-LARGE_IDS: Final = [
-    f"{ms}-{n}" for ms in (10**18 - 1, 2**63, 2**64 - 1) for n in (1, 2**64 - 2, 2**64 - 1)
-]  # of entries
+# Ids of entries of a stream.
+LARGE_IDS: Final = [f"{ms}-{n}" for ms in (10**18 - 1, 2**63, 2**64 - 1) for n in (1, 2**64 - 2, 2**64 - 1)]
 RAW: Final = [*(word.encode() for word in WORDS), b"\xff\xfe", b"\x80\x04\x95", b"\xed\xa0\x80", b"\x00" * 64]
 
 
 class Dice(random.Random):
-    """Chooses at random, and spoils samples."""
+    """Draws hostile values, the same ones for the same seed, and spoils samples."""
 
     def word(self) -> str:
         roll = self.random()
@@ -49,8 +46,8 @@ class Dice(random.Random):
     def raw(self) -> bytes:
         return self.choice(RAW) if self.random() < 0.8 else self.word().encode("utf-8", "surrogatepass")
 
-    def told(self) -> str:
-        """A word as it comes from Redis: decoded bytes."""
+    def text(self) -> str:
+        """Bytes of Redis, decoded as redelastic does."""
         return self.raw().decode(errors="replace")
 
     def spoil(self, sample: str) -> str:
@@ -68,7 +65,7 @@ class Dice(random.Random):
         return self.choice((0, 1, -1, 3, 2**31, 2**53, 2**63, 10**400, 1e308, math.inf, math.nan, 0.5, True, None))
 
     def value(self, depth: int = 3) -> Any:
-        """Anything that JSON can hold."""
+        """Any value of JSON."""
         roll = self.random()
         if depth and roll < 0.2:
             return [self.value(depth - 1) for _ in range(self.randrange(4))]
@@ -77,7 +74,7 @@ class Dice(random.Random):
         return self.number() if roll < 0.7 else self.word()
 
     def status(self) -> dict[str, Any]:
-        """A node's status: some fields as they should be, others anything."""
+        """A node's status: known fields with any values; mostly with lists of workers and GPUs."""
         made = {name: self.value(1) for name in self.sample(FIELDS, self.randrange(8))}
         for name in ("workers", "gpus"):
             if self.random() < 0.7:
@@ -123,15 +120,4 @@ VALUES: Final = (
     *NODES,
     " ".join(NODES),
     "{}",
-)
-URLS: Final = (
-    f"redis://user:{CANARY}@localhost:6379/0",
-    f"redis+sentinel://u:{CANARY}@a:1,b:2/mymaster/3?sentinel_password=other&sentinel_username=u",
-    f"rediss+cluster://:{CANARY}@[::1]:6379,h.example:1",
-    f"unix://u:{CANARY}@/tmp/redis.sock?db=2",
-    "localhost:6379",
-    "",
-)
-QUERY: Final = (
-    "run_id=job&min_nodes=1&max_nodes=3&last_call_timeout=5&ttl=900&key_prefix=p&topology=rack1&timeout=3&rank=0"
 )

@@ -1,4 +1,4 @@
-"""Exceptions at every place where one of a signal handler may be raised."""
+"""Interrupts a call at each place where CPython may run a signal handler, which may raise."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any, Final
 
-SOON: Final = 30.0  # within which another thread has to get through, in seconds
+THREAD_TIMEOUT: Final = 30.0  # for a call in another thread, in seconds
 
 
 class InterruptError(Exception):
-    """As a signal handler raises it."""
+    """Stands for the exception of a signal handler."""
 
 
 def interrupt_everywhere(call: Callable[[], Any], check: Callable[[], Any], step: int = 1) -> int:
-    """Interrupt a call at each ``step``-th place in turn, and check afterwards; returns how often."""
+    """Call once for each ``step``-th place, interrupt the call there, and check; returns the number of interrupts."""
     times = 0
     while _interrupt(call, 1 + times * step):
         times += 1
@@ -26,16 +26,16 @@ def interrupt_everywhere(call: Callable[[], Any], check: Callable[[], Any], step
     return times
 
 
-def gets_through(call: Callable[[], Any]) -> None:
-    """Assert that a call ends in another thread."""
+def assert_thread_finishes(call: Callable[[], Any]) -> None:
+    """Assert that a call in another thread finishes: no lock is left locked."""
     thread = threading.Thread(target=call, daemon=True)
     thread.start()
-    thread.join(SOON)
+    thread.join(THREAD_TIMEOUT)
     assert not thread.is_alive(), "another thread hangs"
 
 
 def _interrupt(call: Callable[[], Any], place: int) -> bool:
-    """Interrupt a call at its ``place``-th place; returns whether it has so many."""
+    """Interrupt a call at its ``place``-th place; returns whether it has that many."""
     passed = 0
     may_interrupt = False
 
@@ -63,6 +63,6 @@ def _interrupt(call: Callable[[], Any], place: int) -> bool:
 
 @functools.cache
 def _places(code: CodeType) -> frozenset[int]:
-    """Offsets of the instructions behind which CPython runs signal handlers: calls, jumps back and entries."""
+    """Offsets of the instructions after which CPython runs signal handlers: calls, jumps back and entries."""
     names = ("CALL", "JUMP_BACKWARD", "JUMP_ABSOLUTE", "RESUME")
     return frozenset(each.offset for each in dis.get_instructions(code) if each.opname.startswith(names))

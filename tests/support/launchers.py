@@ -1,10 +1,11 @@
-"""Starts torchrun, `redelastic run` and other modules as forks of a process that has imported torch: that takes 2 s.
+"""Starts torchrun, `redelastic run` and other modules as forks of a process that has imported torch, which takes 2 s.
 
-Each launcher is a process of its own, in a session of its own, as one that is started anew. It is started anew where
-that makes a difference: in a long run, in other namespaces, with other variables that are read at the start, and where
-its output goes into a pipe.
+Such a launcher has a session of its own, like one that is started anew. A launcher is started anew where a fork would
+differ: in a long run, in other namespaces, with other values of variables that are read at start-up, and where its
+output goes into a pipe.
 
-All processes of xdist share the one that imports. For each of them it forks a template, whose forks the launchers are.
+All processes of xdist share one process that imports, the template maker. It forks a template for each of them, and
+each launcher is a fork of a template.
 """
 
 from __future__ import annotations
@@ -33,19 +34,21 @@ from typing import Any, Final
 
 from tests.support.long_tests import LONG
 
-PREPARED: Final = (
+IMPORTED: Final = (  # before any fork
     *("torch.distributed.run", "redelastic.cli.run", "redelastic.agent.agent", "redelastic.plugin"),
-    *("torch.nn.parallel", "torch._dynamo", "hypothesis"),  # what functions of tests and their modules import
+    *("torch.nn.parallel", "torch._dynamo", "hypothesis"),  # by functions that tests run in processes
 )
-ADDRESS: Final = "TEST_TEMPLATES"  # environment variable: of the socket of the process that forks templates
+ADDRESS_VARIABLE: Final = "TEST_TEMPLATES"  # environment variable: path of the template maker's socket
 ROOT: Final = Path(__file__).parents[2]
-READ_AT_THE_START: Final = re.compile("PYTHON|LD_|MALLOC|TORCH(?!ELASTIC_)|OMP_|LOGLEVEL|TZ|LANG|LC_")
+READ_AT_START: Final = re.compile(  # names of variables that matter before `main`
+    "PYTHON|LD_|MALLOC|TORCH(?!ELASTIC_)|OMP_|LOGLEVEL|TZ|LANG|LC_"
+)
 NAMESPACES: Final = ("net", "mnt", "uts")
 _STREAMS: Final = (0, 1, 2)
 
 
 class Launcher:
-    """A process that was forked, with what tests use of ``subprocess.Popen``."""
+    """A launcher that was forked, with the part of ``subprocess.Popen`` that tests use."""
 
     def __init__(self, template: Template, pid: int) -> None:
         self._template, self.pid = template, pid
@@ -76,36 +79,37 @@ class Launcher:
 
 
 class Template:
-    """The process that launchers are forked from; it ends with this one, and they end with it."""
+    """The process that forks this process's launchers; it ends with this process, and they end with it."""
 
     def __init__(self) -> None:
-        if ADDRESS not in os.environ:
-            share()
+        if ADDRESS_VARIABLE not in os.environ:
+            start_template_maker()
         self._lock = threading.Lock()
         self._statuses: dict[int, int] = {}
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         atexit.register(self._socket.close)
-        self._socket.connect(os.environ[ADDRESS])
-        told = json.loads(self._socket.recv(100_000))
-        self._pid: int = told["template"]
-        self.variables: dict[str, str] = told["variables"]
+        self._socket.connect(os.environ[ADDRESS_VARIABLE])
+        hello = json.loads(self._socket.recv(100_000))
+        self._pid: int = hello["template"]
+        self.variables: dict[str, str] = hello["variables"]
 
     def fits(self, command: list[str], environment: Mapping[str, str]) -> bool:
-        """Whether a launcher that is forked differs in nothing from one that is started anew."""
+        """Whether a fork would not differ from a launcher that is started anew."""
         here = [Path(f"/proc/thread-self/ns/{name}").stat().st_ino for name in NAMESPACES]
         there = [Path(f"/proc/{self._pid}/ns/{name}").stat().st_ino for name in NAMESPACES]
         is_module = command[:2] == [sys.executable, "-m"]
-        return is_module and read_at_the_start(environment) == self.variables and here == there
+        return is_module and read_at_start(environment) == self.variables and here == there
 
     def start(self, command: list[str], environment: Mapping[str, str], streams: list[int], cwd: Path) -> Launcher:
         request = {"module": command[2], "arguments": command[3:], "environment": dict(environment), "cwd": str(cwd)}
         with self._lock:
             socket.send_fds(self._socket, [json.dumps(request).encode()], streams)
-            while "pid" not in (told := self._receive()):
+            while "pid" not in (reply := self._receive()):
                 pass
-        return Launcher(self, told["pid"])
+        return Launcher(self, reply["pid"])
 
     def status_of(self, pid: int, timeout: float | None) -> int | None:
+        """A launcher's exit status as ``Popen.returncode`` has it; None if it has not ended within ``timeout``."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             with self._lock:
@@ -120,42 +124,43 @@ class Template:
 
     def _receive(self) -> dict[str, int]:
         message = self._socket.recv(1000)
-        assert message, "the process that launchers are forked from has ended"
-        told: dict[str, int] = json.loads(message)
-        if "ended" in told:
-            self._statuses[told["ended"]] = told["status"]
-        return told
+        assert message, "the template has ended"
+        reply: dict[str, int] = json.loads(message)
+        if "ended" in reply:
+            self._statuses[reply["ended"]] = reply["status"]
+        return reply
 
 
-def read_at_the_start(environment: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environment.items() if READ_AT_THE_START.match(name)}
+def read_at_start(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that an interpreter or a library reads at start-up, and that a fork therefore cannot change."""
+    return {name: value for name, value in environment.items() if READ_AT_START.match(name)}
 
 
-def share() -> None:
-    """Start the process that forks templates for this process and those that it starts; it ends with this one."""
+def start_template_maker() -> None:
+    """Start the template maker of this process and of the processes that inherit its address; it ends with this one."""
     folder = tempfile.TemporaryDirectory()
     atexit.register(folder.cleanup)
-    os.environ[ADDRESS] = f"{folder.name}/socket"
-    lives, lifeline = os.pipe()  # nobody else has the end that this process keeps
+    os.environ[ADDRESS_VARIABLE] = f"{folder.name}/socket"
+    lifeline, held = os.pipe()  # only this process has the end that it keeps
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listener.bind(os.environ[ADDRESS])
+    listener.bind(os.environ[ADDRESS_VARIABLE])
     listener.listen(100)
-    inherited = [listener.fileno(), lives]
+    inherited = [listener.fileno(), lifeline]
     command = [sys.executable, "-m", __name__, *map(str, inherited)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, cwd=ROOT, env=environment, pass_fds=inherited, stdin=subprocess.DEVNULL)
     listener.close()
-    os.close(lives)
+    os.close(lifeline)
     atexit.register(process.wait)
-    atexit.register(os.close, lifeline)  # first
+    atexit.register(os.close, held)  # runs before the wait
 
 
 _template: Template | None = None
 
 
 def template() -> Template:
-    """The one of this process."""
-    global _template  # noqa: PLW0603  # one for all tests of this process
+    """This process's template."""
+    global _template  # noqa: PLW0603  # for all tests of this process
     if _template is None:
         _template = Template()
     return _template
@@ -171,7 +176,7 @@ def start(
     cwd: Path | None = None,
     fork: bool = not LONG,
 ) -> subprocess.Popen[bytes] | Launcher:
-    """Start a launcher in a session of its own, its output in these files; without a file for it, it has no input."""
+    """Start a launcher in a session of its own, with its output in these files; without ``stdin`` it has no input."""
     with contextlib.ExitStack() as opened:
         streams = [stdin or opened.enter_context(Path(os.devnull).open("rb")), out, err]
         into_files = not any(stat.S_ISFIFO(os.fstat(file.fileno()).st_mode) for file in streams)
@@ -184,7 +189,7 @@ def start(
 def run(
     command: list[str], environment: Mapping[str, str], limit: float, stdout: Any = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run a launcher to its end, as ``subprocess.run`` does; without a file for it, its standard output is kept."""
+    """Run a launcher to its end, as ``subprocess.run`` does; the result has its stdout, unless that goes to a file."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         launcher = start(command, environment, stdout or out, err)
         try:
@@ -198,13 +203,16 @@ def run(
         return subprocess.CompletedProcess(command, code, out.read().decode(), err.read().decode())
 
 
-# -- in the process that imports, in templates, and in their forks
+# -- in the template maker, in templates and in launchers
 
 
 def make_templates(listener: socket.socket, lifeline: int) -> socket.socket:
-    """Fork a template for each process that connects, until the first one ends; returns, in each, its connection."""
+    """Fork a template for each process that connects, until the other end of ``lifeline`` is closed.
+
+    Returns in each template, with its connection.
+    """
     watched: list[Any] = [listener, lifeline, woken := _watch_children()]
-    variables = read_at_the_start(os.environ)
+    variables = read_at_start(os.environ)
     while True:
         ready, _, _ = select.select(watched, [], [])
         if lifeline in ready:
@@ -214,9 +222,9 @@ def make_templates(listener: socket.socket, lifeline: int) -> socket.socket:
                 pass
         if listener in ready:
             connection, _ = listener.accept()
-            for name in PREPARED:  # once somebody needs them
+            for name in IMPORTED:  # not before a process needs them
                 importlib.import_module(name)
-            gc.freeze()  # a collection would write to all of it, in each fork
+            gc.freeze()  # else a collection in a fork would copy all of its pages
             parent = os.getpid()
             if os.fork() == 0:
                 end_with(parent)
@@ -227,32 +235,32 @@ def make_templates(listener: socket.socket, lifeline: int) -> socket.socket:
             connection.close()
 
 
-def serve(ours: socket.socket) -> dict[str, Any]:
-    """Fork what is asked for, until nobody asks any more; returns, in each fork, what it is to run."""
-    watched: list[Any] = [ours, woken := _watch_children()]
+def serve(connection: socket.socket) -> dict[str, Any]:
+    """Fork a launcher for each request, until the connection ends. Returns in each launcher, with its request."""
+    watched: list[Any] = [connection, woken := _watch_children()]
     while True:
         ready, _, _ = select.select(watched, [], [])
         if woken in ready:
             for pid, status in _ended_children(woken):
-                ours.send(json.dumps({"ended": pid, "status": status}).encode())
-        if ours in ready:
-            request, files, _, _ = socket.recv_fds(ours, 1_000_000, len(_STREAMS))
-            if not request:
+                connection.send(json.dumps({"ended": pid, "status": status}).encode())
+        if connection in ready:
+            message, files, _, _ = socket.recv_fds(connection, 1_000_000, len(_STREAMS))
+            if not message:
                 os._exit(0)
             parent = os.getpid()
             if pid := os.fork():
                 for file in files:
                     os.close(file)
-                ours.send(json.dumps({"pid": pid}).encode())
+                connection.send(json.dumps({"pid": pid}).encode())
                 continue
             end_with(parent)
-            become(files)
-            told: dict[str, Any] = json.loads(request)
-            return told
+            become_new_process(files)
+            request: dict[str, Any] = json.loads(message)
+            return request
 
 
 def _watch_children() -> int:
-    """The end of a pipe that can be read from when a child has ended."""
+    """A file descriptor that becomes readable when a child has ended."""
     woken, wake = os.pipe2(os.O_NONBLOCK)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake)
@@ -260,7 +268,7 @@ def _watch_children() -> int:
 
 
 def _ended_children(woken: int) -> Iterator[tuple[int, int]]:
-    """The pid and the exit status of each child that has ended."""
+    """Reap the children that have ended; their pids and exit statuses."""
     with contextlib.suppress(BlockingIOError):  # a template's first look at what woke its parent
         os.read(woken, 1000)
     with contextlib.suppress(ChildProcessError):
@@ -275,8 +283,8 @@ def end_with(parent: int) -> None:
         os._exit(1)
 
 
-def become(files: list[int]) -> None:
-    """Make this fork what a new process is."""
+def become_new_process(files: list[int]) -> None:
+    """Give this fork what a new process has: a session, signal handlers and open files."""
     os.setsid()
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -287,23 +295,23 @@ def become(files: list[int]) -> None:
 
 def main() -> None:
     connection = make_templates(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]))
-    told = serve(connection)
+    request = serve(connection)
     connection.detach()
     os.environ.clear()
-    os.environ.update(told["environment"])
-    os.chdir(told["cwd"])
-    sys.path[0] = told["cwd"]
-    sys.argv[:] = ["", *told["arguments"]]
-    sys.orig_argv[:] = [sys.executable, "-m", told["module"], *told["arguments"]]
-    sys.modules.pop(told["module"] if told["module"] in PREPARED else "", None)  # it is the main module now
+    os.environ.update(request["environment"])
+    os.chdir(request["cwd"])
+    sys.path[0] = request["cwd"]
+    sys.argv[:] = ["", *request["arguments"]]
+    sys.orig_argv[:] = [sys.executable, "-m", request["module"], *request["arguments"]]
+    sys.modules.pop(request["module"] if request["module"] in IMPORTED else "", None)  # it becomes the main module
     code: Any = 0
     try:
-        runpy.run_module(told["module"], run_name="__main__", alter_sys=True)
+        runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
     except SystemExit as e:
         if not isinstance(e.code, int | None):
             raise
         code = e.code or 0
-    # As an interpreter ends, but for its modules: to clear torch's takes a fork as long as it has to run, or longer.
+    # As an interpreter ends, but without clearing its modules: torch's may take longer than the launcher's own work.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

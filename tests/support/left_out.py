@@ -1,9 +1,9 @@
-"""What pytest skipped or left out as long, so that nothing is left out everywhere.
+"""A pytest plugin: long tests are left out, and skipped tests are listed, or fail the run.
 
-Tests with the marker ``long`` run with REDELASTIC_LONG=1 alone; the summary says how many were left out.
+Tests with the marker ``long`` run only with REDELASTIC_LONG=1; else the summary has their number.
 
-With REDELASTIC_LEFT_OUT=FILE, it lists the tests that were skipped in FILE; ``pytest @FILE`` then runs them. With
-REDELASTIC_MAY_SKIP=REGEX, the run fails if a test is skipped for any other reason, or was expected to fail.
+With REDELASTIC_LEFT_OUT=FILE, the names of skipped tests go into FILE, and ``pytest @FILE`` runs them elsewhere. With
+REDELASTIC_MAY_SKIP=REGEX, the run fails if a test is skipped for a reason that does not match, or is expected to fail.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import pytest
 
 from tests.support.long_tests import LONG
 
-_left_out: Final[dict[str, str]] = {}  # tests, and modules that are skipped as a whole, with the reason
-_long: Final[set[str]] = set()  # tests; with xdist, each process has collected them all
-_KEY: Final = "long tests"  # among what a process of xdist hands to the one that reports
+_left_out: Final[dict[str, str]] = {}  # reasons, by the id of a test, or of a module that is skipped as a whole
+_long: Final[set[str]] = set()  # ids of tests; with xdist, each process has collected them all
+_KEY: Final = "long tests"  # in what a process of xdist sends to the one that reports
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "long: runs with REDELASTIC_LONG=1 alone")
+    config.addinivalue_line("markers", "long: runs only with REDELASTIC_LONG=1")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1,4 +1,4 @@
-"""What runs with REDELASTIC_LONG=1 alone: tests with the marker ``long``, and parameters."""
+"""Parameters whose tests run only with REDELASTIC_LONG=1, as tests with the marker ``long`` do."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ LONG: Final = os.environ.get("REDELASTIC_LONG") == "1"
 
 
 def quick_first(values: Iterable[Any], quick: int = 1) -> list[Any]:
-    """Values of one parameter, of which all but the first few are long."""
+    """Values of one parameter; all but the first few are long."""
     return [value if i < quick else pytest.param(value, marks=pytest.mark.long) for i, value in enumerate(values)]
 
 
 def quick_rows(rows: Iterable[tuple[Any, ...]], quick: int = 1) -> list[Any]:
-    """The same for values of several parameters."""
+    """Like :func:`quick_first`, for rows of several parameters."""
     return [row if i < quick else pytest.param(*row, marks=pytest.mark.long) for i, row in enumerate(rows)]

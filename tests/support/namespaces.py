@@ -1,7 +1,7 @@
-"""Hosts on one machine: each a network namespace with one link to a router, which can drop and delay packets.
+"""Hosts as network namespaces of this machine, linked to a router that can drop and delay packets.
 
-A namespace has no name and no process of its own: it is held by a file descriptor of this process and by what runs in
-it, so that nothing is left of it once they are gone, however they end. The host's own network is not touched.
+A namespace has no name and no process of its own. A file descriptor of this process and the processes in it keep it:
+when they have ended, however they end, nothing is left. This machine's own network is not touched.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from typing_extensions import Self
 
 from redelastic.redis.server import RedisServer
 
-LINK: Final = "eth0"  # of each host; the router's end of it has the host's name
+LINK: Final = "eth0"  # device of each host; the router's end of the link has the host's name
 _CLONE_NEWNET: Final = 0x40000000
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 _SLOW: Final = "slow"  # the router's device for slow packets
-_TABLE: Final = 7  # its route to that device
+_TABLE: Final = 7  # the router's routing table for them
 _MTU: Final = 1 << 16
 
-Way = tuple[str, str]
+Way = tuple[str, str]  # from one host to another
 
 
 def _here() -> int:
@@ -41,13 +41,14 @@ def _here() -> int:
 
 
 def _libc(function: str, *args: int) -> None:
-    """Call libc: Python has unshare and setns only since 3.12."""
+    """Call a function of libc; Python has unshare and setns only from 3.12 on."""
     if getattr(ctypes.CDLL(None, use_errno=True), function)(*args) != 0:
         raise OSError(ctypes.get_errno(), f"{function}: {os.strerror(ctypes.get_errno())}")
 
 
 @contextlib.contextmanager
 def _back_home() -> Iterator[None]:
+    """Return this thread to its namespace at the end of the block."""
     home = _here()
     try:
         yield
@@ -69,7 +70,7 @@ def _ip(*commands: str) -> None:
 
 
 class Network:
-    """Hosts that reach each other through a router.
+    """Hosts that reach each other through a router, for one block.
 
     Args:
         names: the hosts' names.
@@ -98,7 +99,7 @@ class Network:
         self._namespaces["router"] = _new_namespace()
         with self.inside("router"):
             Path("/proc/sys/net/ipv4/ip_forward").write_text("1")
-            for which in ("all", "default"):  # slow packets arrive on an unexpected device for their source
+            for which in ("all", "default"):  # for the sources of slow packets, their device is not the expected one
                 Path(f"/proc/sys/net/ipv4/conf/{which}/rp_filter").write_text("0")
         for i, name in enumerate(self.addresses):
             self._namespaces[name] = _new_namespace()
@@ -115,24 +116,25 @@ class Network:
 
     @contextlib.contextmanager
     def inside(self, name: str) -> Iterator[None]:
-        """Put this thread, and the threads and processes it starts, on that host."""
+        """Put this thread, and the threads and processes that it starts, on that host."""
         with _back_home():
             _libc("setns", self._namespaces[name], _CLONE_NEWNET)
             yield
 
     def pull_out(self, name: str) -> None:
-        """Take the host's own link down: it can reach nobody, and knows it."""
+        """Take the host's link down: it reaches no other host, and its system calls say so."""
         with self.inside(name):
             _ip(f"link set dev {LINK} down")
 
     def plug_in(self, name: str) -> None:
+        """Bring the host's link up."""
         with self.inside(name):
             router = self.addresses[name].rpartition(".")
             _ip(f"link set dev {LINK} up", f"route add default via {router[0]}.{int(router[2]) - 1}")
 
     @contextlib.contextmanager
     def cut(self, ways: Iterable[Way]) -> Iterator[None]:
-        """Silently drop what the first host of each way sends to the second."""
+        """Drop, without an error, what the first host of each way sends to the second."""
         rules = [f"iif {source} to {self.addresses[target]} blackhole" for source, target in ways]
         with self._ruled(rules):
             yield
@@ -141,8 +143,7 @@ class Network:
     def slow(self, name: str, delay: float, loss: float = 0.0) -> Iterator[None]:
         """Delay what a host sends by ``delay`` seconds, and drop it with probability ``loss``.
 
-        As with `tc qdisc add dev eth0 root netem`, which not every kernel has; so the packets take a detour through
-        this process.
+        Not every kernel has netem, so the packets go through this process instead.
         """
         with self.inside("router"):
             device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
@@ -173,12 +174,12 @@ class Network:
 
 
 def both_ways(name: str, others: Iterable[str]) -> list[Way]:
-    """All ways between one host and others."""
+    """The ways between one host and others, both to and from it."""
     return [way for other in others for way in ((name, other), (other, name))]
 
 
 def _carry(device: int, stop: int, delay: float, loss: float) -> None:
-    """Return packets to the router when they are due, until the other end of ``stop`` is closed."""
+    """Read packets from a device and write them back when they are due, until the other end of ``stop`` is closed."""
     chance = random.Random(0)
     late: deque[tuple[float, bytes]] = deque()
     while True:
@@ -191,12 +192,12 @@ def _carry(device: int, stop: int, delay: float, loss: float) -> None:
             if chance.random() >= loss:
                 late.append((time.monotonic() + delay, packet))
         while late and late[0][0] <= time.monotonic():
-            with contextlib.suppress(OSError):  # a packet that the router refuses is lost
+            with contextlib.suppress(OSError):  # the router refuses the packet: it is lost
                 os.write(device, late.popleft()[1])
 
 
 class NetworkServer(RedisServer):
-    """A server on this thread's host, reachable from all hosts."""
+    """A server on this thread's host that listens on the address that other hosts reach."""
 
     def __init__(self, address: str) -> None:
         super().__init__()

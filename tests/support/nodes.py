@@ -1,4 +1,4 @@
-"""The type of the fixture that makes nodes."""
+"""The type of the fixture `new_node`, which makes nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Peers that are not Redis, or that break a connection to Redis; each for one block."""
+"""TCP servers that stand where a client expects Redis: strangers, and a proxy that loses replies."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.servers import HOST, port_of
 
 @dataclass
 class Peer:
-    """A TCP server whose behaviour is a function of each connection."""
+    """A TCP server, its accepted connections and their number."""
 
     port: int
     accepted: int = 0
@@ -23,7 +23,7 @@ class Peer:
 
 @contextlib.contextmanager
 def peer(serve: Callable[[socket.socket], None]) -> Iterator[Peer]:
-    """Listens on a free port and runs `serve` in a thread for each connection; closes them all at the end."""
+    """Listen on a free port and run `serve` in a thread for each connection; at the end, close all connections."""
     listener = socket.create_server((HOST, 0))
     made = Peer(listener.getsockname()[1])
     threads: list[threading.Thread] = []
@@ -67,20 +67,21 @@ def speak_http(connection: socket.socket) -> None:
 
 @dataclass
 class ReplyLoss:
-    """How many replies are still to be lost, and what was sent to the server."""
+    """How many replies the proxy still has to lose, and the requests that it has forwarded."""
 
     losses: int = 0
     sent: list[bytes] = field(default_factory=list)
 
     def sends_of(self, command: bytes) -> int:
+        """How often a command has been sent."""
         return sum(request.count(b"\r\n" + command + b"\r\n") for request in self.sent)
 
 
 @contextlib.contextmanager
 def lossy_proxy(server: RedisServer, command: bytes = b"EVALSHA") -> Iterator[tuple[str, ReplyLoss]]:
-    """A proxy that cuts the connection after the server has answered `command`, as often as `losses` says.
+    """A proxy that drops the reply to `command` and the connection, as often as `losses` says.
 
-    Yields the URL that leads through it, and the control.
+    Yields the URL through the proxy, and its control.
     """
     control = ReplyLoss()
 

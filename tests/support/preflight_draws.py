@@ -1,6 +1,6 @@
-"""Draws of bad hosts: how often a preflight names them, and how often it names a good one. Prints a table.
+"""Preflights with hosts made bad at random: how often bad and good hosts are named, as a table.
 
-`python -m tests.support.preflight_draws --simulated 200 --real 16` (the latter needs root, and minutes).
+Usage: python -m tests.support.preflight_draws --simulated 200 --real 16 (real hosts need root, and minutes).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.support.simulated_hosts import Host, Site
 Fault = Callable[[Network, Hosts, str, Sequence[str], ExitStack], None]
 
 
-# -- real faults: each starts the hosts, and does something to one of them
+# -- real faults: each starts the hosts, one of which it makes bad
 
 
 def _nothing(network: Network, hosts: Hosts, bad: str, names: Sequence[str], faults: ExitStack) -> None:
@@ -72,7 +72,7 @@ def _is_throttled(network: Network, hosts: Hosts, bad: str, names: Sequence[str]
     del network
     members = faults.enter_context(throttled(0.1))
     hosts.start(*names)
-    members.write_text(str(hosts.pid(bad)))  # before it starts the process that measures
+    members.write_text(str(hosts.pid(bad)))  # before the host starts the process that measures
 
 
 def _hangs(network: Network, hosts: Hosts, bad: str, names: Sequence[str], faults: ExitStack) -> None:
@@ -95,7 +95,7 @@ FAULTS: Final[dict[str, Fault]] = {
 
 @contextmanager
 def throttled(share: float) -> Iterator[Path]:
-    """The `cgroup.procs` of a cgroup with a share of one CPU."""
+    """Make a cgroup with a share of one CPU; yields the path of its `cgroup.procs`."""
     unified = Path("/sys/fs/cgroup/cgroup.controllers").exists()
     group = Path("/sys/fs/cgroup" if unified else "/sys/fs/cgroup/cpu") / f"redelastic-{uuid.uuid4().hex[:12]}"
     group.mkdir()
@@ -105,13 +105,13 @@ def throttled(share: float) -> Iterator[Path]:
     else:
         (group / "cpu.cfs_quota_us").write_text(str(quota))
     yield group / "cgroup.procs"
-    for pid in (group / "cgroup.procs").read_text().split():  # it may have been killed a moment ago
+    for pid in (group / "cgroup.procs").read_text().split():  # a process killed a moment ago may still be there
         (group.parent / "cgroup.procs").write_text(pid)
     group.rmdir()
 
 
 def draw_real(rng: random.Random) -> tuple[str, int, set[str], list[str]]:
-    """One preflight of four or five hosts: the fault, how many there are, the bad ones, and whom it named, why."""
+    """Run one preflight: the fault, the number of hosts (4 or 5), the bad ones, and which it named and why."""
     names = [f"vm-{letter}" for letter in "abcde"[: rng.choice((4, 5))]]
     kind, bad = rng.choice([*FAULTS, "none"]), rng.choice(names)
     with ExitStack() as opened:
@@ -123,8 +123,8 @@ def draw_real(rng: random.Random) -> tuple[str, int, set[str], list[str]]:
         options = (f"--nnodes={len(names)}", "--timeout=20", "--size=1")
         hosts = opened.enter_context(Hosts(server, endpoint, "drawn", folder, *options, network=network))
         FAULTS.get(kind, _nothing)(network, hosts, bad, names, opened)
-        judge_of = next(name for name in names if name != bad)
-        document = hosts.results(judge_of)[judge_of].document
+        good = next(name for name in names if name != bad)
+        document = hosts.results(good)[good].document
     return (
         kind,
         len(names),
@@ -146,9 +146,9 @@ SIMULATED: Final[dict[str, Callable[[random.Random], Host]]] = {
 
 
 def draw_simulated(rng: random.Random) -> tuple[int, dict[int, str], set[int]]:
-    """How many hosts there are; the bad ones, up to a fifth, with their faults; and those that were named.
+    """Simulate one preflight: the number of hosts, the bad ones with their faults, and those that it named.
 
-    Values of good hosts have a spread of 2 to 15 % (one standard deviation).
+    Up to a fifth are bad. The noise of all values is 2 to 15 % (one standard deviation).
     """
     number = rng.choice([*range(3, 17), 32, 64, 128, 1000])
     bad = {host: rng.choice([*SIMULATED]) for host in rng.sample(range(number), rng.randint(0, max(1, number // 5)))}

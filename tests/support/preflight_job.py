@@ -1,4 +1,4 @@
-"""A preflight of real processes, each a host: on this machine's loopback, or each on a host of a network."""
+"""A preflight of real processes that stand for hosts: on loopback, or each on a host of a `Network`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LIMIT: Final = 200.0  # for a preflight to end, in seconds
 
 @dataclass
 class Ended:
-    """How a host's command ended: its exit code, and what it printed."""
+    """A host's command that has ended: its exit code, its JSON and its stderr."""
 
     code: int
     document: dict[str, Any]
@@ -35,15 +35,15 @@ class Ended:
 
 
 class Hosts:
-    """The hosts of one preflight; those that have not ended at the end are killed.
+    """The hosts of one preflight, for one block, which kills those that have not ended.
 
     Args:
-        server: that they meet by.
-        endpoint: of it.
-        run_id: of the job.
-        folder: for their output.
-        options: of the command, beside where and who.
-        network: on whose hosts they are; None: all on this one.
+        server: the server by which they meet.
+        endpoint: its endpoint.
+        run_id: the job's run id.
+        folder: where their output goes.
+        options: more options of `redelastic preflight`.
+        network: the network on whose hosts of the same names they run; None: all run on this host.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Hosts:
             frozen.kill()
         for process in self._started.values():
             if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)  # its probe ends when its input is closed
+                os.killpg(process.pid, signal.SIGKILL)  # the process that measures ends when its stdin is closed
                 process.wait(LIMIT)
 
     def start(self, *names: str, options: Sequence[str] = ()) -> None:
@@ -85,7 +85,7 @@ class Hosts:
         return int(self._started[name].pid)
 
     def wait_for_step(self, number: int) -> None:
-        """Wait until the hosts have decided on this step."""
+        """Wait until the hosts have decided on the step of this number."""
         pattern = RunKeys(self._run_id + SUFFIX).store("preflight").data + "-*"
         with self._server.get_client() as client:
 
@@ -103,7 +103,7 @@ class Hosts:
             one.suspend()
 
     def results(self, *names: str) -> dict[str, Ended]:
-        """Wait for these hosts; what their commands said."""
+        """Wait for these hosts to end; their results by name."""
         ended = {}
         for name in names:
             code = self._started[name].wait(LIMIT)

@@ -1,4 +1,4 @@
-"""Processes that have imported torch, for a function each: the members of process groups."""
+"""Processes that each run one function: the members of process groups, forked after torch was imported."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LIMIT: Final = 90.0  # for a process to do its part, in seconds
 
 @dataclass
 class Outcome:
-    """What became of a process: what its function returned or raised, and after how many seconds."""
+    """What a process's function returned or raised, and after how many seconds."""
 
     value: Any = None
     error: str = ""
@@ -32,7 +32,7 @@ class Outcome:
 
 
 def main() -> None:
-    """Do as the process that started this one says on its standard input, which is a pipe."""
+    """Run the function that comes through stdin, a pipe to the process that started this one."""
     pipe: Pipe[Any, Any] = Pipe(os.dup(0))
     sys.path[:] = pipe.recv()
     environment, function, arguments = pipe.recv()
@@ -51,12 +51,13 @@ def main() -> None:
 
 
 class Processes:
-    """Starts processes that have imported torch and no more; those that have not ended at the end are killed."""
+    """Starts processes that have imported torch, and collects their outcomes."""
 
     def __init__(self) -> None:
         self._made: list[tuple[launchers.Launcher, Pipe[Any, Any]]] = []
 
     def start(self, function: Callable[..., Any], *arguments: Any, **environment: str) -> None:
+        """Start a process that calls a function, with more environment variables."""
         ours, theirs = multiprocessing.Pipe()
         command = [sys.executable, "-m", __name__]
         with theirs:
@@ -67,7 +68,7 @@ class Processes:
         self._made.append((process, ours))
 
     def results(self) -> list[Outcome]:
-        """Wait for all, let them end, and forget them; a process that was killed has "killed" for an error."""
+        """Wait for all functions, let all processes end, and forget them; the error of a killed one is "killed"."""
         outcomes = []
         for _, pipe in self._made:
             assert pipe.poll(LIMIT), "a process hangs"
@@ -83,11 +84,13 @@ class Processes:
         return outcomes
 
     def values(self) -> list[Any]:
+        """Like :meth:`results`; checks that no function raised, and returns the values."""
         outcomes = self.results()
         assert [outcome.error for outcome in outcomes] == [""] * len(outcomes)
         return [outcome.value for outcome in outcomes]
 
     def kill(self) -> None:
+        """Kill the processes whose results nobody has asked for."""
         for process, _ in self._made:
             process.kill()
             process.wait(LIMIT)

@@ -1,16 +1,14 @@
-"""What tests ask of a group of nodes: to join, and what Redis holds of their run."""
+"""Nodes of this process: have them join a round, and read from Redis what it holds of their run."""
 
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import redis
 from torch.distributed.elastic.rendezvous import RendezvousInfo
 
 from redelastic.monitoring.control import RunControl, UnknownRunError
 from redelastic.monitoring.records import Run
-from redelastic.redis.keys import RunKeys
 from redelastic.rendezvous.handler import RedisRendezvousHandler
 from tests.support.waiting import Within
 
@@ -18,6 +16,7 @@ until = Within(60)
 
 
 def state(node: RedisRendezvousHandler) -> Run | None:
+    """The node's run; None if Redis has none."""
     try:
         return RunControl(node.backend.connection, node.backend.keys).state()
     except UnknownRunError:
@@ -25,7 +24,7 @@ def state(node: RedisRendezvousHandler) -> Run | None:
 
 
 def record(node: RedisRendezvousHandler) -> Any:
-    """The parts of the run that must be there again."""
+    """The part of the run that must be the same after a loss of data."""
     run = state(node)
     return run and (
         run.epoch,
@@ -38,23 +37,21 @@ def record(node: RedisRendezvousHandler) -> Any:
 
 
 def join(*nodes: RedisRendezvousHandler) -> list[tuple[int, int]]:
+    """Have nodes join a round; their ranks, each with the number of nodes."""
     with ThreadPoolExecutor(len(nodes)) as pool:
-        infos = [future.result(60) for future in [pool.submit(node.next_rendezvous) for node in nodes]]
-    return [(info.rank, info.world_size) for info in infos]
+        return [(info.rank, info.world_size) for info in join_all(pool, *nodes)]
 
 
 def events(node: RedisRendezvousHandler, kind: str) -> list[Any]:
-    told = RunControl(node.backend.connection, node.backend.keys).events()
-    return [event for event in told if event.event == kind]
+    """The events of one kind in the node's run."""
+    found = RunControl(node.backend.connection, node.backend.keys).events()
+    return [event for event in found if event.event == kind]
 
 
 def join_all(pool: ThreadPoolExecutor, *nodes: RedisRendezvousHandler) -> list[RendezvousInfo]:
+    """Have nodes join a round, each in a thread of a pool."""
     joining = [pool.submit(node.next_rendezvous) for node in nodes]
     return [future.result(60) for future in joining]
-
-
-def until_joined(client: redis.Redis, keys: RunKeys, n: int) -> None:
-    until(lambda: client.zcard(keys.candidates) == n, f"{n} candidates")
 
 
 def ranks(infos: list[RendezvousInfo]) -> list[int]:

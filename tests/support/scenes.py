@@ -1,4 +1,4 @@
-"""Made-up runs of every size and kind, as events: for the tests of histories and their pictures."""
+"""The events of made-up runs of many sizes and kinds, for tests of histories and of their pictures."""
 
 from __future__ import annotations
 
@@ -36,28 +36,29 @@ HOSTILE = "<script>alert(1)</script>\"'&$x^2$]]>-->\x1b[31m\x00\ud800\u202e"
 
 
 class Story:
-    """Writes the events of a made-up run; times are seconds from its beginning, added in any order."""
+    """The events of a made-up run, added in any order; times are seconds since its beginning."""
 
     def __init__(self, seed: int = 0) -> None:
         self.random = random.Random(seed)
-        self._told: list[tuple[float, Event]] = []
+        self._added: list[tuple[float, Event]] = []
 
     def node(self, name: str) -> str:
+        """A new node's id."""
         return f"{name}-{self.random.randrange(1000, 9999)}-{self.random.getrandbits(48):012x}"
 
-    def tell(self, at: float, event: Event) -> None:
-        self._told.append((at, event))
+    def add(self, at: float, event: Event) -> None:
+        self._added.append((at, event))
 
     def join(self, at: float, nodes: Sequence[str], *, breaks: bool = False, within: float = 0.0) -> None:
         for i, node in enumerate(nodes):
-            self.tell(at + self.random.uniform(0, within), Joined(node=node, breaks=breaks and i == 0))
+            self.add(at + self.random.uniform(0, within), Joined(node=node, breaks=breaks and i == 0))
 
     def regroup(self, at: float, nodes: Sequence[str], within: float = 0.0) -> None:
         for node in nodes:
-            self.tell(at + self.random.uniform(0, within), Regrouped(node=node))
+            self.add(at + self.random.uniform(0, within), Regrouped(node=node))
 
     def lose(self, at: float, node: str, silent_ms: int = 6000) -> None:
-        self.tell(at, Lost(node=node, cause="lease", silent_ms=silent_ms))
+        self.add(at, Lost(node=node, cause="lease", silent_ms=silent_ms))
 
     def complete(
         self,
@@ -69,28 +70,29 @@ class Story:
         steps: bool = True,
         redone: float = 0,
     ) -> None:
-        """A round, its members by rank; with ``start`` they have agents, and take that long to make the first step.
+        """A round is complete, with members by rank, which make their first step after ``start`` seconds.
 
-        For ``redone`` seconds they make steps again. Without ``steps`` nobody reports any.
+        With ``start`` they have agents. For ``redone`` seconds they repeat steps. Without ``steps`` they report none.
         """
-        self.tell(at, Completed(node=members[0], because=because, members=tuple(members), size=len(members)))
+        self.add(at, Completed(node=members[0], because=because, members=tuple(members), size=len(members)))
         if steps:
             last_step = 99 if redone else None
-            self.tell(at + start, Progressed(node=members[0], step=90, last_step=last_step))
+            self.add(at + start, Progressed(node=members[0], step=90, last_step=last_step))
         if redone:
-            self.tell(at + start + redone, Progressed(node=members[0], step=100, last_step=99))
+            self.add(at + start + redone, Progressed(node=members[0], step=100, last_step=99))
         for rank, node in enumerate(members if start else ()):
-            self.tell(at + start * self.random.uniform(0.6, 1), Started(node=node, rank=rank))
+            self.add(at + start * self.random.uniform(0.6, 1), Started(node=node, rank=rank))
 
     def events(self) -> list[Event]:
-        return told_together(self.one_by_one())
+        """The entries of the run's stream of events."""
+        return merged(self.one_by_one())
 
     def one_by_one(self) -> list[Event]:
-        """Each event of each node separately: what the scripts take in, not what they write."""
+        """Each event of each node separately, as the scripts get them, before they merge some."""
         events: list[Event] = []
         epoch = size = 0
         members: tuple[str, ...] = ()  # of a round that is not broken
-        for at, event in sorted(self._told, key=lambda told: told[0]):
+        for at, event in sorted(self._added, key=lambda added: added[0]):
             if isinstance(event, Completed):
                 epoch, size, members = epoch + 1, event.size, event.members
             gone = isinstance(event, Lost | Regrouped) or (isinstance(event, Left) and event.cause != "finished")
@@ -101,41 +103,42 @@ class Story:
 
 
 @dataclass
-class _Row:
-    """Nodes to which the same happens in quick succession."""
+class _Series:
+    """Events of one kind, of several nodes in quick succession."""
 
     epoch: int
     last: int  # when the last one came, in ms
     count: int = 0
-    untold: list[Event] = field(default_factory=list)
+    pending: list[Event] = field(default_factory=list)
 
 
-class _Telling:
-    """What `record` in `lua/events.lua` makes of events if heartbeats come whenever needed; times in ms."""
+class _EventStream:
+    """The entries that `record` in `lua/events.lua` writes, if a heartbeat comes whenever one is due; times in ms."""
 
     def __init__(self) -> None:
-        self.told: list[Event] = []
-        self.due: int | None = None  # when a heartbeat reports what is collected
-        self._rows: dict[str, _Row] = {}
+        self.entries: list[Event] = []
+        self.due: int | None = None  # when a heartbeat writes what is pending
+        self._series: dict[str, _Series] = {}
 
-    def take_in(self, event: Event, now: int) -> None:
+    def add(self, event: Event, now: int) -> None:
         kind = event.event
         is_merged = kind in KINDS and not event.breaks
-        if is_merged and self._collects(event, self._rows.setdefault(kind, _Row(event.epoch, now)), now):
+        if is_merged and self._collects(event, self._series.setdefault(kind, _Series(event.epoch, now)), now):
             return
         if self.due is not None:
             self.flush_merged_events(now)
-        self._tell(event, now)
+        self._write(event, now)
 
-    def _collects(self, event: Event, row: _Row, now: int) -> bool:
-        is_new = row.epoch != event.epoch or now - row.last > 1000
-        if row.untold and (is_new or (event.event == "left" and event.pairs() != row.untold[0].pairs())):
+    def _collects(self, event: Event, series: _Series, now: int) -> bool:
+        """Add an event to its series; returns whether it waits there to be merged."""
+        is_new = series.epoch != event.epoch or now - series.last > 1000
+        if series.pending and (is_new or (event.event == "left" and event.pairs() != series.pending[0].pairs())):
             self.flush_merged_events(now)
-        row.epoch, row.last, row.count = event.epoch, now, 1 if is_new else row.count + 1
-        if row.count <= 16:
+        series.epoch, series.last, series.count = event.epoch, now, 1 if is_new else series.count + 1
+        if series.count <= 16:
             return False
-        row.untold.append(event)
-        if (row.count - 16) % 64 == 0:
+        series.pending.append(event)
+        if (series.count - 16) % 64 == 0:
             self.flush_merged_events(now)
         elif self.due is None:
             self.due = now + 1000
@@ -143,26 +146,26 @@ class _Telling:
 
     def flush_merged_events(self, now: int) -> None:
         self.due = None
-        for row in [self._rows[kind] for kind in KINDS if kind in self._rows]:
-            if row.untold:
-                self._tell(replace(row.untold[0], nodes=tuple(event.node for event in row.untold)), now)
-                row.untold = []
+        for series in [self._series[kind] for kind in KINDS if kind in self._series]:
+            if series.pending:
+                self._write(replace(series.pending[0], nodes=tuple(event.node for event in series.pending)), now)
+                series.pending = []
 
-    def _tell(self, event: Event, now: int) -> None:
-        self.told.append(replace(event, id=f"{now}-{len(self.told)}", time=now / 1000))
+    def _write(self, event: Event, now: int) -> None:
+        self.entries.append(replace(event, id=f"{now}-{len(self.entries)}", time=now / 1000))
 
 
-def told_together(events: Iterable[Event]) -> list[Event]:
-    """The events in a run's stream after these have happened."""
-    telling = _Telling()
+def merged(events: Iterable[Event]) -> list[Event]:
+    """The entries of a run's stream after these events."""
+    stream = _EventStream()
     for event in events:
         now = round(1000 * event.time)
-        if telling.due is not None and telling.due <= now:
-            telling.flush_merged_events(telling.due)
-        telling.take_in(event, now)
-    if telling.due is not None:
-        telling.flush_merged_events(telling.due)
-    return telling.told
+        if stream.due is not None and stream.due <= now:
+            stream.flush_merged_events(stream.due)
+        stream.add(event, now)
+    if stream.due is not None:
+        stream.flush_merged_events(stream.due)
+    return stream.entries
 
 
 def three_nodes() -> list[Event]:
@@ -177,22 +180,22 @@ def three_nodes() -> list[Event]:
     story.join(95, [d], breaks=True)
     story.regroup(95.1, [a, c], within=0.4)
     story.complete(95.6, [a, d, c], "max_nodes", start=6)
-    story.tell(170, Hung(node=d, rank=8, local_rank=0, pid=71, idle_ms=30_000, step=412, hung=1, stacks="stack\nof it"))
+    story.add(170, Hung(node=d, rank=8, local_rank=0, pid=71, idle_ms=30_000, step=412, hung=1, stacks="stack\nof it"))
     story.regroup(172, [a, d, c], within=0.4)
     story.complete(172.6, [a, d, c], "max_nodes", start=6)
-    story.tell(220, Drain(node=c, reason="by ops@bastion: spot instance ends", timeout_ms=30_000))
-    story.tell(226, Saved(node=c, drains=(c,)))
-    story.tell(227, Left(node=c, cause="drained", reason="by ops@bastion: spot instance ends"))
+    story.add(220, Drain(node=c, reason="by ops@bastion: spot instance ends", timeout_ms=30_000))
+    story.add(226, Saved(node=c, drains=(c,)))
+    story.add(227, Left(node=c, cause="drained", reason="by ops@bastion: spot instance ends"))
     story.regroup(227.1, [a, d], within=0.3)
     story.complete(227.6, [a, d], start=6, redone=12)
-    story.tell(300, Left(node=a, cause="finished"))
-    story.tell(300, Closed(node=a, cause="finished"))
-    story.tell(301, Left(node=d, cause="finished"))
+    story.add(300, Left(node=a, cause="finished"))
+    story.add(300, Closed(node=a, cause="finished"))
+    story.add(301, Left(node=d, cause="finished"))
     return story.events()
 
 
 def many_nodes(n: int, hours: float, faults: int, *, spares: int = 2, start: float = 25) -> list[Event]:
-    """A job of n nodes with spares, in which faults of every kind occur now and then."""
+    """A job of n nodes with spares, and faults of all kinds."""
     story = Story(1)
     members = [story.node(f"node-{i:04d}") for i in range(n)]
     waiting = [story.node(f"spare-{i:02d}") for i in range(spares)]
@@ -205,14 +208,14 @@ def many_nodes(n: int, hours: float, faults: int, *, spares: int = 2, start: flo
         victim = story.random.choice(members)
         kind = ("lost", "hung", "failed", "drain", "lost")[i % 5]
         if kind == "drain":
-            story.tell(at - 40, Drain(node=victim, reason="by slurm: maintenance", timeout_ms=30_000))
-            story.tell(at, Left(node=victim, cause="drained", reason="by slurm: maintenance"))
+            story.add(at - 40, Drain(node=victim, reason="by slurm: maintenance", timeout_ms=30_000))
+            story.add(at, Left(node=victim, cause="drained", reason="by slurm: maintenance"))
         elif kind == "lost":
             story.lose(at, victim, 6100)
         elif kind == "hung":
-            story.tell(at, Hung(node=victim, local_rank=3, rank=11, pid=5, idle_ms=300_000, step=412, hung=1))
+            story.add(at, Hung(node=victim, local_rank=3, rank=11, pid=5, idle_ms=300_000, step=412, hung=1))
         else:
-            story.tell(at, Failed(node=victim, local_rank=5, rank=85, pid=6, exit_code=1, age_ms=20))
+            story.add(at, Failed(node=victim, local_rank=5, rank=85, pid=6, exit_code=1, age_ms=20))
         gone = kind in {"lost", "drain"}
         survivors = [node for node in members if node != victim or not gone]
         story.regroup(at + 0.2, survivors, within=2)
@@ -224,15 +227,15 @@ def many_nodes(n: int, hours: float, faults: int, *, spares: int = 2, start: flo
         else:
             members = survivors
         story.complete(at + 2.5, members, "max_nodes" if len(members) == n else "all_joined", start)
-    story.tell(end, Left(node=members[0], cause="finished"))
-    story.tell(end, Closed(node=members[0], cause="finished"))
+    story.add(end, Left(node=members[0], cause="finished"))
+    story.add(end, Closed(node=members[0], cause="finished"))
     for node in [*members[1:], *waiting]:
-        story.tell(end + story.random.uniform(0, 3), Left(node=node, cause="finished"))
+        story.add(end + story.random.uniform(0, 3), Left(node=node, cause="finished"))
     return story.events()
 
 
 def crowded() -> list[Event]:
-    """Long names, a rack that dies as a whole again and again, an outage, refused and barred nodes, and a stop."""
+    """Long names, a rack that dies as a whole many times, an outage, refused and barred nodes, and a stop."""
     story = Story(2)
     members = [story.node(f"gpu-{i:02d}.rack-{i // 8}.eu-central-1.compute.internal") for i in range(40)]
     story.join(0, members, within=5)
@@ -245,11 +248,11 @@ def crowded() -> list[Event]:
         story.join(95 + 100 * i, again)
         story.regroup(92 + 100 * i, members[8:], within=2)
         members = members[8:] + again
-    story.tell(3000, Outage(away_ms=240_000))
-    story.tell(5000, Refused(node=story.node("bad"), reason="gpu 3: ECC errors"))
-    story.tell(5100, Barred(node=story.node("bad"), failures=3))
+    story.add(3000, Outage(away_ms=240_000))
+    story.add(5000, Refused(node=story.node("bad"), reason="gpu 3: ECC errors"))
+    story.add(5100, Barred(node=story.node("bad"), failures=3))
     long = "for a long reason " * 20
-    story.tell(6000, Stopped(node=members[0], cause="restarts", restarts=60, message=long))
+    story.add(6000, Stopped(node=members[0], cause="restarts", restarts=60, message=long))
     return story.events()
 
 

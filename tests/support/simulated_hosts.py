@@ -1,4 +1,4 @@
-"""Hosts of a preflight without a machine: what they would report, given what is wrong with them."""
+"""Simulated hosts of a preflight: their reports, by what is wrong with each host or link."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from dataclasses import dataclass, field
 
 from redelastic.preflight.schedule import Report, Step, next_step
 
-COMPUTE, MEMORY, RATE, LATENCY = 100.0, 10.0, 10.0, 0.1  # of a good host, in the units of the measures
+COMPUTE, MEMORY, RATE, LATENCY = 100.0, 10.0, 10.0, 0.1  # of a good host, in the units of reports
 
 
 @dataclass
 class Host:
-    """What is wrong with a host: factors of its speed, and more.
+    """What is wrong with a host; by default nothing.
 
     Attributes:
-        compute: of its matrix products.
-        send, receive: of what it sends and receives; 0: nothing comes through.
+        compute: factor of the speed of its matrix products.
+        send, receive: factor of the rate at which it sends and receives; 0: nothing comes through.
         delay: added to each round trip, in ms.
-        silent_in: number of the step in which it hangs or dies, if it does.
+        silent_in: number of the step in which it hangs or dies; None: in no step.
     """
 
     compute: float = 1.0
@@ -31,13 +31,13 @@ class Host:
 
 @dataclass
 class Site:
-    """Hosts, and links between two of them that do not work or are slow.
+    """All hosts of a preflight, and the links that are slow or do not work.
 
     Attributes:
-        hosts: all.
-        links: by both ends in ascending order, the factor of their speed; 0: they do not work.
+        hosts: the hosts.
+        links: factor of a link's rate, by its ends in ascending order; 0: it does not work.
         rng: draws the noise.
-        noise: of each value, the standard deviation of its logarithm.
+        noise: standard deviation of the logarithm of each value.
     """
 
     hosts: Sequence[Host]
@@ -46,7 +46,7 @@ class Site:
     noise: float = 0.05
 
     def run(self) -> list[Step]:
-        """All steps of a preflight, with the reports."""
+        """Run a preflight; its steps with all reports."""
         steps: list[Step] = []
         while (step := next_step(len(self.hosts), steps)) is not None:
             reports = {

@@ -1,6 +1,6 @@
-"""The contract of torch's own stores as tests, which run on HashStore, TCPStore and RedisStore.
+"""The contract of ``torch.distributed.Store`` as tests, which run on HashStore, TCPStore and RedisStore.
 
-Where torch's stores differ from each other, or RedisStore from them, a class attribute of the contract says so.
+Where these stores differ, a class attribute of the contract says so.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ NEEDS_BARRIER = pytest.mark.skipif(
 
 
 class Contract:
-    """What ``torch.distributed.Store`` promises; the attributes are the differences.
+    """What ``torch.distributed.Store`` promises; the attributes say where stores differ.
 
-    Who blocks has a clone of its own: another call on the same TCPStore would have to wait for the first.
+    A call that blocks is made on a clone, since other calls on the same TCPStore would wait for it.
     """
 
-    wakers: tuple[str, ...] = ("set", "add", "append", "compare_set", "multi_set")
-    zero_is_no_limit = False  # a wait of no time at all never ends
+    wakers: tuple[str, ...] = ("set", "add", "append", "compare_set", "multi_set")  # verbs that wake a wait for a key
+    zero_is_no_limit = False  # a timeout of 0 never ends
     queues = True
-    serves_each_pop = True  # of several that wait for a queue
+    serves_each_pop = True  # n pushes wake n pops that wait
     lists_keys = True
-    counts_all = False  # num_keys counts the keys outside of the prefix too
-    get_takes_queue = False  # get finds a queue, and gives b""
-    mismatch: type[Exception] | None = dist.DistStoreError  # multi_set with too few values; None: it reads past the end
-    corrupt: type[Exception] | None = ValueError  # add to what is no number; None: not to be tried, the server dies
+    counts_all = False  # num_keys counts keys without the prefix too
+    get_takes_queue = False  # get of a queue's name returns b""
+    mismatch: type[Exception] | None = dist.DistStoreError  # of multi_set with too few values; None: it reads on
+    corrupt: type[Exception] | None = ValueError  # of add to what is no number; None: it ends the server
 
     @pytest.fixture
     def store(self) -> Any:
@@ -365,7 +365,7 @@ class HashContract(Contract):
 class TCPContract(Contract):
     """What differs in a TCPStore."""
 
-    serves_each_pop = False  # to one that was woken, and came later than another, the queue is empty
+    serves_each_pop = False  # several pops are woken, and to all but the first the queue is empty
     get_takes_queue = True
     corrupt = None
 

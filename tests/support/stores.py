@@ -1,4 +1,4 @@
-"""What the tests of stores share: time limits, threads, and stores that are closed or emptied afterwards."""
+"""Stores for one test, time limits, and calls in threads, for the tests of stores."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from tests.support.waiting import Within
 
 SHORT = timedelta(milliseconds=30)
 LONG = timedelta(seconds=60)
-SOON = 20.0  # limit on a busy machine for what is due at once, in seconds
+SOON = 20.0  # limit on a busy machine of what is due at once, in seconds
 until = Within(SOON)
 
 
 def in_thread(function: Callable[..., Any], *args: Any) -> Future[Any]:
+    """Call a function in a daemon thread: a call that never ends does not hold up the end of the tests."""
     future: Future[Any] = Future()
 
     def run() -> None:
@@ -36,7 +37,7 @@ def in_thread(function: Callable[..., Any], *args: Any) -> Future[Any]:
 
 
 @contextlib.contextmanager
-def opened(server: RedisServer, run_id: str, **options: Any) -> Iterator[RedisStore]:
+def open_store(server: RedisServer, run_id: str, **options: Any) -> Iterator[RedisStore]:
     made = RedisStore(server.url, run_id, **options)
     yield made
     made.close()
@@ -44,19 +45,19 @@ def opened(server: RedisServer, run_id: str, **options: Any) -> Iterator[RedisSt
 
 @pytest.fixture
 def store(server: RedisServer, run_id: str) -> Iterator[RedisStore]:
-    with opened(server, run_id) as made:
+    with open_store(server, run_id) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
 def shared_tcp_store() -> Any:
-    """One store for all tests: if no name server answers, creating one sometimes takes five seconds for a lookup."""
+    """One store for all tests of a module: without a name server, it may take five seconds to make one."""
     return dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
 
 
 @pytest.fixture
 def tcp_store(shared_tcp_store: Any) -> Any:
-    """The shared store, empty."""
+    """The shared store, emptied."""
     shared_tcp_store.set_timeout(timedelta(minutes=5))
     for key in shared_tcp_store.list_keys():
         shared_tcp_store.delete_key(key)

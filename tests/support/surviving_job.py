@@ -1,4 +1,4 @@
-"""A job of `redelastic run --survive`: which processes took part in which round, and what they ended with."""
+"""A job of `redelastic run --survive`: the processes of each round, their steps and their final weights."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class SurvivingJob(AgentJob):
     """Nodes whose workers run `workers/surviving.py`."""
 
     def begin(self, *names: str, survive: bool = True, options: tuple[str, ...] = (), **more: Any) -> None:
-        """Start nodes; without `survive`, each round starts the workers anew, and they go on from a checkpoint."""
+        """Start nodes; without `survive`, each round has new workers, which resume from a checkpoint."""
         self.start(
             *names, script=SCRIPT, options=(*(["--survive", "--admit=saved"] if survive else []), *options), **more
         )
 
     def pids(self, epoch: int) -> dict[str, set[int]]:
-        """The workers' processes in a round, by node."""
+        """The pids of a round's workers, by node."""
         found: dict[str, set[int]] = {}
         for line in self.lines("start"):
             if line.epoch == epoch:
@@ -33,15 +33,15 @@ class SurvivingJob(AgentJob):
         return found
 
     def committed(self) -> list[int]:
-        """Each step that rank 0 has made, in order."""
+        """The steps that rank 0 has made, in order."""
         return [line.step for line in self.lines("step") if line.rank == 0]
 
     def begun(self, pid: int) -> list[int]:
-        """Each step that a process has begun, in order."""
+        """The steps that a process has begun, in order."""
         return [line.step for line in self.lines("samples") if line.pid == pid]
 
     def end(self, *names: str) -> None:
-        """Let the job finish; all must have the weights of one process, and every step its samples and its loss."""
+        """Let the job finish, and check that its weights, samples and losses are those of a training in one process."""
         self.tell("finish")
         for name in names:
             assert self.wait_end(name) == 0, self.report()
@@ -52,9 +52,9 @@ class SurvivingJob(AgentJob):
         self.check_samples(losses)
 
     def check_samples(self, losses: list[float]) -> None:
-        """The steps that count are those of one process. Of a step that was made again, the last time counts.
+        """Check samples and losses of each step, of one that was repeated those of its last time.
 
-        Steps behind the last one were made before a restart, whose round finished before it came to them again.
+        Later steps than the last one were made before a restart, and the job finished before it repeated them.
         """
         made: dict[int, int] = {}
         for line in self.lines("step"):

@@ -1,4 +1,4 @@
-"""Where temporary files are made."""
+"""The folder of temporary files."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ import pytest
 
 
 def make_temporary_files_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As TMPDIR does, which Python reads only once."""
+    """Do what TMPDIR does, which Python reads only once."""
     monkeypatch.setattr(tempfile, "tempdir", str(folder))

@@ -1,4 +1,4 @@
-"""Certificates and keys for servers and clients that speak TLS."""
+"""Certificates and keys for servers and clients that use TLS."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from cryptography.x509.oid import NameOID
 
 from tests.support.servers import HOST
 
-Signer = tuple[x509.Name, ec.EllipticCurvePrivateKey]
+Signer = tuple[x509.Name, ec.EllipticCurvePrivateKey]  # name and key of who signs a certificate
 
 
 @dataclass
 class Certificates:
-    """PEM files: a CA, a server's certificate for 127.0.0.1, a client's, and a CA that signed neither."""
+    """Paths of PEM files: a CA, a server's and a client's certificate for 127.0.0.1, and a CA that signed neither."""
 
     ca: str
     server: str
@@ -45,6 +45,7 @@ def _key_usage(*, ca: bool) -> x509.KeyUsage:
 
 
 def make_certificates(folder: Path) -> Certificates:
+    """Write all files into a folder; the certificates are valid today."""
     now = dt.datetime.now(dt.timezone.utc)
 
     def make(name: str, signer: Signer | None) -> tuple[str, str, Signer]:
@@ -61,7 +62,7 @@ def make_certificates(folder: Path) -> Certificates:
             .not_valid_after(now + dt.timedelta(days=1))
             .add_extension(x509.BasicConstraints(ca=signer is None, path_length=None), critical=True)
             .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(HOST))]), critical=False)
-            # Since Python 3.13, a certificate without these three is refused
+            # Python 3.13 and later refuse a certificate without these three.
             .add_extension(_key_usage(ca=signer is None), critical=True)
             .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
             .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key()), critical=False)
@@ -86,7 +87,7 @@ def make_certificates(folder: Path) -> Certificates:
 
 
 def encrypt_key(source: str, target: str) -> None:
-    """Rewrite a private key, protected by a password."""
+    """Write a private key protected by the password "key-password"."""
     key = serialization.load_pem_private_key(Path(source).read_bytes(), None)
     encryption = serialization.BestAvailableEncryption(b"key-password")
     Path(target).write_bytes(

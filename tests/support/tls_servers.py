@@ -1,4 +1,4 @@
-"""A Redis that speaks TLS: natively, which the embedded one cannot, or behind a terminator."""
+"""A Redis that speaks TLS: by itself, if it was built with TLS, or behind a TLS terminator."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ WHO_SPEAKS_TLS: Final = ("redis", "terminator")
 def tls_server(
     who: str, password: str | None, certificates: Certificates, *, ask_clients: bool, certificate: str = ""
 ) -> Iterator[tuple[RedisServer, str]]:
-    """A server and its URL, ``rediss://``; the test is skipped if Redis should speak TLS and was built without it.
+    """A server and its ``rediss://`` URL; the test is skipped if Redis is to speak TLS and was built without it.
 
     Args:
-        who: of :data:`WHO_SPEAKS_TLS`.
-        password: of the server; with None it chooses one, which the URL leaves out.
-        certificates: whose server certificate is used.
+        who: one of :data:`WHO_SPEAKS_TLS`.
+        password: the server's; with None it makes one, which the URL does not have.
+        certificates: the server's certificate and key, and the CA of clients' certificates.
         ask_clients: whether clients need a certificate.
-        certificate: the server's own, if different.
+        certificate: another certificate for the server.
     """
     settings = {
         "tls-cert-file": certificate or certificates.server,
@@ -63,7 +63,7 @@ def _terminator(port: int, target: int, settings: dict[str, str]) -> Iterator[No
     class Handler(socketserver.BaseRequestHandler):
         def handle(self) -> None:
             with contextlib.suppress(OSError), context.wrap_socket(self.request, server_side=True) as client:
-                _hand_on(client, target)
+                _relay(client, target)
 
     with _Terminator((servers.HOST, port), Handler) as listening:
         thread = threading.Thread(target=listening.serve_forever, args=(0.02,), daemon=True)
@@ -73,12 +73,12 @@ def _terminator(port: int, target: int, settings: dict[str, str]) -> Iterator[No
 
 
 class _Terminator(socketserver.ThreadingTCPServer):
-    allow_reuse_address = True  # the port is reserved for us
+    allow_reuse_address = True  # the port is reserved
     daemon_threads = True
 
 
-def _hand_on(client: ssl.SSLSocket, target: int) -> None:
-    """Relay between client and server until one of them hangs up."""
+def _relay(client: ssl.SSLSocket, target: int) -> None:
+    """Relay between client and server until one of them closes its connection."""
     with socket.create_connection((servers.HOST, target)) as server:
         while True:
             ready = [client] if client.pending() else select.select([client, server], [], [])[0]

@@ -1,4 +1,4 @@
-"""A job of real torchrun or `redelastic run` processes, each a node: kill or freeze them, and read what workers did."""
+"""A job of real torchrun or `redelastic run` processes: start, kill and freeze nodes, and read what workers did."""
 
 from __future__ import annotations
 
@@ -30,23 +30,22 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 TRAIN: Final = Path(__file__).parent / "workers" / "train.py"
-TOKEN: Final = "TEST_JOB"  # environment variable that identifies every process of a job, orphans too
-LIMIT: Final = 60.0  # for anything to happen, in seconds: far above what it takes; this is not a test of speed
-POLL: Final = 0.05
+TOKEN: Final = "TEST_JOB"  # environment variable of all processes of a job, orphans too
+LIMIT: Final = 60.0  # of each wait, in seconds: far above what it takes, since tests do not judge speed
+POLL_INTERVAL: Final = 0.05  # in seconds
 CONF: Final[Mapping[str, float]] = {
     "keep_alive_interval": 0.4,
     "keep_alive_max_attempt": 3,
-    "last_call_timeout": 60,  # the first group is complete once max_nodes have joined, unless a test says otherwise
+    "last_call_timeout": 60,  # so a first round has max_nodes, unless a test says otherwise
     "join_timeout": 60,
 }
-AT_ONCE: Final = ("--admit=now", "--admit-interval=0")  # new nodes wait for nobody, unless a test says otherwise
-PATIENT: Final[Mapping[str, float]] = {
-    "keep_alive_max_attempt": 15
-}  # leases of 6 s outlast the pause of a busy machine
-CALM: Final[Mapping[str, float]] = {"keep_alive_max_attempt": 75, "roll_call_timeout": 20}  # no pause is a loss
+ADMIT_AT_ONCE: Final = ("--admit=now", "--admit-interval=0")  # new nodes do not wait, unless a test says otherwise
+# Leases of 6 s outlast the pauses of a busy machine; after those of 30 s, no pause is taken for a loss.
+LONG_LEASES: Final[Mapping[str, float]] = {"keep_alive_max_attempt": 15}
+LONGEST_LEASES: Final[Mapping[str, float]] = {"keep_alive_max_attempt": 75, "roll_call_timeout": 20}
 
-# Kills all processes of a job once this pipe is closed: at the end of a test, and when pytest itself is killed.
-_REAPER: Final = """
+# Kills all processes of a job once its stdin is closed: at the end of a test, or when pytest is killed.
+REAPER: Final = """
 import os, psutil, sys, time
 sys.stdin.read()
 name, token = sys.argv[1:]
@@ -67,7 +66,7 @@ while True:
 
 @dataclass(frozen=True)
 class Line:
-    """A line of the workers' record; see `workers/train.py`."""
+    """A line of the workers' record; see `workers/record.py`."""
 
     event: str
     time: float
@@ -84,25 +83,26 @@ class Line:
 
 
 class Node:
-    """One torchrun: the agent's process, and its workers in sessions of their own."""
+    """One node: the agent's process, and its workers in sessions of their own."""
 
     def __init__(self, name: str, command: list[str], env: dict[str, str], directory: Path, *, fork: bool) -> None:
         self.name = name
-        self.may_end = False  # whether the test expects it to end or has killed it
+        self.may_end = False  # whether the test expects it to end, or has killed it
         self._err, self._out = directory / f"{name}.err", directory / f"{name}.out"
         with self._err.open("wb") as err, self._out.open("wb") as out:
             self.process = launchers.start(command, env, out, err, fork=fork)
 
     @property
     def stderr(self) -> str:
-        return self._err.read_text(errors="replace") if self._err.is_file() else ""  # or a test reads it from a pipe
+        return self._err.read_text(errors="replace") if self._err.is_file() else ""  # else a test reads it from a pipe
 
     def log_tail(self, lines: int = 25) -> str:
+        """The last lines of stdout and stderr, indented."""
         text = [*self._out.read_text(errors="replace").splitlines()[-5:], *self.stderr.splitlines()[-lines:]]
         return "\n".join(f"    {line}" for line in text)
 
     def tree(self) -> list[psutil.Process]:
-        """The agent first, then its workers."""
+        """The processes of the node, the agent first."""
         agent = psutil.Process(self.process.pid)
         return [agent, *agent.children(recursive=True)]
 
@@ -112,19 +112,19 @@ class Node:
                 process.send_signal(number)
 
     def kill(self) -> None:
-        """Kill it as if its machine died: the agent and all its workers at once."""
+        """Kill the agent and all its workers at once, as if their host died."""
         self.may_end = True
         self._signal_tree(signal.SIGKILL)
 
     def kill_agent_alone(self) -> list[psutil.Process]:
-        """Kill only the agent; returns the workers, which live on."""
+        """Kill only the agent; returns its workers, which are not signalled."""
         self.may_end = True
         agent, *workers = self.tree()
         agent.kill()
         return workers
 
     def terminate(self) -> None:
-        """End it as a scheduler does: SIGTERM to the agent."""
+        """Send SIGTERM to the agent, as a scheduler does."""
         self.may_end = True
         self.process.terminate()
 
@@ -139,14 +139,14 @@ class Job:
     """Nodes that share a run id and a server.
 
     Args:
-        server: the Redis.
-        directory: for logs, records and checkpoints.
+        server: the Redis server.
+        directory: where logs, the record and checkpoints go.
         nnodes: as for torchrun, "min:max".
         nproc: workers per node.
-        conf: overrides of `CONF`.
-        agent: whether to start nodes with `redelastic run` and our agent; else with torchrun.
-        gloo: whether workers of `train.py` use torch, as they do in long runs.
-        fork: whether launchers are forks of a process that has imported torch, as they are not in long runs.
+        conf: rendezvous parameters beside or instead of those of `CONF`.
+        agent: whether nodes run `redelastic run`, with our agent; else they run torchrun.
+        gloo: whether workers of `train.py` use torch and gloo; by default only in long runs.
+        fork: whether launchers are forks of a process that has imported torch; by default not in long runs.
     """
 
     def __init__(
@@ -168,12 +168,12 @@ class Job:
         self.conf = {**CONF, **(conf or {})}
         self.nodes: dict[str, Node] = {}
         self._token = uuid.uuid4().hex
-        self._lines: list[Line] = []  # the record's lines so far; `_read` bytes of it are read
-        self._read = 0
+        self._lines: list[Line] = []
+        self._read = 0  # bytes of the record that are in `_lines`
         directory.mkdir(parents=True, exist_ok=True)
         self._client = server.get_client(decode_responses=True)
         self._reaper = subprocess.Popen(
-            [sys.executable, "-c", _REAPER, TOKEN, self._token], stdin=subprocess.PIPE, start_new_session=True
+            [sys.executable, "-c", REAPER, TOKEN, self._token], stdin=subprocess.PIPE, start_new_session=True
         )
 
     def __enter__(self) -> Self:
@@ -182,7 +182,7 @@ class Job:
     def __exit__(self, *exc_info: object) -> None:
         self._client.close()
         for node in self.nodes.values():
-            node.process.kill()  # the environment of one that was forked is not its own
+            node.process.kill()  # a forked launcher has the environment of its template, so the reaper does not find it
         self._reaper.communicate(timeout=LIMIT)
         assert self._reaper.returncode == 0, "the job's processes may still be there"
         for node in self.nodes.values():
@@ -202,10 +202,10 @@ class Job:
         script: Path = TRAIN,
         arguments: Iterable[str] = (),
     ) -> None:
-        """Start nodes; options are the launcher's, arguments the script's; `conf` overrides the job's."""
+        """Start nodes; `options` are the launcher's, `arguments` the script's, and `conf` is added to the job's."""
         for name in names:
             torchrun = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=redis"]
-            ours = [sys.executable, "-m", "redelastic", "run", f"--node-name={name}", *AT_ONCE]
+            ours = [sys.executable, "-m", "redelastic", "run", f"--node-name={name}", *ADMIT_AT_ONCE]
             command = ours if self._agent else torchrun
             command += [
                 f"--rdzv-id={self.run_id}",
@@ -217,11 +217,11 @@ class Job:
             self.nodes[name].may_end = may_end
 
     def settings(self, conf: Mapping[str, float] | None = None) -> str:
-        """The rendezvous parameters, as for `--rdzv-conf`."""
+        """The rendezvous parameters as the value of `--rdzv-conf`."""
         return ",".join(f"{name}={value}" for name, value in {**self.conf, **(conf or {})}.items())
 
     def launch(self, name: str, command: list[str], env: Mapping[str, str] | None = None) -> None:
-        """Start a node by any command; an earlier one of that name has to end."""
+        """Start a node by any command, after an earlier node of that name has ended."""
         if earlier := self.nodes.get(name):
             earlier.process.wait(LIMIT)
         own = {"REDELASTIC_REDIS_URL": self.server.url, "OMP_NUM_THREADS": "1", "TEST_NODE": name}
@@ -231,18 +231,18 @@ class Job:
         self.nodes[name] = Node(name, command, environment, self.directory, fork=self._fork)
 
     def note(self, text: str) -> float:
-        """Print what happens (`pytest -s` shows it), and return the time."""
+        """Print what happens, for `pytest -s`; returns the time."""
         sys.stdout.write(f"{text}\n")
         return time.time()
 
     def tell(self, name: str) -> None:
-        """Create one of the files that steer the workers."""
+        """Create a file that the workers' script looks for, such as "finish"."""
         (self.directory / name).touch()
 
     # -- observing
 
     def lines(self, event: str | None = None) -> list[Line]:
-        """What the workers have recorded so far."""
+        """The lines of the workers' record so far, all or those of one event."""
         path = self.directory / "record.jsonl"
         if path.exists():
             with path.open("rb") as record:
@@ -255,7 +255,7 @@ class Job:
 
     @property
     def epoch(self) -> int:
-        """The newest epoch with a step."""
+        """The newest epoch in which a step was made; 0 if there is none."""
         return max((line.epoch for line in self.lines("step")), default=0)
 
     def ranks(self, epoch: int) -> dict[str, int]:
@@ -268,7 +268,7 @@ class Job:
         return [self.nodes[name] for name in sorted(ranks, key=ranks.__getitem__)]
 
     def redis(self, name: str) -> Any:
-        """The contents of one of the run's keys, named as in `keys.py`."""
+        """The contents of one of the run's keys, by its name in `keys.py`; None if there is none."""
         key = f"redelastic:{{{self.run_id}}}:{name}"
         readers: dict[str, Callable[[str], Any]] = {
             "hash": self._client.hgetall,
@@ -280,10 +280,10 @@ class Job:
         return readers[kind](key) if kind in readers else None
 
     def wait(self, what: str, condition: Callable[[], T], limit: float = LIMIT) -> T:
-        """Wait until a condition holds, and return its value; fail at once if a node ends that should not."""
+        """Wait until a condition holds; returns its value. Fails at once if a node fails that must not end."""
         deadline = time.monotonic() + limit
         while True:
-            # First: what a node has done before it ended is there to be seen now.
+            # Before the condition, which then sees all that a node did before it ended.
             dead = [n for n in self.nodes.values() if not n.may_end and n.process.poll() not in (None, 0)]
             if value := condition():
                 return value
@@ -294,15 +294,15 @@ class Job:
                 )
             if time.monotonic() > deadline:
                 pytest.fail(f"Not within {limit:g} s: {what}." + self.report())
-            time.sleep(POLL)
+            time.sleep(POLL_INTERVAL)
 
     def wait_round(self, nodes: Iterable[str], after: int | None = None, *, fault: float | None = None) -> int:
-        """Wait until exactly these nodes have made two steps in a round together; returns its epoch.
+        """Wait until each of these nodes, and no other, has made two steps in a round; returns its epoch.
 
         Args:
             nodes: their names.
             after: the round's epoch must be later than this; None for the newest with steps.
-            fault: time of the fault behind the round, to print how long recovery took.
+            fault: time of the fault that led to the round, for :meth:`note_recovery`.
         """
         names = set(nodes)
         earlier = self.epoch if after is None else after
@@ -320,7 +320,7 @@ class Job:
         return epoch
 
     def note_recovery(self, epoch: int, fault: float) -> None:
-        """Print how long after a fault the resulting round was complete, and how long until it trained."""
+        """Note for the fault matrix, and print, how long after a fault the next round was complete and made a step."""
         nodes = len(self.ranks(epoch))
         first = min(line.time for line in self.lines("step") if line.epoch == epoch)
         started = min(line.time for line in self.lines("start") if line.epoch == epoch)
@@ -349,7 +349,7 @@ class Job:
         return int(node.process.wait())
 
     def report(self) -> str:
-        """Everything that helps to see what went wrong."""
+        """The run in Redis, the last lines of the record and the nodes' logs, for the message of a failure."""
         with contextlib.suppress(Exception):
             keys = {name: self.redis(name) for name in ("run", "ranks", "members", "candidates", "leases", "wake")}
             redis = "\n".join(f"    {name}: {value}" for name, value in keys.items())
@@ -363,12 +363,12 @@ class Job:
     # -- verdicts
 
     def checkpoint(self) -> dict[str, Any]:
-        """The newest one."""
+        """The newest checkpoint of `train.py`."""
         newest = max(self.directory.glob("checkpoint-*.json"))
         return dict(json.loads(newest.read_text()))
 
     def finish(self, *names: str) -> None:
-        """Let the workers finish, and judge the whole job; these nodes must end with status 0."""
+        """Let the workers finish, and check the whole job; these nodes must end with 0, and no others finish."""
         self.tell("finish")
         for name in names:
             status = self.wait_end(name)
@@ -378,7 +378,7 @@ class Job:
         self.check()
 
     def check(self) -> None:
-        """No step was lost or done twice, the weights are the known ones, and the rounds were as I2 to I4 promise."""
+        """Check that no step was lost or repeated, that the weights are right, and the rounds as I2 to I4 promise."""
         checkpoint = self.checkpoint()
         lineage = checkpoint["lineage"]
         assert [step for step, _, _ in lineage] == list(range(len(lineage))), "steps lost or done twice: " + str(
@@ -407,7 +407,7 @@ class Job:
             [world] = worlds
             assert self.min_nodes <= world / self.nproc <= self.max_nodes, f"world size {world} of epoch {epoch}"
             ranks = sorted(line.rank for line in lines)
-            # a worker killed while its group was forming has left no record
+            # no equality: a worker killed while its group formed has recorded nothing
             assert len(set(ranks)) == len(ranks), f"ranks {ranks} of epoch {epoch}"
             assert set(ranks) <= set(range(world)), f"ranks {ranks} of epoch {epoch}"
             if epoch in first_step:

@@ -1,4 +1,4 @@
-"""Jobs of `redelastic run` whose workers run `workers/unruly.py`, and what tests ask of the processes it leaves."""
+"""Jobs of `redelastic run` whose workers run `workers/unruly.py`."""
 
 from __future__ import annotations
 
@@ -8,52 +8,50 @@ import sys
 from pathlib import Path
 from typing import Any, Final
 
-import psutil
-
 from tests.support import launchers
 from tests.support.agent_job import AgentJob
 from tests.support.torchrun_job import LIMIT
 
 UNRULY: Final = Path(__file__).parent / "workers" / "unruly.py"
-OURS: Final = (sys.executable, "-m", "redelastic", "run")
+REDELASTIC_RUN: Final = (  # the command without its options
+    sys.executable,
+    "-m",
+    "redelastic",
+    "run",
+)
 
 
 def environment(action: str = "") -> dict[str, str]:
+    """Environment variables of a node outside a job, whose workers do this action."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(("REDELASTIC_", "TORCHELASTIC_"))}
     return env | {"OMP_NUM_THREADS": "1", "UNRULY": action}
 
 
-def run(directory: Path, action: str, *options: str, stdout: Any = None) -> subprocess.CompletedProcess[str]:
-    """Run one node, whose worker misbehaves, on its own server."""
-    command = [*OURS, "--standalone", *options, str(UNRULY), str(directory)]
+def run_standalone(directory: Path, action: str, *options: str, stdout: Any = None) -> subprocess.CompletedProcess[str]:
+    """Run a node with its own server to its end; its worker does this action."""
+    command = [*REDELASTIC_RUN, "--standalone", *options, str(UNRULY), str(directory)]
     return launchers.run(command, environment(action), LIMIT, stdout)
 
 
-def lives(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def pid_in(file: Path) -> int:
+def read_pid(file: Path) -> int:
     return int(file.read_text())
 
 
-class Unruly(AgentJob):
-    """Nodes whose workers misbehave."""
+class UnrulyJob(AgentJob):
+    """Nodes whose workers do an action of `workers/unruly.py`."""
 
     def begin(self, *names: str, action: str = "wait", **more: Any) -> None:
         self.start(*names, script=UNRULY, env={"UNRULY": action}, may_end=True, **more)
 
     def lose_redis(self) -> None:
-        """Once all workers run, kill the server for good, and wait until the nodes know."""
+        """Once all workers run, kill the server, and wait until every node has noticed."""
         for name in self.nodes:
             self.wait_file(f"{name}-started")
         self.server.kill()
-        knows = "Redis has been away"
-        self.wait("all know", lambda: all(knows in node.stderr for node in self.nodes.values()))
+        notice = "Redis has been away"
+        self.wait("all nodes notice", lambda: all(notice in node.stderr for node in self.nodes.values()))
 
     def wait_file(self, name: str) -> Path:
+        """Wait for a file that a worker makes; returns its path."""
         self.wait(f"there is a file {name}", (self.directory / name).exists)
         return self.directory / name

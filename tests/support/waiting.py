@@ -1,4 +1,4 @@
-"""Waiting for what wakes nobody: a state of another process or thread."""
+"""Polling for states of other processes and threads that nothing announces."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Within:
-    """Polls until a condition holds, for so many seconds."""
+    """Polls until a condition holds; fails after so many seconds."""
 
     seconds: float
 
     def __call__(
-        self, condition: Callable[[], Any], what: str = "it never came so far", seconds: float | None = None
+        self, condition: Callable[[], Any], what: str = "the condition holds", seconds: float | None = None
     ) -> Any:
-        """Wait; returns the condition's value."""
+        """Wait until the condition is true; returns its value."""
         limit = self.seconds if seconds is None else seconds
         deadline = time.monotonic() + limit
         while not (value := condition()):

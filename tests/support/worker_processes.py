@@ -1,4 +1,4 @@
-"""Workers that fork, hide and do not end: their programs, their tree, and checks on their processes."""
+"""Processes that stand for workers: those that fork, hide and do not end, and those that report progress on a board."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ import psutil
 import pytest
 
 from redelastic.workers import reaper
+from redelastic.workers.board import ProgressBoard
 from redelastic.workers.processes import ProcessTree
 from tests.support.waiting import Within
 
-DEADLINE = 30.0  # for what normally takes well under a second, in seconds
+DEADLINE = 30.0  # of waits for what takes well under a second, in seconds
 LIFE = 90  # of a process that nobody ends, in seconds
 until = Within(DEADLINE)
 
-# What the workers below have in common. `say` publishes the caller's pid under a name.
+# Functions for the programs below. `say` publishes the caller's pid in a file, which appears only once it is whole.
 PRELUDE = f"""
 import os, signal, sys, time
 folder = sys.argv[1]
@@ -64,8 +65,7 @@ say("worker")
 live()
 """
 )
-BARE_IN_SESSION = PRELUDE + "daemon(lambda: bare('left'), session=False); say('worker'); live()"
-SECRETIVE = (  # first a child without an environment in its own session; after "go" an orphan
+SECRETIVE = (  # its grandchild is in its own session without an environment, and an orphan after "go"
     PRELUDE
     + """
 if os.fork() == 0:
@@ -79,10 +79,10 @@ say("worker")
 live()
 """
 )
-VANISHING = PRELUDE + "daemon(lambda: bare('left')); say('worker'); live()"  # as SECRETIVE, but at once
 
 Pids = dict[str, psutil.Process]
-Start = Callable[..., "subprocess.Popen[bytes]"]
+StartInTree = Callable[..., "subprocess.Popen[bytes]"]
+StartOnBoard = Callable[..., int]
 
 
 @pytest.fixture
@@ -94,11 +94,11 @@ def tree() -> Iterator[ProcessTree]:
 
 
 @pytest.fixture
-def start(tree: ProcessTree, tmp_path: Path) -> Iterator[Start]:
-    """Start workers of ``tree`` the way torch does; their stdout ends with the last of their processes."""
+def start_in_tree(tree: ProcessTree, tmp_path: Path) -> Iterator[StartInTree]:
+    """Starts workers of ``tree`` as torch does; their stdout is closed when the last of their processes ends."""
     made: list[subprocess.Popen[bytes]] = []
 
-    def start(source: str) -> subprocess.Popen[bytes]:
+    def begin(source: str) -> subprocess.Popen[bytes]:
         made.append(
             subprocess.Popen(
                 [sys.executable, "-I", "-S", "-c", source, str(tmp_path)],
@@ -109,7 +109,7 @@ def start(tree: ProcessTree, tmp_path: Path) -> Iterator[Start]:
         )
         return made[-1]
 
-    yield start
+    yield begin
     tree.stop()
     for worker in made:
         worker.kill()
@@ -117,23 +117,43 @@ def start(tree: ProcessTree, tmp_path: Path) -> Iterator[Start]:
 
 
 @pytest.fixture
-def foreign() -> Iterator[psutil.Popen]:
-    """A child of the embedding process that is nobody's worker."""
-    child = psutil.Popen(["sleep", str(LIFE)], start_new_session=True)
-    yield child
-    child.kill()
-    child.wait()
+def board() -> Iterator[ProgressBoard]:
+    """The progress board of three workers."""
+    made = ProgressBoard(3)
+    yield made
+    made.close()
 
 
-def lives(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+@pytest.fixture
+def start_on_board(board: ProgressBoard) -> Iterator[StartOnBoard]:
+    """Starts a script as a worker, waits until it prints "ready", and returns its process id.
+
+    The script gets a slot of ``board``, or of the board given as ``of``; with None for its local rank it gets none.
+    """
+    made: list[subprocess.Popen[str]] = []
+
+    def begin(
+        code: str,
+        local_rank: int | None = 0,
+        *,
+        of: ProgressBoard = board,
+        command: tuple[str, ...] = (sys.executable, "-c"),
+    ) -> int:
+        environment = {} if local_rank is None else of.environment(local_rank)
+        made.append(subprocess.Popen([*command, code], env=os.environ | environment, stdout=subprocess.PIPE, text=True))
+        stdout = made[-1].stdout
+        assert stdout is not None
+        assert stdout.readline() == "ready\n"
+        return made[-1].pid
+
+    yield begin
+    for worker in made:
+        worker.kill()
+        worker.communicate()
 
 
 def reaper_of(agent: psutil.Process, token: str = "") -> psutil.Process:
-    """The reaper that an agent keeps for its tree, or for the tree with ``token``."""
+    """The reaper that an agent has started, for the process tree with ``token`` if one is given."""
 
     def found() -> psutil.Process | None:
         for child in agent.children():
@@ -148,20 +168,21 @@ def reaper_of(agent: psutil.Process, token: str = "") -> psutil.Process:
     return reaper
 
 
-def said(folder: Path, *names: str) -> Pids:
+def wait_for_pids(folder: Path, *names: str) -> Pids:
+    """Wait until processes have said their pids under these names; returns the processes."""
     until(lambda: all((folder / name).exists() for name in names), f"the pids of {names}")
     return {name: psutil.Process(int((folder / name).read_text())) for name in names}
 
 
-def ended(worker: subprocess.Popen[bytes]) -> None:
+def kill_and_reap(worker: subprocess.Popen[bytes]) -> None:
     worker.kill()
     worker.wait()
 
 
-def reuse(pid: int, began: float, command: list[str]) -> psutil.Popen:
-    """Start ``command`` with the pid of a dead process that ``began`` then.
+def start_with_pid(pid: int, began: float, command: list[str]) -> psutil.Popen:
+    """Start a process with the pid of a dead one, which began at ``began``.
 
-    The kernel reports start times to 10 ms: one begun in the same tick would look like the same process.
+    The kernel's start times have ticks of 10 ms: a process begun in the same tick would be taken for the dead one.
     """
     last = Path("/proc/sys/kernel/ns_last_pid")
     for _ in range(200):
@@ -171,9 +192,9 @@ def reuse(pid: int, began: float, command: list[str]) -> psutil.Popen:
         except OSError as e:
             pytest.skip(f"the next pid cannot be chosen here: {e}")
         child = psutil.Popen(command, start_new_session=True)
-        last.write_text(newest)  # or whatever starts next would get the pids of other tests' dead processes
+        last.write_text(newest)  # else the next processes would get pids of other tests' dead processes
         if child.pid == pid and reaper.processes()[pid].start != began:
             return child
         child.kill()
         child.wait()
-    pytest.fail(f"others were faster to get pid {pid}, 200 times")
+    pytest.fail(f"200 times, another process got pid {pid} first")

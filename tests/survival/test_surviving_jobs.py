@@ -17,7 +17,7 @@ from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
 from tests.support.agent_job import DRAINED, FAILED, NO_PROGRESS, STOPPED
 from tests.support.surviving_job import SurvivingJob
-from tests.support.torchrun_job import PATIENT
+from tests.support.torchrun_job import LONG_LEASES
 
 EAGER: Final = {"last_call_timeout": 0}  # two nodes wait for no third
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.timeout(400)  # above what waits take together: they sa
 
 @pytest.fixture
 def job(server: RedisServer, tmp_path: Path) -> Iterator[SurvivingJob]:
-    with SurvivingJob(server, tmp_path, "2:3", conf=PATIENT) as job:
+    with SurvivingJob(server, tmp_path, "2:3", conf=LONG_LEASES) as job:
         yield job
 
 
@@ -49,7 +49,7 @@ WORKER_KILLED: Final = pytest.mark.fault(
 @WORKER_KILLED
 def test_processes_survive_whatever_ends_their_peers(server: RedisServer, tmp_path: Path) -> None:
     """In one job: each process takes seconds to start."""
-    with SurvivingJob(server, tmp_path, "2:3", conf=PATIENT) as job:
+    with SurvivingJob(server, tmp_path, "2:3", conf=LONG_LEASES) as job:
         job.begin("a", "b", "c")
         epoch = job.wait_round("abc")
         before = job.pids(epoch)
@@ -81,7 +81,7 @@ def test_processes_survive_whatever_ends_their_peers(server: RedisServer, tmp_pa
 @pytest.mark.fault("a worker fails at the same step, again and again, and its peers' workers survive", "the job stops")
 @pytest.mark.long
 def test_survivors_whose_peer_always_fails_at_the_same_step_stop(server: RedisServer, tmp_path: Path) -> None:
-    with SurvivingJob(server, tmp_path, "2:2", conf=PATIENT) as job:
+    with SurvivingJob(server, tmp_path, "2:2", conf=LONG_LEASES) as job:
         (tmp_path / "poison-b").write_text("3")
         job.begin("a", "b", options=("--max-idle-restarts=2",), may_end=True)
         assert job.wait_end("a", 200) == job.wait_end("b") == NO_PROGRESS
@@ -161,7 +161,7 @@ def test_planned_changes_cost_no_step(job: SurvivingJob) -> None:
     "a new node for which all workers have paused is gone", "they go on without it, in the same processes"
 )
 def test_a_pause_for_a_node_that_is_gone(server: RedisServer, tmp_path: Path) -> None:
-    with SurvivingJob(server, tmp_path, "2:3", nproc=2, conf=PATIENT) as job:
+    with SurvivingJob(server, tmp_path, "2:3", nproc=2, conf=LONG_LEASES) as job:
         job.begin("a", "b", conf=EAGER)
         first = job.wait_round("ab")
         before = job.pids(first)

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,46 +17,14 @@ from redelastic.worker import AT, CALLS, LIMIT, STACK_SIGNAL, VARIABLE
 from redelastic.workers import stacks
 from redelastic.workers.board import HangWatch, ProgressBoard
 from redelastic.workers.stacks import catches, dump_stacks, merged
+from tests.support import worker_processes
 from tests.support.temporary import make_temporary_files_in
 from tests.support.waiting import Within
+from tests.support.worker_processes import StartOnBoard
 
-Start = Callable[..., int]
+board, start = worker_processes.board, worker_processes.start_on_board
 TIMEOUT = 30.0  # of a dump, in seconds: a worker that answers never uses it up
 until = Within(30)
-
-
-@pytest.fixture
-def board() -> Iterator[ProgressBoard]:
-    made = ProgressBoard(3)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def start(board: ProgressBoard) -> Iterator[Start]:
-    """Starts a script as a worker, waits until it prints a line, and returns its process id."""
-    started: list[subprocess.Popen[str]] = []
-
-    def begin(
-        code: str,
-        local_rank: int | None = 0,
-        *,
-        of: ProgressBoard = board,
-        command: tuple[str, ...] = (sys.executable, "-c"),
-    ) -> int:
-        environment = {} if local_rank is None else of.environment(local_rank)
-        started.append(
-            subprocess.Popen([*command, code], env=os.environ | environment, stdout=subprocess.PIPE, text=True)
-        )
-        stdout = started[-1].stdout
-        assert stdout is not None
-        assert stdout.readline() == "ready\n"
-        return started[-1].pid
-
-    yield begin
-    for process in started:
-        process.kill()
-        process.communicate()
 
 
 def is_in_state(pid: int, state: str) -> bool:
@@ -237,7 +204,7 @@ def test_a_board_gives_back_all_it_took() -> None:
 
 
 def test_without_memfd_a_board_uses_a_file_that_is_removed_at_once(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, start: Start
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, start: StartOnBoard
 ) -> None:
     monkeypatch.delattr(os, "memfd_create")
     make_temporary_files_in(tmp_path, monkeypatch)
@@ -279,7 +246,7 @@ def no_py_spy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("no_py_spy")
 @pytest.mark.parametrize("way", WAYS_TO_HANG)
-def test_a_hung_worker_writes_its_stacks_itself(start: Start, board: ProgressBoard, way: str) -> None:
+def test_a_hung_worker_writes_its_stacks_itself(start: StartOnBoard, board: ProgressBoard, way: str) -> None:
     code = HANG.replace("import time", "import ctypes, os, threading, time")
     pids = {r: start(code.replace("time.sleep(600)", WAYS_TO_HANG[way]), r) for r in (0, 2)}
     for _ in range(2):  # the second dump does not show the first once more
@@ -292,7 +259,7 @@ def test_a_hung_worker_writes_its_stacks_itself(start: Start, board: ProgressBoa
 
 @pytest.mark.usefixtures("no_py_spy")
 def test_workers_that_are_replaced_during_a_dump_have_no_stacks(
-    start: Start,
+    start: StartOnBoard,
 ) -> None:
     class Replaced(ProgressBoard):
         def stacks_size(self, local_rank: int) -> int:
@@ -305,7 +272,7 @@ def test_workers_that_are_replaced_during_a_dump_have_no_stacks(
 
 
 @pytest.mark.usefixtures("no_py_spy")
-def test_a_worker_that_hangs_before_its_first_call_writes_its_stacks(start: Start, board: ProgressBoard) -> None:
+def test_a_worker_that_hangs_before_its_first_call_writes_its_stacks(start: StartOnBoard, board: ProgressBoard) -> None:
     pid = start(HANG.replace("progress(7)", ""))
     assert board.read(0).pid == 0
     assert "in hang" in dump_stacks(board, {0: pid}, TIMEOUT)[0]
@@ -315,7 +282,7 @@ def test_a_worker_that_hangs_before_its_first_call_writes_its_stacks(start: Star
 @pytest.mark.fault(
     "a worker hangs before its first progress()", "its stacks are reported, if its script imports redelastic"
 )
-def test_a_worker_that_imports_the_package_has_stacks(start: Start, board: ProgressBoard) -> None:
+def test_a_worker_that_imports_the_package_has_stacks(start: StartOnBoard, board: ProgressBoard) -> None:
     """The most frequent hang is in NCCL's start, before any step."""
     pid = start(HANG.replace("from redelastic.worker import progress", "import redelastic").replace("progress(7)", ""))
     assert "in hang" in dump_stacks(board, {0: pid}, TIMEOUT)[0]
@@ -329,7 +296,9 @@ def test_without_an_agent_the_package_imports_no_torch() -> None:
 
 
 @pytest.mark.usefixtures("no_py_spy")
-def test_stacks_are_of_the_process_that_reports_progress_not_of_its_shell(start: Start, board: ProgressBoard) -> None:
+def test_stacks_are_of_the_process_that_reports_progress_not_of_its_shell(
+    start: StartOnBoard, board: ProgressBoard
+) -> None:
     shell = start(f"{sys.executable} -c '{HANG}' & wait", command=("bash", "-c"))
     reporter = board.read(0).pid
     assert reporter not in (0, shell)
@@ -340,7 +309,7 @@ def test_stacks_are_of_the_process_that_reports_progress_not_of_its_shell(start:
 
 
 @pytest.mark.usefixtures("no_py_spy")
-def test_long_stacks_are_cut_and_keep_the_main_thread(start: Start, board: ProgressBoard) -> None:
+def test_long_stacks_are_cut_and_keep_the_main_thread(start: StartOnBoard, board: ProgressBoard) -> None:
     code = """
 import threading
 def deep(n):
@@ -358,7 +327,7 @@ for _ in range(50):
     assert "in hang" in text
 
 
-def test_py_spy_dumps_a_worker_that_has_no_handler(start: Start, board: ProgressBoard) -> None:
+def test_py_spy_dumps_a_worker_that_has_no_handler(start: StartOnBoard, board: ProgressBoard) -> None:
     if stacks.find_py_spy() is None:
         pytest.skip("py-spy is not installed")
     code = HANG.replace("from redelastic.worker import progress", "").replace("progress(7)", "")
@@ -372,7 +341,7 @@ def test_py_spy_dumps_a_worker_that_has_no_handler(start: Start, board: Progress
 
 
 @pytest.mark.usefixtures("no_py_spy")
-def test_a_worker_without_a_handler_is_not_sent_the_signal(start: Start, board: ProgressBoard) -> None:
+def test_a_worker_without_a_handler_is_not_sent_the_signal(start: StartOnBoard, board: ProgressBoard) -> None:
     pid = start("print('ready', flush=True)\nimport time\ntime.sleep(600)", None)
     text = dump_stacks(board, {0: pid}, TIMEOUT)[0]
     assert "\n" not in text
@@ -382,7 +351,7 @@ def test_a_worker_without_a_handler_is_not_sent_the_signal(start: Start, board: 
     until(lambda: is_in_state(pid, "T"))
 
 
-def test_stopped_dead_and_missing_processes_are_reported_as_such(start: Start, board: ProgressBoard) -> None:
+def test_stopped_dead_and_missing_processes_are_reported_as_such(start: StartOnBoard, board: ProgressBoard) -> None:
     pids = {r: start(HANG, r) for r in (0, 1)}
     os.kill(pids[0], signal.SIGSTOP)
     os.kill(pids[1], signal.SIGKILL)
@@ -396,7 +365,7 @@ def test_stopped_dead_and_missing_processes_are_reported_as_such(start: Start, b
 
 
 def test_a_silent_worker_and_a_py_spy_that_hangs_cost_one_timeout_at_most(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, start: Start, board: ProgressBoard
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, start: StartOnBoard, board: ProgressBoard
 ) -> None:
     py_spy = tmp_path / "py-spy"
     py_spy.write_text(f"#!/bin/sh\necho $$ >> {tmp_path}/started\nexec sleep 600\n")
@@ -415,7 +384,7 @@ def test_a_silent_worker_and_a_py_spy_that_hangs_cost_one_timeout_at_most(
 
 
 def test_a_py_spy_that_cannot_be_run_is_no_error(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, start: Start, board: ProgressBoard
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, start: StartOnBoard, board: ProgressBoard
 ) -> None:
     py_spy = tmp_path / "py-spy"
     py_spy.write_text("#!/\n")  # a folder is no interpreter
@@ -426,13 +395,13 @@ def test_a_py_spy_that_cannot_be_run_is_no_error(
 
 
 @pytest.mark.usefixtures("no_py_spy")
-def test_a_closed_board_is_no_error(start: Start, board: ProgressBoard) -> None:
+def test_a_closed_board_is_no_error(start: StartOnBoard, board: ProgressBoard) -> None:
     pid = start(HANG)
     board.close()
     assert dump_stacks(board, {0: pid}, TIMEOUT)[0].startswith("No stacks")
 
 
-def test_catches_tells_whether_a_signal_has_a_handler(start: Start) -> None:
+def test_catches_tells_whether_a_signal_has_a_handler(start: StartOnBoard) -> None:
     pid = start(
         "import signal, time\n"
         "signal.signal(signal.SIGUSR1, print)\n"

@@ -25,8 +25,9 @@ from redelastic.rendezvous.node import DrainedError
 from redelastic.store import RedisStore
 from redelastic.workers import drains
 from redelastic.workers.drains import MAX_LOGGED_DRAINS, Drains
-from tests.support.commands import form, until
+from tests.support.commands import until
 from tests.support.nodes import NodeFactory
+from tests.support.rounds import join_all
 
 N = 12
 
@@ -70,7 +71,7 @@ class Site:
         self.control = RunControl(connection, keys)
         self.nodes = [new_node(n, most or n, keep_alive_interval=0.5, last_call_timeout=0) for _ in range(n)]
         with ThreadPoolExecutor(n) as pool:
-            form(pool, *self.nodes)
+            join_all(pool, *self.nodes)
         self.store = RedisStore(connection, keys.run_id, epoch=1, timeout=20)
         self.workers = [Workers() for _ in self.nodes]
         self.drains = [self._drains(i) for i in range(n)]

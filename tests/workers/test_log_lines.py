@@ -20,7 +20,7 @@ from redelastic.rendezvous.replies import Beat
 from redelastic.rendezvous.view import Round, View
 from redelastic.rendezvous.watch import Watch
 from tests.support.agent_job import DRAINED, AgentJob
-from tests.support.torchrun_job import PATIENT, Job
+from tests.support.torchrun_job import LONG_LEASES, Job
 
 ERROR: Final = "ValueError: invalid literal for int() with base 10: 'odd'"
 pytestmark = pytest.mark.timeout(180)
@@ -65,7 +65,7 @@ def test_a_node_logs_that_it_was_fenced(caplog: pytest.LogCaptureFixture) -> Non
 
 @pytest.mark.long
 def test_log_lines_under_torchrun_have_the_same_form(server: RedisServer, tmp_path: Path) -> None:
-    with Job(server, tmp_path, "1:2", conf=PATIENT) as job:
+    with Job(server, tmp_path, "1:2", conf=LONG_LEASES) as job:
         job.start("a", "b")
         epoch = job.wait_round("ab")
         job.nodes["b"].kill()

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -16,36 +17,45 @@ from redelastic.workers import reaper
 from redelastic.workers.processes import ProcessTree
 from redelastic.workers.reaper_client import TOKEN_VARIABLE
 from tests.support import worker_processes
+from tests.support.liveness import lives
 from tests.support.worker_processes import (
-    BARE_IN_SESSION,
     DAEMON,
     DEADLINE,
     DEAF,
     LIFE,
     PRELUDE,
     SECRETIVE,
-    Start,
-    ended,
-    lives,
+    StartInTree,
+    kill_and_reap,
     reaper_of,
-    reuse,
-    said,
+    start_with_pid,
     until,
+    wait_for_pids,
 )
 
-tree, start, foreign = worker_processes.tree, worker_processes.start, worker_processes.foreign
+tree, start = worker_processes.tree, worker_processes.start_in_tree
+BARE_IN_SESSION = PRELUDE + "daemon(lambda: bare('left'), session=False); say('worker'); live()"
+
+
+@pytest.fixture
+def foreign() -> Iterator[psutil.Popen]:
+    """A child of the embedding process that is nobody's worker."""
+    child = psutil.Popen(["sleep", str(LIFE)], start_new_session=True)
+    yield child
+    child.kill()
+    child.wait()
 
 
 # -- what belongs
 
 
 def test_the_tree_is_killed_and_nothing_else(
-    tree: ProcessTree, start: Start, tmp_path: Path, foreign: psutil.Popen
+    tree: ProcessTree, start: StartInTree, tmp_path: Path, foreign: psutil.Popen
 ) -> None:
     worker = start(DAEMON)
     helper = psutil.Popen(["sleep", str(LIFE)], env={**os.environ, **tree.environment}, start_new_session=True)
     tree.spare(helper.pid)
-    pids = said(tmp_path, "worker", "left")
+    pids = wait_for_pids(tmp_path, "worker", "left")
     assert [p.pid for p in tree.look([worker.pid])] == [worker.pid], "a look follows only children"
     assert set(tree.stop([worker.pid])) == {p.pid for p in pids.values()}
     assert not lives(pids["left"])
@@ -56,7 +66,7 @@ def test_the_tree_is_killed_and_nothing_else(
     helper.wait()
 
 
-def test_a_child_of_any_thread_is_found(tree: ProcessTree, start: Start, tmp_path: Path) -> None:
+def test_a_child_of_any_thread_is_found(tree: ProcessTree, start: StartInTree, tmp_path: Path) -> None:
     worker = start(
         PRELUDE
         + """
@@ -65,26 +75,26 @@ threading.Thread(target=lambda: (subprocess.Popen(["sleep", "90"]), say("forked"
 live()
 """
     )
-    said(tmp_path, "forked")
+    wait_for_pids(tmp_path, "forked")
     assert len(tree.look([worker.pid])) == 2
 
 
-def test_a_dead_workers_session_belongs(tree: ProcessTree, start: Start, tmp_path: Path) -> None:
+def test_a_dead_workers_session_belongs(tree: ProcessTree, start: StartInTree, tmp_path: Path) -> None:
     worker = start(BARE_IN_SESSION)
-    left = said(tmp_path, "worker", "left")["left"]
-    ended(worker)
+    left = wait_for_pids(tmp_path, "worker", "left")["left"]
+    kill_and_reap(worker)
     assert (left.environ(), left.ppid() == worker.pid) == ({}, False)
     assert tree.stop([worker.pid]) == [left.pid]
     assert not lives(left)
 
 
-def test_what_was_seen_once_is_known_for_ever(tree: ProcessTree, start: Start, tmp_path: Path) -> None:
+def test_what_was_seen_once_is_known_for_ever(tree: ProcessTree, start: StartInTree, tmp_path: Path) -> None:
     worker = start(SECRETIVE)
-    left = said(tmp_path, "left")["left"]
+    left = wait_for_pids(tmp_path, "left")["left"]
     assert left.pid in {p.pid for p in tree.look([worker.pid])}
     (tmp_path / "go").touch()
     until((tmp_path / "went").exists, "the parent's end")
-    ended(worker)
+    kill_and_reap(worker)
     until(lambda: left.ppid() not in (worker.pid, int((tmp_path / "went").read_text())), "that it is an orphan")
     assert (os.getsid(left.pid), left.environ()) == (left.pid, {})
     until(lambda: [p.pid for p in tree.look([])] == [left.pid], "that the parent is gone")
@@ -116,12 +126,12 @@ def test_a_worker_of_an_agent_that_is_itself_a_worker_belongs_to_both(monkeypatc
 # -- pids that the system gave to another process
 
 
-def test_a_process_that_got_a_members_pid_is_not_taken_for_it(tree: ProcessTree, start: Start) -> None:
+def test_a_process_that_got_a_members_pid_is_not_taken_for_it(tree: ProcessTree, start: StartInTree) -> None:
     worker = start(PRELUDE + "live()")
     assert [p.pid for p in tree.look([worker.pid])] == [worker.pid]
     began = reaper.processes()[worker.pid].start
-    ended(worker)
-    stranger = reuse(worker.pid, began, ["sleep", str(LIFE)])
+    kill_and_reap(worker)
+    stranger = start_with_pid(worker.pid, began, ["sleep", str(LIFE)])
     assert tree.stop() == []
     assert lives(stranger)
     stranger.kill()
@@ -143,7 +153,7 @@ def test_a_workers_pid_that_another_process_has_by_now_is_no_evidence(tree: Proc
 
 
 def test_what_is_left_gets_sigterm_and_the_time_to_finish(
-    tree: ProcessTree, start: Start, tmp_path: Path, foreign: psutil.Popen
+    tree: ProcessTree, start: StartInTree, tmp_path: Path, foreign: psutil.Popen
 ) -> None:
     worker = start(
         PRELUDE
@@ -162,8 +172,8 @@ daemon(upload)
 say("worker")
 """
     )
-    left = said(tmp_path, "worker", "left")["left"]
-    ended(worker)
+    left = wait_for_pids(tmp_path, "worker", "left")["left"]
+    kill_and_reap(worker)
     (tmp_path / "go").touch()
     assert tree.stop([worker.pid], grace=DEADLINE) == [left.pid]
     assert (tmp_path / "finished").exists()
@@ -171,18 +181,18 @@ say("worker")
 
 
 def test_what_ignores_sigterm_is_killed_when_its_time_is_up(
-    tree: ProcessTree, start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tree: ProcessTree, start: StartInTree, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     worker = start(DEAF)
-    left = said(tmp_path, "worker", "left")["left"]
-    ended(worker)
+    left = wait_for_pids(tmp_path, "worker", "left")["left"]
+    kill_and_reap(worker)
     assert tree.stop([worker.pid], grace=0.2) == [left.pid]
     assert not lives(left)
     assert f"did not exit within 0.2 s of SIGTERM: {left.pid}." in caplog.text
 
 
 def test_a_process_gets_sigterm_once(
-    tree: ProcessTree, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tree: ProcessTree, start: StartInTree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = start(
         PRELUDE
@@ -195,7 +205,7 @@ say("worker")
 wait_for("go")
 """
     )
-    said(tmp_path, "worker")
+    wait_for_pids(tmp_path, "worker")
     looks, look = [], reaper.processes
 
     def look_and_end_it_at_the_third() -> dict[int, reaper.Process]:
@@ -211,7 +221,9 @@ wait_for("go")
 
 
 @pytest.mark.fault("a worker fails that shares tensors by file_system", "nothing of it stays in /dev/shm")
-def test_torchs_helper_for_shared_memory_may_end_by_itself(start: Start, tree: ProcessTree, tmp_path: Path) -> None:
+def test_torchs_helper_for_shared_memory_may_end_by_itself(
+    start: StartInTree, tree: ProcessTree, tmp_path: Path
+) -> None:
     """It removes the files of the dead once it is alone; SIGTERM would end it before."""
     (tmp_path / "torch_shm_manager").symlink_to(sys.executable)
     source = "import os, sys; os.rename(*sys.argv[1:]) if sys.stdin.read() == '' else None"
@@ -228,22 +240,22 @@ say("worker")
 live()
 """
     )
-    said(tmp_path, "worker")
+    wait_for_pids(tmp_path, "worker")
     tree.look([worker.pid])
     assert tree.stop([worker.pid], grace=DEADLINE) == [worker.pid]
     assert (tmp_path / "removed").exists()
 
 
-def test_a_stop_does_not_wait_where_nothing_is_left(tree: ProcessTree, start: Start, tmp_path: Path) -> None:
+def test_a_stop_does_not_wait_where_nothing_is_left(tree: ProcessTree, start: StartInTree, tmp_path: Path) -> None:
     assert tree.stop([], grace=10 * DEADLINE) == []
     worker = start(DAEMON)
-    pids = said(tmp_path, "worker", "left")
-    ended(worker)
+    pids = wait_for_pids(tmp_path, "worker", "left")
+    kill_and_reap(worker)
     assert tree.stop([worker.pid], grace=10 * DEADLINE) == [pids["left"].pid]
 
 
 def test_what_does_not_die_is_named(
-    tree: ProcessTree, start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tree: ProcessTree, start: StartInTree, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     worker = start(DAEMON)
     with monkeypatch.context() as deaf:
@@ -257,9 +269,9 @@ def test_what_does_not_die_is_named(
 # -- after a success
 
 
-def test_what_is_left_may_end_by_itself(tree: ProcessTree, start: Start, tmp_path: Path) -> None:
+def test_what_is_left_may_end_by_itself(tree: ProcessTree, start: StartInTree, tmp_path: Path) -> None:
     worker = start(PRELUDE + "daemon(lambda: (say('left'), wait_for('go'), say('uploaded'), os._exit(0)))")
-    left = said(tmp_path, "left")["left"]
+    left = wait_for_pids(tmp_path, "left")["left"]
     worker.wait()
     asked = []
 
@@ -275,10 +287,10 @@ def test_what_is_left_may_end_by_itself(tree: ProcessTree, start: Start, tmp_pat
 
 
 def test_an_agent_in_a_hurry_names_what_is_left_and_waits_no_longer(
-    tree: ProcessTree, start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tree: ProcessTree, start: StartInTree, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     start(DAEMON)
-    left = said(tmp_path, "worker", "left")["left"]
+    left = wait_for_pids(tmp_path, "worker", "left")["left"]
     tree.wait([], time.monotonic() + 10 * DEADLINE, lambda: "which will get SIGTERM in" in caplog.text)
     assert lives(left)
     assert f"{left.pid} (python" in caplog.text, "it is named"

@@ -18,6 +18,7 @@ from redelastic.redis.endpoint import URL_VARIABLE
 from redelastic.workers.reaper import has_token, processes, read
 from redelastic.workers.reaper_client import TOKEN_VARIABLE
 from tests.support.job_user import CANARY
+from tests.support.liveness import lives
 from tests.support.worker_processes import (
     DAEMON,
     DEADLINE,
@@ -25,13 +26,13 @@ from tests.support.worker_processes import (
     LIFE,
     PRELUDE,
     SECRETIVE,
-    VANISHING,
-    lives,
     reaper_of,
-    reuse,
-    said,
+    start_with_pid,
     until,
+    wait_for_pids,
 )
+
+VANISHING = PRELUDE + "daemon(lambda: bare('left')); say('worker'); live()"  # as SECRETIVE, but at once
 
 
 class Driven:
@@ -103,7 +104,7 @@ def test_an_orphan_that_hid_everything_at_once_is_adopted(agent: Driven, tmp_pat
     agent.ask("tree.adopt_orphans()")
     later = agent.ask("popen('sleep', '90').pid")  # such as multiprocessing's resource tracker
     worker = agent.ask(f"start({VANISHING!r})")
-    left = said(tmp_path, "left")["left"]
+    left = wait_for_pids(tmp_path, "left")["left"]
     until(lambda: left.ppid() == agent.process.pid, "the adoption")
     assert (os.getsid(left.pid) == worker, left.environ()) == (False, {})
     assert left.pid in agent.ask("look()")
@@ -118,7 +119,7 @@ def test_a_tree_that_is_closed_leaves_orphans_to_others(agent: Driven, tmp_path:
     agent.ask("tree.adopt_orphans()")
     agent.ask("tree.close()")
     agent.ask(f"start({VANISHING!r})")
-    left = said(tmp_path, "left")["left"]
+    left = wait_for_pids(tmp_path, "left")["left"]
     ancestors = {process.pid for process in agent.handle.parents()}
     until(lambda: left.ppid() in ancestors, "one of them has adopted it")
     left.kill()
@@ -201,7 +202,7 @@ def test_nothing_outlives_an_agent_that_is_killed(agent: Driven, tmp_path: Path,
     if adopt:
         agent.ask("tree.adopt_orphans()")
     agent.ask(f"start({source!r})")
-    pids = said(tmp_path, "worker", "left")
+    pids = wait_for_pids(tmp_path, "worker", "left")
     agent.ask("look()")
     if source == SECRETIVE:
         (tmp_path / "go").touch()
@@ -215,7 +216,7 @@ def test_nothing_outlives_an_agent_that_is_killed(agent: Driven, tmp_path: Path,
 
 def test_nothing_outlives_an_agent_that_is_killed_before_it_looked(agent: Driven, tmp_path: Path) -> None:
     agent.ask(f"start({DAEMON!r})")
-    pids = said(tmp_path, "worker", "left")
+    pids = wait_for_pids(tmp_path, "worker", "left")
     agent.end()
     until(lambda: not any(map(lives, pids.values())), "the end of the tree")
 
@@ -233,7 +234,7 @@ def test_the_reaper_spares_a_process_that_got_a_members_pid(agent: Driven) -> No
     assert agent.ask("look()") == [worker]
     began = processes()[worker].start
     assert agent.ask("[w.kill() for w in workers] and [w.wait() for w in workers]") == [-9]
-    stranger = reuse(worker, began, ["sleep", str(LIFE)])
+    stranger = start_with_pid(worker, began, ["sleep", str(LIFE)])
     reaper = reaper_of(agent.handle)
     agent.end()
     until(lambda: not lives(reaper), "the reaper's end")
@@ -244,7 +245,7 @@ def test_the_reaper_spares_a_process_that_got_a_members_pid(agent: Driven) -> No
 
 def test_an_agent_that_closes_its_tree_dismisses_the_reaper_and_kills_nothing(agent: Driven, tmp_path: Path) -> None:
     agent.ask(f"start({DAEMON!r})")
-    pids = said(tmp_path, "worker", "left")
+    pids = wait_for_pids(tmp_path, "worker", "left")
     reaper = reaper_of(agent.handle)
     agent.ask("tree.close()")
     assert not reaper.is_running()

@@ -10,7 +10,8 @@ import psutil
 import pytest
 
 from redelastic.workers.reaper_client import RESTART_INTERVAL, ReaperClient
-from tests.support.worker_processes import lives, until
+from tests.support.liveness import lives
+from tests.support.worker_processes import until
 
 
 class Clock:

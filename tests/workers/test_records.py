@@ -6,11 +6,7 @@ Those of gloo are of torch 2.13, those of NCCL of torch 2.11 and NCCL 2.28.9, wi
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +15,9 @@ import pytest
 from redelastic.monitoring.collectives import Collective, decode, explain
 from redelastic.workers.board import ProgressBoard
 from redelastic.workers.records import last_collectives, reduce_records
+from tests.support import worker_processes
 from tests.support.waiting import Within
+from tests.support.worker_processes import StartOnBoard
 
 DUMPS = Path(__file__).with_name("flight_records")
 TIMEOUT = 60.0
@@ -124,7 +122,7 @@ def test_what_redelastic_did_not_write_is_left_out(text: str) -> None:
 
 # -- from workers
 
-Start = Callable[[str], int]
+board, start = worker_processes.board, worker_processes.start_on_board
 WORKER = """
 import sys, time
 from types import ModuleType, SimpleNamespace
@@ -132,54 +130,31 @@ sys.modules["torch"] = torch = ModuleType("torch")
 torch._C = SimpleNamespace(_distributed_c10d=SimpleNamespace(_dump_fr_trace_json=lambda **_: b'{"entries": []}'))
 from redelastic.worker import progress
 progress(1)
+print("ready", flush=True)
 """
 within = Within(TIMEOUT)
 
 
-@pytest.fixture
-def board() -> Iterator[ProgressBoard]:
-    made = ProgressBoard(2)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def start(board: ProgressBoard) -> Iterator[Start]:
-    started: list[subprocess.Popen[bytes]] = []
-
-    def begin(code: str) -> int:
-        environment = os.environ | board.environment(len(started))
-        started.append(subprocess.Popen([sys.executable, "-c", code], env=environment))
-        local_rank = len(started) - 1
-        within(lambda: board.read(local_rank).calls)
-        return started[-1].pid
-
-    yield begin
-    for process in started:
-        process.kill()
-        process.wait()
-
-
-def test_a_worker_answers_each_request(board: ProgressBoard, start: Start) -> None:
+def test_a_worker_answers_each_request(board: ProgressBoard, start: StartOnBoard) -> None:
     start(WORKER + "time.sleep(1000)")
     for _ in range(3):
         assert last_collectives(board, [0, 1], 0, TIMEOUT) == {0: ()}, "the other one has not reported"
 
 
-def test_a_worker_that_holds_the_interpreters_lock_is_not_waited_for(board: ProgressBoard, start: Start) -> None:
+def test_a_worker_that_holds_the_interpreters_lock_is_not_waited_for(board: ProgressBoard, start: StartOnBoard) -> None:
     start(WORKER + "import ctypes; ctypes.PyDLL(None).sleep(1000)")
-    start(WORKER + "time.sleep(1000)")
+    start(WORKER + "time.sleep(1000)", 1)
     begun = time.monotonic()
     found = last_collectives(board, [0, 1], 0, 1.0)
     assert time.monotonic() - begun < TIMEOUT
     assert found == {0: None, 1: ()}
 
 
-def test_a_worker_looks_whether_a_collective_goes_on(board: ProgressBoard, start: Start) -> None:
+def test_a_worker_looks_whether_a_collective_goes_on(board: ProgressBoard, start: StartOnBoard) -> None:
     status = '{"pg_status": {"0": {"last_enqueued_collective": "%d", "last_completed_collective": "7"}}}'
     stub = "torch._C._distributed_c10d._dump_fr_trace_json = lambda **_: status.encode()\n"
-    for enqueued in (8, 7):
-        start(WORKER + stub.replace("status", repr(status % enqueued)) + "time.sleep(1000)")
+    for local_rank, enqueued in enumerate((8, 7)):
+        start(WORKER + stub.replace("status", repr(status % enqueued)) + "time.sleep(1000)", local_rank)
     for local_rank in (0, 1):
         within(lambda: board.read(local_rank).looks >= 5)  # noqa: B023
     waiting, idle = board.read(0), board.read(1)
@@ -187,6 +162,8 @@ def test_a_worker_looks_whether_a_collective_goes_on(board: ProgressBoard, start
     assert idle.waits == 0
 
 
-def test_a_script_without_torch_has_no_collectives(board: ProgressBoard, start: Start) -> None:
-    start("import time; from redelastic.worker import progress; progress(1); time.sleep(1000)")
+def test_a_script_without_torch_has_no_collectives(board: ProgressBoard, start: StartOnBoard) -> None:
+    start(
+        "import time; from redelastic.worker import progress; progress(1); print('ready', flush=True); time.sleep(1000)"
+    )
     assert last_collectives(board, [0], 0, TIMEOUT) == {0: ()}

@@ -19,7 +19,7 @@ from redelastic.redis.server import RedisServer
 from redelastic.workers.logs import TAIL
 from redelastic.workers.relays import Relay
 from tests.support.torchrun_job import LIMIT
-from tests.support.unruly_job import OURS
+from tests.support.unruly_job import REDELASTIC_RUN
 from tests.support.waiting import Within
 
 SCRIPT = """
@@ -38,7 +38,13 @@ raise ValueError("bad batch")
 def test_the_end_of_output_to_a_pipe_is_kept(server: RedisServer, tmp_path: Path, joined: bool) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    command = [*OURS, f"--rdzv-endpoint={server.url}", f"--rdzv-id={tmp_path.name}", "--nnodes=1", str(script)]
+    command = [
+        *REDELASTIC_RUN,
+        f"--rdzv-endpoint={server.url}",
+        f"--rdzv-id={tmp_path.name}",
+        "--nnodes=1",
+        str(script),
+    ]
     errors = subprocess.STDOUT if joined else subprocess.PIPE
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=errors, timeout=LIMIT, text=True, check=False)
     assert done.returncode == 1

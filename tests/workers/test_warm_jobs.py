@@ -19,8 +19,9 @@ from redelastic.monitoring.control import UnknownNodeError
 from redelastic.redis.server import RedisServer
 from redelastic.workers.site.sitecustomize import VARIABLE
 from tests.support.agent_job import AgentJob
-from tests.support.torchrun_job import LIMIT, PATIENT
-from tests.support.worker_processes import lives, until
+from tests.support.liveness import lives
+from tests.support.torchrun_job import LIMIT, LONG_LEASES
+from tests.support.worker_processes import until
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -103,7 +104,7 @@ def template_of(agent: psutil.Process, worker: int) -> psutil.Process | None:
     "the other nodes go on with forks again; no fork is a child of the template, and all end with the job",
 )
 def test_forks_train_and_regroup(server: RedisServer, tmp_path: Path) -> None:
-    with AgentJob(server, tmp_path, "1:2", conf=PATIENT) as job:
+    with AgentJob(server, tmp_path, "1:2", conf=LONG_LEASES) as job:
         job.start("a", "b", options=("--preload=torch",))
         epoch = job.wait_round("ab")
         assert all(is_fork(line.pid) for line in job.lines("start"))

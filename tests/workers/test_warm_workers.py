@@ -19,8 +19,9 @@ from redelastic.workers import template, warm
 from redelastic.workers.processes import set_subreaper
 from redelastic.workers.template import Fork
 from redelastic.workers.warm import WarmStart, require_preloadable
+from tests.support.liveness import lives
 from tests.support.torchrun_job import LIMIT
-from tests.support.worker_processes import lives, until
+from tests.support.worker_processes import until
 
 pytestmark = pytest.mark.timeout(300)
 

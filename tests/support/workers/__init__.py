@@ -1,1 +1,1 @@
-"""Training scripts that the tests give to torchrun."""
+"""Scripts that run as workers of the tests' nodes, or as other processes that tests start."""

@@ -1,16 +1,16 @@
-"""A training script that knows its agent: it reports progress, and saves on request.
+"""A training script that uses redelastic: it reports progress, and saves when its agent asks for it.
 
 Usage: aware.py DIRECTORY. Files there steer it:
-  finish     all ranks stop together after the step at which rank 0 saw it
-  fail-NODE  the worker of that node fails at its next step, and takes the file away
+  finish     all ranks stop together after the step in which rank 0 sees it
+  fail-NODE  the worker of that node fails at its next step, and removes the file
   poison     each worker fails at the step that this file names
-  limp       each worker fails at its second step; the next round begins with that one
-  hang-NODE  the worker of that node hangs at its next step, and takes the file away
-  end-after-save  all end with 0 once they have saved on request; the file is taken away
-  no-save    nobody saves or reports progress
+  limp       each worker fails at the second step of its round, and the next round begins with that step
+  hang-NODE  the worker of that node hangs at its next step, and removes the file
+  end-after-save  all end with 0 once they have saved on request, and remove the file
+  no-save    no rank saves or reports progress
   mute       only rank 0 reports progress
-  patient    a worker that lost a peer waits to be ended, as with NCCL at first; without the file it fails, as with gloo
-And at its start:
+  patient    a worker that has lost a peer hangs, as with NCCL at first; without the file it fails, as with gloo
+Files that are there when it starts:
   slow-NODE   the worker of that node takes 3 s to end after SIGTERM
   deaf-NODE   it ignores SIGTERM
   saver-NODE  it ends with 0 on SIGUSR1
@@ -40,30 +40,30 @@ def hang() -> None:
     threading.Lock().acquire() and threading.Event().wait()
 
 
-def end_well(_signal: int, _frame: object) -> None:
+def exit_with_0(_signal: int, _frame: object) -> None:
     os._exit(0)
 
 
-def take_to_its_ways(directory: Path, group: Group) -> None:
-    """Set up how this worker handles signals."""
+def install_signal_handlers(directory: Path, group: Group) -> None:
+    """Handle signals as the files for this worker's node say."""
 
     def end_slowly(_signal: int, _frame: object) -> None:
-        group.close()  # its peers fail at once
+        group.close()  # so that its peers fail at once
         time.sleep(3)
         os._exit(1)
 
-    ways: dict[str, tuple[signal.Signals, Any]] = {
+    handlers: dict[str, tuple[signal.Signals, Any]] = {
         "slow": (signal.SIGTERM, end_slowly),
         "deaf": (signal.SIGTERM, signal.SIG_IGN),
-        "saver": (signal.SIGUSR1, end_well),
+        "saver": (signal.SIGUSR1, exit_with_0),
     }
-    for way, (number, handler) in ways.items():
-        if (directory / f"{way}-{os.environ['TEST_NODE']}").exists():
+    for file, (number, handler) in handlers.items():
+        if (directory / f"{file}-{os.environ['TEST_NODE']}").exists():
             signal.signal(number, handler)
 
 
 def fail_as_told(directory: Path, step: int, first: int) -> None:
-    """Fail or hang if this worker was told to; ``first`` is the first step of this round."""
+    """Fail or hang at this step if a file says so; ``first`` is the first step of the round."""
     poison, node = directory / "poison", os.environ["TEST_NODE"]
     if poison.exists() and step == int(poison.read_text()):
         raise RuntimeError(f"all workers were told to fail at step {step}")
@@ -71,9 +71,9 @@ def fail_as_told(directory: Path, step: int, first: int) -> None:
         (directory / "step").write_text(json.dumps(step))
         raise RuntimeError(f"all workers were told to fail after a step, at step {step}")
     for what in ("fail", "hang"):
-        told = directory / f"{what}-{node}"
-        if told.exists():
-            told.unlink()
+        file = directory / f"{what}-{node}"
+        if file.exists():
+            file.unlink()
             if what == "hang":
                 hang()
             raise RuntimeError(f"the worker of node {node} was told to fail at step {step}")
@@ -81,7 +81,7 @@ def fail_as_told(directory: Path, step: int, first: int) -> None:
 
 def main(directory: Path) -> None:
     group = Group()
-    take_to_its_ways(directory, group)
+    install_signal_handlers(directory, group)
     group.connect(directory)
     record = Recorder(directory)
     checkpoint = directory / "step"
@@ -95,7 +95,7 @@ def main(directory: Path) -> None:
         saves = not (directory / "no-save").exists()
         if saving and saves:
             if group.rank == 0:
-                draft = checkpoint.with_suffix(".new")  # whoever is killed meanwhile leaves no half of one
+                draft = checkpoint.with_suffix(".new")  # if it is killed meanwhile, the checkpoint stays whole
                 draft.write_text(json.dumps(step))
                 draft.replace(checkpoint)
             record("saved", step=step)

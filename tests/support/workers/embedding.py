@@ -1,6 +1,6 @@
-"""A program that embeds the agent: it runs its orders one after the other, and reports the result of each.
+"""A program that embeds the agent: it runs one agent after the other, and prints the result of each.
 
-Usage: embedding.py URL RUNS, a list in JSON of what `run` takes. Each answer is a line of JSON.
+Usage: embedding.py URL RUNS. RUNS is a JSON list of keyword arguments of `run`. Each result is a line of JSON.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from redelastic.rendezvous.handler import handler_from_parameters
 NAMES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE")
 
 
-def tell(*words: str) -> dict[str, Any]:
-    """A worker's answer."""
+def report(*words: str) -> dict[str, Any]:
+    """What a worker returns: its ranks and sizes, its arguments, its role, and the signals that it handles."""
     caught = [s.name for s in (signal.SIGTERM, signal.SIGUSR1) if callable(signal.getsignal(s))]
     return {name: int(os.environ[name]) for name in NAMES} | {
         "words": words,
@@ -42,15 +42,18 @@ def fail(*words: str) -> None:
     raise ValueError(f"{' '.join(words)} are no good")
 
 
-def fail_beside_a_lazy_one(*_: str) -> None:
+def fail_beside_a_waiting_rank(*_: str) -> None:
     """Rank 1 fails while rank 0 waits for SIGTERM."""
     if os.environ["RANK"] == "0":
         time.sleep(600)
     fail("lazy workers")
 
 
-def left() -> dict[str, Any]:
-    """What an agent might leave behind in this process, once collected and its threads have had time to end."""
+def leftovers() -> dict[str, Any]:
+    """What agents may leave in this process: threads, files, children and signal handlers.
+
+    Garbage is collected before, and threads of redelastic have had time to end.
+    """
     gc.collect()
     for thread in threading.enumerate():
         if thread.name.startswith("redelastic"):
@@ -80,7 +83,7 @@ def run(
     unfit: bool = False,
     times: int = 1,
 ) -> dict[str, Any]:
-    """Make one agent, and run it a number of times."""
+    """Make one agent, and run it so many times."""
     rendezvous: dict[str, Any] = {
         "keep_alive_interval": 0.4,
         "keep_alive_max_attempt": 50,
@@ -100,30 +103,29 @@ def run(
     )
     options = AgentOptions(health_command="echo no hands; exit 1" if unfit else None)
     agent = RedisElasticAgent(spec, DefaultLogsSpecs(), start_method, shutdown_timeout=20, options=options)
-    told: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     began = time.monotonic()
     try:
         for _ in range(times):
-            result = agent.run()
-            told |= {
-                "state": result.state.name,
-                "values": result.return_values,
-                "failures": {rank: [f.exitcode, f.message] for rank, f in result.failures.items()},
+            ended = agent.run()
+            result |= {
+                "state": ended.state.name,
+                "values": ended.return_values,
+                "failures": {rank: [f.exitcode, f.message] for rank, f in ended.failures.items()},
                 "epoch": os.environ["REDELASTIC_EPOCH"],
             }
     except RendezvousError as e:
-        told["error"] = f"{type(e).__name__}: {e}"
+        result["error"] = f"{type(e).__name__}: {e}"
     finally:
         handler.shutdown()
-    return told | {"seconds": time.monotonic() - began}
+    return result | {"seconds": time.monotonic() - began}
 
 
 def main(url: str, runs: list[dict[str, Any]]) -> None:
-    with subprocess.Popen(["sleep", "600"]) as own:  # none of the agent's business
+    with subprocess.Popen(["sleep", "600"]) as own:  # which agents must leave alone
         for one in runs:
-            told = run(url, **one)
-            answer = told | {"left": left(), "own child lives": own.poll() is None}
-            sys.stdout.write(f"{json.dumps(answer)}\n")
+            result = run(url, **one) | {"left": leftovers(), "own child lives": own.poll() is None}
+            sys.stdout.write(f"{json.dumps(result)}\n")
             sys.stdout.flush()
         own.kill()
 

@@ -1,6 +1,6 @@
-"""A node without an agent, to be frozen: runs each verb that it reads in a thread, and prints the result.
+"""A node without an agent, which a test freezes: it runs each verb that it reads in a thread, and prints the reply.
 
-Usage: frozen_node.py URL. The verbs act for the node as it was in its first round, whatever has happened since.
+Usage: frozen_node.py URL. The verbs send what the node knew in its first round, whatever has happened since.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from redelastic.store import RedisStore
 
 
 class Node:
-    """What it was in its first round."""
+    """A node in its first round, and requests as it would send them then."""
 
     def __init__(self, url: str) -> None:
         handler = handler_from_url(url)
@@ -71,10 +71,10 @@ def main(url: str) -> None:
     def run(verb: str) -> None:
         try:
             reply = (WRITES | REQUESTS | JOINS)[verb](node)
-            told = repr(reply)
+            result = repr(reply)
         except Exception as e:  # noqa: BLE001
-            told = type(e).__name__
-        sys.stdout.write(json.dumps([verb, told]) + "\n")
+            result = type(e).__name__
+        sys.stdout.write(json.dumps([verb, result]) + "\n")
         sys.stdout.flush()
 
     sys.stdout.write("joined\n")

@@ -1,7 +1,8 @@
-"""A worker that keeps saving a checkpoint, unless a later round has: REDELASTIC_EPOCH is its fencing token.
+"""A worker that saves a checkpoint again and again, with REDELASTIC_EPOCH as its fencing token.
 
-Usage: frozen_saver.py DIRECTORY. There: `checkpoint`, the epoch and number of the last save; `NODE-EPOCH-saves`, once
-it has saved; `NODE-EPOCH-refused`, once it has been refused; `finish` ends it.
+Usage: frozen_saver.py DIRECTORY. Files there: `checkpoint` has the epoch and the number of the last save,
+`NODE-EPOCH-pid` the worker's pid; it makes `NODE-EPOCH-saves` when it saves, and `NODE-EPOCH-refused` when it may not;
+`finish` ends it.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ EPOCH: Final = int(os.environ["REDELASTIC_EPOCH"])
 
 
 def save(checkpoint: Path, step: int) -> bool:
-    """Write the checkpoint, unless one of a later epoch is there."""
+    """Write the checkpoint, unless there is one of a later epoch; returns whether it was written."""
     with checkpoint.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # compare and write are one step
+        fcntl.flock(lock, fcntl.LOCK_EX)  # compare and write atomically
         if checkpoint.exists() and json.loads(checkpoint.read_text())[0] > EPOCH:
             return False
         new = checkpoint.with_suffix(".new")

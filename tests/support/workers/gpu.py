@@ -1,10 +1,10 @@
-"""A training script on a GPU, or on the CPU where there is none: DDP, holding 1 GiB of the GPU's memory.
+"""A training script with DDP on a GPU, of whose memory it holds 1 GiB, or on the CPU where there is none.
 
 Usage: gpu.py DIRECTORY. TEST_BACKEND names the backend of the collectives. Files in the directory steer it:
-  finish            all ranks stop together after the step at which rank 0 saw it
-  kernel-NODE       the worker of that node starts a kernel that does not end, and takes the file away
-  collective-NODE   the worker of that node stays away from the next collective, for ever, and takes the file away
-  assert-NODE       the worker of that node indexes out of range on its GPU, and takes the file away
+  finish            all ranks stop together after the step in which rank 0 sees it
+  kernel-NODE       the worker of that node starts a kernel that does not end, and removes the file
+  collective-NODE   the worker of that node never calls the next collective, and removes the file
+  assert-NODE       the worker of that node indexes out of range on its GPU, and removes the file
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ON_GPU: Final = torch.cuda.is_available()
 
 
 def run_for_ever(device: torch.device) -> None:
-    """Run an endless kernel, and have the host wait for it."""
+    """Start an endless kernel, and wait for it; on the CPU, sleep."""
     if not ON_GPU:
         time.sleep(1e6)
     torch.cuda._sleep(2**62)
@@ -34,7 +34,7 @@ def run_for_ever(device: torch.device) -> None:
 
 
 def index_out_of_range(device: torch.device) -> None:
-    """The kernel's own check ends it and leaves its context unusable."""
+    """Fail an assertion in a kernel, after which the CUDA context is unusable."""
     values = torch.zeros(4, device=device)
     values[torch.full((4,), 99, device=device)] += 1
     if ON_GPU:
@@ -57,18 +57,18 @@ def main(directory: Path) -> None:
     record("start")
     step, finishing = 0, False
 
-    def told(what: str) -> bool:
+    def is_told(what: str) -> bool:
         file = directory / f"{what}-{node}"
         found = file.exists()
         file.unlink(missing_ok=True)
         return found
 
     while not finishing:
-        if told("kernel"):
+        if is_told("kernel"):
             run_for_ever(device)
-        if told("collective"):
+        if is_told("collective"):
             time.sleep(1e6)
-        if told("assert"):
+        if is_told("assert"):
             index_out_of_range(device)
         optimizer.zero_grad()
         model(torch.ones(8, 64, device=device)).square().mean().backward()

@@ -1,6 +1,6 @@
-"""A process group with two collectives, for workers in tests of the agent: importing torch takes 2 s.
+"""A process group with two collectives for workers that do not import torch, which takes 2 s.
 
-Like gloo's: its first rank is at MASTER_ADDR, a collective waits for all, and fails once a peer has ended.
+As with gloo, rank 0 is at MASTER_ADDR, and a collective waits for all ranks, and fails once a peer has ended.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from typing import Any
 
 
 class Group:
-    """The workers of a round; a collective raises ConnectionError when one of them has ended."""
+    """The workers of a round; a collective raises ConnectionError once one of them has ended."""
 
     def __init__(self) -> None:
         self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        # The first rank's peers: all others; theirs: the first. File descriptors, since the system closes these when
-        # this process ends, not earlier: of two that fail, the first is the one that failed by itself.
+        # Sockets: rank 0 has one to each other rank, each other rank one to rank 0. They are file descriptors, which
+        # the kernel closes when this process has ended, not earlier: so the first worker to fail is the one that failed
+        # by itself.
         self._peers: list[int] = []
 
     def connect(self, directory: Path) -> None:
-        """Meet the others; the first rank leaves its port in the directory."""
+        """Connect to the other ranks; rank 0 writes its port into a file in the directory."""
         host = os.environ["MASTER_ADDR"]
         port = directory / f"port-{os.environ['TORCHELASTIC_RUN_ID']}-{os.environ['REDELASTIC_EPOCH']}"
         if self.rank == 0:
@@ -50,14 +51,14 @@ class Group:
     def _reduce(self, reduction: Callable[..., Any], kind: str, numbers: tuple[Any, ...]) -> list[Any]:
         form = struct.Struct(f"{len(numbers)}{kind}")
         if self.rank == 0:
-            told = [numbers, *(form.unpack(_read(peer, form.size)) for peer in self._peers)]
-            numbers = tuple(map(reduction, *told)) if len(told) > 1 else numbers
+            all_numbers = [numbers, *(form.unpack(_read(peer, form.size)) for peer in self._peers)]
+            numbers = tuple(map(reduction, *all_numbers)) if len(all_numbers) > 1 else numbers
         for peer in self._peers:
             os.write(peer, form.pack(*numbers))
         return list(numbers) if self.rank == 0 else list(form.unpack(_read(self._peers[0], form.size)))
 
     def close(self) -> None:
-        """Make the others' next collective fail; may be called from a signal handler."""
+        """Close the sockets, so that the other ranks' next collective fails; a signal handler may call it."""
         for peer in self._peers:
             os.close(peer)
 

@@ -1,7 +1,7 @@
-"""Runs a recipe's unmodified training script; its calls of `redelastic.progress` are recorded and held back.
+"""Runs a training script of examples/, unmodified; records its calls of `redelastic.progress`, and holds them.
 
-Usage: paced.py DIRECTORY HOLD SCRIPT ARGUMENTS… No worker gets past step HOLD before DIRECTORY/finish is there, unless
-its agent has asked for a checkpoint: then it makes one more step. Rank 0 hears of that request only from other ranks.
+Usage: paced.py DIRECTORY HOLD SCRIPT ARGUMENTS… No worker gets past step HOLD before there is DIRECTORY/finish, unless
+its agent has asked for a checkpoint: then it makes one more step. Rank 0 learns of that request only from other ranks.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from record import Recorder  # type: ignore[import-not-found]  # beside this scr
 import redelastic
 from redelastic import worker
 
-KEEPS_GROUP: Final = {"train_dcp.py"}  # DTensor's caches refer to it for ever
+KEEPS_GROUP: Final = {"train_dcp.py"}  # DTensor's caches keep it
 
 
 def has_gloo_threads() -> bool:
-    """Whether a process group of gloo is left. After its last collective, a thread may still need the interpreter.
+    """Whether a process group of gloo is left, whose thread may need the interpreter's lock after its last collective.
 
     If the interpreter is ending, the process is aborted (https://github.com/pytorch/pytorch/pull/179291). If the main
-    thread holds its lock and waits for the thread, both hang (https://github.com/pytorch/pytorch/issues/56297).
+    thread has the lock and waits for that thread, both hang (https://github.com/pytorch/pytorch/issues/56297).
     """
     for file in Path("/proc/self/task").glob("*/comm"):
         with suppress(OSError):  # the thread has ended

@@ -1,6 +1,6 @@
-"""A program that reports all it can see of how it was started, and then ends as told.
+"""A program that reports what tells a new process from a fork, and then ends in one of several ways.
 
-Usage: probe.py FILE [ENDING]. What it sees goes to FILE.
+Usage: probe.py FILE [ENDING]. The report goes into FILE, as JSON.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 
-def account() -> dict[str, Any]:
-    """Everything that a new process has and a fork might not."""
+def report() -> dict[str, Any]:
+    """What a new process has, and a fork may have otherwise."""
     main: Any = sys.modules["__main__"]
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     streams = {name: getattr(sys, name) for name in ("stdin", "stdout", "stderr")}
@@ -33,7 +33,7 @@ def account() -> dict[str, Any]:
         "main": {
             name: re.sub(" at 0x[0-9a-f]+", "", str(value)) for name, value in vars(main).items() if name[:2] == "__"
         },
-        "own globals": main.account is account,
+        "own globals": main.report is report,
         "loader": str(type(main.__loader__)),
         "argv": sys.argv,
         "orig_argv": sys.orig_argv,
@@ -75,7 +75,7 @@ def double(number: int) -> int:
 
 
 def spawn() -> None:
-    """Check that a worker's children find its main module."""
+    """Call a function of this module in a child: it has to find the main module."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         sys.stdout.write(f"{pool.map(double, [1, 2])}\n")
 
@@ -102,5 +102,5 @@ ENDINGS: dict[str, Callable[[], object]] = {
 }
 
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(json.dumps(account()))
+    Path(sys.argv[1]).write_text(json.dumps(report()))
     ENDINGS["".join(sys.argv[2:3])]()

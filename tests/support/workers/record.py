@@ -1,4 +1,4 @@
-"""The record of a job's workers: one line per thing that a worker does."""
+"""The record of a job's workers: a line of JSON for each thing that a worker does."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 
 class Recorder:
-    """Appends what this worker does to the job's record: one write per line, so that lines stay whole."""
+    """Appends lines to `record.jsonl`, each in one write, so that the lines of several workers stay whole."""
 
     def __init__(self, directory: Path) -> None:
         self._file = os.open(directory / "record.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-        self._who = {
+        self._worker = {
             "node": os.environ["TEST_NODE"],
             "pid": os.getpid(),
             "epoch": int(os.environ["REDELASTIC_EPOCH"]),
@@ -25,7 +25,7 @@ class Recorder:
         }
 
     def __call__(self, event: str, **more: Any) -> None:
-        line = {"event": event, "time": time.time(), **self._who, **more}
+        line = {"event": event, "time": time.time(), **self._worker, **more}
         os.write(self._file, (json.dumps(line) + "\n").encode())
 
     def close(self) -> None:

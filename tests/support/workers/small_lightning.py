@@ -1,8 +1,9 @@
 """Lightning's Trainer on one node: it evaluates after step 20, and saves after 15, 30 and 40.
 
-Usage: small_lightning.py DIRECTORY, with checkpoints in DIRECTORY/saved. Files there steer it: without `finish` each
-step of an evaluation takes 0.2 s, with `slow-tests` each step of the test; with `async` it saves in the background, for
-2 s, and trains without end.
+Usage: small_lightning.py DIRECTORY. Checkpoints go into DIRECTORY/saved. Files in DIRECTORY steer it:
+  finish      without it, each step of the evaluation takes 0.2 s
+  slow-tests  each step of the test takes 0.2 s
+  async       each checkpoint takes 2 s in the background, there is no evaluation, and the training does not end
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def say(name: str, text: object) -> None:
             file.write(f"{text}\n")
 
 
-class Slow(TorchCheckpointIO):  # type: ignore[misc]  # lightning may be missing
+class SlowCheckpointIO(TorchCheckpointIO):  # type: ignore[misc]  # lightning may be missing
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **more: Any) -> None:
         time.sleep(2)
         super().save_checkpoint(checkpoint, *args, **more)
@@ -87,7 +88,7 @@ def main() -> None:
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        plugins=[AsyncCheckpointIO(Slow())] if is_async else [],
+        plugins=[AsyncCheckpointIO(SlowCheckpointIO())] if is_async else [],
         callbacks=[ModelCheckpoint(DIRECTORY / "saved", every_n_train_steps=15, save_last=True), ElasticCallback()],
     )
     network = Network()

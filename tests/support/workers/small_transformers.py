@@ -1,8 +1,9 @@
 """Hugging Face's Trainer on one node: it evaluates after step 20, and saves after 15, 30 and 40.
 
-Usage: small_transformers.py DIRECTORY, with checkpoints in DIRECTORY/saved. Without the file `finish` there, each step
-of an evaluation takes 0.2 s; with `slow-tests` each step of the one after
-the training. With `slow-save` rank 0 takes 20 s to save.
+Usage: small_transformers.py DIRECTORY. Checkpoints go into DIRECTORY/saved. Files in DIRECTORY steer it:
+  finish      without it, each step of an evaluation during the training takes 0.2 s
+  slow-tests  each step of the evaluation after the training takes 0.2 s
+  slow-save   rank 0 takes 20 s more to save after step 15
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def say(name: str, text: object) -> None:
             file.write(f"{text}\n")
 
 
-class Slow(TrainerCallback):  # type: ignore[misc]  # transformers may be missing
+class SlowEvaluation(TrainerCallback):  # type: ignore[misc]  # transformers may be missing
     def on_train_begin(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
         say("resumes", state.global_step)
 
@@ -39,7 +40,7 @@ class Slow(TrainerCallback):  # type: ignore[misc]  # transformers may be missin
             time.sleep(0.2)
 
 
-class SlowToSave(Trainer):  # type: ignore[misc]
+class SlowSaveTrainer(Trainer):  # type: ignore[misc]
     def save_model(self, *args: Any, **more: Any) -> None:
         if os.environ["RANK"] == "0" and (DIRECTORY / "slow-save").exists() and self.state.global_step == 15:
             time.sleep(20)
@@ -62,12 +63,12 @@ def main() -> None:
     )
     config = GPT2Config(vocab_size=16, n_positions=8, n_embd=8, n_layer=1, n_head=1, bos_token_id=0, eos_token_id=0)
     one = {"input_ids": torch.zeros(8, dtype=torch.long), "labels": torch.zeros(8, dtype=torch.long)}
-    trainer = SlowToSave(
+    trainer = SlowSaveTrainer(
         GPT2LMHeadModel(config),
         arguments,
         train_dataset=[one] * 400,
         eval_dataset=[one] * 1000,
-        callbacks=[Slow(), ElasticCallback()],
+        callbacks=[SlowEvaluation(), ElasticCallback()],
     )
     found = last_checkpoint(arguments.output_dir)
     trainer.train(resume_from_checkpoint=found)

@@ -1,10 +1,10 @@
-"""A training script that knows where its time goes.
+"""A training script whose steps and faults have known times, for tests of training time.
 
-Usage: steps.py DIRECTORY. Rank 0 keeps a checkpoint of every twentieth step there, and `record.jsonl` has for each step
-when it was about to be reported (`reports`) and when it had been (`step`). Files there steer it:
-  begin-EPOCH    the workers of that round, if it is not the first one, make no step before this
-  go-EPOCH-STEP  they report this step again and again before this: the first one of a round, and the first new one
-  faults         the first round's workers fail after a pause, the second round's workers hang
+Usage: steps.py DIRECTORY. Rank 0 saves a checkpoint there at every twentieth step. `record.jsonl` has two times of each
+step: before it is reported (`reports`) and after (`step`). Files there steer it:
+  begin-EPOCH    without it, the workers of that round, if it is not the first one, make no step
+  go-EPOCH-STEP  without it, they report this step again and again: a round's first step, and the step after FAILS_AFTER
+  faults         the first round's workers fail after a pause, and the second round's workers hang
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main(directory: Path) -> None:
     has_faults = (directory / "faults").exists()
     for step in range(first, LAST + 1):
         time.sleep(PACE)
-        group.maximum(step)  # no rank is ahead of another
+        group.maximum(step)  # so that no rank is ahead
         record("reports", step=step)
         redelastic.progress(step)
         record("step", step=step)

@@ -1,14 +1,14 @@
-"""A training script whose processes survive: DDP and Adam in float64, the same batch whatever the world size.
+"""A training script whose processes survive: DDP and Adam in float64, and the same batches for any world size.
 
 It trains on a GPU where there is one.
 
-Usage: surviving.py DIRECTORY. A new process begins with the newest checkpoint there. Files steer it:
-  finish         all ranks stop together after the step at which rank 0 saw it
-  fail-NODE      the worker of that node raises a ValueError at its next step, and takes the file away
-  poison-NODE    it does so at the step that this file names, again and again
-  lonely-NODE    each step of all ranks fails: they wait for a message that nobody sends
-  stuck-NODE     the worker of that node does not leave the next round that ends
-  linger         the exchange of state takes so many seconds longer
+Usage: surviving.py DIRECTORY. A new process begins with the newest checkpoint there. Files there steer it:
+  finish         all ranks stop together after the step in which rank 0 sees it
+  fail-NODE      the worker of that node raises a ValueError at its next step, and removes the file
+  poison-NODE    it does so at the step that this file names, each time
+  lonely-NODE    each step of all ranks fails: they wait for a message that no rank sends
+  stuck-NODE     the worker of that node waits before a step while this file is there, and leaves no round
+  linger         the exchange of state takes longer, by as many seconds as this file says
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from torch.nn.parallel import DistributedDataParallel
 import redelastic
 from redelastic.data import ElasticBatches, MicroBatch
 
-Record = Callable[..., None]  # what a worker does, with its name
+Record = Callable[..., None]  # `Recorder.__call__`
 
-SAMPLES: Final = 62  # the last of an epoch's six steps has two: one for each of two ranks, and none for a third
+SAMPLES: Final = 62  # the last of an epoch's six steps has two: of three ranks, one has none
 BATCH: Final = 12
 MICRO_BATCH: Final = 4
 SAVE_EVERY: Final = 10
@@ -59,12 +59,12 @@ def loss_of(model: torch.nn.Module, samples: list[int]) -> torch.Tensor:
 
 
 def weights(model: torch.nn.Module) -> list[float]:
-    """All of a model's parameters."""
+    """All parameters of a model, as one list."""
     return [float(w) for p in model.parameters() for w in p.detach().flatten()]
 
 
 def samples_of(step: int) -> list[int]:
-    """All samples of a step."""
+    """The samples of a step, of all ranks."""
     _, _, batches = make()
     return [index for batch in batches.batches(step, 0, 1) for index in batch.indices]
 
@@ -84,8 +84,8 @@ def reference(steps: int) -> tuple[list[float], list[float]]:
     return weights(model), losses
 
 
-class Witness:
-    """An entry of the state that records the exchange of state."""
+class ExchangeRecorder:
+    """An entry of the state that records when it is exchanged, and can delay the exchange."""
 
     def __init__(self, directory: Path, recorder: Callable[[Path], Any]) -> None:
         self._directory, self._recorder = directory, recorder
@@ -102,14 +102,14 @@ class Witness:
 
 
 class Training:
-    """What a worker has while it lives."""
+    """A worker's training: what it keeps from round to round, and what it does in one."""
 
     def __init__(self, directory: Path, recorder: Callable[[Path], Any]) -> None:
         self._directory, self._checkpoint, self._recorder = directory, directory / "checkpoint.pt", recorder
         self._node = os.environ["TEST_NODE"]
         self.model, self._optimizer, self._batches = make()
         self._entries: dict[str, Any] = {"model": self.model, "optimizer": self._optimizer, "batches": self._batches}
-        self.state = redelastic.State(**self._entries, witness=Witness(directory, recorder))
+        self.state = redelastic.State(**self._entries, witness=ExchangeRecorder(directory, recorder))
         if self._checkpoint.exists():
             saved = torch.load(self._checkpoint)
             for name, entry in self._entries.items():
@@ -121,7 +121,7 @@ class Training:
         torch.save({name: entry.state_dict() for name, entry in self._entries.items()}, new)
         new.replace(self._checkpoint)
 
-    def _told(self, what: str) -> bool:
+    def _is_told(self, what: str) -> bool:
         return (self._directory / f"{what}-{self._node}").exists()
 
     def train(self, this: redelastic.Round) -> None:
@@ -133,26 +133,27 @@ class Training:
             for batch in self._batches:
                 step.append(batch)
                 if batch.last:
-                    self._obey(record)
-                    if self._make(step, ddp, this, record):
+                    self._fail_if_told(record)
+                    if self._make_step(step, ddp, this, record):
                         return
                     step = []
 
-    def _obey(self, record: Record) -> None:
-        if self._told("fail"):
+    def _fail_if_told(self, record: Record) -> None:
+        """Fail or wait before a step, as the files say."""
+        if self._is_told("fail"):
             (self._directory / f"fail-{self._node}").unlink()
             raise ValueError(f"the worker of node {self._node} was told to fail at step {self.state.step}")
-        if self._told("poison") and self.state.step == int((self._directory / f"poison-{self._node}").read_text()):
+        if self._is_told("poison") and self.state.step == int((self._directory / f"poison-{self._node}").read_text()):
             raise ValueError(f"the worker of node {self._node} always fails at step {self.state.step}")
-        if self._told("stuck"):
+        if self._is_told("stuck"):
             record("stuck")
-            while self._told("stuck"):
+            while self._is_told("stuck"):
                 time.sleep(PACE)
 
-    def _make(self, step: list[MicroBatch], ddp: torch.nn.Module, this: redelastic.Round, record: Record) -> bool:
+    def _make_step(self, step: list[MicroBatch], ddp: torch.nn.Module, this: redelastic.Round, record: Record) -> bool:
         """Make a step; returns whether it was the last."""
         samples = [index for batch in step if not batch.padding for index in batch.indices]
-        record("samples", step=self.state.step, samples=samples)  # if any rank completes the step, all have said it
+        record("samples", step=self.state.step, samples=samples)  # before any rank can complete the step
         total = 0.0
         for batch in step:
             with batch.sync(ddp):
@@ -160,7 +161,7 @@ class Training:
                 loss.backward()
             total += float(loss.detach())
         finish = this.rank == 0 and (self._directory / "finish").exists()
-        wanted = [finish, self._told("lonely"), redelastic.should_checkpoint(), total / this.size]
+        wanted = [finish, self._is_told("lonely"), redelastic.should_checkpoint(), total / this.size]
         votes = torch.tensor(wanted, dtype=torch.float64, device=DEVICE)
         dist.all_reduce(votes)
         if votes[1]:
@@ -168,7 +169,7 @@ class Training:
             assert receiving is not None
             receiving.wait(timedelta(milliseconds=100))
         if this.rank == 0 and (votes[2] or self.state.step % SAVE_EVERY == 0):
-            self._save()  # what is committed, without this step
+            self._save()  # the last committed state, without this step
         self._optimizer.step()
         record("step", step=self.state.step, loss=float(votes[3]))
         self._optimizer.zero_grad()

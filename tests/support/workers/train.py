@@ -1,13 +1,13 @@
-"""A training script for torchrun, free of redelastic except for the epoch: data-parallel, checkpoint, resume.
+"""A data-parallel training script with checkpoints. Of redelastic it uses the environment variable of the epoch alone.
 
-Step k trains on samples k*BATCH … k*BATCH+BATCH-1, dealt out by rank, whatever the world size: the weights after n
-steps are known (`reference`). Each checkpoint holds its lineage: the steps that made it and the epoch of each.
-Gradients are summed by `group.py`, or by torch and gloo if TEST_GLOO is set: importing torch takes 2 s.
+Step k trains on samples k*BATCH … k*BATCH+BATCH-1, divided among the ranks, so the weights after n steps are the same
+for any world size (`reference`). Each checkpoint has its lineage: the steps that led to it, with the epoch and the
+world size of each. `group.py` sums the gradients, or torch with gloo if TEST_GLOO is set; importing torch takes 2 s.
 
-Usage: train.py DIRECTORY. Everything happens in that directory; files there steer it:
-  finish       all ranks stop together after the step at which rank 0 saw it
-  fail-NODE    the worker of that node fails at its next step, and takes the file away
-  linger-NODE  the worker of that node goes on after the last step until `release` is there
+Usage: train.py DIRECTORY. Its checkpoints and its record are there, and files there steer it:
+  finish       all ranks stop together after the step in which rank 0 sees it
+  fail-NODE    the worker of that node fails at its next step, and removes the file
+  linger-NODE  the worker of that node does not end after the last step before there is `release`
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ PACE: Final = 0.1  # cost of a step beyond communication, in seconds
 
 
 def samples(step: int, rank: int, world: int) -> range:
-    """The numbers of this rank's samples of the step."""
+    """The numbers of a rank's samples of a step."""
     return range(step * BATCH + rank, (step + 1) * BATCH, world)
 
 
 def gradient(weights: list[float], numbers: Iterable[int]) -> list[float]:
-    """What these samples contribute to the whole batch's gradient of the mean squared error."""
+    """The part of these samples in the gradient of the mean squared error over the batch."""
     total = [0.0] * len(weights)
     for number in numbers:
         inputs = [math.sin(number * frequency) for frequency in INPUTS]
@@ -43,8 +43,8 @@ def gradient(weights: list[float], numbers: Iterable[int]) -> list[float]:
     return total
 
 
-def moved(weights: list[float], total: list[float]) -> list[float]:
-    """The weights after a step."""
+def updated(weights: list[float], total: list[float]) -> list[float]:
+    """The weights after a step with this gradient."""
     return [weight - RATE * t for weight, t in zip(weights, total, strict=True)]
 
 
@@ -52,12 +52,12 @@ def reference(steps: int) -> list[float]:
     """The weights after this many steps in one process."""
     weights = [0.0] * len(TARGET)
     for step in range(steps):
-        weights = moved(weights, gradient(weights, samples(step, 0, 1)))
+        weights = updated(weights, gradient(weights, samples(step, 0, 1)))
     return weights
 
 
 class Gloo:
-    """What this script needs of a process group, by torch."""
+    """The part of `group.Group` that this script uses, by torch and gloo."""
 
     def __init__(self) -> None:
         import torch  # takes 2 s
@@ -88,13 +88,13 @@ def new_group(directory: Path) -> Any:
 
 
 class Checkpoints:
-    """One file per epoch: a worker of an older epoch cannot touch what a newer one wrote."""
+    """One file per epoch, so that a worker of an older epoch cannot overwrite what a newer one wrote."""
 
     def __init__(self, directory: Path, epoch: int) -> None:
         self._directory, self._own = directory, directory / f"checkpoint-{epoch:06}.json"
 
     def adopt_newest(self) -> None:
-        """Make the newest one that of this epoch."""
+        """Copy the newest checkpoint to this epoch's."""
         found = sorted(self._directory.glob("checkpoint-*.json"))
         empty = {"lineage": [], "weights": [0.0] * len(TARGET)}
         self.write(json.loads(found[-1].read_text()) if found else empty)
@@ -117,7 +117,7 @@ def main(directory: Path) -> None:
     checkpoints = Checkpoints(directory, epoch)
     if rank == 0:
         checkpoints.adopt_newest()
-    group.total(0)  # it is there now, and stays as it is until all have made a step
+    group.total(0)  # a barrier: the checkpoint is there now, and changes only after all ranks have made a step
     state = checkpoints.read()
     weights: list[float] = state["weights"]
     lineage: list[list[int]] = state["lineage"]
@@ -130,7 +130,7 @@ def main(directory: Path) -> None:
             failure.unlink()
             raise RuntimeError(f"the worker of node {node} was told to fail at step {step}")
         numbers = samples(step, rank, world)
-        weights = moved(weights, group.total(*gradient(weights, numbers)))
+        weights = updated(weights, group.total(*gradient(weights, numbers)))
         # how often each sample of the step was used, and whether rank 0 wants to finish
         wants_to_finish = rank == 0 and (directory / "finish").exists()
         *used, finish = group.total(*(step * BATCH + i in numbers for i in range(BATCH)), wants_to_finish)

@@ -14,14 +14,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-LINE = 1024  # bytes, with line end; Python writes whole lines, so that torch's copy of a log never sees part of one
+LINE = 1024  # bytes, with its end; Python writes whole lines, so that torch never copies part of one
 FLOOD = 100_000 * LINE  # bytes
 
 
-def say(directory: Path, name: str, told: Any) -> None:
-    """Publish something in a file that only appears once complete."""
-    draft = directory / f".{name}-{os.getpid()}"  # a node's workers all say that they have started
-    draft.write_text(str(told))
+def say(directory: Path, name: str, value: Any) -> None:
+    """Publish a value in a file, which appears only once it is whole."""
+    draft = directory / f".{name}-{os.getpid()}"  # all workers of a node write NODE-started
+    draft.write_text(str(value))
     draft.rename(directory / name)
 
 
@@ -53,7 +53,7 @@ def ignore_sigterm(directory: Path) -> None:
 
 
 def leave_daemon(directory: Path) -> None:
-    """Leave a daemon with no worker as its parent, in its own session; the worker itself waits."""
+    """Leave an orphan in its own session that ignores SIGTERM; the worker waits."""
     if (between := os.fork()) == 0:
         os.setsid()
         if os.fork() == 0:
@@ -61,12 +61,12 @@ def leave_daemon(directory: Path) -> None:
             say(directory, "daemon", os.getpid())
             time.sleep(600)
         os._exit(0)
-    os.waitpid(between, 0)  # else it may be left behind, too
+    os.waitpid(between, 0)  # else it may be left, too
     wait(directory)
 
 
 def leave_upload(directory: Path) -> None:
-    """Leave one in its own session that takes a moment longer than the worker."""
+    """Leave a process in its own session that ends by itself a second after the worker."""
     worker = os.getpid()
     if os.fork() == 0:
         os.setsid()
@@ -78,7 +78,7 @@ def leave_upload(directory: Path) -> None:
 
 
 def leave_sleeper(directory: Path) -> None:
-    """Leave one that never ends by itself."""
+    """Leave a process in its own session that does not end by itself."""
     if os.fork() == 0:
         os.setsid()
         say(directory, "sleeper", os.getpid())
@@ -89,7 +89,7 @@ def leave_sleeper(directory: Path) -> None:
 
 
 def leave_cleaner(directory: Path) -> None:
-    """Leave one that takes a moment to clean up on SIGTERM; the worker fails."""
+    """Leave a process in its own session that takes a second to end on SIGTERM; the worker fails."""
 
     def clean(_signal: int, _frame: object) -> None:
         time.sleep(1)
@@ -125,11 +125,11 @@ def take_all_memory(_: Path) -> None:
 
 
 def hang_in_kernel(directory: Path) -> None:
-    """Hang in uninterruptible sleep, as with a dead disk or GPU: that is how a parent waits for a vfork's child."""
+    """Hang in uninterruptible sleep, as with a dead disk or GPU: so does the parent of a vfork until its child ends."""
     libc = ctypes.CDLL(None)
     say(directory, "hangs", os.getpid())
     if libc.vfork() == 0:
-        libc.pause()  # in the memory of its parent, which must never continue
+        libc.pause()  # the child shares its parent's memory, and must never return
 
 
 def tear_error(directory: Path) -> None:

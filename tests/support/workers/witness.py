@@ -1,6 +1,6 @@
-"""A worker that reports what it was given, and then does as told.
+"""A worker that reports how it was started, and then does an action.
 
-Usage: witness.py DIRECTORY [ACTION [ARGUMENT]]. Each attempt of each rank writes DIRECTORY/RANK-ATTEMPT.json.
+Usage: witness.py DIRECTORY [ACTION [ARGUMENT]]. Each rank writes DIRECTORY/RANK-ATTEMPT.json in each attempt.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 
-def account() -> dict[str, Any]:
-    """Everything a script can see of how it was started."""
+def report() -> dict[str, Any]:
+    """What a script sees of how it was started."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return {
         "environment": dict(os.environ),
@@ -33,10 +33,10 @@ def account() -> dict[str, Any]:
     }
 
 
-def say(directory: Path, what: str, told: Any = None) -> None:
-    """Publish something in a file that only appears once complete."""
+def say(directory: Path, what: str, value: Any = None) -> None:
+    """Publish a value in a file, which appears only once it is whole."""
     name = f"{os.environ['RANK']}-{os.environ['TORCHELASTIC_RESTART_COUNT']}{what}.json"
-    (directory / f".{name}").write_text(json.dumps(told))
+    (directory / f".{name}").write_text(json.dumps(value))
     (directory / f".{name}").rename(directory / name)
 
 
@@ -67,6 +67,7 @@ def die(name: str) -> None:
 
 
 def overstay(directory: Path) -> None:
+    """Let a timer of torch expire; the agent ends the worker then."""
     from torch.distributed.elastic import timer
 
     timer.configure(timer.FileTimerClient(os.environ["TORCHELASTIC_TIMER_FILE"]))
@@ -76,12 +77,14 @@ def overstay(directory: Path) -> None:
 
 
 def wait(directory: Path, deaf_to: str) -> None:
+    """Wait for ever; a signal of this name is only reported."""
     signal.signal(signal.Signals[deaf_to], lambda number, _: say(directory, f"-{signal.Signals(number).name}"))
     say(directory, "-waits")
     wait_for_ever()
 
 
-def exit_beside_a_deaf_one(directory: Path, rank: int) -> None:
+def exit_beside_a_deaf_rank(directory: Path, rank: int) -> None:
+    """Rank 0 ignores SIGTERM; the others exit with 1."""
     if rank == 0:
         wait(directory, "SIGTERM")
     while not (directory / "0-0-waits.json").exists():
@@ -95,7 +98,7 @@ def act(directory: Path, action: str, argument: str) -> None:
         "print": lambda: print_lines(rank, int(argument)),
         "timer": lambda: overstay(directory),
         "wait": lambda: wait(directory, argument),
-        "deaf": lambda: exit_beside_a_deaf_one(directory, rank),
+        "deaf": lambda: exit_beside_a_deaf_rank(directory, rank),
     }
     if rank == 1:
         actions |= {"raise": lambda: fail("raise"), "record": record_failure}
@@ -107,7 +110,7 @@ def act(directory: Path, action: str, argument: str) -> None:
 
 
 def main(directory: Path, action: str = "", argument: str = "-") -> None:
-    say(directory, "", account())
+    say(directory, "", report())
     act(directory, action, argument)
 
 

@@ -1,4 +1,4 @@
-"""The whole life of a run, against any kind of server: rendezvous, store operations, closing."""
+"""The life of a run on any kind of server: two rounds, every verb of the store, and the close."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ def make_node(url: str, run_id: str, low: int, high: int, **config: Any) -> Redi
 
 @contextmanager
 def nodes(url: str, run_id: str, count: int, **config: Any) -> Iterator[list[RedisRendezvousHandler]]:
+    """Make so many nodes, and shut them down at the end of the block."""
     made: list[RedisRendezvousHandler] = []
     try:
         for _ in range(count):
-            made.append(make_node(url, run_id, count, count, **config))  # noqa: PERF401  (everything made is shut down)
+            made.append(make_node(url, run_id, count, count, **config))  # noqa: PERF401  # if one fails, the others are shut down
         yield made
     finally:
         for node in made:
@@ -39,6 +40,7 @@ def nodes(url: str, run_id: str, count: int, **config: Any) -> Iterator[list[Red
 
 
 def rendezvous(members: Sequence[RedisRendezvousHandler]) -> list[RendezvousInfo]:
+    """Have nodes form a round, and check their ranks."""
     with ThreadPoolExecutor(len(members)) as pool:
         infos = list(pool.map(lambda node: node.next_rendezvous(), members))
     assert sorted(info.rank for info in infos) == list(range(len(members)))
@@ -47,7 +49,7 @@ def rendezvous(members: Sequence[RedisRendezvousHandler]) -> list[RendezvousInfo
 
 
 def use_store(store: RedisStore, other: RedisStore) -> None:
-    """Use every verb; blocked calls are woken by the other handle."""
+    """Call every verb of a store; the other one wakes calls that block."""
     with ThreadPoolExecutor(1) as pool:
         getting = pool.submit(store.get, "late")
         other.set("late", "value")
@@ -74,8 +76,8 @@ def use_store(store: RedisStore, other: RedisStore) -> None:
         store.wait(["none"], timedelta(seconds=0.05))
 
 
-def live_a_whole_life(url: str, run_id: str, count: int, **config: Any) -> None:
-    """Two rounds, the store of the second, torch's backend contract, and the end of the run."""
+def live_through_a_run(url: str, run_id: str, count: int, **config: Any) -> None:
+    """Form two rounds, use the store of the second one and the backend, and close the run."""
     with nodes(url, run_id, count, **config) as members:
         rendezvous(members)
         assert [node.num_nodes_waiting() for node in members] == [0] * count
