@@ -15,7 +15,7 @@ from typing import Any, Final
 import pytest
 
 from redelastic.agent import launch
-from tests.support.commands import command
+from tests.support.commands import run_command
 from tests.support.examples_site import EXAMPLES, job_action
 
 if sys.version_info >= (3, 11):
@@ -43,7 +43,7 @@ def documents(name: str) -> dict[str, Any]:
 def accepted(words: list[str]) -> dict[str, Any]:
     """The options that hold for a command line, once `redelastic run` has checked them."""
     assert words[:2] == ["redelastic", "run"]
-    done = command("run", "--print-config", *words[2:])
+    done = run_command("run", "--print-config", *words[2:])
     assert done.code == 0, done.err
     options: dict[str, Any] = tomllib.loads(done.out)
     return options
