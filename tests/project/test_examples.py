@@ -49,7 +49,7 @@ from tests.support.tls_servers import WHO_SPEAKS_TLS, tls_server
 
 pytestmark = pytest.mark.timeout(300)
 
-SCRIPTS: Final = sorted(path.name for path in EXAMPLES.iterdir() if path.read_text().startswith("#!"))
+SCRIPTS: Final = sorted(path.name for path in EXAMPLES.glob("*.*") if path.read_text().startswith("#!"))
 ACCURACY: Final = re.compile(r'"event": "done".*"accuracy": ([0-9.]+)')
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -144,20 +144,16 @@ def test_torchx(monkeypatch: pytest.MonkeyPatch) -> None:
     torchx.specs = specs
     monkeypatch.setitem(sys.modules, "torchx", torchx)
     monkeypatch.setitem(sys.modules, "torchx.specs", specs)
-    spec = importlib.util.spec_from_file_location("torchx_elastic", EXAMPLES / "torchx_elastic.py")
-    assert spec
-    assert spec.loader
-    component = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(component)
+    elastic = runpy.run_path(str(EXAMPLES / "torchx_elastic.py"))["elastic"]
 
-    app = component.elastic("--epochs", "3", script="train.py", nodes=4, min_nodes=2, nproc_per_node=8)
+    app = elastic("--epochs", "3", script="train.py", nodes=4, min_nodes=2, nproc_per_node=8)
     [role] = app.roles
     options = accepted([role.entrypoint, *role.args])
     assert (options["nnodes"], options["nproc-per-node"], options["rdzv-id"]) == ("2:4", "8", specs.macros.app_id)
     assert (role.num_replicas, role.min_replicas, role.env) == (4, 2, {})
     assert options["training-script-args"] == ["--epochs", "3"]
     assert options["drain-timeout"] + options["shutdown-timeout"] < 30, "the default of Kubernetes"
-    [role] = component.elastic(script="train.py", redis="redis://a:1").roles
+    [role] = elastic(script="train.py", redis="redis://a:1").roles
     assert role.env == {"REDELASTIC_REDIS_URL": "redis://a:1"}
 
 
