@@ -29,7 +29,7 @@ from redelastic.monitoring.events import Lost
 from redelastic.redis.server import RedisServer
 from tests.support.agent_job import DRAINED
 from tests.support.surviving_job import SurvivingJob
-from tests.support.torchrun_job import LIMIT, Node
+from tests.support.torchrun_job import LIMIT
 from tests.support.waiting import Within
 
 SEED: Final = int(os.environ.get("REDELASTIC_SURVIVAL_SEED", "7"))
@@ -72,7 +72,6 @@ KINDS: Final = {  # and how often, compared with the others: a new agent costs 5
     DRAIN: 2,
 }
 ENDS_WORKERS: Final = (WORKER, AGENT, NODE, DRAIN)  # of the node that it strikes; all others keep theirs
-KILLS: Final = (WORKER, AGENT, NODE)
 PLANNED: Final = (JOIN, DRAIN)
 ENDS_NO_ROUND: Final = (CONNECTIONS, OUTAGE)
 
@@ -216,8 +215,6 @@ class Campaign:
         self._end(strike)
         self._epoch = self._oracle.await_training(self._nodes)
         kept = before.keys() & self._nodes - {fault.whom for fault in strike if fault.kind in ENDS_WORKERS}
-        if any(fault.kind in KILLS for fault in strike):
-            kept -= self._oracle.find_stuck(self._job.nodes[name] for name in kept)
         self._oracle.check({name: before[name] for name in kept}, self._epoch)
         if len(strike) == 1 and strike[0].kind in PLANNED:
             self._oracle.check_each_step_once({pid for name in kept for pid in before[name]}, struck)
@@ -355,7 +352,6 @@ class Oracle:
     def __init__(self, job: SurvivingJob) -> None:
         self._job = job
         self._samples: defaultdict[tuple[int, int], list[Sample]] = defaultdict(list)  # by pid and number of workers
-        self._stuck: Counter[str] = Counter()  # how often workers of a node had to start anew
 
     def await_training(self, nodes: Collection[str]) -> int:
         """Wait until these nodes have made two steps together from now on; returns the epoch of their round."""
@@ -382,16 +378,6 @@ class Oracle:
         for pid in set().union(*survivors.values()):
             self._samples[pid, sum(map(len, pids.values()))].append(Sample.of(pid))
         self.check_steps()
-
-    def find_stuck(self, nodes: Iterable[Node]) -> set[str]:
-        """Those of which a worker did not leave its round: gloo may not wake the neighbour of a peer that was killed.
-
-        That is a limit of survive.md, once in some hundreds of kills; the worker starts anew, and no step is lost.
-        """
-        stuck = Counter({node.name: node.stderr.count("has not left round") for node in nodes}) - self._stuck
-        self._stuck += stuck
-        assert self._stuck.total() <= 1, "more than one in a job"
-        return set(stuck)
 
     def check_steps(self) -> None:
         """No worker has lost a step that it had committed, or made it twice; nobody made up a step."""
