@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, Final, Literal, get_args
 
@@ -255,11 +255,13 @@ class Left(WorkerFailure):
     Attributes:
         cause: why it left.
         reason: more about it, in words.
+        last_step: the highest step that its workers had reported, if it was rank 0.
     """
 
     event: str = "left"
     cause: Departure | Literal[""] = _choice(Departure)  # noqa: RUF009
     reason: str = _text(MAX_REASON, shared=True)
+    last_step: int | None = _count()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -435,6 +437,20 @@ class Started(Event):
     last_step: int | None = _count()
     since_progress_ms: int | None = _count()
     logs: Mapping[int, str] = _field({}, _logs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launched(Event):
+    """The workers of rank 0's node run for the first time.
+
+    Attributes:
+        user: who launched the node, and on which host.
+        command: of its workers, with the secrets that redelastic recognises hidden.
+    """
+
+    event: str = "launched"
+    user: str = _text(MAX_NAME)
+    command: str = _text(MAX_REASON)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -637,6 +653,7 @@ BY_SCRIPTS: Final[tuple[type[Event], ...]] = (  # in the atomic step that makes 
 )
 BY_AGENTS: Final[tuple[type[Event], ...]] = (
     Started,
+    Launched,
     Progressed,
     Saved,
     Hung,
@@ -680,6 +697,12 @@ def fault_age(event: Event) -> float:
             return (event.age_ms or 0) / 1000
         case _:
             return 0.0
+
+
+def last_step(events: Iterable[Event]) -> int | None:
+    """The highest step that any of the events knows; None if they know none."""
+    steps = [step for event in events for step in (getattr(event, "step", None), getattr(event, "last_step", None))]
+    return max((step for step in steps if step is not None), default=None)
 
 
 def _own(kind: type[Event]) -> list[Any]:

@@ -152,6 +152,7 @@ def _node(node: Node, run: Run) -> dict[str, Any]:
         **{name: number(status.get(name)) for name in USAGE},
         "step": min(steps, default=None),
         "idle": max(idle, default=None),
+        "shares_logs": status.get("shares_logs") is True,
         "workers": workers,
         "gpus": gpus,
         "gpus_hidden": hidden[:100] if isinstance(hidden := status.get("gpus_hidden"), str) else None,
