@@ -72,10 +72,10 @@ def generated() -> Iterator[tuple[str, str]]:
 
 def parsers() -> dict[str, argparse.ArgumentParser]:
     """The parser of each command, by its name."""
-    from redelastic.cli import make_parser, run  # noqa: PLC0415
+    from redelastic.cli import make_parser, run, run_options  # noqa: PLC0415
 
     _, commands = make_parser()
-    return {**commands.choices, run.NAME: run.make_parser()}
+    return {**commands.choices, run.NAME: run_options.make_parser()}
 
 
 EVENTS: Final = """\

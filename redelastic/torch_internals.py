@@ -327,13 +327,7 @@ def shutdown_timeout(config: Any, given: float | None) -> float:
     if (known := getattr(config, "shutdown_timeout", None)) is not None:
         return float(known)
     text = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30") if given is None else str(given)
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if seconds < 0:
-        raise ValueError(f"shutdown_timeout must be a number of seconds, 0 or more, not {text!r}.")
-    return seconds
+    return _seconds("shutdown_timeout", text)
 
 
 def exit_barrier_timeout(given: float | None) -> float | None:
@@ -345,14 +339,16 @@ def exit_barrier_timeout(given: float | None) -> float | None:
         ValueError: it is negative or not a number.
     """
     text = os.environ.get("TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT") if given is None else str(given)
-    if not text:
-        return None
+    return _seconds("exit_barrier_timeout", text) if text else None
+
+
+def _seconds(name: str, text: str) -> float:
     try:
         seconds = float(text)
     except ValueError:
         seconds = -1.0
-    if not seconds >= 0:
-        raise ValueError(f"exit_barrier_timeout must be a number of seconds, 0 or more, not {text!r}.")
+    if not seconds >= 0:  # nor is it nan
+        raise ValueError(f"{name} must be a number of seconds, 0 or more, not {text!r}.")
     return seconds
 
 

@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -23,7 +24,9 @@ from redelastic.host.gpu_memory import GpuMemory
 from redelastic.host.gpus import assign
 from redelastic.host.health_endpoint import HealthEndpoint
 from redelastic.monitoring.control import RunControl
-from redelastic.monitoring.events import Closed, Event, Failed, Log, Started
+from redelastic.monitoring.events import Closed, Event, Failed, Launched, Log, Started
+from redelastic.monitoring.live_logs import LiveLogs
+from redelastic.monitoring.operator import local_user
 from redelastic.rendezvous.handler import RedisRendezvousHandler
 from redelastic.rendezvous.node import DrainedError, RunStoppedError
 from redelastic.torch_errors import torch_errors
@@ -32,7 +35,7 @@ from redelastic.workers.channels import Parked, Pause
 from redelastic.workers.drains import DrainFile, Drains
 from redelastic.workers.group import Workers
 from redelastic.workers.hangs import Hangs
-from redelastic.workers.logs import log_files
+from redelastic.workers.logs import command_line, log_files
 from redelastic.workers.processes import ProcessTree
 from redelastic.workers.relays import RelayedLogs, without_relays
 from redelastic.workers.signals import TORCH_SIGNALS, drain_on_signals, torch_signals
@@ -44,6 +47,8 @@ from .monitor import NodeMonitor
 from .options import AgentOptions
 from .regrouping import RegroupingAgent, remove_torn_errors
 from .training_time import Earlier, TrainingTime
+from .trainjob import INTERVAL as TELL_INTERVAL
+from .trainjob import TrainJob
 
 log = logging.getLogger(__name__)
 
@@ -151,15 +156,23 @@ class RedisElasticAgent(RegroupingAgent):
             note=self._note,
         )
         self._time = TrainingTime(self._node, self._control, self._reporter.send)
-        watched = self._worker_group, self._assignment.visible, self._admission
-        watchdog = partial(watchdog_progress, self)
-        self._monitor = NodeMonitor(self._node, *watched, watchdog, training_time=self._time)
+        self._monitor = NodeMonitor(
+            self._node,
+            self._worker_group,
+            self._assignment.visible,
+            self._admission,
+            partial(watchdog_progress, self),
+            control=self._control,
+            training_time=self._time,
+            live_logs=LiveLogs(handler.backend.connection, handler.backend.keys) if self._options.share_logs else None,
+        )
         self._gpu_memory = GpuMemory(self._assignment.visible)
         self._budget = Budget(self._node, self._options, self._monitor.allow)
         self._hangs = Hangs(self._note)
         self._unfit = True  # whether this node must prove its fitness before it joins
         self._verdict: Event | None = None  # why the job may not restart its workers
         self._asked_to_drain = False
+        self._told_launch = False
 
     # -- from beginning to end
 
@@ -205,12 +218,19 @@ class RedisElasticAgent(RegroupingAgent):
                 opened.enter_context(
                     repeat(DrainFile(path, self._options.drain_timeout, self._drain).look, interval, "drain-file")
                 )
+            if job := TrainJob.of_environment(os.environ):
+                opened.enter_context(repeat(partial(self._tell, job), TELL_INTERVAL, "trainjob"))
             opened.enter_context(drain_on_signals(self._drain))
             opened.enter_context(self._monitor.watching(self._tree, self._pids, interval))
             try:
                 return super().run(role)
             finally:
                 self._monitor.allow(math.inf)
+
+    def _tell(self, job: TrainJob) -> None:
+        held = self._node.view.round
+        if held and held.rank == 0:
+            job.report(self._monitor.status())
 
     def _drain(self, reason: str, timeout: float | None = None) -> None:
         """Start draining this node at once; the first reason counts."""
@@ -312,6 +332,20 @@ class RedisElasticAgent(RegroupingAgent):
         workers.begin_round(ranks)
         logs = {ranks[local_rank]: path for local_rank, path in workers.blame.logs.items()}
         self._note(Started(size=size, rank=rank, logs=logs, **earlier._asdict()))
+        if rank == 0 and not self._told_launch:
+            self._told_launch = True
+            self._note(Launched(user=local_user(), command=self._command()))
+
+    def _command(self) -> str:
+        spec = self._worker_group.spec
+        if not isinstance(spec.entrypoint, str):
+            return str(spec.get_entrypoint_name())
+        words = list(map(str, spec.args))
+        if spec.entrypoint != sys.executable:
+            words.insert(0, spec.entrypoint)
+        elif words[:1] == ["-u"]:  # torch's
+            del words[0]
+        return command_line(words, os.environ)
 
     def _pause_of_round(self) -> Pause | None:
         """How this round's workers leave it after a common step; None if they cannot."""
@@ -471,6 +505,11 @@ class RedisElasticAgent(RegroupingAgent):
             self._control.note(Log(node=node, rank=rank, age_ms=age_ms, path=path, lines=last))
 
         self._reporter.send(task)
+
+    @property
+    def last_step(self) -> int | None:
+        """The highest step that the workers have reported, if this node is rank 0."""
+        return self._time.last_step
 
     def failure(self, result: RunResult) -> Failed:
         """Describe the failure of the worker that failed first."""

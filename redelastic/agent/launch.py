@@ -18,7 +18,7 @@ from torch.distributed.elastic import events, metrics
 from torch.distributed.elastic.agent.server.api import WorkerSpec, WorkerState
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, get_error_handler
-from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousParameters
+from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError, RendezvousParameters
 from torch.distributed.launcher.api import LaunchConfig
 
 from redelastic.agent.agent import RedisElasticAgent
@@ -98,6 +98,7 @@ def launch(
         handler = handler_from_parameters(parameters)
     if not isinstance(handler, RedisRendezvousHandler):
         raise ValueError("The agent needs the native rendezvous: remove protocol=dynamic, or use torchrun.")  # noqa: TRY004
+    agent: RedisElasticAgent | None = None
     ending: tuple[Left, RunThen] = (Left(cause="exited"), "goes on")
     try:
         timeouts = {"shutdown_timeout": shutdown_timeout, "exit_barrier_timeout": exit_barrier_timeout}
@@ -127,6 +128,7 @@ def launch(
         return DRAINED
     except (RunStoppedError, RefusedError, RendezvousError, DistNetworkError, OSError) as e:
         say(f"redelastic run: {e}")
+        ending = Left(cause="closed" if isinstance(e, RendezvousClosedError) else "exited"), "goes on"
         if isinstance(e, RunStoppedError):
             _say_why(handler)
         return _code_of(e)
@@ -135,7 +137,8 @@ def launch(
         say(f"redelastic run: ended by {e.sigval.name}")
         return FAILED
     finally:
-        handler.end(*ending)
+        left, run_then = ending
+        handler.end(replace(left, last_step=agent.last_step if agent else None), run_then)
     return OK
 
 

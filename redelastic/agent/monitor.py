@@ -6,14 +6,21 @@ import contextlib
 import json
 import logging
 import math
+import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerState
 
 from redelastic.host.gpus import Gpu, why_hidden
 from redelastic.host.telemetry import Telemetry, bounded, trees
+from redelastic.monitoring.control import RunControl
+from redelastic.monitoring.curves import MINUTE, measured
+from redelastic.monitoring.live_logs import INTERVAL as LOG_INTERVAL
+from redelastic.monitoring.live_logs import LiveLog, LiveLogs
+from redelastic.redis.errors import CorruptStateError, UnavailableError
 from redelastic.rendezvous.node import Node
 from redelastic.workers.drains import Drains
 from redelastic.workers.group import Workers
@@ -39,7 +46,9 @@ class NodeMonitor:
         gpus: to watch.
         admission: knows whether this node is kept out.
         watchdog_progress: tells when torch's file timers were last looked at, by ``time.time``; None if there are none.
+        control: of the node's run.
         training_time: to keep up to date.
+        live_logs: requests for logs, to answer; None if the run's logs are not shared.
     """
 
     def __init__(
@@ -50,10 +59,12 @@ class NodeMonitor:
         admission: Admission,
         watchdog_progress: Callable[[], float | None],
         *,
+        control: RunControl,
         training_time: TrainingTime,
+        live_logs: LiveLogs | None = None,
     ) -> None:
-        self._node, self._group, self._admission = node, group, admission
-        self._watchdog_progress, self._time = watchdog_progress, training_time
+        self._node, self._control, self._group, self._admission = node, control, group, admission
+        self._watchdog_progress, self._time, self._live_logs = watchdog_progress, training_time, live_logs
         # Each has a thread of its own: NVML may not answer for minutes, and the reaper must learn of new processes.
         self._processes, self._gpus = Telemetry(), Telemetry(gpus)
         self._watches_gpus = bool(gpus)
@@ -115,8 +126,25 @@ class NodeMonitor:
             if self._watches_gpus:
                 self._nvml_answered_at = time.monotonic()
                 opened.enter_context(repeat(self._sample_gpus, interval, "gpus"))
+            # Each at least once in a minute, and not all nodes in the same second
+            opened.enter_context(repeat(self._add_to_curves, MINUTE * random.uniform(0.8, 0.95), "curves"))
+            if self._live_logs:
+                opened.enter_context(repeat(partial(self._answer, self._live_logs), LOG_INTERVAL, "live-log"))
             opened.callback(self._time.look)  # the workers' last steps
             yield
+
+    def _add_to_curves(self) -> None:
+        if values := measured(self._extended(self._node.status())):
+            with contextlib.suppress(UnavailableError, CorruptStateError):
+                self._control.measure(values)
+
+    def _answer(self, live_logs: LiveLogs) -> None:
+        with contextlib.suppress(UnavailableError, CorruptStateError):
+            local_rank = live_logs.wanted(self._node.id)
+            if local_rank is not None and self._workers:
+                blame = self._workers.blame
+                lines = blame.last_lines(local_rank)
+                live_logs.answer(self._node.id, LiveLog(local_rank, blame.logs.get(local_rank, ""), lines))
 
     def _sample_gpus(self) -> None:
         sample = self._gpus.sample({})
@@ -171,6 +199,7 @@ class NodeMonitor:
         usage, workers = dict(self._usage), self._workers
         each = usage.pop("workers", {})
         status = {**base, **self._own_state(), "agent": "redelastic"}
+        status |= {"shares_logs": True} if self._live_logs else {}
         status["restarted"] = max(0, self._starts - 1)
         status |= {"gpus_hidden": self._gpus_hidden} if self._gpus_hidden else {}
         status |= {"restarts": self._restarts, "job_restarts": self._job_restarts, **usage, **self._gpu_usage}

@@ -42,6 +42,7 @@ class AgentOptions:
         health_port: port of the HTTP endpoint; 0: any free one, None: ``TORCHELASTIC_HEALTH_CHECK_PORT``.
         health_host: address that the HTTP endpoint listens on.
         share_gpus: whether several workers may share one GPU when there are more workers than GPUs.
+        share_logs: whether people may see the ends of the workers' logs by Redis.
         survive: whether workers live on from one round to the next: their script calls :func:`redelastic.survive`.
         park_timeout: how long such a worker may take to leave a round before this node's workers are started anew.
         preload: modules for a template process to import, from which workers are forked; see ``workers/template.py``.
@@ -64,6 +65,7 @@ class AgentOptions:
     health_port: int | None = None
     health_host: str = "127.0.0.1"
     share_gpus: bool = False
+    share_logs: bool = False
     survive: bool = False
     park_timeout: float = 10.0
     preload: tuple[str, ...] = ()

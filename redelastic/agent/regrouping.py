@@ -80,7 +80,7 @@ class RegroupingAgent(LocalElasticAgent):
                 done = True
             except RoundBrokenError as e:
                 log.warning("%s", e)
-            lost = lost or (self._handler is not None and self._handler.nodes_lost > 0)
+            lost = lost or (self._handler is not None and self._handler.node.view.nodes_lost > 0)
         if self._charged and lost:
             self._remaining_restarts += 1
         self._charged = False

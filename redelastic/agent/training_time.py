@@ -130,6 +130,13 @@ class TrainingTime:
         this.counted_until = self._progress_at = max(at, this.counted_until or at)
         self._last_step = step if self._last_step is None else max(step, self._last_step)
 
+    @property
+    def last_step(self) -> int | None:
+        """The highest step that its workers have reported, if this node is rank 0; None elsewhere: one is enough."""
+        with self._lock:
+            self._count()
+            return self._last_step if self._round and self._round.leads else None
+
     def fields(self) -> dict[str, Any]:
         """The times in seconds, and the share of training, for the health endpoint; left out before the first step."""
         with self._lock:

@@ -7,7 +7,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from redelastic.monitoring.events import SAVE_TIMEOUT
-from redelastic.monitoring.wording import count, duration
+from redelastic.monitoring.sentences import save_answer
 
 from .common import NO, OK, add_run_argument, add_server_arguments, end_time_limit, open_run
 from .output import add_json_argument, answer
@@ -53,23 +53,14 @@ def run(arguments: argparse.Namespace) -> int:
     opened = open_run(arguments)
     end_time_limit()
     saves = opened.checkpoint(reason=arguments.reason, timeout=arguments.timeout)
-    return answer(arguments, OK if saves.complete else NO, f"Run {arguments.run!r}: {words(saves)}.", **fields(saves))
+    return answer(
+        arguments, OK if saves.complete else NO, f"Run {arguments.run!r}: {save_answer(saves)}.", **fields(saves)
+    )
 
 
 def fields(saves: Saves | None) -> dict[str, Any]:
     """For JSON."""
     return {name: getattr(saves, name, None) for name in ("saved", "unsaved", "unasked")}
-
-
-def words(saves: Saves) -> str:
-    """What became of a request to save."""
-    parts = [f"the workers of {count(saves.saved, 'node')} have saved"] if saves.saved else []
-    if saves.unsaved:
-        first = ", ".join(map(str, saves.unsaved[:8])) + (", …" if len(saves.unsaved) > 8 else "")
-        parts.append(f"those of rank {first} have not within {duration(saves.seconds)}")
-    if saves.unasked:
-        parts.append(f"on {count(saves.unasked, 'node')} no worker could be asked: none calls should_checkpoint()")
-    return "; ".join(parts) or "no node trains that could be asked to save"
 
 
 def seconds(text: str) -> float:

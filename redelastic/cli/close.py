@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from redelastic.monitoring.sentences import cause, cause_document
+from redelastic.monitoring.sentences import cause_document, close_answer
 
-from .checkpoint import add_timeout_argument, fields, words
+from .checkpoint import add_timeout_argument, fields
 from .common import OK, add_run_argument, add_server_arguments, end_time_limit, open_run
 from .output import add_json_argument, answer
 
@@ -43,12 +43,9 @@ def run(arguments: argparse.Namespace) -> int:
     opened = open_run(arguments)
     if arguments.stop:
         end_time_limit()
-    why, before, stopped, saves = opened.close(stop=arguments.stop, reason=arguments.reason, timeout=arguments.timeout)
-    message = (
-        f"Run {arguments.run!r} was already closed ({cause(why)})" if before else f"Run {arguments.run!r} is closed"
+    closing = opened.close(stop=arguments.stop, reason=arguments.reason, timeout=arguments.timeout)
+    message = close_answer(arguments.run, closing)
+    closed = cause_document(closing.why)
+    return answer(
+        arguments, OK, message, closed=closed, stopped=closing.stopped, before=closing.before, **fields(closing.saves)
     )
-    message += ": its nodes end their workers." if stopped else ": no new round; running workers may finish."
-    if saves:
-        message += f" Before, {words(saves)}."
-    closed = cause_document(why)
-    return answer(arguments, OK, message, closed=closed, stopped=stopped, before=before, **fields(saves))

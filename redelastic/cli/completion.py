@@ -38,6 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     from redelastic.torch_internals import require_torch
 
     from . import run as run_command
+    from . import run_options
 
     parser, commands = make_parser()
     try:
@@ -46,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
         pass  # then `run` has no options here
     else:
         commands.choices.pop(run_command.NAME)
-        commands.add_parser(run_command.NAME, parents=[run_command.make_parser()], add_help=False)
+        commands.add_parser(run_command.NAME, parents=[run_options.make_parser()], add_help=False)
     for action in _actions(parser):
         if action.type is Path or action.metavar == "FILE" or action.dest == "training_script":
             action.complete = shtab.FILE

@@ -23,7 +23,8 @@ else:
 
 SCRIPT: Final = "training_script"
 ARGUMENTS: Final = "training_script_args"
-LISTS: Final = ("health_check", "duplicate_stdout_filters", "duplicate_stderr_filters", ARGUMENTS)  # of texts
+REPEATED: Final = ("health_check", "preflight_path")  # by flags, which outweigh the file's list
+LISTS: Final = (*REPEATED, "duplicate_stdout_filters", "duplicate_stderr_filters", ARGUMENTS)  # of texts
 _NOT_IN_FILES: Final = ("help", "config", "print_config", "print_completion", argparse.SUPPRESS)  # one is newer torch's
 _WITHOUT_EFFECT: Final = ("master_addr", "master_port", "node_rank")
 # What a value may be, in words and as an example, by the type that it has to have.
@@ -49,10 +50,12 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
     given = _read(arguments.config, parser) if arguments.config else {}
     if given:
         names_script = arguments.training_script is not None  # then its arguments are not those of the file's script
-        own = {name: given.pop(name, None) for name in (SCRIPT, ARGUMENTS, "health_check")}
+        own = {name: given.pop(name, None) for name in (SCRIPT, ARGUMENTS, *REPEATED)}
         parser.set_defaults(**given)
         arguments = parser.parse_args(argv)
-        arguments.health_check = arguments.health_check or own["health_check"]
+        for name in REPEATED:
+            if own[name] and not getattr(arguments, name):
+                setattr(arguments, name, own[name])
         if not names_script:
             arguments.training_script, arguments.training_script_args = own[SCRIPT], own[ARGUMENTS] or []
     if arguments.training_script is None and not arguments.print_config:

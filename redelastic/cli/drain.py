@@ -6,6 +6,7 @@ import argparse
 import time
 
 from redelastic.monitoring.events import DRAIN_GRACE
+from redelastic.monitoring.sentences import drain_answer
 from redelastic.monitoring.wording import duration
 
 from .checkpoint import add_timeout_argument
@@ -52,18 +53,9 @@ def run(arguments: argparse.Namespace) -> int:
     asked = open_run(arguments).drain(arguments.node, reason=arguments.reason, timeout=arguments.timeout)
     node = asked.node
     fields = {"node": node.id, "name": node.name, "rank": node.rank, "before": node.draining, "left": None}
-    if not asked.can_drain:
-        message = (
-            f"Node {node.id} does not run under `redelastic run`, so it cannot drain: send SIGTERM to its torchrun"
-        )
-        where = node.status.get("host")
-        message += f", process {node.status.get('pid')} on {where}." if where else "."
-        return answer(arguments, NO, message, **fields, asked=False)
+    message = drain_answer(asked)
     if not asked.asked:
-        return answer(arguments, NO, f"Node {node.id} left before it could be asked.", **fields, asked=False)
-    message = f"Node {node.id} was asked to drain: workers have {arguments.timeout:g} s to save."
-    if node.draining:
-        message = f"Node {node.id} is already draining, {node.draining}: nothing changes."
+        return answer(arguments, NO, message, **fields, asked=False)
     if not arguments.wait:
         return answer(arguments, OK, message, **fields, asked=True)
     if not arguments.json:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from redelastic.logs import say
 from redelastic.monitoring.wording import clean, duration, short
 
-from .common import NO, OK, UNKNOWN, add_run_argument, add_server_arguments, open_run
+from .common import NO, OK, UNKNOWN, add_run_argument, add_server_arguments, open_run, whole_number
 from .output import add_json_argument, moment, open_console, write_json, write_line
 
 if TYPE_CHECKING:
@@ -32,7 +32,9 @@ there is no such run or rank."""
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     add_run_argument(parser)
-    parser.add_argument("--rank", metavar="R", type=_rank, help="only this rank, with its last lines if it failed")
+    parser.add_argument(
+        "--rank", metavar="R", type=whole_number(0, 10**9), help="only this rank, with its last lines if it failed"
+    )
     parser.add_argument("--failed", action="store_true", help="the last lines of the worker that failed first")
     add_server_arguments(parser)
     add_json_argument(
@@ -105,9 +107,3 @@ def _show_failure(failed: FailedWorker) -> None:
     write_line(f"{failure} ({moment(failed['time'], full=True)}): {failed['path'] or 'it has no log file'}")
     for line in failed["tail"].splitlines():
         write_line("    " + line.expandtabs())
-
-
-def _rank(text: str) -> int:
-    if not text.isascii() or not text.isdecimal() or len(text) > 9:
-        raise argparse.ArgumentTypeError(f"must be a rank, 0 or more, not {text!r}")
-    return int(text)

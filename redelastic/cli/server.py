@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 from redelastic.logs import say
 from redelastic.signals import handling
 
-from .common import NO, OK
+from .common import NO, OK, whole_number
 
 if TYPE_CHECKING:
     from redelastic.redis.server import RedisServer
@@ -49,7 +49,13 @@ _ENDINGS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the last whe
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     place = parser.add_mutually_exclusive_group()
-    place.add_argument("--port", type=_port, default=0, metavar="N", help="TCP port on 127.0.0.1 (default: a free one)")
+    place.add_argument(
+        "--port",
+        type=whole_number(1, 65535),
+        default=0,
+        metavar="N",
+        help="TCP port on 127.0.0.1 (default: a free one)",
+    )
     place.add_argument("--unix-socket", action="store_true", help="listen on a Unix socket instead of a port")
     parser.add_argument("--data-dir", metavar="DIR", help="keep the data in this directory")
     parser.add_argument("--url-file", metavar="FILE", type=Path, help="write the URL to this file, and print no secret")
@@ -86,12 +92,6 @@ def run(arguments: argparse.Namespace) -> int:
                 server.stop()
     _say("stopped.")
     return OK
-
-
-def _port(text: str) -> int:
-    if not (text.isdecimal() and 0 < int(text) < 2**16):
-        raise argparse.ArgumentTypeError(f"must be a port from 1 to 65535, not {text!r}")
-    return int(text)
 
 
 @contextlib.contextmanager

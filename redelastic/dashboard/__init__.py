@@ -1,7 +1,8 @@
-"""The dashboard: a read-only web page for all runs on one Redis, live.
+"""The dashboard: a web page for all runs on one Redis, live.
 
 ``reader`` reads Redis, once for all browsers that watch; ``view`` turns a run into the page's JSON; ``feed`` sends
-it to each browser, first whole, then as JSON merge patches; ``app`` is the web application and its guards. ``page/``
+it to each browser, first whole, then as JSON merge patches; ``actions`` asks runs for what people want;
+``app`` is the web application and its guards. ``page/``
 holds what the browser runs: one HTML file, a style sheet and a few modules; nothing is built or loaded from outside.
 ``standalone`` makes one file of them and of a run's data, for ``redelastic timeline``; it needs no extra.
 

@@ -7,7 +7,7 @@ import contextlib
 import hashlib
 import hmac
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Final
 
 from starlette.applications import Starlette
@@ -29,16 +29,18 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from redelastic.monitoring import logs
-from redelastic.monitoring.control import UnknownRunError
+from redelastic.monitoring.control import UnknownNodeError, UnknownRunError
 from redelastic.monitoring.events import VERSION
 from redelastic.monitoring.sentences import event_document
 from redelastic.redis.connection import Connection
 from redelastic.redis.errors import RedelasticError
 from redelastic.redis.routes import host_and_port, names_loopback
 
+from .actions import Action, Actions, BusyError
 from .reader import Reader, event_of, node_of
 from .standalone import PAGE
 
+MAX_REQUEST: Final = 10_000  # bytes
 COOKIE: Final = "redelastic-dashboard"  # plus the port: browsers send a host's cookies to all its ports
 # Only redelastic's own scripts and styles run; nothing is loaded from outside, and no page may frame this one.
 HEADERS: Final[Mapping[str, str]] = {
@@ -54,20 +56,31 @@ HEADERS: Final[Mapping[str, str]] = {
 }
 
 
-def make_app(connection: Connection, prefix: str, token: str | None) -> Starlette:
+def make_app(
+    connection: Connection,
+    prefix: str,
+    token: str | None,
+    *,
+    actions: Actions | None = None,
+    links: Sequence[tuple[str, str]] = (),
+) -> Starlette:
     """The application.
 
     Args:
         connection: to Redis.
         prefix: prefix of the runs' keys.
         token: what a browser must present; None to let in only browsers on this machine.
+        actions: for requests to runs; None if there may be none.
+        links: names and templates of addresses elsewhere.
     """
-    reader = Reader(connection, prefix)
+    reader = Reader(connection, prefix, {"actions": actions is not None, "links": list(links)})
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         reading = asyncio.create_task(reader.run())
         yield
+        if actions:
+            actions.close()
         reading.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await reading
@@ -79,16 +92,22 @@ def make_app(connection: Connection, prefix: str, token: str | None) -> Starlett
             Route("/live", _live),
             Route("/api/runs", _runs),
             Route("/api/runs/{run:path}", _run),
+            Route("/api/runs/{run:path}", _act, methods=["POST"]),
             Mount("/page", StaticFiles(directory=PAGE)),
         ],
         middleware=[
             Middleware(_Guard, token=token),
             Middleware(GZipMiddleware, minimum_size=1000),  # not of streams
         ],
-        exception_handlers={HTTPException: _refused, UnknownRunError: _failed(404), RedelasticError: _failed(503)},
+        exception_handlers={
+            HTTPException: _refused,
+            UnknownRunError: _failed(404),
+            UnknownNodeError: _failed(404),
+            RedelasticError: _failed(503),
+        },
         lifespan=lifespan,
     )
-    app.state.reader = reader
+    app.state.reader, app.state.actions = reader, actions
     return app
 
 
@@ -110,10 +129,15 @@ async def _runs(request: Request) -> Response:
 
 
 async def _run(request: Request) -> Response:
-    """A run; with ``?node=ID`` that node, with ``?event=ID`` that event, with ``?logs`` the places of its logs."""
+    """A run; with ``?node=ID`` that node, with ``?event=ID`` that event, with ``?logs`` the places of its logs.
+
+    With ``?node=ID&tail=R`` the end of the log of that node's worker with the local rank R, once it has answered.
+    """
     watch = await _reader(request).watch(request.path_params["run"])
     asked = request.query_params
-    if "node" in asked:
+    if "tail" in asked:
+        found = await _reader(request).tail(watch, asked.get("node", ""), asked["tail"])
+    elif "node" in asked:
         found = node_of(watch, asked["node"])
     elif "event" in asked:
         event = event_of(watch, asked["event"])
@@ -128,6 +152,33 @@ async def _run(request: Request) -> Response:
     if found is None:
         raise HTTPException(404, "The run has no such node or event.")
     return _json(found)
+
+
+async def _act(request: Request) -> Response:
+    """A request to a run; a page from elsewhere can send none: a form has another type, a script another origin."""
+    actions: Actions | None = request.app.state.actions
+    if actions is None:
+        raise HTTPException(405, "This dashboard only shows: it was started without --allow-actions.")
+    if request.headers.get("content-type") != "application/json":
+        raise HTTPException(415, "A request must be of the type application/json.")
+    origin = request.headers.get("origin")
+    if origin is not None and origin.partition("://")[2] != request.headers.get("host"):
+        raise HTTPException(403, f"Requests of pages of {origin} are refused. A proxy has to pass `Host` on unchanged.")
+    body = b""
+    async for part in request.stream():
+        body += part
+        if len(body) > MAX_REQUEST:
+            raise HTTPException(413, f"A request has at most {MAX_REQUEST} bytes.")
+    address = request.client.host if request.client else "an unknown address"
+    try:
+        asked = Action.parse(body)
+    except ValueError as e:
+        raise HTTPException(400, str(e)) from e
+    watch = await _reader(request).watch(request.path_params["run"])
+    try:
+        return _json({"text": await actions.perform(watch.keys.run_id, asked, address)})
+    except BusyError as e:
+        raise HTTPException(503, str(e)) from e
 
 
 def _reader(request: Request) -> Reader:

@@ -8,13 +8,17 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final
 
 from redelastic.monitoring.control import RunControl, UnknownRunError, list_runs
+from redelastic.monitoring.curves import Curves
 from redelastic.monitoring.event_log import EventLog
-from redelastic.monitoring.events import Event
+from redelastic.monitoring.events import Event, number_in
+from redelastic.monitoring.live_logs import LiveLogs
 from redelastic.monitoring.records import Node
 from redelastic.monitoring.report import describe, summary, unread
+from redelastic.monitoring.wording import clean
 from redelastic.redis.connection import Connection
 from redelastic.redis.errors import CorruptStateError, RedelasticError, UnreachableError
 from redelastic.redis.keys import RunKeys
@@ -49,6 +53,7 @@ class Watch:
         self.nodes: Sequence[Node] = ()
         self.now = 0.0  # on the server's clock, as it was read
         self._speed = view.Speed()
+        self._curves = Curves()
         self._origin = 0.0
         self.summary: Document = {}  # as `redelastic list --json` has it
         self.report: Document = {}  # as `redelastic status --json` has it
@@ -104,7 +109,11 @@ class Watch:
         if not self._origin and history:
             self._origin = history.start
         self.row = view.overview(run, report, history, speed)
-        self.page = self.row | view.details(run, report, history, self._origin) if has_page else {}
+        self.page = {}
+        if has_page:
+            self._control.read_curves(self._curves, run.time)
+            curves = {"curves": view.curves(self._curves)}
+            self.page = self.row | view.details(run, report, history, self._origin) | curves
         self.summary, self.report = summary(run), report
         self.nodes, self.now = run.nodes, run.time
 
@@ -125,11 +134,13 @@ class Reader:
     Args:
         connection: to Redis, with short timeouts: while a call waits, the page cannot say that Redis is away.
         prefix: of the runs' keys.
+        extras: what each document has besides.
     """
 
-    def __init__(self, connection: Connection, prefix: str) -> None:
+    def __init__(self, connection: Connection, prefix: str, extras: Mapping[str, Any] = MappingProxyType({})) -> None:
         self._connection = connection
         self._prefix = prefix
+        self._extras = extras
         self._watches: dict[str, Watch] = {}
         self._listed_at = float("-inf")
         self._away = ""
@@ -184,6 +195,18 @@ class Reader:
         if watch.trouble:
             raise watch.trouble
         return watch
+
+    async def tail(self, watch: Watch, node: str, local_rank: str) -> Document | None:
+        """The end of a worker's log, as its node has last told it; None if that shares no logs.
+
+        Raises:
+            RedelasticError: Redis is away.
+        """
+        known, rank = node_of(watch, node), number_in(local_rank)
+        if known is None or not known["shares_logs"] or rank is None:
+            return None
+        log = await asyncio.to_thread(LiveLogs(self._connection, watch.keys).ask, node, rank)
+        return {"path": clean(log.path), "lines": log.lines} if log else {"path": "", "lines": None}
 
     # -- reading
 
@@ -259,7 +282,7 @@ class Reader:
             self.overview.publish(self._frame() | {"now": now, "runs": rows, "unlisted": self._unlisted})
 
     def _frame(self) -> Document:
-        return {"server": self._connection.name, "prefix": self._prefix, "trouble": ""}
+        return {"server": self._connection.name, "prefix": self._prefix, "trouble": "", **self._extras}
 
     def _publish_trouble(self, topic: Topic, trouble: str) -> None:
         topic.publish((topic.document or self._frame()) | {"trouble": trouble})

@@ -12,8 +12,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, Final
 
+from redelastic.monitoring.curves import Curves
 from redelastic.monitoring.event_log import without_regrouped
-from redelastic.monitoring.events import FAULTS, Closed, Completed, Drain, Event, is_fault
+from redelastic.monitoring.events import FAULTS, Closed, Completed, Drain, Event, Launched, is_fault, last_step
 from redelastic.monitoring.failure import last_fault
 from redelastic.monitoring.history import STATES, History, NodeHistory
 from redelastic.monitoring.records import Node, Run
@@ -28,6 +29,7 @@ SPANS: Final = 20_000  # on the timeline, or four per node if that is more: what
 ROUNDS: Final = 500  # on the timeline
 MARKED: Final = (*FAULTS, Drain, Closed)  # kinds
 FOLDED: Final = frozenset({"joined", "started", "left", "saved"})  # events that every node has: shared lines
+OVER: Final = frozenset({"dead", "closed", "stopped", "empty"})  # phases
 WINDOW: Final = 60.0  # over which steps per second are averaged, in seconds
 GIB: Final = 2**30
 
@@ -57,11 +59,14 @@ class Speed:
 def overview(run: Run, report: Mapping[str, Any], history: History | None, speed: float | None) -> Document:
     """A run as a row of the list of runs."""
     fault = last_fault(history.events) if history else None
+    about = next((event for event in history.events if isinstance(event, Launched)), None) if history else None
     return _known(
         run=run.run_id,
         phase=report["phase"],
         failed=is_fault(run.closed) or None,
         why=_why(run, report),
+        user=clean(short(about.user)) or None if about else None,
+        command=clean(short(about.command)) or None if about else None,
         round=run.epoch or None,
         round_at=_moment(run.time - run.age) if run.age is not None else None,
         members=len(run.members),
@@ -69,11 +74,12 @@ def overview(run: Run, report: Mapping[str, Any], history: History | None, speed
         spares=len(run.spares) or None,
         min=run.min_nodes,
         max=run.max_nodes,
-        step=report["step"],
+        step=report["step"] if run.nodes or not history else last_step(history.events),
         speed=_figures(speed),
         ettr=_figures(report["ettr"]),
         redone=_figures(report["redone"]) or None,
         since=_moment(history.start) if history else None,
+        until=_moment(history.end) if history and _has_ended(run, report) else None,
         partial=True if history and not history.complete else None,
         fault=_event(fault) if fault else None,
         restarts=run.restarts or None,
@@ -101,6 +107,12 @@ def details(run: Run, report: Mapping[str, Any], history: History | None, origin
         "timeline": _live_timeline(run, report, history, origin) if history else {},
         "events": fold(without_regrouped(history.events)) if history else {},
     }
+
+
+def curves(known: Curves) -> Document:
+    """The figures of :attr:`Curves.points`, by minute since 1970."""
+    points = sorted(known.points.items())
+    return {str(minute): {name: _figures(value) for name, value in point.items()} for minute, point in points}
 
 
 def _failure(failure: Mapping[str, Any]) -> Document:
@@ -135,6 +147,11 @@ def saved(run_id: str, history: History) -> Document:
             if event.nodes or detail_of(event)
         },
     )
+
+
+def _has_ended(run: Run, report: Mapping[str, Any]) -> bool:
+    """Whether no node makes steps any more: a closed run's nodes may finish."""
+    return report["phase"] == "dead" or (report["phase"] in OVER and not run.nodes)
 
 
 def _why(run: Run, report: Mapping[str, Any]) -> str:
@@ -182,7 +199,7 @@ def _gpu(gpu: Mapping[str, Any]) -> list[float]:
 
 def _live_timeline(run: Run, report: Mapping[str, Any], history: History, origin: float) -> Document:
     """The timeline of a page that is sent again and again: only as much of it as a page can show."""
-    live = report["phase"] not in {"dead", "closed", "stopped", "empty"}
+    live = report["phase"] not in OVER
     cut = _cut(history, max(SPANS, 4 * len(run.nodes)))
     return _timeline(history, origin, cut, live=live, rounds=ROUNDS, marks=MARKS)
 

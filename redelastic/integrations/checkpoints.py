@@ -46,12 +46,11 @@ def newest_complete(
             else:
                 problem = (problem_of or problem_of_file_or_folder)(path)
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as e:  # its files may hold anything
-            if not os.path.lexists(path):  # another node has just removed it
-                continue
             problem = f"{type(e).__name__}: {e}"
         if not problem:
             return str(path)
-        problems.append(f"{path.name}: {problem}")
+        if os.path.lexists(path):  # else another node has just removed it
+            problems.append(f"{path.name}: {problem}")
     if problems:
         raise CheckpointError(
             f"No checkpoint in {folder} can be loaded. {'; '.join(problems)}. To start over, remove them."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypeVar
 
 from redis import RedisCluster
@@ -14,7 +14,8 @@ from redelastic.redis.connection import Connection, Entries, place_of, require_k
 from redelastic.redis.errors import CorruptStateError, UnavailableError
 from redelastic.redis.keys import DEFAULT_TTL, SAVED, RunKeys, check_key_part
 
-from .events import EXCLUDED, MAX_REASON, MAX_TEXT, Event, decode, decode_cause, number_in
+from .curves import MEASURES, MINUTE, MINUTES, Curves
+from .events import EXCLUDED, MAX_REASON, MAX_TEXT, Event, decode, decode_cause, last_step, number_in
 from .records import Node, Run, decode_run, ids_in, pairs_of
 
 T = TypeVar("T")
@@ -200,10 +201,32 @@ class RunControl:
 
     def last_step(self) -> int | None:
         """The highest step that the newest events know; None if they know none."""
-        steps = [
-            s for e in self.events(count=STEP_EVENTS) for s in (getattr(e, "step", None), getattr(e, "last_step", None))
-        ]
-        return max((step for step in steps if step is not None), default=None)
+        return last_step(self.events(count=STEP_EVENTS))
+
+    def measure(self, values: Mapping[str, float]) -> None:
+        """Add what a node has measured to the run's curves; lost if Redis is away.
+
+        Args:
+            values: as :func:`redelastic.monitoring.curves.measured` returns them.
+        """
+        words = [word for name, value in values.items() for word in (name, MEASURES[name], value)]
+        fixed = [round(1000 * MINUTE * MINUTES), MINUTES]
+        scripts.CURVE(self._connection, [self._keys.curves], [*fixed, *words], timeout=0)
+
+    def read_curves(self, curves: Curves, now: float) -> None:
+        """Read the minutes that are missing; a key that holds something else has none.
+
+        Args:
+            curves: of this run.
+            now: on the server's clock, in seconds.
+        """
+        minutes = curves.missing(now)
+        if not minutes:
+            return
+        command = (b"HMGET", self._keys.curves.encode(), *(b"%d" % minute for minute in minutes))
+        with contextlib.suppress(CorruptStateError):
+            [found] = self._connection.exchange(command, timeout=self._timeout)
+            curves.add(minutes, [text(value or b"") for value in found])
 
     def exclude(self, name: str, ttl: float = DEFAULT_TTL) -> None:
         """Keep a host out of the run until it is readmitted, if its nodes heed that.

@@ -66,6 +66,7 @@ class Node(TypedDict):
     memory_total: float | None
     step: int | None
     idle: float | None
+    shares_logs: bool
     workers: list[Worker]
     gpus: list[Gpu]
     gpus_hidden: str | None

@@ -8,13 +8,13 @@ Anyone with write access may have put anything there: a value that is not of its
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, Final, Literal, get_args
 
 from .collectives import Collective
 from .collectives import decode as decode_collectives
+from .wording import LARGEST
 
 MAX_DIGITS: Final = 20  # of a number of 64 bits
 VERSION: Final = 1  # of the JSON documents that hold events
@@ -39,13 +39,7 @@ def number_in(text: str) -> int | None:
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 19 else None
 
 
-def _time_in(entry: str) -> float:
-    """The time of a stream's entry, in seconds since 1970; at most :data:`LATEST`."""
-    ms = entry.partition("-")[0]
-    return min(int(ms) / 1000, LATEST) if ms.isascii() and ms.isdecimal() and len(ms) <= MAX_DIGITS else 0.0
-
-
-def _decimal(text: str) -> float | None:
+def decimal_in(text: str) -> float | None:
     """A measured value that redelastic wrote; None if it is none."""
     if len(text) > 2 * MAX_DIGITS or not set(text) <= set("0123456789.e+-"):
         return None
@@ -53,7 +47,13 @@ def _decimal(text: str) -> float | None:
         value = float(text)
     except ValueError:
         return None
-    return value if 0 <= value < math.inf else None
+    return value if 0 <= value < LARGEST else None
+
+
+def _time_in(entry: str) -> float:
+    """The time of a stream's entry, in seconds since 1970; at most :data:`LATEST`."""
+    ms = entry.partition("-")[0]
+    return min(int(ms) / 1000, LATEST) if ms.isascii() and ms.isdecimal() and len(ms) <= MAX_DIGITS else 0.0
 
 
 def _signed(text: str) -> int | None:
@@ -255,11 +255,13 @@ class Left(WorkerFailure):
     Attributes:
         cause: why it left.
         reason: more about it, in words.
+        last_step: the highest step that its workers had reported, if it was rank 0.
     """
 
     event: str = "left"
     cause: Departure | Literal[""] = _choice(Departure)  # noqa: RUF009
     reason: str = _text(MAX_REASON, shared=True)
+    last_step: int | None = _count()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -438,6 +440,20 @@ class Started(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Launched(Event):
+    """The workers of rank 0's node run for the first time.
+
+    Attributes:
+        user: who launched the node, and on which host.
+        command: of its workers, with the secrets that redelastic recognises hidden.
+    """
+
+    event: str = "launched"
+    user: str = _text(MAX_NAME)
+    command: str = _text(MAX_REASON)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Progressed(Event):
     """The workers of rank 0 make their first step of a round, or their first one that no earlier round had made.
 
@@ -609,9 +625,9 @@ class Outlier(Event):
 
     event: str = "outlier"
     measure: str = _text(MAX_NAME)
-    value: float | None = _field(None, _decimal)
-    median: float | None = _field(None, _decimal)
-    required: float | None = _field(None, _decimal)
+    value: float | None = _field(None, decimal_in)
+    median: float | None = _field(None, decimal_in)
+    required: float | None = _field(None, decimal_in)
     unit: str = _text(MAX_NAME)
     reason: str = _text(MAX_REASON)
 
@@ -637,6 +653,7 @@ BY_SCRIPTS: Final[tuple[type[Event], ...]] = (  # in the atomic step that makes 
 )
 BY_AGENTS: Final[tuple[type[Event], ...]] = (
     Started,
+    Launched,
     Progressed,
     Saved,
     Hung,
@@ -680,6 +697,12 @@ def fault_age(event: Event) -> float:
             return (event.age_ms or 0) / 1000
         case _:
             return 0.0
+
+
+def last_step(events: Iterable[Event]) -> int | None:
+    """The highest step that any of the events knows; None if they know none."""
+    steps = [step for event in events for step in (getattr(event, "step", None), getattr(event, "last_step", None))]
+    return max((step for step in steps if step is not None), default=None)
 
 
 def _own(kind: type[Event]) -> list[Any]:

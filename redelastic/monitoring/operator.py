@@ -97,11 +97,13 @@ class Drain:
         node: as it was before.
         can_drain: whether it has redelastic's agent; one under plain torchrun cannot.
         asked: whether it was asked: it may have left before.
+        timeout: how long its workers have to save, in seconds.
     """
 
     node: Node
     can_drain: bool
     asked: bool
+    timeout: float
     _control: RunControl
     _after: str
     _until: float
@@ -141,6 +143,7 @@ class Run:
         endpoint: URL or host:port of Redis, as ``--rdzv-endpoint``; empty for ``$REDELASTIC_REDIS_URL``, or localhost.
         run_id: as given to ``--rdzv-id``.
         key_prefix: as in ``--rdzv-conf``.
+        by: who acts, as the events and logs say it; empty for this user on this host.
         tls: ``ca_cert``, ``ssl_cert`` and ``ssl_cert_key``: files for TLS.
 
     Raises:
@@ -156,11 +159,18 @@ class Run:
     """
 
     def __init__(
-        self, endpoint: str | Endpoint, run_id: str, *, key_prefix: str = DEFAULT_PREFIX, **tls: str | None
+        self,
+        endpoint: str | Endpoint,
+        run_id: str,
+        *,
+        key_prefix: str = DEFAULT_PREFIX,
+        by: str = "",
+        **tls: str | None,
     ) -> None:
         keys = RunKeys(run_id, key_prefix)
         where = parse_endpoint(endpoint, **tls) if isinstance(endpoint, str) else endpoint
         self.id = run_id
+        self._by = by or local_user()
         self._connection = open_connection(where)
         self.control = RunControl(self._connection, keys)
         self._log = EventLog(self.control)
@@ -267,8 +277,8 @@ class Run:
         """
         found, after = self.control.find(node), self.last_event_id()
         can = found.status.get("agent") == AGENT
-        asked = can and self.control.drain(found.id, attributed(reason), timeout)
-        return Drain(found, can, asked, self.control, after, time.monotonic() + timeout + DRAIN_GRACE)
+        asked = can and self.control.drain(found.id, self._attributed(reason), timeout)
+        return Drain(found, can, asked, timeout, self.control, after, time.monotonic() + timeout + DRAIN_GRACE)
 
     def checkpoint(self, *, reason: str = "", timeout: float = SAVE_TIMEOUT) -> Saves:
         """Ask all workers to save, and wait until they have; they go on training.
@@ -277,7 +287,7 @@ class Run:
             reason: to be recorded in the events and the nodes' logs.
             timeout: how long they have, in seconds.
         """
-        return self._save(attributed(reason), timeout)
+        return self._save(self._attributed(reason), timeout)
 
     def _save(self, reason: str, timeout: float) -> Saves:
         before = self.control.state()
@@ -305,7 +315,7 @@ class Run:
             reason: to be recorded in the events and the nodes' logs.
             timeout: how long they have to save, in seconds; with 0 they are not asked to.
         """
-        earlier, reason = self.control.state(), attributed(reason)
+        earlier, reason = self.control.state(), self._attributed(reason)
         saves = None
         if stop and timeout > 0 and not earlier.stopped:
             saves = self._save(f"the run is about to be stopped {reason}", timeout)
@@ -324,13 +334,17 @@ class Run:
             UnknownNodeError: the host has no failures.
         """
         before = self.control.state()
-        if not self.control.readmit(host, attributed(reason)):
+        if not self.control.readmit(host, self._attributed(reason)):
             others = ", ".join(f"{n} ({failures})" for n, failures in sorted(before.failures.items())[:8])
             raise UnknownNodeError(
                 f"Run {self.id!r} has no failures of a host {host!r}; "
                 + (f"hosts with failures: {others}." if others else "no host has any.")
             )
         return Readmission(before.failures.get(host, 0), host in before.barred)
+
+    def _attributed(self, reason: str) -> str:
+        """A reason as it is recorded in the run: with who gave it."""
+        return clean(f"by {self._by}" + (f": {reason}" if reason else ""))[:MAX_REASON]
 
 
 def open_connection(endpoint: Endpoint) -> Connection:
@@ -354,10 +368,10 @@ def follow(control: RunControl, after: str, block: float = BLOCK) -> Iterator[li
             time.sleep(block)
 
 
-def attributed(reason: str) -> str:
-    """A reason as it is recorded in a run: with the user and host that gave it."""
+def local_user() -> str:
+    """This user on this host."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # a container whose user has no name
         user = f"uid {os.getuid()}"
-    return clean(f"by {user}@{socket.gethostname()}" + (f": {reason}" if reason else ""))[:MAX_REASON]
+    return f"{user}@{socket.gethostname()}"

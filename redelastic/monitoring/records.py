@@ -86,11 +86,12 @@ class Run:
         deadline: time until the rendezvous completes with the nodes that have joined; None if none is set.
         lease: how long a silent node stays.
         restarts: that the job has made, after worker failures.
-        idle: how many of the latest restarts brought no progress.
+        idle: how many of the latest restarts brought no progress, as judged at the last failure.
         failures: how many rounds in a row a host's workers were the first to fail, by the host's name.
         barred: names of hosts that are excluded for their failures.
         nodes: members by rank, then candidates in order.
         time: on the server's clock, in seconds since 1970.
+        progress: the first step that no round before the last failure had made.
     """
 
     run_id: str
@@ -110,6 +111,7 @@ class Run:
     barred: Sequence[str]
     nodes: Sequence[Node] = field(default=())
     time: float = 0.0
+    progress: int = 0
 
     @cached_property
     def members(self) -> list[Node]:
@@ -228,6 +230,7 @@ def decode_run(keys: RunKeys, reply: Sequence[Any], statuses: Mapping[str, bytes
         barred=sorted(name for name, count in failed.items() if count >= (limit or EXCLUDED)),
         nodes=tuple(node_of(node) for node in ids_in(reply)),
         time=now / 1000,
+        progress=number("progress"),
     )
 
 

@@ -69,7 +69,7 @@ def describe(run: Run, events: Sequence[Event], now: float, history: History | N
         "broken": cause_document(run.broken),
         "closed": cause_document(run.closed),
         **{name: getattr(run, name) for name in ("stopped", "deadline", "lease", "waits_for", "restarts")},
-        "restarts_without_progress": run.idle,
+        "restarts_without_progress": run.idle if step is None or step < run.progress else 0,
         "step": step,
         "idle": min((worker["idle"] for worker in workers if worker["idle"] is not None), default=None),
         "ettr": history.ettr if history else None,
@@ -82,7 +82,7 @@ def describe(run: Run, events: Sequence[Event], now: float, history: History | N
         "events": [event_document(event) for event in without_regrouped(events)[-EVENTS:]],
     }
     document["verdict"] = _verdict(run, document)
-    document["problems"] = _problems(run)
+    document["problems"] = _problems(run, document["restarts_without_progress"])
     return document
 
 
@@ -117,15 +117,15 @@ def _verdict(run: Run, document: Mapping[str, Any]) -> str:
     return f"empty: no nodes in the run; its last round was {run.epoch}"
 
 
-def _problems(run: Run) -> list[str]:
+def _problems(run: Run, idle: int) -> list[str]:
     """What is wrong with the run, beyond what its verdict says."""
     found = [
         f"host {name} is excluded: {consecutive_failures(run.failures[name])}; "
         f"`redelastic readmit {run.run_id} {name}` readmits it"
         for name in run.barred
     ]
-    if run.idle:
-        found.append(f"the last {count(run.idle, 'restart')} made no progress")
+    if idle and not run.closed:
+        found.append(f"the last {count(idle, 'restart')} made no progress")
     return found
 
 
@@ -152,6 +152,7 @@ def _node(node: Node, run: Run) -> dict[str, Any]:
         **{name: number(status.get(name)) for name in USAGE},
         "step": min(steps, default=None),
         "idle": max(idle, default=None),
+        "shares_logs": status.get("shares_logs") is True,
         "workers": workers,
         "gpus": gpus,
         "gpus_hidden": hidden[:100] if isinstance(hidden := status.get("gpus_hidden"), str) else None,

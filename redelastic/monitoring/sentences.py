@@ -1,15 +1,18 @@
-"""Events as sentences, and as JSON with these: the only place where data becomes sentences."""
+"""Events and answers to requests as sentences, nowhere else; and events as JSON."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import asdict
 from functools import singledispatch
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from . import events
 from .collectives import explain
-from .wording import count
+from .wording import count, duration
+
+if TYPE_CHECKING:
+    from .operator import Closing, Drain, Saves
 
 NAMES: Final = 4  # how many nodes of a merged event are named
 
@@ -154,6 +157,11 @@ def _(event: events.Started) -> str:
 
 
 @sentence.register
+def _(event: events.Launched) -> str:
+    return f"{event.user}: {event.command}"
+
+
+@sentence.register
 def _(event: events.Progressed) -> str:
     if event.redone:
         return f"its workers make steps again: step {event.step}; an earlier round had come to step {event.last_step}"
@@ -277,6 +285,47 @@ def consecutive_failures(failures: int) -> str:
     if failures >= events.EXCLUDED:
         return "a preflight has found it to be an outlier"
     return f"its workers failed first in {count(failures, 'consecutive round')}"
+
+
+# -- what became of a request to a run
+
+
+def drain_answer(asked: Drain) -> str:
+    """What became of a request to a node to drain."""
+    node = asked.node
+    if not asked.can_drain:
+        where = node.status["host"]
+        return (
+            f"Node {node.id} does not run under `redelastic run`, so it cannot drain: send SIGTERM to its torchrun"
+            + (f", process {node.status.get('pid')} on {where}." if where else ".")
+        )
+    if not asked.asked:
+        return f"Node {node.id} left before it could be asked."
+    if node.draining:
+        return f"Node {node.id} is already draining, {node.draining}: nothing changes."
+    return f"Node {node.id} was asked to drain: workers have {asked.timeout:g} s to save."
+
+
+def save_answer(saves: Saves) -> str:
+    """What became of a request to save, without an end mark."""
+    parts = [f"the workers of {count(saves.saved, 'node')} have saved"] if saves.saved else []
+    if saves.unsaved:
+        first = ", ".join(map(str, saves.unsaved[:8])) + (", …" if len(saves.unsaved) > 8 else "")
+        parts.append(f"those of rank {first} have not within {duration(saves.seconds)}")
+    if saves.unasked:
+        parts.append(f"on {count(saves.unasked, 'node')} no worker could be asked: none calls should_checkpoint()")
+    return "; ".join(parts) or "no node trains that could be asked to save"
+
+
+def close_answer(run_id: str, closing: Closing) -> str:
+    """What became of a request to close a run."""
+    said = f"was already closed ({cause(closing.why)})" if closing.before else "is closed"
+    then = "its nodes end their workers." if closing.stopped else "no new round; running workers may finish."
+    saved = f" Before, {save_answer(closing.saves)}." if closing.saves else ""
+    return f"Run {run_id!r} {said}: {then}{saved}"
+
+
+# -- for documents
 
 
 def reason_of(event: events.Event) -> str:

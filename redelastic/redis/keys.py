@@ -207,6 +207,15 @@ class RunKeys:
         """Name of the string that holds the status of ``node``."""
         return self._key(f"node:{node}")
 
+    @cached_property
+    def curves(self) -> str:
+        """Hash of what the nodes measured, by minute: ``lua/curve.lua``."""
+        return self._key("curves")
+
+    def live_log(self, node: str) -> tuple[str, str]:
+        """Names of the strings that say of which worker of ``node`` somebody wants to see the log, and hold its end."""
+        return self._key(f"log:{node}:asked"), self._key(f"log:{node}")
+
     def of_store(self, store: StoreKeys) -> list[str]:
         """The keys that every script of a store takes: 1 to 4 of ``lua/store.lua``."""
         return [store.data, store.waits, self.run, self.members]

@@ -72,6 +72,7 @@ ADMIT: Final = Script("run", "events", "changes", "admission", "admit")
 CHARGE: Final = Script("run", "events", "changes", "charge")
 INSPECT: Final = Script("run", "inspect")
 NOTE: Final = Script("run", "events", "note")
+CURVE: Final = Script("curve")
 READMIT: Final = Script("run", "events", "changes", "readmit")
 
 SET_STATE: Final = Script("set_state")

@@ -111,6 +111,17 @@ class RedisRendezvousBackend(RendezvousBackend):
             require_keys_of_types(self.connection, {key: "hash"}, e)
         return reply and (*self._checked(*reply[:2]), reply[2] == 1)
 
+    def store(self, settings: Settings, epoch: int | None = None) -> RedisStore:
+        """The store of the whole run, or of the round with this epoch."""
+        return RedisStore(
+            self.connection,
+            settings.run_id,
+            epoch=epoch,
+            key_prefix=settings.key_prefix,
+            timeout=settings.read_timeout,
+            ttl=settings.ttl,
+        )
+
     def _checked(self, state: bytes | None, token: bytes | None) -> tuple[bytes, Token]:
         if state is None or not token or not token.isdigit() or len(token) > MAX_TOKEN:
             raise CorruptStateError(
@@ -170,10 +181,4 @@ def create_backend(params: RendezvousParameters) -> tuple[RedisRendezvousBackend
         ValueError: a parameter is unknown or wrong.
     """
     backend, settings = open_backend(params), Settings.from_parameters(params)
-    return backend, RedisStore(
-        backend.connection,
-        settings.run_id,
-        key_prefix=settings.key_prefix,
-        timeout=settings.read_timeout,
-        ttl=settings.ttl,
-    )
+    return backend, backend.store(settings)

@@ -65,6 +65,8 @@ class RedisRendezvousHandler(RendezvousHandler):
         ValueError: the backend's client waits for a reply for as long as a lease, or longer.
 
     Attributes:
+        backend, settings: as given.
+        address: that this node announces to its peers.
         node: this host's node of the run.
         keeper: keeps it in the run.
         ending: why this node will leave when it is shut down, and what then becomes of the run.
@@ -76,12 +78,12 @@ class RedisRendezvousHandler(RendezvousHandler):
     @torch_errors()
     def __init__(self, backend: RedisRendezvousBackend, settings: Settings) -> None:
         _check_attempts(backend.connection.attempt_timeout, settings)
-        self._backend = backend
-        self._settings = settings
-        self._address = find_address(settings.local_addr, backend.connection.local_address())
-        self.node = Node(backend.connection, backend.keys, settings, self._address.host)
+        self.backend = backend
+        self.settings = settings
+        self.address = find_address(settings.local_addr, backend.connection.local_address())
+        self.node = Node(backend.connection, backend.keys, settings, self.address.host)
         self.keeper = Keeper(self.node)
-        log.info("Node %s announces the address %s to its peers.", self.node.id, self._address)
+        log.info("Node %s announces the address %s to its peers.", self.node.id, self.address)
         control = RunControl(backend.connection, backend.keys)
         path = settings.join_secret_file
         self._admittance = Admittance(self.node, control, read_secret(path)) if path else None
@@ -95,11 +97,11 @@ class RedisRendezvousHandler(RendezvousHandler):
 
     def get_backend(self) -> str:
         """The backend's name, ``redis``."""
-        return self._backend.name
+        return self.backend.name
 
     def get_run_id(self) -> str:
         """The run's id."""
-        return self._settings.run_id
+        return self.settings.run_id
 
     @property
     def use_agent_store(self) -> bool:
@@ -139,7 +141,7 @@ class RedisRendezvousHandler(RendezvousHandler):
         self._bootstrap = BootstrapPort(self.node.host)
         try:
             with torch_errors():
-                deadline = started + self._settings.join_timeout
+                deadline = started + self.settings.join_timeout
                 entered = Candidate(self.keeper, self._bootstrap.port, deadline).join()
             self._raise_if_shut_down()  # a signal handler may have shut it down
             info = self._open_round(entered)
@@ -151,7 +153,7 @@ class RedisRendezvousHandler(RendezvousHandler):
         seconds = time.monotonic() - started
         message = (
             f"Node {self.node.id} is rank {entered.rank} of {entered.size} in round {entered.epoch} of run "
-            f"{self._settings.run_id!r}, after {seconds:.3f} s."
+            f"{self.settings.run_id!r}, after {seconds:.3f} s."
         )
         self._record(message, NodeState.RUNNING, entered.rank)
         log.warning(message)  # shown by default, at the first round too: it says that all nodes are there
@@ -160,30 +162,22 @@ class RedisRendezvousHandler(RendezvousHandler):
     def _raise_if_shut_down(self) -> None:
         if self._shut_down:
             raise RendezvousClosedError(
-                f"This handler of run {self._settings.run_id!r} was shut down; create a new one."
+                f"This handler of run {self.settings.run_id!r} was shut down; create a new one."
             )
 
     def _open_round(self, entered: Round) -> RendezvousInfo | None:
-        s = self._settings
-        store = RedisStore(
-            self._backend.connection,
-            s.run_id,
-            epoch=entered.epoch,
-            key_prefix=s.key_prefix,
-            timeout=s.read_timeout,
-            ttl=s.ttl,
-        )
+        store = self.backend.store(self.settings, entered.epoch)
         self._stores.append(store)
         while len(self._stores) > 2:  # a caller that finds the last round broken may still hold its store
             self._stores.pop(0).close()
         if self._admittance is not None and not self._admittance.admit(entered, store):
             return None
         if self.exports_environment:
-            os.environ[EPOCH_VARIABLE], os.environ[PREFIX_VARIABLE] = str(entered.epoch), s.key_prefix
-        self._address.export_interface()
+            os.environ[EPOCH_VARIABLE], os.environ[PREFIX_VARIABLE] = str(entered.epoch), self.settings.key_prefix
+        self.address.export_interface()
         self._entered, self._not_yet_reached = entered, entered.rank > 0 and self.use_agent_store
         if entered.rank == 0 and self.use_agent_store and self._bootstrap is not None:
-            self._bootstrap.serve(s.read_timeout)
+            self._bootstrap.serve(self.settings.read_timeout)
         else:
             self._close_bootstrap()
         return RendezvousInfo(store, entered.rank, entered.size, RendezvousStoreInfo(entered.host, entered.port))
@@ -218,7 +212,7 @@ class RedisRendezvousHandler(RendezvousHandler):
         host, port = entered.host, entered.port
         if not (why := why_unreached(host, port, REACH_TIMEOUT, is_over)):
             return
-        control = RunControl(self._backend.connection, self._backend.keys)
+        control = RunControl(self.backend.connection, self.backend.keys)
         try:
             rank_0 = control.state().members[0].id
         except (RedelasticError, LookupError):  # the run's events name it
@@ -229,36 +223,16 @@ class RedisRendezvousHandler(RendezvousHandler):
             node=self.node.id,
             master=rank_0,
             address=f"{host} port {port}",
-            seen_from=self._address.host,
+            seen_from=self.address.host,
             reason=why,
         )
-        log.error("Round %s of run %r: %s.", entered.epoch, self._settings.run_id, sentence(event))
+        log.error("Round %s of run %r: %s.", entered.epoch, self.settings.run_id, sentence(event))
         with contextlib.suppress(RedelasticError):
             control.note(event)
 
-    @property
-    def nodes_lost(self) -> int:
-        """How many nodes of the previous round did not come back for this one."""
-        return self.node.view.nodes_lost
-
-    @property
-    def address(self) -> LocalAddress:
-        """The address that this node announces to its peers."""
-        return self._address
-
-    @property
-    def settings(self) -> Settings:
-        """The run's settings."""
-        return self._settings
-
-    @property
-    def backend(self) -> RedisRendezvousBackend:
-        """The backend, which names the server and the run."""
-        return self._backend
-
     def wait_for_loss(self) -> bool:
         """Wait for as long as Redis may take to notice the loss of a member; returns whether one is lost."""
-        s = self._settings
+        s = self.settings
         return self.node.watch.wait_for_loss(s.lease + DETECTION, patience=s.read_timeout)
 
     @torch_errors()
@@ -279,9 +253,9 @@ class RedisRendezvousHandler(RendezvousHandler):
             RendezvousConnectionError: Redis refuses the call.
         """
         try:
-            self.node.close(self._settings.close_timeout)
+            self.node.close(self.settings.close_timeout)
         except UnreachableError as e:
-            raise RendezvousTimeoutError(f"Run {self._settings.run_id!r} could not be closed in time: {e}") from e
+            raise RendezvousTimeoutError(f"Run {self.settings.run_id!r} could not be closed in time: {e}") from e
 
     def shutdown(self) -> bool:
         """End this node's part as :attr:`ending` says: by default, a member of the newest round closes the run.
@@ -301,7 +275,7 @@ class RedisRendezvousHandler(RendezvousHandler):
             run_then: ``goes on`` without this node, ``closes``, or ``stops``: the other nodes end their workers.
             timeout: in seconds; None for ``close_timeout``.
         """
-        timeout = self._settings.close_timeout if timeout is None else timeout
+        timeout = self.settings.close_timeout if timeout is None else timeout
         if self._has_left:
             return True
         self._shut_down = True
@@ -311,7 +285,7 @@ class RedisRendezvousHandler(RendezvousHandler):
         except RedelasticError as e:
             # No other node waits for one that was in no round.
             level = logging.WARNING if self._entered else logging.INFO
-            log.log(level, "Could not report to run %r that this node is leaving: %s", self._settings.run_id, e)
+            log.log(level, "Could not report to run %r that this node is leaving: %s", self.settings.run_id, e)
             return False
         finally:
             self._close_bootstrap()
@@ -319,7 +293,7 @@ class RedisRendezvousHandler(RendezvousHandler):
                 self._admittance.close()
             for store in self._stores:
                 store.close()
-            self._backend.connection.close()
+            self.backend.connection.close()
             if self._at_exit is not None:
                 self._at_exit.cancel()
         self._has_left = True
@@ -327,11 +301,11 @@ class RedisRendezvousHandler(RendezvousHandler):
 
     def _record(self, message: str, state: NodeState, rank: int | None = None) -> None:
         construct_and_record_rdzv_event(
-            run_id=self._settings.run_id,
+            run_id=self.settings.run_id,
             message=message,
             node_state=state,
             name="RedisRendezvousHandler.next_rendezvous",
-            hostname=self._address.host,
+            hostname=self.address.host,
             pid=os.getpid(),
             rank=rank,
         )
@@ -394,13 +368,7 @@ def create_handler(backend: RedisRendezvousBackend, params: RendezvousParameters
         node = RedisRendezvousHandler(backend, settings)
         _require_reachable(node.address, backend, settings)
         return node
-    store = RedisStore(
-        backend.connection,
-        settings.run_id,
-        key_prefix=settings.key_prefix,
-        timeout=settings.read_timeout,
-        ttl=settings.ttl,
-    )
+    store = backend.store(settings)
     seconds = ("join_timeout", "last_call_timeout", "close_timeout", "heartbeat_timeout")
     handler: RendezvousHandler = dynamic_rendezvous.DynamicRendezvousHandler.from_backend(
         settings.run_id,

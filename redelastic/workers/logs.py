@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
+import shlex
 import stat
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -121,12 +123,35 @@ def last_lines(path: str, start: int = 0) -> str:
     return "\n".join(filter(None, (out and f"stdout.log:\n{out}\n{log.name}:", tail(path, start=start))))
 
 
+def command_line(words: Sequence[str], environ: Mapping[str, str]) -> str:
+    """A command as one types it; values are hidden by the names of their flags, too."""
+    shown = []
+    for before, word in itertools.pairwise(["", *words]):
+        name, sign, _ = word.partition("=")
+        if sign and _names_secret(name):
+            shown.append(f"{name}={HIDDEN}")
+        elif before.startswith("-") and _names_secret(before) and not word.startswith("--"):
+            shown.append(HIDDEN)
+        else:
+            shown.append(redacted(word, environ))
+    return " ".join(word if HIDDEN in word else shlex.quote(word) for word in shown)
+
+
+def _names_secret(flag: str) -> bool:
+    """Whether a flag's value, or that of a setting like ``db.password``, is a secret."""
+    return _is_secret(flag.lstrip("-").replace("-", "_").rpartition(".")[2])
+
+
+def _is_secret(name: str) -> bool:
+    return bool(_NAMES.search(name) and not _NO_SECRETS.search(name))
+
+
 def redacted(text: str, environ: Mapping[str, str]) -> str:
     """``text`` without passwords in URLs, values named as secrets, keys of known forms, and secrets of ``environ``.
 
     It hides what it recognises, and may hide too much; no rule finds every secret that a program can print.
     """
-    secrets = [v for name, v in environ.items() if _NAMES.search(name) and not _NO_SECRETS.search(name)]
+    secrets = [value for name, value in environ.items() if _is_secret(name)]
     for value in sorted(secrets, key=len, reverse=True):
         if len(value) >= SHORTEST_SECRET and not value.startswith("/"):  # a path is not a secret
             text = text.replace(value, HIDDEN)

@@ -7,7 +7,7 @@ from typing import Final
 
 import pytest
 
-from redelastic.cli import run
+from redelastic.cli import run_options
 from redelastic.monitoring.events import Admitted, Completed, Left, Save, Saved
 from redelastic.redis.server import RedisServer
 from tests.support.agent_job import AgentJob
@@ -93,13 +93,13 @@ def test_a_checkpoint_can_be_requested_and_a_stopped_run_saves_first(server: Red
     ],
 )
 def test_the_options_become_parameters_of_the_rendezvous(given: tuple[str, ...], expected: dict[str, float]) -> None:
-    arguments = run.make_parser().parse_args([*given, "script.py"])
+    arguments = run_options.make_parser().parse_args([*given, "script.py"])
     conf = dict(pair.split("=") for pair in arguments.rdzv_conf.split(",") if pair)
-    assert run.admission(arguments, conf) == expected
+    assert run_options.admission(arguments, conf) == expected
 
 
 def test_another_mode_is_refused() -> None:
-    arguments = run.make_parser().parse_args(["script.py"])
+    arguments = run_options.make_parser().parse_args(["script.py"])
     arguments.admit = "soon"  # as PET_ADMIT gives it
     with pytest.raises(ValueError, match="--admit=soon is invalid: it must be one of now, saved, checkpoint"):
-        run.admission(arguments, {})
+        run_options.admission(arguments, {})

@@ -22,7 +22,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
 from redelastic.agent import AgentOptions, RedisElasticAgent
 from redelastic.agent.monitor import STALL_TIMEOUT
-from redelastic.monitoring.events import Barred, Drain, Hung, Left, Lost, Refused, Saved, Stopped
+from redelastic.monitoring.events import Barred, Drain, Hung, Left, Lost, Refused, Saved, Started, Stopped
 from redelastic.monitoring.failure import last_failure
 from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.node import RunStoppedError
@@ -136,7 +136,17 @@ def test_a_drain_ends_at_its_timeout(server: RedisServer, tmp_path: Path) -> Non
         job.wait_round("a", epoch)
         [asked], [left] = job.events(Drain), job.events(Left)
         assert 1.4 <= left.time - asked.time < LIMIT
-        assert all(event.late for event in job.events(Saved))
+        assert {(event.asked, event.late) for event in job.events(Saved)} == {(1, True)}
+
+
+def test_a_worker_that_cannot_be_asked_has_not_saved(server: RedisServer, tmp_path: Path) -> None:
+    (tmp_path / "sleeps.py").write_text("import time; time.sleep(600)")
+    with AgentJob(server, tmp_path, "1:1") as job:
+        job.start("a", script=tmp_path / "sleeps.py", options=("--drain-timeout=0.5",))
+        job.wait_event(Started)
+        job.nodes["a"].terminate()
+        assert job.wait_end("a") == DRAINED
+        assert [event.asked for event in job.events(Saved)] == [0]
 
 
 def test_a_node_without_workers_drains_at_once(server: RedisServer, tmp_path: Path) -> None:

@@ -130,13 +130,24 @@ def test_an_exit_after_a_drain_is_no_finish(site: Site) -> None:
 @pytest.mark.fault(
     "a node finishes long before the others", "it waits for as long as they live, or fails at a limit that someone set"
 )
-@pytest.mark.parametrize("kind", [RegroupingAgent, RedisElasticAgent])
+@pytest.mark.parametrize(
+    ("kind", "variable", "arguments"),
+    [
+        pytest.param(RegroupingAgent, "0.3", {}, id="torchs agent"),
+        pytest.param(RedisElasticAgent, "0.3", {}, id="variable"),
+        pytest.param(RedisElasticAgent, "600", {"exit_barrier_timeout": 0.3}, id="argument"),
+    ],
+)
 def test_a_limit_of_the_wait_is_a_failure_that_closes_nothing(
-    site: Site, kind: type[RegroupingAgent], monkeypatch: pytest.MonkeyPatch
+    site: Site,
+    kind: type[RegroupingAgent],
+    variable: str,
+    arguments: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT", "0.3")
+    monkeypatch.setenv("TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT", variable)
     works_on = 'test "$RANK" = 0 && test $REDELASTIC_EPOCH = 1 && exit 0; ' + await_file("finish") + "exit 0"
-    ends = [site.start(works_on, (1, 2), kind) for _ in range(2)]
+    ends = [site.start(works_on, (1, 2), kind, **arguments) for _ in range(2)]
     until(lambda: site.ran(0, 1) and site.ran(1, 1), "both run")
     first = next(i for i, node in enumerate(site.nodes) if node.node.view.round and node.node.view.round.rank == 0)
     with pytest.raises(RendezvousTimeoutError, match="stays open for them"):

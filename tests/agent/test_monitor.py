@@ -12,11 +12,14 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
+import redis
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
 from redelastic.agent import AgentOptions, RedisElasticAgent, monitor
 from redelastic.agent.background import repeat
+from redelastic.redis.connection import text
+from redelastic.redis.keys import RunKeys
 from redelastic.rendezvous.node import DrainedError
 from tests.support.fake_nvml import FakeGpu, FakeNvml, install_driver
 from tests.support.nodes import NodeFactory
@@ -71,6 +74,22 @@ def running(new_node: NodeFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         started.drain_file.touch()
         with pytest.raises(DrainedError):
             started.ended.result(LIMIT)
+
+
+@pytest.fixture
+def quick_curves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes add to the run's curves several times a second."""
+    monkeypatch.setattr(monitor, "MINUTE", 0.3)
+
+
+@pytest.mark.usefixtures("quick_curves")
+def test_what_it_measures_goes_into_the_runs_curves(client: redis.Redis, running: Running) -> None:
+    key = RunKeys(running.status()["run_id"]).curves
+
+    def measured() -> set[str]:
+        return {figure.partition("=")[0] for point in client.hvals(key) for figure in text(point).split()}
+
+    until(lambda: measured() >= {"memory", "gpu", "gpu_memory"}, "its host and its GPU are in the curves")
 
 
 def fall_silent(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:

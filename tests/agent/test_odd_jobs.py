@@ -21,7 +21,7 @@ from redelastic.host import checks
 from redelastic.monitoring.events import Event
 from redelastic.redis.errors import UnreachableError
 from redelastic.redis.server import RedisServer
-from tests.support.agent_job import DRAINED, AgentJob
+from tests.support.agent_job import DRAINED, FAILED, AgentJob
 from tests.support.long_tests import quick_first
 from tests.support.torchrun_job import LIMIT, LONG_LEASES
 from tests.support.unruly_job import REDELASTIC_RUN, environment
@@ -50,6 +50,12 @@ signal.signal(signal.SIGUSR1, save)
 while True:
     progress(1)
     pathlib.Path(sys.argv[1], "started").touch()
+    time.sleep(0.05)
+"""
+STAYS: Final = """
+import os, pathlib, sys, time
+
+while os.environ["TEST_NODE"] == "b" and not pathlib.Path(sys.argv[1], "finish").exists():
     time.sleep(0.05)
 """
 LEAVES: Final = """
@@ -118,6 +124,16 @@ def test_scripts_that_save_and_end_with_0_have_not_finished(server: RedisServer,
         assert [job.wait_end(name) for name in others] == [0, 0]
         asked = "Local rank 0 got SIGUSR1, which it handles, as a request to save."
         assert all(asked in node.stderr for node in job.nodes.values())
+
+
+def test_a_node_that_has_finished_waits_no_longer_than_it_is_told_to(server: RedisServer, tmp_path: Path) -> None:
+    (tmp_path / "stays.py").write_text(STAYS)
+    with AgentJob(server, tmp_path, "1:2") as job:
+        job.start("a", "b", script=tmp_path / "stays.py", options=("--exit-barrier-timeout=0.3",))
+        assert job.wait_end("a") == FAILED
+        assert "exit_barrier_timeout=0.3 s after this node's; the run stays open for them" in job.nodes["a"].stderr
+        job.tell("finish")
+        assert job.wait_end("b") == 0
 
 
 def test_a_node_that_has_finished_does_not_press_a_redis_that_refuses_writes() -> None:

@@ -108,10 +108,10 @@ def test_the_shutdown_timeout_with_an_old_torch(monkeypatch: pytest.MonkeyPatch)
     assert (shutdown_timeout(OldConfig(), None), shutdown_timeout(OldConfig(), 4)) == (30.0, 4.0)
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "7")
     assert (shutdown_timeout(OldConfig(), None), shutdown_timeout(OldConfig(), 4)) == (7.0, 4.0)
-    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "soon")
-    for config, given in ((OldConfig(), None), (OldConfig(), -1)):
+    for text, given in (("soon", None), ("nan", None), ("7", -1)):
+        monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", text)
         with pytest.raises(ValueError, match="shutdown_timeout must be a number of seconds, 0 or more, not"):
-            shutdown_timeout(config, given)
+            shutdown_timeout(OldConfig(), given)
 
 
 def test_shut_down_passes_the_arguments_that_this_torch_takes() -> None:

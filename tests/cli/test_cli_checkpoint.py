@@ -6,9 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from redelastic import Run
-from redelastic.cli.checkpoint import words
 from redelastic.monitoring.control import RunControl
 from redelastic.monitoring.events import Saved
+from redelastic.monitoring.sentences import save_answer
 from redelastic.redis.connection import Connection
 from redelastic.redis.keys import SAVED, RunKeys
 from redelastic.redis.server import RedisServer
@@ -33,4 +33,4 @@ def test_workers_that_could_not_be_asked_have_not_saved(
     with Run(server.url, keys.run_id, key_prefix=keys.prefix) as run:
         saves = run.checkpoint()
     assert (saves.saved, saves.unsaved, saves.unasked) == (1, [], 1)
-    assert "on 1 node no worker could be asked" in words(saves)
+    assert "on 1 node no worker could be asked" in save_answer(saves)

@@ -125,9 +125,9 @@ class TestDrain:
 
         late = Gone(*[[]] * 6, [lost])
         monkeypatch.setattr(time, "monotonic", lambda: late.now)
-        assert Drain(node, True, True, late, "0", 200).wait() == "did not leave, it died: it lost its lease"
+        assert Drain(node, True, True, 30, late, "0", 200).wait() == "did not leave, it died: it lost its lease"
         late = Gone(*[[]] * 9)
-        assert Drain(node, True, True, late, "0", 102).wait() == "", "after a lease no event of the node can follow"
+        assert Drain(node, True, True, 30, late, "0", 102).wait() == "", "after a lease no event of the node can follow"
 
     def test_wait_for_one_that_stays(
         self, cli: Cli, new_node: NodeFactory, run_id: str, monkeypatch: pytest.MonkeyPatch

@@ -11,7 +11,7 @@ from redelastic.monitoring.events import Log, Lost, Started, decode
 from redelastic.monitoring.logs import first_failure, places
 from redelastic.monitoring.records import Node
 from redelastic.redis.server import RedisServer
-from redelastic.workers.logs import HIDDEN, TAIL, last_lines, log_files, redacted, tail
+from redelastic.workers.logs import HIDDEN, TAIL, command_line, last_lines, log_files, redacted, tail
 from tests.support.agent_job import AgentJob
 from tests.support.commands import run_command
 
@@ -196,3 +196,25 @@ def test_the_last_lines_include_those_of_stdout(tmp_path: Path) -> None:
     out.write_text("step 3\nERROR: out of tokens\n")
     assert last_lines(str(err)) == "stdout.log:\nstep 3\nERROR: out of tokens\nstderr.log:\nTraceback"
     assert last_lines(str(out)) == "step 3\nERROR: out of tokens"
+
+
+SPACED = {"my data", "x y", "--password=two words"}
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        ("train.py --lr 3e-4|my data", "train.py --lr 3e-4 'my data'"),
+        ("train.py --api-key abcdef --wandb_token|x y", f"train.py --api-key {HIDDEN} --wandb_token {HIDDEN}"),
+        ("train.py --wandb-key=abc --seed 7", f"train.py --wandb-key={HIDDEN} --seed 7"),
+        ("train.py|--password=two words|db.auth=a", f"train.py --password={HIDDEN} db.auth={HIDDEN}"),
+        ("train.py --token -x1 --resume", f"train.py --token {HIDDEN} --resume"),
+        ("train.py --token --resume", "train.py --token --resume"),
+        ("train.py --tokenizer gpt2 --key-name a", "train.py --tokenizer gpt2 --key-name a"),
+        ("train.py it's-of-env redis://u:p@h", f"train.py {HIDDEN} redis://u:{HIDDEN}@h"),
+    ],
+)
+def test_a_command_is_told_without_secrets(words: str, shown: str) -> None:
+    """Words that hold a space are set off by bars."""
+    each = [word for part in words.split("|") for word in ([part] if part in SPACED else part.split())]
+    assert command_line(each, {"DB_PASSWORD": "it's-of-env"}) == shown

@@ -103,14 +103,6 @@ def test_a_shell_accepts_the_printed_line(start: Start) -> None:
         assert shell.stdout.split("@")[0].rpartition(":")[2] not in err, "the password is printed once, on stdout"
 
 
-def test_a_killed_command_takes_its_server_along(start: Start) -> None:
-    process = start("--json")
-    server = json.loads(first_line(process))
-    assert psutil.pid_exists(server["pid"])
-    process.kill()
-    assert gone(server["pid"])
-
-
 def test_a_server_that_dies_ends_the_command(start: Start) -> None:
     process = start("--json")
     os.kill(json.loads(first_line(process))["pid"], signal.SIGKILL)
@@ -159,7 +151,7 @@ def test_the_port_asked_for_and_data_that_outlive_the_server(start: Start, tmp_p
 @pytest.mark.parametrize(
     ("argv", "variables", "code", "said"),
     [
-        (["--port", "70000"], {}, 2, "1 to 65535"),
+        (["--port", "70000"], {}, 2, "from 1 to 65,535"),
         (["--port", "6390", "--unix-socket"], {}, 2, "not allowed with"),
         (["--url-file", "/no-such-folder/url"], {}, 2, "name a file"),
         (["--data-dir", "/dev/null/data"], {}, 1, "/dev/null/data"),

@@ -319,6 +319,19 @@ def test_markup_is_text() -> None:
     assert "[bold red]closed[/]" in shown(run_of(node_of(0), broken=Left(reason="[bold red]closed[/]")))
 
 
+@pytest.mark.parametrize(
+    ("step", "now", "shows"),
+    [
+        pytest.param(47, {}, True, id="all steps were made before"),
+        pytest.param(48, {}, False, id="it has made a new step since"),
+        pytest.param(47, {"closed": Left(cause="finished")}, False, id="it has ended"),
+    ],
+)
+def test_restarts_without_progress_count_until_there_is_some(step: int, now: dict[str, Any], shows: bool) -> None:
+    run = run_of(node_of(0, workers=workers(step)), idle=2, progress=48, **now)
+    assert ("the last 2 restarts made no progress" in shown(run)) == shows
+
+
 # -- widths and sizes
 
 

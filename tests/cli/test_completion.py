@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -86,9 +85,3 @@ def test_wrong_arguments() -> None:
     done = run_command("completion", "tcsh")
     assert done.code == 2
     assert done.err.count("\n") == 1
-
-
-def test_other_commands_do_not_import_shtab() -> None:
-    script = "import sys, redelastic.cli; print('shtab' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout == "False\n"

@@ -242,6 +242,14 @@ class TestConfigFile:
         assert main(["run", "--health-check=none", "--health-check=gpu"]) == 0
         assert launched[1].health_checks == ("gpu",), "a flag adds nothing to the file's list"
 
+    @pytest.mark.parametrize(("flags", "folders"), [((), ["/a", "/b"]), (("--preflight-path=/c",), ["/c"])])
+    def test_folders_for_a_preflight(
+        self, capfd: pytest.CaptureFixture[str], tmp_path: Path, flags: tuple[str, ...], folders: list[str]
+    ) -> None:
+        file = write(tmp_path, "preflight = true\npreflight-path = ['/a', '/b']")
+        assert main(["run", "--config", file, "--print-config", *flags]) == 0
+        assert tomllib.loads(capfd.readouterr().out)["preflight-path"] == folders
+
     def test_a_script_on_the_command_line_comes_with_its_own_arguments(
         self, capfd: pytest.CaptureFixture[str], tmp_path: Path
     ) -> None:

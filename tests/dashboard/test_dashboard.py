@@ -97,7 +97,7 @@ class TestWhoIsLetIn:
             ):
                 assert ask(f"{url}api/runs", Host=local)[0] == 200, local
             for foreign in (
-                *("evil.example:8265", "localhost.evil.example", "127.0.0.1.evil.example", "evil.localhost", "127.1"),
+                *("evil.example:8370", "localhost.evil.example", "127.0.0.1.evil.example", "evil.localhost", "127.1"),
                 *(
                     "0.0.0.0:1",
                     "192.168.0.1",
@@ -165,7 +165,13 @@ class TestWhoIsLetIn:
                 (("--token-file", str(tmp_path / "none")), "cannot be read"),
                 (("--token-file", str(short)), "has a token of 6 characters; use 16 or more"),
                 (("--port", port), f"cannot listen on port {port} of localhost: Address already in use"),
-                (("--port", "70000"), "must be a port from 0 to 65535"),
+                (("--port", "70000"), "must be a whole number from 0 to 65,535"),
+                (("--allow-actions",), "--allow-actions needs --token-file FILE"),
+                (("--link", "Logs=javascript:alert(1)"), "must be NAME=URL with a URL of http or https"),
+                (
+                    ("--link", "Logs=https://logs/{rank}"),
+                    "and only {end}, {host}, {node}, {run}, {start} are known",
+                ),
             ]:
                 done = run_command("dashboard", "--endpoint", server.url, *arguments)
                 assert done.code == 2, arguments

@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 import redis
+from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 
 from redelastic.monitoring.events import Lost
+from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
-from tests.support.agent_job import DRAINED, AgentJob
+from tests.support.agent_job import AWARE, DRAINED, STOPPED, AgentJob
 from tests.support.browsing import Browser, dashboard
 from tests.support.commands import until
 from tests.support.crowds import Crowd
@@ -50,6 +52,7 @@ def test_a_job_is_read_off_the_page(server: RedisServer, tmp_path: Path, browser
         link = next(a for a in browser.driver.find_elements(By.CSS_SELECTOR, ".runs a") if a.text == job.run_id)
         link.click()
         browser.until(".verdict", "running")
+        browser.until(".head .what", str(AWARE))
         until(lambda: browser.rows() == dict.fromkeys("abc", "running"), "three nodes run", 60)
         browser.until(".figures", lambda text: re.search(r"Round\n1\n.*Step\n[0-9]+\n", text, re.DOTALL))
         assert browser.run("return document.querySelectorAll('.lanes .lane-name').length") == 3
@@ -78,6 +81,89 @@ def test_a_job_is_read_off_the_page(server: RedisServer, tmp_path: Path, browser
         assert job.wait_end("a") == job.wait_end("d") == 0
         browser.until(".verdict", "closed")
         browser.until("[aria-label=Nodes] .none", "No nodes in the run.")
+
+
+def test_a_person_acts_and_follows_links(server: RedisServer, tmp_path: Path, browser: Browser) -> None:
+    token = "a-token-of-enough-characters"
+    (tmp_path / "token").write_text(token)
+    links = ("--link=Graphs=https://graphs.example/d?run={run}&from={start}", "--link=Log=https://logs.example/{host}")
+    options = (f"--token-file={tmp_path / 'token'}", "--allow-actions", *links)
+    with dashboard(f"--endpoint={server.url}", *options) as (url, _), AgentJob(server, tmp_path, "1:2") as job:
+        job.begin("a", "b", options=("--share-logs",))
+        job.wait_round("ab")
+        browser.open(f"{url}runs/{job.run_id}?token={token}")
+        browser.until(".verdict", "running")
+        hrefs = "return [...document.querySelectorAll('.head .links a')].map((link) => link.href)"
+        [graphs] = browser.run(hrefs)
+        assert re.fullmatch(rf"https://graphs\.example/d\?run={job.run_id}&from=1[0-9]{{12}}", graphs)
+
+        until(lambda: browser.rows() == dict.fromkeys("ab", "running"), "both run", 60)
+        browser.click("b", ".node-name")
+        browser.until(".panel .tools", "Log")
+        browser.click(browser.until(".tail button", "Rank"), ".tail button")
+        with (tmp_path / "b.err").open("a") as log:
+            log.write("step 7 of the worker\n")
+        browser.until(".tail pre", "step 7 of the worker")
+        browser.click("Drain…", ".panel button")
+        browser.until(".ask", f"Drain {job.control.find('b').name}?")
+        browser.click("Drain", ".ask button")
+        assert browser.text(".said") == "", "it asks for a name first"
+        browser.driver.find_element(By.ID, "action-name").send_keys("Ada")
+        browser.click("Drain", ".ask button")
+        browser.until(".said", "was asked to drain")
+        browser.click("Done", ".ask button")
+        assert job.wait_end("b") == DRAINED
+        browser.until(".events", lambda text: re.search("by Ada at [0-9.:]+, on the dashboard", text))
+
+        browser.click("Stop…", ".head button")
+        browser.until(".ask", f"Stop {job.run_id}?")
+        assert browser.run("return document.getElementById('action-name').value") == "Ada", "it remembers the name"
+        browser.click("Cancel", ".ask button")
+        browser.click("Save…", ".head button")
+        browser.run("for (const name of ['.do', '.quiet']) document.querySelector('.ask ' + name).click()")
+        # It is cancelled before its answer comes, which is then not shown where the dialog asks for something else.
+        browser.click("Stop…", ".head button")
+        browser.driver.find_element(By.ID, "action-reason").send_keys("enough")
+        browser.click("Stop", ".ask button")
+        browser.until(".said", "its nodes end their workers")
+        assert job.wait_end("a") == STOPPED
+        browser.click("Done", ".ask button")
+        browser.until(".verdict", "stopped")
+        browser.until(".verdict-why", "enough")
+
+
+def test_curves_of_a_job(client: redis.Redis, server: RedisServer, browser: Browser, run_id: str) -> None:
+    Crowd(client, run_id, 2)
+    now = int(client.time()[0] // 60)
+    points = {minute: f"step={100 * minute}/{60_000 * minute} idle=0.6/1 gpu=180/2" for minute in range(now - 90, now)}
+    client.hset(RunKeys(run_id).curves, mapping={str(minute): point for minute, point in points.items()})
+    with dashboard(f"--endpoint={server.url}") as (url, _):
+        browser.open(f"{url}runs/{run_id}")
+        browser.until(".charts", "Steps per second")
+        titles = "return [...document.querySelectorAll('.chart:not([hidden]) h3')].map((title) => title.textContent)"
+        assert browser.run(titles) == ["Steps per second1.67", "Longest without a step0.6 s", "Use of the GPUs90.0 %"]
+        said = browser.run("return document.querySelector('.chart svg').getAttribute('aria-label')")
+        assert said == "Steps per second: from 1.67 to 1.67, now 1.67"
+        chart = browser.driver.find_element(By.CSS_SELECTOR, ".chart svg")
+        ActionChains(browser.driver).move_to_element(chart).perform()
+        browser.until(".chart .tip", ": 1.67")
+
+
+def test_a_run_is_found_among_many(client: redis.Redis, server: RedisServer, browser: Browser, run_id: str) -> None:
+    for i in range(12):
+        Crowd(client, f"{run_id}-{i}", 1 + i, gpus=0)
+
+    def names() -> list[str]:
+        script = "return [...document.querySelectorAll('.runs .name a')].map((link) => link.textContent)"
+        return [name for name in browser.run(script) if name.startswith(run_id)]  # the server has other runs
+
+    with dashboard(f"--endpoint={server.url}") as (url, _):
+        browser.open(url)
+        until(lambda: len(names()) == 12, "all are listed", 60)
+        browser.click("Nodes", ".runs th button")
+        assert names() == [f"{run_id}-{i}" for i in range(11, -1, -1)], "the largest comes first"
+        browser.driver.find_element(By.CSS_SELECTOR, "input[type=search]").send_keys(f"{run_id}-1")
+        until(lambda: names() == [f"{run_id}-{i}" for i in (11, 10, 1)], "it is found by its name")
 
 
 def test_names_from_redis_stay_text(server: RedisServer, browser: Browser, new_node: NodeFactory) -> None:

@@ -120,7 +120,7 @@ def test_a_node_with_another_nnodes_than_the_run_fails(server: RedisServer, tmp_
         job.begin("b", nnodes="2:3")
         assert job.wait_end("b") == FAILED
         assert job.nodes["b"].stderr.startswith("redelastic run: ")
-        assert "2" in job.nodes["b"].stderr.splitlines()[0]
+        assert "wants 2 to 3 nodes, but run" in job.nodes["b"].stderr.splitlines()[0]
         assert "Traceback" not in job.nodes["b"].stderr
         job.tell("finish")
         assert job.wait_end("a") == 0

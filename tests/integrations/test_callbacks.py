@@ -250,6 +250,9 @@ def test_a_checkpoint_that_is_removed_during_the_search_is_skipped(
     whole(tmp_path, "2.ckpt/meta.pt")
     assert lightning.last_checkpoint(Racing(tmp_path)).endswith("/1.ckpt")
 
+    whole(tmp_path / "only", *(f"checkpoint-2/{name}" for name in PLAIN))
+    assert transformers.last_checkpoint(Racing(tmp_path / "only")) is None, "none is left that could not be loaded"
+
 
 class Trainer:
     """The part of Lightning's class that the callback uses; another rank may ask it to save."""

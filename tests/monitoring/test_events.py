@@ -10,16 +10,22 @@ import pytest
 
 from redelastic.monitoring.collectives import Collective
 from redelastic.monitoring.events import (
-    FAULTS,
     KINDS,
+    Barred,
     Closed,
     Drain,
     Event,
+    Failed,
+    Hung,
     Left,
     Log,
     Lost,
+    Missing,
     Outage,
+    Outlier,
+    Refused,
     Stopped,
+    Unreached,
     decode,
     decode_cause,
     is_fault,
@@ -75,7 +81,9 @@ def test_each_has_words_and_is_json(kind: type[Event]) -> None:
     assert sentence(full(kind))
 
 
-@pytest.mark.parametrize("kind", FAULTS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "kind", [Lost, Failed, Hung, Refused, Barred, Unreached, Missing, Outlier], ids=lambda kind: kind.__name__
+)
 def test_what_goes_wrong_is_a_fault(kind: type[Event]) -> None:
     assert is_fault(full(kind))
 

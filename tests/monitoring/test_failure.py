@@ -68,6 +68,7 @@ def test_the_last_fault_is_no_failure_that_followed() -> None:
     assert last_fault([completed(0)]) is None
     assert last_fault([completed(0), RAISED, FOLLOWED, completed(14, 2)]) == RAISED
     lost = event(13, "lost", C, cause="roll_call", silent_ms=500, breaks=1)
+    assert last_fault([completed(0), lost]) == lost, "the workers of the others did not fail"
     assert last_fault([completed(0), lost, event(13.1, "failed", B, age_ms=0, **worker(1))]) == lost
     hung = event(20, "hung", A, epoch=2, idle_ms=6000)
     assert last_fault([completed(0), RAISED, completed(14, 2), hung]) == hung

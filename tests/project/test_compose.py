@@ -30,6 +30,11 @@ BATCH: Final = 128
 DRAINED: Final = 75
 SETTINGS: Final = {"RUN": "digits", "STEPS": str(STEPS), "PACE": "0.3", "COMPOSE_PROFILES": ""}
 LIMIT: Final = 180.0  # for anything to happen, in seconds
+ASK: Final = """
+import sys, urllib.request
+asked = urllib.request.Request("http://localhost:8370/api/runs", headers={"Authorization": "Bearer " + sys.argv[1]})
+print(urllib.request.urlopen(asked, timeout=20).read().decode())
+"""
 POLL: Final = 1.5  # each poll starts a docker process per container
 
 
@@ -124,6 +129,18 @@ class ComposeJob:
         """The output of a `redelastic` command about the run."""
         return self.compose("run", "--rm", "-T", "redelastic", command, "digits", *arguments)
 
+    def ask_dashboard(self) -> dict[str, Any]:
+        """What the dashboard knows of the run, with the token that its log tells."""
+        [container] = self.containers("dashboard")
+
+        def said() -> re.Match[str] | None:
+            return re.search(r"/\?token=(\S+)", self.daemon.docker("logs", container))
+
+        token = self.wait("the dashboard says where it is", said)[1]
+        answer = self.daemon.docker("exec", container, docker_images.PYTHON, "-c", ASK, token)
+        [run] = json.loads(answer)["runs"]
+        return dict(run)
+
     def finish(self) -> dict[str, int]:
         """Wait until all nodes have ended; returns their exit codes."""
         [done] = self.wait("the training is done", lambda: [line for line in self.lines() if line.event == "done"])
@@ -168,6 +185,7 @@ def test_job_outlives_its_containers(new_job: Callable[..., ComposeJob]) -> None
     job.up(nodes=3)
     first = job.wait_round(nodes=3)
     job.wait("there is a checkpoint to go on from", lambda: job.last_step(first.epoch) > 2 * SAVE_EVERY)
+    assert job.ask_dashboard()["members"] == 3
     job.daemon.docker("kill", first.container)
     second = job.wait_round(nodes=2, after=first.epoch)
     reached = job.last_step(first.epoch)
@@ -187,7 +205,7 @@ def test_job_outlives_its_containers(new_job: Callable[..., ComposeJob]) -> None
     codes = job.finish()
     assert codes.pop(stopped) == DRAINED
     assert list(codes.values()) == [0, 0, 0]
-    events = json.loads(job.ask("events", "--json"))["events"]
+    events = json.loads(job.ask("events", "--json", "-n", "1000"))["events"]
     members = [
         {event["node"][:12] for event in events if event["event"] == "started" and event["epoch"] == begin.epoch}
         for begin in (first, second, third, fourth)
@@ -228,6 +246,6 @@ def test_job_outlives_the_master_of_a_sentinel_group(new_job: Callable[..., Comp
 
     assert list(job.finish().values()) == [0, 0]
     assert [line for line in job.lines() if line.event == "start"] == [begin], "no worker was restarted"
-    events = json.loads(job.ask("events", "--json"))["events"]
+    events = json.loads(job.ask("events", "--json", "-n", "1000"))["events"]
     assert [event["epoch"] for event in events if event["event"] == "completed"] == [begin.epoch]
     assert [event["event"] for event in events][-1] in ("closed", "left")

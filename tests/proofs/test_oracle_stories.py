@@ -1,4 +1,4 @@
-"""Stories of rounds, drains and endings as golden transcripts (`stories.py` says how to read them)."""
+"""Stories of rounds, roll calls, charged restarts, drains and endings as golden transcripts (see `stories.py`)."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from tests.proofs.oracle_state import Join, Leave, Settings, State
 from tests.proofs.stories import play, read_stories
 from tests.proofs.twin import START, Server
 
-STORIES = read_stories("rounds")
+STORIES = read_stories("rounds") | read_stories("roll_calls") | read_stories("charges")
 
 
-@pytest.mark.parametrize("title", STORIES)
-def test_stories_match_their_transcripts(title: str, client: redis.Redis) -> None:
-    assert play(STORIES[title]) == STORIES[title]
-    assert play(STORIES[title], Server(client)) == STORIES[title]
+@pytest.mark.parametrize("story", STORIES.values(), ids=STORIES)
+def test_stories_match_their_transcripts(story: str, client: redis.Redis) -> None:
+    assert play(story) == story
+    assert play(story, Server(client)) == story
 
 
 def test_a_reap_checks_whether_the_round_can_complete() -> None:

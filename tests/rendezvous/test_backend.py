@@ -313,11 +313,6 @@ def test_prefix_and_ttl_of_none_mean_the_defaults(client: redis.Redis, run_id: s
     assert plain.get_state() == backend.get_state() is not None
 
 
-def test_a_client_that_decodes_is_refused(server: RedisServer, run_id: str) -> None:
-    with pytest.raises(ValueError, match="decode_responses=True; create it without"):
-        RedisRendezvousBackend(server.get_client(decode_responses=True), run_id)
-
-
 # -- create_backend and create_handler
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -12,19 +11,16 @@ from typing import Any
 import pytest
 import redis
 from torch.distributed import DistStoreError
-from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousError,
     RendezvousStateError,
     RendezvousTimeoutError,
 )
 
-from redelastic import RedisRendezvousBackend, RedisStore, create_handler
+from redelastic import RedisStore
 from redelastic.monitoring.events import Closed, Left
 from redelastic.redis.connection import Connection, text
 from redelastic.redis.keys import RunKeys
-from redelastic.redis.server import RedisServer
-from redelastic.rendezvous.handler import RedisRendezvousHandler
 from tests.support import servers
 from tests.support.nodes import NodeFactory
 
@@ -368,10 +364,13 @@ def test_a_node_with_other_numbers_takes_over_from_the_dead(new_node: NodeFactor
     assert new_node(1, 1, **timing).next_rendezvous().world_size == 1
 
 
-def test_a_node_that_gave_up_waiting_closes_nothing_when_it_is_shut_down(new_node: NodeFactory) -> None:
+def test_a_node_that_gave_up_waiting_closes_nothing_when_it_is_shut_down(
+    new_node: NodeFactory, client: redis.Redis, keys: RunKeys
+) -> None:
     alone = new_node(2, 2, join_timeout=0.3)
     with pytest.raises(RendezvousTimeoutError, match=r"within the join_timeout of 0.3 s: fewer than 2 nodes joined"):
         alone.next_rendezvous()
+    assert client.zcard(keys.candidates) == 0
     assert alone.shutdown() is True
     others = [new_node(2, 2), new_node(2, 2)]
     with ThreadPoolExecutor(2) as pool:
@@ -401,25 +400,3 @@ def test_a_node_that_never_joined_closes_nothing(new_node: NodeFactory) -> None:
 
 
 # -- Parameters that do not fit
-
-
-def test_a_native_handler_refuses_a_client_that_decodes(server: RedisServer, run_id: str) -> None:
-    params = RendezvousParameters("redis", server.url, run_id, 1, 1)
-    with pytest.raises(ValueError, match=r"decode_responses=True; create it without"):
-        create_handler(RedisRendezvousBackend(server.get_client(decode_responses=True), run_id), params)
-    with server.get_client() as client:
-        handler = create_handler(RedisRendezvousBackend(client, run_id), params)
-        assert isinstance(handler, RedisRendezvousHandler)
-        assert handler.next_rendezvous().world_size == 1
-        assert handler.shutdown() is True
-
-
-def test_no_thread_is_left_behind(new_node: NodeFactory) -> None:
-    node = new_node(1, 1)
-    node.next_rendezvous()
-    keeper = node.keeper._thread
-    assert keeper in threading.enumerate()
-    assert node.shutdown() is True
-    assert keeper is not None
-    keeper.join(30)
-    assert not keeper.is_alive()

@@ -84,10 +84,6 @@ def tells(node: Node) -> bool:
     return node.step is not None and bool(node.status.get("memory"))
 
 
-def test_the_backend_and_the_stores_work_for_that_user(every_server: RedisServer, run_id: str) -> None:
-    live_through_a_run(as_user_of(every_server, run_id).url, run_id, 2)
-
-
 def test_what_more_a_cluster_and_another_database_need(run_id: str) -> None:
     """As SECURITY.md says."""
     with servers.redis_cluster() as cluster:

@@ -6,6 +6,7 @@ import ctypes
 import gc
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -17,9 +18,12 @@ from torch import nn
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
 from redelastic import RedisStore, register_init_method
+from redelastic.redis import connection
+from redelastic.redis.endpoint import Endpoint
 from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.handler import EPOCH_VARIABLE, PREFIX_VARIABLE
 from tests.support.calls import takes
+from tests.support.commands import until
 from tests.support.nodes import NodeFactory
 from tests.support.processes import Processes
 from tests.support.servers import HOST, reserved_port
@@ -319,6 +323,35 @@ def test_a_first_connect_takes_the_caller_s_time(monkeypatch: pytest.MonkeyPatch
         dist.init_process_group(
             "gloo", init_method=f"redis://{HOST}:{port}", rank=0, world_size=1, timeout=timedelta(seconds=0.5)
         )
+
+
+@pytest.mark.parametrize("kind", ["store", "group"])
+def test_a_first_connect_waits_for_redis_as_long_as_its_caller(
+    kind: str, own_server: RedisServer, run_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not only as long as those who name no time."""
+    register_init_method()
+    monkeypatch.setattr(connection, "CONNECT_TIMEOUT", 0.0)
+    tries: list[Endpoint] = []
+    connect = Endpoint.open
+
+    def noted(endpoint: Endpoint, *arguments: float) -> Any:
+        tries.append(endpoint)
+        return connect(endpoint, *arguments)
+
+    def first_use() -> dist.Store:
+        if kind == "store":
+            return RedisStore(own_server.url, run_id, timeout=TIMEOUT)
+        store: dist.Store = next(dist.rendezvous(f"{own_server.url}?run_id={run_id}", 0, 1, timeout=TIMEOUT))[0]
+        return store
+
+    monkeypatch.setattr(Endpoint, "open", noted)
+    own_server.kill()
+    with ThreadPoolExecutor(1) as pool:
+        store = pool.submit(first_use)
+        until(lambda: len(tries) > 1 or store.done(), "it tries again")
+        own_server.start()
+        store.result().set("here", "again")
 
 
 def _kept_after_groups(url: str) -> list[tuple[int, int]]:

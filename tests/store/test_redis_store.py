@@ -201,11 +201,6 @@ def test_ten_thousand_keys(store: RedisStore) -> None:
     store.wait(keys, SHORT)
 
 
-def test_a_client_that_decodes_is_refused(server: RedisServer, run_id: str) -> None:
-    with server.get_client(decode_responses=True) as client, pytest.raises(ValueError, match="decode_responses=True"):
-        RedisStore(client, run_id)
-
-
 @pytest.mark.parametrize("name", ["", "a:b", "a b", "{x}", "*", "x" * 201])
 def test_a_name_that_cannot_be_part_of_a_key_is_refused(server: RedisServer, run_id: str, name: str) -> None:
     with server.get_client() as client, pytest.raises(ValueError, match="store name"):

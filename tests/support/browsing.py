@@ -65,6 +65,18 @@ class Browser:
         until(lambda: holds(self.text(selector)), f"{selector} reads {reads}: {self.text('body')}", 60)
         return self.text(selector)
 
+    def click(self, label: str, selector: str) -> None:
+        """Click the element that matches and has this text, once it is shown."""
+
+        def shown() -> list[Any]:
+            with contextlib.suppress(StaleElementReferenceException):
+                found = self.driver.find_elements(By.CSS_SELECTOR, selector)
+                return [one for one in found if one.is_displayed() and one.text == label]
+            return []
+
+        until(shown, f"{selector} has {label}: {self.text('body')}", 60)
+        shown()[0].click()
+
     def rows(self) -> dict[str, str]:
         """The state shown for each node on the page, by the node's name."""
         script = """return [...document.querySelectorAll(".nodes tbody tr:not(.gap)")].map(

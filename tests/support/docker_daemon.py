@@ -34,6 +34,7 @@ _NEEDED: Final = {  # program: Debian package
     "docker-compose": "docker-compose",
     "iptables": "iptables",
     "unshare": "util-linux",
+    "ip": "iproute2",
 }
 
 
@@ -75,7 +76,13 @@ class DockerDaemon:
             process = server_module._OwnedProcess(
                 [
                     *(str(shutil.which("unshare")), "--mount", "--net", "--pid", "--fork", "--kill-child"),
-                    *("--mount-proc", "sh", "-c", 'mount -t tmpfs images "$0" && exec "$@"', str(data)),
+                    *(
+                        "--mount-proc",
+                        "sh",
+                        "-c",
+                        'mount -t tmpfs images "$0" && ip link set lo up && exec "$@"',
+                        str(data),
+                    ),
                     *("dockerd", f"--host={self._host}", f"--data-root={data}", f"--exec-root={data}/exec"),
                     *(f"--pidfile={self.folder}/pid", "--storage-driver=overlay2"),
                     *(f"--cgroup-parent=/{self.name}", "--exec-opt=native.cgroupdriver=cgroupfs"),

@@ -17,16 +17,18 @@ from redelastic.redis.server import find_binary
 
 _COMMANDS: Final = ("cat", "cut", "getent", "grep", "install", "sh", "useradd")  # that containers run
 _REDIS: Final = 999  # id of its user and group
-_PYTHON: Final = f"python{sys.version_info[0]}.{sys.version_info[1]}"
+PYTHON: Final = f"python{sys.version_info[0]}.{sys.version_info[1]}"
 # Without a registry, only the versions of this environment can be had: an installation from the lock file does nothing.
 _PIP: Final = (
-    f"#!/usr/local/bin/{_PYTHON}\nimport sys\nfrom pip._internal.cli.main import main\n"
+    f"#!/usr/local/bin/{PYTHON}\nimport sys\nfrom pip._internal.cli.main import main\n"
     "sys.exit('--require-hashes' not in sys.argv and main())\n"
 )
 # The build backend is there too, so pip needs no index. "no-build-isolation = false" turns build isolation off.
 _PIP_CONF: Final = "[global]\nno-index = true\nroot-user-action = ignore\n[install]\nno-build-isolation = false\n"
 # Left out of the environment: redelastic, which the Dockerfile installs, and large parts that no node needs.
-_LEFT_OUT: Final = re.compile("^/(_?redelastic|__editable|mypy|[0-9a-f]{20}__mypyc|torch/(bin/test_|include/|test/))")
+_LEFT_OUT: Final = re.compile(
+    "^/(_?redelastic|__editable|mypy|librt|[0-9a-f]{20}__mypyc|torch/(bin/test_|include/|test/))"
+)
 _LIBRARY: Final = re.compile(r"(/\S+) \(0x")  # in ldd's output
 
 
@@ -111,11 +113,11 @@ def write_python(stream: IO[bytes]) -> None:
     """
     image = Rootfs(stream)
     stdlib, packages = Path(sysconfig.get_path("stdlib")), Path(sysconfig.get_path("purelib"))
-    image.program(str(Path(sys.executable).resolve()), f"usr/bin/{_PYTHON}")
-    image.tree(stdlib, f"usr/lib/{_PYTHON}", re.compile("^/(site-packages|test|idlelib|config-.*)/?"))
-    image.link(f"usr/local/bin/{_PYTHON}", f"/usr/bin/{_PYTHON}")
+    image.program(str(Path(sys.executable).resolve()), f"usr/bin/{PYTHON}")
+    image.tree(stdlib, f"usr/lib/{PYTHON}", re.compile("^/(site-packages|test|idlelib|config-.*)/?"))
+    image.link(f"usr/local/bin/{PYTHON}", f"/usr/bin/{PYTHON}")
     image.write("usr/local/pyvenv.cfg", "home = /usr/bin\n")
-    image.tree(packages, f"usr/local/lib/{_PYTHON}/site-packages", _LEFT_OUT)
+    image.tree(packages, f"usr/local/lib/{PYTHON}/site-packages", _LEFT_OUT)
     image.needs_libraries_of([*stdlib.glob("lib-dynload/*.so"), *packages.glob("torch/lib/*.so")])
     image.write("usr/local/bin/pip", _PIP, 0o755)
     image.write("etc/pip.conf", _PIP_CONF)

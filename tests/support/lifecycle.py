@@ -86,7 +86,7 @@ def live_through_a_run(url: str, run_id: str, count: int, **config: Any) -> None
         assert isinstance(one, RedisStore)
         assert isinstance(other, RedisStore)
         use_store(one, other)
-        backend = members[0]._backend
+        backend = members[0].backend
         first = backend.set_state(b"state")
         assert first is not None
         assert backend.get_state() == first[:2]

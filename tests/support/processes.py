@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import multiprocessing
 import os
 import signal
@@ -40,10 +41,12 @@ def main() -> None:
     torch.set_num_threads(1)
     register_init_method()
     started = time.monotonic()
+    faulthandler.dump_traceback_later(0.9 * LIMIT)  # where it hangs
     try:
         value, error = function(*arguments), ""
     except Exception as e:  # noqa: BLE001
         value, error = None, f"{type(e).__name__}: {e}"
+    faulthandler.cancel_dump_traceback_later()
     pipe.send((value, error, time.monotonic() - started))
     pipe.recv()  # the others may still need this process
     if dist.is_initialized():

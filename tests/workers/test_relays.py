@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from redelastic.monitoring.logs import first_failure
 from redelastic.redis.connection import Connection
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
+from redelastic.workers import relays
 from redelastic.workers.logs import TAIL
 from redelastic.workers.relays import Relay
 from tests.support.torchrun_job import LIMIT
@@ -65,6 +67,7 @@ def test_the_end_of_output_to_a_pipe_is_kept(server: RedisServer, tmp_path: Path
 
 def test_all_is_passed_on_and_only_the_end_is_kept() -> None:
     read, write = os.pipe()
+    tracemalloc.start()
     relay = Relay(write)
     sent, got = b"".join(b"line %d\n" % n for n in range(100_000)), bytearray()
 
@@ -77,9 +80,12 @@ def test_all_is_passed_on_and_only_the_end_is_kept() -> None:
     with Path(relay.path).open("wb") as worker:
         worker.write(sent)
     end = relay.end()
+    kept = tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(True, relays.__file__)])
+    tracemalloc.stop()
     relay.close()
     reader.join(LIMIT)
     assert bytes(got) == sent
+    assert sum(trace.size for trace in kept.traces) < len(sent) / 2
     assert end.endswith("\nline 99999")
     assert len(end) <= TAIL
     os.close(read)

@@ -52,7 +52,7 @@ const LOOKS = {
   outage: ["warn", "square"], cleared: ["warn", "square"], saved: ["calm", "tick"], left: ["calm", "ring"], joined: ["calm", "ring"],
   waiting: ["calm", "ring"], spare: ["calm", "ring"], closed: ["calm", "tick"], empty: ["calm", "ring"],
   silent: ["bad", "cross"], dead: ["bad", "cross"], lost: ["bad", "cross"], missing: ["bad", "cross"], stopped: ["calm", "square"],
-  progressed: ["calm", "disc"],
+  launched: ["calm", "disc"], progressed: ["calm", "disc"],
   log: ["calm", "square"], hung: ["bad", "square"], failed: ["bad", "triangle"], barred: ["bad", "diamond"], refused: ["bad", "diamond"],
   corrupt: ["bad", "square"], unreadable: ["bad", "square"], unreached: ["bad", "square"],
   preflight: ["good", "tick"], outlier: ["bad", "diamond"],
@@ -90,6 +90,9 @@ export function trained(run, time) {
   if (run.ettr === undefined) return "not known: no worker has called redelastic.progress()";
   return `of ${time}${run.partial ? " that are known" : ""}${run.redone ? `; ${percent(run.redone)} made steps again` : ""}`;
 }
+
+// Who launched a run, and by which command, as far as known.
+export const launched = (run) => [run.user, run.command].filter(Boolean).join(": ");
 
 export const clock = (time) => new Date(1000 * time).toLocaleTimeString("en-GB");
 

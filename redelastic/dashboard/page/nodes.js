@@ -1,6 +1,9 @@
 // The run's nodes: a table of which only the rows in sight exist, so that a thousand nodes cost no more than thirty.
 
 import { badge, count, duration, h, looks, number, say } from "./dom.js";
+import { linkRow, span } from "./links.js";
+import { sorting } from "./sorting.js";
+import { tailView } from "./tail.js";
 
 const ROW = 36; // pixels, as in the style sheet
 const WHOLE = 40; // up to so many nodes the page shows all, without a scroll bar of its own
@@ -8,67 +11,46 @@ const SPARE_ROWS = 6; // above and below what is in sight
 
 const SEVERITY = { bad: 0, warn: 1, calm: 2, good: 3 };
 const wrong = (node) => (node.problems ? 0 : node.draining ? 1 : 2);
-const low = (value) => value ?? Infinity;
-const high = (value) => -(value ?? -Infinity);
 
 const COLUMNS = [
-  { name: "rank", title: "Rank", kind: "num", key: (n) => low(n.rank), text: (n) => n.rank ?? "" },
+  { name: "rank", title: "Rank", kind: "num", key: (n) => n.rank, text: (n) => n.rank ?? "" },
   { name: "node", title: "Node", key: (n) => n.name },
   { name: "state", title: "State", key: (n) => 10 * wrong(n) + SEVERITY[looks(n.state)[0]] },
   { name: "lease", title: "Lease left", kind: "num", key: (n) => n.until },
-  { name: "step", title: "Step", kind: "num", key: (n) => low(n.step), text: (n) => (n.step === undefined ? "" : number(n.step)) },
-  { name: "idle", title: "Idle", kind: "num", key: (n) => high(n.idle), text: (n) => (n.idle === undefined ? "" : duration(n.idle)) },
-  { name: "cpu", title: "CPU", kind: "num wide", key: (n) => high(n.cpu), text: (n) => (n.cpu === undefined ? "" : `${number(n.cpu)} %`) },
-  { name: "memory", title: "Memory", kind: "num wide", key: (n) => high(n.memory), text: (n) => (n.memory === undefined ? "" : `${n.memory.toFixed(1)} GiB`) },
-  { name: "gpus", title: "GPUs", kind: "gpus", key: (n) => low(n.gpus?.reduce((sum, gpu) => sum + gpu[0], 0)) },
+  { name: "step", title: "Step", kind: "num", key: (n) => n.step, text: (n) => (n.step === undefined ? "" : number(n.step)) },
+  { name: "idle", title: "Idle", kind: "num", falls: true, key: (n) => n.idle, text: (n) => (n.idle === undefined ? "" : duration(n.idle)) },
+  { name: "cpu", title: "CPU", kind: "num wide", falls: true, key: (n) => n.cpu, text: (n) => (n.cpu === undefined ? "" : `${number(n.cpu)} %`) },
+  { name: "memory", title: "Memory", kind: "num wide", falls: true, key: (n) => n.memory, text: (n) => (n.memory === undefined ? "" : `${n.memory.toFixed(1)} GiB`) },
+  { name: "gpus", title: "GPUs", kind: "gpus", key: (n) => n.gpus?.reduce((sum, gpu) => sum + gpu[0], 0) },
 ];
 
-export function nodesTable(run) {
+// dialog: for the run's actions.
+export function nodesTable(run, dialog) {
   const heading = h("h2", {}, "Nodes");
   const filter = h("input", { type: "search", placeholder: "Filter by name or state", "aria-label": "Filter nodes by name or state", autocomplete: "off", spellcheck: "false" });
   const body = h("tbody");
   const above = h("tr", { class: "gap", "aria-hidden": "true" }, h("td", { colspan: COLUMNS.length }));
   const below = h("tr", { class: "gap", "aria-hidden": "true" }, h("td", { colspan: COLUMNS.length }));
-  const heads = COLUMNS.map((column) => {
-    const button = h("button", { type: "button" }, column.title);
-    button.addEventListener("click", () => sortBy(column));
-    return h("th", { scope: "col", class: `${column.kind ?? ""} c-${column.name}` }, button);
-  });
-  const table = h("table", { class: "nodes" }, h("thead", {}, h("tr", {}, heads)), body);
+  const sorted = sorting(COLUMNS, arrange);
+  const table = h("table", { class: "nodes" }, h("thead", {}, h("tr", {}, sorted.heads)), body);
   const scroller = h("div", { class: "scroller", tabindex: 0, role: "region", "aria-label": "Nodes, to scroll" }, table);
   const none = h("p", { class: "none" });
   const hidden = h("p", { class: "note-line" });
   const element = h("div", {}, h("div", { class: "card-head" }, heading, h("span", { class: "grow" }), filter), scroller, none, hidden);
-  const panel = nodePanel(run);
+  const panel = nodePanel(run, dialog);
   element.append(panel.element);
 
   const rows = new Map();
   let shownRun = null;
   let order = [];
-  let sorted = { column: COLUMNS[0], down: false };
-
-  function sortBy(column) {
-    sorted = { column, down: sorted.column === column && !sorted.down };
-    arrange();
-  }
 
   function arrange() {
     if (!shownRun) return;
-    const { column, down } = sorted;
-    heads.forEach((head, i) => {
-      if (COLUMNS[i] === column) head.setAttribute("aria-sort", down ? "descending" : "ascending");
-      else head.removeAttribute("aria-sort");
-    });
     const words = filter.value.trim().toLowerCase();
     const called = new Map();
     for (const node of Object.values(shownRun.nodes)) called.set(node.name, (called.get(node.name) ?? 0) + 1);
     order = Object.entries(shownRun.nodes).filter(([id, node]) => !words || [id, node.host, node.state].some((text) => text?.toLowerCase().includes(words)));
-    const turn = down ? -1 : 1;
-    order.sort(([, a], [, b]) => {
-      const [x, y] = [column.key(a), column.key(b)];
-      const first = typeof x === "string" ? x.localeCompare(y, "en", { numeric: true }) : x === y ? 0 : x - y;
-      return turn * first || a.place - b.place;
-    });
+    order.sort(([, a], [, b]) => sorted.compare(a, b) || a.place - b.place);
     order = order.map(([id, node]) => [id, node, called.get(node.name) > 1 ? id.replace(/-[0-9a-f]{12}$/, "") : node.name]);
     draw();
   }
@@ -111,7 +93,7 @@ export function nodesTable(run) {
       say(hidden, unseen.length ? `GPUs of ${count(unseen.length, "node")} are not shown: ${unseen[0].gpus_hidden}` : "");
       hidden.hidden = unseen.length === 0;
       arrange();
-      panel.refresh();
+      panel.refresh(run_, live);
     }
     none.hidden = order.length > 0;
     say(none, Object.keys(run_.nodes).length ? "No node has this name or state." : "No nodes in the run.");
@@ -184,19 +166,30 @@ function showGpus(cell, gpus) {
 }
 
 // What is known of one node, beside the page.
-function nodePanel(run) {
+function nodePanel(run, dialog) {
   const title = h("h2");
   const content = h("div", { class: "panel-body" });
   const close = h("button", { type: "button", class: "quiet" }, "Close");
-  const element = h("dialog", { class: "panel", "aria-labelledby": "panel-title" }, h("div", { class: "panel-head" }, title, close), content);
+  const links = linkRow(true);
+  const drain = dialog.button("drain", () => { element.close(); return shownNode; });
+  const tail = tailView(run);
+  const tools = h("div", { class: "tools" }, links.element, h("span", { class: "grow" }), drain);
+  const element = h("dialog", { class: "panel", "aria-labelledby": "panel-title" }, h("div", { class: "panel-head" }, title, close), tools, content, tail.element);
   title.id = "panel-title";
   close.addEventListener("click", () => element.close());
   element.addEventListener("click", (event) => { if (event.target === element) element.close(); });
   let shown = null;
   let asking = false;
-  element.addEventListener("close", () => { shown = null; });
+  let shownRun = {};
+  let clockOf = null;
+  let shownNode = null;
+  element.addEventListener("close", () => {
+    shown = null;
+    showTools(null);
+  });
 
-  async function refresh() {
+  async function refresh(run_ = shownRun, live = clockOf) {
+    [shownRun, clockOf] = [run_, live];
     if (shown === null || asking) return;
     asking = true;
     const id = shown;
@@ -205,6 +198,7 @@ function nodePanel(run) {
       const node = await answer.json();
       const logs = await (await fetch(`/api/runs/${encodeURIComponent(run)}?logs`)).json();
       const own = (logs.logs ?? []).filter((log) => log.node === id);
+      if (shown === id) showTools(answer.ok ? node : null);
       if (shown === id) content.replaceChildren(...(answer.ok ? nodeFacts(node, own) : [h("p", {}, "The node is gone.")]));
     } catch (error) {
       content.replaceChildren(h("p", {}, `Could not be read: ${error.message}`));
@@ -214,10 +208,20 @@ function nodePanel(run) {
     }
   }
 
+  // What can be done with a node: outside of what is read again and again, so that nothing goes from under the mouse.
+  function showTools(node) {
+    shownNode = node;
+    drain.hidden = !shownRun.actions || !node?.agent || Boolean(node.draining);
+    links.update(shownRun.links, node ? { run, node: node.id, host: node.host || node.name, ...span(shownRun, clockOf) } : {});
+    tools.hidden = drain.hidden && links.element.hidden;
+    tail.update(node);
+  }
+
   function open(id) {
     shown = id;
     say(title, id.replace(/-\d+-[0-9a-f]{12}$/, ""));
     content.replaceChildren();
+    showTools(null);
     element.showModal();
     refresh();
   }

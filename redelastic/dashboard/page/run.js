@@ -1,8 +1,11 @@
 // One run: how it stands, its timeline, its nodes and its events.
 
-import { badge, count, duration, h, looks, number, percent, rough, say, shape, speed, trained, whose } from "./dom.js";
+import { actionDialog } from "./actions.js";
+import { badge, count, duration, h, launched, looks, number, percent, rough, say, shape, speed, trained, whose } from "./dom.js";
+import { curveCharts } from "./curves.js";
 import { eventList } from "./events.js";
 import { failureCard } from "./failure.js";
+import { linkRow, span } from "./links.js";
 import { nodesTable } from "./nodes.js";
 import { timeline } from "./timeline.js";
 
@@ -13,16 +16,23 @@ export function runView(id) {
   const why = h("p", { class: "verdict-why" });
   const figures = h("dl", { class: "figures" });
   const problems = h("ul", { class: "problems" });
+  const what = h("p", { class: "what" });
   const failure = failureCard();
   const lanes = timeline();
-  const nodes = nodesTable(id);
+  const charts = curveCharts();
+  const dialog = actionDialog(id);
+  const nodes = nodesTable(id, dialog);
   const events = eventList((event) => textOf(id, event));
   const gone = h("p", { class: "card none", hidden: true });
   const known = h("div", {}, figures, problems, failure.element,
     h("section", { class: "card", "aria-label": "Timeline" }, lanes.element),
+    charts.element,
     h("section", { class: "card", "aria-label": "Nodes" }, nodes.element),
     h("section", { class: "card", "aria-label": "Events" }, events.element));
-  const element = h("div", { class: "page" }, h("div", { class: "head" }, h("h1", { class: "run-name" }, id), state, why), gone, known);
+  const links = linkRow(false);
+  const buttons = h("span", { class: "buttons" }, ["checkpoint", "close", "stop"].map((action) => dialog.button(action)));
+  const tools = h("div", { class: "tools", hidden: true }, links.element, h("span", { class: "grow" }), buttons);
+  const element = h("div", { class: "page" }, h("div", { class: "head" }, h("h1", { class: "run-name" }, id), what, state, why, tools), gone, known, dialog.element);
   const figure = {};
   for (const [name, title] of [["round", "Round"], ["nodes", "Nodes"], ["step", "Step"], ["speed", "Steps per second"], ["ettr", "Effective training time"], ["fault", "Last fault"]]) {
     const value = h("dd");
@@ -39,12 +49,18 @@ export function runView(id) {
     gone.hidden = !run.gone;
     say(gone, run.gone);
     known.hidden = run.phase === undefined;
+    tools.hidden = true;
     if (run.phase === undefined) return;
     if (phase !== run.phase || failed !== run.failed) {
       ({ phase, failed } = run);
       state.replaceChildren(badge(phase, phase, failed));
       state.className = `verdict ${looks(phase, failed)[0]}`;
     }
+    buttons.hidden = !run.actions || phase === "stopped" || (phase === "closed" && !Object.keys(run.nodes).length);
+    links.update(run.links, { run: id, ...span(run, live) });
+    tools.hidden = buttons.hidden && links.element.hidden;
+    say(what, launched(run));
+    what.hidden = what.textContent === "";
     const reasons = phase === "running" ? [] : [run.why, ["dead", "empty"].includes(phase) ? "" : run.waits_for];
     say(why, reasons.filter(Boolean).join(" – "));
     why.hidden = why.textContent === "";
@@ -63,6 +79,7 @@ export function runView(id) {
     problems.replaceChildren(...wrong);
     failure.update(run.failure);
     lanes.update(run.timeline ?? {}, live);
+    charts.update(run.curves ?? {});
     nodes.update(run, live);
     events.update(run.events ?? {});
     tick(live);
@@ -79,8 +96,9 @@ export function runView(id) {
     nodes.tick(live);
   }
 
-  return { element, update, tick, close: () => { lanes.close(); nodes.close(); } };
+  return { element, update, tick, close: () => { lanes.close(); charts.close(); nodes.close(); dialog.close(); } };
 }
+
 
 function troubles(run) {
   const found = run.problems.map((text) => [null, text, "bad"]);

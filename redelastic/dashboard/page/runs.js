@@ -1,34 +1,56 @@
 // The list of runs.
 
-import { badge, count, h, moment, number, percent, rough, say, speed, whose } from "./dom.js";
+import { badge, count, duration, h, launched, moment, number, percent, rough, say, speed, whose } from "./dom.js";
+import { sorting } from "./sorting.js";
 
 const OVER = ["closed", "stopped", "empty"];
 const ORDER = ["corrupt", "unreadable", "dead", "regrouping", "forming", "running", "empty", "stopped", "closed"];
 
+const COLUMNS = [
+  { name: "state", title: "State", key: (run) => ORDER.indexOf(run.phase) },
+  { name: "run", title: "Run", key: (run) => run.run },
+  { name: "started", title: "Started", falls: true, key: (run) => run.since },
+  { name: "nodes", title: "Nodes", kind: "num", falls: true, key: (run) => run.members },
+  { name: "step", title: "Step", kind: "num", falls: true, key: (run) => run.step },
+  { name: "speed", title: "Steps/s", kind: "num", falls: true, key: (run) => run.speed },
+  { name: "ettr", title: "Effective training time", kind: "meter-head", key: (run) => run.ettr },
+  { name: "fault", title: "Last fault", falls: true, key: (run) => run.fault?.time },
+];
+
 export function runsView(open) {
   const rows = new Map();
   const body = h("tbody");
-  const heads = [["State"], ["Run"], ["Nodes", "num"], ["Step", "num"], ["Steps/s", "num"], ["Effective training time", "meter-head"], ["Last fault"]];
-  const table = h("table", { class: "runs" },
-    h("thead", {}, h("tr", {}, heads.map(([title, kind]) => h("th", { scope: "col", class: kind }, title)))), body);
-  const none = h("p", { class: "none" }, "No runs yet. A run appears when its first node joins.");
+  let found = [];
+  const sorted = sorting(COLUMNS, arrange);
+  const table = h("table", { class: "runs" }, h("thead", {}, h("tr", {}, sorted.heads)), body);
+  const filter = h("input", { type: "search", placeholder: "Filter by name, user, fault", "aria-label": "Filter runs by name, user, command or fault", autocomplete: "off", spellcheck: "false" });
+  const none = h("p", { class: "none" });
   const title = h("h1", {}, "Runs");
   const sum = h("p", { class: "sub" });
-  const element = h("div", { class: "page" }, h("div", { class: "head" }, title, sum), h("section", { class: "card" }, table, none));
+  const element = h("div", { class: "page" }, h("div", { class: "head with-filter" }, h("div", { class: "grow" }, title, sum), filter), h("section", { class: "card" }, table, none));
+  filter.addEventListener("input", arrange);
 
-  function update(document_, live) {
-    const found = Object.values(document_.runs ?? {});
-    found.sort((a, b) => ORDER.indexOf(a.phase) - ORDER.indexOf(b.phase) || a.run.localeCompare(b.run, "en", { numeric: true }));
-    const ids = new Set(found.map((run) => run.run));
+  function arrange() {
+    const words = filter.value.trim().toLowerCase();
+    const shown = found.filter((run) => !words || [run.run, run.phase, run.why, run.user, run.command, run.fault?.event, run.fault?.reason].some((text) => text?.toLowerCase().includes(words)));
+    shown.sort((a, b) => sorted.compare(a, b) || a.run.localeCompare(b.run, "en", { numeric: true }));
+    const ids = new Set(shown.map((run) => run.run));
     for (const [id, row] of rows) if (!ids.has(id)) { row.element.remove(); rows.delete(id); }
-    found.forEach((run, i) => {
+    shown.forEach((run, i) => {
       if (!rows.has(run.run)) rows.set(run.run, runRow(run.run, open));
       const row = rows.get(run.run);
       if (row.run !== run) row.update(run);
       if (body.children[i] !== row.element) body.insertBefore(row.element, body.children[i] ?? null);
     });
-    table.hidden = found.length === 0;
-    none.hidden = found.length > 0;
+    table.hidden = shown.length === 0;
+    none.hidden = shown.length > 0;
+    say(none, found.length ? "No run has this name, user, command or fault." : "No runs yet. A run appears when its first node joins.");
+    filter.hidden = found.length < 2;
+  }
+
+  function update(document_, live) {
+    found = Object.values(document_.runs ?? {});
+    arrange();
     const nodes = found.reduce((all, run) => all + (run.members ?? 0), 0);
     const running = found.filter((run) => run.phase === "running").length;
     const more = document_.unlisted ? `; ${count(document_.unlisted, "more run")} not listed: see /runs/RUN for each` : "";
@@ -47,7 +69,11 @@ function runRow(id, open) {
   const link = h("a", { href: `/runs/${encodeURIComponent(id)}` });
   say(link, id);
   const state = h("td", { class: "state" });
+  const what = h("div", { class: "what clip" });
   const why = h("div", { class: "why" });
+  const startedAt = h("div");
+  const lasted = h("div", { class: "dim" });
+  const started = h("td", { class: "started" }, startedAt, lasted);
   const cells = Object.fromEntries(["nodes", "step", "speed"].map((name) => [name, h("td", { class: `num ${name}` })]));
   const bar = h("span", { class: "bar-fill" });
   const share = h("span", { class: "share" });
@@ -55,7 +81,7 @@ function runRow(id, open) {
   const faultWhat = h("div", { class: "clip" });
   const faultWhen = h("div", { class: "dim" });
   const fault = h("td", { class: "fault" }, faultWhat, faultWhen);
-  const element = h("tr", {}, state, h("td", { class: "name" }, link, why), cells.nodes, cells.step, cells.speed, ettr, fault);
+  const element = h("tr", {}, state, h("td", { class: "name" }, link, what, why), started, cells.nodes, cells.step, cells.speed, ettr, fault);
   element.addEventListener("click", (event) => {
     if (!event.target.closest("a") && !getSelection().toString()) open(link.getAttribute("href"));
   });
@@ -66,6 +92,10 @@ function runRow(id, open) {
       row.run = run;
       element.classList.toggle("over", OVER.includes(run.phase));
       state.replaceChildren(badge(run.phase, run.phase, run.failed));
+      say(startedAt, run.since === undefined ? "–" : moment(run.since));
+      started.title = run.until === undefined ? "" : `ended at ${moment(run.until)}`;
+      say(what, launched(run));
+      what.hidden = what.textContent === "";
       say(why, run.why);
       why.hidden = !run.why;
       why.classList.toggle("bad", run.phase === "running");
@@ -81,6 +111,7 @@ function runRow(id, open) {
     },
     tick(now) {
       const run = row.run;
+      if (run?.since !== undefined) say(lasted, `${run.until === undefined ? "for" : "lasted"} ${duration((run.until ?? now) - run.since)}`);
       say(faultWhen, run?.fault ? `${rough(now - run.fault.time)} ago` : "");
     },
   };

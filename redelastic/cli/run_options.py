@@ -1,0 +1,291 @@
+"""The options of ``redelastic run``: torchrun's and ours, and what they mean for the agent and the rendezvous."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import re
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from redelastic.agent.options import MAX_IDLE_RESTARTS
+
+from . import common
+
+if TYPE_CHECKING:
+    from redelastic.agent import AgentOptions
+    from redelastic.preflight.options import Options
+
+DESCRIPTION = "redelastic run: torchrun on Redis, with the agent that torch lacks."
+EPILOG = """\
+exit codes: 0 finished; 1 workers or the rendezvous failed, or a signal ended the agent; 2 wrong arguments;
+3 Redis cannot be reached at the start; 75 this node was drained (start another in its place); 76 the job was
+stopped, or its restarts are used up; 77 refused by a health check; 78 the job was stopped because it makes no
+progress (do not start it again before the cause is found); 79 the run has finished, but this node was a spare
+to the end, and has trained nothing.
+
+SIGTERM and SIGUSR1 drain the node: all workers of the job are asked to save, then this node leaves and
+the others go on. A second SIGTERM, at least one second after the first, does not wait for the save.
+
+--hang-timeout needs every rank to call redelastic.progress(): workers that never call it get a warning and
+are not restarted.
+"""
+
+# For these, torchrun's own help does not apply here.
+HELP = {
+    "--rdzv-endpoint": "host:port or URL of Redis (default: $REDELASTIC_REDIS_URL, or localhost)",
+    "--rdzv-backend": "must be redis",
+    "--rdzv-id": "run id: the same on all nodes of the job, and unique on this Redis",
+    "--standalone": "run a job of one node with its own Redis; --rdzv-endpoint and --rdzv-id are ignored",
+    "--local-addr": "this host's address, name or interface for its peers (default: the address it reaches Redis from)",
+    "--master-addr": "has no effect: rank 0 announces its address",
+    "--master-port": "has no effect: rank 0 announces its port",
+    "--node-rank": "has no effect: the rendezvous assigns ranks",
+}
+ADMIT_INTERVAL: Final = 10.0  # in seconds
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Torchrun's parser with redelastic's options, and its help where torchrun's does not apply."""
+    import torch.distributed.run as torchrun
+
+    parser = common.Parser(
+        "redelastic run",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        parents=[torchrun.get_args_parser()],
+        add_help=False,  # it comes with torchrun's
+    )
+    parser.set_defaults(rdzv_backend=os.environ.get("PET_RDZV_BACKEND") or "redis")
+    if "PET_MAX_RESTARTS" not in os.environ:
+        parser.set_defaults(max_restarts=None)  # 0 must differ from not given
+    for option, text in HELP.items():
+        parser._option_string_actions[option].help = text  # noqa: SLF001  # argparse offers no other way to it
+    _add_arguments(parser)
+    return parser
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    from torch.distributed.argparse_util import check_env, env
+
+    group = parser.add_argument_group("options that torchrun does not have (times in seconds)")
+
+    def add(option: str, **settings: Any) -> None:
+        """Add an option as torchrun does: also with underscores, and with its default from a variable PET_…."""
+        action = {"action": check_env if settings.pop("flag", False) else env}
+        names = dict.fromkeys((option, "--" + option[2:].replace("-", "_")))
+        group.add_argument(*names, **{**action, **settings})
+
+    add(
+        "--config",
+        metavar="FILE",
+        help="TOML file with options by their names, such as hang-timeout = 300, and the script as training-script and "
+        "training-script-args; flags and variables PET_… outweigh it",
+    )
+    group.add_argument(
+        "--print-config",
+        action="store_true",
+        help="print the options that would hold, as such a file, and exit; secrets are hidden",
+    )
+    add("--node-name", metavar="NAME", help="name of this node in status and events (default: its hostname)")
+    add(
+        "--join-secret-file",
+        metavar="FILE",
+        help="file with a secret of 16 bytes or more: this node trains only with nodes that have the same one",
+    )
+    add(
+        "--drain-timeout",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="time for workers to save during a drain (default: 30)",
+    )
+    add(
+        "--admit",
+        choices=["now", "saved", "checkpoint"],
+        help="when to let this node into a round that trains, which restarts its workers: now; once they were asked to "
+        "save, and have (up to --drain-timeout), with --survive once all have paused after a common step; or after a "
+        "checkpoint of the job's own (default: saved)",
+    )
+    add(
+        "--admit-interval",
+        type=float,
+        metavar="S",
+        help="how old that round has to be, so that nodes that come together share one restart (default: 10; 0 with "
+        "--survive)",
+    )
+    add(
+        "--drain-file",
+        type=lambda name: Path(name) if name else None,
+        metavar="FILE",
+        help="drain when this file appears; it may contain a Unix time as the deadline",
+    )
+    add(
+        "--hang-timeout",
+        type=float,
+        metavar="S",
+        help="restart all workers if one that has reported progress reports none for S seconds",
+    )
+    add(
+        "--hang-start-timeout",
+        type=float,
+        metavar="S",
+        help="the same for the time until the first report in a round (default: 1800, or --hang-timeout if longer)",
+    )
+    add(
+        "--max-job-restarts",
+        type=int,
+        metavar="N",
+        help="restart budget of the whole job; also the default of --max-restarts",
+    )
+    add(
+        "--max-idle-restarts",
+        type=int,
+        default=MAX_IDLE_RESTARTS,
+        metavar="N",
+        help="stop the job, with exit code 78, after N consecutive restarts in which no worker reported a higher step "
+        f"than before (default: {MAX_IDLE_RESTARTS}; 0: never)",
+    )
+    add(
+        "--max-failed-rounds",
+        type=int,
+        metavar="N",
+        help="exclude a host whose workers failed first in N consecutive rounds",
+    )
+    add(
+        "--preflight",
+        flag=True,
+        help="measure all hosts before the first round, and after one in which a worker or a node failed",
+    )
+    add("--exclude", flag=True, help="with --preflight: exclude hosts that stand out, as --max-failed-rounds does")
+    add(
+        "--preflight-path",
+        action="append",
+        default=[],
+        metavar="FOLDER",
+        help="with --preflight: write here, too; may be repeated",
+    )
+    add(
+        "--health-check",
+        action="append",
+        metavar="NAME",
+        help="check to pass before joining, may be repeated: gpu, disk, memory, …, or none (default: disk)",
+    )
+    add("--health-command", metavar="COMMAND", help="shell command; if it fails, this node does not join")
+    add("--health-timeout", type=float, default=60.0, metavar="S", help="time limit of each check (default: 60)")
+    add("--health-port", type=int, metavar="PORT", help="port for /livez, /readyz and /metrics")
+    add("--health-host", default="127.0.0.1", metavar="ADDRESS", help="address to listen on (default: 127.0.0.1)")
+    add(
+        "--survive",
+        flag=True,
+        help="keep workers' processes from round to round: the script calls redelastic.survive() (experimental)",
+    )
+    add(
+        "--park-timeout",
+        type=float,
+        default=10.0,
+        metavar="S",
+        help="with --survive: time for workers to leave a round; after that they start anew (default: 10)",
+    )
+    add("--share-gpus", flag=True, help="let several workers use one GPU (not with NCCL)")
+    add("--share-logs", flag=True, help="let the dashboard show the ends of the workers' logs, by Redis")
+    add(
+        "--preload",
+        metavar="MODULE,…",
+        help="import these modules once and fork workers from that process (such as torch); if one cannot be, "
+        "a warning says why, and workers start as new processes",
+    )
+    if "--shutdown-timeout" not in parser._option_string_actions:  # noqa: SLF001  # torchrun has it since torch 2.12
+        add(
+            "--shutdown-timeout",
+            type=int,
+            metavar="S",
+            help="time between SIGTERM and SIGKILL for workers (default: 30)",
+        )
+    if "--exit-barrier-timeout" not in parser._option_string_actions:  # noqa: SLF001  # torch is about to have it
+        add(
+            "--exit-barrier-timeout",
+            type=float,
+            metavar="S",
+            help="time for the other nodes' workers to end once this node's have; after that this node fails, and the "
+            "run stays open (default: no limit)",
+        )
+    else:
+        parser.set_defaults(exit_barrier_timeout=None)
+
+
+def agent_options(arguments: argparse.Namespace) -> AgentOptions:
+    """The options of the agent; the arguments that torchrun's own checks read become what these expect.
+
+    Raises:
+        ValueError: an argument is wrong.
+    """
+    from redelastic.agent import AgentOptions
+    from redelastic.host.devices import has_driver
+
+    least, _, most = arguments.nnodes.partition(":")
+    if not (re.fullmatch(r"[0-9]+(:[0-9]+)?", arguments.nnodes) and 1 <= int(least) <= int(most or least)):
+        raise ValueError(f"--nnodes={arguments.nnodes} is invalid: use N (4) or MIN:MAX (2:4)")
+    if re.fullmatch(r"-?[0-9]+", arguments.nproc_per_node) and int(arguments.nproc_per_node) < 1:
+        raise ValueError(f"--nproc-per-node={arguments.nproc_per_node} is out of range: it must be 1 or more")
+    if arguments.standalone and int(least) > 1:
+        raise ValueError(f"--nnodes={arguments.nnodes} needs several hosts, and --standalone has one: leave one out")
+    if not arguments.monitor_interval > 0:
+        raise ValueError(f"--monitor-interval={arguments.monitor_interval} is out of range: it must be above 0.")
+    if arguments.numa_binding and not has_driver():
+        raise ValueError(f"--numa-binding={arguments.numa_binding} needs GPUs, and this host has no driver for any.")
+    for name in arguments.signals_to_handle.split(","):
+        if name.strip() not in signal.Signals.__members__:
+            raise ValueError(f"{name.strip()} in --signals-to-handle is no signal of this system.")
+    arguments.max_idle_restarts = arguments.max_idle_restarts or None
+    if arguments.max_restarts is None:
+        arguments.max_restarts = arguments.max_job_restarts or 0
+    checks: list[str] = arguments.health_check or os.environ.get("PET_HEALTH_CHECK", "disk").split(",")
+    arguments.health_check = checks
+    given: dict[str, Any] = {
+        name: getattr(arguments, name)
+        for name in (
+            *("drain_timeout", "drain_file", "hang_timeout", "hang_start_timeout", "max_job_restarts"),
+            *("max_idle_restarts", "max_failed_rounds", "exclude", "health_command", "health_timeout"),
+            *("health_port", "health_host", "share_gpus", "share_logs", "survive", "park_timeout"),
+        )
+    }
+    modules = tuple(name.strip() for name in (arguments.preload or "").split(",") if name.strip())
+    return AgentOptions(health_checks=tuple(c for c in checks if c != "none"), preload=modules, **given)
+
+
+def preflight_options(arguments: argparse.Namespace) -> Options | None:
+    """How to measure this host before rounds; None: not at all."""
+    from redelastic.host.devices import has_driver
+    from redelastic.preflight.options import Options
+
+    if not arguments.preflight:
+        if arguments.exclude or arguments.preflight_path:
+            raise ValueError("--exclude and --preflight-path need --preflight.")
+        return None
+    for option in ("standalone", "survive"):
+        if getattr(arguments, option):
+            raise ValueError(f"--preflight does not work with --{option}: leave one out.")
+    folders = tuple(str(Path(folder).absolute()) for folder in arguments.preflight_path)
+    backend = "nccl" if has_driver() else "gloo"
+    return Options(folders=folders, backend=backend, exclude=arguments.exclude)
+
+
+def admission(arguments: argparse.Namespace, given: Mapping[str, Any]) -> dict[str, float]:
+    """How this node is let in, as parameters of the rendezvous; ``given`` has those of ``--rdzv-conf``."""
+    mode = arguments.admit or "saved"
+    timeouts = {"now": 0.0, "saved": arguments.drain_timeout, "checkpoint": math.inf}
+    if mode not in timeouts:  # argparse does not look at what PET_ADMIT says
+        raise ValueError(f"--admit={mode} is invalid: it must be one of {', '.join(timeouts)}.")
+    interval = arguments.admit_interval
+    if interval is None:
+        interval = 0.0 if arguments.survive else ADMIT_INTERVAL
+    if not 0 <= interval < math.inf:
+        raise ValueError(f"--admit-interval={interval} is out of range: it must be 0 or more.")
+    asked = {"admit_timeout": arguments.admit, "admit_interval": arguments.admit_interval}
+    found = {"admit_timeout": timeouts[mode], "admit_interval": interval}
+    return {name: value for name, value in found.items() if asked[name] is not None or name not in given}
