@@ -159,7 +159,7 @@ class RedisElasticAgent(RegroupingAgent):
         self._monitor = NodeMonitor(
             self._node,
             self._worker_group,
-            self._assignment.visible,
+            self._assignment.visible or self._assignment.gpus,
             self._admission,
             partial(watchdog_progress, self),
             control=self._control,

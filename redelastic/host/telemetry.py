@@ -14,6 +14,7 @@ import psutil
 
 from redelastic.monitoring.records import APPLICATION_XIDS
 
+from .amd import AmdGpu, list_amd_gpus
 from .devices import handle_of, open_nvml
 from .gpus import Gpu
 
@@ -31,7 +32,7 @@ class Telemetry:
     it, without holding a lock.
 
     Args:
-        gpus: to watch: ``Assignment.visible``.
+        gpus: to watch: ``Assignment.visible``; if NVML knows none of them, all of the host that AMD's driver shows.
         clock: monotonic, in seconds.
     """
 
@@ -40,7 +41,7 @@ class Telemetry:
         self._sampled_at: float | None = None
         self._workers: dict[int, Times] = {}
         self._gpus = gpus
-        self._watched: list[_WatchedGpu] | None = None  # None until the first sample, as NVML may be slow
+        self._watched: Sequence[_WatchedGpu | AmdGpu] | None = None  # None until the first sample: a driver may be slow
 
     def sample(self, trees: Mapping[int, Sequence[psutil.Process]]) -> dict[str, Any]:
         """Sample what is used now.
@@ -152,9 +153,12 @@ def _used(now: Times, last: Times) -> float:
 # -- GPUs
 
 
-def _watch(gpus: Sequence[Gpu]) -> list[_WatchedGpu]:
-    nvml = open_nvml() if gpus else None
-    return [_WatchedGpu(nvml, gpu) for gpu in gpus] if nvml is not None else []
+def _watch(gpus: Sequence[Gpu]) -> Sequence[_WatchedGpu | AmdGpu]:
+    known = [gpu for gpu in gpus if gpu.index is not None]
+    nvml = open_nvml() if known else None
+    if nvml is not None:
+        return [_WatchedGpu(nvml, gpu) for gpu in known]
+    return list_amd_gpus() if gpus else []
 
 
 class _WatchedGpu:
