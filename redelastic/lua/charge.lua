@@ -1,10 +1,10 @@
 -- charge: counts a failure of workers against the budget of the whole job, once a round, and against the host where a
--- worker failed first. Once a round has lost a member, no failure in it counts: workers fail because their peer is gone
+-- worker failed first, if that is known. Once a round has lost a member, no failure in it counts: workers fail because their peer is gone
 -- (changes.lua takes back what was counted before). It also counts the rounds in a row that brought no progress. Sent
 -- again, it counts nothing twice (I8); for an older round, or from a node that is gone, it counts nothing (I4).
 --
 -- KEYS 1-11 of run.lua
--- ARGV 1 node, 2 name of its host, 3 epoch, 4 ago: how long ago its worker failed (ms), 5 step: the last one that its
+-- ARGV 1 node, 2 name of its host, '' if nothing shows that the cause lies there, 3 epoch, 4 ago: how long ago its worker failed (ms), 5 step: the last one that its
 --      workers reported or -1, 6 news: what they told in this round: 2 something that is progress whatever the step, 1 a step,
 --      0 nothing, though they did in an earlier one, -1 nothing, as ever, 7 budget: restarts that the job may make or -1,
 --      8 patience: restarts in a row that may bring no progress or -1, 9 limit: of failed rounds in a row for one host or -1,
@@ -32,7 +32,9 @@ local function blame()
   set('failed_at', failed_at)
   set('blamed', name)
   set('blamed_node', node)
-  redis.call('HINCRBY', FAILURES, name, 1)
+  if name ~= '' then
+    redis.call('HINCRBY', FAILURES, name, 1)
+  end
 end
 
 -- Counts this round among the restarts in a row without progress, once, unless it brought some. A round that a node broke
@@ -65,7 +67,7 @@ if epoch == run.epoch and not run.closed and redis.call('ZSCORE', LEASES, node) 
       set('charged', epoch)
       set('restarts', (run.restarts or 0) + 1)
       blame()
-    elseif failed_at < run.failed_at then -- it failed first, though it reports later
+    elseif name ~= '' and (run.blamed == '' or failed_at < run.failed_at) then -- it failed first, though it reports later
       unblame()
       blame()
     end

@@ -63,6 +63,17 @@ def explain(last: LastCollectives) -> str:
     return "; ".join(parts)
 
 
+def may_wait(own: Sequence[Collective] | None) -> bool:
+    """Whether a rank that hangs may wait for another one.
+
+    It does not if it has ended all its collectives, or does not even answer.
+
+    Args:
+        own: its last collectives; None if it does not answer, empty if nothing is known of any.
+    """
+    return own is not None and not (own and all(one.is_done for one in own))
+
+
 def _explain_group(collectives: Mapping[int, Sequence[Collective]]) -> str:
     """Why ranks wait in one group; empty if none does."""
     waiting = {rank: first for rank, own in collectives.items() if (first := _first_unfinished(own))}

@@ -311,7 +311,8 @@ class Failed(WorkerFailure):
     Attributes:
         age_ms: time since the first of them did.
         idle_before_ms: time from the last progress of the node's workers until then; not known if they made none.
-        follows: whether the last words of all of them say that a peer is gone: then the cause is elsewhere.
+        follows: whether the cause may be elsewhere: the last words of all of them say that a peer is gone, or they hang
+            and may wait for a peer.
     """
 
     event: str = "failed"

@@ -26,9 +26,9 @@ class RoundFailure:
         epoch: of the round.
         time: when it failed, on the server's clock, in seconds since 1970.
         cause: what broke it: a worker's failure, or the loss or exit of a node; None if that is not known, because all
-            workers that failed say that a peer is gone.
+            workers that failed say that a peer is gone, or hang and may wait for a peer.
         log: path of the failed worker's log, on its node; empty if it has none, or no worker is the cause.
-        waits: which ranks waited for which in a collective, if the cause is a hang and this is known; else empty.
+        waits: which ranks waited for which in a collective, if workers hung and this is known; else empty.
         others: failures of other nodes' workers, which only followed.
         stopped: number of the round's nodes, other than the cause's, whose workers ended with it; None if not known.
         charged: whether it counts as a restart of the job; None if no agent counted it.
@@ -86,12 +86,18 @@ def failure_of(events: Sequence[Event], epoch: int) -> RoundFailure | None:
     """
     own = list(_of_round(events, epoch))
     members = next((event.members for event in own if isinstance(event, kinds.Completed)), ())
-    faults = sorted((one for one in own if _is_fault(one, members)), key=_since)
+    failed = [one for one in own if isinstance(one, kinds.Failed)]
+    told = {one.node for one in failed}
+    gone = (one for one in own if _is_gone(one, members))
+    news = (one for one in gone if isinstance(one, kinds.Lost) or one.node not in told)  # not the same failure again
+    faults = sorted([*failed, *news], key=_since)
     planned = any(isinstance(one, kinds.Left) and one.breaks and one.cause not in _FAULTY for one in own)
-    if not faults or (planned and _follows(faults[0])):
+    if not faults:
+        return None
+    hangs = isinstance(faults[0], kinds.Failed) and faults[0].idle_ms is not None
+    if planned and _follows(faults[0]) and not hangs:
         return None
     first = None if _follows(faults[0]) else faults[0]
-    failed = [one for one in own if isinstance(one, kinds.Failed)]
     node = first.node if first else ""
     ended = next((one for one in own if isinstance(one, kinds.Closed)), None)
     after = next((one for one in events if isinstance(one, kinds.Completed) and one.epoch > epoch), None)
@@ -101,7 +107,7 @@ def failure_of(events: Sequence[Event], epoch: int) -> RoundFailure | None:
         time=began,
         cause=first,
         log=_log(own, first),
-        waits=_waits(own) if first and isinstance(first, kinds.Failed) and first.idle_ms is not None else "",
+        waits=_waits(own) if hangs else "",
         others=[one for one in failed if one.node != node],
         stopped=len({*members} - {node}) if members else None,
         charged=not any(isinstance(one, kinds.Lost) for one in faults) if failed else None,
@@ -130,11 +136,10 @@ def _of_round(events: Sequence[Event], epoch: int) -> Iterator[Event]:
             yield from event.each()
 
 
-def _is_fault(event: Event, members: Sequence[str]) -> bool:
+def _is_gone(event: Event, members: Sequence[str]) -> bool:
+    """Whether a fault has taken a member away."""
     was_member = not members or event.node in members  # they are not known if the round began before the events kept
     match event:
-        case kinds.Failed():
-            return True
         case kinds.Lost():
             return event.breaks or was_member
         case kinds.Left():
@@ -177,7 +182,7 @@ def _waits(own: Sequence[Event]) -> str:
 
 def lines(failure: RoundFailure) -> list[tuple[str, str]]:
     """The failure in words, for every place that shows it: pairs of what a line is about, and the line."""
-    found = [("cause", _cause_line(failure.cause))]
+    found = [("cause", _cause_line(failure))]
     if failure.waits:
         found.append(("waits", failure.waits))
     if isinstance(failure.cause, kinds.Failed):
@@ -188,8 +193,10 @@ def lines(failure: RoundFailure) -> list[tuple[str, str]]:
     return [(name, short(text)) for name, text in found]
 
 
-def _cause_line(first: Event | None) -> str:
-    match first:
+def _cause_line(failure: RoundFailure) -> str:
+    match first := failure.cause:
+        case None if any(one.idle_ms is not None for one in failure.others):
+            return "not known: workers make no progress, and nothing shows which of them the others wait for"
         case None:
             return "not known: every worker that failed says that a peer is gone, and no other failure was reported"
         case kinds.Failed():

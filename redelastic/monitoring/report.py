@@ -125,7 +125,7 @@ def _problems(run: Run, idle: int) -> list[str]:
         for name in run.barred
     ]
     if idle and not run.closed:
-        found.append(f"the last {count(idle, 'restart')} made no progress")
+        found.append(f"the last {'restart' if idle == 1 else f'{idle} restarts'} made no progress")
     return found
 
 

@@ -284,7 +284,8 @@ def consecutive_failures(failures: int) -> str:
     """Why a host is excluded."""
     if failures >= events.EXCLUDED:
         return "a preflight has found it to be an outlier"
-    return f"its workers failed first in {count(failures, 'consecutive round')}"
+    rounds = "1 round" if failures == 1 else f"{failures} consecutive rounds"
+    return f"its workers failed first in {rounds}"
 
 
 # -- what became of a request to a run

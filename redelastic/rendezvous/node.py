@@ -373,7 +373,9 @@ class Node:
         Returns:
             Restarts of the job; rounds in a row in which this host failed first; why the run has to be stopped, if so.
         """
-        caller = (self.id, self.settings.node_name, self.view.epoch_held)
+        held = self.view.round
+        elsewhere = failure.follows and held is not None and held.size > 1
+        caller = (self.id, "" if elsewhere else self.settings.node_name, self.view.epoch_held)
 
         def args() -> list[Any]:  # another host may have failed while this one could not reach Redis
             return [*caller, _ms_since(failed_at), step, int(news), *limits, int(final), *failure.pairs()]

@@ -172,7 +172,7 @@ class Blame:
         rank, failure = self.first_of(result)
         worker: dict[str, Any] = {"local_rank": failure.local_rank, "rank": rank, "pid": failure.pid}
         if isinstance(failure, LiveFailure):
-            return replace(failure.failed, **worker, follows=self._follows)
+            return replace(failure.failed, **worker, follows=self._follows or failure.failed.follows)
         # An uncaught exception ends Python with 1, and C++ with SIGABRT; other logs may end with one that was handled.
         words = self._last_words(failure.local_rank) if failure.exitcode in {1, -signal.SIGABRT} else ""
         if failure.exitcode < 0:

@@ -198,9 +198,11 @@ class Workers:
         if self._is_explained or not self._watch.stalled:
             return {}
         self._is_explained = True
-        running = [local_rank for local_rank in self._ranks if not self.ended(local_rank)]
-        found = last_collectives(self._board, running, self._round_began, RECORDS_TIMEOUT)
+        found = last_collectives(self._board, self._running, self._round_began, RECORDS_TIMEOUT)
         return {self._ranks[local_rank]: last for local_rank, last in found.items()}
+
+    def _running(self) -> list[int]:
+        return [local_rank for local_rank in self._ranks if not self.ended(local_rank)]
 
     def ask_to_save(self, *, by_signal: bool) -> int:
         """Ask for a checkpoint: through ``should_checkpoint()``, and by signal to workers that handle it.

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from torch.distributed.elastic.agent.server.api import RunResult, Worker
 
+from redelastic.monitoring.collectives import LastCollectives, may_wait
 from redelastic.monitoring.events import MAX_TEXT, Collectives, Event, Failed, Unwatched
 from redelastic.monitoring.sentences import sentence
 
@@ -52,20 +53,28 @@ class Hangs:
         for local_rank in hung:
             rank, where = group[local_rank].global_rank, stacks[local_rank]
             log.error("Stacks of worker %s (rank %s), which hangs:\n%s", local_rank, rank, where)
+        last = self.explain(workers)
+        waits = {r: may_wait(last.get(group[r].global_rank, ())) for r in hung}
+        hung.sort(key=waits.__getitem__)  # the cause comes first
         self._note(replace(workers.hang(group[hung[0]]), hung=len(hung), stacks=merged(stacks, MAX_TEXT)))
-        self.explain(workers)
-        return failed_alive({group[r]: Failed(**workers.hang(group[r]).of_worker()) for r in hung})
+        others = any(worker.world_size > len(group) for worker in group)
+        described = {r: workers.hang(group[r]).of_worker() for r in hung}
+        return failed_alive({group[r]: Failed(**how, follows=others and waits[r]) for r, how in described.items()})
 
-    def explain(self, workers: Workers) -> None:
+    def explain(self, workers: Workers) -> LastCollectives:
         """Report the last collectives of workers that make no progress, before they are ended; once in a round.
 
         The nodes stop making progress together. The first one that finds a hang ends the round, and only the
         collectives of all of them show which rank the others wait for.
+
+        Returns:
+            The collectives, by rank; empty if they have been reported before.
         """
         if last := workers.collectives_of_stalled():
             event = Collectives(last=last)
             log.error("The last collectives of this node's workers: %s.", sentence(event))
             self._note(event)
+        return last
 
     def _warn(self, workers: Workers, silent: Sequence[Worker]) -> None:
         """Warn that workers have never reported; runs in a thread of its own."""

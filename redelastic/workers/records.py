@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, Final
 
 from redelastic.monitoring.collectives import MAX_WORD, Collective
@@ -22,25 +22,28 @@ ALIKE: Final = frozenset({"all_reduce", "reduce", "broadcast", "_all_gather_base
 
 
 def last_collectives(
-    board: ProgressBoard, local_ranks: Iterable[int], since: float, timeout: float
+    board: ProgressBoard, running: Callable[[], Collection[int]], since: float, timeout: float
 ) -> dict[int, tuple[Collective, ...] | None]:
     """The last collectives of workers that have reported progress; None for one that does not answer in time.
 
     Args:
         board: of the workers.
-        local_ranks: of those that are asked.
+        running: local ranks of the workers that have not ended: these are asked, until they do.
         since: leaves out older collectives, such as those of an earlier round; in seconds since 1970.
         timeout: the longest this may take, in seconds.
     """
     deadline = time.monotonic() + timeout
     found: dict[int, tuple[Collective, ...] | None] = {}
     with contextlib.suppress(ValueError):  # the board is closed: the workers have been replaced meanwhile
-        waiting = {local_rank for local_rank in local_ranks if board.read(local_rank).pid}
+        waiting = {local_rank for local_rank in running() if board.read(local_rank).pid}
         each = max(1, min(EACH, MAX_COLLECTIVES // max(1, len(waiting))))
         for local_rank in waiting:
             found[local_rank] = None
             board.ask_for_records(local_rank)
         while waiting and time.monotonic() < deadline:
+            for local_rank in waiting.difference(running()):
+                waiting.remove(local_rank)
+                del found[local_rank]
             for local_rank in list(waiting):
                 if (records := board.records(local_rank, MAX_BYTES)) is not None:
                     waiting.remove(local_rank)

@@ -17,7 +17,7 @@ import pytest
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from redelastic.agent import AgentOptions
-from redelastic.monitoring.events import Closed, Failed, Hung, Unwatched, decode_cause
+from redelastic.monitoring.events import Closed, Failed, Hung, Joined, Unwatched, decode_cause
 from redelastic.monitoring.failure import last_failure, lines
 from redelastic.monitoring.logs import first_failure
 from redelastic.monitoring.sentences import sentence
@@ -103,20 +103,30 @@ for step in range(3):
 """
 
 
-@pytest.mark.fault("ranks wait in a collective for one that does not come", "the failure names it, and the collective")
-def test_a_hang_names_the_rank_that_the_others_wait_for(server: RedisServer, tmp_path: Path) -> None:
+@pytest.mark.fault(
+    "ranks wait in a collective for one that does not come",
+    "the failure names it, and the collective; no host that waits is blamed",
+)
+@pytest.mark.parametrize("finder", ["waits", "is late"])
+def test_a_hang_names_the_rank_that_the_others_wait_for(server: RedisServer, tmp_path: Path, finder: str) -> None:
+    """Whichever node finds it, the one whose worker waits for the other one is not to blame."""
     script = tmp_path / "waits.py"
     script.write_text(WAITS)
     with AgentJob(server, tmp_path, "2:2") as job:
-        options = ("--hang-timeout=2", "--hang-start-timeout=50")
-        job.start("a", "b", script=script, options=options, max_restarts=0, may_end=True)
+        names = "ab" if finder == "waits" else "ba"  # the first one's node is rank 0, whose worker waits
+        for name in names:
+            timeout = 2 if name == "a" else 3  # by then a has found it, and b's workers have been idle for long
+            options = (f"--hang-timeout={timeout}", "--hang-start-timeout=50")
+            job.start(name, script=script, options=options, max_restarts=0, may_end=True)
+            job.wait_event(Joined)
         for name in "ab":
             job.wait_end(name)
         failure = last_failure(job.control.events())
         assert failure is not None
         why = "rank 0 waits in all_reduce(Float[4]), collective 3 of default_pg, rank 1 has not come to it"
-        assert failure.waits == why
-        assert ("waits", why) in lines(failure)
+        assert (finder == "is late") or (failure.waits == why and ("waits", why) in lines(failure))
+        blamed = failure.cause.node[:1] if failure.cause else ""
+        assert blamed == job.redis("run")["blamed"] == ("" if finder == "waits" else "a")
 
 
 @pytest.mark.fault("a worker hangs", "its host is blamed by the time of its last progress, not that of the look")

@@ -140,6 +140,20 @@ def test_a_hang_is_explained_by_what_all_nodes_say() -> None:
     assert "waits" not in told(RAISED, waits, late), "of a failure that is no hang, it is not the cause"
 
 
+def test_of_hung_workers_none_is_the_cause_unless_one_is_seen_to_be() -> None:
+    def hung(node: str, rank: int, **more: Any) -> Event:
+        return event(20, "failed", node, age_ms=9000, local_rank=0, rank=rank, pid=9, idle_ms=9000, step=7, **more)
+
+    both = told(hung(A, 0, follows=1), hung(B, 1, follows=1))
+    assert both["cause"].startswith("not known: workers make no progress")
+    assert both["others"].startswith("workers failed on a-7 (rank 0): worker 0 (rank 0, pid 9) made no progress")
+    assert told(hung(A, 0, follows=1), hung(B, 1))["cause"].startswith("b-7: worker 0 (rank 1")
+    ended = event(21, "left", A, cause="failed", breaks=1, local_rank=0, rank=0, pid=9, idle_ms=9000, step=7)
+    assert told(hung(A, 0, follows=1), ended)["cause"].startswith("not known"), "it is the same failure"
+    left = event(21, "left", C, cause="drained", breaks=1)
+    assert "cause" in told(hung(A, 0, follows=1), left), "a hang does not follow from a drain"
+
+
 def test_the_last_round_that_failed_counts() -> None:
     again = event(23, "failed", B, 2, **worker(1, "KeyError: 2"))
     failure = last_failure([completed(0), RAISED, completed(14, 2), again])

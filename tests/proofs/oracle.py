@@ -270,7 +270,7 @@ def _count(s: State, failed_at: int, request: Charge) -> None:
         s.restarts = (s.restarts or 0) + 1
         s.charged = request.epoch
         _blame(s, request.host, failed_at)
-    elif s.failed_at is not None and failed_at < s.failed_at:  # it failed first, though it reports later
+    elif request.host and s.failed_at is not None and (not s.blamed or failed_at < s.failed_at):  # it reports late
         unblame(s)
         _blame(s, request.host, failed_at)
 
@@ -304,7 +304,8 @@ def _stays(s: State, host: str, n: int, request: Charge) -> bool:
 
 def _blame(s: State, host: str, failed_at: int) -> None:
     s.blamed, s.failed_at = host, failed_at
-    s.failures[host] = s.failures.get(host, 0) + 1
+    if host:
+        s.failures[host] = s.failures.get(host, 0) + 1
 
 
 VERBS: Final[dict[type, Callable[[State, int, Any], tuple[State, Reply]]]] = {

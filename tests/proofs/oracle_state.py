@@ -238,7 +238,7 @@ class Charge(NamedTuple):
     """A worker of the node failed `ago` ms ago. A limit of -1 is none, a step of -1 was not reported."""
 
     node: str
-    host: str
+    host: str  # empty if the cause may be elsewhere
     epoch: int
     ago: int
     step: int

@@ -11,7 +11,7 @@ compares the text with one made from the replies.
 `x1 fails 20 ago in 3 at 7 of 2/1/3, finally` is a charge: a worker of the node x1, on the host x, failed 20 ms ago in
 round 3, when it had done step 7; the job may make 2 restarts, 1 of them in a row without progress, and a host may be
 the first to fail in 3 rounds in a row. `, silent` after the step: its workers have never reported one; `, saved`: they
-have saved. `finally`: a loss of a member would be known by now.
+have saved. `finally`: a loss of a member would be known by now. `, unsure`: nothing shows that the cause lies there.
 
 `a joins of 1:2 for 3000 at 10000` is a join of a node that waits until the round is 10 s old, and until its workers
 have saved, for which they have 3 s. `a lets in in 1`: they have saved.
@@ -58,7 +58,7 @@ COMMAND: Final = re.compile(
     r"(?: after (?P<after>\d+))?(?: from (?P<label>\w+))?(?: of (?P<min>\d):(?P<max>\d))?"
     r"(?: (?P<ago>\d+) ago)?(?: in (?P<epoch>\d+))?(?: at (?P<step>\d+))?(?P<news>, silent|, saved)?"
     r"(?: of (?P<limits>[-\d]+/[-\d]+/[-\d]+))?(?: for (?P<save>-?\d+) at (?P<age>\d+))?"
-    r"(?P<final>, finally)?(?P<aside>, heard|, back)?"
+    r"(?P<final>, finally)?(?P<aside>, heard|, back|, unsure)?"
 )
 
 
@@ -98,7 +98,8 @@ def parse(line: str, roll_call: int | None = None) -> tuple[int, Request]:
         budget, patience, limit = (-1 if part == "-" else int(part) for part in (found["limits"] or "-/-/-").split("/"))
         step = int(found["step"] or -1)
         when = int(found["epoch"] or 1), int(found["ago"] or 0), step, NEWS.get(found["news"], int(step >= 0))
-        request = Charge(node, node[0], *when, "died", budget, patience, limit, int(bool(found["final"])))
+        host = "" if found["aside"] == ", unsure" else node[0]
+        request = Charge(node, host, *when, "died", budget, patience, limit, int(bool(found["final"])))
     else:
         request = LEAVES[verb](node)._replace(known=known)
     return START + int(found["at"]), request

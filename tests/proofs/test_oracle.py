@@ -186,17 +186,19 @@ class Equivalence(RuleBasedStateMachine):
         self.send_new(Drain(node, "gone?", 1000))
 
     @rule(
-        failures=st.lists(st.tuples(st.integers(0, 7), st.integers(0, 3), steps, news_values), min_size=1, max_size=4),
+        failures=st.lists(
+            st.tuples(st.integers(0, 7), st.integers(0, 3), steps, news_values, st.booleans()), min_size=1, max_size=4
+        ),
         limits=limits,
         final=finals,
         then=st.sampled_from(("", "regroup", "regroup", "one goes", "one goes")),
     )
     def workers_fail(
-        self, failures: list[tuple[int, int, int, int]], limits: tuple[int, int, int], final: int, then: str
+        self, failures: list[tuple[int, int, int, int, bool]], limits: tuple[int, int, int], final: int, then: str
     ) -> None:
         """On several nodes, which do not report in the order of failure; then a member without one may leave."""
-        for pick, *when in failures:
-            self.charge(self.present(pick), self.state.epoch or 0, when, limits, final)
+        for pick, *when, unsure in failures:
+            self.charge(self.present(pick), self.state.epoch or 0, when, limits, final, unsure=unsure)
         innocent = sorted(node for node in self.state.members if self.state.failed.get(node) != self.state.epoch)
         if then == "one goes" and innocent:
             self.send_new(Leave(innocent[0], ("reason", "went"), "goes on"))
@@ -237,11 +239,14 @@ class Equivalence(RuleBasedStateMachine):
     def readmit(self, host: str) -> None:
         self.send_new(Readmit(host, "by hand"))
 
-    def charge(self, node: str, epoch: int, when: Sequence[int], limits: Sequence[int], final: int) -> None:
+    def charge(
+        self, node: str, epoch: int, when: Sequence[int], limits: Sequence[int], final: int, *, unsure: bool = False
+    ) -> None:
         ago, step, news = when
         budget, patience, limit = limits
         failure = ago, step, news, "exit code 1"
-        self.send_new(Charge(node, HOSTS[node], epoch, *failure, budget, patience, limit, final))
+        host = "" if unsure else HOSTS[node]
+        self.send_new(Charge(node, host, epoch, *failure, budget, patience, limit, final))
 
     @rule(pick=st.integers(0, 7), lost=st.booleans())
     def member_regroups(self, pick: int, lost: bool) -> None:

@@ -20,7 +20,7 @@ def test_charges_match_a_recount_by_the_rules(budget: int) -> None:
         job = Job(Random(seed), budget)
         while job.state.closed is None and len(job.first) < 12:
             job.play_round()
-            counted = [host for host in job.first if host]
+            counted = [host for host in job.first if host is not None]
             assert (job.state.restarts or 0) == len(counted) <= budget + 1, job.first
             assert (job.state.stop == 1) == (len(counted) > budget), job.first
             assert {host: n for host, n in job.state.failures.items() if n >= LIMIT} == job.barred(), job.first
@@ -35,7 +35,10 @@ LIMIT: Final = 2  # of failed rounds in a row for one host
 
 
 class Job:
-    """A job with a node on each of the hosts x, y and z; `first` has, for each round, the host that failed first."""
+    """A job with a node on each of the hosts x, y and z.
+
+    `first` has, for each round, the host that failed first: empty if that is not known, None if nobody was charged.
+    """
 
     def __init__(self, random: Random, budget: int) -> None:
         self.random, self.budget = random, budget
@@ -61,6 +64,7 @@ class Job:
         epoch, members = self.state.epoch or 0, sorted(self.state.members)
         failed_at = {node: self.now + self.random.randrange(100) for node in members if self.random.random() < 0.5}
         gone = [node for node in members if node not in failed_at and self.random.random() < 0.3][:1]
+        unsure = {node for node in failed_at if self.random.random() < 0.3}
         self.now += 100
         order = [*failed_at, *gone]
         self.random.shuffle(order)
@@ -69,19 +73,21 @@ class Job:
                 self.given_back += self.state.charged == epoch
                 self.send(Leave(node, ("reason", "left"), "goes on"))
             else:
-                self.charge(node, epoch, failed_at[node], final=0)
+                self.charge(node, epoch, failed_at[node], final=0, unsure=node in unsure)
         for node, at in failed_at.items():
-            self.charge(node, epoch, at, final=1)
-        first = min(failed_at, key=lambda node: (failed_at[node], order.index(node)), default="")
-        self.first.append(first[:1] if first and not gone else None)
+            self.charge(node, epoch, at, final=1, unsure=node in unsure)
+        sure = failed_at.keys() - unsure
+        first = min(sure, key=lambda node: (failed_at[node], order.index(node)), default="")
+        self.first.append(first[:1] if failed_at and not gone else None)
         if self.state.closed is None:
             self.regroup(
                 epoch, gone or self.random.sample(sorted(failed_at), self.random.randrange(2) and len(failed_at))
             )
 
-    def charge(self, node: str, epoch: int, failed_at: int, *, final: int) -> None:
+    def charge(self, node: str, epoch: int, failed_at: int, *, final: int, unsure: bool) -> None:
         ago = self.now + 1 - failed_at
-        self.send(Charge(node, node[0], epoch, ago, -1, -1, "died", self.budget, -1, LIMIT, final))
+        host = "" if unsure else node[0]
+        self.send(Charge(node, host, epoch, ago, -1, -1, "died", self.budget, -1, LIMIT, final))
 
     def regroup(self, epoch: int, gone: list[str]) -> None:
         """New nodes replace the `gone`, some of which leave only now, on their hosts."""

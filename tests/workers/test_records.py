@@ -6,6 +6,7 @@ Those of gloo are of torch 2.13, those of NCCL of torch 2.11 and NCCL 2.28.9, wi
 from __future__ import annotations
 
 import json
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -138,16 +139,22 @@ within = Within(TIMEOUT)
 def test_a_worker_answers_each_request(board: ProgressBoard, start: StartOnBoard) -> None:
     start(WORKER + "time.sleep(1000)")
     for _ in range(3):
-        assert last_collectives(board, [0, 1], 0, TIMEOUT) == {0: ()}, "the other one has not reported"
+        assert last_collectives(board, lambda: [0, 1], 0, TIMEOUT) == {0: ()}, "the other one has not reported"
 
 
 def test_a_worker_that_holds_the_interpreters_lock_is_not_waited_for(board: ProgressBoard, start: StartOnBoard) -> None:
     start(WORKER + "import ctypes; ctypes.PyDLL(None).sleep(1000)")
     start(WORKER + "time.sleep(1000)", 1)
     begun = time.monotonic()
-    found = last_collectives(board, [0, 1], 0, 1.0)
+    found = last_collectives(board, lambda: [0, 1], 0, 1.0)
     assert time.monotonic() - begun < TIMEOUT
     assert found == {0: None, 1: ()}
+
+
+def test_a_worker_that_ends_while_it_is_asked_is_not_waited_for(board: ProgressBoard, start: StartOnBoard) -> None:
+    start(WORKER + "import ctypes; ctypes.PyDLL(None).sleep(1000)")
+    looks = iter(([0], [0], []))
+    assert last_collectives(board, lambda: next(looks), 0, math.inf) == {}
 
 
 def test_a_worker_looks_whether_a_collective_goes_on(board: ProgressBoard, start: StartOnBoard) -> None:
@@ -166,4 +173,4 @@ def test_a_script_without_torch_has_no_collectives(board: ProgressBoard, start: 
     start(
         "import time; from redelastic.worker import progress; progress(1); print('ready', flush=True); time.sleep(1000)"
     )
-    assert last_collectives(board, [0], 0, TIMEOUT) == {0: ()}
+    assert last_collectives(board, lambda: [0], 0, TIMEOUT) == {0: ()}
