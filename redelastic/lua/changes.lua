@@ -22,7 +22,7 @@ local function ask_to_save(node, reason, timeout)
 end
 
 local function unblame()
-  if run.blamed ~= '' and redis.call('HINCRBY', FAILURES, run.blamed, -1) <= 0 then
+  if redis.call('HINCRBY', FAILURES, run.blamed, -1) <= 0 then
     redis.call('HDEL', FAILURES, run.blamed)
   end
 end

@@ -129,6 +129,20 @@ def test_a_hang_names_the_rank_that_the_others_wait_for(server: RedisServer, tmp
         assert blamed == job.redis("run")["blamed"] == ("" if finder == "waits" else "a")
 
 
+def test_of_a_nodes_workers_that_hang_the_one_that_waits_for_nobody_is_named(
+    server: RedisServer, tmp_path: Path
+) -> None:
+    script = tmp_path / "waits.py"
+    script.write_text(WAITS)
+    with AgentJob(server, tmp_path, "1:1", nproc=2) as job:
+        options = ("--hang-timeout=2", "--hang-start-timeout=50")
+        job.start("a", script=script, options=options, max_restarts=0, may_end=True)
+        job.wait_end("a")
+        [failed] = job.events(Failed)
+        assert failed.rank == 1
+        assert job.redis("run")["blamed"] == "a"
+
+
 @pytest.mark.fault("a worker hangs", "its host is blamed by the time of its last progress, not that of the look")
 def test_a_hang_is_blamed_by_the_time_of_the_last_progress(server: RedisServer, tmp_path: Path) -> None:
     """Of two hosts whose workers wait for each other, the one that stopped first is to blame."""
@@ -141,6 +155,10 @@ def test_a_hang_is_blamed_by_the_time_of_the_last_progress(server: RedisServer, 
         failed_at = job.wait("it is counted", lambda: job.redis("run").get("failed_at"))
         last = max(line.time for line in job.lines("step") if line.epoch == epoch)
         assert abs(float(failed_at) / 1000 - last) < timeout / 2
+        failure = last_failure(job.control.events())
+        assert failure is not None
+        assert failure.cause is not None, "no other node can be it"
+        assert job.redis("run")["blamed"] == "a"
         job.wait_round("a", epoch)
         job.tell("finish")
         assert job.wait_end("a") == 0

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from redelastic.monitoring.collectives import Collective, decode, explain
+from redelastic.monitoring.collectives import Collective, decode, explain, may_wait
 from redelastic.workers.board import ProgressBoard
 from redelastic.workers.records import last_collectives, reduce_records
 from tests.support import worker_processes
@@ -119,6 +119,12 @@ def test_ranks_that_do_not_answer_or_wait_elsewhere_are_named() -> None:
 @pytest.mark.parametrize("text", ["", "[", "[]", '{"x": []}', '{"1": 1}', '{"1": [1, [], ["0", "", 1, 2, "", true]]}'])
 def test_what_redelastic_did_not_write_is_left_out(text: str) -> None:
     assert not any(decode(text).values())
+
+
+@pytest.mark.parametrize(("done", "may"), [((True, True), False), ((True, False), True), ((), True), (None, False)])
+def test_a_hung_rank_may_wait_for_another_one(done: tuple[bool, ...] | None, may: bool) -> None:
+    own = [Collective("0", "default_pg", n, "all_reduce", "", one) for n, one in enumerate(done or ())]
+    assert may_wait(None if done is None else own) is may
 
 
 # -- from workers
