@@ -327,7 +327,7 @@ class RedisElasticAgent(RegroupingAgent):
             note=self._note,
             pause=self._pause_of_round(),
         )
-        self._monitor.begin_round(self._drains, worker_group.spec.max_restarts - self._remaining_restarts)
+        self._monitor.begin_round(self._drains)
         ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
         workers.begin_round(ranks)
         logs = {ranks[local_rank]: path for local_rank, path in workers.blame.logs.items()}
@@ -452,7 +452,7 @@ class RedisElasticAgent(RegroupingAgent):
         self._verdict = self._charge(result, final=False)
         # Not before it is known which worker failed first: of many logs only that worker's is sure to be sent.
         self._send_log(result)
-        return super()._may_restart(result) and self._verdict is None
+        return super()._may_restart(result) and self._verdict is None and not self._node.view.closed
 
     def _leave_if_drained(self) -> None:
         for drain in self._node.view.drains:
@@ -483,6 +483,8 @@ class RedisElasticAgent(RegroupingAgent):
         may_stop = idle or (self._verdict is not None and not lost)
         if may_stop and (verdict := self._charge(result, final=True)):
             raise RunStoppedError(self._node.run_id, verdict)
+        if self._node.view.closed and not lost:  # no round follows, so that this failure is the end
+            self._remaining_restarts = 0
 
     def _charge(self, result: RunResult, *, final: bool) -> Event | None:
         """Count a failure of the workers; returns why the job may not go on."""

@@ -74,7 +74,7 @@ class NodeMonitor:
         self._gpus_hidden = why_hidden()
         self._workers: Workers | None = None
         self._drains: Drains | None = None
-        self._starts = self._restarts = self._job_restarts = 0
+        self._starts = self._job_restarts = 0
         self._due_by = math.inf  # when the agent's loop must have begun its next turn, on the monotonic clock
 
     # -- what the agent says
@@ -84,14 +84,13 @@ class NodeMonitor:
         self._workers = workers
         self._starts += 1
 
-    def begin_round(self, drains: Drains, restarts: int) -> None:
+    def begin_round(self, drains: Drains) -> None:
         """A round has begun for the workers.
 
         Args:
             drains: of the round.
-            restarts: of this node's workers that count against its limit: one caused by a lost node is refunded.
         """
-        self._drains, self._restarts = drains, restarts
+        self._drains = drains
 
     def count_job_restarts(self, restarts: int) -> None:
         """The whole job has been restarted so often."""
@@ -200,9 +199,8 @@ class NodeMonitor:
         each = usage.pop("workers", {})
         status = {**base, **self._own_state(), "agent": "redelastic"}
         status |= {"shares_logs": True} if self._live_logs else {}
-        status["restarted"] = max(0, self._starts - 1)
         status |= {"gpus_hidden": self._gpus_hidden} if self._gpus_hidden else {}
-        status |= {"restarts": self._restarts, "job_restarts": self._job_restarts, **usage, **self._gpu_usage}
+        status |= {"restarts": max(0, self._starts - 1), "job_restarts": self._job_restarts, **usage, **self._gpu_usage}
         described = [workers.describe(worker) for worker in self._group.workers] if workers and workers.pids else []
         return {**status, "workers": [{**one, **each.get(str(one["local_rank"]), {})} for one in described]}
 

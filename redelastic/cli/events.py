@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from redelastic.logs import say
+from redelastic.monitoring.events import KINDS
 from redelastic.monitoring.sentences import event_document
 from redelastic.monitoring.wording import clean, short
 
@@ -25,8 +26,8 @@ SUMMARY = "what happened in a run, and why"
 DESCRIPTION = """\
 What happened in a run, oldest first: time (in this machine's time zone), event,
 epoch of the last round, node, reason. Redis keeps about the last 10,000 events,
-at most 8 MiB. When more than 16 nodes do the same at once, one line covers up
-to 64 of them, a second or two later.
+at most 8 MiB. When more than 16 nodes join, start, fail or leave at once, one
+line covers up to 64 of them, a second or two later.
 
 Exit code: 0; 3 if Redis cannot be reached; 4 if there is no such run. With
 --follow an outage is reported, and Ctrl-C ends the command with 0."""
@@ -116,7 +117,7 @@ class Printer:
         batches = [[document] for document in documents] if self._detail else [documents]
         for batch in batches:
             if batch:
-                widths = (23 if wide else 12, 9, 2, self._node_width)
+                widths = (23 if wide else 12, max(map(len, KINDS)), 2, self._node_width)
                 self._console.print(event_table(batch, full=wide, widths=widths))
             for document in batch if self._detail else ():
                 for line in document["detail"].splitlines():

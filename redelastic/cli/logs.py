@@ -18,9 +18,9 @@ NAME: Final = "logs"
 SUMMARY: Final = "where each rank's log is; the last lines of the worker that failed first"
 DESCRIPTION: Final = """\
 Where each rank of the last round writes its log, and on which node. With
---failed: why the latest round failed in which a worker failed by itself, and
-the last lines of the worker that failed first. Rounds that lost a node are skipped: their workers
-fail because a peer is gone. Only `redelastic run` reports this. A worker whose
+--failed: why the last round that failed did, and the last lines of the worker
+that failed first in the latest round that lost no node: where one is lost, the
+workers fail because a peer is gone. Only `redelastic run` reports this. A worker whose
 output goes to a terminal or a pipe has no log file: use --log-dir with
 --redirects=3 or --tee=3. Of what goes to a pipe, as in a container, the agent
 keeps the last lines. Known secrets in those lines are hidden.
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser,
         "run, logs: a list of rank, node, epoch, path; failed: the worker that failed\n"
         "first, or null: rank, node, epoch, path, time, tail (the last lines); failure: why\n"
-        "that round failed, as in redelastic status, or null.",
+        "the last round that failed did, as in redelastic status, or null.",
     )
 
 

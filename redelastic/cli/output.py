@@ -76,7 +76,7 @@ def event_table(
     """Events, one per row: time, event, epoch, node, reason.
 
     Args:
-        events: oldest first, as :func:`~redelastic.monitoring.report.event_document` gives them.
+        events: oldest first, as :func:`~redelastic.monitoring.sentences.event_document` gives them.
         full: whether the date is shown even if it is today's.
         widths: minimum widths of the first four columns.
     """

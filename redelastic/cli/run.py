@@ -124,6 +124,7 @@ def _make_log_dir(arguments: argparse.Namespace) -> None:
     if arguments.log_dir and arguments.log_dir != os.devnull and not arguments.logs_specs:
         try:
             Path(arguments.log_dir).mkdir(parents=True, exist_ok=True)
+            arguments.log_dir = str(Path(arguments.log_dir).absolute())  # others read where the logs are
         except OSError as e:
             raise ValueError(
                 f"--log-dir={arguments.log_dir} cannot be made: {e.strerror or e}. Name one that can be written."

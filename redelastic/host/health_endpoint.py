@@ -265,7 +265,7 @@ NODE_METRICS: Final = (
     _Metric("epoch", "epoch", "Fencing token of the node's round."),
     _Metric("rank", "rank", "Rank of the node in its round."),
     _Metric("size", "world_size", "Number of nodes in the round."),
-    _Metric("restarted", "restarts", "How often this node's workers were restarted.", kind=CounterMetricFamily),
+    _Metric("restarts", "restarts", "How often this node's workers were restarted.", kind=CounterMetricFamily),
     _Metric("job_restarts", "job_restarts", "Restarts of the whole job; restarts because of a lost node do not count."),
     _Metric("training_time", "training_seconds", "Time of the workers' new steps.", kind=CounterMetricFamily),
     _Metric("redone_time", "redone_seconds", "Time of steps that were made again.", kind=CounterMetricFamily),

@@ -55,11 +55,12 @@ local function judge()
 end
 
 local verdict = run.stop and run.closed or ''
-if epoch == run.epoch and not run.closed and redis.call('ZSCORE', LEASES, node) then
-  if redis.call('HGET', RUN, 'failed ' .. node) ~= ARGV[3] then
-    redis.call('HSET', RUN, 'failed ' .. node, epoch)
-    record('failed', node, 'age_ms', ARGV[4], unpack(ARGV, 11))
-  end
+local is_member = epoch == run.epoch and redis.call('ZSCORE', LEASES, node)
+if is_member and not run.stop and redis.call('HGET', RUN, 'failed ' .. node) ~= ARGV[3] then
+  redis.call('HSET', RUN, 'failed ' .. node, epoch)
+  record('failed', node, 'age_ms', ARGV[4], unpack(ARGV, 11))
+end
+if is_member and not run.closed then
   if not run.member_lost then
     set('limit', limit >= 0 and limit or nil)
     if run.charged ~= epoch then

@@ -115,7 +115,7 @@ class RunControl:
     def note(self, event: Event) -> None:
         """Add an event of a node to the stream, its fields cut if too long; added twice if the reply is lost.
 
-        When many nodes report the same kind of event, most are merged into one.
+        When many nodes report the same at once, most are merged into one, as ``lua/events.lua`` says for which kinds.
         """
         self._script(scripts.NOTE, [event.event, event.node, *(field[:MAX_TEXT] for field in event.pairs())])
 

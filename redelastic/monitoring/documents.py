@@ -74,9 +74,10 @@ class Node(TypedDict):
 
 
 class Other(TypedDict):
-    """A node that suffered from another one's failure."""
+    """Another node whose workers failed; ``follows``: they say that a peer is gone, or hang and may wait for one."""
 
     node: str
+    follows: bool
     text: str
 
 

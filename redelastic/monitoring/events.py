@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
-from typing import Any, Final, Literal, get_args
+from typing import Any, ClassVar, Final, Literal, get_args
 
 from .collectives import Collective
 from .collectives import decode as decode_collectives
@@ -31,6 +31,7 @@ LATEST: Final = 4_102_444_800.0  # the year 2100, in seconds since 1970: no serv
 
 Cause = Literal["lease", "roll_call", "conflict"]
 Stream = Literal["events", "wake"]
+Author = Literal["script", "agent"]
 Because = Literal["max_nodes", "all_joined", "last_call", "replacement"]
 
 
@@ -98,6 +99,9 @@ def _flag() -> Any:
     return _field(False, lambda text: text == "1", shared=True)
 
 
+KINDS: Final[dict[str, type[Event]]] = {}  # by what an event's ``event`` says
+
+
 @dataclass(frozen=True, kw_only=True)
 class Event:
     """Something happened in a run.
@@ -111,7 +115,13 @@ class Event:
         nodes: of a merged event, ids of all nodes that it happened to, ``node`` among them. Its other fields are
             ``node``'s, and its time is up to a few seconds later. Empty for an event of one node.
         breaks: whether it broke the last round: all members had to regroup.
+        by: who records its kind: a ``script``, in the atomic step that makes the change, so exactly once; or an
+            ``agent`` or handler, at least once.
+        fault: whether each event of its kind is a fault, rather than what follows from one.
     """
+
+    by: ClassVar[Author]
+    fault: ClassVar[bool]
 
     event: str
     id: str = ""
@@ -121,6 +131,12 @@ class Event:
     node: str = ""
     nodes: tuple[str, ...] = ()
     breaks: bool = False
+
+    def __init_subclass__(cls, *, by: Author = "script", fault: bool = False) -> None:
+        """Define a kind, if the class names it as its ``event``."""
+        cls.by, cls.fault = by, fault
+        if name := vars(cls).get("event"):
+            KINDS[name] = cls
 
     def each(self) -> Iterator[Event]:
         """This event as each node would have reported it, as far as is known."""
@@ -182,7 +198,7 @@ class Completed(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lost(Event):
+class Lost(Event, fault=True):
     """A node is out of the run.
 
     Attributes:
@@ -305,7 +321,7 @@ class Admitted(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Failed(WorkerFailure):
+class Failed(WorkerFailure, fault=True):
     """Workers of a node failed.
 
     Attributes:
@@ -397,7 +413,7 @@ class Restored(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Missing(Event):
+class Missing(Event, fault=True):
     """Nodes of a restored round did not come back.
 
     Attributes:
@@ -421,7 +437,7 @@ class Cleared(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Started(Event):
+class Started(Event, by="agent"):
     """A node's workers run.
 
     Attributes:
@@ -441,7 +457,7 @@ class Started(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Launched(Event):
+class Launched(Event, by="agent"):
     """The workers of rank 0's node run for the first time.
 
     Attributes:
@@ -455,7 +471,7 @@ class Launched(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Progressed(Event):
+class Progressed(Event, by="agent"):
     """The workers of rank 0 make their first step of a round, or their first one that no earlier round had made.
 
     Attributes:
@@ -476,7 +492,7 @@ class Progressed(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Saved(Event):
+class Saved(Event, by="agent"):
     """A node's workers have saved on request, or their time to save is up.
 
     Attributes:
@@ -492,7 +508,7 @@ class Saved(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hung(WorkerFailure):
+class Hung(WorkerFailure, by="agent", fault=True):
     """Workers of a node have stopped reporting progress.
 
     Attributes:
@@ -506,7 +522,7 @@ class Hung(WorkerFailure):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Collectives(Event):
+class Collectives(Event, by="agent"):
     """What torch's flight recorder says of a node whose workers make no progress when a round ends.
 
     Attributes:
@@ -520,7 +536,7 @@ class Collectives(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Unwatched(Event):
+class Unwatched(Event, by="agent"):
     """Workers of a node have never reported progress, so their hangs are not detected.
 
     Attributes:
@@ -536,7 +552,7 @@ class Unwatched(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Log(Event):
+class Log(Event, by="agent"):
     """How the log of a worker that failed ends.
 
     Attributes:
@@ -554,7 +570,7 @@ class Log(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Refused(Event):
+class Refused(Event, by="agent", fault=True):
     """A health check refused the node.
 
     Attributes:
@@ -566,7 +582,7 @@ class Refused(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Barred(Event):
+class Barred(Event, by="agent", fault=True):
     """The node's host is excluded until it is readmitted.
 
     Attributes:
@@ -578,7 +594,7 @@ class Barred(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Unreached(Event):
+class Unreached(Event, by="agent", fault=True):
     """The node could not reach rank 0 at the address that it had announced.
 
     Attributes:
@@ -596,7 +612,7 @@ class Unreached(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Preflight(Event):
+class Preflight(Event, by="agent"):
     """The hosts that are to form a round have measured themselves and their links.
 
     Attributes:
@@ -612,7 +628,7 @@ class Preflight(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outlier(Event):
+class Outlier(Event, by="agent", fault=True):
     """A host, which is the event's node, stands out in a preflight.
 
     Attributes:
@@ -633,44 +649,9 @@ class Outlier(Event):
     reason: str = _text(MAX_REASON)
 
 
-BY_SCRIPTS: Final[tuple[type[Event], ...]] = (  # in the atomic step that makes the change, so exactly once
-    *(
-        Joined,
-        Regrouped,
-        Completed,
-        Lost,
-        Left,
-        Drain,
-        Save,
-        Admitted,
-        Failed,
-        RollCall,
-        Closed,
-        Stopped,
-        Readmitted,
-        Outage,
-    ),
-    *(Restored, Missing, Cleared),
-)
-BY_AGENTS: Final[tuple[type[Event], ...]] = (
-    Started,
-    Launched,
-    Progressed,
-    Saved,
-    Hung,
-    Collectives,
-    Unwatched,
-    Log,
-    Refused,
-    Barred,
-    Unreached,
-    Preflight,
-    Outlier,
-)  # at least once
-KINDS: Final[Mapping[str, type[Event]]] = {
-    str(kind.__dataclass_fields__["event"].default): kind for kind in (*BY_SCRIPTS, *BY_AGENTS)
-}
-FAULTS: Final = (Lost, Failed, Hung, Refused, Barred, Unreached, Missing, Outlier)  # whatever follows from them
+BY_SCRIPTS: Final = tuple(kind for kind in KINDS.values() if kind.by == "script")
+BY_AGENTS: Final = tuple(kind for kind in KINDS.values() if kind.by == "agent")
+FAULTS: Final = tuple(kind for kind in KINDS.values() if kind.fault)
 _BAD_DEPARTURES: Final = frozenset({"failed", "refused", "barred", "timeout", "replicas", "secret"})
 _BAD_ENDINGS: Final = frozenset({"failed", "restarts", "progress"})
 _COMMON: Final = frozenset(f.name for f in fields(Event))

@@ -15,6 +15,7 @@ from .wording import count, duration, short
 
 OTHERS: Final = 3  # how many of the nodes that suffered are described
 MAX_WORDS: Final = 160  # characters of what one of them says
+_NONE_LEFT: Final = frozenset({"failed", "restarts", "progress"})  # why a run ends instead of one more restart
 _FAULTY: Final = frozenset({"failed", "exited", "signal"})  # reasons to leave that are faults
 
 
@@ -29,7 +30,7 @@ class RoundFailure:
             workers that failed say that a peer is gone, or hang and may wait for a peer.
         log: path of the failed worker's log, on its node; empty if it has none, or no worker is the cause.
         waits: which ranks waited for which in a collective, if workers hung and this is known; else empty.
-        others: failures of other nodes' workers, which only followed.
+        others: failures of other nodes' workers.
         stopped: number of the round's nodes, other than the cause's, whose workers ended with it; None if not known.
         charged: whether it counts as a restart of the job; None if no agent counted it.
         excluded: whether the cause's host was excluded.
@@ -208,16 +209,24 @@ def _cause_line(failure: RoundFailure) -> str:
 
 
 def _others_line(failure: RoundFailure) -> str:
-    told = [f"{one.node} (rank {_rank(one)}): {_words(one)}" for one in failure.others[:OTHERS]]
-    if (more := len(failure.others) - len(told)) > 0:
-        told.append(count(more, "more node"))
-    text = f"workers failed because of it on {'; '.join(told)}" if told else ""
+    # A failure that says nothing of a peer may have a cause of its own, unless a node is gone.
+    suffered = [one for one in failure.others if one.follows or not isinstance(failure.cause, kinds.Failed)]
+    because = "workers failed because of it on " if failure.cause else "workers failed on "
+    parts = [(because, suffered), ("workers also failed on ", [one for one in failure.others if one not in suffered])]
+    text = "; ".join(before + _describe_others(others) for before, others in parts if others)
     if failure.cause is None:
-        return text.replace("because of it on", "on")
+        return text
     if rest := (failure.stopped or 0) - len(failure.others):
         stopped = f"the workers of {count(rest, 'more node')} ended with it" if rest > 0 else ""
         text = "; ".join(filter(None, (text, stopped)))
     return text
+
+
+def _describe_others(others: Sequence[kinds.Failed]) -> str:
+    described = [f"{one.node} (rank {_rank(one)}): {_words(one)}" for one in others[:OTHERS]]
+    if (more := len(others) - len(described)) > 0:
+        described.append(count(more, "more node"))
+    return "; ".join(described)
 
 
 def _words(one: kinds.Failed) -> str:
@@ -233,7 +242,7 @@ def _rank(one: kinds.Failed) -> str:
 
 def _then_line(failure: RoundFailure) -> str:
     done = []
-    if failure.charged is not None:
+    if failure.charged is not None and not (failure.ended and failure.ended.cause in _NONE_LEFT):
         done.append("one restart of the job was charged" if failure.charged else "no restart was charged")
     if failure.excluded:
         done.append("the host was excluded")
@@ -274,7 +283,7 @@ def document(failure: RoundFailure | None) -> dict[str, Any] | None:
         **worker,
         "log": failure.log,
         "waits": failure.waits,
-        "others": [{"node": one.node, "text": sentence(one)} for one in failure.others],
+        "others": [{"node": one.node, "follows": one.follows, "text": sentence(one)} for one in failure.others],
         **{name: value for name, value in asdict(failure).items() if name in _AS_THEY_ARE},
         "ended": cause_document(failure.ended),
         "lines": [list(line) for line in lines(failure)],

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from .events import Event, Failed, Log, Lost, Started
-from .failure import RoundFailure, failure_of, last_failure
+from .failure import RoundFailure, failure_of
 from .failure import document as failure_document
 from .records import Node
 
@@ -102,11 +102,6 @@ def first_failure(events: Iterable[Event]) -> Failure | None:
         one for one in found if isinstance(blamed, Failed) and (one.node, one.rank) == (blamed.node, blamed.rank)
     )
     return next(of_cause, next(iter(found), None))
-
-
-def explanation(events: Sequence[Event], failed: Failure | None) -> RoundFailure | None:
-    """Why the round of a failed worker failed; without such a worker, why the last round that failed did."""
-    return failure_of(events, failed.epoch) if failed else last_failure(events)
 
 
 def document(run_id: str, found: list[Place], failed: Failure | None, why: RoundFailure | None) -> dict[str, Any]:

@@ -19,8 +19,9 @@ from redelastic.redis.keys import DEFAULT_PREFIX, RunKeys
 from .control import RESAVE_INTERVAL, RunControl, UnknownNodeError
 from .event_log import EventLog
 from .events import DRAIN_GRACE, MAX_REASON, SAVE_TIMEOUT, Closed, Event, Left, Lost, Saved, Stopped
+from .failure import last_failure
 from .history import History
-from .logs import document, explanation, failures, first_failure, places
+from .logs import document, failures, first_failure, places
 from .records import Node
 from .report import describe
 from .sentences import sentence
@@ -188,13 +189,15 @@ class Run:
     # -- reading
 
     def status(self) -> Status:
-        """The run as it is now: what ``redelastic status --json`` prints."""
+        """The run as it is now: what ``redelastic status --json`` prints, without the version."""
         state = self.control.state()
         self._log.read()
         return cast("Status", describe(state, self._log.events, time.time(), self._log.history(state)))
 
     def events(self, count: int | None = None) -> list[Event]:
         """What has happened, oldest first: objects of the classes of ``redelastic.monitoring.events``.
+
+        ``event_document(event)`` of ``redelastic.monitoring.sentences`` is what ``redelastic events --json`` prints.
 
         Args:
             count: how many at most, the newest ones; None for all that Redis still has.
@@ -242,7 +245,7 @@ class Run:
             failed = first_failure(events)
         else:
             failed = next((one for one in reversed(failures(events)) if one.rank == rank), None)
-        why = explanation(events, failed) if rank is None else None
+        why = last_failure(events) if rank is None else None
         return cast("Logs", document(self.id, found, failed, why))
 
     def wait(self, timeout: float = math.inf) -> Status:

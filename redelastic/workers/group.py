@@ -289,7 +289,8 @@ class Workers:
             status["log"] = log
         if (step := self.step(local_rank)) is not None:
             status["step"] = step
-        if (idle := self._watch.idle.get(local_rank)) is not None:
+        has_reported = self._board.read(local_rank).at is not None or local_rank in self.hung
+        if has_reported and (idle := self._watch.idle.get(local_rank)) is not None:
             status["idle"] = round(idle, 1)
         if (timer := self._timers.get(local_rank)) and (times := timer.times):
             status |= {"step_time": round(times.step, 6), "own_time": round(times.own, 6)}

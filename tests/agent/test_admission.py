@@ -49,6 +49,8 @@ def test_nodes_that_come_soon_after_each_other_share_one_restart(server: RedisSe
         job.begin("b", "c", "d", options=damped)
         job.wait_round("abcd", 1)
         assert [event.size for event in job.events(Completed)] == [1, 4]
+        shown = run_command("status", job.run_id, "--json", "--endpoint", server.url).json
+        assert {node["name"]: node["restarts"] for node in shown["nodes"]} == {"a": 1, "b": 0, "c": 0, "d": 0}
 
 
 @pytest.mark.fault("workers exit with 0 when they are asked to save for a new node", "the job goes on, with that node")

@@ -24,6 +24,7 @@ from redelastic.monitoring.sentences import sentence
 from redelastic.redis.server import RedisServer
 from redelastic.workers.group import Workers
 from tests.support.agent_job import DRAINED, UNUSED, AgentJob
+from tests.support.commands import run_command
 from tests.support.long_tests import quick_first
 from tests.support.torchrun_job import LIMIT, LONG_LEASES, LONGEST_LEASES, Job
 from tests.support.unruly_job import UNRULY, UnrulyJob
@@ -349,12 +350,34 @@ def test_ranks_that_never_report_progress_are_not_restarted(server: RedisServer,
         assert job.nodes["a"].stderr.count("Stacks of worker 1 (rank 1") == 1
 
 
+@pytest.mark.fault(
+    "workers fail in a run that is closed", "there is no restart; the agent and the run say why they failed"
+)
+def test_a_failure_in_a_closed_run_is_reported(server: RedisServer, tmp_path: Path) -> None:
+    with AgentJob(server, tmp_path, "1:1") as job:
+        job.begin("a", may_end=True)
+        job.wait_round("a")
+        assert run_command("close", job.run_id, "--endpoint", server.url).code == 0
+        job.tell("fail-a")
+        assert job.wait_end("a") == 1
+        [failed] = job.events(Failed)
+        assert "told to fail" in failed.message
+        assert re.search(r"cause +a-\d+: worker 0 .*told to fail", job.nodes["a"].stderr)
+        failure = last_failure(job.control.events())
+        assert failure is not None
+        assert failure.cause == failed
+        assert job.control.state().restarts == 0
+
+
 @pytest.mark.fault("a script never calls progress(), nor imports redelastic", "it is not restarted, whatever it does")
 def test_a_script_that_knows_nothing_of_us_is_not_restarted(server: RedisServer, tmp_path: Path) -> None:
     with AgentJob(server, tmp_path, "1:1") as job:
         job.start("a", script=UNRULY, env={"UNRULY": "wait"}, options=("--hang-timeout=0.5", "--hang-start-timeout=8"))
         stacks = job.wait_event(Unwatched).stacks
         assert "wait (" in stacks or "has not imported redelastic" in stacks, "from py-spy, if there is one"
+        shown = run_command("status", job.run_id, "--json", "--endpoint", server.url).json
+        assert shown["idle"] is None
+        assert "last progress" not in shown["verdict"], "it has made none"
         job.tell("finish")
         assert job.wait_end("a") == 0
         assert job.control.state().epoch == 1

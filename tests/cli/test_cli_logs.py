@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 
 from redelastic.monitoring.events import Log, Lost, Started, decode
 from redelastic.monitoring.logs import first_failure, places
@@ -14,6 +15,7 @@ from redelastic.redis.server import RedisServer
 from redelastic.workers.logs import HIDDEN, TAIL, command_line, last_lines, log_files, redacted, tail
 from tests.support.agent_job import AgentJob
 from tests.support.commands import run_command
+from tests.support.crowds import Crowd
 
 
 @pytest.mark.timeout(300)
@@ -80,6 +82,16 @@ def test_the_first_failure_is_the_earliest_not_the_first_report() -> None:
     assert first_failure([log(100, 0, 0.1), log(101, 4, 0.1, 3), lost]) == first_failure([log(100, 0, 0.1)])
     assert first_failure([log(101, 4, 0.1, 3), lost]) is not None
     assert first_failure([decode("1-0", {"event": "log", "rank": "somebody wrote this"})]) is None
+
+
+def test_why_is_of_the_last_round_that_failed(server: RedisServer) -> None:
+    """So the first lines are those of `redelastic status`, even if the last lines of a log are of an earlier round."""
+    with redis.Redis.from_url(server.url) as client:
+        crowd = Crowd(client, "why-1", 2)
+        crowd.add(Log(epoch=4, size=2, node=crowd.members[0], rank=0, path="/0", lines="the end"))
+        crowd.add(Lost(epoch=5, size=2, node=crowd.members[1], cause="lease", silent_ms=6000, breaks=True))
+    found = run_command("logs", "why-1", "--failed", "--json", "--endpoint", server.url).json
+    assert (found["failed"]["tail"], found["failure"]["cause"]) == ("the end", "lost")
 
 
 def test_logs_are_those_of_the_last_round() -> None:

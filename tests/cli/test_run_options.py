@@ -135,6 +135,15 @@ def test_a_log_dir_is_made(launched: list[Any], tmp_path: Path) -> None:
     assert (tmp_path / "new" / "logs").is_dir()
 
 
+def test_where_the_logs_are_is_told_from_the_root(
+    launched: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those who read it may be anywhere."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", *PLACE, "--log-dir=logs", SCRIPT]) == 0
+    assert launched[0].logs_specs.root_log_dir == f"{tmp_path}/logs"
+
+
 @pytest.mark.parametrize(
     ("given", "known"),
     [

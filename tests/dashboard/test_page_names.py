@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from redelastic.dashboard.standalone import PAGE
 from redelastic.host.health_endpoint import HealthEndpoint
-from redelastic.monitoring.events import FAULTS, KINDS
+from redelastic.monitoring.events import KINDS
 from redelastic.monitoring.history import STATES
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
@@ -63,7 +63,7 @@ def test_the_page_knows_every_state_of_a_node() -> None:
 
 def test_the_page_knows_what_is_a_fault() -> None:
     script = (PAGE / "dom.js").read_text()
-    kinds = [kind.event for kind in FAULTS]
+    kinds = [name for name, kind in KINDS.items() if kind.fault]
     assert [kind for kind in kinds if f'{kind}: ["bad", ' not in script] == []
     assert [kind for kind in ("closed", "stopped", "left") if f'{kind}: ["calm", ' not in script] == []
 

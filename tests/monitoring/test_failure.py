@@ -98,6 +98,12 @@ def test_a_lost_node_is_the_cause_of_what_fails_after_it(lost: dict[str, Any], c
     assert found["then"].startswith("no restart was charged; round 2 followed ")
 
 
+def test_a_failure_that_names_no_peer_may_have_a_cause_of_its_own() -> None:
+    own = event(13.1, "failed", C, age_ms=0, **worker(2, "KeyError: 2"))
+    others = f"workers failed because of it on b-7 (rank 1): {PEER}; workers also failed on c-7 (rank 2): KeyError: 2"
+    assert told(RAISED, FOLLOWED, own)["others"] == others
+
+
 def test_a_spare_that_is_lost_is_no_cause() -> None:
     assert last_failure([completed(0, members=[A, B]), event(13, "lost", C, cause="lease", silent_ms=6000)]) is None
 
@@ -118,7 +124,7 @@ def test_what_was_done_is_told() -> None:
     barred = event(13.3, "barred", A, failures=2)
     assert "the host was excluded; the next round is not complete yet" in told(RAISED, barred)["then"]
     ended = event(13.4, "stopped", A, cause="restarts", restarts=1, **worker(0))
-    assert told(RAISED, ended)["then"].endswith("the run was stopped: the job had used up its 1 restart")
+    assert told(RAISED, ended)["then"] == "the run was stopped: the job had used up its 1 restart", "it had no other"
 
 
 def test_how_a_worker_ended_is_told() -> None:

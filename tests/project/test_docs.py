@@ -199,6 +199,14 @@ def test_scripts_record_the_events_that_are_defined() -> None:
     assert {KINDS[name] for name in recorded} == set(BY_SCRIPTS)
 
 
+def test_each_field_of_an_event_is_documented(hooks: ModuleType) -> None:
+    missing = []
+    for name, kind in KINDS.items():
+        described = "; ".join(text for each in kind.__mro__[:-1] for text in hooks.documented(each)[1])
+        missing += [f"{name}.{one.name}" for one in dataclasses.fields(kind) if f"`{one.name}`" not in described]
+    assert missing == []
+
+
 def test_each_claim_of_security_names_tests() -> None:
     """What begins with two colons is in the file named before it."""
     claims = [row for row in rows("SECURITY.md") if "::" in row[-1]]

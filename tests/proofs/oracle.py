@@ -221,10 +221,11 @@ def charge(state: State, now: int, request: Charge) -> tuple[State, Reply]:
     """Count a failure of workers: once a round against the job, and against the host where one failed first."""
     s, node = state.copy(), request.node
     verdict = (s.closed or "") if s.stop else ""
-    if request.epoch == s.epoch and node in s.leases and s.closed is None:  # I4
-        if not has_failed(s, node):
-            s.failed[node] = request.epoch
-            record(s, "failed", node, "age_ms", request.ago, "message", request.reason)
+    is_member = request.epoch == s.epoch and node in s.leases
+    if is_member and not s.stop and not has_failed(s, node):
+        s.failed[node] = request.epoch
+        record(s, "failed", node, "age_ms", request.ago, "message", request.reason)
+    if is_member and s.closed is None:  # I4
         if s.member_lost is None:  # else it failed because of that
             _count(s, now - request.ago, request)
         _judge(s, request)

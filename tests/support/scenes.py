@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
+import redelastic
 from redelastic.monitoring.events import (
     Barred,
     Because,
@@ -28,10 +31,8 @@ from redelastic.monitoring.events import (
 )
 
 START = 1_790_000_000.0
-KINDS = (  # in the order of `lua/events.lua`
-    *("joined", "regrouped", "started", "lost", "left", "drain", "saved", "failed", "hung", "log"),
-    *("refused", "barred", "unreached"),
-)
+[_MERGED] = re.findall(r"MERGED = '\|(.*)\|'", (Path(redelastic.__file__).parent / "lua" / "events.lua").read_text())
+KINDS = tuple(_MERGED.split("|"))  # that are merged
 HOSTILE = "<script>alert(1)</script>\"'&$x^2$]]>-->\x1b[31m\x00\ud800\u202e"
 
 

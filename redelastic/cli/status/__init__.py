@@ -22,7 +22,7 @@ The state of a run: a verdict, what is wrong (lines with "!"), the nodes by rank
 and the last events. heard: time since the last heartbeat; step: the lowest of
 the node's workers; idle: the longest time since one of its workers made progress;
 cpu: percent of one core; gpu: number, lowest and highest utilisation, fullest
-memory, highest temperature; G: GiB; restarts: those that were made.
+memory, highest temperature; G: GiB; restarts: of the node's workers, for any reason.
 Effective training time (ETTR) is the share of the nodes' time, spares excluded,
 in which workers made new steps, since the run began; redone: in which they made
 steps again. Both follow from redelastic.progress(step), as the reference says.
