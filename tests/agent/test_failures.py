@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 import pytest
+import torch
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from redelastic.agent import AgentOptions
@@ -22,6 +23,7 @@ from redelastic.monitoring.failure import last_failure, lines
 from redelastic.monitoring.logs import first_failure
 from redelastic.monitoring.sentences import sentence
 from redelastic.redis.server import RedisServer
+from redelastic.torch_internals import version_of
 from redelastic.workers.group import Workers
 from tests.support.agent_job import DRAINED, UNUSED, AgentJob
 from tests.support.commands import run_command
@@ -31,6 +33,8 @@ from tests.support.unruly_job import UNRULY, UnrulyJob
 
 pytestmark = pytest.mark.timeout(180)
 
+NO_RECORDS: Final = version_of(str(torch.__version__)) < (2, 11)
+records_gloo = pytest.mark.skipif(NO_RECORDS, reason="the flight recorder of this torch knows nothing of gloo")
 WATCHES_KERNEL: Final = "uninterruptible_state_timeout" in inspect.signature(LocalElasticAgent).parameters
 
 
@@ -104,6 +108,7 @@ for step in range(3):
 """
 
 
+@records_gloo
 @pytest.mark.fault(
     "ranks wait in a collective for one that does not come",
     "the failure names it, and the collective; no host that waits is blamed",
@@ -130,6 +135,7 @@ def test_a_hang_names_the_rank_that_the_others_wait_for(server: RedisServer, tmp
         assert blamed == job.redis("run")["blamed"] == ("" if finder == "waits" else "a")
 
 
+@records_gloo
 def test_of_a_nodes_workers_that_hang_the_one_that_waits_for_nobody_is_named(
     server: RedisServer, tmp_path: Path
 ) -> None:
