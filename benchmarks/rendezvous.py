@@ -1,6 +1,7 @@
 """How long does a group take to form, and to form again when a node has left?
 
-Side by side: our native handler, torch's own state machine on our backend (``dynamic``), and torch's c10d and etcd-v2.
+Side by side: our native handler, torch's own state machine on our backend (``dynamic``), and torch's c10d and etcd-v2;
+from torch 2.15 on also c10d with its ``cas_backoff_max_seconds``.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import fields
 from typing import Any, Final
 
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousSettings
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from benchmarks import report
@@ -23,7 +26,9 @@ from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.handler import RedisRendezvousHandler
 
 OURS: Final = "redelastic"
-PEERS: Final = (OURS, "dynamic", "c10d", "etcd-v2")
+BACKOFF: Final = "c10d, cas_backoff_max_seconds=1"  # which torch has from 2.15 on
+HAS_BACKOFF: Final = "cas_backoff_max_seconds" in {field.name for field in fields(RendezvousSettings)}
+PEERS: Final = (OURS, "dynamic", "c10d", *((BACKOFF,) if HAS_BACKOFF else ()), "etcd-v2")
 TARGETS: Final = {2: 0.003, 8: 0.006, 64: 0.045, 256: 0.180, 1024: 0.800}  # seconds on 2 cores
 LEADS: Final = {"c10d": 30.0, "etcd-v2": 3.0}  # times ours, at least
 SIZES: Final = [2, 8, 64, 128, 256, 1024]
@@ -35,11 +40,13 @@ def prepare(options: dict[str, Any], number: int) -> tuple[Callable[[], object],
     """Make one node's handler, connected to its server; the timed phase is the one that the options name."""
     config: dict[str, Any] = {"last_call_timeout": LAST_CALL, "join_timeout": 300}
     peer, n = options["peer"], options["nodes"]
-    if peer == "c10d":
+    backend = {OURS: "redis", "dynamic": "redis", BACKOFF: "c10d"}.get(peer, peer)
+    if backend == "c10d":
         config["is_host"] = number == 0
-    elif peer in {OURS, "dynamic"}:
+    elif backend == "redis":
         config["protocol"] = "native" if peer == OURS else "dynamic"
-    backend = peer if peer in {"c10d", "etcd-v2"} else "redis"
+    if peer == BACKOFF:
+        config["cas_backoff_max_seconds"] = 1.0
     params = RendezvousParameters(backend, options["endpoint"], options["run_id"], max(1, n - 1), n, **config)
     handler: RendezvousHandler = get_rendezvous_handler(params)
 
@@ -83,7 +90,7 @@ def measure(peer: str, nodes: int, *, phase: str, endpoint: str, repeat: int, li
             "peer": peer,
             "nodes": nodes,
             "phase": phase,
-            "endpoint": f"localhost:{free_port()}" if peer == "c10d" else endpoint,
+            "endpoint": f"localhost:{free_port()}" if peer in {"c10d", BACKOFF} else endpoint,
             "run_id": f"bench-{uuid.uuid4().hex[:12]}",
             "formed": CONTEXT.Barrier(nodes),
             "left": CONTEXT.Event(),

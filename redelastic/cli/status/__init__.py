@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "time, cause (failed, lost, left; null: not known), node, rank and more of the worker,\n"
         "log, waits, others, stopped, charged, excluded, ended, next_epoch, down, lines (in words). A\n"
         "node: id, name, host, pid, rank, standing (member, candidate, spare), state, draining,\n"
-        "heard, lease, agent, restarts, cpu, memory, memory_available, memory_total, step,\n"
+        "heard, lease, agent, restarts, shares_logs, cpu, memory, memory_available, memory_total, step,\n"
         "idle, workers, gpus, gpus_hidden (why\n"
         "its GPUs are not shown), problems.\n"
         "With --watch: one document per line, with trouble (why it is out of date).",
