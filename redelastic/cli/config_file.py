@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from redelastic.redis.endpoint import parse_endpoint
-from redelastic.workers.logs import redacted
+from redelastic.workers.logs import redacted, redacted_words
 
 from . import common
 
@@ -81,7 +81,7 @@ def _line(name: str, value: Any) -> str:
 
 def _without_secrets(value: Any) -> Any:
     if isinstance(value, list):
-        return [_without_secrets(item) for item in value]
+        return redacted_words(value, os.environ)
     return redacted(value, os.environ) if isinstance(value, str) else value
 
 

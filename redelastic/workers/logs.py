@@ -125,6 +125,11 @@ def last_lines(path: str, start: int = 0) -> str:
 
 def command_line(words: Sequence[str], environ: Mapping[str, str]) -> str:
     """A command as one types it; values are hidden by the names of their flags, too."""
+    return " ".join(word if HIDDEN in word else shlex.quote(word) for word in redacted_words(words, environ))
+
+
+def redacted_words(words: Sequence[str], environ: Mapping[str, str]) -> list[str]:
+    """The words of a command :func:`redacted`; values are hidden by the names of their flags, too."""
     shown = []
     for before, word in itertools.pairwise(["", *words]):
         name, sign, _ = word.partition("=")
@@ -134,7 +139,7 @@ def command_line(words: Sequence[str], environ: Mapping[str, str]) -> str:
             shown.append(HIDDEN)
         else:
             shown.append(redacted(word, environ))
-    return " ".join(word if HIDDEN in word else shlex.quote(word) for word in shown)
+    return shown
 
 
 def _names_secret(flag: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from redelastic.agent import launch as launch_module
 from redelastic.cli import main
+from redelastic.workers.logs import HIDDEN, command_line
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -345,6 +347,15 @@ class TestPrintedConfig:
         assert "c4n4ry" not in printed
         assert '# rdzv-endpoint = "rediss://127.0.0.1:1/2"  # its login belongs in REDELASTIC_REDIS_URL\n' in printed
         assert {"rdzv-endpoint", "training-script-args"}.isdisjoint(tomllib.loads(printed))
+
+    def test_hides_the_arguments_that_an_event_hides(self, capfd: pytest.CaptureFixture[str]) -> None:
+        """By the names of their flags, where nothing else tells that a word is a secret."""
+        args = ["--password", "c4n4ry", "--auth-token", "c4n4ry", "--wandb-key=c4n4ry", "--lr", "0.1"]
+        assert main(["run", "--print-config", *PLACE, SCRIPT, *args]) == 0
+        [line] = [line for line in capfd.readouterr().out.splitlines() if "training-script-args" in line]
+        shown = ["--password", HIDDEN, "--auth-token", HIDDEN, f"--wandb-key={HIDDEN}", "--lr", "0.1"]
+        assert line == f"# training-script-args = {json.dumps(shown)}  # it has a secret"
+        assert " ".join(shown) == command_line(args, {})
 
     def test_wrong_options_are_told(self, capfd: pytest.CaptureFixture[str]) -> None:
         assert main(["run", "--print-config", "--nnodes=0", SCRIPT]) == 2
