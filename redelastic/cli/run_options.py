@@ -9,7 +9,7 @@ import re
 import signal
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from redelastic.agent.options import MAX_IDLE_RESTARTS
 
@@ -63,10 +63,25 @@ def make_parser() -> argparse.ArgumentParser:
     parser.set_defaults(rdzv_backend=os.environ.get("PET_RDZV_BACKEND") or "redis")
     if "PET_MAX_RESTARTS" not in os.environ:
         parser.set_defaults(max_restarts=None)  # 0 must differ from not given
+    options = parser._option_string_actions  # noqa: SLF001  # argparse offers no other way to them
     for option, text in HELP.items():
-        parser._option_string_actions[option].help = text  # noqa: SLF001  # argparse offers no other way to it
+        options[option].help = text
+    if theirs := options.get("--print-completion"):  # torchrun has it since torch 2.14
+        theirs.help = argparse.SUPPRESS
+        refused = _RefusedCompletion(theirs.option_strings, theirs.dest, nargs="?")
+        options.update(dict.fromkeys(theirs.option_strings, refused))
     _add_arguments(parser)
     return parser
+
+
+class _RefusedCompletion(argparse.Action):
+    """Torchrun's option, which would print a completion for the command name `torchrun`."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        parser.exit(
+            common.USAGE,
+            f"{parser.prog}: --print-completion is for torchrun: use redelastic completion bash (or zsh, or fish).\n",
+        )
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:

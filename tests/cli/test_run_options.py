@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import sys
@@ -9,9 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import shtab
+import torch.distributed.run as torchrun
 
 from redelastic.agent import launch as launch_module
 from redelastic.cli import main
+from redelastic.cli.run_options import make_parser
 from redelastic.workers.logs import HIDDEN, command_line
 
 if sys.version_info >= (3, 11):
@@ -310,6 +314,32 @@ class TestConfigFile:
         with pytest.raises(SystemExit, match="2"):
             main(["run", "--config", write(tmp_path, "nnodes = 1")])
         assert "the following arguments are required: training_script" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("given", [["--print-completion", "bash"], ["--print_completion=zsh"], ["--print-compl"]])
+def test_torchruns_completion_is_refused(
+    given: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Newer torch has the option; its script would be for the command name `torchrun`."""
+    older = torchrun.get_args_parser
+
+    def newer() -> argparse.ArgumentParser:
+        parser = older()
+        if "--print-completion" not in parser.format_help():
+            shtab.add_argument_to(parser, ["--print-completion", "--print_completion"])
+        return parser
+
+    monkeypatch.setattr(torchrun, "get_args_parser", newer)
+    with pytest.raises(SystemExit, match="2"):
+        main(["run", *given])
+    told = "redelastic run: --print-completion is for torchrun: use redelastic completion bash (or zsh, or fish).\n"
+    assert capfd.readouterr() == ("", told)
+    assert "--print-completion" not in make_parser().format_help()
+    assert main(["completion", "bash"]) == 0, "the command that is named"
+    printed = capfd.readouterr().out
+    assert printed.rstrip().endswith("-F _shtab_redelastic redelastic")
+    assert "--print-completion" not in printed
+    assert "--print-config" in printed
 
 
 class TestPrintedConfig:
