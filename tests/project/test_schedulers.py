@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import runpy
 import shlex
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, Final
@@ -112,23 +114,113 @@ def test_pods_are_those_of_kubernetes_yaml(name: str) -> None:
         assert (rule["action"], rule["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
 
 
+def run_by_shell(
+    folder: Path, command: list[str], variables: Mapping[str, str], code: int, status: str = ""
+) -> tuple[list[str], int]:
+    """Run a recipe's shell script, where `redelastic run` ends with ``code``.
+
+    Returns:
+        The words of `redelastic run`, and the script's exit code.
+    """
+    said, stand_in = folder / "said", folder / "redelastic"
+    stand_in.write_text(
+        f"#!/bin/sh\n[ $1 = status ] && echo {shlex.quote(status)} && exit\n"
+        f'printf "%s\\n" redelastic "$@" >{shlex.quote(str(said))}\nexit {code}\n'
+    )
+    stand_in.chmod(0o755)
+    environment = {**variables, "PATH": f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.run(command, check=False, timeout=20, env=environment)
+    return said.read_text().splitlines(), done.returncode
+
+
+# What the operator of PyTorchJobs sets in a pod's containers where the job has neither a Master nor an elasticPolicy.
+PYTORCHJOB: Final = {"PYTHONUNBUFFERED": "1", "PET_NNODES": "3", "PET_NPROC_PER_NODE": "auto"}
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "action"),
+    [
+        (0, "", "Succeeded"),
+        (launch.UNUSED, "", "Succeeded"),
+        *((code, "", "Replaced") for code in (launch.DRAINED, launch.REFUSED, 3, 128 + 9)),
+        *((code, "", "JobFailed") for code in (launch.STOPPED, launch.NO_PROGRESS, 2, 127)),
+        *((launch.FAILED, status, "Succeeded") for status in ("closed finished", "closed asked")),
+        *((launch.FAILED, status, "Replaced") for status in ("regrouping", "dead", "")),
+        *((launch.FAILED, status, "JobFailed") for status in ("closed failed", "stopped failed", "stopped asked")),
+    ],
+)
+def test_exit_codes_in_a_pytorchjob(
+    tmp_path: Path, code: int, status: str, action: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By `restartPolicy: ExitCode` the operator replaces pods that end with 128 or more; others fail the job."""
+    worker = documents("pytorchjob.yaml")["PyTorchJob"]["spec"]["pytorchReplicaSpecs"]["Worker"]
+    assert worker["restartPolicy"] == "ExitCode"
+    [node] = worker["template"]["spec"]["containers"]
+    phase, _, cause = status.partition(" ")
+    document = json.dumps({"phase": phase, "closed": {"cause": cause} if cause else None}) if status else ""
+    words, ends = run_by_shell(tmp_path, [*node["command"], *node["args"]], {"RUN": "train-x7k2p"}, code, document)
+    assert action == ("Succeeded" if ends == 0 else "Replaced" if ends >= 128 else "JobFailed")
+    if action == "JobFailed":
+        assert ends == code, "the pod's status has the agent's own code"
+    for variable, value in PYTORCHJOB.items():
+        monkeypatch.setenv(variable, value)
+    options = accepted(words)
+    assert (options["nnodes"], options["nproc-per-node"], options["rdzv-id"]) == ("1:2", "1", "train-x7k2p")
+    assert worker["replicas"] == int(options["nnodes"].split(":")[1]) + 1, "a spare"
+    grace = worker["template"]["spec"]["terminationGracePeriodSeconds"]
+    assert grace > options["drain-timeout"] + options.get("shutdown-timeout", 30)
+    pre_stop = node["lifecycle"]["preStop"]["exec"]["command"]
+    assert pre_stop == ["touch", options["drain-file"]], "the shell gets the SIGTERM"
+
+
+def test_pods_of_a_pytorchjob_are_those_of_kubernetes_yaml() -> None:
+    theirs = documents("kubernetes.yaml")["Job"]["spec"]["template"]
+    job = documents("pytorchjob.yaml")["PyTorchJob"]
+    assert job["apiVersion"] == "kubeflow.org/v1"
+    assert set(job["spec"]) == {"runPolicy", "pytorchReplicaSpecs"}, "no elasticPolicy: it sets PET_RDZV_BACKEND"
+    [(kind, worker)] = job["spec"]["pytorchReplicaSpecs"].items()
+    assert kind == "Worker", "where a Master ends, the job ends"
+    assert set(worker) == {"replicas", "restartPolicy", "template"}
+    assert worker["template"]["metadata"] == theirs["metadata"], "the NetworkPolicy's label"
+    pod, model = worker["template"]["spec"], theirs["spec"]
+    assert "restartPolicy" not in pod, "the operator sets it"
+    for field in ("automountServiceAccountToken", "terminationGracePeriodSeconds", "volumes"):
+        assert pod[field] == model[field], field
+    [node], [other] = pod["containers"], model["containers"]
+    assert node["name"] == "pytorch", "the operator's webhook demands it"
+    for field in ("image", "volumeMounts", "lifecycle"):
+        assert node[field] == other[field], field
+    run, *env = node["env"]
+    assert env == other["env"][1:]
+    label = "metadata.labels['training.kubeflow.org/job-name']"
+    assert run == {"name": "RUN", "valueFrom": {"fieldRef": {"fieldPath": label}}}
+    assert "generateName" in job["metadata"], "that name is the run id"
+    [script] = node["args"]
+    assert script.startswith("redelastic run ")
+    assert set(shlex.split(script.partition("code=$?")[0])) >= set(other["command"][-3:])
+
+
+def test_pytorchjob_knows_every_field() -> None:
+    """Its pods, as a Pod of the API's own schemas; the rest is in the sets of fields above."""
+    validate: Any = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
+    template = documents("pytorchjob.yaml")["PyTorchJob"]["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]
+    for version in ("1.31", "1.33"):
+        validate.validate({"apiVersion": "v1", "kind": "Pod", **template}, version, strict=True)
+
+
 @pytest.mark.parametrize(
     ("code", "ends"),
     [(0, 0), (launch.UNUSED, 0), (launch.DRAINED, 75), (launch.STOPPED, 76), (launch.NO_PROGRESS, 78), (1, 1)],
 )
 def test_skypilot(tmp_path: Path, code: int, ends: int) -> None:
     task = documents("skypilot.yaml")["Task"]
-    said, stand_in = tmp_path / "said", tmp_path / "redelastic"
-    stand_in.write_text(f'#!/bin/sh\nprintf "%s\\n" redelastic "$@" >{shlex.quote(str(said))}\nexit {code}\n')
-    stand_in.chmod(0o755)
     variables = {"SKYPILOT_TASK_ID": "sky-managed-2026-11-27-15-00-00-123456_train_7-0", "SKYPILOT_NUM_NODES": "2"}
-    path = f"{tmp_path}:{os.environ['PATH']}"
-    done = subprocess.run(["bash", "-c", task["run"]], check=False, timeout=20, env={**variables, "PATH": path})
-    assert done.returncode == ends
+    words, ended = run_by_shell(tmp_path, ["bash", "-c", task["run"]], variables, code)
+    assert ended == ends
     recovered = task["resources"]["job_recovery"]["recover_on_exit_codes"]
     assert recovered == [launch.DRAINED]
     assert task["secrets"] == {"REDELASTIC_REDIS_URL": None}
-    options = accepted(said.read_text().splitlines())
+    options = accepted(words)
     assert options["nnodes"] == f"1:{task['num_nodes']}"
     assert options["rdzv-id"] == variables["SKYPILOT_TASK_ID"]
     assert options["drain-timeout"] + options["shutdown-timeout"] < 30, "SkyPilot's own limit"
