@@ -12,7 +12,7 @@ import redis
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 
-from redelastic.monitoring.events import Lost
+from redelastic.monitoring.events import Lost, Stopped
 from redelastic.redis.keys import RunKeys
 from redelastic.redis.server import RedisServer
 from tests.support.agent_job import AWARE, DRAINED, STOPPED, AgentJob
@@ -164,6 +164,21 @@ def test_a_run_is_found_among_many(client: redis.Redis, server: RedisServer, bro
         assert names() == [f"{run_id}-{i}" for i in range(11, -1, -1)], "the largest comes first"
         browser.driver.find_element(By.CSS_SELECTOR, "input[type=search]").send_keys(f"{run_id}-1")
         until(lambda: names() == [f"{run_id}-{i}" for i in (11, 10, 1)], "it is found by its name")
+
+
+def test_the_time_of_a_run_is_its_own(client: redis.Redis, server: RedisServer, browser: Browser, run_id: str) -> None:
+    """Both runs began two hours ago; one of them ended after 96 minutes."""
+    ended, crowd = (Crowd(client, f"{run_id}{name}", 2, age=7200, lease=600) for name in ("-ended", ""))
+    client.delete(ended.keys.members, ended.keys.ranks, ended.keys.leases)
+    client.hset(ended.keys.run, mapping={"closed": Stopped(cause="asked").as_cause(), "stop": 1})
+    with dashboard(f"--endpoint={server.url}") as (url, _):
+        browser.open(f"{url}runs/{ended.keys.run_id}")
+        figures = browser.until(".figures", "Effective training time")
+        assert re.search(r"Effective training time\n[0-9.]+ %\nof 9[67] min", figures), figures
+        assert re.fullmatch(r"started at .*[0-9:]{8}, lasted 9[67] min", browser.text(".head .when"))
+        browser.open(f"{url}runs/{crowd.keys.run_id}")
+        assert re.search(r"\nof 2\.0 h", browser.until(".figures", "Effective training time"))
+        assert re.fullmatch(r"started at .*[0-9:]{8}, 2\.0 h ago", browser.text(".head .when"))
 
 
 def test_names_from_redis_stay_text(server: RedisServer, browser: Browser, new_node: NodeFactory) -> None:

@@ -1,7 +1,7 @@
 // One run: how it stands, its timeline, its nodes and its events.
 
 import { actionDialog } from "./actions.js";
-import { badge, count, duration, h, launched, looks, number, percent, rough, say, shape, speed, trained, whose } from "./dom.js";
+import { badge, count, duration, h, launched, looks, moment, number, percent, rough, say, shape, speed, trained, whose } from "./dom.js";
 import { curveCharts } from "./curves.js";
 import { eventList } from "./events.js";
 import { failureCard } from "./failure.js";
@@ -17,6 +17,7 @@ export function runView(id) {
   const figures = h("dl", { class: "figures" });
   const problems = h("ul", { class: "problems" });
   const what = h("p", { class: "what" });
+  const when = h("p", { class: "what when" });
   const failure = failureCard();
   const lanes = timeline();
   const charts = curveCharts();
@@ -32,7 +33,7 @@ export function runView(id) {
   const links = linkRow(false);
   const buttons = h("span", { class: "buttons" }, ["checkpoint", "close", "stop"].map((action) => dialog.button(action)));
   const tools = h("div", { class: "tools", hidden: true }, links.element, h("span", { class: "grow" }), buttons);
-  const element = h("div", { class: "page" }, h("div", { class: "head" }, h("h1", { class: "run-name" }, id), what, state, why, tools), gone, known, dialog.element);
+  const element = h("div", { class: "page" }, h("div", { class: "head" }, h("h1", { class: "run-name" }, id), what, when, state, why, tools), gone, known, dialog.element);
   const figure = {};
   for (const [name, title] of [["round", "Round"], ["nodes", "Nodes"], ["step", "Step"], ["speed", "Steps per second"], ["ettr", "Effective training time"], ["fault", "Last fault"]]) {
     const value = h("dd");
@@ -90,7 +91,8 @@ export function runView(id) {
     const now = live.now;
     say(figure.round.value, shown.round === undefined ? "–" : number(shown.round));
     say(figure.round.note, shown.round_at === undefined ? "" : phase === "running" ? `up ${rough(now - shown.round_at)}` : `formed ${rough(now - shown.round_at)} ago`);
-    say(figure.ettr.note, shown.since === undefined ? "" : trained(shown, rough(now - shown.since)));
+    say(when, lasted(shown, now));
+    say(figure.ettr.note, shown.since === undefined ? "" : trained(shown, rough((shown.until ?? now) - shown.since)));
     say(figure.fault.note, shown.fault ? [whose(shown.fault), `${rough(now - shown.fault.time)} ago`].filter(Boolean).join(", ") : "");
     lanes.tick(live);
     nodes.tick(live);
@@ -99,6 +101,12 @@ export function runView(id) {
   return { element, update, tick, close: () => { lanes.close(); charts.close(); nodes.close(); dialog.close(); } };
 }
 
+// When a run began, as far as its events tell, and how long ago that is or how long it took.
+function lasted(run, now) {
+  if (run.since === undefined) return "";
+  const took = run.until === undefined ? `${rough(now - run.since)} ago` : `lasted ${rough(run.until - run.since)}`;
+  return `${run.partial ? "known since" : "started at"} ${moment(run.since)}, ${took}`;
+}
 
 function troubles(run) {
   const found = run.problems.map((text) => [null, text, "bad"]);
