@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from redelastic.monitoring.curves import Curves
 from redelastic.monitoring.event_log import without_regrouped
-from redelastic.monitoring.events import FAULTS, Closed, Completed, Drain, Event, Launched, is_fault, last_step
+from redelastic.monitoring.events import FAULTS, Closed, Completed, Drain, Event, Launched, is_fault
 from redelastic.monitoring.failure import last_fault
 from redelastic.monitoring.history import STATES, History, NodeHistory
 from redelastic.monitoring.records import Node, Run
@@ -74,7 +74,7 @@ def overview(run: Run, report: Mapping[str, Any], history: History | None, speed
         spares=len(run.spares) or None,
         min=run.min_nodes,
         max=run.max_nodes,
-        step=report["step"] if run.nodes or not history else last_step(history.events),
+        step=report["step"],
         speed=_figures(speed),
         ettr=_figures(report["ettr"]),
         redone=_figures(report["redone"]) or None,
@@ -151,7 +151,7 @@ def saved(run_id: str, history: History) -> Document:
 
 def _has_ended(run: Run, report: Mapping[str, Any]) -> bool:
     """Whether no node makes steps any more: a closed run's nodes may finish."""
-    return report["phase"] == "dead" or (report["phase"] in OVER and not run.nodes)
+    return report["phase"] in OVER and not run.is_alive
 
 
 def _why(run: Run, report: Mapping[str, Any]) -> str:

@@ -129,6 +129,11 @@ class Run:
         return [node for node in self.nodes if node.standing == "spare"]
 
     @property
+    def is_alive(self) -> bool:
+        """Whether any node's lease goes on."""
+        return any(node.lease > 0 for node in self.nodes)
+
+    @property
     def phase(self) -> str:
         """``stopped``, ``closed``, ``running``, ``regrouping``, ``forming`` or ``empty``."""
         if self.closed:

@@ -8,7 +8,7 @@ from statistics import median_low
 from typing import TYPE_CHECKING, Any, Final
 
 from .event_log import without_regrouped
-from .events import is_fault
+from .events import is_fault, last_step
 from .failure import document as failure_document
 from .failure import last_failure
 from .records import APPLICATION_XIDS
@@ -29,7 +29,7 @@ USAGE: Final = ("cpu", "memory", "memory_available", "memory_total")
 
 def phase_of(run: Run) -> str:
     """The run's phase; ``dead`` if all its nodes have been silent for longer than their leases."""
-    if not run.closed and run.nodes and all(node.lease <= 0 for node in run.nodes):
+    if not run.closed and run.nodes and not run.is_alive:
         return "dead"
     return run.phase
 
@@ -70,7 +70,7 @@ def describe(run: Run, events: Sequence[Event], now: float, history: History | N
         "closed": cause_document(run.closed),
         **{name: getattr(run, name) for name in ("stopped", "deadline", "lease", "waits_for", "restarts")},
         "restarts_without_progress": run.idle if step is None or step < run.progress else 0,
-        "step": step,
+        "step": step if run.is_alive else _highest_step(run, step, events),
         "idle": min((worker["idle"] for worker in workers if worker["idle"] is not None), default=None),
         "ettr": history.ettr if history else None,
         "redone": history.redone if history else None,
@@ -84,6 +84,18 @@ def describe(run: Run, events: Sequence[Event], now: float, history: History | N
     document["verdict"] = _verdict(run, document)
     document["problems"] = _problems(run, document["restarts_without_progress"])
     return document
+
+
+def _highest_step(run: Run, reported: int | None, events: Sequence[Event]) -> int | None:
+    """The highest step known of a run, whose nodes' statuses may have expired.
+
+    Args:
+        run: its record knows of the rounds before the last failure.
+        reported: the highest step in the statuses that are left.
+        events: of the run.
+    """
+    known = (reported, run.progress - 1 if run.progress else None, last_step(events))
+    return max((step for step in known if step is not None), default=None)
 
 
 def _recent_failure(run: Run, events: Sequence[Event]) -> dict[str, Any] | None:

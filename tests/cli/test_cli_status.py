@@ -157,6 +157,31 @@ class TestPhases:
         assert "its lease has expired, and no other node has noticed yet" in done.out
 
 
+class TestLastStep:
+    EVENTS = (Progressed(node="a", step=30), Left(node="a", last_step=37), Failed(node="b", step=41))
+
+    @pytest.mark.parametrize(
+        ("steps", "progress", "last"), [((), 0, 41), ((), 61, 60), ((45, 38), 0, 45), ((45, 38), 61, 60)]
+    )
+    @pytest.mark.parametrize("closed", [None, Stopped(cause="asked")], ids=["dead", "stopped"])
+    def test_of_a_run_that_has_ended_it_is_the_highest_known(
+        self, steps: tuple[int, ...], progress: int, last: int, closed: Stopped | None
+    ) -> None:
+        """The statuses of nodes that fell silent may have expired."""
+        nodes = [node_of(i, silence=9, workers=workers(step)) for i, step in enumerate(steps)] or [
+            node_of(0, silence=9)
+        ]
+        for there in (nodes, []):
+            run = run_of(*there, closed=closed, progress=progress)
+            expected = last if there else max(41, progress - 1)
+            assert describe(run, self.EVENTS, 1.7e9)["step"] == expected
+
+    def test_of_a_running_one_it_is_that_of_its_workers(self) -> None:
+        assert describe(run_of(node_of(0, workers=workers(12))), self.EVENTS, 1.7e9)["step"] == 12
+        assert describe(run_of(node_of(0)), self.EVENTS, 1.7e9)["step"] is None, "they have made none yet"
+        assert describe(run_of(), (), 1.7e9)["step"] is None
+
+
 class TestProblems:
     def test_what_is_wrong_comes_first(
         self, cli: Cli, new_node: NodeFactory, pool: ThreadPoolExecutor, run_id: str

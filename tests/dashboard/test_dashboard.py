@@ -11,6 +11,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,9 @@ from hypothesis import strategies as st
 from redelastic.dashboard import view
 from redelastic.dashboard.feed import Topic, merge_patch
 from redelastic.dashboard.view import Speed, fold
-from redelastic.monitoring.events import Event, Log, Lost, Started
+from redelastic.monitoring.events import Closed, Event, Log, Lost, Started
 from redelastic.monitoring.history import replay
-from redelastic.monitoring.records import Run
+from redelastic.monitoring.records import Node, Run
 from redelastic.monitoring.report import describe
 from redelastic.redis.server import RedisServer
 from tests.support.browsing import dashboard
@@ -325,12 +326,13 @@ class TestFeed:
         asyncio.run(story())
 
 
-def page_of(events: Sequence[Event], now: float | None = None) -> dict[str, Any]:
-    """The page of a run of which only its events are known."""
+def page_of(events: Sequence[Event], now: float | None = None, **more: Any) -> dict[str, Any]:
+    """The page of a run of which only its events are known, and ``more`` of its fields."""
     history = replay(events, now)
     run = Run(
         "r", events[-1].epoch, events[-1].size, 1, 1, 1.0, None, None, False, None, 6.0, 0, 0, {}, [], (), history.end
     )
+    run = replace(run, **more)
     report = describe(run, events, history.end, history)
     return view.overview(run, report, history, None) | view.details(run, report, history, history.start)
 
@@ -369,6 +371,16 @@ class TestView:
         assert [page["events"][event.id]["count"] for event in together] == [64, 64, 5], "the first one broke the round"
         assert all(page["events"][event.id]["detail"] for event in together), "their names can be asked for"
         assert page["fault"]["count"] == 5
+
+    def test_a_closed_run_has_ended_once_its_last_node_is_silent(self) -> None:
+        story = Story()
+        node = story.node("n")
+        story.join(0, [node])
+        story.complete(1, [node], start=1)
+        for lease in (2.0, -2.0):
+            there = Node(node, "member", 0, lease, 6 - lease, "", {"name": "n", "host": "", "state": ""})
+            page = page_of(story.events(), START + 60, nodes=(there,), closed=Closed(cause="asked"))
+            assert page.get("until") == (None if lease > 0 else START + 60)
 
     def test_a_timeline_is_bounded_and_shows_all_of_its_last_part(self) -> None:
         def ends(events: list[Event]) -> list[float]:
