@@ -18,9 +18,10 @@ NAME: Final = "logs"
 SUMMARY: Final = "where each rank's log is; the last lines of the worker that failed first"
 DESCRIPTION: Final = """\
 Where each rank of the last round writes its log, and on which node. With
---failed: why the last round that failed did, and the last lines of the worker
-that failed first in the latest round that lost no node: where one is lost, the
-workers fail because a peer is gone. Only `redelastic run` reports this. A worker whose
+--failed: why the last round that failed did, or that all nodes fell silent, and the
+last lines of the worker that failed first in the latest round that lost no node:
+where one is lost, the workers fail because a peer is gone. Only `redelastic run`
+reports what workers did. A worker whose
 output goes to a terminal or a pipe has no log file: use --log-dir with
 --redirects=3 or --tee=3. Of what goes to a pipe, as in a container, the agent
 keeps the last lines. Known secrets in those lines are hidden.

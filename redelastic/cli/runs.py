@@ -27,8 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json_argument(
         parser,
         "runs: a list of run, phase (as in `redelastic status`, or corrupt), failed\n"
-        "(whether a fault closed it), epoch, size (of the last round), members, candidates,\n"
-        "spares, age (of that round).",
+        "(whether a fault closed it, or it is dead), epoch, size (of the last round), members,\n"
+        "candidates, spares, age (of that round).",
     )
 
 

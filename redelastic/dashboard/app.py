@@ -31,7 +31,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from redelastic.monitoring import logs
 from redelastic.monitoring.control import UnknownNodeError, UnknownRunError
 from redelastic.monitoring.events import VERSION
-from redelastic.monitoring.failure import last_failure
+from redelastic.monitoring.failure import why_failed
 from redelastic.monitoring.sentences import event_document
 from redelastic.redis.connection import Connection
 from redelastic.redis.errors import RedelasticError
@@ -145,7 +145,7 @@ async def _run(request: Request) -> Response:
         found = event_document(event) if event else None
     elif "logs" in asked:
         events = watch.event_log.events
-        failed, why = logs.first_failure(events), last_failure(events)
+        failed, why = logs.first_failure(events), why_failed(events, watch.silence)
         found = logs.document(watch.keys.run_id, logs.places(events, watch.nodes), failed, why)
     else:
         found = watch.report

@@ -15,6 +15,7 @@ from redelastic.monitoring.control import RunControl, UnknownRunError, list_runs
 from redelastic.monitoring.curves import Curves
 from redelastic.monitoring.event_log import EventLog
 from redelastic.monitoring.events import Event, number_in
+from redelastic.monitoring.failure import RoundFailure, silence_of
 from redelastic.monitoring.live_logs import LiveLogs
 from redelastic.monitoring.records import Node
 from redelastic.monitoring.report import describe, summary, unread
@@ -51,6 +52,7 @@ class Watch:
         self._control = RunControl(connection, keys)
         self.event_log = EventLog(self._control)
         self.nodes: Sequence[Node] = ()
+        self.silence: RoundFailure | None = None  # of all nodes
         self.now = 0.0  # on the server's clock, as it was read
         self._speed = view.Speed()
         self._curves = Curves()
@@ -115,7 +117,7 @@ class Watch:
             curves = {"curves": view.curves(self._curves)}
             self.page = self.row | view.details(run, report, history, self._origin) | curves
         self.summary, self.report = summary(run), report
-        self.nodes, self.now = run.nodes, run.time
+        self.nodes, self.silence, self.now = run.nodes, silence_of(run), run.time
 
     @property
     def was_read(self) -> bool:

@@ -15,9 +15,10 @@ from typing import Any, Final
 from redelastic.monitoring.curves import Curves
 from redelastic.monitoring.event_log import without_regrouped
 from redelastic.monitoring.events import FAULTS, Closed, Completed, Drain, Event, Launched, is_fault
-from redelastic.monitoring.failure import last_fault
+from redelastic.monitoring.failure import SILENT, last_fault
 from redelastic.monitoring.history import STATES, History, NodeHistory
 from redelastic.monitoring.records import Node, Run
+from redelastic.monitoring.report import has_failed
 from redelastic.monitoring.sentences import cause, detail_of, sentence
 from redelastic.monitoring.wording import clean, short
 
@@ -58,12 +59,11 @@ class Speed:
 
 def overview(run: Run, report: Mapping[str, Any], history: History | None, speed: float | None) -> Document:
     """A run as a row of the list of runs."""
-    fault = last_fault(history.events) if history else None
     about = next((event for event in history.events if isinstance(event, Launched)), None) if history else None
     return _known(
         run=run.run_id,
         phase=report["phase"],
-        failed=is_fault(run.closed) or None,
+        failed=has_failed(run) or None,
         why=_why(run, report),
         user=clean(short(about.user)) or None if about else None,
         command=clean(short(about.command)) or None if about else None,
@@ -81,7 +81,7 @@ def overview(run: Run, report: Mapping[str, Any], history: History | None, speed
         since=_moment(history.start) if history else None,
         until=_moment(history.end) if history and _has_ended(run, report) else None,
         partial=True if history and not history.complete else None,
-        fault=_event(fault) if fault else None,
+        fault=_last_fault(run, history),
         restarts=run.restarts or None,
     )
 
@@ -152,6 +152,13 @@ def saved(run_id: str, history: History) -> Document:
 def _has_ended(run: Run, report: Mapping[str, Any]) -> bool:
     """Whether no node makes steps any more: a closed run's nodes may finish."""
     return report["phase"] in OVER and not run.is_alive
+
+
+def _last_fault(run: Run, history: History | None) -> Document | None:
+    fault = last_fault(history.events) if history else None
+    if run.died_at is not None and (fault is None or fault.epoch < run.epoch):
+        return {"time": _moment(run.died_at), "event": "dead", "fault": True, "node": "", "reason": SILENT}
+    return _event(fault) if fault else None
 
 
 def _why(run: Run, report: Mapping[str, Any]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import takewhile
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from . import events as kinds
 from .collectives import explain
@@ -13,7 +13,11 @@ from .events import Event, fault_age
 from .sentences import cause, cause_document, sentence, worker_failure
 from .wording import count, duration, short
 
+if TYPE_CHECKING:
+    from .records import Run
+
 OTHERS: Final = 3  # how many of the nodes that suffered are described
+SILENT: Final = "not known: all nodes fell silent"
 MAX_WORDS: Final = 160  # characters of what one of them says
 _NONE_LEFT: Final = frozenset({"failed", "restarts", "progress"})  # why a run ends instead of one more restart
 _FAULTY: Final = frozenset({"failed", "exited", "signal"})  # reasons to leave that are faults
@@ -27,7 +31,7 @@ class RoundFailure:
         epoch: of the round.
         time: when it failed, on the server's clock, in seconds since 1970.
         cause: what broke it: a worker's failure, or the loss or exit of a node; None if that is not known, because all
-            workers that failed say that a peer is gone, or hang and may wait for a peer.
+            workers that failed say that a peer is gone, or hang and may wait for a peer, or all nodes fell silent.
         log: path of the failed worker's log, on its node; empty if it has none, or no worker is the cause.
         waits: which ranks waited for which in a collective, if workers hung and this is known; else empty.
         others: failures of other nodes' workers.
@@ -65,6 +69,37 @@ def last_failure(events: Sequence[Event], since: int = 0) -> RoundFailure | None
         if found := failure_of(recent, epoch):
             return found
     return None
+
+
+def silence_of(run: Run) -> RoundFailure | None:
+    """That all nodes of an open run have fallen silent, of which no event tells; None if they have not."""
+    if run.died_at is None:
+        return None
+    return RoundFailure(
+        epoch=run.epoch,
+        time=run.died_at,
+        cause=None,
+        log="",
+        waits="",
+        others=(),
+        stopped=None,
+        charged=None,
+        excluded=False,
+        ended=None,
+        next_epoch=None,
+        down=None,
+    )
+
+
+def why_failed(events: Sequence[Event], silence: RoundFailure | None, since: int = 0) -> RoundFailure | None:
+    """Why the last round that failed did; of a run whose nodes all fell silent, at best why its last round did.
+
+    Args:
+        events: of the run, oldest first.
+        silence: of all nodes, from :func:`silence_of`; None if they did not fall silent.
+        since: epoch of the first round that counts.
+    """
+    return last_failure(events, silence.epoch if silence else since) or silence
 
 
 def last_fault(events: Sequence[Event]) -> Event | None:
@@ -183,6 +218,8 @@ def _waits(own: Sequence[Event]) -> str:
 
 def lines(failure: RoundFailure) -> list[tuple[str, str]]:
     """The failure in words, for every place that shows it: pairs of what a line is about, and the line."""
+    if failure.cause is None and not failure.others:
+        return [("cause", SILENT)]
     found = [("cause", _cause_line(failure))]
     if failure.waits:
         found.append(("waits", failure.waits))

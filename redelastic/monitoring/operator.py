@@ -19,7 +19,7 @@ from redelastic.redis.keys import DEFAULT_PREFIX, RunKeys
 from .control import RESAVE_INTERVAL, RunControl, UnknownNodeError
 from .event_log import EventLog
 from .events import DRAIN_GRACE, MAX_REASON, SAVE_TIMEOUT, Closed, Event, Left, Lost, Saved, Stopped
-from .failure import last_failure
+from .failure import silence_of, why_failed
 from .history import History
 from .logs import document, failures, first_failure, places
 from .records import Node
@@ -245,7 +245,7 @@ class Run:
             failed = first_failure(events)
         else:
             failed = next((one for one in reversed(failures(events)) if one.rank == rank), None)
-        why = last_failure(events) if rank is None else None
+        why = why_failed(events, silence_of(state)) if rank is None else None
         return cast("Logs", document(self.id, found, failed, why))
 
     def wait(self, timeout: float = math.inf) -> Status:

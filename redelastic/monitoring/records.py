@@ -134,6 +134,16 @@ class Run:
         return any(node.lease > 0 for node in self.nodes)
 
     @property
+    def died_at(self) -> float | None:
+        """When the last lease ended, on the server's clock, in seconds since 1970.
+
+        None if the run is closed, has no nodes, or one of them is alive.
+        """
+        if self.closed or not self.nodes or self.is_alive:
+            return None
+        return round(self.time + max(node.lease for node in self.nodes), 3)
+
+    @property
     def phase(self) -> str:
         """``stopped``, ``closed``, ``running``, ``regrouping``, ``forming`` or ``empty``."""
         if self.closed:

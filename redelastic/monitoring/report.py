@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from .event_log import without_regrouped
 from .events import is_fault, last_step
 from .failure import document as failure_document
-from .failure import last_failure
+from .failure import silence_of, why_failed
 from .records import APPLICATION_XIDS
 from .sentences import cause, cause_document, consecutive_failures, event_document
 from .wording import count, duration, number, whole
@@ -29,9 +29,12 @@ USAGE: Final = ("cpu", "memory", "memory_available", "memory_total")
 
 def phase_of(run: Run) -> str:
     """The run's phase; ``dead`` if all its nodes have been silent for longer than their leases."""
-    if not run.closed and run.nodes and not run.is_alive:
-        return "dead"
-    return run.phase
+    return run.phase if run.died_at is None else "dead"
+
+
+def has_failed(run: Run) -> bool:
+    """Whether a fault closed it, or all its nodes fell silent."""
+    return is_fault(run.closed) or run.died_at is not None
 
 
 def unread(run_id: str, phase: str) -> dict[str, Any]:
@@ -43,7 +46,7 @@ def unread(run_id: str, phase: str) -> dict[str, Any]:
 def summary(run: Run) -> dict[str, Any]:
     """The entry for a run in a list of runs."""
     groups = {name: len(getattr(run, name)) for name in ("members", "candidates", "spares")}
-    state = {"phase": phase_of(run), "failed": is_fault(run.closed)}
+    state = {"phase": phase_of(run), "failed": has_failed(run)}
     return {"run": run.run_id, **state, "epoch": run.epoch, "size": run.size, **groups, "age": run.age}
 
 
@@ -100,7 +103,7 @@ def _highest_step(run: Run, reported: int | None, events: Sequence[Event]) -> in
 
 def _recent_failure(run: Run, events: Sequence[Event]) -> dict[str, Any] | None:
     """Why the last round failed, or the one before: a failure that later rounds have outlived is history."""
-    return failure_document(last_failure(events, run.epoch - 1))
+    return failure_document(why_failed(events, silence_of(run), run.epoch - 1))
 
 
 def _verdict(run: Run, document: Mapping[str, Any]) -> str:

@@ -144,13 +144,32 @@ class TestPhases:
         assert done.code == 1
         assert done.out.startswith("empty: no nodes in the run; its last round was 1")
 
-    def test_dead(self, cli: Cli, new_node: NodeFactory, run_id: str) -> None:
+    def test_dead(self, cli: Cli, server: RedisServer, new_node: NodeFactory, run_id: str) -> None:
         """The last node of a run leaves nobody who could notice: only the clock tells."""
+
+        def is_listed_as_failed() -> bool:
+            runs = run_command("list", "--json", "--endpoint", server.url).json["runs"]
+            return any(run["failed"] for run in runs if run["run"] == run_id)
+
+        def logs(*options: str) -> CommandResult:
+            return run_command("logs", run_id, "--failed", *options, "--endpoint", server.url)
+
         node = new_node(1, 1)
         node.next_rendezvous()
         assert cli(run_id).code == 0
+        assert logs().code == 1
+        assert not is_listed_as_failed()
         node.node.stop()
         until(lambda: cli(run_id).code == 1, "its lease is over")
+        assert is_listed_as_failed()
+        why = logs()
+        assert (why.code, why.out.splitlines()[1:]) == (0, ["  cause  not known: all nodes fell silent"])
+        assert why.out.startswith("round 1 failed at ")
+        assert "  cause  not known: all nodes fell silent\n" in cli(run_id).out
+        failure = cli(run_id, "--json").json["failure"]
+        assert failure == logs("--json").json["failure"]
+        assert (failure["epoch"], failure["cause"], failure["node"]) == (1, None, None)
+        assert abs(failure["time"] - time.time()) < 60
         done = cli(run_id)
         assert done.out.startswith("dead: no heartbeat for ")
         assert "! " in done.out

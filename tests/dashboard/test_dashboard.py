@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from redelastic.dashboard import view
 from redelastic.dashboard.feed import Topic, merge_patch
 from redelastic.dashboard.view import Speed, fold
-from redelastic.monitoring.events import Closed, Event, Log, Lost, Started
+from redelastic.monitoring.events import Closed, Event, Failed, Log, Lost, Started
 from redelastic.monitoring.history import replay
 from redelastic.monitoring.records import Node, Run
 from redelastic.monitoring.report import describe
@@ -34,6 +34,7 @@ from tests.support.crowds import Crowd
 from tests.support.scenes import START, Story, many_nodes
 
 TOKEN = "a-token-of-enough-characters"
+SILENT = "not known: all nodes fell silent"
 OF_THE_MOMENT = {"age", "ettr", "heard", "lease", "redone", "time", "verdict"}
 
 
@@ -222,13 +223,15 @@ def timeless(told: Any) -> Any:
 
 class TestJson:
     def test_it_is_what_the_commands_print(self, server: RedisServer, client: redis.Redis, run_id: str) -> None:
-        names = (("/%2F", 100), ("", 2), ("-x", 1))
-        many, few, broken = (Crowd(client, f"{run_id}{name}", n, lease=600) for name, n in names)
+        names = (("/%2F", 100), ("", 2), ("-silent", 1), ("-x", 1))
+        many, few, silent, broken = (Crowd(client, f"{run_id}{name}", n, lease=600) for name, n in names)
         node, path = few.members[0], "/logs/0/stdout.log"
         few.add(Started(epoch=4, size=2, node=node, rank=0, logs={0: path}))
         few.add(Log(epoch=4, size=2, node=node, rank=0, age_ms=1500, path=path, lines="the last lines"))
+        client.delete(silent.keys.events)
+        client.zadd(silent.keys.leases, dict.fromkeys(silent.members, 1))
         client.hset(broken.keys.run, "epoch", "x")
-        ours = [crowd.keys.run_id for crowd in (many, few, broken)]
+        ours = [crowd.keys.run_id for crowd in (many, few, silent, broken)]
 
         def printed(*argv: str) -> Any:
             return run_command(*argv, "--json", "--endpoint", server.url).json
@@ -244,8 +247,8 @@ class TestJson:
             assert [run["run"] for run in listed["runs"]] == sorted(run["run"] for run in listed["runs"])
             expected = [timeless(run) for run in printed("list")["runs"] if run["run"] in ours]
             assert [timeless(run) for run in listed["runs"] if run["run"] in ours] == expected
-            assert [run["phase"] for run in expected] == ["running", "corrupt", "running"]
-            for run in ours[:2]:
+            assert [run["phase"] for run in expected] == ["running", "dead", "corrupt", "running"]
+            for run in ours[:3]:
                 assert timeless(served(run)) == timeless(printed("status", run))
                 assert served(run, "?logs") == printed("logs", run)
                 for one in printed("status", run)["nodes"][:3]:
@@ -254,6 +257,7 @@ class TestJson:
                     assert served(run, f"?event={event['id']}") == {"version": 1, **event}
             assert served(few.keys.run_id, "?logs")["failed"]["tail"] == "the last lines"
             assert [log["path"] for log in served(few.keys.run_id, "?logs")["logs"]] == [path]
+            assert served(silent.keys.run_id, "?logs")["failure"]["lines"] == [["cause", SILENT]]
             code, _, body = ask(f"{url}api/runs/{broken.keys.run_id}")
             assert (code, broken.keys.run in json.loads(body)["error"]) == (503, True)
 
@@ -337,6 +341,10 @@ def page_of(events: Sequence[Event], now: float | None = None, **more: Any) -> d
     return view.overview(run, report, history, None) | view.details(run, report, history, history.start)
 
 
+def there(node: str, lease: float) -> Node:
+    return Node(node, "member", 0, lease, 6 - lease, "", {"name": "n", "host": "", "state": ""})
+
+
 class TestView:
     def test_what_each_of_many_nodes_does_is_one_line(self) -> None:
         story = Story()
@@ -378,9 +386,29 @@ class TestView:
         story.join(0, [node])
         story.complete(1, [node], start=1)
         for lease in (2.0, -2.0):
-            there = Node(node, "member", 0, lease, 6 - lease, "", {"name": "n", "host": "", "state": ""})
-            page = page_of(story.events(), START + 60, nodes=(there,), closed=Closed(cause="asked"))
+            page = page_of(story.events(), START + 60, nodes=[there(node, lease)], closed=Closed(cause="asked"))
             assert page.get("until") == (None if lease > 0 else START + 60)
+
+    def test_a_run_whose_nodes_all_fell_silent_has_failed(self) -> None:
+        story = Story()
+        nodes = [story.node(name) for name in "abc"]
+        story.join(0, nodes)
+        story.complete(1, nodes, start=1)
+        silent = [there(node, lease) for node, lease in zip(nodes, (-4.0, -2.0, -3.0), strict=True)]
+        page = page_of(story.events(), START + 60, nodes=silent)
+        fault = {"time": START + 58, "event": "dead", "fault": True, "node": "", "reason": SILENT}
+        assert (page["phase"], page["failed"], page["fault"]) == ("dead", True, fault)
+        assert page["failure"] == {"round": 1, "time": START + 58, "lines": [["cause", SILENT]]}
+
+        story.regroup(10, nodes)
+        story.add(9, Failed(node=nodes[0], local_rank=0, rank=0, exit_code=1))
+        page = page_of(story.events(), START + 60, nodes=silent)
+        assert page["fault"]["event"] == "failed", "it is known why"
+        assert page["failure"]["lines"][0][1].startswith("a-")
+
+        story.complete(20, nodes, start=1)
+        page = page_of(story.events(), START + 60, nodes=silent)
+        assert (page["fault"], page["failure"]["round"]) == (fault, 2), "of the last round it is not"
 
     def test_a_timeline_is_bounded_and_shows_all_of_its_last_part(self) -> None:
         def ends(events: list[Event]) -> list[float]:
