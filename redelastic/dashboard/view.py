@@ -76,8 +76,8 @@ def overview(run: Run, report: Mapping[str, Any], history: History | None, speed
         max=run.max_nodes,
         step=report["step"],
         speed=_figures(speed),
-        ettr=_figures(report["ettr"]),
-        redone=_figures(report["redone"]) or None,
+        ettr=_share(report["ettr"]),
+        redone=_share(report["redone"]) or None,
         since=_moment(history.start) if history else None,
         until=_moment(history.end) if history and _has_ended(run, report) else None,
         partial=True if history and not history.complete else None,
@@ -97,6 +97,7 @@ def details(run: Run, report: Mapping[str, Any], history: History | None, origin
     """
     return {
         "lease": run.lease,
+        **({"heard": _moment(history.end)} if history else {}),
         "problems": [clean(short(problem)) for problem in report["problems"]],
         "waits_for": clean(short(report["waits_for"])),
         **({"failure": _failure(report["failure"])} if report["failure"] else {}),
@@ -134,8 +135,8 @@ def saved(run_id: str, history: History) -> Document:
         largest=max((this.size for this in history.rounds), default=0),
         broken=len(broken),
         faults=sum(is_fault(this.broken_by) for this in broken),
-        ettr=_figures(history.ettr),
-        redone=_figures(history.redone) or None,
+        ettr=_share(history.ettr),
+        redone=_share(history.redone) or None,
         down=sum(this.down or 0 for this in broken) if broken else None,
         restart=sum(restarts) if (restarts := [this.restart for this in broken if this.restart is not None]) else None,
         away=sum(end - start for start, end in history.outages),
@@ -339,3 +340,8 @@ def _moment(time: float) -> float:
 def _figures(value: float | None) -> float | None:
     """A number, rounded to four digits."""
     return None if value is None else float(f"{value:.4g}")
+
+
+def _share(value: float | None) -> float | None:
+    """A share, with more digits than a page shows: what is rounded twice differs from what is rounded once."""
+    return None if value is None else round(value, 6)

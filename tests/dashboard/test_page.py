@@ -181,6 +181,30 @@ def test_the_time_of_a_run_is_its_own(client: redis.Redis, server: RedisServer, 
         assert re.fullmatch(r"started at .*[0-9:]{8}, 2\.0 h ago", browser.text(".head .when"))
 
 
+def test_tile_and_legend_are_of_one_moment(
+    client: redis.Redis, server: RedisServer, browser: Browser, run_id: str
+) -> None:
+    """The nodes were last heard of a minute ago: neither counts what they may have done since."""
+    crowd = Crowd(client, run_id, 2, age=600, lease=600)
+    for node in crowd.members:
+        client.zincrby(crowd.keys.leases, -60_000, node)
+    with dashboard(f"--endpoint={server.url}") as (url, _):
+        browser.open(f"{url}runs/{run_id}")
+        browser.until(".legend", "training")
+
+        def shares() -> list[float]:
+            found = (browser.text(".figures"), browser.text(".legend"))
+            patterns = (r"Effective training time\n([0-9.]+) %", r"training\s+([0-9.]+) %")
+            return [float(match[1]) for match in map(re.search, patterns, found) if match]
+
+        tile, legend = shares()
+        assert abs(tile - legend) < 0.15, "what differs is the rounding"
+        crowd.beat()  # it is too little for the lanes to be drawn again
+        until(lambda: shares()[0] > tile + 0.3, "they are heard of again", 60)
+        tile, legend = shares()
+        assert abs(tile - legend) < 0.15
+
+
 def test_names_from_redis_stay_text(server: RedisServer, browser: Browser, new_node: NodeFactory) -> None:
     node = new_node(1, 1, node_name=SCRIPT)
     node.next_rendezvous()

@@ -79,7 +79,7 @@ export function runView(id) {
     problems.hidden = wrong.length === 0;
     problems.replaceChildren(...wrong);
     failure.update(run.failure);
-    lanes.update(run.timeline ?? {}, live);
+    lanes.update(run.timeline ?? {}, live, run.heard);
     charts.update(run.curves ?? {});
     nodes.update(run, live);
     events.update(run.events ?? {});

@@ -40,12 +40,18 @@ export function timeline(tallest = 460) {
   let data = {};
   let rows = [];
   let clockOf = null;
+  let heardAt = Infinity;
   let drawnAt = 0;
   let scale = null;
 
-  function update(document_, live) {
+  // heard: until when it is known what the nodes did, as the run's other figures count; later only the lanes go on.
+  function update(document_, live, heard = Infinity) {
     clockOf = live;
-    if (document_ === data) return;
+    heardAt = heard;
+    if (document_ === data) {
+      if (scale) summary();
+      return;
+    }
     data = document_;
     rows = lanesOf(data);
     say(hosts, rows.length ? count(rows.length, "host") + (data.cut ? `, from ${moment(data.origin + data.start)} on` : "") : "");
@@ -73,7 +79,7 @@ export function timeline(tallest = 460) {
     scale = { left, width, height, start, end, second: Math.max(1, (end - start) / (width - left)), at: (px) => start + ((px - left) / (width - left - 10)) * (end - start) };
     svg.setAttribute("viewBox", `0 0 ${width} ${TOP + tall + BOTTOM}`);
     svg.setAttribute("height", TOP + tall + BOTTOM);
-    const { paths, seconds } = pathsOf(rows, start, end, height, x);
+    const paths = pathsOf(rows, start, end, height, x);
     const parts = [defs()];
     for (const [from, until] of data.outages ?? []) if (until > start) {
       parts.push(s("rect", { class: "outage", x: x(Math.max(start, from)), y: TOP, width: Math.max(1, x(Math.min(end, until)) - x(Math.max(start, from))), height: tall }));
@@ -84,17 +90,18 @@ export function timeline(tallest = 460) {
     if (labelled) rows.forEach((row, i) => parts.push(label(row, i, height, left)));
     const { marks, counts } = marksOf(data, rows, start, end, x, height);
     svg.replaceChildren(...parts, ...marks);
-    summary(seconds, counts);
+    legend.replaceChildren(...items.map(({ item }) => item), ...Object.entries(counts).reverse().map(([event, { n, fault }]) => h("li", {}, badge(event, event, fault), h("b", {}, number(n)))));
+    if (data.outages?.length) legend.append(h("li", {}, h("span", { class: "swatch outage" }), "Redis away"));
+    summary();
   }
 
-  function summary(seconds, counts) {
+  function summary() {
+    const seconds = secondsOf(rows, scale.start, Math.min(data.end ?? clockOf.now - data.origin, heardAt - data.origin));
     const all = seconds.reduce((a, b) => a + b, 0);
     items.forEach(({ item, share }, i) => {
       item.hidden = !seconds[i];
       say(share, all ? percent(seconds[i] / all) : "");
     });
-    legend.replaceChildren(...items.map(({ item }) => item), ...Object.entries(counts).reverse().map(([event, { n, fault }]) => h("li", {}, badge(event, event, fault), h("b", {}, number(n)))));
-    if (data.outages?.length) legend.append(h("li", {}, h("span", { class: "swatch outage" }), "Redis away"));
     const words = STATES.map((_, i) => seconds[i] && `${NAMES[i]} ${percent(seconds[i] / all)}`).filter(Boolean);
     svg.setAttribute("aria-label", `Timeline of ${rows.length} hosts over ${duration(scale.end - scale.start)}: ${words.join(", ")}. The events below say what happened.`);
   }
@@ -146,18 +153,24 @@ function lanesOf(data) {
 
 function pathsOf(rows, start, end, height, x) {
   const paths = STATES.map(() => []);
-  const seconds = STATES.map(() => 0);
   rows.forEach((row, i) => {
     for (const [state, from, until] of row.spans) {
       const [a, b] = [Math.max(start, from), Math.min(end, until < 0 ? end : until)];
       if (b <= a) continue;
-      seconds[state] += b - a;
       const thick = height < 4 ? height + 0.15 : height * THICK[state];
       const [x0, x1] = [x(a), x(b)];
       paths[state].push(`M${x0.toFixed(1)} ${(TOP + i * height + (height - thick) / 2).toFixed(2)}h${Math.max(0.5, x1 - x0).toFixed(1)}v${thick.toFixed(2)}H${x0.toFixed(1)}z`);
     }
   });
-  return { paths: paths.map((path) => path.join("")), seconds };
+  return paths.map((path) => path.join(""));
+}
+
+function secondsOf(rows, start, end) {
+  const seconds = STATES.map(() => 0);
+  for (const row of rows) for (const [state, from, until] of row.spans) {
+    seconds[state] += Math.max(0, Math.min(end, until < 0 ? end : until) - Math.max(start, from));
+  }
+  return seconds;
 }
 
 function defs() {
