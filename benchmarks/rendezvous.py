@@ -26,7 +26,7 @@ from redelastic.redis.server import RedisServer
 from redelastic.rendezvous.handler import RedisRendezvousHandler
 
 OURS: Final = "redelastic"
-BACKOFF: Final = "c10d, cas_backoff_max_seconds=1"  # which torch has from 2.15 on
+BACKOFF: Final = "c10d, cas_backoff_max_seconds=0.1"  # which torch has from 2.15 on
 HAS_BACKOFF: Final = "cas_backoff_max_seconds" in {field.name for field in fields(RendezvousSettings)}
 PEERS: Final = (OURS, "dynamic", "c10d", *((BACKOFF,) if HAS_BACKOFF else ()), "etcd-v2")
 TARGETS: Final = {2: 0.003, 8: 0.006, 64: 0.045, 256: 0.180, 1024: 0.800}  # seconds on 2 cores
@@ -46,7 +46,7 @@ def prepare(options: dict[str, Any], number: int) -> tuple[Callable[[], object],
     elif backend == "redis":
         config["protocol"] = "native" if peer == OURS else "dynamic"
     if peer == BACKOFF:
-        config["cas_backoff_max_seconds"] = 1.0
+        config["cas_backoff_max_seconds"] = 0.1
     params = RendezvousParameters(backend, options["endpoint"], options["run_id"], max(1, n - 1), n, **config)
     handler: RendezvousHandler = get_rendezvous_handler(params)
 
