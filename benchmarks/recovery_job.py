@@ -17,9 +17,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import psutil
 
@@ -102,12 +101,18 @@ class Job:
         conf: settings beyond the contender's defaults.
         first: how many of the nodes start it; None for all.
         state: of each worker that survives, in MB.
+
+    Attributes:
+        nodes: their processes.
+        server: the Redis that they use, if any.
+        survives: whether the others go on without a worker that has crashed, until it is back.
     """
 
     def __init__(
         self, contender: str, size: int, conf: Mapping[str, float], first: int | None = None, state: int = 0
     ) -> None:
         self.contender, self.size, self._first, self._state = contender, size, first or size, state
+        self.survives = contender == SURVIVING
         self._conf = {"last_call_timeout": LAST_CALL, **conf}
         self._port = free_port() if contender in C10DS else None
         self._run_id = f"bench-{uuid.uuid4().hex[:12]}"
@@ -116,7 +121,7 @@ class Job:
         self._read = 0  # how much of the record
         self._over = threading.Event()
         self._opened = ExitStack()
-        self.nodes: list[BaseProcess] = []
+        self.nodes: list[Any] = []
         self.server: RedisServer | None = None
 
     def start(self) -> None:
@@ -127,20 +132,24 @@ class Job:
             RuntimeError: a node ended.
         """
         try:
-            if self.contender not in C10DS:
-                self.server = self._opened.enter_context(RedisServer())
             self._directory = Path(tempfile.mkdtemp(prefix="redelastic-bench-")).resolve()
             command = [sys.executable, str(PROCESSES), "reaper", str(self._directory)]
             reaper = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
             self._opened.callback(self._end, reaper)
             self._record = self._directory / "record"
             self._record.touch()
+            self._open_services()
             for _ in range(self._first):
                 self._start_node()
             self._wait_for_steps()
         except BaseException:
             self.close()
             raise
+
+    def _open_services(self) -> None:
+        """Start what the nodes need."""
+        if self.contender not in C10DS:
+            self.server = self._opened.enter_context(RedisServer())
 
     def close(self) -> None:
         """End all processes, and anyone watching them; idempotent."""
@@ -251,7 +260,7 @@ class Job:
             AGENT_KILLED: ([agent], signal.SIGKILL),
             CRASHED: ([psutil.Process(w.pid) for w in self.current() if w.node == node], signal.SIGKILL),
         }[fault]
-        watch = Watch(self, None if fault == CRASHED and self.contender != SURVIVING else node)
+        watch = Watch(self, None if fault == CRASHED and not self.survives else node)
         _signal(hurt, number)
         if fault == "freeze":  # a frozen reaper never learns that its agent is gone
             self._opened.callback(_signal, tree, signal.SIGKILL)

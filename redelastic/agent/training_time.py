@@ -103,6 +103,12 @@ class TrainingTime:
                 this.redone = False  # as far as is known
                 self._send(partial(self._report, this, step, this.counted_until, is_first=is_first))
 
+    def look_for_steps(self) -> None:
+        """Look if a round's first step, or its first new one, is still to come: what comes before it is no training."""
+        this = self._round
+        if this is not None and (this.counted_until is None or (this.leads and this.redone)):
+            self.look()
+
     def _report(self, this: _Round, step: int, at: float, *, is_first: bool) -> None:
         if is_first:  # another node may know more of earlier rounds
             known = [last for last in (this.last_step, self._control.last_step()) if last is not None]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Final
@@ -124,9 +124,7 @@ def failure_of(events: Sequence[Event], epoch: int) -> RoundFailure | None:
     members = next((event.members for event in own if isinstance(event, kinds.Completed)), ())
     failed = [one for one in own if isinstance(one, kinds.Failed)]
     told = {one.node for one in failed}
-    gone = (one for one in own if _is_gone(one, members))
-    news = (one for one in gone if isinstance(one, kinds.Lost) or one.node not in told)  # not the same failure again
-    faults = sorted([*failed, *news], key=_since)
+    faults = sorted([*failed, *(one for one in own if _has_gone(one, members, told))], key=_since)
     planned = any(isinstance(one, kinds.Left) and one.breaks and one.cause not in _FAULTY for one in own)
     if not faults:
         return None
@@ -172,14 +170,14 @@ def _of_round(events: Sequence[Event], epoch: int) -> Iterator[Event]:
             yield from event.each()
 
 
-def _is_gone(event: Event, members: Sequence[str]) -> bool:
-    """Whether a fault has taken a member away."""
+def _has_gone(event: Event, members: Sequence[str], told: Collection[str]) -> bool:
+    """Whether a member has gone because of a fault, and not of its workers' failure, which its node has ``told``."""
     was_member = not members or event.node in members  # they are not known if the round began before the events kept
     match event:
         case kinds.Lost():
             return event.breaks or was_member
         case kinds.Left():
-            return event.cause in _FAULTY and (event.breaks or was_member)
+            return event.cause in _FAULTY and event.node not in told and (event.breaks or was_member)
     return False
 
 

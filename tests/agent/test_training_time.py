@@ -127,6 +127,24 @@ def test_a_new_rank_0_reports_which_steps_are_redone(server: RedisServer, tmp_pa
         assert spans[1].end >= max(line.time for line in job.lines("reports") if line.epoch == 1) - EXACT - SLACK
 
 
+def test_it_looks_often_until_the_first_new_step() -> None:
+    view: Any = SimpleNamespace(round=object(), broken=None)
+    node: Any = SimpleNamespace(id="a", view=view)
+    workers: Any = SimpleNamespace(progress_calls=0, highest_step=-1, progress_at=None)
+    noted: list[Progressed] = []
+    control: Any = SimpleNamespace(last_step=lambda: 7, note=noted.append)
+    reports: list[Callable[[], object]] = []
+    times = TrainingTime(node, control, reports.append)
+    times.begin_round(workers, 0)
+    for step in (6, 7, 8, 9):
+        workers.progress_calls, workers.highest_step, workers.progress_at = step, step, time.monotonic()
+        times.look_for_steps()
+        while reports:
+            reports.pop()()
+    assert [(event.step, event.redone) for event in noted] == [(6, True), (8, False)]
+    assert times.last_step == 9, "it is asked for, and looked at then"
+
+
 @pytest.mark.parametrize("is_over", [False, True])
 def test_a_round_that_is_over_is_not_reported(is_over: bool) -> None:
     """By then the steps that are known may be of the round after it, so that these would seem to be redone."""

@@ -17,6 +17,7 @@ import pytest
 
 from benchmarks import recovery
 from benchmarks.__main__ import BEGIN, BENCHMARKS, END, README, keep, stolen, targets, with_results
+from benchmarks.peers import summed_up
 from benchmarks.recovery_job import OURS, Job
 from benchmarks.report import RESULTS, Spread, Table, document, markdown, regressions, summary, tables_of
 from benchmarks.scale import beyond_heartbeats, limits
@@ -175,6 +176,12 @@ def test_costs_within_noise_set_no_limit(unknown: dict[str, float]) -> None:
     found = [cells["nodes"] for cells in table.cells.values()]
     assert [cell.median for cell in found if isinstance(cell, Spread)] == [5e3, 1e4, 1e4, 2e4, 1e5, 2.7e6]
     assert len(found) == 6
+
+
+def test_what_did_not_come_back_each_time_has_no_median() -> None:
+    assert summed_up([3.0, 1.0, 2.0]) == [1.0, 2.0, 3.0]
+    assert summed_up([5.06, "not within 30 s", 6.0]) == "not within 30 s, 1 of 3 times; else 5.06 s"
+    assert summed_up(["not within 30 s"]) == "not within 30 s"
 
 
 def test_targets_are_summed_up() -> None:
