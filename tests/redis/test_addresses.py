@@ -69,6 +69,22 @@ def test_a_cluster_whose_addresses_all_change() -> None:
         connection.close()
 
 
+def masters_of(cluster: Cluster, key: str) -> tuple[RedisServer, RedisServer]:
+    """The master of a key and another one, once they know each other as masters: replicas may have taken over."""
+    shards = [cluster.shard(key), *cluster.shards()]
+    source, target, *_ = dict.fromkeys(master for shard in shards if (master := shard.master()) is not None)
+    for one, other in ((source, target), (target, source)):
+        with one.get_client() as asked, other.get_client() as named:
+            node = named.execute_command("CLUSTER MYID").decode()
+
+            def is_known() -> bool:
+                known = asked.execute_command("CLUSTER NODES").values()
+                return any(each["node_id"] == node and "master" in each["flags"].split(",") for each in known)  # noqa: B023
+
+            wait_until(is_known, "two masters know each other")
+    return source, target
+
+
 def move_slot(slot: int, source: RedisServer, target: RedisServer, password: str) -> None:
     """Move a slot of a Cluster as its tools do."""
     with source.get_client() as giver, target.get_client() as taker:
@@ -87,8 +103,7 @@ def move_slot(slot: int, source: RedisServer, target: RedisServer, password: str
 )
 def test_a_slot_that_moves(replicated_cluster: Cluster, run_id: str) -> None:
     base = RunKeys(run_id).store("default").base
-    source = replicated_cluster.owner(base)
-    target = next(server for server in replicated_cluster.servers[:3] if server is not source)
+    source, target = masters_of(replicated_cluster, base)
     with source.get_client() as client:
         slot = client.execute_command("CLUSTER KEYSLOT", base)
     with closing(RedisStore(replicated_cluster.url, run_id, timeout=30)) as store, ThreadPoolExecutor(1) as pool:

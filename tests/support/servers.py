@@ -267,7 +267,11 @@ class Cluster:
         """The servers that may hold a key."""
         with self.servers[0].get_client() as client:
             slot: int = client.execute_command("CLUSTER KEYSLOT", key)
-        return Shard(self.url, self.servers[min(slot // _SLOTS_EACH, 2) :: 3])
+        return self.shards()[min(slot // _SLOTS_EACH, 2)]
+
+    def shards(self) -> list[Shard]:
+        """The three of them, in the order of their slots."""
+        return [Shard(self.url, self.servers[i::3]) for i in range(3)]
 
 
 _SLOTS = 16384
