@@ -32,7 +32,7 @@ from .training_time import TrainingTime
 
 log = logging.getLogger(__name__)
 
-STEPS_INTERVAL: Final = 0.1  # between looks for a first step, in seconds
+STEPS_INTERVAL: Final = 0.1  # between looks for a first step that is still to come, in seconds
 NVML_TIMEOUT: Final = 10.0  # how long NVML's last answer is reported if no other follows, in seconds
 STALL_TIMEOUT: Final = 30.0  # how late the agent's loop may be before it counts as dead, in seconds
 WATCHDOG_TIMEOUT: Final = 60.0  # how old the last look at torch's file timers may be, in seconds; as in torch's agent
@@ -123,7 +123,7 @@ class NodeMonitor:
             self._node.describe = self._describe
             opened.callback(setattr, self._node, "describe", json.dumps)
             opened.enter_context(repeat(sample_processes, interval, "processes"))
-            opened.enter_context(repeat(self._time.look_for_steps, STEPS_INTERVAL, "steps"))
+            opened.enter_context(repeat(partial(self._time.await_step, timeout=1.0), STEPS_INTERVAL, "steps"))
             if self._watches_gpus:
                 self._nvml_answered_at = time.monotonic()
                 opened.enter_context(repeat(self._sample_gpus, interval, "gpus"))

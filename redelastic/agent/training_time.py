@@ -7,13 +7,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from redelastic.monitoring.control import RunControl
 from redelastic.monitoring.events import Progressed
 from redelastic.rendezvous.node import Node
 from redelastic.rendezvous.view import Round
 from redelastic.workers.group import Workers
+
+AWAITED: Final = 300.0  # how long a round's first steps are looked for closely, in seconds: many scripts report none
 
 
 @dataclass
@@ -26,6 +28,7 @@ class _Round:
         leads: whether this node has rank 0, and so reports the steps.
         calls: of ``progress`` that its workers had made before, in an earlier round.
         last_step: the highest step of earlier rounds; None if none is known.
+        awaited_until: until when its first steps are looked for closely, on the monotonic clock.
         counted_until: until when the time is counted, on the monotonic clock; None before the first step.
         redone: whether the last reported step was one of an earlier round; None until the first one is reported.
     """
@@ -35,6 +38,7 @@ class _Round:
     leads: bool
     calls: int
     last_step: int | None
+    awaited_until: float
     counted_until: float | None = None
     redone: bool | None = None
 
@@ -72,6 +76,7 @@ class TrainingTime:
         self._round: _Round | None = None
         self._last_step: int | None = None  # the highest one of all rounds
         self._progress_at: float | None = None  # the last one, on the monotonic clock
+        self._awaited = threading.Event()  # set while the round's first step, or its first new one, is still to come
 
     def begin_round(self, workers: Workers, rank: int) -> Earlier:
         """The workers are about to enter a round: what they report from now on counts as its.
@@ -84,7 +89,9 @@ class TrainingTime:
             self._count()
             survived = self._round is not None and self._round.workers is workers
             held = self._node.view.round
-            self._round = _Round(workers, held, rank == 0, workers.progress_calls if survived else 0, self._last_step)
+            calls, until = workers.progress_calls if survived else 0, time.monotonic() + AWAITED
+            self._round = _Round(workers, held, rank == 0, calls, self._last_step, until)
+            self._awaited.set()
             since = None if self._progress_at is None else _ms_since(self._progress_at)
             return Earlier(survived, self._last_step, since)
 
@@ -96,24 +103,33 @@ class TrainingTime:
             self._looked_at = now
             self._count()
             this = self._round
-            if this is None or not this.leads or this.counted_until is None:
+            if this is None:
                 return
             step, is_first = this.workers.highest_step, this.redone is None
-            if is_first or (this.redone and not _is_redone(step, this.last_step)):
+            is_new = is_first or (this.redone and not _is_redone(step, this.last_step))
+            if this.leads and is_new and this.counted_until is not None:
                 this.redone = False  # as far as is known
                 self._send(partial(self._report, this, step, this.counted_until, is_first=is_first))
+            if now > this.awaited_until or (this.counted_until is not None and not this.redone):
+                self._awaited.clear()
 
-    def look_for_steps(self) -> None:
-        """Look if a round's first step, or its first new one, is still to come: what comes before it is no training."""
-        this = self._round
-        if this is not None and (this.counted_until is None or (this.leads and this.redone)):
+    def await_step(self, timeout: float) -> None:
+        """Look for the round's first step, or its first new one; what comes before it is no training.
+
+        Args:
+            timeout: how long to wait for a round that still has to make it, in seconds.
+        """
+        if self._awaited.wait(timeout):
             self.look()
 
     def _report(self, this: _Round, step: int, at: float, *, is_first: bool) -> None:
         if is_first:  # another node may know more of earlier rounds
             known = [last for last in (this.last_step, self._control.last_step()) if last is not None]
             this.last_step = max(known, default=None)
-            this.redone = _is_redone(step, this.last_step)
+            with self._lock:
+                this.redone = _is_redone(step, this.last_step)
+                if this.redone:
+                    self._awaited.set()
         view = self._node.view
         if view.round is not this.held or view.broken:
             return  # too late: the steps that are known by now may be of the round after it

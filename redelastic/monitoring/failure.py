@@ -45,16 +45,16 @@ class RoundFailure:
 
     epoch: int
     time: float
-    cause: Event | None
-    log: str
-    waits: str
-    others: Sequence[kinds.Failed]
-    stopped: int | None
-    charged: bool | None
-    excluded: bool
-    ended: kinds.Closed | None
-    next_epoch: int | None
-    down: float | None
+    cause: Event | None = None
+    log: str = ""
+    waits: str = ""
+    others: Sequence[kinds.Failed] = ()
+    stopped: int | None = None
+    charged: bool | None = None
+    excluded: bool = False
+    ended: kinds.Closed | None = None
+    next_epoch: int | None = None
+    down: float | None = None
 
 
 def last_failure(events: Sequence[Event], since: int = 0) -> RoundFailure | None:
@@ -75,20 +75,7 @@ def silence_of(run: Run) -> RoundFailure | None:
     """That all nodes of an open run have fallen silent, of which no event tells; None if they have not."""
     if run.died_at is None:
         return None
-    return RoundFailure(
-        epoch=run.epoch,
-        time=run.died_at,
-        cause=None,
-        log="",
-        waits="",
-        others=(),
-        stopped=None,
-        charged=None,
-        excluded=False,
-        ended=None,
-        next_epoch=None,
-        down=None,
-    )
+    return RoundFailure(epoch=run.epoch, time=run.died_at)
 
 
 def why_failed(events: Sequence[Event], silence: RoundFailure | None, since: int = 0) -> RoundFailure | None:

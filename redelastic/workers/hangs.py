@@ -57,7 +57,7 @@ class Hangs:
         waits = {r: may_wait(last.get(group[r].global_rank, ())) for r in hung}
         hung.sort(key=waits.__getitem__)  # the cause comes first
         self._note(replace(workers.hang(group[hung[0]]), hung=len(hung), stacks=merged(stacks, MAX_TEXT)))
-        others = any(worker.world_size > len(group) for worker in group)
+        others = group[0].world_size > len(group)
         described = {r: workers.hang(group[r]).of_worker() for r in hung}
         return failed_alive({group[r]: Failed(**how, follows=others and waits[r]) for r, how in described.items()})
 

@@ -138,7 +138,7 @@ def test_it_looks_often_until_the_first_new_step() -> None:
     times.begin_round(workers, 0)
     for step in (6, 7, 8, 9):
         workers.progress_calls, workers.highest_step, workers.progress_at = step, step, time.monotonic()
-        times.look_for_steps()
+        times.await_step(0)
         while reports:
             reports.pop()()
     assert [(event.step, event.redone) for event in noted] == [(6, True), (8, False)]
