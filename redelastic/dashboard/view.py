@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from redelastic.monitoring.curves import Curves
 from redelastic.monitoring.event_log import without_regrouped
-from redelastic.monitoring.events import FAULTS, Closed, Completed, Drain, Event, Launched, is_fault
+from redelastic.monitoring.events import FAULTS, Closed, Completed, Drain, Event, Failed, Launched, is_fault
 from redelastic.monitoring.failure import SILENT, last_fault
 from redelastic.monitoring.history import STATES, History, NodeHistory
 from redelastic.monitoring.records import Node, Run
@@ -271,7 +271,7 @@ def _timeline(
 def _marked(history: History) -> Iterator[tuple[Event, int, Event]]:
     """The events that the timeline marks, the newest first: each with its number among the nodes that it merges."""
     for event in reversed(history.events):
-        if isinstance(event, MARKED):
+        if isinstance(event, MARKED) and not (isinstance(event, Failed) and event.idle_ms is not None):  # hung says it
             for i, one in enumerate(event.each()):
                 yield event, i, one
 

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from redelastic.dashboard import view
 from redelastic.dashboard.feed import Topic, merge_patch
 from redelastic.dashboard.view import Speed, fold
-from redelastic.monitoring.events import Closed, Event, Failed, Log, Lost, Started
+from redelastic.monitoring.events import Closed, Event, Failed, Hung, Log, Lost, Started
 from redelastic.monitoring.history import replay
 from redelastic.monitoring.records import Node, Run
 from redelastic.monitoring.report import describe
@@ -379,6 +379,17 @@ class TestView:
         assert [page["events"][event.id]["count"] for event in together] == [64, 64, 5], "the first one broke the round"
         assert all(page["events"][event.id]["detail"] for event in together), "their names can be asked for"
         assert page["fault"]["count"] == 5
+
+    def test_a_hang_and_an_exit_are_one_mark_each(self) -> None:
+        story = Story()
+        node, hangs = story.node("n"), story.node("hangs")
+        story.complete(1, [node, hangs])
+        story.add(20, Hung(node=hangs, rank=1, idle_ms=8000, hung=1))
+        story.add(20, Failed(node=hangs, rank=1, idle_ms=8000))
+        story.complete(21, [node, hangs])
+        story.add(40, Failed(node=node, rank=0, exit_code=1))
+        marks = page_of(story.events(), START + 50)["timeline"]["marks"].values()
+        assert sorted((event, name) for _, event, name, _, _ in marks) == [("failed", node), ("hung", hangs)]
 
     def test_a_closed_run_has_ended_once_its_last_node_is_silent(self) -> None:
         story = Story()

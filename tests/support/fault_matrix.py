@@ -163,8 +163,8 @@ def page_lines(faults: dict[Fault, set[str]], measured: Mapping[Fault, object]) 
         "What the suite does to redelastic, what [PROTOCOL.md](PROTOCOL.md) promises then, and what was measured:",
         "medians (lowest to highest) over all cases of the tests that are named. Written by",
         (
-            f"`tests/support/fault_matrix.py` (Python {platform.python_version()}, {os.cpu_count()} cores); a row keeps "
-            f"its figures until its test is measured again, the newest are of {today:%Y-%m-%d}."
+            f"`tests/support/fault_matrix.py` (Python {platform.python_version()}, {os.cpu_count()} cores); a row "
+            f"keeps its figures until its test is measured again, the newest are of {today:%Y-%m-%d}."
         ),
     )
     for section, rows in sections.items():
