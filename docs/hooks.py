@@ -88,7 +88,7 @@ last 10,000 or so, and at most 8 MiB.
 Every event has `event` (its kind), `id`, `time` (seconds since 1970, on the server's clock), `epoch` and `size` (of the
 last round), and `node`. `breaks` says that the event broke the round. When more than 16 nodes join, start, fail, hang,
 save, leave or the like at once, one event covers up to 64 of them, a second or two later: `nodes` lists them, and the
-other fields are those of the first.
+other fields come from the first.
 
 Times that end in `_ms` are milliseconds. A number that is not known is null, a text that is not known is empty. The
 `version` of a JSON document, 1 today, changes when the meaning of a field does.

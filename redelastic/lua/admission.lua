@@ -1,5 +1,5 @@
 -- admission: the part of join and admit that lets new nodes into a round that has room, which restarts its workers. They wait
--- until the round is `admit_interval` old, so that those who come at about the same time share one restart; then the members'
+-- until the round is `admit_interval` old, so that nodes that come at about the same time share one restart; then the members'
 -- workers are asked to save, and the new nodes are let in once they have (admit.lua), or their time is over.
 
 -- The first of the nodes that are new; nil if there is none.

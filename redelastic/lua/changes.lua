@@ -37,7 +37,7 @@ local function refund()
   end
 end
 
--- Takes back that this round brought no progress, since a member has left, or was lost before its workers had told a step.
+-- Takes back that this round brought no progress, since a member has left, or was lost before its workers had reported a step.
 local function excuse(event)
   if run.judged == run.epoch and (event ~= 'lost' or run.told ~= run.epoch) and not run.closed then
     set('judged', nil)

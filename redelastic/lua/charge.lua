@@ -5,7 +5,7 @@
 --
 -- KEYS 1-11 of run.lua
 -- ARGV 1 node, 2 name of its host, '' if nothing shows that the cause lies there, 3 epoch, 4 ago: how long ago its worker failed (ms), 5 step: the last one that its
---      workers reported or -1, 6 news: what they told in this round: 2 something that is progress whatever the step, 1 a step,
+--      workers reported or -1, 6 news: what they reported in this round: 2 something that is progress whatever the step, 1 a step,
 --      0 nothing, though they did in an earlier one, -1 nothing, as ever, 7 budget: restarts that the job may make or -1,
 --      8 patience: restarts in a row that may bring no progress or -1, 9 limit: of failed rounds in a row for one host or -1,
 --      10 final: 1 if a loss would be known by now, so that a used-up limit stops the run; else 0,
@@ -38,7 +38,7 @@ local function blame()
 end
 
 -- Counts this round among the restarts in a row without progress, once, unless it brought some. A round that a node broke
--- by joining, leaving or regrouping does not count. One that lost a node counts only if its workers had told a step before:
+-- by joining, leaving or regrouping does not count. One that lost a node counts only if its workers had reported a step before:
 -- when many nodes go one after the other, a round may be too short for a step.
 local function judge()
   if news == 2 or step >= (run.progress or 0) then

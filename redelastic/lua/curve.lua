@@ -1,7 +1,7 @@
 -- curve: adds what a node has measured to what the run's nodes have measured in this minute, on the server's clock.
 --
 -- KEYS 1 curves (hash)   minute since 1970 -> 'measure=value/more' for each measure: the sum over nodes, and of how many; or
---                        the greatest, and when it was told, in ms; first -> the first minute that may be there
+--                        the greatest, and when it was reported, in ms; first -> the first minute that may be there
 -- ARGV 1 ttl (ms), 2 how many minutes are kept, then of each measure: its name, 'sum' or 'max', the value
 local CURVES, KEPT = KEYS[1], tonumber(ARGV[2])
 

@@ -10,7 +10,7 @@ if not seen then
   fire(ARGV[5], KEYS[6])
   redis.call('PEXPIRE', KEYS[7], TTL)
 end
--- The one that has waited longest, of those that are still there.
+-- The client that has waited longest, among the clients that are still there.
 local POPPERS = KEYS[8]
 local first = redis.call('ZRANGE', POPPERS, 0, 0)[1]
 local clock = first and redis.call('TIME')

@@ -2,7 +2,7 @@
 -- Sent again, it changes nothing (I8).
 --
 -- KEYS 1-10 of run.lua
--- ARGV 1 name of the host, 2 reason: who asked, and why
+-- ARGV 1 name of the host, 2 reason: the asker, and why
 -- Reply 1, or 0 if the host had no failures
 local name, reason = ARGV[1], ARGV[2]
 if not run.ttl or redis.call('HDEL', FAILURES, name) == 0 then

@@ -16,7 +16,7 @@
 local RUN, RANKS, MEMBERS, CANDIDATES, LEASES, ENDPOINTS, LABELS, WAKE, EVENTS, FAILURES, STATUS = unpack(KEYS, 1, 11)
 local FORMER = -2147483648 -- a former member's place among the candidates is FORMER + rank
 
-local PROTOCOL = 2 -- what a run's keys and these scripts' arguments mean; that of redelastic 0.1.0 was 1
+local PROTOCOL = 2 -- what a run's keys and these scripts' arguments mean; redelastic 0.1.0 had 1
 
 local clock = redis.call('TIME')
 local now = clock[1] * 1000 + math.floor(clock[2] / 1000)

@@ -38,7 +38,7 @@ class Latch:
         return self._is_set
 
     def set(self) -> None:
-        """Release all threads that wait, and those that will."""
+        """Release all threads that wait now or later."""
         self._is_set = True
         for gate in tuple(self._gates):
             with contextlib.suppress(RuntimeError):  # another thread sets it too

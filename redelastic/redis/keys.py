@@ -108,7 +108,7 @@ class StoreKeys:
         return fixed.get(key) or next((kind for start, kind in kinds.items() if key.startswith(start)), "stream")
 
     def poppers(self, key: bytes) -> bytes:
-        """Name of the sorted set of those that wait for an item of the queue ``key``."""
+        """Name of the sorted set of clients that wait for an item of the queue ``key``."""
         return self._poppers + key
 
     def popper(self, sender: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""The sentinels of a master: those that the user named, and those that they know."""
+"""The sentinels of a master: named by the user, or known to the named ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SHORTEST_SHARE: Final = 1.0  # of an attempt, for one of several sentinels, in 
 
 
 class Sentinels(Sentinel):
-    """Finds a master by the sentinels that the user named; if none of them answers, by those that they last knew.
+    """Finds a master by the sentinels that the user named; if none answers, by the sentinels that they last knew.
 
     Takes the arguments of :class:`redis.sentinel.Sentinel`.
     """

@@ -44,7 +44,7 @@ RunThen = Literal["goes on", "closes", "stops"]
 
 
 class News(IntEnum):
-    """What workers have told of their progress when they fail, besides the number of their last step."""
+    """What workers have reported of their progress when they fail, besides the number of their last step."""
 
     NEVER_ANY = -1  # as ever: their script tells nothing, or these ranks do not
     NONE = 0  # though they did in an earlier round
@@ -68,7 +68,7 @@ class DrainedError(RendezvousError):
     """This node was asked to drain, and no longer takes part.
 
     Attributes:
-        reason: who or what asked.
+        reason: the name of the asker, or what caused the request.
     """
 
     def __init__(self, node: str, run_id: str, reason: str) -> None:
@@ -336,7 +336,7 @@ class Node:
         )
 
     def regroup(self, epoch: int) -> None:
-        """Have this node's agent join the next round, and with it all members, unless it has left that of ``epoch``."""
+        """Have this node's agent, and all members, join the next round, unless it has left the round of ``epoch``."""
         view = self.view
         if view.round and view.round.epoch == epoch and not view.broken:
             self.watch.update(View.regroup, Break(epoch, Regrouped(node=view.node), 0, member_lost=False))
@@ -345,7 +345,7 @@ class Node:
         """Drain this node, as on a request to it; it drains even if Redis cannot be reached.
 
         Args:
-            reason: who or what asked.
+            reason: the name of the asker, or what caused the request.
             timeout: how long its workers have to save, in seconds.
         """
         self.watch.begin_drain(reason, timeout)
@@ -364,7 +364,7 @@ class Node:
         Args:
             failed_at: when the first of them failed, on the monotonic clock in seconds.
             step: the last step that they reported, or -1.
-            news: what they told in this round.
+            news: what they reported in this round.
             failure: which worker failed first, and how.
             limits: restarts of the job; restarts in a row without progress; rounds in a row in which a worker of this
                 host may fail first. -1 is no limit.

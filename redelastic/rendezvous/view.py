@@ -23,7 +23,7 @@ class Drain:
 
     Attributes:
         node: its id.
-        reason: who or what asked.
+        reason: the name of the asker, or what caused the request.
         timeout: how long the workers have to save, in seconds.
         place: of its wake-up in the run's stream, the same for every node; STREAM_START if there was none.
     """
@@ -41,7 +41,7 @@ class Save:
     Attributes:
         place: of its wake-up in the run's stream, which orders it among the drains.
         node: that waits to be let in until they have; "" if none does.
-        reason: who asked; "" if only a node did.
+        reason: the name of the asker; "" if only a node asked.
         timeout: how long they have, in seconds; infinite: they are not asked, but save by themselves some time.
     """
 
@@ -111,13 +111,13 @@ class View(NamedTuple):
         fenced: whether this node lost its lease.
         broken: the last news that this node's round is broken; None while it is not.
         member_lost: whether a member of this node's round is lost.
-        last_break: the last break that a wake-up told of, perhaps before this node has entered that round.
+        last_break: the last break that a wake-up announced, perhaps before this node has entered that round.
         closing: why the run is closed; None while it is open.
         is_stopped: whether running workers have to end, too.
         record_of_closing: why the run is closed according to its record, as JSON, and 1 if workers have to end too. A
             wake-up alone proves nothing.
         drain: the request to this node to drain; None if there was none. It outlives this node's id.
-        drains_heard: the requests to drain that wake-ups told of, by node, each with the epoch that it was made in.
+        drains_heard: the requests to drain that wake-ups announced, by node, each with the epoch that it was made in.
         saves_heard: the last request to save for a node that waits (True), and of anybody else (False), with its epoch.
         roll_call: the last roll call that this node has heard of, or 0.
         failed_at: when the workers failed for which this node called the roll, in the server's ms.
@@ -272,7 +272,7 @@ class View(NamedTuple):
         reason, timeout = sanitize(change.get("reason", "")), _number(change.get("timeout")) / 1000
         drain = Drain(change.get("node", ""), reason, timeout, place_of(place))
         view = self.begin_drain(replace(drain, place=STREAM_START)) if drain.node == self.node else self
-        # Its epoch may be that of a round which this node is about to enter.
+        # Its epoch may belong to a round that this node is about to enter.
         if epoch <= self.drains_heard.get(drain.node, (-1,))[0]:
             return view
         return view._replace(drains_heard={**self.drains_heard, drain.node: (epoch, drain)})

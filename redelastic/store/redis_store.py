@@ -25,7 +25,7 @@ from redelastic.torch_errors import torch_errors
 from .requests import Requests, RoundBrokenError, Sender
 
 Text = str | bytes
-# A script, its keys beside those that each script of a store takes, and its arguments.
+# A script, its keys beside the ones that each script of a store takes, and its arguments.
 Request = tuple[scripts.Script, list[bytes], list[bytes] | Callable[[], Sequence[bytes]]]
 
 LONGEST_TTL: Final = 1e9  # in seconds
@@ -52,7 +52,7 @@ class RedisStore(Requests):
     same store; each is safe to use from several threads and after a fork.
 
     Nothing says when C++ lets go of a store. So one that is never closed stays in memory until its process ends: close
-    those that your own code makes again and again, with ``contextlib.closing(RedisStore(…))`` for example.
+    the stores that your own code makes again and again, with ``contextlib.closing(RedisStore(…))`` for example.
 
     A store is for one process group, and for one start of a job: a second one is refused, since it would find the
     addresses of the first. Give each start a run id or a name of its own.
@@ -149,7 +149,7 @@ class RedisStore(Requests):
 
         Raises:
             DistStoreError: a process group begins on this store, which has the addresses of an earlier group, such as
-                one of an earlier start of the job: the processes would find those. A round's store has no earlier one.
+                one of an earlier start of the job: the processes would find its keys. A round's store has none.
         """
         full, encoded = self._key(key), _bytes("value", value)
         if self._epoch is not None or b"//" not in full or not _OF_FIRST_GROUP.search(full):
