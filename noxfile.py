@@ -19,6 +19,7 @@ QUICK = (
     "tests/rendezvous/test_keeper.py",
     "tests/redis/test_endpoint.py",
     "tests/store/test_store.py",
+    "tests/monitoring/test_events.py",
     "tests/monitoring/test_history.py",
     "tests/project/test_docs.py",
     "tests/workers/test_board.py",
