@@ -29,7 +29,7 @@ LIMITS: Final = {
     "start": 120,
     "data": 60,
     "join_secret": 90,
-    "peers": 1500,
+    "peers": 2700,
     "load": 300,
 }
 BENCHMARKS: Final = tuple(LIMITS)
