@@ -46,6 +46,7 @@ HELP = {
     "--node-rank": "has no effect: the rendezvous assigns ranks",
 }
 ADMIT_INTERVAL: Final = 10.0  # in seconds
+_TYPES: Final = {"S": float, "N": int, "PORT": int}  # of values, by what an option's help calls them; others are texts
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -89,16 +90,23 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
     group = parser.add_argument_group("options that torchrun does not have (times in seconds)")
 
-    def add(option: str, **settings: Any) -> None:
-        """Add an option as torchrun does: also with underscores, and with its default from a variable PET_…."""
-        action = {"action": check_env if settings.pop("flag", False) else env}
+    def add(option: str, value: str, text: str, **settings: Any) -> None:
+        """Add an option as torchrun does: also with underscores, and with its default from a variable PET_….
+
+        Args:
+            option: its name.
+            value: what it takes, as its help names it; empty for a flag.
+            text: its help.
+            settings: for argparse.
+        """
+        takes = {"action": env, "metavar": value, "type": _TYPES.get(value)} if value else {"action": check_env}
         names = dict.fromkeys((option, "--" + option[2:].replace("-", "_")))
-        group.add_argument(*names, **{**action, **settings})
+        group.add_argument(*names, **{**takes, "help": text, **settings})
 
     add(
         "--config",
-        metavar="FILE",
-        help="TOML file with options by their names, such as hang-timeout = 300, and the script as training-script and "
+        "FILE",
+        "TOML file with options by their names, such as hang-timeout = 300, and the script as training-script and "
         "training-script-args; flags and variables PET_… outweigh it",
     )
     group.add_argument(
@@ -106,127 +114,85 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="print the options that would hold, as such a file, and exit; secrets are hidden",
     )
-    add("--node-name", metavar="NAME", help="name of this node in status and events (default: its hostname)")
+    add("--node-name", "NAME", "name of this node in status and events (default: its hostname)")
     add(
         "--join-secret-file",
-        metavar="FILE",
-        help="file with a secret of 16 bytes or more: this node trains only with nodes that have the same one",
+        "FILE",
+        "file with a secret of 16 bytes or more: this node trains only with nodes that have the same one",
     )
-    add(
-        "--drain-timeout",
-        type=float,
-        default=30.0,
-        metavar="S",
-        help="time for workers to save during a drain (default: 30)",
-    )
+    add("--drain-timeout", "S", "time for workers to save during a drain (default: 30)", default=30.0)
     add(
         "--admit",
-        choices=["now", "saved", "checkpoint"],
-        help="when to let this node into a round that trains, which restarts its workers: now; once they were asked to "
+        "MODE",
+        "when to let this node into a round that trains, which restarts its workers: now; once they were asked to "
         "save, and have (up to --drain-timeout), with --survive once all have paused after a common step; or after a "
         "checkpoint of the job's own (default: saved)",
+        choices=["now", "saved", "checkpoint"],
+        metavar=None,
     )
     add(
         "--admit-interval",
-        type=float,
-        metavar="S",
-        help="how old that round has to be, so that nodes that come together share one restart (default: 10; 0 with "
+        "S",
+        "how old that round has to be, so that nodes that come together share one restart (default: 10; 0 with "
         "--survive)",
     )
     add(
         "--drain-file",
+        "FILE",
+        "drain when this file appears; it may contain a Unix time as the deadline",
         type=lambda name: Path(name) if name else None,
-        metavar="FILE",
-        help="drain when this file appears; it may contain a Unix time as the deadline",
     )
-    add(
-        "--hang-timeout",
-        type=float,
-        metavar="S",
-        help="restart all workers if one that has reported progress reports none for S seconds",
-    )
+    add("--hang-timeout", "S", "restart all workers if one that has reported progress reports none for S seconds")
     add(
         "--hang-start-timeout",
-        type=float,
-        metavar="S",
-        help="the same for the time until the first report in a round (default: 1800, or --hang-timeout if longer)",
+        "S",
+        "the same for the time until the first report in a round (default: 1800, or --hang-timeout if longer)",
     )
-    add(
-        "--max-job-restarts",
-        type=int,
-        metavar="N",
-        help="restart budget of the whole job; also the default of --max-restarts",
-    )
+    add("--max-job-restarts", "N", "restart budget of the whole job; also the default of --max-restarts")
     add(
         "--max-idle-restarts",
-        type=int,
-        default=MAX_IDLE_RESTARTS,
-        metavar="N",
-        help="stop the job, with exit code 78, after N consecutive restarts in which no worker reported a higher step "
+        "N",
+        "stop the job, with exit code 78, after N consecutive restarts in which no worker reported a higher step "
         f"than before (default: {MAX_IDLE_RESTARTS}; 0: never)",
+        default=MAX_IDLE_RESTARTS,
     )
-    add(
-        "--max-failed-rounds",
-        type=int,
-        metavar="N",
-        help="exclude a host whose workers failed first in N consecutive rounds",
-    )
-    add(
-        "--preflight",
-        flag=True,
-        help="measure all hosts before the first round, and after one in which a worker or a node failed",
-    )
-    add("--exclude", flag=True, help="with --preflight: exclude hosts that stand out, as --max-failed-rounds does")
-    add(
-        "--preflight-path",
-        action="append",
-        default=[],
-        metavar="FOLDER",
-        help="with --preflight: write here, too; may be repeated",
-    )
-    add(
-        "--health-check",
-        action="append",
-        metavar="NAME",
-        help="check to pass before joining, may be repeated: gpu, disk, memory, …, or none (default: disk)",
-    )
-    add("--health-command", metavar="COMMAND", help="shell command; if it fails, this node does not join")
-    add("--health-timeout", type=float, default=60.0, metavar="S", help="time limit of each check (default: 60)")
-    add("--health-port", type=int, metavar="PORT", help="port for /livez, /readyz and /metrics")
-    add("--health-host", default="127.0.0.1", metavar="ADDRESS", help="address to listen on (default: 127.0.0.1)")
+    add("--max-failed-rounds", "N", "exclude a host whose workers failed first in N consecutive rounds")
+    add("--preflight", "", "measure all hosts before the first round, and after one in which a worker or a node failed")
+    add("--exclude", "", "with --preflight: exclude hosts that stand out, as --max-failed-rounds does")
+    add("--preflight-path", "FOLDER", "with --preflight: write here, too; may be repeated", action="append", default=[])
+    checks = "check to pass before joining, may be repeated: gpu, disk, memory, …, or none (default: disk)"
+    add("--health-check", "NAME", checks, action="append")
+    add("--health-command", "COMMAND", "shell command; if it fails, this node does not join")
+    add("--health-timeout", "S", "time limit of each check (default: 60)", default=60.0)
+    add("--health-port", "PORT", "port for /livez, /readyz and /metrics")
+    add("--health-host", "ADDRESS", "address to listen on (default: 127.0.0.1)", default="127.0.0.1")
     add(
         "--survive",
-        flag=True,
-        help="keep workers' processes from round to round: the script calls redelastic.survive() (experimental)",
+        "",
+        "keep workers' processes from round to round: the script calls redelastic.survive() (experimental)",
     )
     add(
         "--park-timeout",
-        type=float,
+        "S",
+        "with --survive: time for workers to leave a round; after that they start anew (default: 10)",
         default=10.0,
-        metavar="S",
-        help="with --survive: time for workers to leave a round; after that they start anew (default: 10)",
     )
-    add("--share-gpus", flag=True, help="let several workers use one GPU (not with NCCL)")
-    add("--share-logs", flag=True, help="let the dashboard show the ends of the workers' logs, by Redis")
+    add("--share-gpus", "", "let several workers use one GPU (not with NCCL)")
+    add("--share-logs", "", "let the dashboard show the ends of the workers' logs, by Redis")
     add(
         "--preload",
-        metavar="MODULE,…",
-        help="import these modules once and fork workers from that process (such as torch); if one cannot be, "
+        "MODULE,…",
+        "import these modules once and fork workers from that process (such as torch); if one cannot be, "
         "a warning says why, and workers start as new processes",
     )
-    if "--shutdown-timeout" not in parser._option_string_actions:  # noqa: SLF001  # torchrun has it since torch 2.12
-        add(
-            "--shutdown-timeout",
-            type=int,
-            metavar="S",
-            help="time between SIGTERM and SIGKILL for workers (default: 30)",
-        )
-    if "--exit-barrier-timeout" not in parser._option_string_actions:  # noqa: SLF001  # torch is about to have it
+    theirs = parser._option_string_actions  # noqa: SLF001
+    if "--shutdown-timeout" not in theirs:  # torchrun has it since torch 2.12
+        add("--shutdown-timeout", "S", "time between SIGTERM and SIGKILL for workers (default: 30)", type=int)
+    if "--exit-barrier-timeout" not in theirs:  # torch is about to have it
         add(
             "--exit-barrier-timeout",
-            type=float,
-            metavar="S",
-            help="time for the other nodes' workers to end once this node's have; after that this node fails, and the "
+            "S",
+            "time for the other nodes' workers to end once this node's have; after that this node fails, and the "
             "run stays open (default: no limit)",
         )
     else:
