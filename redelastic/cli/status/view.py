@@ -6,7 +6,6 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from rich.console import Console, Group, RenderableType
@@ -22,6 +21,7 @@ Document = Mapping[str, Any]
 WIDE: Final = 110  # columns from which there is room for everything
 PROBLEMS: Final = 10  # lines
 
+_TO_THE_LEFT: Final = frozenset({"node", "host", "state", "gpu"})  # columns; the others are numbers
 STATE_STYLES: Final = {"running": "green", "silent": "red", "hung": "red", "barred": "red", "refused": "red"}
 
 
@@ -121,12 +121,12 @@ class Screen:
         nodes: Sequence[Document] = document["nodes"]
         shown = _chosen(nodes, rows)
         names = _names(nodes)
-        width = self._console.width
+        wide = self._console.width >= WIDE
         lines = []
         for node in shown:
-            lines.append(_Line(names[node["id"]], node, node["problems"]))
-            lines += [_Line(_worker_name(worker), worker, ()) for worker in node["workers"] if self._workers]
-        yield _table(lines, wide=width >= WIDE)
+            lines.append(_row(names[node["id"]], node, node["problems"], wide=wide))
+            lines += [_row(_worker_name(worker), worker, (), wide=wide) for worker in node["workers"] if self._workers]
+        yield _table(lines, wide=wide)
         if hidden := len(nodes) - len(shown):
             wrong = sum(1 for node in nodes if node["problems"]) - sum(1 for node in shown if node["problems"])
             also = f", {wrong} of them with problems" if wrong else ""
@@ -175,10 +175,8 @@ def _problem_lines(document: Document, limit: int) -> list[Text]:
     names = _names(document["nodes"])
     found = [styled(("! ", "bold red"), problem) for problem in document["problems"]]
     for node in document["nodes"]:
-        rank = "" if node["rank"] is None else f" (rank {node['rank']})"
-        found += [
-            styled(("! ", "bold red"), (names[node["id"]], "bold"), f"{rank} {text}") for text in node["problems"]
-        ]
+        name, rank = (names[node["id"]], "bold"), "" if node["rank"] is None else f" (rank {node['rank']})"
+        found += [styled(("! ", "bold red"), name, f"{rank} {text}") for text in node["problems"]]
     for node in document["nodes"]:
         if node["draining"]:
             found.append(styled(("- ", "yellow"), (names[node["id"]], "bold"), f" is draining, {node['draining']}"))
@@ -202,7 +200,7 @@ def _names(nodes: Sequence[Document]) -> dict[str, str]:
 
 
 def _worker_name(worker: Document) -> str:
-    parts = [f"{what} {worker[key]}" for key, what in (("rank", "rank"), ("pid", "pid")) if worker[key] is not None]
+    parts = [f"{name} {worker[name]}" for name in ("rank", "pid") if worker[name] is not None]
     number = "?" if worker["local_rank"] is None else worker["local_rank"]
     return f"  {number}: {', '.join(parts)}"
 
@@ -210,123 +208,52 @@ def _worker_name(worker: Document) -> str:
 # -- the table
 
 
-@dataclass(frozen=True)
-class _Line:
-    """A node, or one of its workers, which has fewer fields."""
-
-    name: str
-    fields: Document
-    problems: Sequence[str]
-
-    def get(self, name: str) -> Any:
-        return self.fields.get(name)
-
-
-def _table(lines: Sequence[_Line], *, wide: bool) -> Table:
-    """One row per line, without empty columns."""
+def _table(rows: Sequence[Mapping[str, Text]], *, wide: bool) -> Table:
+    """Rows of cells by column, without empty columns."""
     table = Table(box=None, pad_edge=False, padding=(0, 2 if wide else 1, 0, 0), header_style="bold")
-    columns: list[list[Text]] = []
-    for column in COLUMNS:
-        texts = [column.cell(line, wide) for line in lines if wide or not column.wide]
-        if any(text.plain for text in texts):
-            side: Literal["left", "right"] = "right" if column.right else "left"
-            table.add_column(column.name, justify=side, no_wrap=column.name != "node", overflow="fold")
-            columns.append(texts)
-    for row in zip(*columns, strict=True):
-        table.add_row(*row)
+    names = [name for name in rows[0] if any(row[name].plain for row in rows)]
+    for name in names:
+        side: Literal["left", "right"] = "left" if name in _TO_THE_LEFT else "right"
+        table.add_column(name, justify=side, no_wrap=name != "node", overflow="fold")
+    for row in rows:
+        table.add_row(*(row[name] for name in names))
     return table
 
 
-def _rank(line: _Line, _: bool) -> Text:
-    return Text("" if line.get("rank") is None or "standing" not in line.fields else str(line.get("rank")))
+def _row(label: str, fields: Document, problems: Sequence[str], *, wide: bool) -> dict[str, Text]:
+    """The cells of a node, or of one of its workers, which has fewer fields."""
+
+    def shown(name: str, show: Callable[[Any], str] = str) -> Text:
+        return Text("" if (value := fields.get(name)) is None else show(value))
+
+    name, host, state = (clean(text or "") for text in (label, fields.get("host"), fields.get("state")))
+    total = f"/{size(total)}" if wide and (total := fields.get("memory_total")) else ""
+    return {
+        "rank": shown("rank") if "standing" in fields else Text(),
+        "node": Text(name, "red" if problems else ""),
+        "host": Text(host if wide and host != name else ""),
+        "state": Text(state, STATE_STYLES.get(state, "yellow")),
+        "heard": shown("heard", lambda time: duration(time) + (" ago" if wide else "")),
+        "step": shown("step"),
+        "idle": shown("idle", duration),
+        "restarts": shown("restarts") if wide else Text(),
+        "cpu": shown("cpu", "{:.0f}%".format),
+        "memory": shown("memory", lambda used: size(used) + total),
+        "gpu": _gpus(fields.get("gpus") or (), wide=wide),
+    }
 
 
-def _name(line: _Line, _: bool) -> Text:
-    return Text(clean(line.name), "red" if line.problems else "")
-
-
-def _host(line: _Line, _: bool) -> Text:
-    host = clean(line.get("host") or "")
-    return Text("" if host == clean(line.name) else host)
-
-
-def _state(line: _Line, _: bool) -> Text:
-    state = clean(line.get("state") or "")
-    return Text(state, STATE_STYLES.get(state, "yellow"))
-
-
-def _heard(line: _Line, wide: bool) -> Text:
-    heard = line.get("heard")
-    return Text("" if heard is None else duration(heard) + (" ago" if wide else ""))
-
-
-def _step(line: _Line, _: bool) -> Text:
-    step = line.get("step")
-    return Text("" if step is None else str(step))
-
-
-def _idle(line: _Line, _: bool) -> Text:
-    idle = line.get("idle")
-    return Text("" if idle is None else duration(idle))
-
-
-def _restarts(line: _Line, _: bool) -> Text:
-    restarts = line.get("restarts")
-    return Text("" if restarts is None else str(restarts))
-
-
-def _cpu(line: _Line, _: bool) -> Text:
-    cpu = line.get("cpu")
-    return Text("" if cpu is None else f"{cpu:.0f}%")
-
-
-def _memory(line: _Line, wide: bool) -> Text:
-    memory, total = line.get("memory"), line.get("memory_total")
-    if memory is None:
-        return Text()
-    return Text(size(memory) + (f"/{size(total)}" if wide and total else ""))
-
-
-def _gpus(line: _Line, wide: bool) -> Text:
+def _gpus(gpus: Sequence[Document], *, wide: bool) -> Text:
     """Lowest and highest utilisation, fullest memory, the highest temperature; "!" if one has a problem."""
-    gpus: Sequence[Document] = line.get("gpus") or ()
-    if not gpus:
-        return Text()
-    parts = [f"{len(gpus)}:"] if wide or len(gpus) > 1 else []
-    if used := sorted(gpu["utilization"] for gpu in gpus if gpu["utilization"] is not None):
-        parts.append(f"{used[0]:.0f}%" if used[0] == used[-1] else f"{used[0]:.0f}-{used[-1]:.0f}%")
-    full = [
-        (gpu["memory_used"], gpu["memory_total"])
-        for gpu in gpus
-        if None not in (gpu["memory_used"], gpu["memory_total"])
-    ]
-    if full and wide:
-        most = max(full)
-        parts.append(f"{size(most[0])}/{size(most[1])}")
-    if heat := [gpu["temperature"] for gpu in gpus if gpu["temperature"] is not None]:
+    parts = [f"{len(gpus)}:"] if len(gpus) > (0 if wide else 1) else []
+    used, heat = ([gpu[name] for gpu in gpus if gpu[name] is not None] for name in ("utilization", "temperature"))
+    if used:
+        low, high = min(used), max(used)
+        parts.append(f"{low:.0f}%" if low == high else f"{low:.0f}-{high:.0f}%")
+    memory = [(gpu["memory_used"], gpu["memory_total"]) for gpu in gpus]
+    if wide and (known := [figures for figures in memory if None not in figures]):
+        parts.append("/".join(map(size, max(known))))
+    if heat:
         parts.append(f"{max(heat):.0f}°C")
     bad = any(gpu["lost"] or gpu["ecc"] or gpu["xid"] for gpu in gpus)
     return Text(" ".join(parts) + (" !" if bad else ""), "red" if bad else "")
-
-
-@dataclass(frozen=True)
-class _Column:
-    name: str
-    cell: Callable[[_Line, bool], Text]
-    right: bool = True
-    wide: bool = False
-
-
-COLUMNS: Final = (
-    _Column("rank", _rank),
-    _Column("node", _name, right=False),
-    _Column("host", _host, right=False, wide=True),
-    _Column("state", _state, right=False),
-    _Column("heard", _heard),
-    _Column("step", _step),
-    _Column("idle", _idle),
-    _Column("restarts", _restarts, wide=True),
-    _Column("cpu", _cpu),
-    _Column("memory", _memory),
-    _Column("gpu", _gpus, right=False),
-)
