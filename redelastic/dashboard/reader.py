@@ -61,21 +61,21 @@ class Watch:
         self.report: Document = {}  # as `redelastic status --json` has it
         self.row: Document = {}
         self.page: Document = {}  # empty unless somebody looks at it
-        self.trouble: UnknownRunError | RedelasticError | None = None  # why the last read failed, unless Redis was away
+        # Why the last read failed, unless Redis was away: there is no such run, its keys are corrupt or denied to this
+        # user, or the dashboard has a bug.
+        self.trouble: UnknownRunError | RedelasticError | None = None
         self.read_at = float("-inf")  # on the monotonic clock
         self.cost = 0.0  # of the last read, in seconds
         self.stirred = False  # whether something has happened since
 
     def read(self, *, has_page: bool) -> None:
-        """Read the run; blocks. If that fails, what its page shows stays as it was.
+        """Read the run; blocks. If that fails, ``trouble`` says why, and what its page shows stays as it was.
 
         Args:
             has_page: whether somebody looks at its page.
 
         Raises:
-            UnknownRunError: Redis has nothing of it.
             UnreachableError: Redis is away.
-            RedelasticError: its keys are corrupt or denied to this user, or the dashboard has a bug.
         """
         began = time.monotonic()
         self.stirred = False
@@ -100,7 +100,6 @@ class Watch:
             phase = "corrupt" if isinstance(trouble, CorruptStateError) else "unreadable"
             self.summary = unread(self.keys.run_id, phase)
             self.row = {"run": self.keys.run_id, "phase": phase, "why": str(trouble)}
-            raise trouble
 
     def _read(self, *, has_page: bool) -> None:
         run = self._control.state()
@@ -259,16 +258,14 @@ class Reader:
         is_current = topic.document is not None and (watch.trouble or not topic.document["trouble"])
         if is_current and not watch.is_due(PACE):
             return
-        try:
-            watch = await self._read(run_id, has_page=True)
-        except UnreachableError:
-            raise
-        except (UnknownRunError, CorruptStateError) as e:
-            topic.publish((topic.document or {}) | self._frame() | {"gone": str(e)})
-        except RedelasticError as e:
-            self._publish_trouble(topic, str(e))
-        else:
-            topic.publish(self._frame() | {"now": watch.now} | watch.page)
+        watch = await self._read(run_id, has_page=True)
+        match watch.trouble:
+            case None:
+                topic.publish(self._frame() | {"now": watch.now} | watch.page)
+            case UnknownRunError() | CorruptStateError():
+                topic.publish((topic.document or {}) | self._frame() | {"gone": str(watch.trouble)})
+            case _:
+                self._publish_trouble(topic, str(watch.trouble))
 
     async def _read_overview(self) -> None:
         try:
@@ -280,7 +277,7 @@ class Reader:
             self._publish_trouble(self.overview, f"{e} Here a run's page is /runs/RUN.")
         else:
             now = max((watch.now for watch in self._watches.values()), default=time.time())
-            rows = view.listed(watch.row for watch in self._watches.values() if watch.row)
+            rows = {run_id: watch.row for run_id, watch in self._watches.items() if watch.row}
             self.overview.publish(self._frame() | {"now": now, "runs": rows, "unlisted": self._unlisted})
 
     def _frame(self) -> Document:
@@ -301,7 +298,7 @@ class Reader:
             raise UnknownRunError(str(e)) from e
 
     async def _read(self, run_id: str, pace: float | None = None, *, has_page: bool = False) -> Watch:
-        """Read a run, and keep it if it exists.
+        """Read a run, and keep it if it exists; its ``trouble`` says why it cannot be read.
 
         Args:
             run_id: its id.
@@ -314,13 +311,10 @@ class Reader:
                 return watch
             try:
                 await asyncio.to_thread(watch.read, has_page=has_page)
-            except UnknownRunError:
-                self._watches.pop(run_id, None)
-                raise
-            except RedelasticError:
+            finally:  # even if Redis is away
                 self._watches[run_id] = watch
-                raise
-            self._watches[run_id] = watch
+            if isinstance(watch.trouble, UnknownRunError):
+                del self._watches[run_id]
             return watch
 
     async def _list(self) -> None:
@@ -337,21 +331,13 @@ class Reader:
                 self._watches[run_id] = self._watch(run_id)
 
     async def _read_rows(self, pace: float, longest: float = float("inf")) -> None:
-        """Read the runs that are due, those that were read long ago first, for at most ``longest`` seconds."""
+        """Read the runs that are due, the longest unread first, for at most ``longest`` seconds."""
         ends_at = time.monotonic() + longest
         due = [(watch.read_at, run_id) for run_id, watch in self._watches.items() if watch.is_due(pace)]
         for _, run_id in sorted(due):
             if time.monotonic() >= ends_at:
                 return
-            await self._read_row(run_id, pace)
-
-    async def _read_row(self, run_id: str, pace: float) -> None:
-        try:
             await self._read(run_id, pace)
-        except UnreachableError:
-            raise
-        except (UnknownRunError, RedelasticError):
-            pass  # it is gone, or its row says why it cannot be read
 
     def _forget(self) -> None:
         """Drop the runs that no browser has asked for lately."""

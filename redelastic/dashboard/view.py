@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, Final
 
@@ -105,7 +105,7 @@ def details(run: Run, report: Mapping[str, Any], history: History | None, origin
             node.id: _node(node, fields, run, place)
             for place, (node, fields) in enumerate(zip(run.nodes, report["nodes"], strict=True))
         },
-        "timeline": _live_timeline(run, report, history, origin) if history else {},
+        "timeline": _timeline(history, origin, report["phase"] not in OVER, len(run.nodes)) if history else {},
         "events": fold(without_regrouped(history.events)) if history else {},
     }
 
@@ -140,7 +140,7 @@ def saved(run_id: str, history: History) -> Document:
         down=sum(this.down or 0 for this in broken) if broken else None,
         restart=sum(restarts) if (restarts := [this.restart for this in broken if this.restart is not None]) else None,
         away=sum(end - start for start, end in history.outages),
-        timeline=_timeline(history, history.start, None, live=False),
+        timeline=_timeline(history, history.start),
         events=fold(without_regrouped(history.events), None),
         texts={
             event.id: "\n".join(clean(line) for line in detail_of(event).splitlines() or event.nodes)
@@ -205,32 +205,19 @@ def _gpu(gpu: Mapping[str, Any]) -> list[float]:
     return [figure("utilization"), *memory, figure("temperature"), int(wrong)]
 
 
-def _live_timeline(run: Run, report: Mapping[str, Any], history: History, origin: float) -> Document:
-    """The timeline of a page that is sent again and again: only as much of it as a page can show."""
-    live = report["phase"] not in OVER
-    cut = _cut(history, max(SPANS, 4 * len(run.nodes)))
-    return _timeline(history, origin, cut, live=live, rounds=ROUNDS, marks=MARKS)
-
-
-def _timeline(
-    history: History,
-    origin: float,
-    cut: float | None,
-    *,
-    live: bool,
-    rounds: int | None = None,
-    marks: int | None = None,
-) -> Document:
-    """Lanes of spans from ``cut`` on, and the last rounds and marks; ongoing spans of a live run have no end.
+def _timeline(history: History, origin: float, live: bool = False, nodes: int | None = None) -> Document:
+    """Lanes of spans, rounds and marks; ongoing spans of a live run have no end.
 
     Args:
         history: of the run.
         origin: what the times count from.
-        cut: the time before which spans are left out; None for all of them.
         live: whether the run goes on.
-        rounds: how many at most; None for all.
-        marks: how many at most; None for all.
+        nodes: how many the run has now, to limit what a page gets again and again to the last ones of each; None for
+            all of them.
     """
+    rounds, most_marks, cut = history.rounds, None, None
+    if nodes is not None:
+        rounds, most_marks, cut = history.rounds[-ROUNDS:], MARKS, _cut(history, max(SPANS, 4 * nodes))
 
     def at(time: float) -> float:
         return round(time - origin, 2)
@@ -256,14 +243,12 @@ def _timeline(
         end=None if live else at(history.end),
         lanes={node: lane for node, lane in lanes.items() if lane["spans"]},
         rounds={
-            str(this.epoch): [at(this.completed_at), this.size]
-            for this in history.rounds[0 if rounds is None else max(0, len(history.rounds) - rounds) :]
-            if this.completed_at is not None
+            str(this.epoch): [at(this.completed_at), this.size] for this in rounds if this.completed_at is not None
         },
         outages=[[at(start), at(end)] for start, end in history.outages],
         marks={
             f"{event.id}.{i}": [at(one.time), one.event, one.node, clean(short(sentence(one))), is_fault(one)]
-            for event, i, one in islice(_marked(history), marks)
+            for event, i, one in islice(_marked(history), most_marks)
         },
     )
 
@@ -322,11 +307,6 @@ def _event(event: Event) -> Document:
         reason=clean(short(sentence(event))),
         detail=True if event.event not in FOLDED and (event.nodes or detail_of(event)) else None,
     )
-
-
-def listed(rows: Iterable[Document]) -> Document:
-    """Rows of the list of runs, by run id."""
-    return {row["run"]: row for row in rows}
 
 
 def _known(**fields: Any) -> Document:
