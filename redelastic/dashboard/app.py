@@ -31,7 +31,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from redelastic.monitoring import logs
 from redelastic.monitoring.control import UnknownNodeError, UnknownRunError
 from redelastic.monitoring.events import VERSION
-from redelastic.monitoring.failure import why_failed
 from redelastic.monitoring.sentences import event_document
 from redelastic.redis.connection import Connection
 from redelastic.redis.errors import RedelasticError
@@ -101,12 +100,9 @@ def make_app(
             # Not of streams. A run of 1,000 nodes takes 44 ms at level 6, 164 ms at 9, and all requests wait meanwhile.
             Middleware(GZipMiddleware, minimum_size=1000, compresslevel=6),
         ],
-        exception_handlers={
-            HTTPException: _refused,
-            UnknownRunError: _failed(404),
-            UnknownNodeError: _failed(404),
-            RedelasticError: _failed(503),
-        },
+        exception_handlers=dict.fromkeys(
+            (HTTPException, UnknownRunError, UnknownNodeError, BusyError, RedelasticError), _refused
+        ),
         lifespan=lifespan,
     )
     app.state.reader, app.state.actions = reader, actions
@@ -137,6 +133,7 @@ async def _run(request: Request) -> Response:
     """
     watch = await _reader(request).watch(request.path_params["run"])
     asked = request.query_params
+    found: Mapping[str, Any] | None
     if "tail" in asked:
         found = await _reader(request).tail(watch, asked.get("node", ""), asked["tail"])
     elif "node" in asked:
@@ -145,9 +142,7 @@ async def _run(request: Request) -> Response:
         event = event_of(watch, asked["event"])
         found = event_document(event) if event else None
     elif "logs" in asked:
-        events = watch.event_log.events
-        failed, why = logs.first_failure(events), why_failed(events, watch.silence)
-        found = logs.document(watch.keys.run_id, logs.places(events, watch.nodes), failed, why)
+        found = logs.document(watch.keys.run_id, watch.event_log.events, watch.nodes, watch.silence)
     else:
         found = watch.report
     if found is None:
@@ -176,10 +171,7 @@ async def _act(request: Request) -> Response:
     except ValueError as e:
         raise HTTPException(400, str(e)) from e
     watch = await _reader(request).watch(request.path_params["run"])
-    try:
-        return _json({"text": await actions.perform(watch.keys.run_id, asked, address)})
-    except BusyError as e:
-        raise HTTPException(503, str(e)) from e
+    return _json({"text": await actions.perform(watch.keys.run_id, asked, address)})
 
 
 def _reader(request: Request) -> Reader:
@@ -193,15 +185,9 @@ def _json(document: Mapping[str, Any]) -> Response:
 
 
 async def _refused(_: Request, error: Exception) -> Response:
-    status = error.status_code if isinstance(error, HTTPException) else 500
-    return JSONResponse({"error": getattr(error, "detail", str(error))}, status)
-
-
-def _failed(status: int) -> Any:
-    async def answer(_: Request, error: Exception) -> Response:
-        return JSONResponse({"error": str(error)}, status)
-
-    return answer
+    if isinstance(error, HTTPException):
+        return JSONResponse({"error": error.detail}, error.status_code)
+    return JSONResponse({"error": str(error)}, 404 if isinstance(error, UnknownRunError | UnknownNodeError) else 503)
 
 
 # -- access

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from . import events as kinds
 from .collectives import explain
@@ -14,6 +14,7 @@ from .sentences import cause, cause_document, sentence, worker_failure
 from .wording import count, duration, short
 
 if TYPE_CHECKING:
+    from . import documents
     from .records import Run
 
 OTHERS: Final = 3  # how many of the nodes that suffered are described
@@ -290,14 +291,14 @@ def _end(ended: kinds.Closed) -> str:
             return cause(ended)
 
 
-def document(failure: RoundFailure | None) -> dict[str, Any] | None:
+def document(failure: RoundFailure | None) -> documents.Failure | None:
     """The failure as JSON; ``lines``, the same in words; None if there is none."""
     if failure is None:
         return None
     worker: dict[str, Any] = {f.name: None for f in fields(kinds.WorkerFailure) if f.name not in _NOT_THE_WORKERS}
     if isinstance(failure.cause, kinds.WorkerFailure):
         worker = {name: getattr(failure.cause, name) for name in worker}
-    return {
+    found = {
         "epoch": failure.epoch,
         "time": failure.time,
         "cause": failure.cause.event if failure.cause else None,
@@ -310,6 +311,7 @@ def document(failure: RoundFailure | None) -> dict[str, Any] | None:
         "ended": cause_document(failure.ended),
         "lines": [list(line) for line in lines(failure)],
     }
+    return cast("documents.Failure", found)
 
 
 _NOT_THE_WORKERS: Final = frozenset(f.name for f in fields(Event))

@@ -2,49 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
 
+from .documents import FailedWorker, Logs, Place
 from .events import Event, Failed, Log, Lost, Started
-from .failure import RoundFailure, failure_of
+from .failure import RoundFailure, failure_of, why_failed
 from .failure import document as failure_document
 from .records import Node
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a worker writes its log.
-
-    Attributes:
-        rank: of the worker in the job.
-        node: id of its node.
-        epoch: of its round.
-        path: of its log on that node.
-    """
-
-    rank: int
-    node: str
-    epoch: int
-    path: str
-
-
-@dataclass(frozen=True)
-class Failure:
-    """A worker that failed.
-
-    Attributes:
-        rank, node, epoch, path: as in :class:`Place`.
-        time: when it failed, on the server's clock, in seconds since 1970.
-        tail: the last lines of its log, without secrets.
-    """
-
-    rank: int
-    node: str
-    epoch: int
-    path: str
-    time: float
-    tail: str
 
 
 def places(events: Iterable[Event], nodes: Iterable[Node] = ()) -> list[Place]:
@@ -55,8 +19,8 @@ def places(events: Iterable[Event], nodes: Iterable[Node] = ()) -> list[Place]:
         nodes: of the run now; the status of each names its workers' logs.
     """
     reported = [*_places_in_events(events), *_places_in_statuses(nodes)]
-    last = max((place.epoch for place in reported), default=0)
-    found = {place.rank: place for place in reported if place.epoch == last}
+    last = max((place["epoch"] for place in reported), default=0)
+    found = {place["rank"]: place for place in reported if place["epoch"] == last}
     return [found[rank] for rank in sorted(found)]
 
 
@@ -64,7 +28,7 @@ def _places_in_events(events: Iterable[Event]) -> Iterator[Place]:
     for event in events:
         if isinstance(event, Started):
             for rank, path in event.logs.items():
-                yield Place(rank, event.node, event.epoch, path)
+                yield Place(rank=rank, node=event.node, epoch=event.epoch, path=path)
 
 
 def _places_in_statuses(nodes: Iterable[Node]) -> Iterator[Place]:
@@ -73,42 +37,52 @@ def _places_in_statuses(nodes: Iterable[Node]) -> Iterator[Place]:
         for worker in node.workers:
             rank, path = worker.get("rank"), worker.get("log")
             if isinstance(epoch, int) and isinstance(rank, int) and isinstance(path, str):
-                yield Place(rank, node.id, epoch, path)
+                yield Place(rank=rank, node=node.id, epoch=epoch, path=path)
 
 
-def failures(events: Iterable[Event]) -> list[Failure]:
+def failures(events: Iterable[Event]) -> list[FailedWorker]:
     """Workers that failed, the newest round last, and within each round the first to fail first."""
     found = [
-        Failure(e.rank, e.node, e.epoch, e.path, e.time - (e.age_ms or 0) / 1000, e.lines)
+        FailedWorker(
+            rank=e.rank, node=e.node, epoch=e.epoch, path=e.path, time=e.time - (e.age_ms or 0) / 1000, tail=e.lines
+        )
         for e in events
         if isinstance(e, Log) and e.rank is not None
     ]
-    return sorted(found, key=lambda failure: (failure.epoch, failure.time))
+    return sorted(found, key=lambda failed: (failed["epoch"], failed["time"]))
 
 
-def first_failure(events: Iterable[Event]) -> Failure | None:
+def first_failure(events: Sequence[Event]) -> FailedWorker | None:
     """The first worker to fail in the last round in which one did.
 
     Prefers rounds that lost no node: in other rounds, workers fail because a peer is gone.
     """
-    kept = list(events)
-    with_losses = {event.epoch for event in kept if isinstance(event, Lost)}
-    found = failures(kept)
-    found = [one for one in found if one.epoch not in with_losses] or found
-    found = [one for one in found if one.epoch == found[-1].epoch]
-    why = failure_of(kept, found[0].epoch) if found else None
-    blamed = why.cause if why else None
-    of_cause = (
-        one for one in found if isinstance(blamed, Failed) and (one.node, one.rank) == (blamed.node, blamed.rank)
-    )
-    return next(of_cause, next(iter(found), None))
+    with_losses = {event.epoch for event in events if isinstance(event, Lost)}
+    found = failures(events)
+    found = [one for one in found if one["epoch"] not in with_losses] or found
+    if not found:
+        return None
+    found = [one for one in found if one["epoch"] == found[-1]["epoch"]]
+    why = failure_of(events, found[0]["epoch"])
+    cause = (why.cause.node, why.cause.rank) if why and isinstance(why.cause, Failed) else None
+    return next((one for one in found if (one["node"], one["rank"]) == cause), found[0])
 
 
-def document(run_id: str, found: list[Place], failed: Failure | None, why: RoundFailure | None) -> dict[str, Any]:
-    """What ``redelastic logs --json`` prints."""
-    return {
-        "run": run_id,
-        "logs": [asdict(one) for one in found],
-        "failed": failed and asdict(failed),
-        "failure": failure_document(why),
-    }
+def document(
+    run_id: str, events: Sequence[Event], nodes: Iterable[Node], silence: RoundFailure | None, rank: int | None = None
+) -> Logs:
+    """What ``redelastic logs --json`` prints.
+
+    Args:
+        run_id: of the run.
+        events: of the run, oldest first.
+        nodes: of the run now.
+        silence: of all nodes; None if they did not fall silent.
+        rank: of the only worker that matters; None for all.
+    """
+    if rank is None:
+        failed, why = first_failure(events), why_failed(events, silence)
+    else:
+        failed, why = next((one for one in reversed(failures(events)) if one["rank"] == rank), None), None
+    found = [place for place in places(events, nodes) if rank in (None, place["rank"])]
+    return {"run": run_id, "logs": found, "failed": failed, "failure": failure_document(why)}

@@ -16,12 +16,12 @@ from redelastic.redis.endpoint import Endpoint, parse_endpoint
 from redelastic.redis.errors import UnavailableError
 from redelastic.redis.keys import DEFAULT_PREFIX, RunKeys
 
+from . import logs
 from .control import RESAVE_INTERVAL, RunControl, UnknownNodeError
 from .event_log import EventLog
 from .events import DRAIN_GRACE, MAX_REASON, SAVE_TIMEOUT, Closed, Event, Left, Lost, Saved, Stopped
-from .failure import silence_of, why_failed
+from .failure import silence_of
 from .history import History
-from .logs import document, failures, first_failure, places
 from .records import Node
 from .report import describe
 from .sentences import sentence
@@ -240,13 +240,7 @@ class Run:
             rank: of the only worker that matters; None for all.
         """
         events, state = self.control.events(), self.control.state()
-        found = [place for place in places(events, state.nodes) if rank in (None, place.rank)]
-        if rank is None:
-            failed = first_failure(events)
-        else:
-            failed = next((one for one in reversed(failures(events)) if one.rank == rank), None)
-        why = why_failed(events, silence_of(state)) if rank is None else None
-        return cast("Logs", document(self.id, found, failed, why))
+        return logs.document(self.id, events, state.nodes, silence_of(state), rank)
 
     def wait(self, timeout: float = math.inf) -> Status:
         """Wait until the run is closed or stopped, or no node of it is alive; an outage of Redis is sat out.

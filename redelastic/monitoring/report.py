@@ -79,7 +79,8 @@ def describe(run: Run, events: Sequence[Event], now: float, history: History | N
         "redone": history.redone if history else None,
         "failures": dict(run.failures),
         "barred": list(run.barred),
-        "failure": _recent_failure(run, events),
+        # Of the last round, or the one before: a failure that later rounds have outlived is history.
+        "failure": failure_document(why_failed(events, silence_of(run), run.epoch - 1)),
         "problems": [],
         "nodes": nodes,
         "events": [event_document(event) for event in without_regrouped(events)[-EVENTS:]],
@@ -99,11 +100,6 @@ def _highest_step(run: Run, reported: int | None, events: Sequence[Event]) -> in
     """
     known = (reported, run.progress - 1 if run.progress else None, last_step(events))
     return max((step for step in known if step is not None), default=None)
-
-
-def _recent_failure(run: Run, events: Sequence[Event]) -> dict[str, Any] | None:
-    """Why the last round failed, or the one before: a failure that later rounds have outlived is history."""
-    return failure_document(why_failed(events, silence_of(run), run.epoch - 1))
 
 
 def _verdict(run: Run, document: Mapping[str, Any]) -> str:

@@ -208,8 +208,8 @@ finally:
         events = job.control.events()
         found = first_failure(events)
         assert found is not None
-        assert "ValueError: bad batch" in found.tail
-        [failed] = [event for event in events if isinstance(event, Failed) and event.node == found.node]
+        assert "ValueError: bad batch" in found["tail"]
+        [failed] = [event for event in events if isinstance(event, Failed) and event.node == found["node"]]
         assert (failed.local_rank, failed.message) == (0, "ValueError: bad batch")
 
 
@@ -244,7 +244,7 @@ finally:
         assert (failed.rank, failed.message) == (0, "ValueError: bad batch")
         found = first_failure(job.control.events())
         assert found is not None
-        assert (found.rank, "ValueError: bad batch" in found.tail) == (0, True)
+        assert (found["rank"], "ValueError: bad batch" in found["tail"]) == (0, True)
 
 
 @pytest.mark.fault(

@@ -76,8 +76,8 @@ def test_the_first_failure_is_the_earliest_not_the_first_report() -> None:
 
     found = first_failure([log(50, 9, 3, 1), log(100, 0, 0.1), log(101, 1, 1.5)])
     assert found
-    assert (found.rank, found.node, found.path, found.tail) == (1, "n1", "/1", "the end")
-    assert found.time == pytest.approx(99.5)
+    assert (found["rank"], found["node"], found["path"], found["tail"]) == (1, "n1", "/1", "the end")
+    assert found["time"] == pytest.approx(99.5)
     lost = Lost(time=102.0, epoch=3, node="n5", cause="lease", silent_ms=6000)
     assert first_failure([log(100, 0, 0.1), log(101, 4, 0.1, 3), lost]) == first_failure([log(100, 0, 0.1)])
     assert first_failure([log(101, 4, 0.1, 3), lost]) is not None
@@ -101,7 +101,7 @@ def test_logs_are_those_of_the_last_round() -> None:
     found = places(
         [started(1, "a", {0: "/1/0", 1: "/1/1"}), started(2, "b", {1: "/2/1: x"}), started(2, "a", {0: "/2/0"})]
     )
-    assert [(one.rank, one.node, one.path) for one in found] == [(0, "a", "/2/0"), (1, "b", "/2/1: x")]
+    assert [tuple(one.values()) for one in found] == [(0, "a", 2, "/2/0"), (1, "b", 2, "/2/1: x")]
 
 
 def test_log_paths_of_merged_starts_are_read_from_statuses() -> None:
@@ -116,7 +116,7 @@ def test_log_paths_of_merged_starts_are_read_from_statuses() -> None:
         node("d", 2, [{"rank": "4", "log": 5}]),
     ]
     found = places([alone, together], nodes)
-    assert [(one.rank, one.node, one.epoch, one.path) for one in found] == [(0, "a", 2, "/a/0"), (1, "b", 2, "/b/0")]
+    assert [tuple(one.values()) for one in found] == [(0, "a", 2, "/a/0"), (1, "b", 2, "/b/0")]
 
 
 def test_log_paths_of_the_last_round_may_be_in_statuses_only() -> None:
@@ -124,9 +124,9 @@ def test_log_paths_of_the_last_round_may_be_in_statuses_only() -> None:
     old = Started(epoch=2, node="a", logs={0: "/2/0", 1: "/2/1"})
     workers = [{"rank": 0, "log": "/3/0"}]
     nodes = [Node("b", "member", 0, 1.0, 0.0, "", {"name": "b", "epoch": 3, "workers": workers})]
-    assert [(one.rank, one.node, one.epoch, one.path) for one in places([old], nodes)] == [(0, "b", 3, "/3/0")]
+    assert [tuple(one.values()) for one in places([old], nodes)] == [(0, "b", 3, "/3/0")]
     silent = [Node("b", "member", 0, 1.0, 0.0, "", {"name": "b", "epoch": 3, "workers": [{"rank": 0}]})]
-    assert [one.path for one in places([old], silent)] == ["/2/0", "/2/1"]
+    assert [one["path"] for one in places([old], silent)] == ["/2/0", "/2/1"]
     assert places([], [Node("b", "member", 0, 1.0, 0.0, "", {"name": "b", "epoch": "3", "workers": workers})]) == []
 
 

@@ -59,10 +59,10 @@ def test_the_end_of_output_to_a_pipe_is_kept(server: RedisServer, tmp_path: Path
     assert [event.message for event in events if isinstance(event, Failed)] == ["ValueError: bad batch"]
     found = first_failure(events)
     assert found is not None
-    lines = found.tail.splitlines()
+    lines = found["tail"].splitlines()
     assert lines[:2] == ["step 7: loss nan", "about to fail"]
     assert lines[-1] == "ValueError: bad batch"
-    assert found.path == ""
+    assert found["path"] == ""
 
 
 def test_all_is_passed_on_and_only_the_end_is_kept() -> None:
