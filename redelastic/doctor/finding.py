@@ -31,3 +31,8 @@ class Finding:
     found: str
     advice: str = ""
     numbers: Mapping[str, float] = field(default_factory=dict)
+
+
+def finding(group: Group, name: str, level: Level, found: str, advice: str = "", **numbers: float) -> Finding:
+    """A finding whose advice only holds if its level is not ``ok``."""
+    return Finding(group, name, level, found, "" if level == "ok" else advice, numbers)

@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 import redis
@@ -15,7 +16,7 @@ from redis.cluster import RedisCluster
 from redelastic.redis.connection import Connection, text
 from redelastic.redis.endpoint import Endpoint
 
-from .finding import LEVELS, Finding, Level
+from .finding import LEVELS, Finding, Level, finding
 from .host import is_local
 
 Version = tuple[int, int, int]
@@ -38,6 +39,10 @@ _CONFIG: Final = (
     "save",
     "timeout",
 )
+
+
+_named: Final = partial(finding, "server")
+_found: Final = partial(finding, "server", "")  # by a check: `_judge` gives it the check's name
 
 
 def examine_server(connection: Connection, endpoint: Endpoint) -> Iterator[Finding]:
@@ -73,9 +78,9 @@ def examine_round_trips(connection: Connection) -> Finding:
         times.append(1000 * (time.perf_counter() - started))
     median, most = statistics.median(times), max(times)
     level: Level = "warning" if median > SLOW_MS else "ok"
-    advice = "Move Redis closer to the nodes: a rendezvous takes several round trips." if level != "ok" else ""
     found = f"{median:.2f} ms median, {most:.2f} ms maximum of {len(times)} round trips"
-    return Finding("trial", "latency", level, found, advice, {"median_ms": median, "max_ms": most})
+    advice = "Move Redis closer to the nodes: a rendezvous takes several round trips."
+    return finding("trial", "latency", level, found, advice, median_ms=median, max_ms=most)
 
 
 def masters(connection: Connection) -> dict[str, redis.Redis]:
@@ -117,22 +122,18 @@ def _judge(
     try:
         return replace(check(facts, endpoint), name=name)
     except (KeyError, ValueError, TypeError):
-        return Finding("server", name, "note", "unknown: this user may not ask", should)
+        return _named(name, "note", "unknown: this user may not ask", should)
 
 
 def _worst(findings: Mapping[str, Finding]) -> Finding:
     """One finding for all masters: the worst, with the names of the masters concerned."""
-    worst = max(findings.values(), key=lambda finding: LEVELS.index(finding.level))
-    if len({(finding.level, finding.found) for finding in findings.values()}) == 1:
+    shown = max(findings, key=lambda name: LEVELS.index(findings[name].level))
+    worst = findings[shown]
+    if len({(one.level, one.found) for one in findings.values()}) == 1:
         return worst
-    bad = [name for name, finding in findings.items() if finding.level == worst.level]
-    more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
-    shown = next(name for name, finding in findings.items() if finding is worst)
+    bad = sum(one.level == worst.level for one in findings.values())
+    more = f" and {bad - 1} more" if bad > 1 else ""
     return replace(worst, found=f"{worst.found} (at {shown}{more})")
-
-
-def _found(level: Level, found: str, advice: str = "", **numbers: float) -> Finding:
-    return Finding("server", "", level, found, advice, numbers)
 
 
 # -- How it is reached
@@ -140,36 +141,34 @@ def _found(level: Level, found: str, advice: str = "", **numbers: float) -> Find
 
 def _encryption(endpoint: Endpoint) -> Finding:
     if endpoint.tls:
-        return Finding("server", "encryption", "ok", "TLS")
+        return _named("encryption", "ok", "TLS")
     if endpoint.scheme == "unix" or is_local(endpoint):
-        return Finding("server", "encryption", "ok", "none; the server is on this host")
+        return _named("encryption", "ok", "none; the server is on this host")
     advice = "Anyone on the network path can read the password and change a run: use rediss:// and a server with TLS."
-    return Finding("server", "encryption", "warning", "none", advice)
+    return _named("encryption", "warning", "none", advice)
 
 
 def _login(endpoint: Endpoint, facts: Facts) -> Finding:
     if not endpoint.password:
         level: Level = "note" if endpoint.scheme == "unix" or is_local(endpoint) else "warning"
         advice = "Anyone who reaches the server can change a run: set a password and users (SECURITY.md)."
-        return Finding("server", "login", level, "none", advice)
+        return _named("login", level, "none", advice)
     user = f"user {endpoint.username or 'default'!r}"
     if "timeout" not in facts:  # CONFIG is for administrators
-        return Finding("server", "login", "ok", user)
-    advice = "A job's user needs fewer rights: see SECURITY.md."
-    return Finding("server", "login", "note", f"{user}, an administrator", advice)
+        return _named("login", "ok", user)
+    return _named("login", "note", f"{user}, an administrator", "A job's user needs fewer rights: see SECURITY.md.")
 
 
 def _topology(endpoint: Endpoint, facts: Facts) -> Finding:
-    kind = endpoint.scheme.partition("+")[2]
-    mode = facts.get("mode")
+    kind, mode = endpoint.scheme.partition("+")[2], facts.get("mode")
     if mode == "cluster" and kind != "cluster":
         advice = "Use redis+cluster://: this node has only some of the keys."
-        return Finding("server", "topology", "problem", "a node of a Cluster, reached as a single server", advice)
+        return _named("topology", "problem", "a node of a Cluster, reached as a single server", advice)
     if mode == "sentinel" and kind != "sentinel":
         advice = "Use redis+sentinel://host:port/master-name."
-        return Finding("server", "topology", "problem", "a sentinel, reached as a server", advice)
+        return _named("topology", "problem", "a sentinel, reached as a server", advice)
     shown = {"cluster": "a Cluster", "sentinel": "a master that sentinels watch"}.get(kind, "a single server")
-    return Finding("server", "topology", "ok", shown)
+    return _named("topology", "ok", shown)
 
 
 # -- What one server reports
@@ -196,9 +195,8 @@ def _version(facts: Facts, _: Endpoint) -> Finding:
 
 def _role(facts: Facts, _: Endpoint) -> Finding:
     if facts["role"] == "slave":
-        return _found(
-            "problem", "a replica: read-only", "Name its master, or use redis+sentinel:// to follow the master."
-        )
+        advice = "Name its master, or use redis+sentinel:// to follow the master."
+        return _found("problem", "a replica: read-only", advice)
     return _found("ok", facts["role"])
 
 
@@ -230,7 +228,7 @@ def _memory(facts: Facts, _: Endpoint) -> Finding:
     advice = "Raise maxmemory, or free memory; a run needs up to 8 MiB for its events, and 100 kB for each node."
     share = used / limit
     level: Level = "problem" if share >= 1 else "warning" if share > 0.9 else "ok"
-    return _found(level, shown, advice if level != "ok" else "", used_bytes=used, limit_bytes=limit)
+    return _found(level, shown, advice, used_bytes=used, limit_bytes=limit)
 
 
 def _mib(size: int) -> str:
@@ -239,10 +237,9 @@ def _mib(size: int) -> str:
 
 def _persistence(facts: Facts, _: Endpoint) -> Finding:
     # A server that refuses writes because it cannot persist them refuses PING too, so this is never reached.
-    appends = bool(facts["aof_enabled"])
     if facts["save"] and facts["rdb_last_bgsave_status"] != "ok":
         return _found("warning", "the last snapshot failed", "Check the server's log and disk.")
-    if appends:
+    if facts["aof_enabled"]:
         return _found("ok", "append-only file")
     if facts["save"]:
         return _found("note", "snapshots only: a crash loses everything after the last one", "Set appendonly yes.")
@@ -254,17 +251,14 @@ def _replicas(facts: Facts, endpoint: Endpoint) -> Finding:
     count, required = int(facts["connected_slaves"]), int(facts["min-replicas-to-write"])
     good = int(facts.get("min_slaves_good_slaves", count))
     if required > good:
-        return _found(
-            "problem",
-            f"{good} in step, and min-replicas-to-write is {required}: writes are refused",
-            "Repair the replicas, or lower min-replicas-to-write.",
-        )
-    fails_over = "+" in endpoint.scheme
+        found = f"{good} in step, and min-replicas-to-write is {required}: writes are refused"
+        return _found("problem", found, "Repair the replicas, or lower min-replicas-to-write.")
+    level: Level = "warning" if "+" in endpoint.scheme else "note"  # with a failover or without
     if not count:
-        return _found("warning" if fails_over else "note", "none: nothing takes over if this server fails")
+        return _found(level, "none: nothing takes over if this server fails")
     if not required:
         advice = "Set min-replicas-to-write 1: an isolated master must stop accepting writes (PROTOCOL.md)."
-        return _found("warning" if fails_over else "note", f"{count}, and min-replicas-to-write is 0", advice)
+        return _found(level, f"{count}, and min-replicas-to-write is 0", advice)
     return _found("ok", f"{count}, and min-replicas-to-write is {required}", replicas=count)
 
 
@@ -273,7 +267,7 @@ def _clients(facts: Facts, _: Endpoint) -> Finding:
     nodes = max(0, limit - connected) // CONNECTIONS_PER_NODE
     found = f"{connected:,} of {limit:,} connected: room for about {nodes:,} nodes"
     level: Level = "problem" if nodes < 2 else "warning" if nodes < MIN_FREE_NODES else "ok"
-    return _found(level, found, "Raise maxclients." if level != "ok" else "", connected=connected, limit=limit)
+    return _found(level, found, "Raise maxclients.", connected=connected, limit=limit)
 
 
 def _idle_timeout(facts: Facts, _: Endpoint) -> Finding:
@@ -281,7 +275,7 @@ def _idle_timeout(facts: Facts, _: Endpoint) -> Finding:
     if not seconds:
         return _found("ok", "idle connections stay open")
     found = f"idle connections are closed after {seconds} s, and reopened when needed"
-    return _found("note" if seconds < 60 else "ok", found, "Set timeout 0." if seconds < 60 else "", seconds=seconds)
+    return _found("note" if seconds < 60 else "ok", found, "Set timeout 0.", seconds=seconds)
 
 
 def _hz(facts: Facts, _: Endpoint) -> Finding:
@@ -293,11 +287,9 @@ def _hz(facts: Facts, _: Endpoint) -> Finding:
 
 def _script_limit(facts: Facts, _: Endpoint) -> Finding:
     ms = int(facts["busy-reply-threshold"] if "busy-reply-threshold" in facts else facts["lua-time-limit"])
-    if ms == 0 or ms >= MIN_SCRIPT_LIMIT_MS:
-        return _found("ok", f"{ms} ms" if ms else "none", ms=ms)
-    return _found(
-        "note", f"{ms} ms", "Longer scripts of other users make the server answer BUSY: 5000 is usual.", ms=ms
-    )
+    level: Level = "note" if 0 < ms < MIN_SCRIPT_LIMIT_MS else "ok"
+    advice = "Longer scripts of other users make the server answer BUSY: 5000 is usual."
+    return _found(level, f"{ms} ms" if ms else "none", advice, ms=ms)
 
 
 def _output_limit(facts: Facts, _: Endpoint) -> Finding:
@@ -305,9 +297,8 @@ def _output_limit(facts: Facts, _: Endpoint) -> Finding:
     hard = int(words[words.index("normal") + 1])
     if not hard or hard >= 2**25:
         return _found("ok", _mib(hard) if hard else "none for normal clients")
-    return _found(
-        "warning", f"{_mib(hard)}: a larger store reply disconnects the client", "Set it to 0 for normal clients."
-    )
+    found = f"{_mib(hard)}: a larger store reply disconnects the client"
+    return _found("warning", found, "Set it to 0 for normal clients.")
 
 
 _CHECKS: Final[Mapping[str, tuple[Callable[[Facts, Endpoint], Finding], str]]] = {

@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Final
 
 import torch.distributed as dist
@@ -22,13 +23,16 @@ from redelastic.rendezvous.handler import RedisRendezvousHandler
 from redelastic.rendezvous.settings import Settings
 from redelastic.store import RedisStore
 
-from .finding import Finding
+from .finding import Finding, Level, finding
 from .rights import TTL, WAKES, Corner
 
 ATTEMPT_TIMEOUT: Final = 1.5  # in seconds
 TIMEOUT: Final = 2.0  # of the rendezvous, and of an operation on the store, in seconds
 SLOW_WAKE_MS: Final = 100.0  # what I7 promises
 BLOCKED_S: Final = 0.05  # after which a reader is assumed to be blocked
+
+
+_found: Final = partial(finding, "trial")
 
 
 def try_rendezvous(endpoint: Endpoint, corner: Corner) -> Iterator[Finding]:
@@ -52,9 +56,9 @@ def _try(endpoint: Endpoint, corner: Corner) -> Iterator[Finding]:
         ms = 1000 * (time.perf_counter() - started)
         ranks = sorted(entered.rank for entered in rounds)
         if ranks == [0, 1] and all(entered.world_size == 2 for entered in rounds):
-            yield Finding("trial", "rendezvous", "ok", f"2 nodes in {ms:.1f} ms", numbers={"ms": ms})
+            yield _found("rendezvous", "ok", f"2 nodes in {ms:.1f} ms", ms=ms)
         else:
-            yield Finding("trial", "rendezvous", "problem", f"2 nodes got the ranks {ranks}", "Report this as a bug.")
+            yield _found("rendezvous", "problem", f"2 nodes got the ranks {ranks}", "Report this as a bug.")
         place = rounds[0].bootstrap_store_info
         if place is not None and handlers[0].use_agent_store:
             yield _bootstrap(place.master_addr, place.master_port)
@@ -63,7 +67,7 @@ def _try(endpoint: Endpoint, corner: Corner) -> Iterator[Finding]:
     except (RedelasticError, RendezvousError) as e:
         if isinstance(e.__cause__, UnreachableError):
             raise e.__cause__ from None
-        yield Finding("trial", "rendezvous", "problem", "failed", str(e))
+        yield _found("rendezvous", "problem", "failed", str(e))
     finally:
         for handler in handlers:
             handler.end(Left(cause="finished"), "closes", timeout=0)  # a single attempt: its keys are removed anyway
@@ -93,8 +97,8 @@ def _bootstrap(host: str, port: int) -> Finding:
         socket.create_connection((host, port), TIMEOUT / 2).close()
     except OSError as e:
         advice = "Workers connect there: check name resolution and the firewall, or give --local-addr."
-        return Finding("trial", "bootstrap", "problem", f"{host}:{port} cannot be reached from this host: {e}", advice)
-    return Finding("trial", "bootstrap", "ok", f"rank 0 is reachable at {host}")
+        return _found("bootstrap", "problem", f"{host}:{port} cannot be reached from this host: {e}", advice)
+    return _found("bootstrap", "ok", f"rank 0 is reachable at {host}")
 
 
 def try_store(connection: Connection, corner: Corner) -> Iterator[Finding]:
@@ -105,18 +109,13 @@ def try_store(connection: Connection, corner: Corner) -> Iterator[Finding]:
         _use(store, "first")  # loads the scripts, which later nodes find there
         times = _use(store, "second")
         shown = ", ".join(f"{name} {ms:.1f}" for name, ms in times.items())
-        numbers = {f"{name}_ms": ms for name, ms in times.items()}
-        yield Finding("trial", "store", "ok", f"{shown} ms", numbers=numbers)
+        yield _found("store", "ok", f"{shown} ms", "", **{f"{name}_ms": ms for name, ms in times.items()})
         median = statistics.median(_wake_up(store, f"wake-{n}") for n in range(WAKES))
-        found, numbers = f"a blocked reader in {median:.1f} ms", {"median_ms": median}
-        if median > SLOW_WAKE_MS:
-            yield Finding(
-                "trial", "wake-up", "warning", found, "See latency, and check the server's other load.", numbers
-            )
-        else:
-            yield Finding("trial", "wake-up", "ok", found, numbers=numbers)
+        level: Level = "warning" if median > SLOW_WAKE_MS else "ok"
+        advice = "See latency, and check the server's other load."
+        yield _found("wake-up", level, f"a blocked reader in {median:.1f} ms", advice, median_ms=median)
     except dist.DistError as e:
-        yield Finding("trial", "store", "problem", "failed", str(e))
+        yield _found("store", "problem", "failed", str(e))
     finally:
         for key in store.list_sender_keys():
             corner.add(text(key))
