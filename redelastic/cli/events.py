@@ -62,8 +62,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; see :data:`DESCRIPTION`."""
     opened = open_run(arguments)
-    from redelastic.monitoring.operator import follow
-
     found = opened.events(count=arguments.count + 1)
     older, past = found[: -arguments.count], found[-arguments.count :]
     printer = Printer(json=arguments.json, detail=arguments.detail)
@@ -77,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
         return OK
     away = False
     try:
-        for seen in follow(opened.control, found[-1].id if found else "0"):
+        for seen in opened.control.follow(found[-1].id if found else "0"):
             if isinstance(seen, Exception):
                 if not away:
                     say(f"redelastic events: {clean(str(seen))} Waiting for it.")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, Final, NamedTuple
+
+from .wording import json_in
 
 DEFAULT_GROUP: Final = "default_pg"  # torch's description of it
 GROUPS: Final = 3  # process groups that are described
@@ -124,10 +125,7 @@ def _runs(ordered: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 def decode(text: str) -> dict[int, tuple[Collective, ...] | None]:
     """Read them from JSON, without what is not of their form."""
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        return {}
+    found = json_in(text)
     pairs = islice(found.items(), MAX_RANKS) if isinstance(found, dict) else ()
     return {
         int(rank): None if own is None else tuple(filter(None, map(_collective, own)))

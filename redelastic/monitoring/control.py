@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -29,6 +30,7 @@ class UnknownNodeError(LookupError):
     """No node of the run matches, or several do."""
 
 
+BLOCK: Final = 1.0  # how long to wait for events at a time, in seconds
 STEP_EVENTS: Final = 256  # newest events in which to look for a step: the starts of 10,000 nodes make 172
 RESAVE_INTERVAL: Final = 10.0  # seconds after which another request makes workers save again
 
@@ -97,20 +99,26 @@ class RunControl:
         with _of_redis(self._connection):
             return [decode(text(entry), pairs_of(fields)) for entry, fields in self._call(read)][::-1]
 
-    def follow(self, after: str, block: float = 1.0) -> Iterator[list[Event]]:
-        """Yield events as they happen; an empty list when none happened for ``block`` seconds.
+    def follow(self, after: str) -> Iterator[list[Event] | UnavailableError]:
+        """Yield events as they happen, for ever; an empty list when none happened for :data:`BLOCK` seconds.
+
+        While Redis is away, yields the error that says so, as often.
 
         Args:
             after: id of the last event that the caller has seen; "0" for none.
-            block: in seconds.
         """
         key = self._keys.events.encode()
         while True:
-            with _of_redis(self._connection):
-                entries: Entries = self._connection.read({key: after}, block).get(key, [])
-                after = entries[-1][0] if entries else after
-                events = [decode(entry, fields) for entry, fields in entries]
-            yield events
+            try:
+                with _of_redis(self._connection):
+                    entries: Entries = self._connection.read({key: after}, BLOCK).get(key, [])
+                    events = [decode(entry, fields) for entry, fields in entries]
+            except UnavailableError as e:  # noqa: PERF203  (it waits anyway)
+                yield e
+                time.sleep(BLOCK)
+            else:
+                after = events[-1].id if events else after
+                yield events
 
     def note(self, event: Event) -> None:
         """Add an event of a node to the stream, its fields cut if too long; added twice if the reply is lost.

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Final, Literal, get_args
 
 from .collectives import Collective
 from .collectives import decode as decode_collectives
-from .wording import LARGEST
+from .wording import LARGEST, json_in
 
 MAX_DIGITS: Final = 20  # of a number of 64 bits
 VERSION: Final = 1  # of the JSON documents that hold events
@@ -63,10 +63,7 @@ def _signed(text: str) -> int | None:
 
 
 def _logs(text: str) -> dict[int, str]:
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        return {}
+    found = json_in(text)
     pairs = found.items() if isinstance(found, dict) else ()
     return {rank: path for name, path in pairs if (rank := number_in(name)) is not None and isinstance(path, str)}
 
@@ -708,19 +705,10 @@ def decode_cause(text: str) -> Event | None:
     """Why a round is broken or a run closed, from a record or a wake-up; None for an empty text."""
     if not text:
         return None
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        found = None
-    if (
-        not isinstance(found, list)
-        or len(found) < 2
-        or len(found) > MAX_FIELDS
-        or not all(isinstance(x, str) for x in found)
-    ):
-        return Event(event="unknown")  # redelastic did not write it
-    event, node, *pairs = found
-    return _event(event, dict(zip(pairs[::2], pairs[1::2], strict=False)), node=node[:MAX_NAME])
+    match json_in(text):
+        case [event, node, *pairs] as found if len(found) <= MAX_FIELDS and all(isinstance(x, str) for x in found):
+            return _event(event, dict(zip(pairs[::2], pairs[1::2], strict=False)), node=node[:MAX_NAME])
+    return Event(event="unknown")  # redelastic did not write it
 
 
 def _event(event: str, values: Mapping[str, str], **common: Any) -> Event:

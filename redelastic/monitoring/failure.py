@@ -65,11 +65,14 @@ def last_failure(events: Sequence[Event], since: int = 0) -> RoundFailure | None
         events: of the run, oldest first.
         since: epoch of the first round that counts.
     """
-    recent = list(takewhile(lambda event: event.epoch >= since, reversed(events)))[::-1]
-    for epoch in _epochs_with_faults(recent):
-        if found := failure_of(recent, epoch):
-            return found
-    return None
+    newest_first = list(takewhile(lambda event: event.epoch >= since, reversed(events)))
+    recent = newest_first[::-1]
+    epochs = dict.fromkeys(event.epoch for event in newest_first if _may_be_fault(event))
+    return next(filter(None, (failure_of(recent, epoch) for epoch in epochs)), None)
+
+
+def _may_be_fault(event: Event) -> bool:
+    return isinstance(event, kinds.Failed | kinds.Lost) or (isinstance(event, kinds.Left) and event.cause in _FAULTY)
 
 
 def silence_of(run: Run) -> RoundFailure | None:
@@ -138,18 +141,6 @@ def failure_of(events: Sequence[Event], epoch: int) -> RoundFailure | None:
         next_epoch=after.epoch if after else None,
         down=max(0.0, after.time - began) if after else None,
     )
-
-
-def _epochs_with_faults(events: Sequence[Event]) -> Iterator[int]:
-    """Epochs of rounds that may have failed, the newest first."""
-    seen = set[int]()
-    for event in reversed(events):
-        faulty = isinstance(event, kinds.Failed | kinds.Lost) or (
-            isinstance(event, kinds.Left) and event.cause in _FAULTY
-        )
-        if faulty and event.epoch not in seen:
-            seen.add(event.epoch)
-            yield event.epoch
 
 
 def _of_round(events: Sequence[Event], epoch: int) -> Iterator[Event]:
@@ -239,10 +230,9 @@ def _others_line(failure: RoundFailure) -> str:
     text = "; ".join(before + _describe_others(others) for before, others in parts if others)
     if failure.cause is None:
         return text
-    if rest := (failure.stopped or 0) - len(failure.others):
-        stopped = f"the workers of {count(rest, 'more node')} ended with it" if rest > 0 else ""
-        text = "; ".join(filter(None, (text, stopped)))
-    return text
+    rest = (failure.stopped or 0) - len(failure.others)
+    stopped = f"the workers of {count(rest, 'more node')} ended with it" if rest > 0 else ""
+    return "; ".join(filter(None, (text, stopped)))
 
 
 def _describe_others(others: Sequence[kinds.Failed]) -> str:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from redelastic.redis.connection import text
 
 from .events import number_in
+from .wording import json_in
 
 if TYPE_CHECKING:
     from redelastic.redis.connection import Connection
@@ -52,8 +53,10 @@ class LiveLogs:
         request, found = (key.encode() for key in self._keys.live_log(node))
         until = (b"PX", b"%d" % round(1000 * ASKED_FOR))
         _, reply = self._connection.exchange((b"SET", request, b"%d" % local_rank, *until), (b"GET", found))
-        log = _decoded(reply)
-        return log if log and log.local_rank == local_rank else None
+        match json_in(reply or b""):
+            case [int(rank), str(path), str(lines)] if rank == local_rank:
+                return LiveLog(rank, path, lines[-MAX_LINES:])
+        return None
 
     def wanted(self, node: str) -> int | None:
         """The local rank of the worker of this node whose log somebody asks for; None if nobody does."""
@@ -64,13 +67,3 @@ class LiveLogs:
         """Put the end of a log where :meth:`ask` finds it."""
         words = self._keys.live_log(node)[1].encode(), json.dumps(log).encode()
         self._connection.exchange((b"SET", *words, b"PX", b"%d" % round(1000 * ASKED_FOR)), timeout=0)
-
-
-def _decoded(reply: Any) -> LiveLog | None:
-    try:
-        local_rank, path, lines = json.loads(reply or b"[]")
-    except (ValueError, TypeError, RecursionError):
-        return None
-    if isinstance(local_rank, int) and isinstance(path, str) and isinstance(lines, str):
-        return LiveLog(local_rank, path, lines[-MAX_LINES:])
-    return None

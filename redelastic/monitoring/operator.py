@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
 from redelastic.redis.connection import Connection
 from redelastic.redis.endpoint import Endpoint, parse_endpoint
-from redelastic.redis.errors import UnavailableError
 from redelastic.redis.keys import DEFAULT_PREFIX, RunKeys
 
 from . import logs
@@ -36,7 +35,6 @@ TIMEOUT: Final = 5.0  # for a call with all its retries, in seconds: a person wa
 CONNECT_TIMEOUT: Final = 0.7  # to find that no Redis is there, in seconds; the last attempt may end later
 MERGE_DELAY: Final = 1.0  # how long an event may wait to be merged with others of its kind, in seconds
 PAUSE: Final = 0.05  # between two looks at first, in seconds; later a tenth of the time that has passed
-BLOCK: Final = 1.0  # how long to wait for events at a time, in seconds
 AGENT: Final = "redelastic"  # in the status of a node with our agent
 OVER: Final = frozenset({"closed", "stopped", "dead"})  # phases of a run that ends
 
@@ -116,7 +114,7 @@ class Drain:
             What happened instead; empty if it has left.
         """
         why, gone_since = "has not left in time: see `redelastic status` and `redelastic events`", math.inf
-        for seen in follow(self._control, self._after):
+        for seen in self._control.follow(self._after):
             now = time.monotonic()
             if isinstance(seen, Exception):
                 why = f"may or may not have left: {seen}"
@@ -213,7 +211,7 @@ class Run:
         Args:
             after: id of the last event that the caller has seen; "0" for all; empty for those to come.
         """
-        for seen in follow(self.control, after or self.last_event_id()):
+        for seen in self.control.follow(after or self.last_event_id()):
             if not isinstance(seen, Exception):
                 yield from seen
 
@@ -253,7 +251,7 @@ class Run:
         """
         until = time.monotonic() + timeout
         status = self.status()
-        seen = follow(self.control, self.last_read)
+        seen = self.control.follow(self.last_read)
         while status["phase"] not in OVER and time.monotonic() < until:
             if not isinstance(next(seen), Exception):
                 status = self.status()
@@ -347,22 +345,6 @@ class Run:
 def open_connection(endpoint: Endpoint) -> Connection:
     """Connect for a person, who does not wait long."""
     return Connection.open(endpoint, TIMEOUT, TIMEOUT, CONNECT_TIMEOUT)
-
-
-def follow(control: RunControl, after: str, block: float = BLOCK) -> Iterator[list[Event] | UnavailableError]:
-    """As :meth:`RunControl.follow`, but an outage does not end it.
-
-    Yields:
-        Events; or, while Redis is away, the error that says so every ``block`` seconds.
-    """
-    while True:
-        try:
-            for events in control.follow(after, block):
-                after = events[-1].id if events else after
-                yield events
-        except UnavailableError as e:  # noqa: PERF203  (it waits anyway)
-            yield e
-            time.sleep(block)
 
 
 def local_user() -> str:

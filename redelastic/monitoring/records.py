@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,6 +12,7 @@ from redelastic.redis.errors import CorruptStateError
 from redelastic.redis.keys import MAX_KEY_PART, RunKeys
 
 from .events import EXCLUDED, MAX_TEXT, Event, decode_cause, number_in
+from .wording import json_in
 
 MAX_STATUS: Final = 65_536  # in bytes: longer statuses are not read; redelastic writes at most 8,192
 # Xid errors that NVIDIA attributes to the application, not the GPU; its Kubernetes device plugin ignores these too:
@@ -54,14 +54,16 @@ class Node:
     @property
     def workers(self) -> list[Mapping[str, Any]]:
         """Its workers, as far as it reported them."""
-        workers = self.status.get("workers")
-        return [worker for worker in workers if isinstance(worker, dict)] if isinstance(workers, list) else []
+        return self._reported("workers")
 
     @property
     def gpus(self) -> list[Mapping[str, Any]]:
         """Its GPUs, as far as it reported them."""
-        gpus = self.status.get("gpus")
-        return [gpu for gpu in gpus if isinstance(gpu, dict)] if isinstance(gpus, list) else []
+        return self._reported("gpus")
+
+    def _reported(self, name: str) -> list[Mapping[str, Any]]:
+        found = self.status.get(name)
+        return [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
 
     @property
     def step(self) -> int | None:
@@ -251,10 +253,7 @@ def decode_run(keys: RunKeys, reply: Sequence[Any], statuses: Mapping[str, bytes
 
 def decode_status(node: str, reply: bytes | str | None) -> dict[str, Any]:
     """A node's status; name, host and state are always there and are short strings."""
-    try:
-        document = json.loads(reply or b"{}") if len(reply or b"") <= MAX_STATUS else {}
-    except (ValueError, RecursionError):
-        document = {}
+    document = json_in(reply) if reply and len(reply) <= MAX_STATUS else None
     status = document if isinstance(document, dict) else {}
     strings = {"name": node.rsplit("-", 2)[0], "host": "", "state": ""}
     known = {k: v[:MAX_KEY_PART] if isinstance(v := status.get(k), str) else default for k, default in strings.items()}

@@ -22,6 +22,12 @@ _BECAUSE: Final = {
     "last_call": "last_call_timeout passed",
     "replacement": "replacement_timeout passed",
 }
+# Of kinds whose fields say no more; a reason is the sentence of others.
+_ALWAYS: Final = {
+    "joined": "is new",
+    "regrouped": "waits for the next round",
+    "restored": "the server had forgotten this round",
+}
 _AS_CAUSES: Final = {"joined": "waits to join", "regrouped": "regroups"}
 _CONFLICT: Final = "holds another round of the same epoch"
 UNWATCHED: Final = "Not restarted: a script that does not report looks like one that hangs. Call it on every rank"
@@ -43,19 +49,9 @@ _DEPARTURES: Final = {
 
 
 @singledispatch
-def sentence(event: events.Event) -> str:  # noqa: ARG001  # of a kind that is not known here
-    """What happened, worded to follow the name of the event's node."""
-    return ""
-
-
-@sentence.register
-def _(event: events.Joined) -> str:  # noqa: ARG001
-    return "is new"
-
-
-@sentence.register
-def _(event: events.Regrouped) -> str:  # noqa: ARG001
-    return "waits for the next round"
+def sentence(event: events.Event) -> str:
+    """What happened, worded to follow the name of the event's node; empty for a kind that is not known here."""
+    return _ALWAYS.get(event.event) or str(getattr(event, "reason", ""))
 
 
 @sentence.register
@@ -77,11 +73,6 @@ def _(event: events.Left) -> str:
         return f"got {event.signal}"
     more = event.reason or (worker_failure(event) if event.cause == "failed" else "")
     return _DEPARTURES.get(event.cause, "left") + (f": {more}" if more else "")
-
-
-@sentence.register
-def _(event: events.Failed) -> str:
-    return worker_failure(event)
 
 
 @sentence.register
@@ -114,13 +105,6 @@ def _(event: events.Closed) -> str:
             return event.reason or (f"by {event.node}" if event.node else "")
 
 
-@sentence.register(events.Drain)
-@sentence.register(events.Readmitted)
-@sentence.register(events.Refused)
-def _(event: Any) -> str:
-    return str(event.reason)
-
-
 @sentence.register
 def _(event: events.RollCall) -> str:
     took = (event.took_ms or 0) / 1000
@@ -132,11 +116,6 @@ def _(event: events.Outage) -> str:
     if event.back_ms is not None:
         return f"the server's clock went back by {_seconds(event.back_ms)}: every lease starts anew"
     return f"no heartbeat for {_seconds(event.away_ms)}: every lease starts anew"
-
-
-@sentence.register
-def _(event: events.Restored) -> str:  # noqa: ARG001
-    return "the server had forgotten this round"
 
 
 @sentence.register
@@ -252,6 +231,7 @@ def cause(event: events.Event | None, default: str = "no reason given") -> str:
     return " ".join(part for part in (node, words) if part) or default
 
 
+@sentence.register(events.Failed)
 def worker_failure(event: events.WorkerFailure) -> str:
     """What happened to the worker that failed first on a node."""
     worker = f"worker {_known(event.local_rank)} (rank {_known(event.rank)}, pid {_known(event.pid)})"

@@ -1,7 +1,8 @@
-"""Words and figures for people, from untrusted values in Redis."""
+"""Untrusted values from Redis, checked, and as words and figures for people."""
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import unicodedata
@@ -19,6 +20,14 @@ def clean(text: str) -> str:
 
 def _is_shown(sign: str) -> bool:
     return sign.isprintable() or unicodedata.category(sign) == "Zs"
+
+
+def json_in(text: str | bytes) -> Any:
+    """The value of a JSON text; None if the text is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
 
 
 def number(value: Any) -> float | None:

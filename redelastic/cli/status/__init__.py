@@ -90,7 +90,6 @@ def _screen(arguments: argparse.Namespace) -> Screen:
 def _watch(opened: Run, arguments: argparse.Namespace, report: Status) -> None:
     """Show the run until a signal ends the command."""
     from redelastic.monitoring.control import UnknownRunError
-    from redelastic.monitoring.operator import follow
     from redelastic.redis.errors import RedelasticError
 
     screen = _screen(arguments)
@@ -103,7 +102,7 @@ def _watch(opened: Run, arguments: argparse.Namespace, report: Status) -> None:
 
     with screen.live(shown=not arguments.json):
         show("")
-        for seen in follow(opened.control, opened.last_read):
+        for seen in opened.control.follow(opened.last_read):
             trouble = str(seen) if isinstance(seen, Exception) else ""
             if not trouble:
                 try:
