@@ -54,6 +54,18 @@ def whole_number(low: int, high: int) -> Callable[[str], int]:
     return parse
 
 
+def node_counts(nnodes: str) -> tuple[int, int]:
+    """The fewest and the most nodes that ``--nnodes`` allows.
+
+    Raises:
+        ValueError: it is no such text.
+    """
+    least, _, most = nnodes.partition(":")
+    if not (re.fullmatch(r"[0-9]+(:[0-9]+)?", nnodes) and 1 <= int(least) <= int(most or least)):
+        raise ValueError(f"--nnodes={nnodes} is invalid: use N (4) or MIN:MAX (2:4)")
+    return int(least), int(most or least)
+
+
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that say where Redis is."""
     parser.add_argument(
@@ -89,17 +101,26 @@ def open_connection(arguments: argparse.Namespace) -> Connection:
     """Connect to the Redis that the arguments name."""
     from redelastic.monitoring.operator import open_connection
 
-    where = endpoint(arguments)
-    limit_time(arguments, str(where))
-    return open_connection(where)
+    return open_connection(_endpoint_within_time(arguments))
 
 
-def limit_time(arguments: argparse.Namespace, where: str) -> None:
-    """End the command after a while: a call goes on as long as some of its reply gets through, be it byte by byte.
+def open_run(arguments: argparse.Namespace) -> Run:
+    """Connect, and open the run that the arguments name."""
+    RunKeys(arguments.run, arguments.key_prefix)  # before any call: a bad id is reported at once
+    from redelastic.monitoring.operator import Run
 
-    Commands that wait for something are not ended.
+    return Run(_endpoint_within_time(arguments), arguments.run, key_prefix=arguments.key_prefix)
+
+
+def _endpoint_within_time(arguments: argparse.Namespace) -> Endpoint:
+    """As :func:`endpoint`; ends the command after a while.
+
+    A call goes on as long as some of its reply gets through, be it byte by byte. Commands that wait for something are
+    not ended.
     """
     from redelastic.redis.errors import UnreachableError
+
+    where = endpoint(arguments)
 
     def give_up(*_: object) -> None:
         raise UnreachableError(f"Redis at {where} has not answered in full within {COMMAND_TIMEOUT:g} s.")
@@ -108,18 +129,9 @@ def limit_time(arguments: argparse.Namespace, where: str) -> None:
     if not waits and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGALRM, give_up)
         signal.setitimer(signal.ITIMER_REAL, COMMAND_TIMEOUT)
+    return where
 
 
 def end_time_limit() -> None:
-    """Stop the clock that :func:`open_connection` has started; nothing if it has not."""
+    """Stop the clock that :func:`open_connection` or :func:`open_run` has started, if one has."""
     signal.setitimer(signal.ITIMER_REAL, 0)
-
-
-def open_run(arguments: argparse.Namespace) -> Run:
-    """Connect, and open the run that the arguments name."""
-    RunKeys(arguments.run, arguments.key_prefix)  # before any call: a bad id is reported at once
-    from redelastic.monitoring.operator import Run
-
-    where = endpoint(arguments)
-    limit_time(arguments, str(where))
-    return Run(where, arguments.run, key_prefix=arguments.key_prefix)

@@ -12,15 +12,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 from redelastic.logs import say
 from redelastic.monitoring.wording import clean, count
-from redelastic.preflight.figures import MEASURES, measure_of, shown
+from redelastic.preflight.options import MEASURES, Options, measure_of, shown
 
-from .common import NO, OK, UNMEASURED, UNREACHABLE, USAGE
+from .common import NO, OK, UNMEASURED, UNREACHABLE, USAGE, node_counts
 from .output import add_json_argument, open_console, write_json
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous.api import RendezvousParameters
-
-    from redelastic.preflight.options import Options
 
 NAME = "preflight"
 SUMMARY = "measure the hosts of a job and their links, and name the bad one"
@@ -55,7 +53,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--local-addr", metavar="ADDRESS", help="this host's address, name or interface for its peers")
     add("--node-name", metavar="NAME", help="this host's name (default: its hostname)")
     add("--exclude", action="store_true", help="keep hosts that stand out out of the job until they are readmitted")
-    add_measure_arguments(parser)
+    add("--path", action="append", default=[], metavar="FOLDER", help="write here, too; may be repeated")
+    add("--backend", choices=("gloo", "nccl"), default="gloo", help="gloo measures CPUs, nccl GPUs (default: gloo)")
+    add("--size", type=int, default=64, metavar="MIB", help="tensor of the all-reduce (default: 64)")
+    add("--timeout", type=float, default=30.0, metavar="S", help="time limit of each measure (default: 30)")
+    required = "name also hosts that are worse than this, such as send=10; may be repeated"
+    add("--require", action="append", default=[], metavar="MEASURE=VALUE", help=required)
     add_json_argument(
         parser,
         "hosts (host, number, figures by measure,\noutlier), medians, outliers (host, number, measure, value, median, "
@@ -66,30 +69,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_measure_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options that say what is measured."""
-    add = parser.add_argument
-    add("--path", action="append", default=[], metavar="FOLDER", help="write here, too; may be repeated")
-    add("--backend", choices=("gloo", "nccl"), default="gloo", help="gloo measures CPUs, nccl GPUs (default: gloo)")
-    add("--size", type=int, default=64, metavar="MIB", help="tensor of the all-reduce (default: 64)")
-    add("--timeout", type=float, default=30.0, metavar="S", help="time limit of each measure (default: 30)")
-    add(
-        "--require",
-        action="append",
-        default=[],
-        metavar="MEASURE=VALUE",
-        help="name also hosts that are worse than this, such as send=10; may be repeated",
-    )
-
-
 def options_of(arguments: argparse.Namespace) -> Options:
     """How to measure.
 
     Raises:
         ValueError: an option is wrong.
     """
-    from redelastic.preflight.options import Options
-
     required = {}
     for text in arguments.require:
         name, _, value = text.partition("=")
@@ -126,12 +111,9 @@ def run(arguments: argparse.Namespace) -> int:
         quiet = only_errors_of("redelastic.rendezvous")  # it says that hosts leave, as they do at the end
         with quiet, contextlib.closing(Host(_parameters(arguments), options)) as host:
             found = host.run()
-    except RendezvousConnectionError as e:
-        say(f"redelastic {NAME}: {clean(str(e))}")
-        return UNREACHABLE
     except (RendezvousError, DistError) as e:
         say(f"redelastic {NAME}: {clean(str(e))}")
-        return UNMEASURED
+        return UNREACHABLE if isinstance(e, RendezvousConnectionError) else UNMEASURED
     if arguments.json:
         write_json(found)
     else:
@@ -142,9 +124,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _parameters(arguments: argparse.Namespace) -> RendezvousParameters:
     from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
-    least, _, most = arguments.nnodes.partition(":")
-    if not (re.fullmatch(r"[0-9]+(:[0-9]+)?", arguments.nnodes) and 1 <= int(least) <= int(most or least)):
-        raise ValueError(f"--nnodes={arguments.nnodes} is invalid: use N (4) or MIN:MAX (2:4)")
+    min_nodes, max_nodes = node_counts(arguments.nnodes)
     config: dict[str, Any] = {}
     for pair in filter(None, arguments.rdzv_conf.split(",")):
         name, equals, value = pair.partition("=")
@@ -153,7 +133,7 @@ def _parameters(arguments: argparse.Namespace) -> RendezvousParameters:
         config[name.strip()] = value.strip()
     if arguments.node_name is not None:
         config["node_name"] = arguments.node_name
-    place = arguments.rdzv_endpoint, arguments.rdzv_id, int(least), int(most or least), arguments.local_addr
+    place = arguments.rdzv_endpoint, arguments.rdzv_id, min_nodes, max_nodes, arguments.local_addr
     return RendezvousParameters("redis", *place, **config)
 
 
@@ -187,10 +167,8 @@ def show(found: Mapping[str, Any]) -> None:
         console.print(Text(clean(f"{outlier['host']}: {outlier['text']}"), "bold red"))
     for link in found["links"]:
         where = f"{link['source']} to {link['target']}"
-        figure = (
-            link["reason"]
-            or f"{shown(link['measure'], link['value'])}, median {shown(link['measure'], link['median'])}"
-        )
+        value, median = (shown(link["measure"], link[name]) for name in ("value", "median"))
+        figure = link["reason"] or f"{value}, median {median}"
         console.print(Text(clean(f"link {where}: {link['measure']}: {figure}; which end is bad is not known"), "red"))
     for what in found["unmeasured"]:
         console.print(Text(clean(f"not measured: {what}"), "yellow"))

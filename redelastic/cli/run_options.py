@@ -208,12 +208,10 @@ def agent_options(arguments: argparse.Namespace) -> AgentOptions:
     from redelastic.agent import AgentOptions
     from redelastic.host.devices import has_driver
 
-    least, _, most = arguments.nnodes.partition(":")
-    if not (re.fullmatch(r"[0-9]+(:[0-9]+)?", arguments.nnodes) and 1 <= int(least) <= int(most or least)):
-        raise ValueError(f"--nnodes={arguments.nnodes} is invalid: use N (4) or MIN:MAX (2:4)")
+    least, _ = common.node_counts(arguments.nnodes)
     if re.fullmatch(r"-?[0-9]+", arguments.nproc_per_node) and int(arguments.nproc_per_node) < 1:
         raise ValueError(f"--nproc-per-node={arguments.nproc_per_node} is out of range: it must be 1 or more")
-    if arguments.standalone and int(least) > 1:
+    if arguments.standalone and least > 1:
         raise ValueError(f"--nnodes={arguments.nnodes} needs several hosts, and --standalone has one: leave one out")
     if not arguments.monitor_interval > 0:
         raise ValueError(f"--monitor-interval={arguments.monitor_interval} is out of range: it must be above 0.")

@@ -18,9 +18,8 @@ from redelastic.redis.keys import RunKeys
 from redelastic.rendezvous.handler import RedisRendezvousHandler, handler_from_parameters
 from redelastic.store import RedisStore
 
-from .figures import measure_of
 from .meeting import Meeting
-from .options import Options
+from .options import Options, measure_of
 from .probe import STORE_TTL, Probe
 from .schedule import Report, Step
 from .verdict import Verdict, judge

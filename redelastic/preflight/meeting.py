@@ -6,11 +6,13 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Final
 
 from torch.distributed import DistNetworkError, DistStoreError
 
+from redelastic.monitoring.wording import json_in
 from redelastic.store import RedisStore
 
 from .schedule import Report, Step, next_step
@@ -98,12 +100,7 @@ class Meeting:
         keys = [f"{number}/{host}" for number, step in enumerate(self._steps) for host in step.hosts]
         found = dict(zip(keys, self._store.peek(keys), strict=True))
         return [
-            Step(
-                step.kind,
-                step.hosts,
-                step.pairs,
-                {host: report for host in step.hosts if (report := _decoded(found[f"{n}/{host}"]))},
-            )
+            replace(step, reports={h: report for h in step.hosts if (report := _decoded(found[f"{n}/{h}"]))})
             for n, step in enumerate(self._steps)
         ]
 
@@ -131,8 +128,5 @@ class Meeting:
 
 
 def _decoded(text: bytes | None) -> Report:
-    try:
-        found = json.loads(text or b"{}")
-    except ValueError:
-        return {}
+    found = json_in(text or b"{}")
     return found if isinstance(found, dict) else {}

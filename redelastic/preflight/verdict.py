@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from .figures import MEASURES, OF_LINKS, Measure, measure_of
+from .options import MEASURES, OF_LINKS, Measure, measure_of
 from .schedule import LABELS, Link, Step, links_of, number
 
 SPREADS: Final = 5.0  # by so many standard deviations of the hosts' values an outlier is worse than their median
@@ -95,12 +95,15 @@ def judge(hosts: int, steps: Sequence[Step], required: Mapping[str, float] | Non
         steps: all, with their reports.
         required: the worst value allowed, by measure.
     """
-    silent = [Outlier(host, "silent", reason=_silence(step)) for step in steps for host in step.silent]
-    outliers, links, unmeasured = list(silent), list[BadLink](), list[str]()
+    outliers, links, unmeasured = list[Outlier](), list[BadLink](), list[str]()
+    for step in steps:
+        silence = f"it did not report in time from {LABELS[step.kind]}"
+        outliers += [Outlier(host, "silent", reason=silence) for host in step.silent]
     figures: dict[int, dict[str, float]] = {host: {} for host in range(hosts)}
     medians: dict[str, float] = {}
     own = next((step.reports for step in steps if step.kind == "own"), {})
-    for name in dict.fromkeys(name for report in own.values() for name in report if _is_known(name)):
+    names = dict.fromkeys(name for report in own.values() for name in report)
+    for name in (name for name in names if name.partition(":")[0] in MEASURES):
         values = {host: value for host, report in own.items() if (value := number(report, name))}
         for host, value in values.items():
             figures[host][name] = value
@@ -139,23 +142,16 @@ def judge(hosts: int, steps: Sequence[Step], required: Mapping[str, float] | Non
     return Verdict(tuple(outliers), tuple(links), tuple(unmeasured), figures, medians, group)
 
 
-def _silence(step: Step) -> str:
-    return f"it did not report in time from {LABELS[step.kind]}"
-
-
-def _is_known(name: str) -> bool:
-    return name.partition(":")[0] in MEASURES
-
-
 def _limit(measure: Measure, values: Iterable[float]) -> tuple[float, float]:
     """The median of the hosts' values, and the worst value that is no outlier.
 
     Of two hosts, none is in the majority: the better one is the measure of the other.
     """
     found = sorted(values, reverse=measure.higher_is_better)
-    median = statistics.median(found) if len(found) > 2 else found[0]
-    spread = 0.0
-    if len(found) > 2:  # a standard deviation, by a robust estimate, of the logarithms: a factor
+    median, spread = found[0], 0.0
+    if len(found) > 2:
+        median = statistics.median(found)
+        # A standard deviation, by a robust estimate, of the logarithms: a factor.
         spread = 1.4826 * statistics.median(abs(math.log(value / median)) for value in found)
     factor = math.exp(min(max(math.log(measure.factor), SPREADS * spread), 700))
     return median, median / factor - measure.margin if measure.higher_is_better else median * factor + measure.margin
@@ -188,9 +184,7 @@ def _judge_links(
             continue
         measure = MEASURES[names[0]]
         better = max if measure.higher_is_better else min
-        best: dict[
-            int, float
-        ] = {}  # of each host's edges, either way: the bad way of a host does not count in the median
+        best = dict[int, float]()  # of each host's edges, either way: a host's bad way does not count in the median
         for edge in edges:
             for name, host in zip(names, edge[:2], strict=False):
                 figures[host][name] = better(edge.value, figures[host].get(name, edge.value))
@@ -235,6 +229,6 @@ def _group(steps: Sequence[Step], unmeasured: list[str]) -> dict[str, float]:
                 unmeasured.append(f"all-reduce of {len(step.hosts)} hosts: {errors[0]}")
             elif seconds and all(seconds):
                 slowest = max(step.reports.values(), key=lambda report: number(report, "seconds"))
-                names = ("seconds", "bandwidth")
-                return {**{name: number(slowest, name) for name in names}, "hosts": float(len(step.hosts))}
+                figures = {name: number(slowest, name) for name in ("seconds", "bandwidth")}
+                return figures | {"hosts": float(len(step.hosts))}
     return {}

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from redelastic.preflight.pairing import Tried, next_pairs, rounds_for
+from redelastic.preflight.schedule import Tried, next_pairs, rounds_for
 
 NUMBERS = [*range(2, 20), 33, 64, 101]
 
